@@ -160,7 +160,7 @@ class GraphEngine:
     """
 
     def __init__(self, engine: Engine, make_graph: Callable[[], WorkGraph]) -> None:
-        self.device, self.meets_late = engine.device, engine.meets_late
+        self.device = engine.device
         self._engine, self._make_graph = engine, make_graph
         self._steps: WeakKeyDictionary[RankProgram, GraphedStep] = WeakKeyDictionary()
 

@@ -40,8 +40,6 @@ class Engine(Protocol):
     """Runs programs."""
 
     device: torch.device
-    meets_late: bool
-    """Whether a program begins before it is known that the other ranks run theirs, up to where it needs them."""
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -79,8 +79,6 @@ class ModuleEngine:
         peaks: takes down the peaks of programs that run alone on their device.
     """
 
-    meets_late = False
-
     def __init__(
         self,
         engine: Engine,

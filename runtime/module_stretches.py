@@ -23,7 +23,7 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.looped.within_turns import FRAMES, gives_number, part_in_turns
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
-from shardfx.ir.program.source import Forms, meets
+from shardfx.ir.program.source import Forms
 from shardfx.ir.program.units.lifetimes import Lifetimes, name_of, turns_of
 from shardfx.ir.program.units.unit_order import UnitOrder, Word, order_of
 
@@ -71,7 +71,6 @@ class Stretches:
         self._life = Lifetimes(self.nodes)
         self._steps: list[Stretch | fx.Node] = []
         self._at: fx.Node | None = None
-        self._meets = next((node for node in self.nodes if node.op == "call_function" and meets(node)), None)
         group: list[fx.Node] = []
         for node in self.nodes:
             if node.op not in ("call_function", "get_attr"):
@@ -119,8 +118,6 @@ class Stretches:
             else:
                 self._at = step
                 done: tuple[fx.Node, ...] = (step,)
-                if step is self._meets and forms.meet is not None:
-                    forms.meet()
                 if part_in_turns(step) in FRAMES:
                     at, done = clock.next(step, at)
                 elif (request := None if forms.ask is None else forms.ask(step)) is None:

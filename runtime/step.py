@@ -128,10 +128,6 @@ class Step:
         self.make_engine, self._engine = make_engine, None
         self._programs.clear()
 
-    def meets_late(self, kinds: Kinds) -> bool:
-        """Whether programs that have run here may begin before it is known what other ranks run."""
-        return self.has_run(kinds) and self._unprepared().meets_late
-
     def draws(self, kinds: Kinds) -> bool:
         """Whether a run needs a seed, the same on all ranks."""
         if kinds not in self._drawing:  # asked of the whole graph: all ranks draw together

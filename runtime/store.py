@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -63,8 +63,8 @@ class Store(Protocol):
     def handed_out(self, scale: Tensor | float) -> None:
         """Gradients that were computed, times ``scale``, go to parameters: which other processes do alike."""
 
-    def loaded(self, names: Collection[str]) -> None:
-        """A state dict of pieces was loaded, with these names."""
+    def loaded(self, given: Mapping[str, Tensor]) -> None:
+        """A state dict of shards is loaded, with these names."""
 
     def is_loaded(self, name: str) -> bool:
         """Whether there is content for a parameter, buffer or state, here or in another process."""

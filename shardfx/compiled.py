@@ -9,7 +9,7 @@ from shardfx.ir.capture.trace import Captured
 from shardfx.ir.graph import Graph
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import Context, Pass
-from shardfx.runtime.distributed.agreement.subjects import subjects
+from shardfx.runtime.distributed.process_peers import subjects
 from shardfx.runtime.peers import Subjects
 
 from .hints import Hints

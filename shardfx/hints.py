@@ -88,9 +88,9 @@ class Hints:
             optimizer and checkpoints: parameters and floating inputs are cast, gathers of ``zero`` are in it, and
             gradients are summed in float32. :class:`shardfx.Compute` says what is cast, and has further options.
         check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
-            checksum); otherwise on the first, second, fourth, eighth ... call of each form, and at every call of whole
-            batches in the host's memory a sample of their elements. ``"broadcast"``: nothing
-            is checked, and of the ranks that should pass the same, the first one's inputs are taken.
+            checksum); otherwise on the first, second, fourth, eighth ... call of each specialization.
+            ``"broadcast"``: nothing is checked, and of the ranks that should pass the same, the first one's inputs are
+            taken.
         batch_stats: ``"local"``: in training a batch norm has the statistics of each rank's own part of the batch, as
             under ``DistributedDataParallel``: that is another model than on one device, and what ``pm.verify()``
             proves. Running statistics take the mean over the parts, and are all that is sent for it. By default

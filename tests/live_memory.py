@@ -171,8 +171,6 @@ def alive(found: Storages) -> int:
 class Measured:
     """An engine whose ranks are looked at."""
 
-    meets_late = False
-
     def __init__(self, engine: Engine) -> None:
         self.engine, self.device, self.ranks, self.seed = engine, engine.device, engine.ranks, engine.seed
         self.prepare = engine.prepare

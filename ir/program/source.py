@@ -25,8 +25,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.ops.local_ops import row_of
-
 from .looped.within_turns import FRAMES, gives_number, part_in_turns
 from .rank_program import RankProgram
 from .sharing import destination
@@ -76,12 +74,10 @@ class Forms:
         ask: of a node, what a coroutine yields beside its first operand and the memory that its result goes into
             (it takes the result out of the list that it is sent), with ``of_turn`` where numbers of a turn are in it;
             None where it calls the function itself.
-        meet: called before the first call that needs other ranks, if there is one.
     """
 
     instead: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
     ask: Callable[[fx.Node], Any | None] | None = None
-    meet: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,12 +127,9 @@ class _Writer:
     def source(self) -> Source:
         inputs = [node.name for node in self.nodes if node.op == "placeholder"]
         self._add(None, f"def program({', '.join(inputs)}):", indent="")
-        first = next((node for node in self.nodes if node.op != "placeholder" and meets(node)), None)
         for node in self.nodes:
             if node.op == "placeholder":
                 continue
-            if node is first and self.forms.meet is not None:
-                self._add(node, f"{self._name(self.forms.meet)}()")
             part = part_in_turns(node)
             if part in FRAMES:
                 self._frame(node, part)
@@ -252,12 +245,6 @@ class _Writer:
         while name in self.local or self.scope.setdefault(name, thing) is not thing:
             name += "_"
         return name
-
-
-def meets(node: fx.Node) -> bool:
-    """Whether a call needs other ranks, or begins turns, whose units stand in another order than they run."""
-    row = row_of(node.target) if node.op == "call_function" else None
-    return row is not None and (row.group is not None or row.turns == "opens")
 
 
 def argument_text(arg: Any, name: Callable[[Any], str]) -> str:

@@ -1,24 +1,25 @@
-"""Real processes that end together: who failed where, and who waits for whom, told through the job's store.
+"""Failure of real ranks: who failed where, and who waits for whom, told through the store of the job.
 
-A rank whose program raises tells the others why and leaves its groups, so that none waits for it. A rank whose
-collective breaks (a peer has ended, or the time is up) asks what the others have told, and raises an error that says
-in which collective it waited, what failed elsewhere, and from whom there is no word.
-
-- A process that has ended is noticed at once: its connections close.
-- One that is alive and stuck is noticed when the time-out of the process group is up: ten minutes where shardfx joined
-  the job, or what ``torch.distributed.init_process_group(timeout=...)`` was told before ``parallelize``.
-
-On NCCL it is the watchdog of torch that ends ranks, in its own words.
+A rank whose program raises, or whose process ends, says why in the store and leaves its groups, so that nobody waits
+for it. A rank whose collective breaks (a peer has ended, or the time-out of the process group is up: ten minutes where
+shardfx joined the job) reads what the others said, and raises an error with its collective, what failed elsewhere, and
+the ranks from which there is no word. On NCCL the watchdog of torch ends ranks, in its own words.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from multiprocessing.util import Finalize
+from types import TracebackType
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -26,163 +27,126 @@ from shardfx.ir.errors import Error
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.runtime.rank_errors import failed, place, target_name
 
-from .groups import group_timeout, is_dry_run, leave_groups
+from .groups import is_dry_run, leave_groups, the_cpu_group
 
+T = TypeVar("T")
 WAIT = 2.0
-"""So many seconds a rank waits for word from the others before it says that there is none."""
-
-
-def _communicates(node: fx.Node) -> bool:
-    """Whether a call needs other ranks."""
-    row = row_of(node.target)
-    return row is not None and (row.group is not None or row.name == "c10d.wait_tensor")
+"""Seconds that a rank waits for word from the others before it says that there is none."""
+_left = 0
+"""How often this process has left its groups, which is the same on all ranks that end together."""
+_told: set[int] = set()
+"""The processes that tell when they end."""
 
 
 @contextmanager
 def ending_together(what: str = "") -> Iterator[None]:
-    """Within, a collective of all ranks (``what`` names it) that breaks becomes an error that says for whom it was."""
+    """The scope of a collective of all ranks (``what`` names it): if it breaks, an error says who is missing."""
     try:
         yield
-    except dist.DistError as error:
-        raise ended(None, error, what) from error
-    except RuntimeError as error:
-        if not _broken(error):
+    except (dist.DistError, RuntimeError) as error:
+        if not (isinstance(error, dist.DistError) or _is_broken(error)):
             raise
         raise ended(None, error, what) from error
 
 
 @contextmanager
 def ending_compiled() -> Iterator[None]:
-    """Within, a compiled program that raises, or waits in vain, becomes an error that says so; and the others hear."""
+    """The scope of a compiled program: if it raises, or a collective breaks, an error says so, and the others hear."""
     try:
         yield
     except Exception as error:
-        broken = isinstance(error, RuntimeError) and _broken(error)
-        raise ended(None, error, "a collective of the compiled program" if broken else "") from error
+        raise ended(None, error, "a collective of the compiled program" if _is_broken(error) else "") from error
+
+
+def exchange(mine: Sequence[int], what: str) -> list[list[int]]:
+    """All-gather as many numbers of 64 bits from every CPU rank; by rank."""
+    group = the_cpu_group()
+    with ending_together(what):
+        every = torch.empty(dist.get_world_size() * len(mine), dtype=torch.int64)
+        group._allgather_base(every, torch.tensor(mine)).wait()
+    return every.view(-1, len(mine)).tolist()  # type: ignore[no-any-return]
+
+
+def tell_all(mine: T) -> list[T]:
+    """All-gather an object; by rank."""
+    every: list[Any] = [None] * dist.get_world_size()
+    with ending_together("telling something"):
+        dist.all_gather_object(every, mine, group=the_cpu_group())
+    return every
 
 
 def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
-    """Tell the others how this rank's program ended, and leave; gives the error to raise here."""
+    """Tell the others how this rank's program ended, and leave the groups; gives the error to raise."""
     rank, generation = dist.get_rank(), _left
     if is_dry_run():
         return failed(rank, node, error)
-    waits = bool(what) or (node is not None and _communicates(node) and isinstance(error, RuntimeError))
-    collective = f"{place(rank, None)}; {what}" if what else place(rank, node)
-    if not waits:
+    row = row_of(node.target) if node is not None else None
+    communicates = row is not None and (row.group is not None or row.name == "c10d.wait_tensor")
+    if not what and not (communicates and isinstance(error, RuntimeError)):
         made = failed(rank, node, error)
-        tell({"failed": str(made)})
-        leave_groups()
+        _leave({"failed": str(made)})
         return made
-    tell({"waits": collective})
-    leave_groups()
-    words, store = _listen(rank, generation)
-    return _lost(collective, _waiting_in(node, what), error, words, store)
+    where = f"{place(rank, None)}; {what}" if what else place(rank, node)
+    if node is not None:
+        started = node.args[0] if row is not None and row.name == "c10d.wait_tensor" else node
+        what = target_name(started if isinstance(started, fx.Node) else node)
+    _leave({"waits": where})
+    return _missing(where, what, error, generation)
 
 
-def _lost(collective: str, name: str, error: Exception, words: Mapping[int, Any], store: bool) -> Error:
-    silent = [r for r in range(dist.get_world_size()) if r != dist.get_rank() and r not in words]
-    failures = [f"rank {r}: {text}" for r, word in sorted(words.items()) if (text := word.get("failed"))]
-    gone = [f"rank {r} has ended: {word['left']}" for r, word in sorted(words.items()) if "left" in word]
-    waits = [f"waits too: {word['waits']}" for _, word in sorted(words.items()) if "waits" in word]
-    lines = [f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"]
-    lines += [line for text in [*failures, *gone] for line in text.splitlines()]
-    if not store:
+def _missing(where: str, what: str, error: Exception, generation: int) -> Error:
+    """The error of a rank that waited in vain."""
+    words, answers = _listen(generation)
+    silent = [str(r) for r in range(dist.get_world_size()) if r != dist.get_rank() and r not in words]
+    said = {kind: [(rank, word[kind]) for rank, word in sorted(words.items()) if kind in word] for kind in KINDS}
+    first = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+    lines = [first, *(f"rank {rank}: {line}" for rank, text in said["failed"] for line in text.splitlines())]
+    lines += [f"rank {rank} has ended: {text}" for rank, text in said["left"]]
+    if not answers:
         lines.append("the job's store does not answer: the process that kept it (rank 0, without torchrun) has ended")
     elif silent:
-        ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(silent)}"
         lines.append(f"no word within {WAIT:g} s from {ranks}: stuck, killed, or gone from the job")
-    how = "failed" if failures else "ended" if gone else ""
-    timed_out = "time" in lines[0].lower() and "out" in lines[0].lower()
+    lines += [f"waits too: {text}" for _, text in said["waits"][:3]]
+    how = "failed" if said["failed"] else "ended" if said["left"] else ""
+    in_time = ", before the process group's time-out" if "timed out" in first.lower() else ""
     return Error(
-        f"a rank {how} while others waited for it in {name}" if how else f"a rank is missing in {name}",
-        where=collective,
-        expected="every rank of the group in this collective"
-        + (", before the process group's time-out" if timed_out else ""),
-        got=f"\n  {'':<10}".join(lines + waits[:3]),
+        f"a rank {how} while others waited for it in {what}" if how else f"a rank is missing in {what}",
+        where=where,
+        expected=f"every rank of the group in this collective{in_time}",
+        got=f"\n  {'':<10}".join(lines),
         remedy="see the output of the ranks that are named; start the job again from its last checkpoint",
     )
 
 
-def _waiting_in(node: fx.Node | None, what: str) -> str:
-    """The collective that a node waits for."""
-    if node is None:
-        return what
-    row = row_of(node.target)
-    started = node.args[0] if row is not None and row.name == "c10d.wait_tensor" else node
-    return target_name(started) if isinstance(started, fx.Node) else target_name(node)
+KINDS = ("failed", "left", "waits")
+"""What a rank says: why its program failed, why its process ended, or in what it waited."""
 
 
-def _broken(error: RuntimeError) -> bool:
-    """Whether gloo lost a peer, or waited too long: it raises no type of its own."""
+def _is_broken(error: Exception) -> bool:
+    """Whether a backend lost a peer, or waited too long: these raise no type of their own."""
     text = str(error).lower()
-    return "gloo" in text or "connection" in text or "timed out" in text
+    return isinstance(error, RuntimeError) and ("gloo" in text or "connection" in text or "timed out" in text)
 
 
-def finish_together() -> None:
-    """Return once all ranks have come to the end of this step; raise if one of them failed in it.
-
-    A rank may need nothing more from one that failed, and come to its end all the same.
-    """
-    global _finished
-    if is_dry_run():
-        return
-    _finished += 1
-    rank, generation, done = dist.get_rank(), _left, f"shardfx/done/{_finished}/"
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"{done}{rank}", "")
-    missing = set(range(dist.get_world_size())) - {rank}
-    until = time.monotonic() + group_timeout()
-    while missing and time.monotonic() < until:
-        failed_ones = [other for other in missing if store.check([_key(other, generation)])]
-        if failed_ones:
-            break
-        missing = {other for other in missing if not store.check([f"{done}{other}"])}
-        time.sleep(0.005)
-    if missing:
-        what = "the end of the step"
-        raise ended(None, TimeoutError(f"ranks {sorted(missing)} have not come to the end of this step"), what)
+def _leave(word: Mapping[str, str]) -> None:
+    """Say how this rank ends, and leave its groups."""
+    _tell(word)
+    leave_groups()
 
 
-# ---- telling one another
-
-_left = _finished = 0
-"""How often this process has left its groups, and how many watched steps it has finished: all ranks that end together
-agree on both."""
-
-
-def _key(rank: int, generation: int) -> str:
-    return f"shardfx/ended/{generation}/{rank}"
-
-
-def tell(word: Mapping[str, str]) -> None:
-    """Tell the others how this rank ends: what ``failed``, in what it ``waits``, or why it has ``left``."""
+def _tell(word: Mapping[str, str]) -> None:
     global _left
     _left += 1
     with suppress(RuntimeError):  # the store is gone with the process that kept it
         dist.distributed_c10d._get_default_store().set(_key(dist.get_rank(), _left - 1), json.dumps(word))
 
 
-def say_waiting(which: int) -> None:
-    """Say that this rank waits at the start of its call of this number."""
-    with suppress(RuntimeError):
-        dist.distributed_c10d._get_default_store().set(f"shardfx/waits/{_left}/{which}/{dist.get_rank()}", "")
-
-
-def not_waiting(which: int) -> list[int]:
-    """The ranks that have not said so."""
-    others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        return [r for r in others if not store.check([f"shardfx/waits/{_left}/{which}/{r}"])]
-    except RuntimeError:
-        return others
-
-
-def _listen(rank: int, generation: int) -> tuple[dict[int, Any], bool]:
-    """What the other ranks have told, by rank; and whether the store answers."""
+def _listen(generation: int) -> tuple[dict[int, Any], bool]:
+    """What the other ranks said, by rank; and whether the store answers."""
     words: dict[int, Any] = {}
     until = time.monotonic() + WAIT
-    others = [r for r in range(dist.get_world_size()) if r != rank]
+    others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
     try:
         store = dist.distributed_c10d._get_default_store()
         while len(words) < len(others) and time.monotonic() < until:
@@ -193,3 +157,41 @@ def _listen(rank: int, generation: int) -> tuple[dict[int, Any], bool]:
     except RuntimeError:
         return words, False
     return words, True
+
+
+def _key(rank: int, generation: int) -> str:
+    return f"shardfx/ended/{generation}/{rank}"
+
+
+def tell_when_it_ends() -> None:
+    """From now on, tell the other ranks when this process ends: by an exception, whose traceback is printed first, or
+    in order."""
+    process = os.getpid()
+    if process in _told:
+        return
+    _told.add(process)
+    before = sys.excepthook
+
+    def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        sys.stderr.flush()
+        if os.getpid() == process:
+            _end(error)
+
+    sys.excepthook = raised
+    Finalize(None, lambda: _end(sys.exc_info()[1]), exitpriority=100)
+
+
+def _end(error: BaseException | None) -> None:
+    """Tell how this process ends; one that failed leaves its groups, for it may take a while to end."""
+    if not dist.is_initialized():
+        return
+    if isinstance(error, SystemExit) and error.__context__ is not None:
+        error = error.__context__  # torch.multiprocessing raises it in the place of the error
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        _tell({"left": "it has come to the end of its program"})
+        return
+    lines = traceback.format_exception_only(error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    _leave({"left": f"{lines[:800]}{at}"})

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.time import handover
@@ -24,9 +23,8 @@ from shardfx.runtime.same_host.neighbourhood import met
 from shardfx.runtime.same_host.shared_memory import shared_bytes
 
 from . import gloo
-from .groups import axes_of, by_stream, make_groups
-from .handshake import forget, settle
-from .peer_failure import ended, ending_together, finish_together
+from .groups import axes_of, by_stream, is_dry_run, make_groups
+from .peer_failure import ended, ending_together, exchange
 from .stages import messages
 
 c10d = torch.ops._c10d_functional
@@ -69,8 +67,6 @@ class ProcessEngine:
         write: makes of a program what runs.
     """
 
-    meets_late = True
-
     def __init__(
         self, graph: Graph, device: torch.device, write: Callable[[RankProgram, Forms], Runs] = write_source
     ) -> None:
@@ -81,8 +77,6 @@ class ProcessEngine:
         self._sources: WeakKeyDictionary[RankProgram, Runs] = WeakKeyDictionary()
         self._inboxes: WeakKeyDictionary[RankProgram, messages.Inbox] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
-        self._unmet: Error | None = None
-        """Why the others do not run the same."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -92,7 +86,6 @@ class ProcessEngine:
     def prepare(self) -> None:
         """Make the groups of ranks, once."""
         if not self._ready:
-            settle()
             with ending_together("making the groups of ranks"):
                 make_groups(self._graph.mesh, axes_of(self._graph))
                 if self._by_stream and self._graph.pipeline is not None:
@@ -102,7 +95,6 @@ class ProcessEngine:
 
     def seed(self) -> Tensor:
         """Rank 0's draw. All ranks draw, so that generators that start alike stay alike."""
-        settle()
         seed = on_device(seed_tensor(), self.device)
         with ending_together("the broadcast of the step's seed"):
             dist.broadcast(seed, 0)
@@ -117,8 +109,7 @@ class ProcessEngine:
         """Run this rank's program.
 
         Raises:
-            Error: it raised here, or on another rank while this one waited for it (see :mod:`.peer_failure`); or the
-                others do not run theirs, which is known before this one first needs them.
+            Error: it raised here, or on another rank while this one waited for it (see :mod:`.peer_failure`).
         """
         program, given = programs[self.rank], inputs[self.rank]
         if watch is not None:
@@ -134,26 +125,14 @@ class ProcessEngine:
                 if watch is not None:
                     watcher.inputs(program.inputs, given)
                 results: Sequence[Tensor] = source(*given)
-                self._meet()
             except Exception as error:
                 self._outbox.forget()
-                if error is self._unmet:
-                    raise
-                forget()
                 raise ended(source.node_of(error), error) from error
             with ending_together("waiting for what it sent to other stages to arrive"):
                 self._outbox.empty()
-            if watch is not None:
-                finish_together()
+            if watch is not None and not is_dry_run():  # a rank may need nothing more from one that failed
+                exchange([0], "the end of the step")
         return {self.rank: results}
-
-    def _meet(self) -> None:
-        """What is to be known of the other ranks before they are needed."""
-        try:
-            settle()
-        except Error as error:
-            self._unmet = error
-            raise
 
     def source(self, program: RankProgram) -> Runs:
         """The function that runs for a program, written once."""
@@ -169,4 +148,4 @@ class ProcessEngine:
         instead |= {handover.send: self._outbox.send, c10d.wait_tensor.default: gloo.wait}
         inbox = self._inboxes.setdefault(program, messages.Inbox(self._by_stream))
         instead[handover.receive] = inbox.receive
-        return Forms(instead if self._by_stream else instead | gloo.FORMS, meet=self._meet)
+        return Forms(instead if self._by_stream else instead | gloo.FORMS)

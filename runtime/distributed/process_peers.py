@@ -1,14 +1,18 @@
-"""Real ranks make a call together: a handshake of a few numbers among CPU ranks, before anything is sent.
+"""Agreement of real ranks: digests of plans and calls, exchanged among CPU ranks before anything runs.
 
-    rank 0                              rank 1
-    a training step, [8, 6]             a loss without gradients, [8, 6]      -> both raise, with both sides in words
-    [digest, how passed + done, draw]   [digest, how passed + done, draw]     three numbers from each rank
+    rank 0                                rank 1
+    a training step, [8, 6]               a loss without gradients, [8, 6]     -> both raise, with both sides
+    [digest, passing + history, draw]     [digest, passing + history, draw]    one all-gather for each call
 
-Beside how inputs are passed goes a digest of what was done to parameters since the last call, and of a sample of what
-should be passed alike: an optimizer that steps on one rank alone leaves them apart.
+============================================================================  ======================================
+the plan: mesh, graph, loss, constants, optimizer                             ``parallelize``, a new specialization
+the call: outputs, modes, shapes, dtypes, gradients, how inputs are passed    every call
+history: backwards, optimizer steps, writes, loads since the last call        every call
+rates of the optimizer                                                        every whole step
+inputs that several ranks pass alike, by a checksum                           calls 1, 2, 4, 8, ...; ``check_inputs``
+============================================================================  ======================================
 
-(:mod:`.handshake`; the list of what is compared: :mod:`.agreement`.) The words are sent only where the numbers differ;
-what ranks pass in and hold is compared by checksums, on the first, second, fourth, eighth ... call of each form.
+Where digests differ, ranks exchange what they stand for, and all raise the same error; nothing was run.
 """
 
 from __future__ import annotations
@@ -16,51 +20,59 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, InputKind
 from shardfx.ir.mesh import Mesh
-from shardfx.runtime.peers import Agreed, Content, Contents, Passed, Subjects, Words
+from shardfx.ir.text import print_graph
+from shardfx.runtime.peers import (
+    AROUND,
+    Agreed,
+    OtherSurroundings,
+    Passed,
+    Peers,
+    RankInput,
+    RankInputs,
+    Subjects,
+    Words,
+)
 from shardfx.runtime.store import Store
 
-from .agreement.acts import watch_steps
-from .agreement.differences import DONE, SAMPLE, WRITTEN, difference, different, no_longer_alike, other_plans
-from .agreement.samples import Sketch, sampled, tolerance_of
-from .agreement.subjects import compared
 from .checksum import checksum
-from .groups import make_cpu_group, make_groups, the_cpu_group
-from .handshake import Handshake, is_open, leave_open, settle
-from .last_words import tell_when_it_ends
-from .peer_failure import ending_together
+from .groups import make_cpu_group, make_groups
+from .peer_failure import ending_together, exchange, tell_all, tell_when_it_ends
 from .process_store import ProcessStore
 
 T = TypeVar("T")
-V = TypeVar("V")
 c10d = torch.ops._c10d_functional
 log = logging.getLogger("shardfx")
 FAILED = max(Passed) + 1
-"""In the place of how inputs are passed: this rank cannot do what it was to do."""
+"""In the place of how inputs are passed: this rank cannot make the call."""
 WAYS = FAILED + 1
-"""How many of these there are: what is more is a digest of what was done since the last call."""
-NOTHING = 0
-"""In the place of a number that a rank drew, which is said as the next one."""
-START, PLANNING = "the start of a call", "parallelize(...), or planning a call in a new form"
+NO_DRAW = 0
+SHOWN = 4
+START, PLANNING = "the start of a call", "parallelize(...), or planning a new specialization"
+WRITTEN, DONE = "parameters were written into since the last call", "done since the last call"
+DRIFTED = "the ranks' parameters are no longer the same"
 _numbers = itertools.count()
-_turn = threading.RLock()
+_lock = threading.RLock()
 _refused: list[str] = []
 """What this rank is to tell the others at its next call."""
+_stores: WeakSet[ProcessStore] = WeakSet()
+_hooks: list[Any] = []
 
 
-class ProcessPeers:
+class ProcessPeers(Peers):
     """The other processes of a job, for one parallel module, or one that is yet to be planned."""
 
     def __init__(self) -> None:
@@ -70,29 +82,30 @@ class ProcessPeers:
         self.number: object = "yet to be planned"
         self._copies = itertools.count(1)
         self._store: ProcessStore | None = None
-        self._agreed = self._together = self._apart = False
-        """Whether this call was agreed on, and all ranks do it; whether what several ranks hold was found to differ."""
-        self._written: int | None = None
-        """So often parameters were written into when the last call was over."""
+        self._agreed = self._together = False
+        """Whether ranks were told of this call, and all make it."""
+        self._writes: int | None = None
+        """The count of writes into parameters when the last call was over."""
         self._digests: dict[Hashable, int] = {}
         self._seen: Counter[Hashable] = Counter()
-        """How often all ranks agreed on something."""
-
-    def holds(self, store: Store) -> None:
-        """What this rank holds of the module."""
-        assert isinstance(store, ProcessStore)
-        self._store = store
-        watch_steps(store)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessPeers:
         made = ProcessPeers()
         made.number = f"{self.number} copy {next(self._copies)}"
         return made
 
+    def holds(self, store: Store) -> None:
+        """Note the store, and have the steps of optimizers of its parameters noted."""
+        assert isinstance(store, ProcessStore)
+        self._store = store
+        _stores.add(store)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_post_hook(_note_step))
+
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """A call of this thread's; another thread must not be in one."""
-        if not _turn.acquire(blocking=False):
+        """The scope of a call of this thread."""
+        if not _lock.acquire(blocking=False):
             made = Error(
                 "two threads call parallel modules at once",
                 where=f"rank {dist.get_rank()}; thread {threading.current_thread().name!r}",
@@ -104,16 +117,15 @@ class ProcessPeers:
             raise made
         try:
             self._agreed = self._together = False
-            try:
-                yield
-            except Exception as error:
-                if not self._agreed:
-                    self._refuse(error)
-                raise
+            yield
+        except Exception as error:
+            if not self._agreed:
+                self._refuse(error)
+            raise
         finally:
             if self._together and self._store is not None:
-                self._written = self._store.writes()
-            _turn.release()
+                self._writes = self._store.writes()
+            _lock.release()
 
     def agree(
         self,
@@ -121,154 +133,90 @@ class ProcessPeers:
         words: Words,
         passed: Passed = Passed.EITHER,
         draw: int | None = None,
-        later: bool = False,
-        alike: Contents = tuple,
+        rates: Mapping[str, torch.Tensor] | None = None,
         anew: bool = False,
     ) -> Agreed:
-        """All ranks are about to do the same."""
-        self._agreed = True
+        """Exchange the digest of a call, of the history, and a number that is drawn."""
         if key not in self._digests:
             self._digests[key] = digest(f"{self.number} {sorted(words().items())}")
-        failed = "\n".join(_refused)
-        _refused.clear()
+        said = {name: f"{rate.tolist()}" for name, rate in (rates or {}).items() if rate.device.type == "cpu"}
         history = {} if anew else self._history()
-        same = alike()
-        sample = sampled(each.tensor for each in same)
-        said = digest(f"{history} {sample}") // WAYS if history or sample else 0
-        way = FAILED if failed else int(passed)
-        begun = Handshake([self._digests[key], way + WAYS * said, NOTHING if draw is None else draw + 1], START)
-
-        def end() -> Sequence[Sequence[int]]:
-            rows = begun.rows()
-            ways = {row[1] % WAYS for row in rows} - {Passed.EITHER}
-            if len({row[0] for row in rows}) > 1 or len(ways) > 1 or FAILED in ways:
-                raise difference(self._tell_all((failed, {**self._words(words, passed), **history})))
-            if len({row[1] // WAYS for row in rows}) > 1:
-                self._settle_history(history, same)
-            self._seen[key] += 1
-            self._begin_history(anew)
-            return rows
-
-        if later and self._seen[key] & (self._seen[key] + 1):  # else inputs are compared before anything is done
-            leave_open(end)
-            return Agreed(passed is Passed.PART)
-        rows = end()
-        first = rows[0][2]
-        return Agreed(any(row[1] % WAYS == Passed.PART for row in rows), first - 1 if first != NOTHING else None)
-
-    def _words(self, words: Words, passed: Passed) -> dict[str, str]:
-        said = {"module": f"parallel module {self.number}", **words()}
-        if passed is not Passed.EITHER:
-            said["inputs"] = "the whole of each" if passed is Passed.WHOLE else "this rank's own part"
-        return said
-
-    # ---- what was done since the last call
-
-    def _history(self) -> dict[str, str]:
-        """What was done to parameters since the last call, in words."""
-        if self._store is None:
-            return {}
-        acts = self._store.acts
-        written = 0 if self._written is None or acts.anew else self._store.writes() - self._written
-        return {WRITTEN: f"{written} times", DONE: str(acts)} if written or acts.done else {}
-
-    def _begin_history(self, anew: bool) -> None:
-        """All ranks did the same; what several of them hold is compared where it was loaded by each, or differed.
-
-        Raises:
-            Error: it differs.
-        """
+        also = digest(f"{history} {said}") // WAYS if history or said else 0
+        rows = self._exchange(self._digests[key], passed, also, NO_DRAW if draw is None else draw + 1)
+        ways = {row[1] % WAYS for row in rows} - {Passed.EITHER}
+        if len({row[0] for row in rows}) > 1 or len(ways) > 1:
+            how = {} if passed is Passed.EITHER else {"inputs": ("the global batch", "this rank's own part")[passed]}
+            of_call = {"module": f"parallel module {self.number}", **words(), **how, **said, **history}
+            raise disagreement(tell_all(of_call))
+        if len({row[1] // WAYS for row in rows}) > 1:
+            self._compare_history({WRITTEN: "0 times", DONE: "nothing", **history}, said)
+        self._seen[key] += 1
         self._together = True
         if self._store is not None:
-            loaded = self._store.acts.anew
-            self._store.acts.clear()
-            if (loaded or self._apart) and not anew:
-                self._compare_held()
+            self._store.forget_history()
+        drawn = rows[0][2]
+        return Agreed(any(row[1] % WAYS == Passed.PART for row in rows), None if drawn == NO_DRAW else drawn - 1)
 
-    def _settle_history(self, history: Mapping[str, str], alike: Sequence[Content]) -> None:
-        """Some rank did something else, or passes something else.
+    def _history(self) -> dict[str, str]:
+        """What was done to parameters since the last call."""
+        if self._store is None:
+            return {}
+        done = self._store.history
+        written = 0 if self._writes is None or self._store.is_loaded_anew else self._store.writes() - self._writes
+        text = "; ".join(f"{what}, {times} times" if times > 1 else what for what, times in done.items())
+        return {WRITTEN: f"{written} times", DONE: text or "nothing"} if written or done else {}
+
+    def _compare_history(self, history: Mapping[str, str], said: Mapping[str, str]) -> None:
+        """Compare histories that differ: other counts of writes alone matter only if contents differ.
 
         Raises:
-            Error: that is so, unless it wrote the same into what all ranks hold.
+            Error: they differ.
         """
-        sums = " ".join(str(checksum(each.tensor)) for each in alike)
-        said = {WRITTEN: "0 times", DONE: "nothing", **history, SAMPLE: sums}
-        every = [dict(words) for _, words in self._tell_all(("", said))]
-        passed = [words.pop(SAMPLE).split() for words in every]
-        known = self._store is not None and not self._store.in_common.is_cut
-        if len({words[DONE] for words in every}) > 1 or (every[1:] != every[:-1] and not known):
-            if self._store is not None and self._store.is_staged:  # steps are not counted: nothing done makes up for it
-                self._store.acts.note(f"the others did not do the same as rank {dist.get_rank()}")
-            raise difference([("", words) for words in every])
-        if every[1:] != every[:-1]:
-            self._compare_held()
-        for i, each in enumerate(alike):
-            sides = apart([(0, sums[i]) for sums in passed], operator.eq)
-            if sides:
-                raise different(each, sides)
-
-    # ---- plans, inputs, and what is held
+        contents = {} if self._store is None else self._store.replicated_contents()
+        every = tell_all({**history, **said, **contents})
+        besides = [{subject: text for subject, text in each.items() if subject != WRITTEN} for each in every]
+        if contents and besides[1:] == besides[:-1]:
+            return
+        if self._store is not None and self._store.is_staged:  # steps are not counted, so this stays
+            self._store.history[f"the others did not do the same as rank {dist.get_rank()}"] = 1
+        raise disagreement(every)
 
     def planned(self, make: Callable[[], T], subjects: Callable[[T], Subjects]) -> T:
-        """What ``make()`` plans; all ranks plan the same."""
+        """Make a plan, and compare its digest."""
         try:
             made = make()
             lines = subjects(made)
         except Exception as error:
             self._refuse(error)
             raise
-        self._agreed = True
-        mine = digest(str({name: [*map(compared, each)] for name, each in lines.items()})) // WAYS
-        failed = "\n".join(_refused)
-        _refused.clear()
-        way = FAILED if failed else int(Passed.EITHER)
-        rows = Handshake([digest(f"a plan of {self.number}"), way + WAYS * mine, next(_numbers) + 1], PLANNING).rows()
-        if len({row[0] for row in rows}) > 1 or any(row[1] % WAYS == FAILED for row in rows):
-            raise difference(self._tell_all((failed, {"runs": PLANNING, "module": f"parallel module {self.number}"})))
+        mine = digest(str({name: [*map(_compared, each)] for name, each in lines.items()})) // WAYS
+        rows = self._exchange(digest(f"a plan of {self.number}"), Passed.EITHER, mine, next(_numbers) + 1)
+        if len({row[0] for row in rows}) > 1:
+            raise disagreement(tell_all({"runs": PLANNING, "module": f"parallel module {self.number}"}))
         if len({row[1] for row in rows}) > 1:
-            raise other_plans([said for _, said in self._tell_all(("", lines))])
+            raise other_plans(tell_all(lines))
         if self._store is None:
             self.number = rows[0][2] - 1
         self._together = True
         return made
 
-    def compare(self, key: Hashable, contents: Contents, always: bool = False) -> None:
-        """Inputs that should be the same on several ranks are; and so is what they hold."""
-        if always:
-            settle()
-        elif is_open():
+    def compare(self, key: Hashable, inputs: RankInputs, always: bool = False) -> None:
+        """Compare checksums of inputs."""
+        if not (always or self._seen[key] & (self._seen[key] - 1) == 0) or not (given := inputs()):
             return
-        times = self._seen[key]
-        now = times & (times - 1) == 0
-        if (now or always) and (given := contents()):
-            mine = [number for each in given for number in (each.piece, checksum(each.tensor))]
-            rows = Handshake(mine, "comparing inputs").rows()
-            for i, each in enumerate(given):
-                sides = apart([(row[2 * i], row[2 * i + 1]) for row in rows], operator.eq)
-                if sides:
-                    raise different(each, sides)
-        if now:
-            self._compare_held()
+        mine = [number for each in given for number in (each.shard, checksum(each.tensor))]
+        rows = exchange(mine, "comparing inputs")
+        for i, each in enumerate(given):
+            sides: dict[int, dict[int, list[int]]] = {}
+            for rank, row in enumerate(rows):
+                sides.setdefault(row[2 * i], {}).setdefault(row[2 * i + 1], []).append(rank)
+            for found in sides.values():
+                if len(found) > 1:
+                    raise other_inputs(each, [*found.values()])
 
-    def _compare_held(self) -> None:
-        """What several ranks hold is the same, up to rounding."""
-        held = self._store.replicas() if self._store is not None else []
-        self._apart = bool(held)
-        if not held:
-            return
-        mine = [number for each in held for number in (each.piece, *Sketch.of(each.tensor).numbers())]
-        rows = Handshake(mine, "comparing what ranks hold").rows()
-        for i, each in enumerate(held):
-            alike = partial(Sketch.is_like, tolerance=tolerance_of(each.dtype))
-            sides = apart([(row[3 * i], Sketch.said(*row[3 * i + 1 : 3 * i + 3])) for row in rows], alike)
-            if sides:
-                raise no_longer_alike(each.name, sides)
-        self._apart = False
-
-    def firsts(self, mesh: Mesh, contents: Contents) -> Mapping[str, torch.Tensor]:
-        """In the place of inputs that should be the same on several ranks, that of the first of these ranks."""
-        settle()
-        given = [each for each in contents() if mesh.extent(each.axes) > 1]
+    def firsts(self, mesh: Mesh, inputs: RankInputs) -> Mapping[str, torch.Tensor]:
+        """Broadcast inputs from the first of the ranks that should pass the same."""
+        given = [each for each in inputs() if mesh.extent(each.axes) > 1]
         make_groups(mesh, sorted({each.axes for each in given}))
         found = {}
         for each in given:
@@ -279,36 +227,180 @@ class ProcessPeers:
                 found[each.name] = c10d.wait_tensor.default(c10d.broadcast.default(sent, 0, group))
         return found
 
-    def _refuse(self, error: Exception) -> None:
-        """Tell the others that this rank's call failed before it began; they raise, too."""
-        self._agreed = True
-        try:
-            Handshake([0, FAILED, NOTHING], "telling that a call failed", str(error)).rows()
-            self._tell_all((f"{type(error).__name__}: {error}" if not isinstance(error, Error) else str(error), {}))
-        except Error as ended:
-            log.warning("the other ranks do not hear that a call failed here: %s", ended)
+    def _exchange(self, key: int, passed: Passed, also: int, draw: int) -> list[list[int]]:
+        """Exchange the numbers of a call.
 
-    def _tell_all(self, mine: tuple[str, Mapping[str, V]]) -> list[tuple[str, Mapping[str, V]]]:
-        """What every rank says, by rank."""
-        every: list[Any] = [None] * dist.get_world_size()
-        with ending_together("telling in what the ranks differ"):
-            dist.all_gather_object(every, mine, group=the_cpu_group())
-        return every
+        Raises:
+            Error: a rank failed before this call.
+        """
+        self._agreed = True
+        failed = "\n".join(_refused)
+        _refused.clear()
+        way = FAILED if failed else int(passed)
+        rows = exchange([key, way + WAYS * also, draw], START if key else "telling that a call failed")
+        if any(row[1] % WAYS == FAILED for row in rows):
+            raise failure(tell_all(failed))
+        return rows
+
+    def _refuse(self, error: Exception) -> None:
+        """Tell the other ranks, which then raise, that this rank's call failed before it began."""
+        _refused.append(str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}")
+        try:
+            self._exchange(0, Passed.EITHER, 0, NO_DRAW)
+        except Error as told:
+            if told.what != CALL_FAILED:
+                log.warning("the other ranks do not hear that a call failed here: %s", told)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Note a step of an optimizer in the history of each store whose parameters it updates."""
+    for store in _stores:
+        mine = store.stepped_by_all()
+        groups = [g for g in optimizer.param_groups if any(id(p) in mine for p in g["params"])]
+        if groups and store.is_staged:  # of other parameters each, perhaps not as often
+            store.history["an optimizer stepped"] = 1
+        elif groups:
+            settings = dict.fromkeys(map(_settings, groups))
+            store.history[f"{type(optimizer).__name__} stepped with " + ", and with ".join(settings)] += 1
+
+
+def _settings(group: Mapping[str, Any]) -> str:
+    """The options of a group of parameters that are switched on."""
+    plain, found = (bool, int, float, str), []
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+            value = value.item()
+        if value is None or value is False:
+            continue
+        if isinstance(value, plain) or (isinstance(value, tuple) and all(isinstance(each, plain) for each in value)):
+            found.append(f"{name} {value!r}")
+    return ", ".join(found)
+
+
+def subjects(captured: Graph, planned: Graph, more: Subjects) -> Subjects:
+    """The lines of a plan that all ranks must have alike: the captured graph, the planned one, and ``more``."""
+    constants = []
+    for given in captured.of_kind(InputKind.CONSTANT):
+        if given.constant is not None:
+            known = given.constant.device.type != "meta"
+            content = f"{checksum(given.constant) & 0xFFFFFFFF:08x}" if known else "unknown"
+            constants.append(f"{given.name} : {given.value.type}, content {content}")
+    return {
+        "mesh": [str(planned.mesh)],
+        "the model and its loss": print_graph(captured, sources=False).splitlines(),
+        "constants": constants,
+        **more,
+        "the plan": print_graph(planned, sources=False).splitlines(),
+    }
+
+
+def _compared(line: str) -> str:
+    """A line of a plan without its source position, which may differ."""
+    return line.split("  @ ")[0].rstrip()
 
 
 def digest(text: str) -> int:
-    """A text as a number of 63 bits."""
+    """The digest of a text, of 63 bits."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def apart(said: Sequence[tuple[int, T]], alike: Callable[[T, T], bool]) -> list[list[int]]:
-    """The ranks that say the same of one piece, where some say something else; none if all agree on each piece."""
-    pieces: dict[int, list[tuple[T, list[int]]]] = {}
-    for rank, (piece, what) in enumerate(said):
-        known = pieces.setdefault(piece, [])
-        ranks = next((ranks for other, ranks in known if alike(other, what)), None)
-        if ranks is None:
-            known.append((what, [rank]))
-        else:
-            ranks.append(rank)
-    return next(([ranks for _, ranks in known] for known in pieces.values() if len(known) > 1), [])
+# ---- errors
+
+CALL_FAILED = "a call failed on another rank"
+
+
+def failure(every: Sequence[str]) -> Error:
+    """Ranks could not make a call."""
+    lines = [line for rank, text in enumerate(every) if text for line in f"rank {rank}: {text}".splitlines()]
+    return Error(
+        CALL_FAILED,
+        where=f"rank {dist.get_rank()}; the start of a call",
+        expected="every rank to make this call",
+        got=_joined(lines),
+        remedy="fix it there; nothing was run, and all ranks can go on",
+    )
+
+
+def disagreement(every: Sequence[Mapping[str, str]]) -> Error:
+    """Ranks make other calls, or did something else before."""
+    subjects_ = dict.fromkeys(subject for words in every for subject in words)
+    differ = [subject for subject in subjects_ if len({words.get(subject) for words in every}) > 1]
+    of_all = [subject for subject in differ if all(subject in words for words in every)]
+    got = sides(every, [*of_all, *(subject for subject in differ if subject not in of_all)])
+    if {*differ} & {WRITTEN, DONE} and "module" not in every[0]:
+        return Error(
+            DRIFTED,
+            where=f"rank {dist.get_rank()}; before pm(...)",
+            expected="the same done to parameters by all ranks: backwards, optimizers' steps at the same rates, writes",
+            got=got,
+            remedy="let all ranks do the same between calls; pm.load_full_state_dict(...), or a checkpoint that all "
+            "load, makes them the same again, and until then this is raised",
+        )
+    kind = OtherSurroundings if differ == [AROUND] else Error
+    return kind(
+        "the ranks do not make the same call",
+        where=f"rank {dist.get_rank()}; pm(...)",
+        expected="the same call on all ranks: training or evaluation, mode, shapes, numbers, rates of the optimizer",
+        got=got,
+        remedy="call a parallel module on all ranks alike, also to evaluate, to save, and for an epoch's last batch; "
+        "ranks that pass their own parts pad them to one length; nothing was run, and all ranks can go on",
+    )
+
+
+def other_plans(every: Sequence[Subjects]) -> Error:
+    """Ranks made other plans: the first line that differs."""
+    subject = next(name for name in every[0] if any(each[name] != every[0][name] for each in every))
+    rows = itertools.zip_longest(*(each[subject] for each in every), fillvalue="no more")
+    first = next(row for row in rows if len({*map(_compared, row)}) > 1)
+    return Error(
+        "the ranks have made different plans",
+        where=f"rank {dist.get_rank()}; parallelize(...), or a call that needs a new specialization",
+        expected="the same model, loss, mesh, hints and shapes of example inputs on all ranks",
+        got=sides([{subject: " ".join(line.split())} for line in first], [subject]),
+        remedy="let nothing in the model, its loss or the hints depend on the rank; examples are of the global batch; "
+        "and make a model on meta there, with torch.device('meta'), for one that is moved loses its ties",
+    )
+
+
+def other_inputs(given: RankInput, alike: Sequence[Sequence[int]]) -> Error:
+    """An input that should be the same on several ranks, and is not."""
+    whole, part = given.whole, given.part
+    if given.shard >= 0:
+        remedy = "ranks that hold the same part of the batch pass the same: let samplers depend on the data axes alone"
+    elif part == whole:
+        remedy = "no axis shards this input: its ranks work on one batch, so let all pass the same"
+    else:
+        larger = tuple(w * (w // p) if p and w != p else w for w, p in zip(whole, part, strict=True))
+        remedy = (
+            f"either pass the same batch on all ranks; or let each rank pass its own part of it, {part}; where each "
+            f"has a batch of {whole} of its own, as with DDP, parallelize with example inputs of all ranks' rows "
+            f"together, about {larger}, and each passes its own"
+        )
+    return Error(
+        "ranks pass different batches as the same one",
+        where=f"pm(...), {given.name!r}",
+        expected=f"the global batch {whole}, the same on all ranks" if given.shard < 0 else f"the same part {part}",
+        got="contents differ between " + " and ".join(named(ranks) for ranks in alike[:SHOWN]),
+        remedy=remedy,
+    )
+
+
+def sides(every: Sequence[Mapping[str, str]], differ: Sequence[str]) -> str:
+    """The subjects in which ranks differ, each side once."""
+    found: dict[str, list[int]] = {}
+    for rank, words in enumerate(every):
+        parts = [f"{subject}: {words.get(subject, 'no')}" for subject in differ[:SHOWN]]
+        parts += [f"and {len(differ) - SHOWN} more that differ"] if len(differ) > SHOWN else []
+        found.setdefault("; ".join(parts), []).append(rank)
+    lines = [f"{named(ranks)}: {text}" for text, ranks in found.items()]
+    return _joined([*lines[:SHOWN], f"and {len(lines) - SHOWN} sides more"] if len(lines) > SHOWN else lines)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 0, 2``."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return f"\n  {'':<10}".join(lines)

@@ -10,7 +10,9 @@ optimizers, norms and averages take no mixture; so buffers are as parameters are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import inf
 from typing import TypeVar
 
@@ -19,16 +21,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardfx.ir.graph import Graph, Input, InputKind
+from shardfx.ir.graph import Graph, Input, InputKind, OutputKind
 from shardfx.ir.ops.pools.transfer import arrived, finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side, stepped_together
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.store import laid_as, norm_of
 
-from .agreement.acts import Acts, backward_of
-from .agreement.held_in_common import InCommon
-from .agreement.samples import Replica
+from .checksum import checksum
 from .dtensor_shard import DTensorShard
 from .groups import device_mesh, is_dry_run, make_groups
 from .peer_failure import ending_together
@@ -49,10 +49,10 @@ class ProcessStore:
         self.states: dict[str, list[Tensor]] = {}
         self.rank = dist.get_rank()
         self._homes = StageHomes(graph, self.rank)
-        self.acts, self.is_staged = Acts(), graph.pipeline is not None
+        self.is_staged, self.is_loaded_anew = graph.pipeline is not None, False
+        self.history: Counter[str] = Counter()
+        """What this rank did to parameters since all ranks last made a call together, and how often."""
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
-        holders = [self._homes.holders(given) for given in self._inputs]
-        self.in_common = InCommon(graph, self._inputs, holders, self.rank)
         self._states = [g for g in graph.inputs if g.kind is InputKind.STATE]
         self._cuts = any(_spec(given).axes for given in self._inputs)
         self._here = {given.name for given in (*self._inputs, *self._states) if self._homes.is_here(given)}
@@ -119,43 +119,68 @@ class ProcessStore:
             found |= {given.name: place for given, place in zip(together, places, strict=True)}
         return found
 
+    # ---- the history that ranks compare at each call
+
+    @cached_property
+    def _everywhere(self) -> list[str]:
+        """The parameters and buffers of which every rank holds a shard, or the whole."""
+        return [g.name for g in self._inputs if len(self._homes.holders(g)) == self.mesh.size]
+
+    @cached_property
+    def _replicated(self) -> list[str]:
+        """Those that every rank holds whole."""
+        sharded = {given.name for given in self._inputs if _spec(given).axes}
+        return [name for name in self._everywhere if name not in sharded]
+
     def writes(self) -> int:
-        """How often parameters were written into that all ranks hold whole."""
-        held = (self.parameters.get(name) for name in self.in_common.whole)
+        """The number of writes into parameters that every rank holds whole."""
+        held = (self.parameters.get(name) for name in self._replicated)
         return sum(DTensorShard.unwrap(each[0])._version for each in held if each is not None)
 
+    def replicated_contents(self) -> Mapping[str, str]:
+        """A checksum of all that is stored, where every rank holds it whole; else nothing."""
+        if len(self._replicated) < len(self._inputs):
+            return {}
+        held = [name for name in self._replicated if name in self._loaded]
+        return {"content": " ".join(f"{checksum(self.piece(name, self.rank)):x}" for name in held)}
+
     def stepped_by_all(self) -> Mapping[int, str]:
-        """The parameters of which all ranks hold a piece, by their ``id``; of stages, if each has some, those here."""
-        names = self.in_common.in_pieces
+        """The parameters of which all ranks hold a shard, by their ``id``; of stages, if each trains some, its own."""
+        names = self._everywhere
         if self.is_staged:
-            names = list(self.parameters) if self.in_common.each_trains else []
+            trained = {output.name for output in self.graph.outputs if output.kind is OutputKind.GRADIENT}
+            training = set[int]().union(*(self._homes.holders(g) for g in self._inputs if g.name in trained))
+            names = list(self.parameters) if len(training) == self.mesh.size else []
         return {id(self.parameters[name][0]): name for name in names if name in self.parameters}
 
-    def replicas(self) -> list[Replica]:
-        """What is loaded, and several ranks hold the same piece of."""
-        loaded = [(given, piece) for given, piece in self.in_common.replicated if given.name in self._loaded]
-        return [
-            Replica(
-                given.name,
-                -1 - self.rank if piece is None else piece,
-                None if piece is None else self.piece(given.name, self.rank),
-                given.value.type.dtype,
-            )
-            for given, piece in loaded
-        ]
-
-    def loaded(self, names: Collection[str]) -> None:
-        """A state dict of pieces was loaded, or a part of one: all ranks are to do that."""
-        if all(name in names for name in self.held()):
-            self.acts.begin_anew("a state dict was loaded")
+    def loaded(self, given: Mapping[str, Tensor]) -> None:
+        """Note that a state dict of shards, or a part of one, was loaded: all ranks are to do that."""
+        same = [DTensorShard.unwrap(given[name]) for name in self._replicated if name in given]
+        content = f", with content {sum(map(checksum, same)) % 2**32:08x}" if same else ""
+        if all(name in given for name in self.held()):
+            self.forget_history()
+            self.is_loaded_anew = True
+            self.history[f"a state dict was loaded{content}"] += 1
         else:
-            some = "some" if self.is_staged else str(len(names))  # of stages a rank may hold more than another
-            self.acts.note(f"{some} parameters and buffers were loaded")
+            some = "some" if self.is_staged else str(len(given))  # of stages a rank may hold more than another
+            self.history[f"{some} parameters and buffers were loaded{content}"] += 1
 
     def handed_out(self, scale: Tensor | float) -> None:
-        """Gradients of all that was computed, times ``scale``, go to parameters."""
-        held = (self.parameters.get(name) for name in self.in_common.in_pieces)
-        self.acts.note(backward_of(scale, (each[0].grad for each in held if each)))
+        """Note a backward of ``scale`` times the loss."""
+        if isinstance(scale, Tensor):
+            times = f" of {scale.item()!r} times the loss" if scale.device.type == "cpu" and scale.numel() == 1 else ""
+        else:
+            times = f" of {scale!r} times the loss"
+        held = [self.parameters[name][0] for name in self._everywhere if name in self.parameters]
+        added = "added to gradients" if any(each.grad is not None for each in held) else "with no gradients before"
+        self.history[f"a backward{times}, {added}"] += 1
+
+    def forget_history(self) -> None:
+        """All ranks did the same."""
+        self.history.clear()
+        self.is_loaded_anew = False
+
+    # ---- what is stored
 
     def is_loaded(self, name: str) -> bool:
         """Whether there is content for a parameter, buffer or state, here or on another rank."""

@@ -56,8 +56,6 @@ class VirtualEngine:
     ``groups`` may say that some ranks are run for all, and how those meet.
     """
 
-    meets_late = False
-
     def __init__(self, mesh: Mesh, device: torch.device | None = None, groups: MeetingGroups | None = None) -> None:
         self.mesh, self.device = mesh, device or torch.device("cpu")
         self._groups = groups

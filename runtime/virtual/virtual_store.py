@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -50,7 +50,7 @@ class VirtualStore:
     def handed_out(self, scale: Tensor | float) -> None:
         """To all ranks at once."""
 
-    def loaded(self, names: Collection[str]) -> None:
+    def loaded(self, given: Mapping[str, Tensor]) -> None:
         """By all ranks at once."""
 
     def is_loaded(self, name: str) -> bool:

@@ -17,7 +17,7 @@ from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType
-from shardfx.runtime.peers import AROUND, Content, Passed
+from shardfx.runtime.peers import AROUND, Passed, RankInput
 from shardfx.runtime.step import Results, Step
 
 from .forms.asked_of_inputs import NOTHING, Asked, Asks
@@ -263,12 +263,6 @@ def passed(step: Step, call: Call) -> Passed:
     return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
 
 
-def cuts_inputs(step: Step) -> bool:
-    """Whether ranks read parts of some input: else how a rank is given its inputs tells nothing of the others."""
-    given = [g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)]
-    return any(g.value.spec is not None and g.value.spec.axes for g in given)
-
-
 def _passed(step: Step, given: Input, tensor: torch.Tensor) -> Passed:
     shape = tuple(tensor.shape)
     if shape not in step.local_shapes(given):
@@ -276,7 +270,7 @@ def _passed(step: Step, given: Input, tensor: torch.Tensor) -> Passed:
     return Passed.EITHER if shape == given.value.shape else Passed.PART
 
 
-def contents(step: Step, call: Call, local: bool) -> list[Content]:
+def contents(step: Step, call: Call, local: bool) -> list[RankInput]:
     """The tensors of a call as a real rank passes them, where its programs run."""
     (rank,) = step.ranks
     space = [axis.name for axis in step.graph.mesh.space]
@@ -286,5 +280,5 @@ def contents(step: Step, call: Call, local: bool) -> list[Content]:
         piece, part = shards.by_rank[rank], tuple(shards.local_shapes[shards.by_rank[rank]])
         cut = given.value.spec.axes if given.value.spec is not None and not whole else ()
         axes = tuple(axis for axis in space if axis not in cut)
-        found.append(Content(given.name, tensor, given.value.shape, part, -1 if whole else piece, axes))
+        found.append(RankInput(given.name, tensor, given.value.shape, part, -1 if whole else piece, axes))
     return found

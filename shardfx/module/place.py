@@ -24,7 +24,7 @@ from shardfx.runtime.distributed.stages.messages import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.module_engine import ModuleEngine, ending_alone
 from shardfx.runtime.peak_memory import MeasuredPeaks
-from shardfx.runtime.peers import Alone, Peers
+from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import Store
 from shardfx.runtime.virtual.collectives import perform
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
@@ -114,7 +114,7 @@ class Place:
     def make_peers(self) -> Peers:
         """The other ranks, to a parallel module that is to be planned. All of them call it alike."""
         if self.virtual or is_dry_run():
-            return Alone()
+            return Peers()
         from shardfx.runtime.distributed.process_peers import ProcessPeers
 
         return ProcessPeers()

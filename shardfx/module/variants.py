@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -28,11 +28,11 @@ from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import stages_as_planned
 from shardfx.runtime.engine import Watch, seed_tensor
-from shardfx.runtime.peers import Content, OtherSurroundings, Passed, Peers
+from shardfx.runtime.peers import OtherSurroundings, Peers, RankInput
 from shardfx.runtime.step import Kept, Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
-from .call import Call, Form, autocast_around, contents, cuts_inputs, inputs_of, model_results, passed
+from .call import Call, Form, autocast_around, contents, inputs_of, model_results, passed
 from .forms.asked_of_inputs import Asks
 from .forms.earlier_calls import Build, earlier_call
 from .forms.hints_of_form import UNSTEPPED, hints_of_form
@@ -163,17 +163,9 @@ class Variants:
         way, known = passed(first.step, call), self._known_for(form)
         onwards = kinds is INFER and bool(wanted)
         mine = draw() if known is not None and known.step.draws(kinds) and not onwards else None
-        late = known is not None and known.step.meets_late(kinds) and not steps and watch is None and mine is None
-        told = way is not Passed.EITHER or not cuts_inputs(first.step)
-        rates = [Content(name, rate, (), (), -1) for name, rate in (options or {}).items()]
-        whole = self._compares and (way is Passed.WHOLE or not cuts_inputs(first.step))
-
-        def alike() -> list[Content]:
-            return [*(contents(known.step, call, False) if known is not None and whole else []), *rates]
-
-        local, drawn = peers.agree(key, words, way, mine, late and told, alike)
+        local, drawn = peers.agree(key, words, way, mine, options)
         programs = self.serving(form, call, peers, make)
-        call = self._alike(programs.step, call, key, peers, local, rates)
+        call = self._alike(programs.step, call, key, peers, local)
         if onwards:
             return self._onwards(programs, call, form, around._replace(local=local), wanted)
         step = programs.step
@@ -192,24 +184,15 @@ class Variants:
         out = model_results(programs.compiled, step, local, results)
         return loss, attach(out, refuse, tensors) if tensors else out
 
-    @property
-    def _compares(self) -> bool:
-        """Whether ranks that pass something else are to be told: else the first one's is taken."""
-        return self.hints.check_inputs != "broadcast"
+    def _alike(self, step: Step, call: Call, key: Hashable, peers: Peers, local: bool) -> Call:
+        """The call, whose inputs are the same where they should: compared, or (if the hints say so) made so."""
 
-    def _alike(
-        self, step: Step, call: Call, key: Hashable, peers: Peers, local: bool, rates: Sequence[Content] = ()
-    ) -> Call:
-        """The call, whose inputs are the same where they should: compared, or (if the hints say so) made so. ``rates``
-        are compared in any case."""
-
-        def given() -> list[Content]:
+        def given() -> list[RankInput]:
             return contents(step, call, local)
 
         if self.hints.check_inputs == "broadcast":
-            peers.compare(key, lambda: rates)
             return call.holding(peers.firsts(step.graph.mesh, given))
-        peers.compare(key, lambda: [*given(), *rates], bool(self.hints.check_inputs))
+        peers.compare(key, given, bool(self.hints.check_inputs))
         return call
 
     def _onwards(self, programs: Programs, call: Call, form: Form, around: Around, wanted: Wanted) -> Any:

@@ -166,21 +166,15 @@ def what_is_done_between_calls_is_compared() -> None:
 
 @worker
 def what_several_ranks_hold_is_compared() -> None:
-    """A norm that one rank clips, and checkpoints that are not the same: noticed where they come to be used."""
+    """Checkpoints that are not the same, and writes: noticed where they come to be used."""
     rank = dist.get_rank()
     model, pm, x, y = planned(dp=2)
     whole, loss = model.state_dict(), F.mse_loss(model(x), y)
-    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
-    pm(x, y).backward()
-    if rank == 0:
-        torch.nn.utils.clip_grad_norm_(pm.parameters(), 1e-3)
-    optimizer.step()
-    lasts(pm, x, y, "contents differ between rank 0 and rank 1", whole, loss)
     for _ in range(3):
         pm(x, y)
     held = deepcopy(pm.state_dict())
     pm.load_state_dict({name: tensor + rank for name, tensor in held.items()})
-    lasts(pm, x, y, "contents differ between rank 0 and rank 1", whole, loss)
+    lasts(pm, x, y, "done since the last call: a state dict was loaded, with content ", whole, loss)
     pm.load_state_dict(held)
     assert rel_err(pm(x, y), loss) < 1e-12
     with torch.no_grad():
@@ -217,19 +211,6 @@ def a_step_that_one_stage_leaves_out_is_noticed() -> None:
 
 
 @worker
-def a_batch_that_one_rank_leaves_out_is_noticed() -> None:
-    """Its loader raises, its script goes on with the next one; also at calls whose inputs are not compared whole."""
-    rank = dist.get_rank()
-    model, pm, x, y = planned(dp=2)
-    for _ in range(4):
-        pm(x, y)
-    for batch in (1, 2):
-        text = error(lambda batch=batch: pm(x * (batch + rank), y))
-        assert "ranks pass different batches as the same one" in text and "pm(...), 'args.0'" in text, text
-    assert rel_err(pm(x, y), F.mse_loss(model(x), y)) < 1e-12
-
-
-@worker
 def rates_that_one_rank_changes_are_noticed() -> None:
     """At the first step that differs."""
     with planning_anew():
@@ -240,7 +221,8 @@ def rates_that_one_rank_changes_are_noticed() -> None:
     if dist.get_rank() == 0:
         pm.optimizer.param_groups[0]["lr"] = 0.05
     for _ in range(2):
-        assert "the ranks step at different rates" in error(lambda: pm.step(x, y))
+        text = error(lambda: pm.step(x, y))
+        assert "the ranks do not make the same call" in text and "rank 0: optimizer.0.lr: 0.05" in text, text
     pm.optimizer.param_groups[0]["lr"] = 0.05
     pm.step(x, y)
 

@@ -12,7 +12,6 @@ def test_ranks_agree_on_each_call() -> None:
         2,
         "other_forms_are_right_on_all_ranks",
         "ranks_that_differ_are_told_both_sides",
-        "ranks_that_differ_are_told_where_they_first_need_others",
         "own_batches_in_the_shape_of_the_whole_are_noticed",
         "a_step_on_one_rank_alone_is_noticed",
         "a_second_thread_is_an_error_on_all_ranks",
@@ -38,7 +37,6 @@ def test_what_ranks_must_agree_on() -> None:
         "what_is_done_between_calls_is_compared",
         "what_several_ranks_hold_is_compared",
         "a_step_that_one_stage_leaves_out_is_noticed",
-        "a_batch_that_one_rank_leaves_out_is_noticed",
         "rates_that_one_rank_changes_are_noticed",
         "what_one_ranks_code_reads_may_be_its_own",
     )

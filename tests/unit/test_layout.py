@@ -33,7 +33,6 @@ CAPTURE = (*ONE_OP, "ir.capture.forms", "ir.capture.intake")
 COMPARED = ("ir.capture.compared", "ir.capture.carried")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.arena", "ir.program.looped", "ir.program.units")
 PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.forms", "runtime.verify.proof")
-OF_RANKS = ("runtime.distributed.agreement", "runtime.distributed.stages")
 CLOCKS = ("ir.cost", "ir.cost.live", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
@@ -89,8 +88,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
     "runtime": (*PROGRAMS, "ir.cost.live"),  # the pass for Inductor: what it fuses
     "runtime.virtual": (*PROGRAMS, "runtime"),
-    "runtime.distributed": (*PROGRAMS, "runtime", *OF_RANKS, "runtime.same_host"),
-    "runtime.distributed.agreement": (*GRAPHS, "ir.text", "runtime", "runtime.distributed"),
+    "runtime.distributed": (*PROGRAMS, "ir.text", "runtime", "runtime.distributed.stages", "runtime.same_host"),
     "runtime.distributed.stages": (*PROGRAMS, "runtime.distributed", "runtime.same_host"),
     "runtime.same_host": (),
     "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime", "runtime.same_host"),
