@@ -12,7 +12,7 @@ import time
 
 import shardfx as sx
 from shardfx.ir.cost.amounts import total
-from shardfx.ir.cost.price import Prices
+from shardfx.ir.cost.node_cost import Prices
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.program.lower import lower
 from shardfx.module.programs import TRAIN

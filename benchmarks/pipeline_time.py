@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import shardfx as sx
-from shardfx.ir.program.units import of_stages
+from shardfx.ir.program.loops import schedule_actions
 
 from .contenders import RANKS, Contender, Times, nbytes, peak, ratio, size_of, sized, take_turns, with_ranks
 from .models import GPT, Size, next_token
@@ -74,7 +74,7 @@ def ours(model: GPT, schedule: str, turns: int, x: Tensor, y: Tensor) -> Contend
 @contextmanager
 def as_captured() -> Iterator[None]:
     """Programs that are written meanwhile keep the backward of a stage in its order."""
-    with patch.object(of_stages, "sent_first", lambda steps, *_: list(steps)):
+    with patch.object(schedule_actions, "sent_first", lambda steps, *_: list(steps)):
         yield
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import shardfx as sx
-from shardfx.ir.cost.measuring.calibrate import clock
+from shardfx.ir.cost.calibrate import clock
 from shardfx.ir.cost.replay import replay
 from shardfx.module.programs import STEP, TRAIN
 

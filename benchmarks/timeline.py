@@ -32,7 +32,7 @@ from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Input
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.timing import foreseen
-from shardfx.ir.timing.doings import Doing, doings
+from shardfx.ir.timing.rank_tasks import Doing, doings
 
 from .contenders import RANKS, Contender, Times, size_of, sized, take_turns, with_ranks
 from .models import GPT, Size, next_token

@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from shardfx.ir.schedule.actions import Pipelined
+
 from .mesh import Mesh
 from .node import (
     NOWHERE,
@@ -33,7 +35,6 @@ from .node import (
 )
 from .reasons import Reasons
 from .repeat import Repeat
-from .schedule.pipelined import Pipelined
 from .spec import Spec
 
 __all__ = [

@@ -22,7 +22,7 @@ import torch._inductor.inductor_prims
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from shardfx.ir.cost.live.fusion import is_computed, is_elementwise
+from shardfx.ir.cost.fusion import is_computed, is_elementwise
 
 aten, prims = torch.ops.aten, torch.ops.prims
 WRITE = aten.copy_.default

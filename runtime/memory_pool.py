@@ -1,8 +1,8 @@
 """What stands behind ``memory.empty`` in an engine: memory that stays between steps.
 
-It is lent to whoever asks for about as many bytes (:mod:`shardfx.ir.program.lending`) and taken back when nobody holds
-it, as torch does on a GPU. What a step hands out (gradients) are views of it; where somebody still holds one, the next
-step gets other memory. A footprint counts on it (:mod:`shardfx.ir.cost.live.storages`).
+It is lent to whoever asks for about as many bytes (:mod:`shardfx.ir.program.store_layout`) and taken back when nobody
+holds it, as torch does on a GPU. What a step hands out (gradients) are views of it; where somebody still holds one,
+the next step gets other memory. A footprint counts on it (:mod:`shardfx.ir.cost.footprint`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.program.lending import choose
+from shardfx.ir.program.store_layout import choose
 
 Tensor = torch.Tensor
 _number = count()

@@ -20,12 +20,20 @@ import torch
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.looped.within_turns import FRAMES, gives_number, part_in_turns
+from shardfx.ir.program.aliasing import destination
+from shardfx.ir.program.loops.loop_regions import (
+    FRAMES,
+    Lifetimes,
+    UnitOrder,
+    Word,
+    gives_number,
+    name_of,
+    order_of,
+    part_in_turns,
+    turns_of,
+)
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import destination
 from shardfx.ir.program.source import Forms
-from shardfx.ir.program.units.lifetimes import Lifetimes, name_of, turns_of
-from shardfx.ir.program.units.unit_order import UnitOrder, Word, order_of
 
 from .rendezvous import RankCoroutine
 

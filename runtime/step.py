@@ -12,10 +12,10 @@ import torch
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
 from shardfx.ir.ops.pools.transfer import finish
-from shardfx.ir.program.neighbours import side_by_side
+from shardfx.ir.program.aliasing import destination
+from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import destination
-from shardfx.ir.program.units.in_common import select
+from shardfx.ir.program.store_layout import side_by_side
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import laid
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardfx.ir.capture.carried.earlier import Earlier
 from shardfx.ir.capture.intake.given import as_module, without_weights
 from shardfx.ir.capture.intake.own_loss import with_own_loss
-from shardfx.ir.cost.measuring import calibrate
+from shardfx.ir.cost import calibrate
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh

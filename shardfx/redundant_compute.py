@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardfx.ir.cost.flops import flops_of
-from shardfx.ir.cost.how_often import Turns
+from shardfx.ir.cost.traffic import Turns
 from shardfx.ir.cut import Cut
 from shardfx.ir.errors import ShardfxWarning
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Phase, op_name

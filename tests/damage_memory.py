@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.program.sharing import Sharing
+from shardfx.ir.program.aliasing import Sharing
 from tests.damage import WAIT, Site, pieces
 
 

@@ -18,10 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
-from shardfx.ir.cost.call_facts import group_of
-from shardfx.ir.cost.live.storages import STEPS, Footprint
-from shardfx.ir.cost.live.transport import PLAIN, Transport
-from shardfx.ir.cost.replay import replay
+from shardfx.ir.cost.footprint import PLAIN, STEPS, Footprint, Transport
+from shardfx.ir.cost.replay import group_of, replay
 from shardfx.ir.graph import Input
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools.pool_ops import pool_of_row

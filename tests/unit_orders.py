@@ -10,10 +10,10 @@ import torch
 
 import shardfx as sx
 from shardfx.ir.graph import Node, Phase
-from shardfx.ir.program.looped.in_turns import Loop
+from shardfx.ir.program.loops.loop_nest import Loop
+from shardfx.ir.program.loops.schedule_actions import in_units
 from shardfx.ir.program.lower import Steps, lower
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.units.in_units import in_units
 from shardfx.module.programs import TRAIN
 from shardfx.passes.rank import RankContext, built_in, run_rank_passes
 from tests.plans import plan

@@ -58,6 +58,12 @@ FLOPS: dict[Any, Callable[..., Any]] = {
 """What torch's own table of flops leaves out."""
 
 
+CAUSAL = "causal "
+"""Before the name of attention that masks later keys: its operations are counted as if it did not."""
+MASKED = {attention: 4, attention_backward: 7}
+"""By kind of attention: the position of its argument ``causal``."""
+
+
 def formula(target: Any) -> Callable[..., Any] | None:
     """What counts the operations of a call of ``target`` from its arguments and ``out_val``; None for one without."""
     return FLOPS.get(target) or flop_registry.get(getattr(target, "overloadpacket", None))

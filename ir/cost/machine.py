@@ -20,8 +20,8 @@ import torch.distributed as dist
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh
 
+from . import calibrate, probes
 from .curve import NARROW, PRODUCT, TOUCH, VIEW, Curve, of_dtype
-from .measuring import calibrate, probes
 
 FOLDER = Path(__file__).parent / "machines"
 DEFAULT = "accelerator"

@@ -1,16 +1,4 @@
-"""One rank's program, replayed on shapes alone: which storages it makes, how long they live, what each call costs.
-
-Nothing is computed: the calls of the program's fx graph are walked in order, and each distinct one is run once on fake
-tensors (:mod:`.fake_calls`); the same call in the next layer is looked up.
-
-    >>> footprint = replay(lower(graph, 0, book, {OutputKind.LOSS, OutputKind.GRADIENT}))
-    >>> footprint.peak.nbytes, footprint.cost.flops
-    (1835008, 402653184)
-
-Bytes are counted by storage, as torch holds them: a view shares that of its source, and a storage lives until the last
-use of any of its views, as engines let values go. Inputs (parameters, buffers, the batch) are not in it: their storages
-belong to the caller. What ``memory.empty`` gives is kept between steps, and counts at every call.
-"""
+"""What the calls of a program are: collectives of which group, memory, and what they were made of."""
 
 from __future__ import annotations
 
@@ -31,24 +19,93 @@ from shardfx.ir.ops.local_ops import row_of, sent_by
 from shardfx.ir.ops.pools import pool_ops, transfer
 from shardfx.ir.ops.sends import Sent, is_comm
 from shardfx.ir.ops.table import LocalOp, OwnOp
-from shardfx.ir.ops.traits import is_cast, uncast
-from shardfx.ir.program.neighbours import neighbours
+from shardfx.ir.ops.traits import base_name_of, is_cast, uncast
+from shardfx.ir.program.aliasing import lies_in
+from shardfx.ir.program.loops.loop_regions import Lifetimes
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import lies_in
-from shardfx.ir.program.units.lifetimes import Lifetimes
+from shardfx.ir.program.store_layout import neighbours
 from shardfx.ir.shards import held_shape
 from shardfx.ir.spec import laid_of
 
 from .amounts import Cost, Work
-from .call_facts import before_communication, called, changed_by, group_of, is_memory, kind_of
+from .call_timeline import FIRST, At, Moments, Place, Standpoint, sizes_of_turns
 from .curve import TOUCH, VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
-from .live.blocks import Block, BlockTensor
-from .live.call_moments import Moments, Place, Standpoint
-from .live.fusion import fuse, fused, is_computed, kernels, maker_of, root
-from .live.storages import Footprint
-from .live.transport import PLAIN, Transport
-from .live.turn_sizes import FIRST, At, sizes_of_turns
+from .flops import CAUSAL, MASKED
+from .footprint import PLAIN, Block, BlockTensor, Footprint, Transport
+from .fusion import fuse, fused, is_computed, kernels, maker_of, root
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The group that a call starts a collective in; None for any other call."""
+    row = row_of(node.target)
+    return str(node.args[row.group]) if row is not None and row.group is not None else None
+
+
+def is_memory(node: fx.Node) -> bool:
+    """Whether a call gives memory, and no value: nothing is read or written."""
+    row = row_of(node.target)
+    return row is not None and row.memory and not row.filled
+
+
+def called(node: fx.Node) -> str:
+    """What programs call a collective."""
+    row = row_of(node.target)
+    return row.name if row is not None else str(node.target)
+
+
+def kind_of(node: fx.Node) -> str:
+    """The name of what is called, for machines that know how long it takes: ``mm``, ``gelu``, ``time.add_product``;
+    attention that leaves out later keys is another kind, for its operations are counted as if it did not."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return called(node)
+    at = MASKED.get(node.target)
+    causal = at is not None and (node.args[at] if at < len(node.args) else node.kwargs.get("causal"))
+    return f"{CAUSAL if causal else ''}{base_name_of(node.target)}"
+
+
+def changed_by(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call reads and writes over, as a fused step of an optimizer does; destinations apart."""
+    row, target = row_of(node.target), node.target
+    if row is not None:
+        into = row.destination(node)
+        return [into] if into is not None and row.reads_into else []
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    found: list[fx.Node] = []
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, found.append)
+    return found
+
+
+def before_communication(node: fx.Node, seen: set[fx.Node]) -> list[fx.Node]:
+    """The values that communication (and putting away) made this one of: itself, if it is no result of such. What was
+    ``seen`` before is left out."""
+    found: dict[fx.Node, None] = {}
+    todo = [node]
+    while todo:
+        each = todo.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        maker = each.args[0] if each.target is operator.getitem else each
+        planned = maker.meta.get("shardfx") if isinstance(maker, fx.Node) else None
+        if planned is not None and isinstance(planned.op, OwnOp):
+            todo += [used for used in each.all_input_nodes if used.op != "placeholder"]
+        else:
+            found[each] = None
+    return list(found)
+
+
+def source_of(value: Value) -> Value:
+    """The value of the graph before any communication, and before it was put away and fetched."""
+    while value.node is not None and isinstance(value.node.op, OwnOp):
+        operands = value.node.operands
+        value = operands[value.index if len(operands) > 1 else 0]
+    return value
+
 
 KEPT = {
     OutputKind.GRADIENT: "gradients",
@@ -68,7 +125,7 @@ def replay(
 
     Args:
         transport: what is held of what is under way.
-        compiled: elementwise values are computed in the kernels that take them (:mod:`.live.fusion`).
+        compiled: elementwise values are computed in the kernels that take them (:mod:`.fusion`).
 
     Raises:
         Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh; a call that

@@ -1,13 +1,15 @@
-"""What communication costs in bytes, as it is written in pictures and explanations."""
+"""Traffic of communication nodes in bytes, and trip counts: how often a rank runs each node in a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from shardfx.ir.graph import Node
+from shardfx.ir.graph import Graph, Node, Output
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm, turns_of
+from shardfx.ir.program.loops.loop_nest import Loop, in_turns, time_axes
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,36 @@ def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Tra
             one = traffic(node, mesh)
             found.setdefault(mesh.sort(one.axes), []).append(one)
     return dict(sorted(found.items(), key=lambda item: [mesh.order(axis) for axis in item[0]]))
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What is done in turns: by node the axes of its turns (the last ones, where it is done in several loops), and how
+    many times it is done in all. What is not done in turns is not in it."""
+
+    axes: dict[Node, tuple[str, ...]] = field(default_factory=dict)
+    times: Counter[Node] = field(default_factory=Counter)
+
+    @staticmethod
+    def of(graph: Graph) -> Turns:
+        """Of all nodes of a graph."""
+        return Turns.among(graph.nodes, graph.outputs, graph.mesh)
+
+    @staticmethod
+    def among(nodes: Sequence[Node], outputs: Sequence[Output], mesh: Mesh) -> Turns:
+        """Of the nodes that some outputs need."""
+        made = Turns()
+        if time_axes(mesh):
+            for node, around in _walk(in_turns(nodes, outputs, mesh), ()):
+                if around:
+                    made.axes[node] = around
+                    made.times[node] += mesh.extent(around)
+        return made
+
+
+def _walk(steps: Sequence[Node | Loop], around: tuple[str, ...]) -> Iterator[tuple[Node, tuple[str, ...]]]:
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from _walk(step.steps, (*around, step.axis))
+        else:
+            yield step, around

@@ -6,7 +6,7 @@
 
 Nodes keep the order of the planned graph, so that all ranks run their collectives in one order. Shapes among the
 arguments become the local ones; what else differs between ranks is written by the ``local`` function of an op's rule,
-or of its row. What may be done better on a rank (later waits, no copies) is done by rank passes.
+or of its row. Rank passes improve the result (later waits, no copies).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardfx.ir.cut import Part
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.ops import comm, pack
@@ -32,13 +33,64 @@ from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
 from .devices import CPU, hangs_on_device, on_device
-from .looped.alike_turns import alike_turns
-from .looped.in_turns import Loop, time_axes
-from .looped.loops import Loops
-from .looped.turn_numbers import of_every_turn
+from .loops.induction_variables import of_every_turn
+from .loops.loop_nest import Loop, alike_turns, in_turns, parts_in_turns, time_axes
+from .loops.lower_loops import Loops
+from .loops.schedule_actions import ends_here, of_stages
 from .rank_program import RankProgram
-from .units.in_common import InCommon
-from .units.of_stages import of_stages
+
+
+@dataclass(frozen=True)
+class InCommon:
+    """The part of a graph that outputs of some kinds need. It is found once, and the graph must stay as it is."""
+
+    graph: Graph
+    kinds: frozenset[OutputKind]
+
+    @cached_property
+    def chosen(self) -> tuple[list[Input], list[Node], list[Output]]:
+        """The inputs, nodes and outputs."""
+        return select(self.graph, self.kinds)
+
+    @cached_property
+    def steps(self) -> Sequence[Node | Loop]:
+        """The nodes in an order in which they may be done, those of turns in loops."""
+        _, nodes, outputs = self.chosen
+        return in_turns(nodes, outputs, self.graph.mesh)
+
+    @cached_property
+    def parts(self) -> set[Part]:
+        """What is cut over time, of all that is there."""
+        return parts_in_turns(self.chosen[1], self.graph.mesh)
+
+    def ends(self, coords: Mapping[str, int]) -> tuple[list[Input], list[Output]]:
+        """The inputs and outputs that the rank at ``coords`` has."""
+        inputs, _, outputs = self.chosen
+        return ends_here(self.graph, inputs, outputs, coords)
+
+
+def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list[Node], list[Output]]:
+    """The part of the graph that the outputs of some kinds need, with the guards that concern them."""
+    wanted = set(kinds)
+    outputs = [o for o in graph.outputs if o.kind in wanted or (o.guard is not None and o.guard.concerns(wanted))]
+    needed = {output.value for output in outputs}
+    nodes = []
+    for node in reversed(graph.nodes):
+        if any(value in needed for value in node.outs):
+            node = _without(node, needed)
+            needed.update(node.operands)
+            nodes.append(node)
+    return [given for given in graph.inputs if given.value in needed], nodes[::-1], outputs
+
+
+def _without(node: Node, needed: Container[Value]) -> Node:
+    """Communication without the values that nobody needs: a target must not travel where there is no loss."""
+    kept = [i for i, value in enumerate(node.outs) if value in needed]
+    if not isinstance(node.op, OwnOp) or len(kept) == len(node.outs):
+        return node
+    args, results = tuple(node.operands[i] for i in kept), [node.results[i] for i in kept]
+    return replace(node, args=args, results=results, strategy=None)
+
 
 aten = torch.ops.aten
 
@@ -58,7 +110,7 @@ def lower(
     """The program of one rank, for the outputs of some kinds, on a device. Needs no process group and no tensors.
 
     Args:
-        arrange: changes the order of what is done, such as that of turns (:mod:`.units.in_units`).
+        arrange: changes the order of what is done, such as that of turns (:func:`.loops.schedule_actions.in_units`).
         common: what was found for other ranks of the same graph and kinds.
 
     Raises:

@@ -17,9 +17,8 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, Node, Output
 from shardfx.ir.mesh import Mesh
 
-from .looped.inlined import attribute, inlined
-from .looped.turn_modules import nested
-from .looped.within_turns import part_in_turns
+from .loops.loop_regions import part_in_turns
+from .loops.nested_modules import attribute, inlined, nested
 from .rank_module import Origin, RankModule
 
 

@@ -25,11 +25,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .looped.within_turns import FRAMES, gives_number, part_in_turns
+from .aliasing import destination
+from .loops.loop_regions import FRAMES, Lifetimes, UnitOrder, gives_number, name_of, order_of, part_in_turns, turns_of
 from .rank_program import RankProgram
-from .sharing import destination
-from .units.lifetimes import Lifetimes, name_of, turns_of
-from .units.unit_order import UnitOrder, order_of
 
 Watch = Callable[[fx.Node, Any, tuple[Any, ...]], None]
 """Looks at what a call made of its operands."""

@@ -1,10 +1,10 @@
 """Schedules as data: what each rank does for which stage and turn, in which order; checked, simulated."""
 
+from shardfx.ir.schedule.actions import Pipelined
+from shardfx.ir.schedule.simulation import ScheduleReport, check_schedule
+
 from .actions import Action, Schedule
-from .check_schedule import ScheduleReport, check_schedule
-from .pipelined import Pipelined
 from .simulation import COSTS, Costs, Simulation
-from .transfers import Transfer, with_transfers
 
 __all__ = [
     "COSTS",
@@ -14,7 +14,5 @@ __all__ = [
     "Schedule",
     "ScheduleReport",
     "Simulation",
-    "Transfer",
     "check_schedule",
-    "with_transfers",
 ]

@@ -1,4 +1,4 @@
-"""What a rank does, and when: actions, and a row of them for each rank.
+"""Schedules: for each rank a row of actions (kind, stage, micro-batch), and the placement of stages on a mesh axis.
 
 >>> schedule = Schedule.parse('''
 ... F0.0 F0.1 B0.0 B0.1
@@ -6,12 +6,15 @@
 ... ''')
 >>> schedule.rows[1][2], schedule.rank_of(1)
 (F1.1, 1)
+>>> pipelined = Pipelined("pp", "mb", schedule)
+>>> pipelined.homes, pipelined.is_here((1,), {"pp": 0})
+((0, 1), False)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -52,7 +55,7 @@ class Schedule:
     """For each rank its actions in the order in which it does them.
 
     ``str`` gives a row a rank, and :meth:`parse` reads it. That a schedule is complete and can be done is what
-    :func:`.check_schedule` says.
+    :func:`.simulation.check_schedule` says.
 
     Raises:
         Error: there are no rows, a row is empty, or something in it is no action: no :class:`Action`, of another kind,
@@ -181,3 +184,31 @@ def _read(word: str, rank: int, index: int) -> Action:
         )
     kind, stage, turn, update, updated = match.groups()
     return Action(update, int(updated)) if update else Action(kind, int(stage), int(turn))
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """Stages on an axis of the mesh.
+
+    Args:
+        axis: the axis of ranks that stages lie along.
+        time: the axis of turns that the schedule is of; empty where there are no turns.
+        schedule: a row for each coordinate of the axis.
+    """
+
+    axis: str
+    time: str
+    schedule: Schedule
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The coordinate that each stage lies at."""
+        return tuple(map(self.schedule.rank_of, self.schedule.stages))
+
+    def places(self, at: Sequence[int]) -> tuple[int, ...]:
+        """The coordinates of some stages, each once, in order; of all of them for none."""
+        return tuple(sorted({self.homes[stage] for stage in at})) if at else tuple(self.schedule.ranks)
+
+    def is_here(self, at: Sequence[int], coords: Mapping[str, int]) -> bool:
+        """Whether a rank has one of some stages; for none, which is everywhere, it has."""
+        return not at or any(self.homes[stage] == coords[self.axis] for stage in at)

@@ -35,8 +35,7 @@ from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.pools.pool_ops import POOL_OPS
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.repeat import Repeat
-from shardfx.ir.schedule.actions import Schedule
-from shardfx.ir.schedule.pipelined import Pipelined
+from shardfx.ir.schedule.actions import Pipelined, Schedule
 from shardfx.ir.spec import Spec
 
 from .arguments import read_argument, read_keyword, read_spec, read_type

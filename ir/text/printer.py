@@ -33,7 +33,7 @@ from collections.abc import Iterable
 from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value, op_name
 from shardfx.ir.mesh import Link, Mesh
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.schedule.pipelined import Pipelined
+from shardfx.ir.schedule.actions import Pipelined
 
 from .arguments import write_argument, write_keyword, write_type
 from .attributes import INPUT, NODE, OUTPUT, VALUE, write_attributes

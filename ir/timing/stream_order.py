@@ -22,7 +22,7 @@ from torch import fx
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.traits import is_view
-from shardfx.ir.program.looped.within_turns import part_in_turns
+from shardfx.ir.program.loops.loop_regions import part_in_turns
 
 COMPUTE = "compute"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value
 from shardfx.ir.ops import comm
-from shardfx.ir.schedule.pipelined import Pipelined
+from shardfx.ir.schedule.actions import Pipelined
 
 from .complaint import Complaint
 

@@ -18,7 +18,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import ADDING
 from shardfx.ir.ops.time import turns
-from shardfx.ir.program.looped.within_turns import regions
+from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass

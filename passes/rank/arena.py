@@ -27,8 +27,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import WITH_DESTINATION
 from shardfx.ir.ops.pools.pool_ops import computed_beside
-from shardfx.ir.program.arena.packing import pack
-from shardfx.ir.program.arena.tenants import Tenancy, nbytes_of
+from shardfx.ir.program.arena_layout import Tenancy, nbytes_of, pack
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass

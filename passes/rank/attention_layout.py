@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardfx.ir.cost.live.fusion import is_elementwise
+from shardfx.ir.cost.fusion import is_elementwise
 from shardfx.ir.cost.replay import values
 from shardfx.ir.ops.pack import dense_last
 from shardfx.ir.program.rank_program import RankProgram

@@ -23,10 +23,10 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.ops.time import turns
-from shardfx.ir.program.looped.in_turns import time_axes
-from shardfx.ir.program.looped.within_turns import regions
+from shardfx.ir.program.aliasing import destination
+from shardfx.ir.program.loops.loop_nest import time_axes
+from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import destination
 
 from .rank_pass import RankContext, RankPass
 

@@ -19,8 +19,8 @@ from torch import fx
 from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.pools.pool_ops import computed_beside
+from shardfx.ir.program.aliasing import Sharing
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import Sharing
 
 from .rank_pass import RankContext, RankPass
 

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.program.looped.within_turns import regions, sibling
+from shardfx.ir.program.aliasing import Sharing
+from shardfx.ir.program.loops.loop_regions import regions, sibling
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import Sharing
 
 from .rank_pass import RankContext, RankPass
 

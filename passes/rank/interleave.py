@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from shardfx.ir.cost.rough import rough_cost
+from shardfx.ir.cost.node_cost import rough_cost
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
@@ -30,10 +30,8 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.time import turns
 from shardfx.ir.ops.traits import is_view
-from shardfx.ir.program.looped.within_turns import part_in_turns, regions
+from shardfx.ir.program.loops.loop_regions import UnitOrder, Word, end_of, order_of, part_in_turns, regions
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.units.execution import end_of
-from shardfx.ir.program.units.unit_order import UnitOrder, Word, order_of
 
 from .rank_pass import RankContext, RankPass
 

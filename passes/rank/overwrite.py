@@ -30,8 +30,8 @@ from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.computing.segment import CAST
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.ops.pools import transfer
+from shardfx.ir.program.aliasing import STEPPED, Sharing, renewed
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import STEPPED, Sharing, renewed
 
 from .rank_pass import RankContext, RankPass
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.program.aliasing import GivenAway, Sharing, renewed
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import GivenAway, Sharing, renewed
 
 from .rank_pass import RankContext, RankPass
 

@@ -14,8 +14,8 @@ from typing import ClassVar
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.program.lower import InCommon
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.units.in_common import InCommon
 from shardfx.ir.program.validate_program import order_of_collectives, validate_program
 from shardfx.passes.base import PassError, check_requires
 from shardfx.passes.options import options_of

@@ -26,13 +26,13 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
-from shardfx.ir.cost.live.fusion import is_computed
+from shardfx.ir.cost.fusion import is_computed
 from shardfx.ir.cost.replay import values
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops.traits import draws
-from shardfx.ir.program.looped.within_turns import regions
+from shardfx.ir.program.aliasing import lies_in
+from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import lies_in
 
 from .rank_pass import RankContext, RankPass
 

@@ -38,9 +38,9 @@ from shardfx.ir.ops.computing.fused_update import fusion_of, run_of
 from shardfx.ir.ops.computing.segment import CAST, COPY, Ref, call_text, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE, row_of
 from shardfx.ir.ops.pools.pool_ops import computed_beside
+from shardfx.ir.program.aliasing import Sharing, destination
 from shardfx.ir.program.rank_module import ORIGINS
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import Sharing, destination
 
 from .rank_pass import RankContext, RankPass
 

@@ -22,9 +22,9 @@ from torch import fx
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops import pack
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.looped.within_turns import regions
+from shardfx.ir.program.aliasing import shared_inputs
+from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import shared_inputs
 
 from .rank_pass import RankContext, RankPass
 

@@ -28,7 +28,7 @@ from torch import fx
 
 from shardfx.ir.graph import Node as PlannedNode
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.looped.within_turns import part_in_turns, regions
+from shardfx.ir.program.loops.loop_regions import part_in_turns, regions
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass

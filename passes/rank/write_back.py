@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.program.aliasing import Sharing
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import Sharing
 
 from .rank_pass import RankContext, RankPass
 

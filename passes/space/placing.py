@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.price import Prices
+from shardfx.ir.cost.node_cost import Prices
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Strategy, Value
 from shardfx.ir.ops.redistribute import Redistribution

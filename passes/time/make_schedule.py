@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from shardfx.ir.errors import Error
 from shardfx.ir.schedule.actions import Schedule
-from shardfx.ir.schedule.check_schedule import ScheduleReport, check_number, check_schedule
-from shardfx.ir.schedule.simulation import COSTS, Costs, check_costs
+from shardfx.ir.schedule.simulation import COSTS, Costs, ScheduleReport, check_costs, check_number, check_schedule
 
 from .known_schedules import SCHEDULES, PipelineSize, ScheduleMaker
 from .list_schedule import list_schedule

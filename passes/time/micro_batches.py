@@ -20,8 +20,8 @@ from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import EACH_TURN
 from shardfx.ir.ops.traits import is_heavy, uncast
-from shardfx.ir.program.looped.in_turns import Loop, crossing, in_turns, time_axes
-from shardfx.ir.program.units.in_common import select
+from shardfx.ir.program.loops.loop_nest import Loop, crossing, in_turns, time_axes
+from shardfx.ir.program.lower import select
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 WORTH_SAYING = 0.01

@@ -21,10 +21,10 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input
-from shardfx.ir.program.units.execution import Turns, executed
+from shardfx.ir.program.loops.loop_regions import Turns, executed
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
-from shardfx.ir.timing.purposes import BEFORE, main_turns, purposes
+from shardfx.ir.timing.rank_tasks import BEFORE, main_turns, purposes
 from shardfx.ir.timing.stream_order import order_text, stream_order
 
 Tensor = torch.Tensor

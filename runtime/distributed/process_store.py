@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfx.ir.graph import Graph, Input, InputKind, OutputKind
 from shardfx.ir.ops.pools.transfer import arrived, finish, settled
-from shardfx.ir.program.neighbours import neighbours, side_by_side, stepped_together
+from shardfx.ir.program.store_layout import neighbours, side_by_side, stepped_together
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.store import laid_as, norm_of

@@ -1,4 +1,4 @@
-"""Plans with turns, as what is proven: each turn is a rank of its own (:mod:`shardfx.ir.program.looped.unrolled`)."""
+"""Plans with turns, as what is proven: each turn is a rank of its own (:mod:`shardfx.ir.program.loops.unrolled`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 
 from shardfx.ir.graph import Graph, Node
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.program.looped.collected import NotTurns
-from shardfx.ir.program.looped.unrolled import as_ranks, unrolled
+from shardfx.ir.program.loops.unrolled import NotTurns, as_ranks, unrolled
 from shardfx.ir.program.rank_program import RankProgram
 
 from .families.family import Family, families

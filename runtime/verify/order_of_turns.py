@@ -18,8 +18,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.time.handover import Message
-from shardfx.ir.program.looped.within_turns import FRAMES, gives_number, part_in_turns
-from shardfx.ir.program.units.execution import Turns, executed
+from shardfx.ir.program.loops.loop_regions import FRAMES, Turns, executed, gives_number, part_in_turns
 from shardfx.runtime.rendezvous import Request
 
 from .families.family import Family, varies

@@ -18,11 +18,10 @@ from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import observers
 from shardfx.ir.ops.time.handover import turn_number
-from shardfx.ir.program.lower import lower
+from shardfx.ir.program.loops.schedule_actions import ends_here, made_at
+from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.units.in_common import select
-from shardfx.ir.program.units.of_stages import ends_here, made_at
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 

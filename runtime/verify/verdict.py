@@ -13,7 +13,7 @@ import torch
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.devices import CPU
-from shardfx.ir.program.looped.in_turns import time_axes
+from shardfx.ir.program.loops.loop_nest import time_axes
 from shardfx.ir.rules.book import RuleBook
 
 from .claims import other_claim

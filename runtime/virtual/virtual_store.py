@@ -11,7 +11,7 @@ from torch import nn
 
 from shardfx.ir.graph import Graph, InputKind
 from shardfx.ir.ops.pools.transfer import arrived, finish, settled
-from shardfx.ir.program.neighbours import neighbours, side_by_side
+from shardfx.ir.program.store_layout import neighbours, side_by_side
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.local_device import check_device

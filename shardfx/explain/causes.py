@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardfx.ir.cost.call_facts import source_of
+from shardfx.ir.cost.replay import source_of
 from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.reasons import Carrier, Decision, Reasons

@@ -18,7 +18,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shardfx.ir.cost.call_facts import source_of
+from shardfx.ir.cost.replay import source_of
 from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, factors_text, op_name

@@ -17,8 +17,8 @@ from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.graph import Graph, Node, OutputKind, Phase, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import is_comm
-from shardfx.ir.schedule.check_schedule import KEEPS
-from shardfx.ir.schedule.pipelined import Pipelined
+from shardfx.ir.schedule.actions import Pipelined
+from shardfx.ir.schedule.simulation import KEEPS
 from shardfx.ir.shards import held_shape
 from shardfx.passes.stages.assignment import OF_WEIGHTS, Assignment
 from shardfx.passes.stages.best_cut import Held

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import sympy
 
-from shardfx.ir.cost.live.storages import Footprint
+from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, Where, op_name
-from shardfx.ir.program.arena.tenants import lying
+from shardfx.ir.program.arena_layout import lying
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text

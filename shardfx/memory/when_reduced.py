@@ -15,7 +15,7 @@ from shardfx.compiled import Compiled
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import OutputKind
 from shardfx.ir.ops import comm
-from shardfx.ir.program.looped.in_turns import time_axes
+from shardfx.ir.program.loops.loop_nest import time_axes
 from shardfx.ir.text.printer import size_text
 
 from .budget import Foresight, budget_of

@@ -9,7 +9,7 @@ import torch
 
 from shardfx.compile import default_rank_passes
 from shardfx.hints import Hints
-from shardfx.ir.cost.live.transport import PLAIN, Transport
+from shardfx.ir.cost.footprint import PLAIN, Transport
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh

@@ -17,8 +17,7 @@ from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.cost.fake_calls import FakeCalls
-from shardfx.ir.cost.live.storages import Footprint
-from shardfx.ir.cost.live.transport import PLAIN, Transport
+from shardfx.ir.cost.footprint import PLAIN, Footprint, Transport
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay, values
 from shardfx.ir.errors import Error
@@ -38,7 +37,7 @@ from shardfx.runtime.peers import Peers
 from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
-from shardfx.schedules.plan_timeline import PlanTimeline, plan_timeline
+from shardfx.schedules.timeline import PlanTimeline, plan_timeline
 
 from .compile_options import CompileOptions
 from .held.input_tile import tile_of

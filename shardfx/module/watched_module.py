@@ -9,7 +9,7 @@ from pathlib import Path
 from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.debug.recording import Recording
 from shardfx.runtime.engine import Watch
-from shardfx.schedules.recorded import recorded
+from shardfx.schedules.timeline import recorded
 
 from .planned_module import PlannedModule
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardfx.ir.cost.amounts import Cost
-from shardfx.ir.cost.live.storages import Peak
-from shardfx.ir.cost.live.turn_memory import TurnMemory
+from shardfx.ir.cost.footprint import Peak, TurnMemory
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.program.arena.tenants import ArenaUse
+from shardfx.ir.program.arena_layout import ArenaUse
 from shardfx.runtime.debug.recording import Recording
-from shardfx.schedules.plan_timeline import PlanTimeline
+from shardfx.schedules.timeline import PlanTimeline
 
 from .console import render
 from .stage_rows import StageRow

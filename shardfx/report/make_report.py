@@ -7,20 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
-from shardfx.ir.cost.call_facts import source_of
-from shardfx.ir.cost.how_often import Turns
-from shardfx.ir.cost.live.storages import Footprint, Peak
-from shardfx.ir.cost.live.turn_memory import turn_memory
+from shardfx.ir.cost.footprint import Footprint, Peak, turn_memory
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.price import Prices
-from shardfx.ir.cost.traffic import comm_name, over_time, traffic
+from shardfx.ir.cost.node_cost import Prices
+from shardfx.ir.cost.replay import source_of
+from shardfx.ir.cost.traffic import Turns, comm_name, over_time, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm, is_part
-from shardfx.ir.program.arena.tenants import use_of_arena
+from shardfx.ir.program.arena_layout import use_of_arena
+from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.units.in_common import select
-from shardfx.schedules.plan_timeline import PlanTimeline
+from shardfx.schedules.timeline import PlanTimeline
 
 from .figures import Cause, CommRow, Communication, Estimate, Memory, Report, Timing
 from .stage_rows import gradients_of_rank, is_of_rank, stage_rows

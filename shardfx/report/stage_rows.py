@@ -10,7 +10,7 @@ from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind
 from shardfx.ir.names import block_of, prefixes
 from shardfx.ir.ops import comm
-from shardfx.schedules.plan_timeline import rank_places
+from shardfx.schedules.timeline import rank_places
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from shardfx.ir.schedule.check_schedule import check_schedule
+from shardfx.ir.schedule.simulation import check_schedule
 from shardfx.ir.text.printer import size_text
 
 from .console import count_text, seconds_text, table

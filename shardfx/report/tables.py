@@ -18,8 +18,8 @@ from shardfx.ir.text.printer import size_text
 from .console import count_text, seconds_text, table
 
 if TYPE_CHECKING:
-    from shardfx.ir.cost.live.storages import Peak
-    from shardfx.ir.program.arena.tenants import ArenaUse
+    from shardfx.ir.cost.footprint import Peak
+    from shardfx.ir.program.arena_layout import ArenaUse
 
     from .figures import Cause, CommRow, Report
     from .tile_costs import TileRow

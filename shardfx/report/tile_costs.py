@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardfx.ir.cost.price import Prices
+from shardfx.ir.cost.node_cost import Prices
 from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.cut import Cut
 from shardfx.ir.graph import Node

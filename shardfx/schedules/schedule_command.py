@@ -10,8 +10,7 @@ from rich.console import Console
 
 from shardfx.ir.errors import Error
 from shardfx.ir.schedule.actions import Schedule
-from shardfx.ir.schedule.check_schedule import ScheduleReport, check_schedule
-from shardfx.ir.schedule.simulation import COSTS, Costs
+from shardfx.ir.schedule.simulation import COSTS, Costs, ScheduleReport, check_schedule
 from shardfx.passes.time import SCHEDULES, make_schedule
 from shardfx.report.console import table
 

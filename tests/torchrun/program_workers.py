@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardfx as sx
-from shardfx.ir.cost.measuring import calibrate, probes
+from shardfx.ir.cost import calibrate, probes
 from shardfx.runtime.distributed import gloo, groups
 from shardfx.runtime.same_host.near_group import NearGroup
 from shardfx.runtime.same_host.neighbourhood import EACH, met

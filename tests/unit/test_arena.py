@@ -12,12 +12,11 @@ from torch import fx
 import shardfx as sx
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.time import turns
-from shardfx.ir.program.arena.packing import ALIGNMENT, Block, at_once, pack
-from shardfx.ir.program.arena.tenants import Tenancy, rooms, use_of_arena
-from shardfx.ir.program.looped.within_turns import regions
+from shardfx.ir.program.aliasing import Sharing
+from shardfx.ir.program.arena_layout import ALIGNMENT, Block, Tenancy, at_once, pack, rooms, use_of_arena
+from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import Sharing
 from shardfx.ir.program.validate_program import validate_program
 from shardfx.ir.text.printer import size_text
 from shardfx.passes.rank import Arena

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardfx as sx
-from shardfx.ir.cost.live.caching_allocator import CachingAllocator
+from shardfx.ir.cost.caching_allocator import CachingAllocator
 from tests.on_gpu import allocated
 from tests.virtual.test_memory import blocks
 

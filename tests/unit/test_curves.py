@@ -11,17 +11,16 @@ import torch
 from torch import fx
 
 import shardfx as sx
+from shardfx.ir.cost import calibrate, probes
 from shardfx.ir.cost.amounts import Cost, Work
-from shardfx.ir.cost.call_facts import changed_by, kind_of
 from shardfx.ir.cost.curve import Curve
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.measuring import calibrate, probes
+from shardfx.ir.cost.replay import changed_by, kind_of
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.time import turns
 from shardfx.ir.ops.traits import base_name_of
 from shardfx.ir.timing import foreseen
-from shardfx.ir.timing.doings import Receives, Sends, Starts, Waits, Works
-from shardfx.ir.timing.purposes import Purpose
+from shardfx.ir.timing.rank_tasks import Purpose, Receives, Sends, Starts, Waits, Works
 
 aten = torch.ops.aten
 LINKS = Machine.load("cpu-laptop").links

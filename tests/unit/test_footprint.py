@@ -12,9 +12,8 @@ from torch import fx
 import shardfx as sx
 from shardfx.ir.cost.amounts import total
 from shardfx.ir.cost.fake_calls import FakeCalls, Layout, Made, Result, aliases
-from shardfx.ir.cost.live.storages import Footprint
-from shardfx.ir.cost.live.transport import Transport
-from shardfx.ir.cost.price import Prices, price
+from shardfx.ir.cost.footprint import Footprint, Transport
+from shardfx.ir.cost.node_cost import Prices, price
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
 from shardfx.ir.ops import memory_ops

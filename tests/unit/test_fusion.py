@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.cost.call_facts import kind_of
-from shardfx.ir.cost.replay import replay
+from shardfx.ir.cost.replay import kind_of, replay
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops

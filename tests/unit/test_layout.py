@@ -31,9 +31,9 @@ RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops
 ONE_OP = (*GRAPHS, "ir.rules")
 CAPTURE = (*ONE_OP, "ir.capture.forms", "ir.capture.intake")
 COMPARED = ("ir.capture.compared", "ir.capture.carried")
-PROGRAMS = (*GRAPHS, "ir.program", "ir.program.arena", "ir.program.looped", "ir.program.units")
+PROGRAMS = (*GRAPHS, "ir.program", "ir.program.loops")
 PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.forms", "runtime.verify.proof")
-CLOCKS = ("ir.cost", "ir.cost.live", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
+CLOCKS = ("ir.cost", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
     "ir.rules": ("ir",),
@@ -45,14 +45,10 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.rulebook": ONE_OP,
     "ir.rulebook.arithmetic": (*ONE_OP, "ir.rulebook"),
     "ir.rulebook.movement": (*ONE_OP, "ir.rulebook", "ir.rulebook.arithmetic"),
-    "ir.program": (*ONE_OP, "ir.program.arena", "ir.program.looped", "ir.program.units", "ir.rulebook", "ir.text"),
-    "ir.program.arena": (*GRAPHS, "ir.program", "ir.program.looped"),
-    "ir.program.looped": (*GRAPHS, "ir.program", "ir.program.units"),
-    "ir.program.units": (*GRAPHS, "ir.program", "ir.program.looped", "ir.schedule"),
-    "ir.cost": (*PROGRAMS, "ir.cost.live", "ir.cost.measuring", "ir.rules"),
-    "ir.cost.live": (*PROGRAMS, "ir.cost"),
-    "ir.cost.measuring": (*GRAPHS, "ir.cost"),
-    "ir.timing": (*PROGRAMS, "ir.cost", "ir.cost.live", "ir.schedule"),
+    "ir.program": (*ONE_OP, "ir.program.loops", "ir.rulebook", "ir.text"),
+    "ir.program.loops": (*GRAPHS, "ir.program", "ir.schedule"),
+    "ir.cost": (*PROGRAMS, "ir.rules"),
+    "ir.timing": (*PROGRAMS, "ir.cost", "ir.schedule"),
     "ir.unfolding": GRAPHS,
     "ir.capture": (*CAPTURE, *COMPARED, "ir.capture.joint", "ir.capture.named", "ir.capture.update", "ir.unfolding"),
     "ir.capture.compared": (*CAPTURE, *COMPARED, "ir.capture", "ir.capture.named", "ir.capture.update"),
@@ -82,11 +78,11 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.communication": (*ONE_OP, "passes"),
     "passes.memory": (*ONE_OP, "passes"),
     "passes.sharding": (*ONE_OP, "ir.capture", "ir.capture.forms", "passes"),
-    "passes.rank": (*PROGRAMS, "ir.cost", "ir.cost.live", "passes"),
+    "passes.rank": (*PROGRAMS, "ir.cost", "passes"),
     "passes.space": (*ONE_OP, "ir.cost", "passes"),
     "passes.stages": (*ONE_OP, "ir.cost", "ir.schedule", "passes", "passes.time"),
     "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
-    "runtime": (*PROGRAMS, "ir.cost.live"),  # the pass for Inductor: what it fuses
+    "runtime": (*PROGRAMS, "ir.cost"),  # the pass for Inductor: what it fuses
     "runtime.virtual": (*PROGRAMS, "runtime"),
     "runtime.distributed": (*PROGRAMS, "ir.text", "runtime", "runtime.distributed.stages", "runtime.same_host"),
     "runtime.distributed.stages": (*PROGRAMS, "runtime.distributed", "runtime.same_host"),
@@ -109,7 +105,6 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "shardfx",
         *PROGRAMS,
         "ir.cost",
-        "ir.cost.live",
         "ir.schedule",
         "ir.text",
         "module",

@@ -55,7 +55,7 @@ def test_an_axis_has_the_nearest_link_that_reaches_over_its_groups() -> None:
 
 @pytest.mark.slow
 def test_measuring_takes_seconds_and_gives_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardfx.ir.cost.measuring.calibrate.LARGEST", 256)
+    monkeypatch.setattr("shardfx.ir.cost.calibrate.LARGEST", 256)
     machine = sx.Machine.measure("cpu", name="here")
     assert machine.pools["host"].bandwidth == machine.bandwidth / 2
     assert machine.name == "here" and set(machine.flops) == {"float64", "float32", "bfloat16", "float16"}

@@ -13,8 +13,8 @@ import shardfx as sx
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm, memory_ops, pack
+from shardfx.ir.program.aliasing import Sharing
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import Sharing
 from shardfx.ir.program.validate_program import validate_program
 from shardfx.ir.spec import TensorType
 from tests.stepped import KINDS, small_plan

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardfx.ir.mesh import Mesh, Time
-from shardfx.ir.program.looped.own_rows import own_place, own_rows
+from shardfx.ir.program.loops.loop_nest import own_place, own_rows
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
 

@@ -15,7 +15,7 @@ import shardfx as sx
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.computing import segment as module
 from shardfx.ir.ops.computing.segment import misfit, segment
-from shardfx.ir.program.neighbours import stepped_together
+from shardfx.ir.program.store_layout import stepped_together
 from shardfx.module.programs import STEP
 from shardfx.passes.rank import Segments
 from tests.plans import MESHES

@@ -10,8 +10,8 @@ from torch import nn
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops.time import handover, turns
+from shardfx.ir.program.loops import schedule_actions as of_stages
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.units import of_stages
 
 
 def programs(width: int, schedule: str = "1f1b") -> list[RankProgram]:

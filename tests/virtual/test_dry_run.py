@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 import shardfx as sx
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.time import handover
-from shardfx.ir.program.units.execution import executed
+from shardfx.ir.program.loops.loop_regions import executed
 from shardfx.ir.timing.stream_order import moves_only, stream_order
 from shardfx.passes import FuseComm
 

@@ -16,8 +16,8 @@ import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops.local_ops import BY_NAME
 from shardfx.ir.ops.time import turns
+from shardfx.ir.program.loops.loop_regions import UnitOrder, order_of
 from shardfx.ir.program.program_text import parse_program
-from shardfx.ir.program.units.unit_order import UnitOrder, order_of
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.module.programs import TRAIN
 from tests.live_memory import check_footprint, held_in_a_step

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops import comm
-from shardfx.ir.program.looped.in_turns import Loop, nodes_of
+from shardfx.ir.program.loops.loop_nest import Loop, nodes_of
 from shardfx.module.programs import TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan

@@ -20,7 +20,7 @@ from shardfx.ir.cost.machine import Level, Machine
 from shardfx.ir.mesh import Link
 from shardfx.ir.schedule.dependencies import dependencies
 from shardfx.ir.timing import Purpose, foreseen
-from shardfx.ir.timing.doings import Doing, Receives, Sends, Starts, Waits, Works
+from shardfx.ir.timing.rank_tasks import Doing, Receives, Sends, Starts, Waits, Works
 
 SVG = "{http://www.w3.org/2000/svg}"
 X, Y = torch.randn(64, 8), torch.randint(0, 4, (64,))

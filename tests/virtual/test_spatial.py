@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import shardfx as sx
 from shardfx.ir.cost.amounts import total
-from shardfx.ir.cost.price import Prices
+from shardfx.ir.cost.node_cost import Prices
 from tests.space_nets import ResNet18
 
 from .test_space import MESHES, UNet, call, energy, image, narrow, ops, specs, trained, with_argument

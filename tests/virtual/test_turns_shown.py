@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardfx as sx
-from shardfx.ir.cost.how_often import Turns
+from shardfx.ir.cost.traffic import Turns
 from shardfx.runtime.debug.collective_counts import count_collectives
 from shardfx.visualize.paint.picture import picture_svg
 from shardfx.visualize.scene.boxes import TIMES, Box

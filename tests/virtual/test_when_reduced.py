@@ -8,7 +8,7 @@ import pytest
 
 import shardfx as sx
 from shardfx.ir.ops import comm
-from shardfx.ir.program.looped.within_turns import regions
+from shardfx.ir.program.loops.loop_regions import regions
 from tests.plans import plan
 from tests.zoo import make
 

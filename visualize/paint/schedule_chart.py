@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Simulation, Span
-from shardfx.ir.timing.foreseen import Course
+from shardfx.ir.timing.simulate import Course
 from shardfx.visualize.layout.geometry import Rect
 
 from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, width

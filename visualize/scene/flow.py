@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardfx.ir.cost.how_often import Turns
+from shardfx.ir.cost.traffic import Turns
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops.traits import is_own, is_view
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardfx.ir.graph import Graph, Input, Node, Output
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.units.of_stages import ends_here, is_done
+from shardfx.ir.program.loops.schedule_actions import ends_here, is_done
 from shardfx.runtime.verify.movers import COLLECTIVES, MESSAGES
 from shardfx.runtime.verify.proof.interpreter import HasGraph
 

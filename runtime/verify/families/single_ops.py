@@ -33,7 +33,7 @@ from shardfx.ir.ops import comm
 from shardfx.ir.ops.alike import argument_key
 from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.ops.table import OwnOp, carried
-from shardfx.ir.program.units.of_stages import ends_here, made_at
+from shardfx.ir.program.loops.schedule_actions import ends_here, made_at
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import gives_list, is_cut
 from shardfx.runtime.verify.fault import Failed, Fault, place

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from shardfx.ir.graph import Graph, Input, Output
-from shardfx.ir.program.units.of_stages import ends_here
+from shardfx.ir.program.loops.schedule_actions import ends_here
 from shardfx.ir.rules.book import RuleBook
 from shardfx.runtime.verify.fault import Failed, Fault
 

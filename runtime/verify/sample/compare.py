@@ -20,9 +20,9 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.program.loops.schedule_actions import ends_here
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.units.of_stages import ends_here
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import Share, is_cut
 from shardfx.ir.shards import Shards, cut_local, wide

@@ -1,0 +1,240 @@
+"""Fusion by Inductor: which elementwise values are never stored, and which calls share a kernel.
+
+    %1 = mm(x, w)                     stored
+    %2 = _to_copy(%1, float32)        computed in the kernels that load it
+    %3 = sum(%2, [1])                 stored
+    %4 = silu_backward(%2, %1)        in the kernel of %3: both load %1
+
+A value is computed where it is used if its op is elementwise (up to statistics of rows) and all its users, views
+aside, are elementwise ops or reductions, also those of the backward; with several users, if it loads few tensors. Its
+operands live until its last use. All other elementwise calls and reductions are grouped into kernels
+(:func:`kernels`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from shardfx.ir.ops import memory_ops
+from shardfx.ir.program.aliasing import lies_in
+
+from .fake_calls import Layout
+from .footprint import Block
+
+aten = torch.ops.aten
+
+ELEMENTWISE = {
+    aten._to_copy.default,
+    aten.cat.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten.nll_loss_backward.default,
+}
+"""Ops of which Inductor computes each element where it is used, beside those that torch tags as pointwise."""
+REDUCTIONS = {
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.var_mean.correction,
+    aten.nll_loss_forward.default,
+    aten.embedding_dense_backward.default,
+}
+"""Ops whose kernels compute elementwise operands."""
+BY_DIMS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.var_mean.correction}
+"""Those of them that take the dims that they reduce."""
+READS = 4
+"""The most tensors that a value with several users loads if it is not stored: Inductor's
+``realize_reads_threshold``."""
+Loads = set[fx.Node]
+"""Values, or views of them, that a kernel loads."""
+Layouts = Callable[[fx.Node], Sequence[Layout]]
+"""Of the tensors that a node gives."""
+
+
+def fused(nodes: Sequence[fx.Node]) -> dict[fx.Node, Loads]:
+    """The values that are computed where they are used, and what each loads."""
+    found: dict[fx.Node, Loads] = {}
+    for node in nodes:
+        if is_elementwise(node) and lies_in(node, None) is None:
+            users, loads = {*_users(node)}, loaded(node, found)
+            if all(map(is_computed, users)) and (len(users) == 1 or len({*map(root, loads)}) <= READS):
+                found[node] = loads
+    return found
+
+
+def loaded(node: fx.Node, inside: Mapping[fx.Node, Loads]) -> Loads:
+    """What a kernel of one call loads: its operands, and those of operands that are computed ``inside`` it."""
+    return {each for used in node.all_input_nodes for each in inside.get(root(used), (used,))}
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The value that a node is a view of: itself, if it is none. Results of one call are values apart."""
+    while node.op == "call_function" and (source := lies_in(node, None)) is not None:
+        if node.target is operator.getitem and lies_in(source, None) is None:
+            break
+        node = source
+    return node
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A call that is no view, with the calls that are fused with it, and what it loads."""
+
+    number: int
+    size: Hashable
+    calls: list[fx.Node] = field(default_factory=list)
+    loads: Loads = field(default_factory=set)
+    stores: list[fx.Node] = field(default_factory=list)
+    """The calls whose results are used outside."""
+    before: int = 0
+    """The numbers of all kernels that run before it, as bits."""
+
+    def touched(self, layouts: Layouts) -> int:
+        """The bytes that it loads and stores: each value once, and no more of one than its views show."""
+        seen: dict[fx.Node, int] = {}
+        for view in self.loads:
+            if maker_of(value := root(view)) not in self.calls:
+                seen[value] = seen.get(value, 0) + _nbytes(layouts(view))
+        loaded = sum(min(_nbytes(layouts(value)), much) for value, much in seen.items())
+        return loaded + sum(_nbytes(layouts(node)) for node in self.stores)
+
+
+def kernels(
+    nodes: Sequence[fx.Node],
+    inside: Mapping[fx.Node, Loads],
+    layouts: Layouts,
+    loop: Callable[[fx.Node], Hashable],
+) -> list[Kernel]:
+    """The kernels of a program, as Inductor's scheduler fuses them.
+
+    Elementwise calls and reductions over equally many elements in one ``loop`` share a kernel if one uses the other's
+    result, or both load a value of so many elements, and no other kernel has to run between them. What uses a sum over
+    rows, or over all elements, is in another kernel. A ``write`` of what a kernel computes is the kernel's store.
+    """
+    found: list[Kernel] = []
+    kernel_of: dict[fx.Node, Kernel] = {}
+    loaders: dict[fx.Node, list[Kernel]] = {}
+    """By value: the kernels of elementwise calls and reductions that load it."""
+    used_in: dict[fx.Node, set[int]] = {}
+    for node in nodes:
+        if node in inside or lies_in(node, None) is not None:
+            continue
+        loads, computes = loaded(node, inside), is_computed(node)
+        values = {*map(root, loads)}
+        makers = {value: kernel_of[maker_of(value)] for value in values if maker_of(value) in kernel_of}
+        sized = node.all_input_nodes if node.target in REDUCTIONS else (node,)
+        elements = max((_numel(layouts(each)) for each in sized), default=0)
+        size = (elements, loop(node)) if computes else None
+        if node.target is memory_ops.write and is_computed(maker_of(value := root(node.all_input_nodes[-1]))):
+            kernel, loads = makers[value], set()
+        else:
+            ended = {makers[value] for value in makers if _ends_kernel(maker_of(value), layouts)}
+            beside = [each for value in values if _numel(layouts(value)) >= elements for each in loaders.get(value, ())]
+            fits = (
+                each
+                for each in (*makers.values(), *reversed(beside))
+                if each.size == size is not None
+                and each not in ended
+                and not any(other.before >> each.number & 1 for other in makers.values())
+            )
+            kernel = next(fits, None) or Kernel(len(found), size)
+        if kernel.number == len(found):
+            found.append(kernel)
+        kernel.calls.append(node)
+        kernel.loads |= loads
+        kernel_of[node] = kernel
+        _run_before(kernel, makers.values(), found)
+        for value in values:
+            used_in.setdefault(maker_of(value), set()).add(kernel.number)
+            if computes:
+                loaders.setdefault(value, []).append(kernel)
+    results = {maker_of(root(result)) for result in nodes[0].graph.output_node().all_input_nodes} if nodes else ()
+    for node, kernel in kernel_of.items():
+        if node in results or used_in.get(node, set()) - {kernel.number}:
+            kernel.stores.append(node)
+    return found
+
+
+def _run_before(kernel: Kernel, makers: Iterable[Kernel], found: Iterable[Kernel]) -> None:
+    """Note that ``makers``, and what runs before them, run before a kernel, and before all behind it."""
+    before = kernel.before
+    for each in makers:
+        if each is not kernel:
+            before |= each.before | 1 << each.number
+    if before != kernel.before:
+        kernel.before = before
+        for each in found:
+            if each.before >> kernel.number & 1:
+                each.before |= before
+
+
+def maker_of(value: fx.Node) -> fx.Node:
+    """The call that a value is a result of."""
+    maker = value.args[0] if value.target is operator.getitem else value
+    assert isinstance(maker, fx.Node)
+    return maker
+
+
+def _ends_kernel(node: fx.Node, layouts: Layouts) -> bool:
+    """Whether a call is a reduction whose result is known at its kernel's end alone: not of rows, each on its own."""
+    if node.target not in REDUCTIONS:
+        return False
+    operand, dims = (*node.args, None)[:2]
+    if node.target not in BY_DIMS or not isinstance(dims, Sequence) or not isinstance(operand, fx.Node):
+        return True
+    (rank,) = (len(layout.shape) for layout in layouts(operand))
+    reduced = {dim % rank for dim in dims if isinstance(dim, int)}
+    return len(reduced) in (0, rank) or reduced != {*range(rank - len(reduced), rank)}
+
+
+def _numel(layouts: Iterable[Layout]) -> int:
+    return max((layout.numel for layout in layouts), default=0)
+
+
+def _nbytes(layouts: Iterable[Layout]) -> int:
+    return sum(layout.nbytes for layout in layouts)
+
+
+def fuse(nodes: Sequence[fx.Node], blocks: Callable[[fx.Node], Iterator[Block]]) -> None:
+    """Let values that are computed where they are used hold nothing. ``blocks`` are those in which a value lies."""
+    inside = fused(nodes)
+    for node in reversed(nodes):
+        if node not in inside:
+            continue
+        for block in blocks(node):
+            for used in node.all_input_nodes:
+                for source in blocks(used):
+                    source.last = max(source.last, block.last)
+                    source.uses |= {place: max(at, source.uses.get(place, at)) for place, at in block.uses.items()}
+            block.nbytes = 0
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """The calls that use a value, or a view of it."""
+    for user in node.users:
+        if user.op == "call_function" and lies_in(user, None) is node:
+            yield from _users(user)
+        else:
+            yield user
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether Inductor computes each element of a call's result where it is used."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target in ELEMENTWISE or torch.Tag.pointwise in target.tags
+
+
+def is_computed(node: fx.Node) -> bool:
+    """Whether a kernel that Inductor writes does a call: an elementwise op or a reduction."""
+    return is_elementwise(node) or node.target in REDUCTIONS

@@ -1,1 +1,0 @@
-"""How fast the machine at hand is."""

@@ -1,0 +1,103 @@
+"""The cost of one planned node: exact, by lowering and replaying it alone, or rough, from its placements.
+
+    >>> costs = NodeCosts(graph.mesh, rules)
+    >>> costs.of(node)                                        # an mm of [256{dp}, 64{tp}] and [64{tp}, 64]
+    Cost(work={Work(flops=524288.0, touched=..., dtype=torch.float32, kind='mm'): 1}, sent={})
+    >>> total(costs.of(node) for node in graph.nodes).seconds(Machine.load("h100-dgx"), graph.mesh)
+
+A node is lowered alone, as it would be within its program: what is costed is what runs. Operands are taken to be dense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Value, substitute
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.alike import alike
+from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.ops.traits import base_name, is_view
+from shardfx.ir.program.lower import lower
+from shardfx.ir.rules.book import RuleBook
+from shardfx.ir.spec import Spec
+
+from .amounts import Cost, Work
+from .flops import flops_of, formula
+from .replay import replay
+from .traffic import over_time
+
+
+def rough_cost(node: Node, mesh: Mesh) -> Cost:
+    """What a rank does each time that a placed node is done, in one turn of each axis of time."""
+    if is_comm(node):
+        if over_time(node, mesh):
+            return Cost()
+        return Cost(sent={mesh.sort(node.kwargs["axes"]): node.op.sends(node, mesh)})
+    if is_view(node):
+        return Cost()
+    flops = 0.0
+    if formula(node.op) is not None:
+        ways = node.strategy.cuts if node.strategy is not None else ()
+        flops = flops_of(node) / mesh.extent(axis for _, axes in ways for axis in axes)
+    values = (*node.operands, *node.outs)
+    touched = sum(value.local_bytes(mesh) for value in values)
+    real = [value.type.dtype for value in values if value.type.dtype.is_floating_point]
+    return Cost({Work(flops, touched, real[0] if real else torch.float32, base_name(node)): 1})
+
+
+def price(node: Node, mesh: Mesh, book: RuleBook) -> Cost:
+    """What rank 0, which holds most, does each time that the node is done.
+
+    The node has a strategy (or, where it needs none, placements on its values); it may stand in a graph in which
+    communication is not explicit yet.
+    """
+    specs = node.strategy.operands if node.strategy is not None else tuple(value.spec for value in node.operands)
+    twins: dict[tuple[Value, Spec | None], Value] = {}
+    for value, spec in zip(node.operands, specs, strict=True):
+        twins.setdefault((value, spec), Value(value.type, None, 0, f"operand{len(twins)}", spec))
+    needs = iter(specs)  # a value that is used twice may be needed in two placements
+
+    def twin(value: Value) -> Value:
+        return twins[value, next(needs)]
+
+    alone = replace(node, args=substitute(node.args, twin), results=[])
+    alone.kwargs = {key: substitute(arg, twin) for key, arg in node.kwargs.items()}
+    given = node.strategy.results if node.strategy is not None else tuple(value.spec for value in node.outs)
+    placed = dict(zip(node.outs, given, strict=True))
+    alone.results = [None if v is None else Value(v.type, alone, v.index, v.name, placed[v]) for v in node.results]
+    graph = Graph(
+        mesh,
+        [Input(InputKind.ARGUMENT, each.name, each) for each in twins.values()],
+        [alone],
+        [Output(OutputKind.RESULT, f"results.{i}", value) for i, value in enumerate(_leaving(alone, mesh))],
+    )
+    return replay(lower(graph, 0, book, {OutputKind.RESULT})).cost
+
+
+def _leaving(node: Node, mesh: Mesh) -> list[Value]:
+    """The results of a node; of one that is done in turns, those that these put together."""
+    axes = [{*v.spec.axes, *v.spec.partial_axes} if v.spec is not None else set[str]() for v in node.outs]
+    turns = {axis for each in axes for axis in each if mesh[axis].time}
+    return [value for value, its in zip(node.outs, axes, strict=True) if turns <= its]
+
+
+class Prices:
+    """Prices on one mesh, each found once: nodes of one op, types, placements and other arguments cost the same."""
+
+    def __init__(self, mesh: Mesh, book: RuleBook) -> None:
+        self._mesh, self._book = mesh, book
+        self._known: dict[Any, Cost] = {}
+
+    def of(self, node: Node) -> Cost:
+        """The price of a node (see :func:`price`)."""
+        placed = node.strategy or (tuple(v.spec for v in node.operands), tuple(v.spec for v in node.outs))
+        key = (alike(node), placed)
+        if key not in self._known:
+            self._known[key] = price(node, self._mesh, self._book)
+        return self._known[key]
+
+    def __len__(self) -> int:
+        return len(self._known)

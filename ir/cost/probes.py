@@ -1,0 +1,352 @@
+"""What calls take as programs make them: some ops, by how much they do.
+
+A program's operands were made a while ago, its results are kept for a while, and between two calls of one op are many
+of others: neither operands, memory for results nor the op's own code are at hand. So a probe goes round among many
+operands and keeps as many results. On a CPU it has a product between any two calls, whose time is taken off again; on
+CUDA the calls are queued, so that what the host needs for them is not in it (:func:`.calibrate.on_device`), and
+those that compute for long run until the device's clock has settled (:func:`.calibrate.sustained`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.traits import base_name_of
+
+from . import calibrate
+from .curve import NARROW, PRODUCT, TOUCH, VIEW, Curve, of_dtype
+from .flops import CAUSAL, formula
+
+aten = torch.ops.aten
+RING = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""The bytes of operands and results that a probe goes round among: more than a cache holds."""
+MOST, PASSES = 64, 5
+"""So many calls are in a round at most, and so many rounds are timed."""
+ROUND = 0.1
+"""Seconds that the calls of a round take at most, unless it is one."""
+BETWEEN = 96
+"""The rows and columns of the product between two calls."""
+WIDTH = {"cpu": 256, "cuda": 2048}
+"""The columns of what is not square."""
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Where:
+    """What operands are made on, and in which dtype."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def random(self, *shape: int) -> Tensor:
+        """Random numbers: of equal ones some devices compute faster."""
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is a GPU, on which sizes are those of large models."""
+        return self.device.type == "cuda"
+
+
+Make = Callable[[int, Where], tuple[Any, ...]]
+
+
+def _rows(count: int) -> Make:
+    return lambda rows, at: tuple(at.random(rows, WIDTH[at.device.type]) for _ in range(count))
+
+
+def _forward(n: int, at: Where) -> tuple[Any, ...]:
+    """The product of a linear layer of n outputs, n / 2 inputs and 2 n tokens."""
+    return at.random(2 * n, n // 2), at.random(n, n // 2).t()
+
+
+def _input_gradient(n: int, at: Where) -> tuple[Any, ...]:
+    return at.random(2 * n, n), at.random(n, n // 2)
+
+
+def _weight_gradient(n: int, at: Where) -> tuple[Any, ...]:
+    return at.random(2 * n, n).t(), at.random(2 * n, n // 2)
+
+
+def _square(n: int, at: Where) -> tuple[Any, ...]:
+    return at.random(n, n), at.random(n, n)
+
+
+def _narrow(n: int, at: Where) -> tuple[Any, ...]:
+    return at.random(n, n), at.random(n, 64)
+
+
+def _normalized(rows: int, at: Where) -> tuple[Any, ...]:
+    (x,) = _rows(1)(rows, at)
+    scale = torch.ones_like(x[0])
+    return x, [*scale.shape], scale, scale, 1e-5
+
+
+def _normalized_backward(rows: int, at: Where) -> tuple[Any, ...]:
+    x, shape, scale, bias, eps = _normalized(rows, at)
+    _, mean, deviation = aten.native_layer_norm.default(x, shape, scale, bias, eps)
+    return torch.ones_like(x), x, shape, mean, deviation, scale, bias, [True, True, True]
+
+
+def _queries(length: int, at: Where) -> tuple[Any, ...]:
+    return (*(at.random(2, 4, length, 32) for _ in range(3)), 0.0, True)
+
+
+def _queries_backward(length: int, at: Where) -> tuple[Any, ...]:
+    q, k, v, *more = _queries(length, at)
+    out, normalizer = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, *more)
+    return torch.ones_like(out), q, k, v, out, normalizer, *more
+
+
+TOKENS, HEADS, HEAD = 8192, 16, 128
+"""Of a batch in attention on CUDA, whatever the length of its sequences; and the heads, and their width."""
+
+
+def _attended(causal: bool) -> Make:
+    def make(length: int, at: Where) -> tuple[Any, ...]:
+        shape = max(TOKENS // length, 1), length, HEADS, HEAD
+        return (*(at.random(*shape).transpose(1, 2) for _ in range(3)), None, causal)
+
+    return make
+
+
+def _attended_backward(causal: bool) -> Make:
+    def make(length: int, at: Where) -> tuple[Any, ...]:
+        q, k, v, *how = _attended(causal)(length, at)
+        out, normalizer = attention(q, k, v, *how)
+        return torch.randn_like(out), q, k, v, out, normalizer, *how
+
+    return make
+
+
+def _image(size: int, at: Where) -> tuple[Any, ...]:
+    batch, channels = (16, 64) if at.is_cuda else (2, 32)
+    x, weight = at.random(batch, channels, size, size), at.random(channels, channels, 3, 3)
+    return x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+
+
+def _image_backward(size: int, at: Where) -> tuple[Any, ...]:
+    x, weight, _, *more = _image(size, at)
+    return torch.ones_like(x), x, weight, None, *more, [True, True, False]
+
+
+def _reduced(count: int, *more: Any) -> Make:
+    return lambda rows, at: (*_rows(count)(rows, at), *more)
+
+
+def _by_vector(rows: int, at: Where) -> tuple[Any, ...]:
+    (x,) = _rows(1)(rows, at)
+    return x, at.random(x.shape[1])
+
+
+def _by_column(rows: int, at: Where) -> tuple[Any, ...]:
+    return *_rows(1)(rows, at), at.random(rows, 1)
+
+
+def _half_by_vector(rows: int, at: Where) -> tuple[Any, ...]:
+    """Half of each row, as rotary positions see it."""
+    x, scale = _by_vector(rows, at)
+    return x.chunk(2, -1)[0], scale.chunk(2)[0]
+
+
+def _cast(rows: int, at: Where) -> tuple[Any, ...]:
+    return *_rows(1)(rows, at), torch.bfloat16 if at.dtype is torch.float32 else torch.float32
+
+
+def _of_heads(rows: int, at: Where) -> tuple[Any, ...]:
+    """Results of attention, which a product takes as rows."""
+    return at.random(1, HEADS, rows, HEAD).transpose(1, 2), [rows, HEADS * HEAD]
+
+
+def _halves(rows: int, at: Where) -> tuple[Any, ...]:
+    return [x.chunk(2, -1)[0].contiguous() for x in _rows(2)(rows, at)], -1
+
+
+ROWS: Mapping[str, Sequence[int]] = {"cpu": (4, 64, 512, 4096), "cuda": (4, 256, 4096, 32768)}
+TOUCHED: Mapping[str, Sequence[int]] = {"cpu": (*ROWS["cpu"], 32768), "cuda": (4, 64, 512, 2048, 8192, 32768)}
+BY_ROWS: dict[Any, Make] = {
+    aten.exp.default: _rows(1),
+    aten.tanh.default: _rows(1),
+    aten.sigmoid.default: _rows(1),
+    aten.silu.default: _rows(1),
+    aten.silu_backward.default: _rows(2),
+    aten.gelu.default: _rows(1),
+    aten.gelu_backward.default: _rows(2),
+    aten._softmax.default: _reduced(1, -1, False),
+    aten._softmax_backward_data.default: _reduced(2, -1, torch.float32),
+    aten._log_softmax.default: _reduced(1, -1, False),
+    aten._log_softmax_backward_data.default: _reduced(2, -1, torch.float32),
+    aten.native_layer_norm.default: _normalized,
+    aten.native_layer_norm_backward.default: _normalized_backward,
+    aten.sum.dim_IntList: _reduced(1, [0]),
+}
+"""Ops that take longer, or less, than what they touch says, and how their operands are made. Bytes count, whatever the
+dtype."""
+
+
+@dataclass(frozen=True)
+class Heavy:
+    """An op that is measured in each dtype of its device, by operations, or by bytes if it has none; under its own
+    name, or a ``kind``.
+
+    Args:
+        make: how its operands are made.
+        more: other layouts of operands: the probe goes round among all, and measures their mean.
+        warm: seconds that calls run before they are timed on CUDA, if one takes long (:data:`LONG_CALL`).
+    """
+
+    op: Any
+    make: Make
+    sizes: Sequence[int]
+    kind: str = ""
+    more: Sequence[Make] = ()
+    warm: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What its curve is called."""
+        return self.kind or base_name_of(self.op)
+
+
+LENGTHS = (256, 1024, 4096, 8192)
+LONG_CALL = 2e-5
+"""Seconds from which on the time of a call on CUDA depends on the clock more than on its launch."""
+CLOCK_SETTLES = 0.2
+"""Seconds of products until the device's clock has settled under its power limit."""
+HOT = 0.03
+"""Seconds of calls behind others that have kept the device as busy."""
+HEAVY: Mapping[str, Sequence[Heavy]] = {
+    "cpu": (
+        Heavy(aten.mm.default, _square, (16, 32, 64, 128, 256, 512, 1024), PRODUCT),
+        Heavy(aten.convolution.default, _image, (8, 32, 64)),
+        Heavy(aten.convolution_backward.default, _image_backward, (8, 32, 64)),
+        Heavy(aten._scaled_dot_product_flash_attention_for_cpu.default, _queries, (32, 128, 512)),
+        Heavy(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, _queries_backward, (32, 128, 512)),
+    ),
+    "cuda": (
+        Heavy(
+            aten.mm.default,
+            _forward,
+            (128, 256, 512, 1024, 2048, 4096, 8192),
+            PRODUCT,
+            (_input_gradient, _weight_gradient),
+            CLOCK_SETTLES,
+        ),
+        Heavy(aten.mm.default, _narrow, (256, 1024, 4096, 8192), NARROW),
+        Heavy(aten.mul.Tensor, _rows(2), ROWS["cuda"], more=(_by_vector, _by_column, _half_by_vector)),
+        Heavy(aten.to.dtype, _cast, ROWS["cuda"], "_to_copy"),
+        Heavy(aten.reshape.default, _of_heads, ROWS["cuda"]),
+        Heavy(aten.cat.default, _halves, ROWS["cuda"]),
+        Heavy(aten.mean.dim, _reduced(1, [-1]), ROWS["cuda"]),
+        Heavy(aten.sum.dim_IntList, _reduced(1, [0]), ROWS["cuda"], more=(_reduced(1, [-1]),)),
+        Heavy(aten.convolution.default, _image, (16, 64, 256), warm=HOT),
+        Heavy(aten.convolution_backward.default, _image_backward, (16, 64, 256), warm=HOT),
+        *(
+            Heavy(op, make(causal), LENGTHS, f"{CAUSAL if causal else ''}{base_name_of(op)}", warm=HOT)
+            for op, make in ((attention, _attended), (attention_backward, _attended_backward))
+            for causal in (True, False)
+        ),
+    ),
+}
+DTYPES: Mapping[str, Sequence[torch.dtype]] = {
+    "cpu": (torch.float32,),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
+"""In which :data:`HEAVY` is measured; of others is known how fast products are."""
+
+
+def products(device: torch.device, clock: Clock) -> dict[torch.dtype, Curve]:
+    """Seconds of products by their operations, in each dtype: on CUDA the mean of the three of a linear layer, which
+    lie differently in memory; on a CPU square ones."""
+    product = HEAVY[device.type][0]
+    return {dtype: curve(product, Where(device, dtype), clock) for dtype in calibrate.DTYPES}
+
+
+def curves(device: torch.device, clock: Clock, products: Mapping[torch.dtype, Curve]) -> dict[str, Curve]:
+    """Seconds of calls by kind: of products and of what only touches memory, and of some ops under their names; on a
+    CPU, where they are not hidden behind others, of views."""
+    kind, at = device.type, Where(device)
+    found = {PRODUCT: products[torch.float32]}
+    if device.type == "cuda":
+        found |= {of_dtype(PRODUCT, dtype): each for dtype, each in products.items()}
+    found[TOUCH] = _by_bytes(aten.add.Tensor, _rows(2), TOUCHED[kind], at, clock)
+    for op, make in BY_ROWS.items():
+        found[base_name_of(op)] = _by_bytes(op, make, ROWS[kind], at, clock)
+    for each in HEAVY[kind][1:]:
+        for dtype in DTYPES[kind]:
+            name = each.name if kind == "cpu" else of_dtype(each.name, dtype)
+            found[name] = curve(each, Where(device, dtype), clock)
+    if kind == "cpu":
+        found[VIEW] = Curve(((0.0, _seconds(aten.t.default, [_rows(1)(1, at)] * MOST, device, clock)),))
+    return found
+
+
+def curve(heavy: Heavy, at: Where, clock: Clock) -> Curve:
+    """Seconds of an op by its operations, or bytes (a narrow product's, too), up to a size at which it takes long."""
+    points: list[tuple[float, float]] = []
+    with torch.no_grad():
+        for size in heavy.sizes:
+            computes = formula(heavy.op) is not None
+            if points and (points[-1][1] > calibrate.LONG or (computes and size > calibrate.LARGEST)):
+                break
+            points.append(_point(heavy, size, at, clock))
+    return Curve.of(points)
+
+
+def _by_bytes(op: Any, make: Make, sizes: Sequence[int], at: Where, clock: Clock) -> Curve:
+    with torch.no_grad():
+        return Curve.of([_point(Heavy(op, make, sizes), size, at, clock) for size in sizes])
+
+
+def _point(heavy: Heavy, size: int, at: Where, clock: Clock) -> tuple[float, float]:
+    """How much a call of this size does, and the seconds that it takes in the median round."""
+    op, makes = heavy.op, (heavy.make, *heavy.more)
+    ring = [make(size, at) for make in makes]
+    amounts = [_amount(op, args) for args in ring]
+    amount, touched = (statistics.fmean(each) for each in zip(*amounts, strict=True))
+    begin = clock()
+    op(*ring[0])
+    count = min(MOST, int(RING[at.device.type] / touched), int(ROUND / max(clock() - begin, 1e-9)))
+    rounds = max(count // len(makes), 1)
+    ring += [make(size, at) for _ in range(rounds - 1) for make in makes]
+    seconds = _seconds(op, ring, at.device, clock)
+    if at.is_cuda and heavy.warm and seconds > LONG_CALL:
+        seconds = calibrate.sustained(op._op, ring, at.device, seconds, heavy.warm)
+    return touched if heavy.kind == NARROW else amount, seconds
+
+
+def _amount(op: Any, args: tuple[Any, ...]) -> tuple[float, float]:
+    """The operations of a call, or the bytes that it touches if it has none; and these bytes."""
+    out, count = op(*args), formula(op)
+    touched = float(sum(each.nbytes for each in tree_leaves((args, out)) if isinstance(each, Tensor)))
+    return (float(count(*args, out_val=out)) if count is not None else touched), touched
+
+
+def _seconds(op: Any, ring: Sequence[tuple[Any, ...]], device: torch.device, clock: Clock) -> float:
+    """Seconds of a call among all operands of a ring: in the median round, after one that warms up."""
+    if device.type == "cuda":
+        return calibrate.on_device(op._op, ring, device, PASSES)
+    between = _square(BETWEEN, Where(device))
+    rounds = [_round(op, ring, between, clock) for _ in range(PASSES + 1)]
+    return max(statistics.median(rounds[1:]), 0.0)
+
+
+def _round(op: Any, ring: Sequence[tuple[Any, ...]], between: tuple[Any, ...], clock: Clock) -> float:
+    call, product = op._op, torch.mm
+    kept: list[Any] = [None] * len(ring)
+    begin = clock()
+    for _ in ring:
+        product(*between)
+    alone = clock()
+    for at, args in enumerate(ring):
+        product(*between)
+        kept[at] = call(*args)
+    return (clock() - alone - (alone - begin)) / len(ring)

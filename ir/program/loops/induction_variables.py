@@ -1,0 +1,266 @@
+"""One text for all turns: the numbers that differ between them become calls of the turn's number.
+
+    turn 0    pack.take(x, [32, 8], 0, 0, 8, [8, 8])
+    turn 1    pack.take(x, [32, 8], 0, 8, 8, [8, 8])         at = time.at(turn, 0, 8)
+    turn 3    pack.take(x, [32, 8], 0, 24, 8, [8, 8])   ->   pack.take(x, [32, 8], 0, at, 8, [8, 8])
+
+The program is written as it is in the first, the second and the last of turns that are alike; what grows evenly between
+them is a line. Where some have fewer rows than others, a number is a line for each run of turns that are alike:
+
+    turn 0 to 7    4 rows from 0, 4, ... 28 on
+    turn 8, 9      3 rows from 32, 35 on                     at = time.pick(turn, [(0, 0, 4), (8, 32, 3)])
+
+Of turns within turns a number is a line of the inner turn, whose begin and growth are numbers of the outer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+from torch import fx
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.alike import argument_key, type_of
+from shardfx.ir.ops.time import turns
+
+from .loop_nest import Runs, time_axes
+from .loop_regions import order_of, part_in_turns, regions
+
+Written = Callable[[Mapping[str, int]], fx.Graph]
+Path = tuple[Any, ...]
+Number = Any
+"""Of no axis, an argument as it is. Of some, lines over the first of them: from which turn on, the number in it, and by
+how much it grows from turn to turn; both of which are numbers of the other axes."""
+
+
+def of_every_turn(made: fx.Graph, written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
+    """The program for all turns, ``made`` of that of the first; ``written`` gives it as it is in one turn of each axis,
+    and those that are ``alike`` have numbers that are lines.
+
+    Raises:
+        Error: turns differ in what they call, not in numbers alone.
+    """
+    axes = tuple(axis for axis in reversed(time_axes(mesh)) if mesh[axis].size > 1)
+    if axes:
+        _Merge(made, axes, written, {axis: list(alike[axis]) for axis in axes}).run()
+    return made
+
+
+class _Uneven(Exception):
+    """A number of turns that are alike is no line."""
+
+    def __init__(self, axis: str, run: range) -> None:
+        super().__init__(axis, run)
+        self.axis, self.run = axis, run
+
+
+@dataclass
+class _Merge:
+    graph: fx.Graph
+    axes: tuple[str, ...]
+    """The innermost first."""
+    written: Written
+    runs: Runs
+    known: dict[fx.Node, dict[tuple[Any, ...], fx.Node]] = field(default_factory=dict)
+    """The numbers that stand there, by the begin of their turns."""
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.graph.nodes)
+        self.inside = regions(self.nodes)
+        self._of_turns: dict[tuple[int, ...], dict[Path, Any]] = {}
+
+    def run(self) -> None:
+        while True:
+            try:
+                found = self._numbers(self.axes, {})
+                break
+            except _Uneven as uneven:  # then each of these turns has a line of its own
+                runs = self.runs[uneven.axis]
+                at = runs.index(uneven.run)
+                runs[at : at + 1] = [range(turn, turn + 1) for turn in uneven.run]
+        depth = len(self.axes)
+        for place, number in found.items():
+            self._put(place, _plain(number, depth), depth)
+
+    def _numbers(self, axes: Sequence[str], turn: Mapping[str, int]) -> dict[Path, Number]:
+        """The numbers of all turns of some axes, in one turn of the others."""
+        if not axes:
+            return self._in_turn(turn)
+        (axis, *others), depth = axes, len(axes) - 1
+        lines: dict[Path, list[Any]] = {}
+        for run in self.runs[axis]:
+            at = (run[0], run[min(1, len(run) - 1)], run[-1])
+            first, second, last = (self._numbers(others, {**turn, axis: each}) for each in at)
+            for place, number in first.items():
+                step = self._step(place, number, second[place], depth)
+                if self._step(place, number, last[place], depth) != _times(step, len(run) - 1, depth):
+                    raise _Uneven(axis, run)
+                lines.setdefault(place, []).append((run[0], number, step))
+        return {place: tuple(each) for place, each in lines.items()}
+
+    def _step(self, place: Path, first: Number, other: Number, depth: int) -> Number:
+        """By how much a number is larger in another turn.
+
+        Raises:
+            Error: it is no number.
+        """
+        if depth:
+            return _each(lambda a, b: self._step(place, a, b, 0), depth, first, other)
+        if _is_number(first) and _is_number(other) and place[-1] != "size":
+            return other - first
+        if argument_key(first, type_of) != argument_key(other, type_of):
+            raise self._other(self.nodes[place[0]], f"{first!r}", f"{other!r}")
+        return 0
+
+    def _in_turn(self, turn: Mapping[str, int]) -> dict[Path, Any]:
+        """Everything that is no value among the arguments in one turn of each axis, by its place."""
+        key = tuple(turn[axis] for axis in self.axes)
+        if key in self._of_turns:
+            return self._of_turns[key]
+        others = list(self.written(turn).nodes) if any(key) else self.nodes
+        if [(n.op, n.target) for n in others] != [(n.op, n.target) for n in self.nodes]:
+            mine, theirs = next(
+                ((a, b) for a, b in zip(self.nodes, others, strict=False) if a.target != b.target),
+                (self.nodes[-1], others[-1]),
+            )
+            raise self._other(mine, str(mine.target), str(theirs.target))
+        found = self._of_turns[key] = {}
+        for place, node in enumerate(others):
+            _gather(node.args, (place, "args"), found)
+            _gather(node.kwargs, (place, "kwargs"), found)
+            _gather(node.meta.get("shape", ()), (place, "shape"), found)
+        return found
+
+    def _other(self, node: fx.Node, expected: str, got: str) -> Error:
+        planned = node.meta.get("shardfx")
+        return Error(
+            f"turns of {' or '.join(map(repr, self.axes))} call something else than the first",
+            where=str(planned.where) if isinstance(planned, Node) else node.name,
+            expected=expected,
+            got=got,
+            remedy="choose a number of turns that divides what they cut",
+        )
+
+    def _put(self, place: Path, number: Number, depth: int) -> None:
+        """Write a number that is not the same in all turns as a call, before who takes it."""
+        if not isinstance(number, _Lines):
+            return
+        node, path = self.nodes[place[0]], place[1:]
+        if path[0] == "shape":  # it is known of no turn but the first
+            node.meta.pop("shape", None)
+            return
+        made = self._written(number, node)
+        if path[0] == "args":
+            node.args = _replaced(node.args, path[1:], made)
+        else:
+            node.kwargs = _replaced(node.kwargs, path[1:], made)
+
+    def _written(self, number: Number, before: fx.Node) -> Any:
+        """A number as an argument of a node."""
+        if not isinstance(number, _Lines):
+            return number
+        axis = self.axes[-number.depth]
+        begin = next(loop for loop in self.inside[before] if part_in_turns(loop) == "opens" and loop.args[0] == axis)
+        shared = bool(order_of(begin))
+        place = begin if shared else before  # what the line of an inner turn is made of is there when these begin
+        lines = tuple((at, self._written(n, place), self._written(step, place)) for at, n, step in number.lines)
+        for made in (each for line in lines for each in line[1:] if shared and isinstance(each, fx.Node)):
+            _say(begin, made)
+        call = (turns.at, *lines[0][1:]) if len(lines) == 1 else (turns.pick, lines)
+        return self._number(begin, before, call)
+
+    def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...]) -> fx.Node:
+        """A number of the turn: where units share it, at the begin of turns, else just before its first use."""
+        shared, inside = bool(order_of(begin)), self.inside[before]
+        known = self.known.setdefault(begin, {})
+        key = (() if shared else inside, call[0], str(call[1:]))
+        if key not in known:
+            last = next((each for each in reversed(known.values())), begin)
+            with self.graph.inserting_after(last) if shared else self.graph.inserting_before(before):
+                known[key] = self.graph.call_function(call[0], (begin, *call[1:]))
+        for loop in inside[inside.index(begin) + 1 :]:
+            if part_in_turns(loop) == "opens":
+                _say(loop, known[key] if shared else begin)
+        return known[key]
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Lines over the axis of that depth, the outermost being 1; the least of them that say a number."""
+
+    depth: int
+    lines: tuple[tuple[int, Any, Any], ...]
+
+
+def _plain(number: Number, depth: int) -> Any:
+    """A number as few lines as may be; itself, where it is the same in all turns."""
+    if not depth:
+        return number
+    found: list[tuple[int, Number, Number]] = []
+    for begin, start, step in number:
+        if found:
+            before, first, grown = found[-1]
+            if step == grown and start == _moved(first, grown, begin - before, depth - 1):
+                continue
+        found.append((begin, start, step))
+    lines = tuple((begin, _plain(start, depth - 1), _plain(step, depth - 1)) for begin, start, step in found)
+    (_, start, step), *more = lines
+    return start if not more and not isinstance(step, _Lines) and step == 0 else _Lines(depth, lines)
+
+
+def _each(function: Callable[..., Any], depth: int, *numbers: Number) -> Number:
+    """A function of numbers of as many axes, line by line."""
+    if not depth:
+        return function(*numbers)
+    return tuple(
+        (lines[0][0], *(_each(function, depth - 1, *(line[i] for line in lines)) for i in (1, 2)))
+        for lines in zip(*numbers, strict=True)
+    )
+
+
+def _times(number: Number, count: int, depth: int) -> Number:
+    return _each(lambda each: each * count, depth, number)
+
+
+def _moved(number: Number, step: Number, count: int, depth: int) -> Number:
+    """A number so many steps further; what is no number does not grow."""
+    return _each(lambda each, by: each + by * count if _is_number(each) else each, depth, number, step)
+
+
+def _is_number(arg: Any) -> bool:
+    """Whether an argument is a number, of one rank or of each of those for which a program is written."""
+    return isinstance(arg, Integral) and not isinstance(arg, bool)
+
+
+def _say(loop: fx.Node, turn: fx.Node) -> None:
+    """Turns use the number of the turn that they stand in."""
+    for end in (loop, *(user for user in loop.users if user.target is turns.done)):
+        *before, around = end.args[:3] if end is loop else end.args[:2]
+        if turn not in around:  # type: ignore[operator]
+            end.args = (*before, [*around, turn], *end.args[3 if end is loop else 2 :])  # type: ignore[misc]
+
+
+def _gather(arg: Any, path: Path, found: dict[Path, Any]) -> None:
+    if isinstance(arg, (list, tuple)):
+        found[(*path, "size")] = len(arg)
+        for i, each in enumerate(arg):
+            _gather(each, (*path, i), found)
+    elif isinstance(arg, Mapping):
+        for key, each in arg.items():
+            _gather(each, (*path, key), found)
+    else:
+        found[path] = arg.name if isinstance(arg, fx.Node) else arg
+
+
+def _replaced(nest: Any, path: Path, new: Any) -> Any:
+    if not path:
+        return new
+    if isinstance(nest, Mapping):
+        return {key: _replaced(each, path[1:], new) if key == path[0] else each for key, each in nest.items()}
+    changed = [_replaced(each, path[1:], new) if i == path[0] else each for i, each in enumerate(nest)]
+    return changed if isinstance(nest, list) else tuple(changed)

@@ -1,0 +1,315 @@
+"""The loop nest of a planned graph: which nodes run in every iteration of which loop, in which order, on which rows.
+
+A node whose tensors are sharded, or partial, over a loop axis runs once for each iteration; where a value becomes
+complete over the axis (a sum is done, slices are concatenated) a loop ends. What must be complete *before* other loops
+begin, such as the number of targets that count, is computed in a loop of its own, as late as possible; what two such
+loops need is computed in both of them.
+
+    %1 = aten.ne(%y{mb})            mb: %1, %2, %3              the count of all iterations
+    %2 = aten.sum(%1) +{mb}         mb: %4, %5, ...             forward and backward
+    %3 = comm.all_reduce(%2)   ->   %9                          what needs the gradients of all
+    %4 = aten.mm(%x{mb}, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from shardfx.ir.cut import Part, bounds, chunk
+from shardfx.ir.graph import Node, Output, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.sends import EACH_TURN
+from shardfx.ir.spec import Spec
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Steps that are done once for each turn of an axis; ``ends`` are values that are given out as each turn makes
+    them.
+
+    Where turns are done in parts, ``units`` are these by name, which together are the ``steps``, and ``order`` says
+    which unit is done of which turn, one word ``F0.1`` behind the other.
+    """
+
+    axis: str
+    steps: tuple[Node | Loop, ...]
+    ends: frozenset[Value] = frozenset()
+    units: tuple[tuple[str, tuple[Node | Loop, ...]], ...] = ()
+    order: str = ""
+
+    def nodes(self) -> list[Node]:
+        """The nodes, those of loops inside among them."""
+        return nodes_of(self.steps)
+
+    def given(self) -> set[Value]:
+        """The values that this loop and those inside give out as each turn makes them."""
+        return {*self.ends, *(value for step in self.steps if isinstance(step, Loop) for value in step.given())}
+
+
+def nodes_of(steps: Iterable[Node | Loop]) -> list[Node]:
+    """The nodes of steps, those of loops among them."""
+    return [node for step in steps for node in (step.nodes() if isinstance(step, Loop) else [step])]
+
+
+def time_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of turns, outermost first."""
+    return tuple(axis.name for axis in mesh.axes if axis.time)
+
+
+def in_turns(nodes: Sequence[Node], outputs: Iterable[Output], mesh: Mesh) -> list[Node | Loop]:
+    """The nodes in an order in which each may be done, those of turns in loops."""
+    return _arranged(list(nodes), {output.value for output in outputs}, time_axes(mesh))
+
+
+def hangs_on(axis: str, value: Value) -> bool:
+    """Whether each turn of an axis has another piece, or another share, of a value."""
+    return value.spec is not None and _over(value.spec, axis)
+
+
+def _over(spec: Spec | None, axis: str) -> bool:
+    return spec is not None and (axis in spec.axes or axis in spec.partial_axes)
+
+
+def is_turned(node: Node, axis: str) -> bool:
+    """Whether a node is done once for each turn of an axis."""
+    made = node.strategy
+    specs = (*made.operands, *made.results) if made is not None else ()
+    return any(hangs_on(axis, value) for value in (*node.operands, *node.outs)) or any(_over(s, axis) for s in specs)
+
+
+def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) -> list[Node | Loop]:
+    if not axes:
+        return list(nodes)
+    axis, *inner = axes
+    turned = {node for node in nodes if is_turned(node, axis)}
+    if not turned:
+        return _arranged(nodes, wanted, inner)
+    turned |= _sunk(nodes, turned, inner)
+    loops = _Loops(axis, nodes, turned, wanted)
+    steps: list[Node | Loop] = []
+    for each in loops.order():
+        if isinstance(each, Loop):
+            inside = _arranged(each.nodes(), each.ends, inner)
+            deeper = {value for step in inside if isinstance(step, Loop) for value in step.given()}
+            steps.append(Loop(axis, tuple(inside), each.ends - deeper))
+        else:
+            steps.append(each)
+    if not inner:
+        return steps
+    plain: list[Node | Loop] = []
+    run: list[Node] = []
+    for step in steps:  # what is done once may have turns of the other axes in it
+        if isinstance(step, Loop):
+            plain += [*_arranged(run, wanted, inner), step]
+            run = []
+        else:
+            run.append(step)
+    return [*plain, *_arranged(run, wanted, inner)]
+
+
+def _sunk(nodes: Sequence[Node], turned: set[Node], inner: Sequence[str]) -> set[Node]:
+    """What is done anew in each turn: what says so, and what is made of it for turns alone; and what turns within these
+    have pieces of."""
+    users: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for value in node.operands:
+            if value.node is not None:
+                users.setdefault(value.node, []).append(node)
+    behind: set[Node] = set()
+    for node in nodes:
+        again = node.attrs.get(EACH_TURN) or any(hangs_on(axis, value) for axis in inner for value in node.outs)
+        if node not in turned and (again or any(value.node in behind for value in node.operands)):
+            behind.add(node)
+    sunk: set[Node] = set()
+    for node in reversed(nodes):
+        if node in behind and users.get(node) and all(user in turned or user in sunk for user in users[node]):
+            sunk.add(node)
+    return sunk
+
+
+def crossing(nodes: Sequence[Node], mesh: Mesh) -> tuple[Node, Node, str, str] | None:
+    """Who uses a piece of a turn on the other side of where turns around it begin or end, and who makes it; with the
+    axes around and within. There is no order in which that can be done."""
+    axes = time_axes(mesh)
+    for at, axis in enumerate(axes[:-1]):
+        inner = axes[at + 1 :]
+        own = {node for node in nodes if is_turned(node, axis)}
+        turned = own | _sunk(nodes, own, inner)
+        for node in nodes:
+            for value in node.operands:
+                maker, within = value.node, next((each for each in inner if hangs_on(each, value)), "")
+                if maker is None or not within or hangs_on(axis, value):
+                    continue
+                if maker in own or (maker in turned) is not (node in turned):
+                    return node, maker, axis, within
+    return None
+
+
+class _Loops:
+    """The loops over one axis among some nodes, and what stands between them."""
+
+    def __init__(self, axis: str, nodes: list[Node], turned: set[Node], wanted: Container[Value]) -> None:
+        self.axis, self.nodes, self.turned = axis, nodes, turned
+        self.wanted = wanted
+        self.ending = {n for n in turned if is_turned(n, axis) and not any(hangs_on(axis, v) for v in n.outs)}
+        """Where a value becomes whole over the axis."""
+        self.count = self._earliest()
+        self.loop_of = self._latest()
+
+    def _earliest(self) -> int:
+        """How many loops there must be: what is collected in one is there in the next."""
+        there: dict[Value, int] = {}
+        most = 0
+        for node in self.nodes:
+            loop = max((there.get(value, 0) for value in node.operands), default=0)
+            if node in self.turned:
+                most = max(most, loop)
+            there |= dict.fromkeys(node.outs, loop + (node in self.ending))
+        return most + 1
+
+    def _latest(self) -> dict[Node, int]:
+        """In which loop each value is collected: in the last that may be."""
+        before: dict[Value, int] = {}
+        found: dict[Node, int] = {}
+        for node in reversed(self.nodes):
+            needed = min((before.get(value, self.count) for value in node.outs), default=self.count)
+            if node in self.ending:
+                needed = found[node] = needed - 1
+            elif node in self.turned:
+                needed = min(needed, self.count - 1)
+            for value in node.operands:
+                before[value] = min(before.get(value, self.count), needed)
+        return found
+
+    def order(self) -> list[Node | Loop]:
+        """All of it, in order: before each loop what it needs; behind the last one the rest."""
+        made: list[Node | Loop] = []
+        done: set[Node] = set()
+        for number in range(self.count):
+            loop = self._loop(number)
+            if not loop.steps:
+                continue
+            made += self._before(loop.nodes(), done)
+            made.append(loop)
+            done |= {node for node in loop.nodes() if node in self.ending}
+        made += [node for node in self.nodes if node not in self.turned and node not in done]
+        return made
+
+    def _loop(self, number: int) -> Loop:
+        """What one loop collects, and all that it is made of in turns."""
+        last = number == self.count - 1
+        kept = {node for node, loop in self.loop_of.items() if loop == number}
+        ends: set[Value] = set()
+        for node in reversed(self.nodes):
+            if node not in self.turned or node in self.ending:
+                continue
+            given = {v for v in node.outs if v in self.wanted and hangs_on(self.axis, v)} if last else set()
+            ends |= given
+            if given:
+                kept.add(node)
+        needed = {value for node in kept for value in node.operands}
+        for node in reversed(self.nodes):
+            if node in self.turned and node not in self.ending and any(value in needed for value in node.outs):
+                kept.add(node)
+                needed.update(node.operands)
+        return Loop(self.axis, tuple(node for node in self.nodes if node in kept), frozenset(ends))
+
+    def _before(self, nodes: Iterable[Node], done: set[Node]) -> list[Node]:
+        """What is done once, and needed by some nodes: as far as it is not done yet."""
+        needed = {value for node in nodes for value in node.operands}
+        found = []
+        for node in reversed(self.nodes):
+            if node not in self.turned and node not in done and any(value in needed for value in node.outs):
+                found.append(node)
+                done.add(node)
+                needed.update(node.operands)
+        return found[::-1]
+
+
+def own_rows(
+    spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int], axis: str, dim: int
+) -> tuple[int, int]:
+    """Start and length of a turn's rows among those of all turns of an axis, along a dim that it cuts.
+
+    ``coords`` says which turn, and which of the axes around; what a turn has is that of all turns of the axes within.
+    """
+    cut = spec.dims[dim]
+    inner = [a for a in time_axes(mesh) if a in cut.axes and mesh.order(a) > mesh.order(axis)]
+    if cut.is_even(shape[dim], mesh):
+        length = spec.local_shape(shape, mesh, coords)[dim] * mesh.extent(inner)
+        return coords[axis] * length, length
+    (part,) = (each for each in cut.sub(shape[dim]) if axis in each.axes)
+    start, turn = 0, coords[axis]
+    for run in _alike(bounds(part.size, part.axes[: part.axes.index(axis)], mesh, coords)[1], mesh[axis].size):
+        of_run = mesh.along({**coords, axis: run[0]}, inner)
+        length = sum(spec.local_shape(shape, mesh, at)[dim] for at in of_run)
+        if turn <= run[-1]:
+            break
+        start += len(run) * length
+    return start + (turn - run[0]) * length, length
+
+
+@lru_cache(maxsize=4096)
+def _alike(size: int, parts: int) -> tuple[range, ...]:
+    """Runs of chunks that are equally long: few, however many chunks there are."""
+    ends = [i for i in range(1, parts) if chunk(size, parts, i)[1] != chunk(size, parts, i - 1)[1]]
+    return tuple(range(a, b) for a, b in pairwise([0, *ends, parts]))
+
+
+def own_place(spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]) -> dict[int, tuple[int, int]]:
+    """By dim that turns cut: start and length of a turn's part in what the rank gives for all turns."""
+    found = {}
+    for dim, cut in enumerate(spec.dims):
+        over = [axis for axis in time_axes(mesh) if axis in cut.axes]
+        if over:
+            start = sum(own_rows(spec, shape, mesh, coords, axis, dim)[0] for axis in over)
+            found[dim] = start, spec.local_shape(shape, mesh, coords)[dim]
+    return found
+
+
+Runs = dict[str, list[range]]
+
+
+def alike_turns(parts: Collection[Part], mesh: Mesh, coords: Mapping[str, int]) -> Runs:
+    """By axis of time: runs of turns in which a rank holds as many rows of all that is cut.
+
+    Numbers of such turns are lines: sizes are the same, and places grow evenly. ``coords`` are those of the rank.
+    """
+    return {axis: _runs(axis, [part for part in parts if axis in part.axes], mesh, coords) for axis in time_axes(mesh)}
+
+
+def parts_in_turns(nodes: Iterable[Node], mesh: Mesh) -> set[Part]:
+    """Of the values of some nodes all that is cut over time, each once."""
+    held: set[tuple[tuple[int, ...], Spec]] = set()
+    for node in nodes:
+        values, made = (*node.operands, *node.outs), node.strategy
+        held.update((value.shape, value.spec) for value in values if value.spec is not None)
+        if made is not None:
+            held.update((v.shape, s) for v, s in zip(node.operands, made.operands, strict=False))
+            held.update((v.shape, s) for v, s in zip(node.outs, made.results, strict=False))
+    time = set(time_axes(mesh))
+    cut = {(size, each) for shape, spec in held for size, each in zip(shape, spec.dims, strict=True) if each}
+    return {part for size, each in cut for part in each.sub(size) if time & set(part.axes)}
+
+
+def _runs(axis: str, parts: list[Part], mesh: Mesh, coords: Mapping[str, int]) -> list[range]:
+    others = [each for each in time_axes(mesh) if each != axis]
+
+    def rows(turn: int) -> list[int]:
+        """How much the turn has of all parts, and of what is cut further, in all turns of the other axes."""
+        return [
+            bounds(part.size, part.axes[:end], mesh, at)[1]
+            for part in parts
+            for at in mesh.along({**dict.fromkeys(others, 0), **coords, axis: turn}, set(others) & set(part.axes))
+            for end in range(part.axes.index(axis) + 1, len(part.axes) + 1)
+        ]
+
+    begins, last = [0], rows(0)
+    for turn in range(1, mesh[axis].size):
+        if (here := rows(turn)) != last:
+            begins.append(turn)
+        last = here
+    return [range(a, b) for a, b in zip(begins, [*begins[1:], mesh[axis].size], strict=True)]

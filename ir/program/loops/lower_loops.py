@@ -1,0 +1,158 @@
+"""Writing what is done in turns: where loops begin and end, this turn's part of inputs, and what is collected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from shardfx.ir.cut import bounds
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.ops import comm, memory_ops
+from shardfx.ir.ops.comm_local import Site
+from shardfx.ir.ops.local_ops import COLLECTING
+from shardfx.ir.ops.table import RankEmit
+from shardfx.ir.ops.time import turns
+from shardfx.ir.program.aliasing import destination
+from shardfx.ir.shards import held_shape
+
+from .loop_nest import Loop, hangs_on, nodes_of, own_place, own_rows
+
+if TYPE_CHECKING:
+    from shardfx.ir.program.lower import Lowering
+
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Opened:
+    """A loop that is being written: its first call, and by value what it leaves behind."""
+
+    begin: fx.Node
+    left: dict[Value, Any] = field(default_factory=dict)
+    behind: list[tuple[Value, Callable[[], Any]]] = field(default_factory=list)
+    """What is made of collected values, once turns are done."""
+
+
+class Loops:
+    """Writes loops into the program of a lowering."""
+
+    def __init__(self, lowering: Lowering) -> None:
+        self._to, self.mesh = lowering, lowering.mesh
+        self._open: dict[str, Opened] = {}
+
+    def write(self, loop: Loop) -> None:
+        """Write the steps of a loop, and its begin and end."""
+        to, axis = self._to, loop.axis
+        to.current = None
+        opened = Opened(to.call(turns.turns, axis, self.mesh[axis].size, []))
+        before = dict(to.env)
+        self._open[axis] = opened
+        if loop.order:
+            opened.begin.args = (*opened.begin.args, loop.order)
+        for name, steps in loop.units or (("", loop.steps),):
+            if name:
+                to.current = None
+                to.call(turns.unit, opened.begin, name)
+            whole = self._take_pieces(axis, steps)
+            self._write(steps, loop)
+            to.env.update(whole)  # another unit takes its own
+        to.current = None
+        self._close(opened)
+        del self._open[axis]
+        to.env.clear()
+        to.env.update(before | opened.left)
+        for value, make in opened.behind:
+            to.current = value.node
+            to.env[value] = make()
+
+    def _write(self, steps: Sequence[Node | Loop], loop: Loop) -> None:
+        for step in steps:
+            self._to.step(step)
+            if isinstance(step, Node):
+                for value in step.outs:
+                    if value in loop.ends:
+                        self._give_out(value)
+
+    def _close(self, opened: Opened) -> None:
+        """Say at both ends what the turns use of what was made before."""
+        nodes = list(self._to.fx.nodes)
+        inside = nodes[nodes.index(opened.begin) :]
+        own = set(inside)
+        around = list(dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in own))
+        opened.begin.args = (*opened.begin.args[:2], around, *opened.begin.args[3:])
+        into = [used for used in around if any(destination(user) is used for user in used.users)]
+        self._to.call(turns.done, opened.begin, [used for used in around if used not in into], into)
+
+    # ---- what comes in, and goes out as it is -------------------------------------------------------------------
+
+    def _take_pieces(self, axis: str, steps: Sequence[Node | Loop]) -> dict[Value, Any]:
+        """Of inputs that are cut over the axis, this turn's part, for some steps; gives what was known of them."""
+        nodes = nodes_of(steps)
+        taken = dict.fromkeys(value for node in nodes for value in node.operands if value.node is None)
+        before = {value: self._to.env[value] for value in taken}
+        for value in taken:
+            assert value.spec is not None
+            for dim, cut in enumerate(value.spec.dims):
+                if axis in cut.axes:
+                    rows = own_rows(value.spec, value.shape, self.mesh, self._to.coords, axis, dim)
+                    self._to.env[value] = self._to.call(turns.piece, self._to.env[value], dim, *rows)
+        return before
+
+    def _give_out(self, value: Value) -> None:
+        """What leaves the program as each turn makes it, behind that of the turns before."""
+        assert value.spec is not None
+        to = self._to
+        place = own_place(value.spec, value.shape, self.mesh, to.coords)
+        dims, starts, lengths = list(place), [at[0] for at in place.values()], [at[1] for at in place.values()]
+        shape = list(held_shape(value.spec, value.shape, self.mesh, to.rank))
+        outermost = next(axis for axis in self._open if hangs_on(axis, value))
+        memory = self._before(outermost, memory_ops.empty, shape, value.type.dtype, str(to.device))
+        made = to.call(turns.put, memory, to.env[value], dims, starts, lengths, gives=shape)
+        self._open[outermost].left[value] = made
+
+    # ---- what becomes whole -------------------------------------------------------------------------------------
+
+    def collects(self, node: Node) -> bool:
+        """Whether a node makes whole what each turn has a share or a piece of."""
+        axes = node.kwargs.get("axes", ())
+        return node.op in (comm.all_reduce, comm.all_gather) and any(self.mesh[axis].time for axis in axes)
+
+    def collected(self, emit: RankEmit) -> list[Any]:
+        """The sum over the turns (or another reduction) of one value, or its parts together."""
+        site = Site(emit)
+        (axis,), (out,) = site.axes, emit.node.outs
+        opened, dtype, device = self._open[axis], out.type.dtype, emit.device
+        if emit.node.op is comm.all_reduce:
+            collect, first = COLLECTING[site.reduce]
+            memory = self._before(axis, memory_ops.filled, site.shape, fitting(first, dtype), dtype, device)
+            made = emit.call(collect, memory, emit.args[0], gives=site.shape)
+        else:
+            whole = site.local_view(site.target)
+            memory = self._before(axis, memory_ops.empty, whole, dtype, device)
+            held = bounds(site.view[site.dim], site.target.dims[site.dim].axes, self.mesh, emit.coords)[0]
+            start, length = bounds(site.view[site.dim], site.source.dims[site.dim].axes, self.mesh, emit.coords)
+            made = emit.call(turns.put, memory, emit.args[0], [site.dim], [start - held], [length], gives=whole)
+            if whole != site.shape:
+                opened.behind.append((out, lambda: self._to.call(aten.reshape.default, made, list(site.shape))))
+        opened.left[out] = made
+        return [made]
+
+    def _before(self, axis: str, target: Any, *args: Any) -> fx.Node:
+        """A call before the turns of an axis."""
+        with self._to.fx.inserting_before(self._open[axis].begin):
+            return self._to.call(target, *args)
+
+
+def fitting(number: float, dtype: torch.dtype) -> float | int:
+    """A number as elements of a dtype have it: the largest there is for infinity."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return number
+    info = torch.iinfo(dtype) if dtype is not torch.bool else None
+    if number == 0 or info is None:
+        return int(number > 0)
+    return info.max if number > 0 else info.min

@@ -1,0 +1,500 @@
+"""Loops as modules: a ``GraphModule`` whose loop bodies are submodules, written, and read back after changes.
+
+    turns = time.turns('mb', 4, [w, x, total])
+        ...                                  ->   turns = time.repeat(self.each_mb_0, 'mb', 4, w, x, total)
+        sum = time.add(total, grad)               sum = turns[0]
+    done = time.done(turns, [w, x], [total])
+
+A loop in schedule actions becomes a driver, which calls the module of each action in the order of the schedule:
+
+    turns = time.turns('mb', 2, [w, x], 'F0.0 F0.1 B0.0 B0.1')
+        unit = time.unit(turns, 'F0')                           f0_0 = self.F0(0, x);      relu_mb0 = f0_0[0]
+            relu = aten.relu(...)                         ->    f0_1 = self.F0(1, x);      relu_mb1 = f0_1[0]
+        unit_1 = time.unit(turns, 'B0')                         b0_0 = self.B0(0, w, relu_mb0)
+            ...                                                 b0_1 = self.B0(1, w, relu_mb1)
+    done = time.done(turns, [w, x], [])
+
+A module that somebody changed is read back from these calls: their order is that of the actions, and what goes from one
+to another must be alike in all iterations.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch import fx
+
+from shardfx.ir.errors import Error
+from shardfx.ir.ops.time import turns
+
+from .loop_regions import UnitOrder, Word, end_of, gives_number, name_of, order_of, part_in_turns, regions
+
+
+@dataclass
+class _Unit:
+    """A unit of turns: its calls, what it takes, and what others take of it."""
+
+    name: str
+    nodes: list[fx.Node]
+    takes: list[fx.Node] = field(default_factory=list)
+    gives: list[fx.Node] = field(default_factory=list)
+
+
+def write_driver(
+    nodes: Sequence[fx.Node], made: fx.Graph, env: dict[fx.Node, fx.Node], found: dict[str, fx.Graph]
+) -> None:
+    """Write the calls of turns in units into a graph.
+
+    Args:
+        nodes: the turns, from their begin to their end.
+        env: what stands for values of before; of what is used behind, it is added.
+        found: the graphs of the units, by the attribute's name, are added.
+    """
+    begin, axis = nodes[0], str(nodes[0].args[0])
+    units = _action_parts(nodes)
+    inside = {node for unit in units.values() for node in unit.nodes}
+    head = [node for node in nodes[1:] if gives_number(node) and node not in inside]
+    modules = {}
+    for unit in units.values():
+        name = unit.name
+        while name in found:
+            name += "_"
+        modules[unit.name], found[name] = name, _unit_graph(begin, axis, unit, head)
+    order = UnitOrder.of(order_of(begin).split())
+    last = {word.unit: word for word in order.words}
+    there: dict[tuple[fx.Node, int], fx.Node] = {}
+    for word in order.words:
+        unit = units[word.unit]
+        given = [there.get((each, word.turn)) or env.get(each) or _not_yet(each, word, units) for each in unit.takes]
+        name = f"{word.unit.lower()}_{word.turn}"
+        call = made.create_node("call_module", modules[word.unit], (word.turn, *given), name=name)
+        for place, each in enumerate(unit.gives):
+            handed_on = any(each in other.takes for other in units.values())
+            if not handed_on and word != last[word.unit]:
+                continue  # the last turn gives what all have collected
+            name = f"{each.name}_{axis}{word.turn}" if handed_on else each.name
+            got = made.create_node("call_function", operator.getitem, (call, place), name=name)
+            got.meta = dict(each.meta)
+            there[each, word.turn] = env[each] = got
+
+
+def _action_parts(nodes: Sequence[fx.Node]) -> dict[str, _Unit]:
+    """The units of turns, with what they take and give."""
+    inside, found = regions(nodes), dict[str, _Unit]()
+    of: dict[fx.Node, _Unit] = {}
+    for node in nodes[1:-1]:
+        if part_in_turns(node) == "unit" and len(inside[node]) == 1:
+            found[name_of(node)] = _Unit(name_of(node), [])
+        elif len(inside[node]) > 1:
+            unit = of[node] = found[name_of(inside[node][1])]
+            unit.nodes.append(node)
+    for unit in found.values():
+        own = set(unit.nodes)
+        used = [each for node in unit.nodes for each in node.all_input_nodes if each not in own]
+        for each in used:  # and what numbers of the turn are made of, which stand in each unit that uses them
+            used += each.all_input_nodes if each in inside and each not in of and each is not nodes[0] else []
+        outer = dict.fromkeys(each for each in used if each is not nodes[0])
+        unit.takes = [each for each in outer if each not in inside or each in of]
+        unit.gives = [node for node in unit.nodes if any(user not in own for user in node.users)]
+    return found
+
+
+def of_turn(graph: fx.Graph, begin: fx.Node, takes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The inputs of a module of turns that begin at a node: the number of the turn, and what it takes, each by its
+    name (a number of the turns around is called ``turn``, too)."""
+    made, names = {begin: graph.placeholder("turn")}, {"turn"}
+    for each in takes:
+        name = each.name
+        while name in names:
+            name += "_"
+        names.add(name)
+        made[each] = graph.placeholder(name)
+    return made
+
+
+def _unit_graph(begin: fx.Node, axis: str, unit: _Unit, head: Sequence[fx.Node]) -> fx.Graph:
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    env |= of_turn(graph, begin, unit.takes)
+    graph.call_function(turns.unit, (env[begin], unit.name, axis))
+    needed = {used for node in unit.nodes for used in node.all_input_nodes}
+    for node in reversed(head):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    for node in (*(node for node in head if node in needed), *unit.nodes):
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in unit.gives))
+    return graph
+
+
+def _not_yet(value: fx.Node, word: Word, units: Mapping[str, _Unit]) -> NoReturn:
+    """Raise for a value that the unit takes before it is made.
+
+    Raises:
+        Error: naming both units.
+    """
+    maker = next((name for name, unit in units.items() if value in unit.nodes), "")
+    raise Error(
+        f"{word} takes {value.name} before it is made",
+        where=f"the order of units, {word}",
+        expected=f"{Word(maker, word.turn)} before it" if maker else "what was made before the turns",
+        got=value.format_node() or value.name,
+        remedy="let the unit that makes it stand earlier in the order",
+    )
+
+
+# ---- a driver read back ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Called:
+    """A call of a unit's module: of which turn, and what it is given beside the turn's number."""
+
+    node: fx.Node
+    module: fx.GraphModule
+    word: Word
+    given: list[Any]
+
+
+@dataclass
+class Driven:
+    """The calls of units of some turns, in their order."""
+
+    axis: str
+    calls: list[Called]
+
+    def models(self) -> dict[str, Called]:
+        """Of each unit the call that is done first; its calls in other turns must be alike.
+
+        Raises:
+            Error: they are not.
+        """
+        by_node = {call.node: call for call in self.calls}
+        first: dict[str, Called] = {}
+        for call in self.calls:
+            model = first.setdefault(call.word.unit, call)
+            here, there = (self._sources(each, by_node) for each in (call, model))
+            if here != there:
+                at = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
+                raise _wrong(
+                    f"{call.word} is given another value than {model.word}",
+                    call.node,
+                    expected=f"argument {at + 1} as in {model.node.format_node()}",
+                    got=str(call.given[at]),
+                )
+        last = {call.word.unit: call for call in self.calls}
+        for call in self.calls:
+            for got in call.node.users:
+                if call is not last[call.word.unit] and any(user not in by_node for user in got.users):
+                    raise _wrong(
+                        f"{got.name} of turn {call.word.turn} is used behind the turns",
+                        call.node,
+                        expected=f"what the last call of {call.word.unit} gives, {last[call.word.unit].node.name}",
+                    )
+        return first
+
+    def _sources(self, call: Called, by_node: Mapping[fx.Node, Called]) -> list[Any]:
+        return [self.source(call, each, by_node) for each in call.given]
+
+    def source(self, call: Called, given: Any, by_node: Mapping[fx.Node, Called] | None = None) -> Any:
+        """Where an argument comes from: a unit of the same turn and the place among its results, or itself."""
+        by_node = {each.node: each for each in self.calls} if by_node is None else by_node
+        maker = given.args[0] if isinstance(given, fx.Node) and given.target is operator.getitem else given
+        if not isinstance(maker, fx.Node) or maker not in by_node:
+            return given
+        made = by_node[maker]
+        if made.word.turn != call.word.turn or maker is given:
+            raise _wrong(
+                f"{call.word} is given what {made.word} makes",
+                call.node,
+                expected=f"values of turn {call.word.turn}",
+                got=given.format_node() or given.name,
+            )
+        return made.word.unit, given.args[1]
+
+    @property
+    def order(self) -> UnitOrder:
+        """The order of the calls."""
+        return UnitOrder(tuple(call.word for call in self.calls))
+
+
+def read_drivers(module: fx.GraphModule) -> list[fx.Node | Driven]:
+    """The nodes of a module's graph, with the calls of units together; what stands between calls, and does not need
+    them, stands before.
+
+    Raises:
+        Error: a unit is called without a number of a turn.
+    """
+    found: list[fx.Node | Driven] = []
+    nodes = list(module.graph.nodes)
+    taken: set[fx.Node] = set()
+    for at, node in enumerate(nodes):
+        if node in taken:
+            continue
+        first = _called(module, node)
+        if first is None:
+            found.append(node)
+            continue
+        driven, between, members = _group(module, nodes[at:], first)
+        found += [*between, driven]
+        taken |= {*between, *members}
+    return found
+
+
+def _group(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], first: tuple[str, Called]
+) -> tuple[Driven, list[fx.Node], set[fx.Node]]:
+    """The calls that belong to the first one, what stands between them, and all that is taken of them."""
+    driven, between, members = Driven(first[0], []), list[fx.Node](), set[fx.Node]()
+    pending: list[fx.Node] = []
+    modules: dict[str, Any] = {}
+    for node in nodes:
+        found = _called(module, node)
+        if found is not None:
+            axis, call = found
+            if axis != driven.axis or modules.setdefault(call.word.unit, call.module) is not call.module:
+                break
+            driven.calls.append(call)
+            members.add(node)
+            between += pending
+            pending = []
+        elif node.target is operator.getitem and node.args[0] in members:
+            members.add(node)
+        elif members.isdisjoint(node.all_input_nodes):
+            pending.append(node)
+        else:
+            break
+    return driven, between, members
+
+
+def _called(module: fx.GraphModule, node: fx.Node) -> tuple[str, Called] | None:
+    """The unit that a node calls, with the axis of its turns; None for any other node."""
+    if node.op != "call_module":
+        return None
+    called = operator.attrgetter(str(node.target))(module)
+    said = _says(called)
+    if said is None:
+        return None
+    inputs = [each for each in called.graph.nodes if each.op == "placeholder"]
+    given = [*node.args, *(node.kwargs[str(each.target)] for each in inputs[len(node.args) :])]
+    if not given or type(given[0]) is not int or len(given) != len(inputs):
+        raise _wrong(f"{said.args[1]} is called without the number of a turn", node, expected="self.F0(0, ...)")
+    return str(said.args[2]), Called(node, called, Word(str(said.args[1]), given[0]), given[1:])
+
+
+def _says(called: Any) -> fx.Node | None:
+    """What says in a module that it is a unit."""
+    nodes: Iterable[fx.Node] = called.graph.nodes if isinstance(called, fx.GraphModule) else ()
+    return next((node for node in nodes if node.target is turns.unit and len(node.args) == 3), None)
+
+
+def _wrong(what: str, node: fx.Node, expected: str, got: str | None = None) -> Error:
+    return Error(what, where=node.format_node() or node.name, expected=expected, got=got)
+
+
+Units = dict[str, fx.Graph]
+
+
+def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units]:
+    """The graph with each of its outermost loops as one call, and the graphs of these calls by the attribute's name,
+    in which loops inside are loops still."""
+    made, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    found: Units = {} if units is None else units
+    nodes = list(graph.nodes)
+    at = 0
+    while at < len(nodes):
+        node = nodes[at]
+        if part_in_turns(node) != "opens":
+            env[node] = made.node_copy(node, env.__getitem__)
+            at += 1
+            continue
+        end = end_of(nodes, at)
+        if order_of(node):
+            write_driver(nodes[at : end + 1], made, env, found)
+            at = end + 1
+            continue
+        name = f"each_{node.args[0]}_{len(found)}"
+        found[name], left = _unit(nodes[at : end + 1])
+        around: Sequence[fx.Node] = node.args[2]
+        unit = made.get_attr(name)
+        given = (unit, *node.args[:2], *(env[each] for each in around))
+        call = made.create_node("call_function", turns.repeat, given, name=node.name)
+        for number, each in enumerate(left):
+            env[each] = made.create_node("call_function", operator.getitem, (call, number), name=each.name)
+            env[each].meta = dict(each.meta)
+        at = end + 1
+    return made, found
+
+
+def _unit(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+    """What is done in a turn, and what of it is used behind: its results."""
+    begin, inside = nodes[0], set(nodes)
+    graph, around = fx.Graph(), begin.args[2]
+    env = of_turn(graph, begin, around)  # type: ignore[arg-type]
+    for node in nodes[1:-1]:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    left = [node for node in nodes if any(user not in inside for user in node.users)]
+    graph.output(tuple(env[node] for node in left))
+    return graph, left
+
+
+def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], path: str = "") -> Any:
+    """Copy a module's graph, and the graphs of the modules that it calls, into one; gives what it returns.
+
+    Args:
+        env: what stands for its inputs; where it is the outermost module, they become inputs of the one graph.
+        path: of the module in the outermost one, with a dot behind it.
+
+    Raises:
+        Error: it calls what is no function; units of turns are not called alike in all turns.
+    """
+    for node in read_drivers(module):
+        if isinstance(node, Driven):
+            _units(into, node, env, path)
+            continue
+        if node in env:
+            continue
+        late = next((used for used in node.all_input_nodes if used not in env), None)
+        if late is not None:
+            raise _not_a_call(path, node, f"{late.name}, which is not there yet")
+        if node.op == "call_function" and not callable(node.target):
+            raise _not_a_call(path, node, repr(node.target))
+        args: Any = fx.map_arg(node.args, env.__getitem__)
+        kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
+        if node.target is turns.repeat:
+            held = isinstance(args[0], fx.Node) and args[0].op == "get_attr"
+            unit = attribute(module, str(args[0].target).removeprefix(path)) if held else None
+            if not isinstance(unit, fx.GraphModule):
+                raise _not_a_call(path, node, f"turns of {node.args[0]}, which is no module of calls")
+            into.erase_node(args[0])
+            env[node] = _turns(into, unit, args[1:], path)
+            continue
+        if node.op == "output":
+            return args[0]
+        if node.target is operator.getitem and args and isinstance(args[0], (tuple, list)):
+            if not (len(args) == 2 and isinstance(args[1], int) and -len(args[0]) <= args[1] < len(args[0])):
+                raise _not_a_call(path, node, f"{args[1:]} of {len(args[0])} values")
+            env[node] = args[0][args[1]]
+        elif node.op == "call_module" and isinstance(called := attribute(module, str(node.target)), fx.GraphModule):
+            inputs = [each for each in called.graph.nodes if each.op == "placeholder"]
+            given = [*args, *(kwargs[str(each.target)] for each in inputs[len(args) :])]
+            env[node] = inlined(into, called, dict(zip(inputs, given, strict=True)), f"{path}{node.target}.")
+        elif node.op in ("placeholder", "get_attr", "call_function"):
+            env[node] = into.node_copy(node, env.__getitem__)
+            env[node].meta = {key: each for key, each in node.meta.items() if key != "val"}
+            if node.op == "get_attr":
+                env[node].target = path + str(node.target)
+        else:
+            raise Error(
+                "a program calls what is no function",
+                where=node.format_node(),
+                expected="calls of functions, as of torch.ops.aten, and of modules that are a GraphModule",
+                got=node.op,
+                remedy="trace it: torch.fx.experimental.proxy_tensor.make_fx gives calls of functions",
+            )
+    return ()
+
+
+def _turns(into: fx.Graph, unit: fx.GraphModule, args: Sequence[Any], path: str) -> Sequence[fx.Node]:
+    """The turns of a module that is called once for each."""
+    axis, count, *around = args
+    inputs = [each for each in unit.graph.nodes if each.op == "placeholder"]
+    begin = into.call_function(turns.turns, (axis, count, around))
+    results = inlined(into, unit, dict(zip(inputs, [begin, *around], strict=True)), path)
+    _done(into, begin, around)
+    return results  # type: ignore[no-any-return]
+
+
+def _units(into: fx.Graph, driven: Driven, env: dict[fx.Node, Any], path: str) -> None:
+    """Turns in units, of the calls of a driver; what they give is known from then on."""
+    models = driven.models()
+    count = max(call.word.turn for call in driven.calls) + 1
+    begin = into.call_function(turns.turns, (driven.axis, count, [], str(driven.order)))
+    made: dict[str, Sequence[Any]] = {}
+    for name, call in models.items():
+        given = []
+        for source in (driven.source(call, each) for each in call.given):
+            if isinstance(source, tuple):
+                given.append(_result(made, source, call.node, path))
+            else:
+                given.append(fx.map_arg(source, env.__getitem__))
+        inputs = [each for each in call.module.graph.nodes if each.op == "placeholder"]
+        into.call_function(turns.unit, (begin, name))
+        known = dict(zip(inputs, [begin, *given], strict=True))
+        results = inlined(into, call.module, known, f"{path}{call.node.target}.")
+        made[name] = results if isinstance(results, (tuple, list)) else (results,)
+    for call in driven.calls:
+        for got in call.node.users:
+            if got.target is operator.getitem:
+                env[got] = _result(made, (call.word.unit, got.args[1]), got, path)
+    inside = list(into.nodes)
+    inside = inside[inside.index(begin) :]
+    _to_head(begin, inside)
+    own = set(inside)
+    around = list(dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in own))
+    begin.args = (*begin.args[:2], around, *begin.args[3:])
+    _done(into, begin, around)
+
+
+def _result(made: dict[str, Sequence[Any]], source: tuple[str, Any], node: fx.Node, path: str) -> Any:
+    unit, place = source
+    there = made.get(unit, ())
+    if not (isinstance(place, int) and -len(there) <= place < len(there)):
+        raise _not_a_call(path, node, f"result {place} of {unit}, which gives {len(there)} before it is called")
+    return there[place]
+
+
+def _to_head(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
+    """Units have each said what they are, and taken numbers of their turn: these stand once, behind the begin."""
+    head, last = {begin: begin}, begin
+    known: dict[Any, fx.Node] = {}
+    own = set(inside)
+    for node in inside:
+        if node.target is turns.unit and len(node.args) == 3:
+            if node.users:
+                user = next(iter(node.users))
+                raise _not_a_call(f"{begin.args[0]}: ", user, f"{node.name}, which says of which unit a call is")
+            node.graph.erase_node(node)
+        elif part_in_turns(node) == "number" and _of_head(node, head, own):
+            key = (node.target, node.args)
+            if key in known:
+                node.replace_all_uses_with(known[key])
+                node.graph.erase_node(node)
+                continue
+            last.append(node)
+            known[key] = last = head[node] = node
+
+
+def _of_head(number: fx.Node, head: Collection[fx.Node], inside: Collection[fx.Node]) -> bool:
+    """Whether a number of the turn is made of others of it, and of what was there before."""
+    used = number.all_input_nodes
+    return any(each in head for each in used) and all(each in head or each not in inside for each in used)
+
+
+def _done(into: fx.Graph, begin: fx.Node, around: Sequence[fx.Node]) -> None:
+    """The end of turns."""
+    collected = [each for each in around if any(_collects(user, each) for user in each.users)]
+    into.call_function(turns.done, (begin, [each for each in around if each not in collected], collected))
+
+
+def _collects(user: fx.Node, memory: fx.Node) -> bool:
+    return part_in_turns(user) == "collects" and user.args[0] is memory
+
+
+def _not_a_call(path: str, node: fx.Node, got: str) -> Error:
+    return Error(
+        "a program has a call that cannot be made",
+        where=f"{path}{node.name}",
+        expected="a function, of what stands before it",
+        got=got,
+    )
+
+
+def attribute(module: fx.GraphModule, name: str) -> Any:
+    """What a module has under a dotted name."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,398 @@
+"""Schedule actions of a pipelined rank: its row of the schedule, as parts of its loop over micro-batches.
+
+    pipeline pp, mb
+    row "F0.0 F0.1 B0.0 B0.1"            the rank at pp=0: the nodes of stage 0, forward as F0, backward as B0
+    row "F1.0 B1.0 F1.1 B1.1"
+
+A row with ``I`` and ``W`` splits the backward into two actions: gradients of inputs, which other stages wait for, and
+gradients of weights. In one with ``B`` the first part runs first, as far as memory allows (:func:`sent_first`).
+Messages of another rank are received in actions of their own, in the order in which that rank sends.
+What leaves the program from each iteration, and comes from a later stage, is received last, in an action ``O``.
+
+A nested loop lies in one action: a loss in chunks has forward and backward in it, and runs with the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.traits import is_heavy, is_view
+from shardfx.ir.schedule.actions import Pipelined
+
+from .loop_nest import Loop, hangs_on, nodes_of
+from .loop_regions import UnitOrder
+
+
+def in_units(loop: Loop, unit_of: Callable[[Node], str], order: Sequence[str]) -> Loop:
+    """A loop whose steps are done unit by unit; within a unit they keep their order.
+
+    Args:
+        unit_of: names the unit of a node. Turns inside lie in one unit whole: in that of their nodes which is done
+            last.
+        order: words ``F0.1``; each unit once for each turn.
+
+    Raises:
+        AssertionError: a step needs what a later unit of the same turn makes; a unit does not stand in the order.
+    """
+    words = UnitOrder.of(order)
+    place = {unit: at for at, unit in enumerate(words.units)}
+    units: dict[str, list[Node | Loop]] = {unit: [] for unit in words.units}
+    made: dict[Value, str] = {}
+    for step in loop.steps:
+        names = dict.fromkeys(map(unit_of, nodes_of([step])))
+        assert names.keys() <= place.keys(), f"no unit {', '.join(sorted(names.keys() - place.keys()))} in the order"
+        unit = max(names, key=place.__getitem__)
+        units[unit].append(step)
+        made |= {value: unit for node in nodes_of([step]) for value in node.outs}
+    for unit, steps in units.items():
+        for node in nodes_of(steps):
+            for value in node.operands:
+                maker = made.get(value, unit)
+                late = None if maker == unit else words.turned_round(maker, unit)
+                assert late is None, (
+                    f"{node.name} of {unit} needs {value.name}, which {maker} makes later in turn {late}"
+                )
+    return replace(
+        loop,
+        steps=tuple(step for part in units.values() for step in part),
+        units=tuple((unit, tuple(part)) for unit, part in units.items()),
+        order=str(words),
+    )
+
+
+Steps = Sequence[Node | Loop]
+
+
+def sent_first(steps: Steps, late: Collection[Node], place: int, mesh: Mesh, axis: str) -> list[Node | Loop]:
+    """The steps of a unit in such an order.
+
+    Args:
+        late: the nodes that nobody waits for.
+        place: the coordinate of the rank along the axis of stages.
+        axis: of the turns. What does not hang on it is there all the time.
+    """
+    sends = [at for at, step in enumerate(steps) if isinstance(step, Node) and _sends(step, place)]
+    if not sends:
+        return list(steps)
+    movable = _movable(steps[: sends[-1]], late)
+    held = _Held(steps, mesh, axis)
+    places = range(len(steps))
+    most, fewest = held.most(places), 0
+    many = len(movable)
+    while fewest < many:
+        middle = (fewest + many + 1) // 2
+        if held.most(_moved(places, movable[:middle], sends[-1])) <= most:
+            fewest = middle
+        else:
+            many = middle - 1
+    return [steps[at] for at in _moved(places, movable[:fewest], sends[-1])]
+
+
+def _sends(node: Node, place: int) -> bool:
+    return node.op is comm.send and node.kwargs["origin"] == place
+
+
+def _movable(steps: Steps, late: Collection[Node]) -> list[int]:
+    """The places of what may be done behind all of these steps, the last of them first: nothing that stays needs it."""
+    needed: set[Value] = set()
+    found = []
+    for at in reversed(range(len(steps))):
+        step = steps[at]
+        if isinstance(step, Node) and step in late and needed.isdisjoint(step.outs):
+            found.append(at)
+        else:
+            needed.update(_operands([step]))
+    return found
+
+
+def _moved(places: Sequence[int], moved: Sequence[int], behind: int) -> list[int]:
+    """The places, some of them behind one."""
+    away = set(moved)
+    stay = [at for at in places[: behind + 1] if at not in away]
+    return [*stay, *sorted(moved), *places[behind + 1 :]]
+
+
+class _Held:
+    """What a turn holds during steps, of what they use and make."""
+
+    def __init__(self, steps: Steps, mesh: Mesh, axis: str) -> None:
+        uses = [{_source(value) for value in _operands([step])} for step in steps]
+        made = {value for node in nodes_of(steps) for value in node.outs}
+        nbytes = {value: _nbytes(value, mesh, axis) for value in set[Value]().union(*uses)}
+        self._nbytes = nbytes
+        self._uses = [{value for value in each if nbytes[value]} for each in uses]
+        self._before = sum(size for value, size in nbytes.items() if value not in made)
+        self._fresh: list[int] = []
+        """By step the bytes that it makes."""
+        for step in steps:
+            fresh = {value for node in nodes_of([step]) if not is_view(node) for value in node.outs}
+            self._fresh.append(sum(nbytes.get(value, 0) for value in fresh))
+
+    def most(self, places: Sequence[int]) -> int:
+        """The bytes that are there at most while the steps are done in the order of some places."""
+        dying, seen = [0] * len(places), set[Value]()
+        for at in reversed(range(len(places))):
+            for value in self._uses[places[at]] - seen:
+                seen.add(value)
+                dying[at] += self._nbytes[value]
+        held = most = self._before
+        for at, place in enumerate(places):
+            held += self._fresh[place]
+            most = max(most, held)
+            held -= dying[at]
+        return most
+
+
+def _nbytes(value: Value, mesh: Mesh, axis: str) -> int:
+    """What a turn holds of a value: of a share of what all turns sum nothing, for that is added where the sum lies."""
+    if value.spec is None or axis in value.spec.partial_axes or not hangs_on(axis, value):
+        return 0
+    return value.local_bytes(mesh)
+
+
+def _operands(steps: Iterable[Node | Loop]) -> list[Value]:
+    return [value for node in nodes_of(steps) for value in node.operands]
+
+
+def _source(value: Value) -> Value:
+    """What a value is a view of."""
+    while value.node is not None and is_view(value.node):
+        value = value.node.operands[0]
+    return value
+
+
+OUT = "O"
+"""The unit in which a rank receives what it has no part in, and gives out."""
+
+
+def of_stages(steps: Sequence[Node | Loop], graph: Graph, coords: Mapping[str, int]) -> list[Node | Loop]:
+    """What of all steps the rank at ``coords`` does, in the order of its row."""
+    if graph.pipeline is None:
+        return list(steps)
+    found: list[Node | Loop] = []
+    for step in steps:
+        if isinstance(step, Node):
+            if is_done(step, graph, coords):
+                found.append(step)
+        elif inside := of_stages(step.steps, graph, coords):
+            ends = frozenset(value for value in step.ends if graph.is_here(made_at(value), coords))
+            loop = Loop(step.axis, tuple(inside), ends)
+            meet = step.axis == graph.pipeline.time and any(node.op is comm.send for node in nodes_of([step]))
+            place, behind = coords[graph.pipeline.axis], forward_within_backward(step.steps)
+            found.append(_Units(graph.pipeline, graph.mesh, place, loop, behind).written() if meet else loop)
+    return found
+
+
+def ends_here(
+    graph: Graph, inputs: Sequence[Input], outputs: Sequence[Output], coords: Mapping[str, int]
+) -> tuple[list[Input], list[Output]]:
+    """Those of some inputs and outputs that the rank at ``coords`` holds, and gives."""
+    here = [given for given in inputs if graph.is_here(given.at, coords)]
+    return here, [output for output in outputs if graph.is_here(made_at(output.value), coords)]
+
+
+def is_done(node: Node, graph: Graph, coords: Mapping[str, int]) -> bool:
+    """Whether the rank at ``coords`` has a part in a node: of a send also where its value comes from."""
+    return graph.is_here(node.at, coords) or (
+        node.op is comm.send and any(graph.is_here(made_at(value), coords) for value in node.operands)
+    )
+
+
+def made_at(value: Value) -> tuple[int, ...]:
+    """The stages in which a value is made; none: in all."""
+    return value.node.at if value.node is not None else ()
+
+
+def forward_within_backward(steps: Sequence[Node | Loop]) -> set[tuple[Node, int]]:
+    """What of the forward is done with the backward, by node and stage: it stands in turns within a turn that have
+    backward in them as well, or needs what is made there."""
+    found: set[tuple[Node, int]] = set()
+    for step in steps:
+        nodes = nodes_of([step])
+        backward = [node for node in nodes if node.phase is Phase.BACKWARD] if isinstance(step, Loop) else []
+        both = {stage for node in backward for stage in node.at}
+        for node in (node for node in nodes if node.phase is Phase.FORWARD):
+            for stage in node.at:
+                if stage in both or any((value.node, stage) in found for value in node.operands):
+                    found.add((node, stage))
+    return found
+
+
+def of_weights(steps: Sequence[Node | Loop], place: int) -> set[Node]:
+    """What of the backward no other stage and no product waits for: it makes the gradients of weights.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
+
+    Args:
+        place: the coordinate of the rank along the axis of stages: what it sends, others wait for.
+    """
+    awaited: set[Value] = set()
+    found = set()
+    for step in reversed(steps):
+        nodes = nodes_of([step])
+        backward = [node for node in nodes if node.phase is Phase.BACKWARD]
+        if not backward:
+            continue
+        sends = any(node.op is comm.send and node.kwargs["origin"] == place for node in backward)
+        both = len(backward) < len(nodes)
+        waited = sends or both or any(value in awaited for node in backward for value in node.outs)
+        if not waited:
+            found.update(backward)
+        if waited or any(is_heavy(node) for node in backward):
+            awaited.update(value for node in nodes for value in node.operands)
+    return found
+
+
+def is_halved(pipeline: Pipelined) -> bool:
+    """Whether the backward of some turn is done in halves."""
+    return any(action.kind == "I" for action in pipeline.schedule)
+
+
+def row_of_units(pipeline: Pipelined, place: int) -> list[tuple[str, int]]:
+    """The units of a row, each with its turn; where some of a backward are halves, a whole one is both of them."""
+    halved, found = is_halved(pipeline), list[tuple[str, int]]()
+    for kind, stage, turn in pipeline.schedule.rows[place]:
+        kinds = "IW" if kind == "B" and halved else kind
+        found += [(f"{each}{stage}", turn) for each in kinds if each != "U"]
+    return found
+
+
+@dataclass
+class _Units:
+    """The turns of a rank as units: those of its row, and before them what they receive (``RF0``: what F0 sends)."""
+
+    pipeline: Pipelined
+    mesh: Mesh
+    place: int
+    loop: Loop
+    behind: set[tuple[Node, int]]
+    """What of the forward is done in the backward, in which stages."""
+
+    def __post_init__(self) -> None:
+        nodes = self.loop.nodes()
+        self.back = "I" if is_halved(self.pipeline) else "B"
+        self._late = of_weights(self.loop.steps, self.place)
+        self._received = [node for node in nodes if node.op is comm.send and node.kwargs["origin"] != self.place]
+        self._units = {node: self._unit(node) for node in nodes}
+
+    def written(self) -> Loop:
+        """The loop in units."""
+        there = set(self._units.values())
+        words = [*row_of_units(self.pipeline, self.place), *((OUT, turn) for turn in self.pipeline.schedule.turns)]
+        receives = _Receives(self.pipeline)
+        takers: dict[str, dict[str, None]] = {}
+        for node in self._received:
+            receives.expect(self._units[node], node.kwargs["origin"], self._sender(node))
+            takers.setdefault(self._taker(node), {})[self._units[node]] = None
+        order: list[str] = []
+        for unit, turn in words:
+            for needed in takers.get(unit, ()):
+                order += receives.up_to(needed, turn)
+            if unit in there:
+                order.append(f"{unit}.{turn}")
+        self._check_within(order)
+        made = in_units(self.loop, self._units.__getitem__, order)
+        if self.back == "I":
+            return made
+        units = tuple((unit, tuple(self._sent_first(part))) for unit, part in made.units)
+        return replace(made, units=units, steps=tuple(step for _, part in units for step in part))
+
+    def _sent_first(self, steps: Sequence[Node | Loop]) -> list[Node | Loop]:
+        return sent_first(steps, self._late, self.place, self.mesh, self.loop.axis)
+
+    def _check_within(self, order: Sequence[str]) -> None:
+        """Turns of another axis lie in one unit whole: no unit before it may need what they make.
+
+        Raises:
+            Error: one does; naming who.
+        """
+        place = {word.partition(".")[0]: at for at, word in reversed([*enumerate(order)])}
+        for step in (step for step in self.loop.steps if isinstance(step, Loop)):
+            inside = set(step.nodes())
+            last = max(place[self._units[node]] for node in inside)
+            made = {value for node in inside for value in node.outs}
+            for node in self._units:
+                if node not in inside and place[self._units[node]] < last and not made.isdisjoint(node.operands):
+                    raise Error(
+                        f"turns of {step.axis!r} have both forward and backward in them, which a schedule parts",
+                        where=f"{node.where}  {node.where.code}".rstrip(),
+                        expected=f"turns of {step.axis!r} in one part of a stage, such as chunks of the loss",
+                        got=f"turns that end in a later part, where {self._units[node]} needs what they make",
+                        remedy=f"cut by {self.loop.axis!r} alone what {step.axis!r} cuts, with as many more turns",
+                    )
+
+    def _unit(self, node: Node) -> str:
+        """In which unit a node is done: of several stages of this rank, in the first."""
+        if node.op is comm.send:
+            if node.kwargs["origin"] != self.place:
+                return "R" + self._sender(node)
+            return self._sender(node)
+        here = self._here(node.at)
+        return self._named(here, self._phase(node, here), node in self._late)
+
+    def _sender(self, node: Node) -> str:
+        """The unit that sends."""
+        (maker,) = (value.node for value in node.operands)
+        assert maker is not None
+        stages = [stage for stage in maker.at if self.pipeline.homes[stage] == node.kwargs["origin"]]
+        return self._named(stages, self._phase(maker, stages), False)
+
+    def _phase(self, node: Node, stages: Iterable[int]) -> Phase:
+        """The phase with which a node is done in some stages."""
+        return Phase.BACKWARD if any((node, stage) in self.behind for stage in stages) else node.phase
+
+    def _taker(self, node: Node) -> str:
+        """The unit before which a value must have come."""
+        (value,) = node.operands
+        assert value.node is not None
+        origin, here = value.node.at[0], self._here(node.at)
+        if not node.at:
+            return OUT
+        if node.phase is Phase.FORWARD:
+            later = [stage for stage in here if stage >= origin]
+            return self._named(later or here, Phase.FORWARD if later else Phase.BACKWARD, False)
+        earlier = [stage for stage in here if stage <= origin]
+        return self._named(earlier, Phase.BACKWARD, False) if earlier else OUT
+
+    def _here(self, at: Iterable[int]) -> list[int]:
+        homes = self.pipeline.homes
+        return [stage for stage in (at or range(len(homes))) if homes[stage] == self.place]
+
+    def _named(self, stages: Sequence[int], phase: Phase, late: bool) -> str:
+        if phase is Phase.FORWARD:
+            return f"F{min(stages)}"
+        return f"{'W' if late and self.back == 'I' else self.back}{max(stages)}"
+
+
+class _Receives:
+    """What a rank receives, from each other one in the order in which that sends."""
+
+    def __init__(self, pipeline: Pipelined) -> None:
+        self._pipeline = pipeline
+        self._origin: dict[str, int] = {}
+        self._units: dict[int, dict[str, str]] = {}
+        """By place, which units send, and in which unit that is received."""
+        self._queues: dict[int, list[tuple[str, int]]] = {}
+
+    def expect(self, unit: str, origin: int, sender: str) -> None:
+        """What a unit of another place sends is received in a unit of this one."""
+        self._origin[unit] = origin
+        self._units.setdefault(origin, {})[sender] = unit
+
+    def up_to(self, unit: str, turn: int) -> list[str]:
+        """The words of what is received until that of a unit of a turn has come, as far as it has not."""
+        origin = self._origin[unit]
+        if origin not in self._queues:
+            units, row = self._units[origin], row_of_units(self._pipeline, origin)
+            self._queues[origin] = [(units[sender], at) for sender, at in row if sender in units]
+        queue = self._queues[origin]
+        if (unit, turn) not in queue:
+            return []
+        end = queue.index((unit, turn)) + 1
+        come, queue[:] = queue[:end], queue[end:]
+        return [f"{each}.{at}" for each, at in come]

@@ -1,1 +1,0 @@
-"""Turns done in parts, unit by unit in an order that is data: their steps, values, forms and modules."""
