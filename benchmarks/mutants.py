@@ -22,10 +22,10 @@ import torch
 
 import shardfx as sx
 from shardfx.ir.program.plain import plain
-from shardfx.runtime.verify.plan_proof import first_broken
+from shardfx.runtime.verify.numeric_check import compare
+from shardfx.runtime.verify.plan_proof import first_malformed
 from shardfx.runtime.verify.proof import every_rank
 from shardfx.runtime.verify.proof.terms import build
-from shardfx.runtime.verify.sample import compare
 from tests.fuzz.case import SHARE, draw
 from tests.fuzz.check import check, sharing
 from tests.mutants import AS_THEY_RUN, MUTATIONS, Mutation, Programs
@@ -136,13 +136,11 @@ def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*
             own, inputs, outputs = undamaged.programs, undamaged.programs[0].inputs, undamaged.programs[0].outputs
             for place, damaged in undamaged.damaged(mutation, count):
                 modules = {**own, **damaged}
-                proof = shown = first_broken(modules.values())
+                proof = shown = first_malformed(modules.values())
                 if proof is None:
                     sound = {rank: plain(program) for rank, program in modules.items()}
                     proof, _ = every_rank.verify(pm.before, pm.after, rules, sound, inputs, outputs, universe)
-                    shown, _ = compare.verify(
-                        pm.before, pm.after, rules, modules, own, inputs, outputs, known, locate=False
-                    )
+                    shown, _ = compare(pm.before, pm.after, modules, inputs, outputs, known)
                 rates.made[mutation.name] += 1
                 rates.static[mutation.name] += proof is not None
                 rates.dynamic[mutation.name] += shown is not None

@@ -37,13 +37,12 @@ from rich.table import Table
 from benchmarks.op_dtensor import Answers, ask
 from benchmarks.op_instances import record
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.oracle.completeness import missing_cuts, missing_sums
+from shardfx.ir.oracle.completeness import Joint, joint_placements, missing_cuts, missing_joints, missing_sums
 from shardfx.ir.oracle.cut_search import Choice, Oracle
 from shardfx.ir.oracle.discover import Discovery
+from shardfx.ir.oracle.draws import draws
 from shardfx.ir.oracle.instance import Instance
-from shardfx.ir.oracle.joint_search import Joint, joint_placements, missing_joints
-from shardfx.ir.oracle.running.draws import draws
-from shardfx.ir.oracle.soundness import UNDEFINED, refutations, refutations_on_draws, trials
+from shardfx.ir.oracle.soundness import UNDEFINED, refutations, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
 from shardfx.ir.rules.enumeration import strategies
 from shardfx.ir.rules.sharding_rule import Linear
@@ -86,7 +85,7 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
     tried, refuted = 0, []
     if entry is not None and rule is not None:
         tried = len(list(trials(rule, of.results, of.tensors)))
-        refuted = refutations(entry, of, seed=seed) + refutations_on_draws(entry, of, seed=seed)
+        refuted = refutations(entry, of, seed=seed) + refutations(entry, of, seed=seed, drawn=True)
     oracle = Oracle(of, seed, also=draws(of, seed))
     undefined = of.node.op.overloadpacket in UNDEFINED
     cuts, sums = oracle.cuts(), [] if undefined else oracle.linear()

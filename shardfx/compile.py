@@ -48,7 +48,7 @@ from shardfx.passes.pipeline import may_leave_out
 from shardfx.passes.rank import Arena, RankPass, built_in
 from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
-from shardfx.runtime.verify.claims import without_content
+from shardfx.runtime.verify.interface import without_content
 
 from .compiled import Compiled
 from .hints import Hints

@@ -6,8 +6,8 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.text import parse_graph
 from shardfx.runtime.verify.fault import Fault
+from shardfx.runtime.verify.numeric_check import Counterexample
 from shardfx.runtime.verify.proof.same_function import same_function
-from shardfx.runtime.verify.sample.counterexample import Numbers
 from shardfx.runtime.verify.verdict import Verdict
 
 from .plugins import all_rules
@@ -36,6 +36,6 @@ def prove(before: Graph | str, after: Graph | str, rules: RuleBook | None = None
     found = same_function(first, second, rules or all_rules())
     checked = {"nodes": len(second.nodes), "outputs": len(second.outputs)}
     if isinstance(found, Fault):
-        shown = found if found.certain else Numbers(first, second, rules or all_rules(), {}).of_graph(found)
+        shown = found if found.certain else Counterexample(first, second, {}).of_graph(found)
         return Verdict.of(shown, checked=checked, claim=CLAIM)
     return Verdict.of(None, checked=checked | {"terms": len(found.terms.types)}, claim=CLAIM)

@@ -1,12 +1,117 @@
-"""Does a rule allow all that is valid? What the search finds is looked for among the rule's factors."""
+"""Does a rule allow all that is valid? What the search finds is looked for among the rule's strategies.
+
+On one axis some operands may also be sharded while others are partial sums; each such placement is tried::
+
+    aten.addmm(b[5], x[4, 6], w[6, 5])     +, 1, 0  ->  sum      each rank adds its term of b to its own product
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
+import torch
+
+from shardfx.ir.cut import chunk
+from shardfx.ir.graph import Strategy
 from shardfx.ir.rules.sharding_rule import Linear, ShardingRule
 
-from .cut_search import Choice
+from .cut_search import Choice, Oracle
+from .instance import Instance
+from .recombine import Outcome, outcomes, plausible, split_sum
+
+MOST = 1500
+"""Of more placements the first ones are tried."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """For every operand the dim that is sharded, or None; and those that are partial sums over the same axis."""
+
+    dims: Choice
+    partial: frozenset[int]
+
+    def __str__(self) -> str:
+        """``+, 1, 0``: a partial sum, dim 1 and dim 0 of the others sharded."""
+        words = ("+" if i in self.partial else "-" if d is None else str(d) for i, d in enumerate(self.dims))
+        return ", ".join(words)
+
+
+def joint_placements(oracle: Oracle) -> list[Joint]:
+    """The placements that shard some operands, and have others partial, that give the whole result."""
+    of = oracle.of
+    if any(r is not None and r.numel() == 0 for r in oracle.results) or not oracle.results:
+        return []
+    values = [of, *oracle.variants]
+    values = [each for each in values if all(r is None or bool(r.isfinite().all()) for r in each.kept)]
+    return [each for each in itertools.islice(_candidates(oracle), MOST) if values and _holds(oracle, each, values)]
+
+
+def _candidates(oracle: Oracle) -> Iterator[Joint]:
+    floats = {i for i, t in enumerate(oracle.of.tensors) if (t.is_floating_point() or t.is_complex()) and t.numel() > 1}
+    for choice in oracle.candidates():
+        left = [i for i, d in enumerate(choice) if d is None and i in floats]
+        for count in sorted({1, 2, len(left)} & set(range(1, len(left) + 1))):
+            yield from (Joint(choice, frozenset(group)) for group in itertools.combinations(left, count))
+
+
+def _holds(oracle: Oracle, each: Joint, values: Iterable[Instance]) -> bool:
+    common: list[frozenset[Outcome]] | None = None
+    for of in values:
+        found = _outcomes(oracle, of, each)
+        if found is None:
+            return False
+        common = found if common is None else [a & b for a, b in zip(common, found, strict=True)]
+        if not all(common):
+            return False
+    return common is not None
+
+
+def _outcomes(oracle: Oracle, of: Instance, each: Joint) -> list[frozenset[Outcome]] | None:
+    """What the results are of those of two ranks; None if some is nothing of the kind."""
+    sizes = {t.shape[d] for t, d in zip(of.tensors, each.dims, strict=True) if d is not None}
+    size = sizes.pop()
+    if sizes or chunk(size, 2, 1)[1] < oracle.least:
+        return None
+    terms = {i: split_sum(of.tensors[i], 2, oracle.generator) for i in each.partial}
+    given = []
+    for rank in range(2):
+        start, length = chunk(size, 2, rank)
+        tensors = [
+            terms[i][rank] if i in terms else t if d is None else t.narrow(d, start, length).clone()
+            for i, (t, d) in enumerate(zip(of.tensors, each.dims, strict=True))
+        ]
+        try:
+            if oracle.screen is not None and rank == 0:
+                of.call(tensors, op=oracle.screen)
+            made = of.keep(of.call(tensors))
+        except Exception:  # whatever a kernel says of its arguments
+            return None
+        if len(made) != len(of.kept) or not all(map(plausible, made, of.kept)):
+            return None
+        given.append(made)
+    lengths = [chunk(size, 2, rank)[1] for rank in range(2)]
+    found = []
+    for whole, parts in zip(of.kept, zip(*given, strict=True), strict=True):
+        assert isinstance(whole, torch.Tensor)
+        found.append(outcomes([p for p in parts if p is not None], whole, lengths, size) - {"max", "min"})
+    return found if all(found) else None
+
+
+def missing_joints(offered: Iterable[Strategy], valid: Iterable[Joint], ignored: frozenset[int]) -> list[Joint]:
+    """The valid placements that no strategy on a mesh of one axis has. How operands lie whose values do not matter is
+    left open."""
+    known = []
+    for made in offered:
+        dims = tuple(next((d for d, cut in enumerate(spec.dims) if cut.axes), None) for spec in made.operands)
+        known.append(Joint(dims, frozenset(i for i, spec in enumerate(made.operands) if spec.partial)))
+
+    def bare(each: Joint) -> tuple[Choice, frozenset[int]]:
+        return tuple(None if i in ignored else d for i, d in enumerate(each.dims)), each.partial - ignored
+
+    matters = {bare(each) for each in known}
+    return [each for each in valid if each not in known and bare(each) not in matters]
 
 
 def choices(rule: ShardingRule, operands: int) -> set[Choice]:

@@ -24,7 +24,7 @@ from torch._decomp import decomposition_table
 from shardfx.ir.cut import chunk
 from shardfx.ir.rules.sharding_rule import Linear
 
-from .instance import Instance, places, runs, variants
+from .instance import TRUSTING, UNCHECKED, Instance, places, runs, variants
 from .linearity import linear_groups
 from .recombine import Outcome, both, outcomes, plausible, same
 
@@ -33,15 +33,6 @@ aten = torch.ops.aten
 Choice = tuple[int | None, ...]
 """For every operand the dim that is cut, or None."""
 MOST = 600
-TRUSTING = {
-    *(aten.lu_unpack, aten.linalg_lu_solve, aten.linalg_ldl_solve),
-    *(aten.segment_reduce, aten._segment_reduce_backward),
-}
-"""Their kernels do not check that shapes agree: of these the batch dims of all operands together are tried."""
-UNCHECKED = {aten._unsafe_masked_index, aten._unsafe_masked_index_put_accumulate, aten._unsafe_index, *TRUSTING}
-"""Kernels that do not check their arguments, as most backward ones. Where an op has a decomposition, each candidate is
-tried on that first, as it does check; else indices are made 0 or 1 (they lie within every piece), and shapes must
-agree."""
 
 
 @dataclass(frozen=True)

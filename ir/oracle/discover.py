@@ -3,27 +3,24 @@
     book = default_rules().with_fallback(Discovery(FindingsFolder(default_folder())).entry)
     book.entry(torch.ops.mylib.row_softmax.default).make(node)      # a b! -> a b!
 
-All one-axis cuts and partial sums that give the whole result are searched (:mod:`.cut_search`), on a small instance of
-the node (:mod:`.small_instance`); those that go together are the rule (:mod:`.findings`), which is then checked as
-every other rule is (:mod:`.soundness`), on other values. Findings are kept on disk (:mod:`.findings`), and checked
-again when they are read: an op may have been changed since.
+All one-axis shardings and partial sums that give the right result are searched (:mod:`.cut_search`), on a small
+instance of the node (:mod:`.shrink`); those that go together are the rule (:mod:`.findings`), which is then checked as
+every other rule is (:mod:`.soundness`), on other values. Findings are cached on disk, and checked again when they are
+read: an op may have been changed since.
 
 An op that cannot be told on small tensors has no rule: one that fails on them, draws random numbers, gives different
-results for the same arguments, changes its arguments, takes too long, or crashes: all of this is done in a process of
-its own (:mod:`.running.apart`).
+results for the same arguments, changes its arguments, takes too long, or crashes: all of this runs in a process of its
+own (:mod:`.isolated`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfx.ir.graph import Node
 from shardfx.ir.rules.book import Contiguous, RuleEntry
@@ -31,13 +28,13 @@ from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 
 from .cut_search import Oracle
+from .draws import draws
 from .findings import Findings, FindingsFolder, as_rule, together
-from .instance import Instance, TooSlow, bind, describe, replace_at, runs
+from .instance import Instance, TooSlow, bind, describe, replace_at, variants
+from .isolated import Lost, isolated
 from .recombine import same
-from .running.apart import Lost, apart
-from .running.draws import draws
-from .small_instance import shrunk
-from .soundness import refute, trials
+from .shrink import small_instance
+from .soundness import refute, trials, undisturbed
 
 SECONDS = 10.0
 """Of computing, for the search of one op on one class of shapes: a busy machine finds what an idle one finds."""
@@ -84,7 +81,7 @@ class Discovery:
         key = f"{describe(node)} -> {[v is not None for v in node.results]}"
         if key not in self._found:
             try:
-                self._found[key] = apart(lambda: self._discover(node), LONGEST_SEARCH)
+                self._found[key] = isolated(lambda: self._discover(node), LONGEST_SEARCH)
             except Lost:
                 self._found[key] = Findings()
         return self._found[key]
@@ -105,11 +102,8 @@ class Discovery:
         return made if share == 1 else emit.call(torch.ops.aten.mul.Tensor, made, share)
 
     def _discover(self, node: Node) -> Findings:
-        with ExitStack() as stack:
-            stack.enter_context(_disable_current_modes())
-            stack.enter_context(torch._C.DisableTorchFunction())  # the user's default device among others
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            of = shrunk(node)
+        with undisturbed():
+            of = small_instance(node)
             if of is None or not _steady(of):
                 return Findings()
             key = {
@@ -151,7 +145,7 @@ def _refuted(found: Findings, of: Instance) -> Findings | None:
     own = Discovery()
     own._found[f"{describe(of.node)} -> {[v is not None for v in of.node.results]}"] = found
     entry = RuleEntry((of.node.op,), own.rule, local=own.local, contiguous=Contiguous.ALL)
-    for seed, each in enumerate((of, *_others(of))):
+    for seed, each in enumerate((of, *variants(of, torch.Generator().manual_seed(7)), *draws(of))):
         for trial in trials(rule, each.results, each.tensors):
             if not refute(entry, rule, each, trial, torch.Generator().manual_seed(seed)):
                 continue
@@ -170,29 +164,6 @@ def _number(found: Findings, rule: ShardingRule, factor: str) -> int:
         if isinstance(places[tensor], tuple) and places[tensor][0] == dim:
             return i
     raise AssertionError(factor)
-
-
-def _others(of: Instance) -> Iterator[Instance]:
-    """The same on other values, where the op takes them: in another order, and with many zeros and equal values."""
-    draw = torch.Generator().manual_seed(7)
-
-    def shuffled(t: torch.Tensor) -> torch.Tensor:
-        return t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape)
-
-    def turned(t: torch.Tensor) -> torch.Tensor:
-        return shuffled(t) * (0.9 + 0.1 * torch.rand(t.shape, generator=draw).to(t.dtype))
-
-    def coarse(t: torch.Tensor) -> torch.Tensor:
-        return torch.randint(-1, 2, t.shape, generator=draw).to(t.dtype)
-
-    def sparse(t: torch.Tensor) -> torch.Tensor:
-        return t * (torch.rand(t.shape, generator=draw) < 0.3)
-
-    for change in (turned, coarse, sparse):
-        made = of.on([change(t) if t.is_floating_point() else shuffled(t) for t in of.tensors])
-        if runs(made) and all(r is None or bool(torch.isfinite(r).all()) for r in made.results):
-            yield made
-    yield from draws(of)
 
 
 def _holds(found: Findings, of: Instance) -> bool:

@@ -1,8 +1,8 @@
-"""What was found of an op, free of sizes: the cuts that go together, and the rule that says so for a node.
+"""What was found of an op, free of sizes: the shardings that go together, and the rule of a node made of them.
 
-It is kept on disk: one small JSON file for an op, the class of its shapes and a version of torch.
+They are cached on disk: one small JSON file for an op, the class of its shapes and a version of torch.
 
-FoundCut((0, 1), None) -> ((0, 1),)    of x[n, d] and w[d] dim 0 of x is cut, and dim 0 of the result with it
+FoundCut((0, 1), None) -> ((0, 1),)    of x[n, d] and w[d] dim 0 of x is sharded, and dim 0 of the result with it
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.rules.sharding_rule import SAME, Dim, Linear, ShardingRule
@@ -156,8 +158,6 @@ def _precise(groups: Iterable[Linear], node: Node) -> tuple[Linear, ...]:
     """The groups whose partial sums are not rounded before they are added."""
 
     def digits(value: Value) -> float:
-        import torch
-
         return -torch.finfo(value.type.dtype).eps if value.type.dtype.is_floating_point else -1.0
 
     def kept(group: Linear) -> bool:
@@ -175,10 +175,7 @@ def _letters() -> Iterator[str]:
 
 def to_json(found: Findings) -> dict[str, Any]:
     """Findings as what JSON can hold."""
-    return {
-        "cuts": [{"operands": c.operands, "results": c.results, "sized": c.sized} for c in found.cuts],
-        "linear": [str(each) for each in found.linear],
-    }
+    return {"cuts": [vars(c) for c in found.cuts], "linear": [str(each) for each in found.linear]}
 
 
 def from_json(given: Mapping[str, Any]) -> Findings:
@@ -195,11 +192,11 @@ def from_json(given: Mapping[str, Any]) -> Findings:
         return dim, block
 
     def end(entry: Any) -> Place | str:
-        if isinstance(entry, str):
-            if entry not in WORDS:
-                raise ValueError(entry)
-            return entry
-        return place(entry)
+        if not isinstance(entry, str):
+            return place(entry)
+        if entry not in WORDS:
+            raise ValueError(entry)
+        return entry
 
     cuts = tuple(
         FoundCut(
@@ -219,9 +216,9 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True)
-class FindingsFolder:
-    """A folder of findings. What cannot be read is as if it were not there; where nothing can be written, nothing is
-    kept."""
+class JsonCache:
+    """A folder of JSON files, one for a key. What cannot be read is as if it were not there; where nothing can be
+    written, nothing is."""
 
     folder: Path
 
@@ -230,24 +227,35 @@ class FindingsFolder:
         digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
         return self.folder / f"{digest[:32]}.json"
 
-    def get(self, key: Mapping[str, str]) -> Findings | None:
-        """What is kept under a key."""
+    def get(self, key: Mapping[str, str]) -> Any:
+        """What is stored under a key, or None."""
         try:
             given = json.loads(self.path(key).read_text(encoding="utf-8"))
-            return from_json(given["found"]) if given["key"] == dict(key) else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return given["found"] if given["key"] == dict(key) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, key: Mapping[str, str], found: Any) -> None:
+        """Store a value; a reader never sees half a file."""
+        path = self.path(key)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"key": dict(key), "found": found}, file, indent=1)
+            Path(name).replace(path)
+
+
+class FindingsFolder(JsonCache):
+    """A folder of findings."""
+
+    def get(self, key: Mapping[str, str]) -> Findings | None:
+        """What was found under a key."""
+        try:
+            return from_json(super().get(key))
+        except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def put(self, key: Mapping[str, str], found: Findings) -> None:
-        """Keep findings; a reader never sees half a file."""
-        write_whole(self.path(key), json.dumps({"key": dict(key), "found": to_json(found)}, indent=1))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in a cache at once; where nothing can be written, nothing is."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(path)
+        """Store findings."""
+        super().put(key, to_json(found))

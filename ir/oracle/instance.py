@@ -1,4 +1,4 @@
-"""An op instance: a node with the tensors that go in, so that it can be run, whole and in pieces."""
+"""An op instance: a node with its input tensors, so that it can be run, on one device and on shards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,21 @@ from shardfx.ir.graph import Node, Value, substitute
 from shardfx.ir.rules.local import TARGETS
 from shardfx.ir.spec import TensorType
 
+aten = torch.ops.aten
 Results = list[torch.Tensor | None]
+TRUSTING = {
+    *(aten.lu_unpack, aten.linalg_lu_solve, aten.linalg_ldl_solve),
+    *(aten.segment_reduce, aten._segment_reduce_backward),
+}
+"""Their kernels do not check that shapes agree: of these the batch dims of all operands together are tried."""
+UNCHECKED = {aten._unsafe_masked_index, aten._unsafe_masked_index_put_accumulate, aten._unsafe_index, *TRUSTING}
+"""Kernels that do not check their arguments, as most backward ones. Where an op has a decomposition, each candidate is
+tried on that first, as it does check; else indices are made 0 or 1 (they lie within every shard), and shapes must
+agree."""
 
 
 class TooSlow(BaseException):
-    """An instance's time is up: no fault of the arguments, so that who tries arguments does not take it for one."""
+    """An instance's time is up. No ``Exception``, so that it is not taken for a fault of the arguments."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,10 +145,13 @@ def of_node(node: Node, tensors: Sequence[torch.Tensor]) -> Instance:
     """The instance of a node of a graph, with operands of its own: a value that is used twice becomes two."""
     args, kwargs = bind(node, tensors)
     made = instance(node.op, args, kwargs)
-    for value, wanted in zip(made.node.results, node.results, strict=True):
-        if wanted is None and value is not None:
-            made.node.results[value.index] = None
+    keep_results(made.node, node)
     return made
+
+
+def keep_results(made: Node, node: Node) -> None:
+    """Leave out of a node's results those that another node leaves out."""
+    made.results = [None if wanted is None else value for value, wanted in zip(made.results, node.results, strict=True)]
 
 
 def places(args: Sequence[Any], kind: Callable[[Any], bool], path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:

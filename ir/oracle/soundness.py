@@ -1,4 +1,4 @@
-"""Is a rule right? Every cut and every partial sum that it allows is executed, rank by rank, and put together again.
+"""Is a rule right? Every sharding and every partial sum that it allows is executed, rank by rank, and put together.
 
 Each rank's call is made by :func:`shardfx.ir.rules.book.perform`, as code generation makes it: so what a rule's
 ``local`` function writes is checked as well.
@@ -10,17 +10,18 @@ Each rank's call is made by :func:`shardfx.ir.rules.book.perform`, as code gener
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfx.ir.cut import Cut, Part, compound, smallest
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pack import aligned, dense_last
-from shardfx.ir.oracle.running.draws import draws, of_dtype, positive
 from shardfx.ir.rules.book import Contiguous, RuleEntry, perform
 from shardfx.ir.rules.enumeration import on_axis
 from shardfx.ir.rules.local import Share
@@ -28,24 +29,20 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import Partial, strategy
 from shardfx.ir.spec import REDUCTIONS, Spec
 
+from .draws import RankOperands, beyond, draws, extremes, not_finite, of_dtype, other_layouts, positive
 from .instance import Instance, Results, as_results, bind, call
 from .recombine import apart_at, join, magnitude, piece, rounding, same, split_max, split_sum
 
 aten = torch.ops.aten
 UNDEFINED = {
-    aten.empty,
-    aten.empty_like,
-    aten.new_empty,
-    aten.empty_strided,
-    aten.new_empty_strided,
-    aten.empty_permuted,
+    *(aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.empty_permuted)
 }
 """Ops whose values mean nothing: only their shapes are compared."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One way to compute a node in pieces: some factors cut over the axes of a mesh, some operands partial."""
+class RuleTrial:
+    """One way to shard a node: some factors over the axes of a mesh, some operands partial."""
 
     mesh: Mesh
     cuts: Mapping[str, Cut]
@@ -62,7 +59,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Refutation:
-    """A trial that does not give what the whole op gives, and what it gives instead."""
+    """A trial that does not give what the op gives on one device, and what it gives instead."""
 
     of: str
     trial: str
@@ -72,15 +69,14 @@ class Refutation:
         return f"{self.of}\n    {self.trial}: {self.why}"
 
 
-def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]) -> Iterator[Trial]:
-    """Each factor in two and three pieces (uneven, mostly) and in stretches, each linear group, some together."""
+def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]) -> Iterator[RuleTrial]:
+    """Each factor in two and three shards (uneven, mostly) and in sub-dims, each linear group, some together."""
     barred = rule.whole | (rule.windows.keys() - rule.alone)
     free = [f for f, size in rule.sizes.items() if f not in barred and size > 1 and f in rule.factors]
-    for f in free:
-        for count in (2, 3):
-            mesh = Mesh(a=count)
-            if smallest(rule.sizes[f], ("a",), mesh) > 0:
-                yield Trial(mesh, {f: Cut(("a",))})
+    for f, count in itertools.product(free, (2, 3)):
+        mesh = Mesh(a=count)
+        if smallest(rule.sizes[f], ("a",), mesh) > 0:
+            yield RuleTrial(mesh, {f: Cut(("a",))})
     floats = all(t is None or t.is_floating_point() or t.is_complex() for t in results)
     groups = [each.operands for each in rule.linear if not each.along]
     groups = [g for g in groups if g and max(g) < len(tensors)]
@@ -88,100 +84,136 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
     for group in groups:
         ordered = ("max", "min") if not any(tensors[i].is_complex() for i in group) else ()
         for kind in ("sum", "product", *ordered) if floats else ("sum",):
-            if rule.passes(kind, group) is None:
-                continue
-            yield Trial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
+            if rule.passes(kind, group) is not None:
+                yield RuleTrial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
     for f, group in on_axis(rule, [t.dtype for t in tensors]):
         if f and (group or f in rule.whole):
-            yield Trial(Mesh(a=2), {f: Cut(("a",))}, {"a": ("sum", group)} if group else {})
+            yield RuleTrial(Mesh(a=2), {f: Cut(("a",))}, {"a": ("sum", group)} if group else {})
     two = Mesh(a=2, b=2)
     for f in free:
         cut = as_two_dims(rule.sizes[f], two) if f not in rule.leaders | rule.alone else None
         if cut is not None:
-            yield Trial(two, {f: cut})
+            yield RuleTrial(two, {f: cut})
     for f, g in itertools.islice(itertools.combinations(free, 2), 6):
         if rule.sizes[f] >= 2 and rule.sizes[g] >= 2:
-            yield Trial(two, {f: Cut(("a",)), g: Cut(("b",))})
+            yield RuleTrial(two, {f: Cut(("a",)), g: Cut(("b",))})
     for f in free[:3]:
         if smallest(rule.sizes[f], ("b", "a"), two) > 0:
-            yield Trial(two, {f: Cut(("b", "a"))})
+            yield RuleTrial(two, {f: Cut(("b", "a"))})
         for group in groups[:2]:
-            yield Trial(two, {f: Cut(("a",))}, {"b": ("sum", group)})
+            yield RuleTrial(two, {f: Cut(("a",))}, {"b": ("sum", group)})
 
 
 def as_two_dims(size: int, mesh: Mesh) -> Cut | None:
-    """A dim seen as two, both cut, so that a rank holds several stretches; None for a prime."""
+    """A dim seen as two, both sharded, so that a rank holds several contiguous ranges; None for a prime."""
     inner = next((n for n in range(2, size // 2 + 1) if size % n == 0), 0)
     return compound([Part(size // inner, ("a",)), Part(inner, ("b",))], mesh) if inner else None
 
 
-def refutations(entry: RuleEntry, of: Instance, *, most: int | None = None, seed: int = 0) -> list[Refutation]:
-    """What is wrong with the rule of an op instance: the trials that it allows and that give another result.
+def refutations(entry: RuleEntry, of: Instance, *, seed: int = 0, drawn: bool = False) -> list[Refutation]:
+    """The trials that a rule allows of an op instance and that give another result.
 
     Args:
-        most: stop after so many.
+        drawn: on other values, each trial on one of the draws. Where a result is not finite, no operand is a partial
+            sum: passes take care of that.
     """
-    rule = entry.make(of.node)
-    if rule is None:
-        return []
-    found = []
-    for trial in trials(rule, of.results, of.tensors):
-        why = refute(entry, rule, of, trial, torch.Generator().manual_seed(seed))
-        if why:
-            found.append(Refutation(repr(of), str(trial), why))
-            if most is not None and len(found) >= most:
-                break
-    return found
-
-
-def refutations_on_draws(entry: RuleEntry, of: Instance, *, seed: int = 0) -> list[Refutation]:
-    """The same on other values: each trial on one of the draws, of both signs, zeros, ties, integers of all the range.
-
-    Where a result is not finite, no operand is a partial sum: of that passes take care.
-    """
-    rule, values = entry.make(of.node), list(draws(of, seed))
+    rule, values = entry.make(of.node), list(draws(of, seed)) if drawn else [of]
     found = []
     for number, trial in enumerate(trials(rule, of.results, of.tensors) if rule is not None and values else ()):
         each = values[(number + seed) % len(values)]
-        if trial.partial and not all(r is None or bool(r.isfinite().all()) for r in each.results):
+        if drawn and trial.partial and not all(r is None or bool(r.isfinite().all()) for r in each.results):
             continue
         assert rule is not None
         why = refute(entry, rule, each, trial, torch.Generator().manual_seed(seed))
         if why:
-            found.append(Refutation(repr(of), str(trial), f"{why} (of drawn values)"))
+            found.append(Refutation(repr(of), str(trial), f"{why} (of drawn values)" if drawn else why))
     return found
 
 
-def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: Trial, generator: torch.Generator) -> str:
+def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: RuleTrial, generator: torch.Generator) -> str:
     """Why a trial is wrong, or ""."""
     try:
         made = strategy(rule, trial.cuts, trial.mesh, trial.partial)
-        return Execution(entry, made, of, trial.mesh, hold(made, of, trial.mesh, generator)).difference()
+        return Execution(entry, made, of, trial.mesh, shard_operands(made, of, trial.mesh, generator)).difference()
     except Exception as error:  # whatever a kernel says of its arguments
-        return said(error)
+        return one_line(error)
 
 
-def said(error: Exception) -> str:
+class Failure(Exception):
+    """A rank's version of an op that raises."""
+
+
+def first_difference(
+    entry: RuleEntry, made: Strategy, values: Iterable[Instance], mesh: Mesh, strict: bool = False
+) -> str:
+    """How a strategy of an op differs from the op on one device, on the first of some values where it does, or in
+    another memory layout of the first ones; or "".
+
+    Args:
+        strict: a kernel has to take every layout.
+
+    Raises:
+        Failure: a rank's version raises.
+    """
+    for number, each in enumerate(values):
+        layouts: Iterable[tuple[str, RankOperands]] = ()
+        try:
+            shards = shard_operands(made, each, mesh, torch.Generator().manual_seed(number))
+            why = Execution(entry, made, each, mesh, shards).difference()
+            layouts = other_layouts(shards) if not number and not why else ()
+        except Exception as error:  # whatever a kernel says of its arguments
+            raise Failure(one_line(error)) from error
+        for name, shards in layouts:
+            try:
+                why = Execution(entry, made, each, mesh, shards).difference()
+            except Exception as error:
+                if strict:
+                    raise Failure(f"{one_line(error)} (shards {name})") from error
+            if why:
+                return f"{why} (shards {name})"
+        if why:
+            return why
+    return ""
+
+
+def far_out(entry: RuleEntry, of: Instance, made: Strategy) -> Iterator[Instance]:
+    """Values that are far out, where a rank's version may be wrong there alone: if it is another op, or if operands are
+    partial. Not of rules by rows: there a kernel may take a row of NaN zero times that a rank does not have."""
+    if any(spec.partial for spec in made.operands):
+        yield from beyond(of)
+    elif entry.local is not None and torch.Tag.pointwise in getattr(of.node.op, "tags", ()):
+        yield from extremes(of)
+    elif entry.local is not None and entry.rows is None:
+        yield from not_finite(of)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ops run on the CPU, by torch alone, and the user's random numbers stay as they are."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())  # the user's default device among others
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        yield
+
+
+def one_line(error: Exception) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
-Held = Mapping[int, Sequence[torch.Tensor]]
-"""Every rank's operands, as it holds them."""
-
-
 @dataclass(frozen=True)
 class Execution:
-    """A strategy of an op instance, executed rank by rank on what they hold."""
+    """A strategy of an op instance, executed rank by rank on their operands."""
 
     entry: RuleEntry
     made: Strategy
     of: Instance
     mesh: Mesh
-    held: Held
+    shards: RankOperands
 
     def difference(self) -> str:
-        """How what the ranks compute differs from the whole op, or "".
+        """How what the ranks compute differs from the op on one device, or "".
 
         Raises:
             Exception: whatever a kernel says of its arguments.
@@ -189,8 +221,8 @@ class Execution:
         of, ranks = self.of, self.ranks()
         undefined = getattr(of.node.op, "overloadpacket", None) in UNDEFINED
         bound = rounding((*of.tensors, *of.results))
-        wholes = [(i, r) for i, (r, v) in enumerate(zip(of.results, of.node.results, strict=True)) if v is not None]
-        for (i, whole), spec in zip(wholes, self.made.results, strict=True):
+        expected = [(i, r) for i, (r, v) in enumerate(zip(of.results, of.node.results, strict=True)) if v is not None]
+        for (i, whole), spec in zip(expected, self.made.results, strict=True):
             assert whole is not None
             parts: dict[int, torch.Tensor] = {}
             for rank, results in ranks.items():
@@ -210,20 +242,22 @@ class Execution:
         node = self.of.node
         before, node.strategy = node.strategy, self.made
         try:
-            return {rank: run(self.entry, node, self.mesh, rank, tensors) for rank, tensors in self.held.items()}
+            return {rank: run(self.entry, node, self.mesh, rank, tensors) for rank, tensors in self.shards.items()}
         finally:
             node.strategy = before
 
 
 def run(entry: RuleEntry, node: Node, mesh: Mesh, rank: int, tensors: Sequence[torch.Tensor]) -> Results:
-    """What one rank computes of a node, by the node's strategy, from what it holds of the operands."""
-    args, kwargs = bind(node, [lay_out(t, entry.contiguous) for t in tensors])
+    """What one rank computes of a node, by the node's strategy, from its operands."""
+    args, kwargs = bind(node, [DENSE[entry.contiguous](at_offset(t)) for t in tensors])
     return as_results(perform(entry, Executor(node, mesh, mesh.coords(rank), args, kwargs)))
 
 
-def hold(made: Strategy, of: Instance, mesh: Mesh, generator: torch.Generator) -> dict[int, list[torch.Tensor]]:
-    """What every rank holds of the operands: its pieces, and its share of those that are partial."""
-    shares: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(mesh.size)}
+def shard_operands(
+    made: Strategy, of: Instance, mesh: Mesh, generator: torch.Generator
+) -> dict[int, list[torch.Tensor]]:
+    """Every rank's operands: its shards, and its terms of those that are partial."""
+    shards: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(mesh.size)}
     for tensor, spec in zip(of.tensors, made.operands, strict=True):
         terms: dict[tuple[int, ...], torch.Tensor] = {(): tensor}
         for axis, kind in spec.partial:
@@ -233,11 +267,11 @@ def hold(made: Strategy, of: Instance, mesh: Mesh, generator: torch.Generator) -
                 for at, term in terms.items()
                 for i, part in enumerate(_split(term, mesh[axis].size, kind, generator))
             }
-        for rank, held in shares.items():
+        for rank, operands in shards.items():
             coords = mesh.coords(rank)
             term = terms[tuple(coords[axis] for axis in spec.partial_axes)]
-            held.append(piece(term, Spec(spec.dims), mesh, coords))
-    return shares
+            operands.append(piece(term, Spec(spec.dims), mesh, coords))
+    return shards
 
 
 def _split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
@@ -261,27 +295,20 @@ DENSE: dict[Contiguous, Callable[[torch.Tensor], torch.Tensor]] = {
     Contiguous.ALIGNED: aligned,
 }
 """An operand as programs give it to a kernel."""
+OFFSET = 3
+"""How many elements of a storage are before and behind an operand that is tried."""
 
 
-def lay_out(tensor: torch.Tensor, wanted: Contiguous) -> torch.Tensor:
-    """A tensor as the op's kernel takes it, at an offset in a larger storage, as the values of programs may lie."""
-    return DENSE[wanted](beside_others(tensor))
-
-
-def beside_others(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor at an offset in a larger storage."""
+def at_offset(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor at an offset in a larger storage, as values of programs may be."""
     if not tensor.numel():
         return tensor
     given = tensor.resolve_conj().resolve_neg()
     span = 1 + sum((size - 1) * stride for size, stride in zip(given.shape, given.stride(), strict=True))
     fill = 1 if given.dtype is torch.bool else 0xFF  # NaN, or -1, for what reads beside its operand
-    storage = torch.full(((span + 2 * BESIDE) * given.itemsize,), fill, dtype=torch.uint8).view(given.dtype)
-    storage[BESIDE : BESIDE + span] = given.as_strided((span,), (1,))
-    return storage.as_strided(given.shape, given.stride(), BESIDE)
-
-
-BESIDE = 3
-"""How many elements of a storage lie before and behind an operand that is tried."""
+    storage = torch.full(((span + 2 * OFFSET) * given.itemsize,), fill, dtype=torch.uint8).view(given.dtype)
+    storage[OFFSET : OFFSET + span] = given.as_strided((span,), (1,))
+    return storage.as_strided(given.shape, given.stride(), OFFSET)
 
 
 @dataclass
@@ -292,5 +319,5 @@ class Executor(Share):
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """The op's result on this rank's pieces."""
+        """The op's result on this rank's shards."""
         return call(op, args, kwargs)

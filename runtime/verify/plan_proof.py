@@ -1,23 +1,24 @@
-"""The programs of a plan, proven or run; :mod:`.verdict` gives the answer."""
+"""The programs of a plan, proven or run on random numbers; :mod:`.verdict` gives the answer."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardfx.ir.cost.fake_calls import FakeCalls
+from shardfx.ir.cost.fake_calls import FakeCalls, Layout, Made, Result, leaves
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
+from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, op_name
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.local_ops import observers
+from shardfx.ir.ops.local_ops import observers, row_of
 from shardfx.ir.ops.time.handover import turn_number
+from shardfx.ir.oracle.shrink import shrink_plan
 from shardfx.ir.program.loops.schedule_actions import ends_here, made_at
 from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
@@ -25,34 +26,30 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
-from .exact_calls import ExactCalls, Misread
-from .families import many_ranks, own_programs
-from .families.alike_ranks import AlikeRanks, alike_ranks
-from .families.whole_programs import place_of
-from .fault import Fault
-from .first_change import named
+from .data_movement import MESSAGES
+from .families import many_ranks
+from .families.equal_shards import EqualShards, equal_shards
+from .fault import Fault, at_first_change
 from .forms.as_planned import as_planned
-from .movers import MESSAGES
+from .numeric_check import FAILS, Counterexample, compare, first_line
 from .proof import every_rank
 from .proof.known import Proof
-from .sample import compare, shrink_plan
-from .sample.counterexample import FAILS, Numbers, first_line
 
-MOST_TURNS = 1024
-"""Of so many ranks and turns each is interpreted where families say nothing certain."""
+MOST_ITERATIONS = 1024
+"""Of so many ranks times iterations each is interpreted where the proof for many ranks does not come to its end."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Programs for outputs of some kinds.
+class ProgramRequest:
+    """The programs for outputs of some kinds, which are to be verified.
 
     Args:
-        name: what is said of them.
-        program: ``program(graph, rank)``: the plan's own program of a rank; of the planned graph, or of the same plan
-            in small.
+        name: what the verdict calls them.
+        program: ``program(graph, rank)`` writes the plan's own program of a rank, for the planned graph or a smaller
+            one.
         used: programs that run on some ranks in the place of the plan's own.
         modules: programs that somebody changed, in the place of those of some ranks.
-        together: of ranks that are turns of one: ``together(graph, rank)`` is the program that is used, for all ranks
+        together: of ranks that are iterations of a loop: ``together(graph, rank)`` is the program in use, for all ranks
             of which ``rank`` is the number (:class:`.families.varying.Varying`).
     """
 
@@ -70,11 +67,19 @@ class Asked:
         return {**self.used, **{r: self.program(graph, r).changed(module) for r, module in self.modules.items()}}
 
 
+class Malformed(Exception):
+    """A program that is not well formed."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.what)
+        self.fault = fault
+
+
 @dataclass(frozen=True)
 class Task:
-    """Programs for outputs of some kinds, and what of the graph they are."""
+    """The programs of a request, and the part of the planned graph that they compute."""
 
-    asked: Asked
+    request: ProgramRequest
     changed: Mapping[int, RankProgram]
     inputs: Sequence[Input]
     nodes: Sequence[Node]
@@ -84,58 +89,65 @@ class Task:
     """The names of the observers that its programs call."""
 
     @staticmethod
-    def of(asked: Asked, changed: Mapping[int, RankProgram], after: Graph) -> Task:
-        """The part of a planned graph that some programs are of."""
-        return Task(asked, changed, *select(after, asked.kinds), after)
+    def of(request: ProgramRequest, changed: Mapping[int, RankProgram], after: Graph) -> Task:
+        """The part of a planned graph that a request needs."""
+        return Task(request, changed, *select(after, request.kinds), after)
 
-    def sound(self, program: RankProgram, *, in_place: bool = False) -> RankProgram:
-        """The plain form of a program that is well formed, and takes and gives what it should: that is what is
-        proven."""
+    def own(self, rank: int) -> RankProgram:
+        """The plan's own program of a rank."""
+        return self.request.program(self.after, rank)
+
+    def program(self, rank: int) -> RankProgram:
+        """The program in use on a rank."""
+        return self.changed.get(rank) or self.own(rank)
+
+    def checked(self, program: RankProgram, *, in_place: bool = False) -> RankProgram:
+        """The plain form of a program, which is what is proven.
+
+        Raises:
+            Malformed: it is not well formed, or does not have the plan's inputs and outputs.
+        """
         takes, gives = ends_here(self.after, self.inputs, self.outputs, self.after.mesh.coords(program.rank))
         for what, mine, theirs in (("takes", program.inputs, takes), ("gives", program.outputs, gives)):
             names, wanted = ([f"{each.kind.value} {each.name}" for each in ends] for ends in (mine, theirs))
             if names != wanted:
                 other = next((w for w, n in zip_longest(wanted, names) if w != n), None)
                 said = f"the program {what} {len(names)} values, not the plan's {len(wanted)}, from {other} on"
-                raise Broken(Fault(said, str(other or ""), program.rank, certain=True))
-        fault = first_broken([program])
+                raise Malformed(Fault(said, str(other or ""), program.rank, certain=True))
+        fault = first_malformed([program])
         if fault is not None:
-            raise Broken(fault)
+            raise Malformed(fault)
         results: Any = program.result().args[0]
-        none = (
-            None
-            if not isinstance(results, (list, tuple))
-            else next((i for i, each in enumerate(results) if not isinstance(each, fx.Node)), None)
-        )
-        if none is not None:
-            output = gives[none]
-            said = f"the program returns {results[none]!r}"
-            raise Broken(Fault(said, f"{output.kind.value} {output.name}", program.rank, "output", certain=True))
+        for output, result in zip(gives, results, strict=False) if isinstance(results, (list, tuple)) else ():
+            if not isinstance(result, fx.Node):
+                name = f"{output.kind.value} {output.name}"
+                raise Malformed(Fault(f"the program returns {result!r}", name, program.rank, "output", certain=True))
         self.observers.update(dict.fromkeys(observers(program.graph)))
         return plain(program, in_place=in_place)
 
-    def run(self, programs: Iterable[RankProgram], fakes: FakeCalls) -> Fault | None:
-        """Every call gives something, of operands that lie in memory as they will; the first that may misread one.
+    def replayed(self, programs: Iterable[RankProgram], fakes: FakeCalls) -> Fault | None:
+        """Run programs on fake tensors: the first call that may misread an operand's memory layout.
 
         Raises:
-            Broken: one does not.
+            Malformed: a program does not run.
         """
         for program in programs:
             try:
                 replay(program, fakes=fakes)
             except FAILS as error:
                 node = getattr(error, "node", "")
-                if isinstance(error.__cause__, Misread):
-                    what = first_line(error.__cause__)
-                    return Fault(what, _leads_to(program, node), program.rank, node)
-                what = f"the program does not run: {first_line(error)}"
-                raise Broken(Fault(what, _leads_to(program, node), program.rank, node, certain=True)) from error
+                misread = isinstance(error.__cause__, Misread)
+                what = first_line(error.__cause__) if misread else f"the program does not run: {first_line(error)}"
+                fault = Fault(what, _leads_to(program, node), program.rank, node, certain=not misread)
+                if misread:
+                    return fault
+                raise Malformed(fault) from error
         return None
 
 
 @dataclass
 class PlanProof:
-    """The programs of a plan, to be proven, or shown to be right."""
+    """The verification of a plan's programs: proven, or compared on random numbers."""
 
     before: Graph
     after: Graph
@@ -145,13 +157,13 @@ class PlanProof:
     device: torch.device
     counts: Counter[str]
     mesh: Mesh
-    """That of the plan: its turns are none of :attr:`after`'s, where each is a rank."""
+    """That of the plan, with its loop axes; in ``after`` each iteration is a rank."""
     fakes: FakeCalls = field(default_factory=FakeCalls)
     rewrites: bool = False
-    """Programs that somebody changed are written as the plan writes them, before they are proven."""
+    """Whether programs that somebody changed are rewritten as the plan has them, before they are proven."""
 
     def __post_init__(self) -> None:
-        self._calls = ExactCalls(self.rules, {node.op for node in self.after.nodes})
+        self._calls = LayoutChecks(self.rules, {node.op for node in self.after.nodes})
 
     @property
     def observers(self) -> list[str]:
@@ -163,34 +175,34 @@ class PlanProof:
         """All ranks of the mesh."""
         return range(self.after.mesh.size)
 
-    def shown(self) -> Fault | None:
-        """The first output that random numbers show to be another one."""
+    def compared(self) -> Fault | None:
+        """The first output that differs on random numbers, with the node at which the proof ends."""
         for task in self.tasks:
-            own = {rank: task.asked.program(self.after, rank) for rank in self.ranks}
-            given = {**own, **task.changed}
-            for each in given.values():
-                task.sound(each)
-            fault, checked = compare.verify(
-                self.before,
-                self.after,
-                self.rules,
-                given,
-                own if task.changed else given,
-                task.inputs,
-                task.outputs,
-                self.stored,
-            )
+            programs = {rank: task.program(rank) for rank in self.ranks}
+            for each in programs.values():
+                task.checked(each)
+            fault, checked = compare(self.before, self.after, programs, task.inputs, task.outputs, self.stored)
             self.counts["outputs"] += checked["outputs"]
             if fault is not None:
+                proof, _ = replace(self, counts=Counter()).unproven()
+                if proof is not None:
+                    rank = fault.rank if proof.rank is None else proof.rank
+                    fault = replace(fault, rank=rank, node=proof.node, where=proof.where)
                 return fault
         return None
 
     def proven(self) -> Fault | None:
-        """The first fault, with numbers that show it if there are some."""
-        numbers = Numbers(self.before, self.after, self.rules, self.stored)
+        """The first fault of the proof, with a counterexample if there is one."""
+        fault, task = self.unproven()
+        if fault is not None and task is None:
+            return Counterexample(self.before, self.after, self.stored).of_graph(fault)
+        return fault if task is None or fault is None or fault.certain else self._with_numbers(fault, task)
+
+    def unproven(self) -> tuple[Fault | None, Task | None]:
+        """The first fault of the proof, and whose it is; of no task: the planned graph's."""
         proof = every_rank.begin(self.before, self.after, self.rules, self.after.outputs, self.counts)
         if isinstance(proof, Fault):
-            return numbers.of_graph(proof)
+            return proof, None
         for task in self.tasks:
             self.counts["outputs"] += sum(map(self._givers, task.outputs))
         fault, number = self._programs(proof)
@@ -200,25 +212,20 @@ class PlanProof:
             if self._programs(proof)[0] is None:
                 fault = None
         self.counts.update({"nodes": proof.nodes, "collectives": proof.collectives})
-        if fault is None:
-            return None
         task = self.tasks[number]
-        if task.changed:
-            fault = named(fault, {rank: task.asked.program(self.after, rank) for rank in task.changed}, task.changed)
-        return fault if fault.certain else self._with_numbers(fault, task, numbers)
+        if fault is not None and task.changed:
+            fault = at_first_change(fault, {rank: task.own(rank) for rank in task.changed}, task.changed)
+        return fault, task
 
     def _programs(self, proof: Proof) -> tuple[Fault | None, int]:
-        """The first fault of all programs, and of which task."""
-        alike = alike_ranks(self.after) if len(self.ranks) > many_ranks.EVERY else None
-        if alike is not None:
-            fault, number = self._many(proof, alike)
-            turns = any(task.asked.together for task in self.tasks)
-            few = len(alike.boxes) > 1 or (turns and len(self.ranks) <= MOST_TURNS)
-            if fault is not None and not fault.certain and few:
-                fault, number = self._each(proof)  # turns are few enough for that: each is gone through in a step
-        else:
-            fault, number = self._each(proof)
-        return fault, number
+        """The first fault of all programs, and the number of its task."""
+        alike = equal_shards(self.after) if len(self.ranks) > many_ranks.EVERY else None
+        if alike is None:
+            return self._each(proof)
+        fault, number = self._many(proof, alike)
+        loops = any(task.request.together for task in self.tasks)
+        few = len(alike.boxes) > 1 or (loops and len(self.ranks) <= MOST_ITERATIONS)
+        return self._each(proof) if fault is not None and not fault.certain and few else (fault, number)
 
     def _givers(self, output: Output) -> int:
         """How many ranks give an output."""
@@ -227,81 +234,74 @@ class PlanProof:
             return len(self.ranks)
         return len(pipeline.places(made_at(output.value))) * len(self.ranks) // self.after.mesh[pipeline.axis].size
 
-    def _with_numbers(self, fault: Fault, task: Task, numbers: Numbers) -> Fault:
-        """The fault with numbers that show it, of the plan or of the same in small, where all ranks can be run."""
-        after = self.after
-        if not task.changed and not numbers.affordable(len(self.ranks)):
-            small = shrink_plan.shrink(self.before, self.after, self.rules)
+    def _with_numbers(self, fault: Fault, task: Task) -> Fault:
+        """The fault with a counterexample, of the plan or of the same on smaller shapes."""
+        numbers = Counterexample(self.before, self.after, self.stored)
+        if not task.changed and not numbers.affordable:
+            small = shrink_plan(self.before, self.after, self.rules)
             if small is not None:
-                numbers = Numbers(small.before, small.after, self.rules, small.known(self.stored))
-                task, after = Task.of(task.asked, {}, small.after), small.after
-        together = task.asked.together or task.asked.program
-
-        def program(rank: Any) -> RankProgram:
-            return task.asked.program(after, rank) if isinstance(rank, int) else together(after, rank)
-
-        return numbers.of_ranks(fault, program, task.changed, task.inputs, task.outputs)
+                numbers = Counterexample(small.before, small.after, small.known(self.stored))
+                task = Task.of(task.request, {}, small.after)
+        return numbers.of_ranks(fault, task.program, task.inputs, task.outputs)
 
     def _each(self, proof: Proof) -> tuple[Fault | None, int]:
         for number, task in enumerate(self.tasks):
-            given = {r: task.changed.get(r) or task.asked.program(self.after, r) for r in self.ranks}
-            sound = {r: self._sound(task, each) for r, each in given.items()}
-            fault = task.run(given.values(), self._calls)
-            fault = fault or every_rank.interpret(proof, sound, task.inputs, task.outputs)
+            programs = {r: task.program(r) for r in self.ranks}
+            checked = {r: self._checked(task, each) for r, each in programs.items()}
+            fault = task.replayed(programs.values(), self._calls)
+            fault = fault or every_rank.interpret(proof, checked, task.inputs, task.outputs)
             if fault is not None:
                 return fault, number
         return None, 0
 
-    def _sound(self, task: Task, program: RankProgram) -> RankProgram:
+    def _checked(self, task: Task, program: RankProgram) -> RankProgram:
         """The plain form of a program, as it is proven."""
-        made = task.sound(program)
+        made = task.checked(program)
         if not self.rewrites or program is not task.changed.get(program.rank):
             return made
-        return as_planned(task.sound(task.asked.program(self.after, program.rank)), made, self.fakes)
+        return as_planned(task.checked(task.own(program.rank)), made, self.fakes)
 
-    def _many(self, proof: Proof, alike: AlikeRanks) -> tuple[Fault | None, int]:
+    def _many(self, proof: Proof, alike: EqualShards) -> tuple[Fault | None, int]:
         def write(graph: Graph, rank: int) -> RankProgram:
             made = plain(lower(graph, rank, self.rules, {OutputKind.RESULT}, self.device), in_place=True)
             if graph.pipeline is not None:
-                self._in_its_turn(made, graph.mesh.coords(rank))
+                self._number_messages(made, graph.mesh.coords(rank))
             return made
 
-        own = {(place_of(self.after, rank), alike.box_of[rank]): rank for rank in self.ranks}.values()
+        own = {(many_ranks.place_of(self.after, rank), alike.box_of[rank]): rank for rank in self.ranks}.values()
         for number, task in enumerate(self.tasks):
             given = [task.changed[rank] for rank in sorted(task.changed)]
-            given = given if task.asked.together is None else given[:1]
-            written = (task.asked.program(self.after, rank) for rank in own if rank not in task.changed)
-            fault = task.run(itertools.chain(given, written), self._calls)
+            given = given if task.request.together is None else given[:1]
+            written = (task.own(rank) for rank in own if rank not in task.changed)
+            fault = task.replayed(itertools.chain(given, written), self._calls)
             if fault is not None:
                 return fault, number
-        asked = [self._asked_of_many(task) for task in self.tasks]
-        return many_ranks.verify(proof, self.rules, write, asked, alike, self.counts)
+        requests = [self._of_families(task) for task in self.tasks]
+        return many_ranks.verify(proof, self.rules, write, requests, alike, self.counts)
 
-    def _in_its_turn(self, program: RankProgram, coords: Mapping[str, int]) -> None:
-        """Number the messages of an op that stands alone, as those of the turn that a rank is."""
+    def _number_messages(self, program: RankProgram, coords: Mapping[str, int]) -> None:
+        """Number the messages of an op that stands alone as those of the iteration that a rank is."""
         for node in program.graph.nodes:
             if node.target in MESSAGES:
-                made = node.meta["shardfx"]
-                turn = turn_number(made.operands[0].spec, self.mesh, coords)
+                turn = turn_number(node.meta["shardfx"].operands[0].spec, self.mesh, coords)
                 node.args = (*node.args[:-2], turn, node.args[-1])
 
-    def _asked_of_many(self, task: Task) -> own_programs.Asked:
-        """The programs of a task; those of turns are written together, whoever gave them."""
-        together = task.asked.together
+    def _of_families(self, task: Task) -> many_ranks.FamilyRequest:
+        """The programs of a task; those of iterations are written together, whoever gave them."""
+        together = task.request.together
         alone = {} if together is not None else task.changed
-        given = frozenset(task.changed) - alone.keys()
-        program = together or task.asked.program
-        return own_programs.Asked(
-            lambda rank: task.sound(program(self.after, rank), in_place=True),
-            {rank: self._sound(task, each) for rank, each in alone.items()},
+        program = together or task.request.program
+        return many_ranks.FamilyRequest(
+            lambda rank: task.checked(program(self.after, rank), in_place=True),
+            {rank: self._checked(task, each) for rank, each in alone.items()},
             task.nodes,
             task.inputs,
             task.outputs,
-            given,
+            frozenset(task.changed) - alone.keys(),
         )
 
 
-def first_broken(programs: Iterable[RankProgram]) -> Fault | None:
+def first_malformed(programs: Iterable[RankProgram]) -> Fault | None:
     """The first program that is not well formed, so that it may not compute what its plain form does."""
     for program in programs:
         try:
@@ -313,7 +313,7 @@ def first_broken(programs: Iterable[RankProgram]) -> Fault | None:
 
 
 def _leads_to(program: RankProgram, name: str) -> str:
-    """The first output of a program that is made of a call."""
+    """The first output of a program that depends on a call."""
     made = {node for node in program.graph.nodes if node.name == name}
     for node in program.graph.nodes:
         if made & set(node.all_input_nodes):
@@ -323,9 +323,45 @@ def _leads_to(program: RankProgram, name: str) -> str:
     return next((f"{output.kind.value} {output.name}" for output, node in pairs if node in made), "")
 
 
-class Broken(Exception):
-    """A program that is not well formed."""
+class Misread(TypeError):
+    """A kernel does not take the memory layout of an operand, so that it may compute something else of it."""
 
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.what)
-        self.fault = fault
+
+class LayoutChecks(FakeCalls):
+    """Calls on fake tensors, checked for what the proof does not see: a value written into memory of a smaller dtype,
+    and operands in a memory layout that the op's row does not allow.
+
+    ``planned`` are the ops of the graph: rows that are discovered hold for these alone.
+
+    Raises:
+        TypeError: memory cannot hold the dtype of what a call writes there.
+        Misread: an operand has another memory layout than the row of the op states.
+    """
+
+    def __init__(self, book: RuleBook, planned: Container[Any]) -> None:
+        super().__init__()
+        self._book, self._planned = book, planned
+
+    def _run(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Made:
+        self._check_layouts(target, leaves((args, kwargs), Layout))
+        made, row = super()._run(target, args, kwargs), row_of(target)
+        if row is not None and row.into is not None and row.plain is not None:
+            out_of_place: Any = row.plain(tuple(args), dict(kwargs))
+            values = [out_of_place] if isinstance(out_of_place, Layout) else _layouts(self.made(*out_of_place))
+            for value, memory in zip(values, _layouts(made), strict=False):
+                if torch.promote_types(value.dtype, memory.dtype) != memory.dtype:
+                    raise TypeError(f"a value of {value.dtype} is written into memory of {memory.dtype}")
+        return made
+
+    def _check_layouts(self, target: Any, layouts: Iterable[Layout]) -> None:
+        entry = self._book.entry(target) if isinstance(target, torch._ops.OpOverload) else None
+        if entry is None or (entry.discovered and target not in self._planned):
+            return
+        for layout in layouts:
+            if not entry.contiguous.takes(layout.shape, layout.stride):
+                wanted = f"contiguous in {entry.contiguous.value}"
+                raise Misread(f"{op_name(target)} takes operands {wanted}, not of strides {layout.stride}")
+
+
+def _layouts(made: Made) -> list[Layout]:
+    return [result.layout for result in leaves(made.results, Result)]

@@ -12,15 +12,19 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
+from shardfx.ir.oracle.shrink import shrink_plan
 from shardfx.ir.program.devices import CPU
 from shardfx.ir.program.loops.loop_nest import time_axes
 from shardfx.ir.rules.book import RuleBook
 
-from .claims import other_claim
 from .fault import Fault
-from .of_turns import of_the_rank, of_turns
-from .plan_proof import Asked, Broken, PlanProof, Task
-from .sample import compare, shrink_plan
+from .interface import interface_fault
+from .loop_proof import of_iteration, unrolled_plan
+from .numeric_check import same_outputs
+from .plan_proof import Malformed, PlanProof, ProgramRequest, Task
+
+SMALL = 1 << 18
+"""Values of at most so many elements are run as they are."""
 
 
 class Status(StrEnum):
@@ -35,10 +39,10 @@ class Status(StrEnum):
 class Verdict:
     """Whether the ranks' programs compute what the model computes; true where that is proven only.
 
-    ``status`` is ``"proven"``, ``"refuted"`` (some output is another one: ``fault.numbers`` has a counterexample where
-    one was found by running) or ``"unknown"`` (the proof does not come to its end, and random numbers do not differ).
-    ``why`` names the output, the rank, the node and the source line; ``programs`` are those that were proven,
-    ``checked`` says how much was looked at, ``given`` what is taken as given.
+    ``status`` is ``"proven"``, ``"refuted"`` (some output differs: ``fault.numbers`` has a counterexample where one was
+    found) or ``"unknown"`` (the proof does not come to its end, and random numbers do not differ). ``why`` names the
+    output, the rank, the node and the source line; ``programs`` are those that were proven, ``checked`` says how much
+    was checked, ``given`` what is assumed.
     """
 
     status: Status
@@ -58,7 +62,7 @@ class Verdict:
         return Verdict(Status.REFUTED if fault.certain else Status.UNKNOWN, text(fault), fault=fault, **more)
 
     def said_of(self, form: str) -> Verdict:
-        """The same verdict, of the programs for a form of call."""
+        """The same verdict, of the programs of a specialization."""
         why = f"for {form}: {self.why}" if self.why else ""
         return replace(self, why=why, programs=tuple(f"{form}: {each}" for each in self.programs))
 
@@ -98,18 +102,15 @@ def text(fault: Fault) -> str:
     node = f"node {fault.node!r}" if fault.node else ""
     place = "; ".join(part for part in (rank, node, fault.where) if part)
     seen = "" if fault.seen is None else " (seen at node {!r} of rank {})".format(*fault.seen)
-    lines = [fault.what + seen]
-    lines += [f"  {'where:':<10}{place}"] if place else []
-    lines += [f"  {'output:':<10}{fault.output}"] if fault.output else []
-    lines += [f"  {'numbers:':<10}{fault.numbers}"] if fault.numbers else []
-    return "\n".join(lines)
+    lines = [("where:", place), ("output:", fault.output), ("numbers:", fault.numbers)]
+    return "\n".join([fault.what + seen, *(f"  {word:<10}{said}" for word, said in lines if said)])
 
 
 def verify(
     before: Graph,
     after: Graph,
     rules: RuleBook,
-    asked: Sequence[Asked],
+    requests: Sequence[ProgramRequest],
     run: bool,
     stored: Mapping[str, torch.Tensor],
     device: torch.device = CPU,
@@ -125,48 +126,35 @@ def verify(
         Error: ``modules`` names a rank that the mesh does not have, or has a module of another plan.
     """
     mesh = after.mesh
-    unknown = [r for each in asked for r in each.modules if not (isinstance(r, int) and 0 <= r < mesh.size)]
+    unknown = [r for each in requests for r in each.modules if not (isinstance(r, int) and 0 <= r < mesh.size)]
     if unknown:
         raise Error(f"no rank {unknown[0]} on this mesh", where="verify(modules=...)", expected=f"0 .. {mesh.size - 1}")
     how = "shown on random float64 numbers" if run else "proven"
-    turned = bool(time_axes(mesh))
-    if turned:
-        try:
-            before, after, asked = of_turns(before, after, asked)
-        except Broken as broken:
-            return Verdict.of(broken.fault, how=how, checked={"ranks": mesh.size})
-    names = tuple(each.name for each in asked)
-    claim = other_claim(before, after)
-    if claim is not None:
-        return Verdict.of(claim, how=how, checked={"ranks": mesh.size})
-    changed = [each.changed(after) for each in asked]
-    small = (
-        shrink_plan.shrink(before, after, rules) if run and not any(changed) and shrink_plan.needed(before) else None
-    )
-    if small is not None and not compare.alike(small.before, small.after, small.known(stored)):
-        small = None  # numbers of the program stand for sizes: a count that a sum is divided by
-    if small is not None:
-        before, after, stored = small.before, small.after, small.known(stored)
-        how = f"{how}, on shapes that were shrunk"
-    counts: Counter[str] = Counter({"ranks": mesh.size})
-    proof = PlanProof(
-        before,
-        after,
-        rules,
-        [Task.of(*each, after) for each in zip(asked, changed, strict=True)],
-        stored,
-        device,
-        counts,
-        mesh,
-    )
+    loops = bool(time_axes(mesh))
     try:
-        fault = proof.shown() if run else proof.proven()
-    except Broken as broken:
-        fault = broken.fault
-    if turned and fault is not None:
-        fault = of_the_rank(fault, mesh)
-    if small is not None:
-        counts["sizes shrunk"] += small.sizes
+        if loops:
+            before, after, requests = unrolled_plan(before, after, requests)
+        fault = interface_fault(before, after)
+    except Malformed as malformed:
+        fault = malformed.fault
+    if fault is not None:
+        return Verdict.of(fault, how=how, checked={"ranks": mesh.size})
+    counts: Counter[str] = Counter({"ranks": mesh.size})
+    changed = [each.changed(after) for each in requests]
+    if run and not any(changed) and any(value.type.numel > SMALL for value in before.values()):
+        small = shrink_plan(before, after, rules)
+        # numbers of the program may stand for sizes, such as a count that a sum is divided by
+        if small is not None and same_outputs(small.before, small.after, small.known(stored)):
+            before, after, stored = small.before, small.after, small.known(stored)
+            how, counts["sizes shrunk"] = f"{how}, on shapes that were shrunk", small.sizes
+    tasks = [Task.of(*each, after) for each in zip(requests, changed, strict=True)]
+    proof = PlanProof(before, after, rules, tasks, stored, device, counts, mesh)
+    try:
+        fault = proof.compared() if run else proof.proven()
+    except Malformed as malformed:
+        fault = malformed.fault
+    if loops and fault is not None:
+        fault = of_iteration(fault, mesh)
     assumed = tuple(f"the observer {name} has no side effect on tensors of the program" for name in proof.observers)
-    programs = () if fault is not None else names
+    programs = () if fault is not None else tuple(each.name for each in requests)
     return Verdict.of(fault, how=how, checked=dict(counts), programs=programs, given=assumed)

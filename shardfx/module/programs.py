@@ -29,7 +29,7 @@ from shardfx.runtime.export.program_files import write_rank, write_shared
 from shardfx.runtime.peak_memory import MeasuredPeaks
 from shardfx.runtime.step import Kinds, Step
 from shardfx.runtime.store import Store
-from shardfx.runtime.verify.plan_proof import Asked
+from shardfx.runtime.verify.plan_proof import ProgramRequest
 from shardfx.runtime.verify.verdict import Verdict, verify
 
 from .rules_checked import with_rules
@@ -173,7 +173,7 @@ class Programs:
             verdict = replace(verdict, claim=f"{verdict.claim} with batch norms of each {whose}'s part of the batch")
         return with_rules(verdict, compiled.after, compiled.context)
 
-    def _asked(self, modules: Mapping[int, fx.GraphModule]) -> list[Asked]:
+    def _asked(self, modules: Mapping[int, fx.GraphModule]) -> list[ProgramRequest]:
         """The programs that a call may run; ``modules`` are in the place of some of those that are meant."""
         there = {output.kind for output in self.compiled.before.outputs}
         meant = self.kinds()
@@ -185,7 +185,7 @@ class Programs:
                 continue
             used = {rank: program for (rank, its), program in self.step.changed.items() if its == kinds}
             given = modules if kinds == meant else {}
-            found.append(Asked(name, kinds, partial(self._made_of, kinds), used, given))
+            found.append(ProgramRequest(name, kinds, partial(self._made_of, kinds), used, given))
         return found
 
     def _made_of(self, kinds: Kinds, graph: Graph, rank: int) -> RankProgram:

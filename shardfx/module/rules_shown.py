@@ -10,8 +10,8 @@ import torch
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import op_name
 from shardfx.ir.oracle.instance import Instance, instance
-from shardfx.ir.oracle.planned.rule_check import SECONDS, example, wrong_trials
-from shardfx.ir.oracle.running.apart import Lost, apart
+from shardfx.ir.oracle.isolated import Lost, isolated
+from shardfx.ir.oracle.rule_check import SECONDS, example, wrong_trials
 from shardfx.ir.rules.book import RuleEntry
 
 
@@ -64,7 +64,7 @@ def _op_of(rule: RuleEntry, op: Any) -> Any:
 def _refutations(rule: RuleEntry, of: Instance) -> list[str]:
     """What is wrong with a rule, by an instance; found in a process of its own."""
     try:
-        return apart(lambda: [str(each) for each in wrong_trials(rule, of)], SECONDS)
+        return isolated(lambda: [str(each) for each in wrong_trials(rule, of)], SECONDS)
     except Lost as lost:
         return [f"{of!r}\n    {lost}"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardfx.ir.oracle.running.draws import FLOATS
+from shardfx.ir.oracle.draws import FLOATS
 from shardfx.ir.spec import TensorType
 from shardfx.runtime.verify.forms.known_ops import empty
 from shardfx.runtime.verify.forms.laws import COMMUTE, INVOLUTIONS, LAWS

@@ -9,9 +9,9 @@ import torch
 
 from shardfx.ir.oracle.completeness import missing_sums
 from shardfx.ir.oracle.cut_search import Oracle
+from shardfx.ir.oracle.draws import draws
 from shardfx.ir.oracle.instance import Instance, instance
-from shardfx.ir.oracle.running.draws import draws
-from shardfx.ir.oracle.soundness import refutations, refutations_on_draws
+from shardfx.ir.oracle.soundness import refutations
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 from shardfx.ir.rules.template import parse_linear
@@ -120,7 +120,7 @@ def test_rows_that_are_reduced_together(case: tuple[Instance, list[str]]) -> Non
     of, linear = case
     made, entry = rule_of(of), BOOK.entry(of.node.op)
     assert list(map(str, made.linear)) == linear
-    assert entry is not None and not refutations(entry, of) and not refutations_on_draws(entry, of)
+    assert entry is not None and not refutations(entry, of) and not refutations(entry, of, drawn=True)
     free = [name for name in made.factors if name not in made.whole]
     assert len(free) == (0 if of.node.kwargs.get("density") else 2)
 
@@ -157,7 +157,7 @@ def test_what_is_linear_but_for_some_numbers_is_not(call: Call) -> None:
 def test_tensors_without_elements_are_drawn_too() -> None:
     of = instance(aten.gather.default, (f(0), 0, i(1, 0)))
     entry = BOOK.entry(of.node.op)
-    assert entry is not None and list(draws(of)) and not refutations_on_draws(entry, of)
+    assert entry is not None and list(draws(of)) and not refutations(entry, of, drawn=True)
 
 
 def test_the_text_of_what_passes() -> None:

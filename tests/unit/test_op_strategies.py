@@ -12,7 +12,7 @@ import torch
 import shardfx as sx
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.oracle.recombine import join
-from shardfx.ir.oracle.soundness import hold
+from shardfx.ir.oracle.soundness import shard_operands
 
 aten = torch.ops.aten
 MESHES = (sx.Mesh(a=2), sx.Mesh(a=2, b=2))
@@ -131,7 +131,7 @@ def test_every_listed_strategy_recomputes_the_result(name: str, mesh: sx.Mesh) -
     found = sx.strategies(op, args, *kwargs, mesh=mesh)
     assert any(not spec.is_whole for each in found for spec in each.operands)
     for each in found[:: 1 + len(found) // 300]:
-        held = hold(each, of, mesh, draw)
+        held = shard_operands(each, of, mesh, draw)
         ranks = {rank: each.call(*shards, rank=rank) for rank, shards in held.items()}
         parts = {rank: made if isinstance(made, tuple) else (made,) for rank, made in ranks.items()}
         for i, (whole, spec) in enumerate(zip(of.kept, each.results, strict=True)):

@@ -12,7 +12,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.oracle.instance import instance
-from shardfx.ir.oracle.soundness import Execution, hold
+from shardfx.ir.oracle.soundness import Execution, shard_operands
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.shards import RowExchange, has_rows
@@ -92,6 +92,6 @@ def test_ops_on_windows_are_right_in_rows_that_overlap(kind: str) -> None:
         executed += 1
         made = strategy(rule, {leader: rows}, mesh)
         assert not Execution(
-            entry, made, of, mesh, hold(made, of, mesh, torch.Generator().manual_seed(seed))
+            entry, made, of, mesh, shard_operands(made, of, mesh, torch.Generator().manual_seed(seed))
         ).difference(), seed
     assert executed + refused >= 10

@@ -18,7 +18,7 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.comm import halo
 from shardfx.ir.oracle.instance import Instance, instance
-from shardfx.ir.oracle.soundness import Execution, hold
+from shardfx.ir.oracle.soundness import Execution, shard_operands
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.shards import rows_for
@@ -94,7 +94,9 @@ def difference(kind: str, seed: int) -> str | None:
     ranks = Draw(seed).randint(2, 5)  # of which some have nothing of a small image
     mesh = Mesh(a=ranks)
     made = strategy(rule, {leaders[0]: Cut(("a",))}, mesh)
-    return Execution(entry, made, of, mesh, hold(made, of, mesh, torch.Generator().manual_seed(seed))).difference()
+    return Execution(
+        entry, made, of, mesh, shard_operands(made, of, mesh, torch.Generator().manual_seed(seed))
+    ).difference()
 
 
 def check(kind: str, seeds: Iterator[int], least: int) -> None:
@@ -192,3 +194,13 @@ def test_uneven_tiles_that_are_tiles_of_blocks_are_one_placement() -> None:
     assert project(Cut(("h",)), 16, (8, 2), three) == (Cut(("h",)), Cut())
     assert compound([Part(4, ("h",)), Part(4)], three).parts  # 8, 4 and 4 of 16
     assert project(Cut(("h",)), 16, (4, 4), three) is None
+
+
+@pytest.mark.parametrize("step", [-2, -1, 1, 2])
+@pytest.mark.parametrize("outer", [Window(64, -1, 1, 63, 64), Window(64, 2, 3, -1, 1), Window(64, -1, 2, 30, 33)])
+def test_two_windows_are_one_that_reaches_as_far(step: int, outer: Window) -> None:
+    inner = Window(64, step, 1, 5, 6)
+    for row in range(64):
+        first, last = outer.reach(row, 1)
+        wanted, found = inner.reach(first, last - first + 1), inner.within(outer).reach(row, 1)
+        assert found[0] <= wanted[0] <= wanted[1] <= found[1] and found[1] - found[0] - (wanted[1] - wanted[0]) < 4

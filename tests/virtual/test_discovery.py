@@ -19,8 +19,8 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.findings import FindingsFolder
 from shardfx.ir.oracle.instance import instance
-from shardfx.ir.oracle.running.apart import Lost, apart
-from shardfx.ir.oracle.small_instance import small_sizes
+from shardfx.ir.oracle.isolated import Lost, isolated
+from shardfx.ir.oracle.shrink import small_sizes
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import TensorType
 
@@ -272,12 +272,12 @@ def test_an_index_is_drawn_over_all_that_it_may_be() -> None:
 
 
 def test_work_apart_is_limited() -> None:
-    assert apart(lambda: 3) == 3
+    assert isolated(lambda: 3) == 3
     with pytest.raises(Lost, match="SIGABRT"):
-        apart(os.abort)
+        isolated(os.abort)
     with pytest.raises(Lost, match="within 2 s"):
-        apart(lambda: time.sleep(9), seconds=2)
+        isolated(lambda: time.sleep(9), seconds=2)
     with pytest.raises(Lost, match="MemoryError"):
-        apart(lambda: len(bytearray(1 << 30)), megabytes=64)
+        isolated(lambda: len(bytearray(1 << 30)), megabytes=64)
     with pytest.raises(Lost, match="ZeroDivisionError"):
-        apart(lambda: 1 // 0)
+        isolated(lambda: 1 // 0)

@@ -21,7 +21,7 @@ from shardfx.module import programs
 from shardfx.passes.rank import RankContext, run_rank_passes
 from shardfx.passes.rank.waits import Waits
 from shardfx.runtime.verify.families.family import Written, families
-from shardfx.runtime.verify.families.varying import Split, Together, Varying
+from shardfx.runtime.verify.families.varying import Diverged, Together, Varying
 from shardfx.runtime.verify.proof.interpreter import Rank
 from shardfx.runtime.verify.proof.known import Known, Proof
 from shardfx.runtime.verify.proof.within import Within
@@ -236,7 +236,7 @@ def test_arithmetic_is_that_of_each_rank() -> None:
 @pytest.mark.parametrize("ask", [lambda r: r > 4, bool, lambda r: [0, 1, 2][r // 7], hash, lambda r: r & 1])
 def test_ranks_go_different_ways(ask: Callable[[Any], Any]) -> None:
     ranks = list(range(8))
-    with pytest.raises(Split) as split:
+    with pytest.raises(Diverged) as split:
         ask(Together(ranks).rank() - 0)
     assert sorted(rank for part in split.value.parts for rank in part) == ranks
 

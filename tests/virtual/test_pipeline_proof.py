@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import shardfx as sx
 from shardfx.ir.ops.time import handover, turns
 from shardfx.ir.program.lower import Lowering
-from shardfx.runtime.verify import of_turns, plan_proof
+from shardfx.runtime.verify import loop_proof, plan_proof
 from shardfx.runtime.verify.families import many_ranks
 
 OTHER = 2
@@ -175,7 +175,7 @@ def test_what_is_wrong_on_one_rank_is_refused(
 ) -> None:
     """By the order of messages; and by the proof, if that would let it pass."""
     if not ordered:
-        monkeypatch.setattr(of_turns, "out_of_order", lambda *_: None)
+        monkeypatch.setattr(loop_proof, "out_of_order", lambda *_: None)
     program = in_stages().rank_program(OTHER)
     damage(program.graph)
     verdict = in_stages().verify(modules={OTHER: program.module()})
@@ -207,7 +207,7 @@ def test_a_message_that_one_rank_alone_names_otherwise(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Lowering, "call", other)
     assert "is sent" in in_stages().verify().why
-    monkeypatch.setattr(of_turns, "out_of_order", lambda *_: None)
+    monkeypatch.setattr(loop_proof, "out_of_order", lambda *_: None)
     verdict = in_stages().verify()
     assert not verdict
     assert verdict.checked["programs read"] == 20
@@ -224,7 +224,7 @@ def test_a_send_whose_code_does_not_meet_its_receive(monkeypatch: pytest.MonkeyP
         return call(self, op, *args, **kwargs)
 
     monkeypatch.setattr(Lowering, "call", other)
-    monkeypatch.setattr(plan_proof, "MOST_TURNS", 0)
+    monkeypatch.setattr(plan_proof, "MOST_ITERATIONS", 0)
     verdict = in_stages().verify()
     assert not verdict
     assert "whole programs" not in verdict.checked

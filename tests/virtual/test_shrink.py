@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import shardfx as sx
-from shardfx.runtime.verify.sample import shrink_plan
+from shardfx.ir.oracle.shrink import shrink_plan
+from shardfx.runtime.verify import verdict as verdicts
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
@@ -44,7 +45,7 @@ def test_a_large_model_without_weights_is_shown_in_small() -> None:
     verdict = pm.verify(run=True)
     assert verdict, verdict.why
     assert verdict.checked["sizes shrunk"] > 4 and "shrunk" in str(verdict)
-    small = shrink_plan.shrink(pm.before, pm.after, pm._compiled.context.rules)
+    small = shrink_plan(pm.before, pm.after, pm._compiled.context.rules)
     assert small is not None
     assert max(value.type.numel for value in small.after.values()) < 10_000
     for old, new in zip(pm.after.values(), small.after.values(), strict=True):
@@ -70,6 +71,6 @@ def test_what_is_wrong_in_large_is_wrong_in_small() -> None:
 @pytest.mark.parametrize("mesh", ["dp2tp2", "2x2x2"])
 @pytest.mark.parametrize("name", ["gpt_fused", "llama", "hf_gpt2", "hf_bert", "hf_t5", "resnet", "unet", "hf_llama"])
 def test_models_of_the_zoo_in_small(monkeypatch: pytest.MonkeyPatch, name: str, mesh: str) -> None:
-    monkeypatch.setattr(shrink_plan, "SMALL", 0)
+    monkeypatch.setattr(verdicts, "SMALL", 0)
     pm = plan(make(name), MESHES[mesh], sequence=make(name).sequence_specs is not None)
     assert pm.verify(run=True), pm.verify(run=True).why

@@ -14,7 +14,7 @@ from benchmarks.mutants import planned
 from shardfx.ir.ops import pack
 from shardfx.ir.program.lower import Lowering
 from shardfx.runtime.verify.families import many_ranks
-from shardfx.runtime.verify.families.alike_ranks import alike_ranks
+from shardfx.runtime.verify.families.equal_shards import equal_shards
 from tests.captures import captured_once
 from tests.mutants import MUTATIONS, Programs
 from tests.plans import MESHES, plan
@@ -31,7 +31,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def boxes_of(pm: sx.ParallelModule) -> list[int]:
     """How many ranks hold as much."""
-    alike = alike_ranks(pm.after)
+    alike = equal_shards(pm.after)
     assert alike is not None
     return [len(box) for box in alike.boxes]
 
@@ -84,7 +84,7 @@ def test_a_table_that_is_cut_over_many_ranks() -> None:
 @pytest.mark.slow
 def test_a_plan_with_rows_that_overlap_is_interpreted_on_every_rank() -> None:
     pm = plan(make("hf_vit"), MESHES["tp2"], specs={"vit.layers.*.mlp.fc1": "-, tp, -"})
-    assert alike_ranks(pm.after) is None
+    assert equal_shards(pm.after) is None
     verdict = pm.verify()
     assert verdict, verdict.why
     assert "whole programs" not in verdict.checked

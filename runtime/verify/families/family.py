@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from shardfx.ir.mesh import Mesh
 from shardfx.runtime.verify.proof.interpreter import HasGraph
 
-from .varying import Split, Together, Varying, leaves
+from .varying import Diverged, Together, Varying, leaves
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def families(write: Callable[[Any], HasGraph], parts: Iterable[Sequence[int]]) -
         together = Together(ranks)
         try:
             program = write(together.rank())
-        except Split as split:
+        except Diverged as split:
             waiting += [tuple(part) for part in split.parts]
             continue
         except Exception:
@@ -104,28 +103,3 @@ def families(write: Callable[[Any], HasGraph], parts: Iterable[Sequence[int]]) -
             waiting += [ranks[1:], ranks[:1]]  # the error is to be that of a rank
             continue
         yield Family(together, program)
-
-
-def refined(parts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The ranks that are together in both."""
-    if len(others) == 1:
-        return [list(part) for part in parts]
-    found: dict[tuple[int, int], list[int]] = {}
-    mine = {rank: i for i, part in enumerate(parts) for rank in part}
-    theirs = {rank: i for i, part in enumerate(others) for rank in part}
-    for rank in sorted(mine):
-        found.setdefault((mine[rank], theirs[rank]), []).append(rank)
-    return list(found.values())
-
-
-def axes_of(values: dict[int, Any], mesh: Mesh) -> set[str]:
-    """The axes along which what ranks have is not the same."""
-    found = set()
-    for axis in mesh.space:
-        seen: dict[tuple[int, ...], Any] = {}
-        for rank, value in values.items():
-            rest = tuple(i for name, i in mesh.coords(rank).items() if name != axis.name)
-            if seen.setdefault(rest, value) != value:
-                found.add(axis.name)
-                break
-    return found

@@ -1,8 +1,8 @@
 """The proof for many ranks, at the cost of a few: equal ops once, equal programs once, and every program read.
 
-Ranks that hold equal shapes (all of them, where every cut of the plan is even) have programs that differ in numbers and
-in names of groups only, and where an op is done otherwise on some ranks. Then these are proven instead of all programs
-one by one:
+Ranks with equal shards (all of them, where every sharding of the plan is even) have programs that differ in numbers and
+in names of groups only, and where an op is computed otherwise on some ranks. Then these are proven instead of all
+programs one by one:
 
 1. *Every op at every rank* (:mod:`.single_ops`): its code, alone, takes its operands as the plan places them to its
    results as the plan places them.
@@ -10,79 +10,270 @@ one by one:
 3. *Every rank's program is the planned graph in that code.* The code that writes programs (lowering and rank passes)
    runs once for all ranks whose numbers take it the same way (:mod:`.varying`), and what it writes for such a *family*
    is read op by op (:mod:`.op_code`): each call is the next one of its op's code, with this rank's own numbers, of what
-   stands for the operands that the planned graph gives the op; and the families keep one order of collectives.
+   stands for the operands that the planned graph gives the op; and the families have one order of collectives.
 4. *One whole program*, with all its collectives: order, operands, waits and results. Its partners in collectives are
-   *shadows* (:mod:`..proof.meeting`): by 1 and 3, they hold at each node what the rank itself holds, at their own
-   coordinates. Where ranks hold more or less than others, it is one of each box of ranks that hold as much
-   (:mod:`.alike_ranks`), side by side, and a shadow holds what that of its own box does. Programs for fewer outputs,
-   whose calls all stand in one that was interpreted, in its order, are read as parts of it (:mod:`..proof.within`).
+   *shadows* (:mod:`..proof.meeting`): by 1 and 3 they have at each node what the rank itself has, at their own
+   coordinates. Where shards are not equal, it is one of each box (:mod:`.equal_shards`), side by side, and a shadow has
+   what that of its own box has. Programs for fewer outputs, whose calls are all in one that was interpreted, in its
+   order, are read as a part of it (:mod:`..proof.within`).
 
-Where the plan has stages, ranks at one place along their axis have the same ops, inputs and outputs, and are read for
+Where the plan has stages, ranks at one place along their axis have the same ops, inputs and outputs, and are read by
 themselves: ranks of two places are in no family, and each place has its own order of collectives and messages. An op
-alone is done by all ranks, whatever its stage; a send by those that it concerns, and *all* ranks' messages of it are
-compared (:mod:`.stage_messages`). In 3 each message of an op's code must stand in the program once, for a rank waits
-for it. In 4 the whole programs are those of a *line* of ranks, one of each place and at the same coordinates else,
-which send to one another. Messages at other coordinates are then right by 1 and 3: they are those of the ops' codes,
-with each rank's own turn and group, and what a rank sends is what 1 and 3 say of its operand. In which order two ranks
-send and receive over all turns is checked beforehand (:mod:`..order_of_turns`).
+alone is computed by all ranks, whatever its stage; a send by those that it concerns, and *all* ranks' messages of it
+are compared. In 3 each message of an op's code must be in the program once, for a rank waits for it. In 4 the whole
+programs are those of a *line* of ranks, one of each place and at the same coordinates else, which send to one another.
+Messages at other coordinates are then right by 1 and 3: they are those of the ops' codes, with each rank's own
+iteration and group, and what a rank sends is what 1 and 3 say of its operand. In which order two ranks send and receive
+over all iterations is checked beforehand (:mod:`..loop_proof`).
 
 A program that is not the planned graph in the code of its ops (rank passes may write it otherwise) is interpreted as a
-whole, on each rank of its family, and so is every rank with which it speaks, and the lines of these; on two ranks and
-their lines, where at least all its numbers are those of its ops' codes, unless somebody gave it. A program that
-somebody gives for a rank alone is always interpreted, with every rank to which it speaks; one that is given for many
-ranks, the turns of one, is read first.
+whole, on each rank of its family, and so is every rank that it communicates with, and the lines of these; on two ranks
+and their lines, where at least all its numbers are those of its ops' codes, unless somebody gave it. A program that
+somebody gives for a rank alone is always interpreted, with every rank that it communicates with; one that is given for
+many ranks, the iterations of one, is read first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, Input, Node, Output
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.program.loops.schedule_actions import ends_here, is_done
 from shardfx.ir.rules.book import RuleBook
+from shardfx.runtime.verify.data_movement import COLLECTIVES, MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault
+from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
 from shardfx.runtime.verify.proof.known import Proof
+from shardfx.runtime.verify.proof.meeting import LockStep
+from shardfx.runtime.verify.proof.within import Within
 
-from .alike_ranks import AlikeRanks
-from .own_programs import Asked, Own
-from .single_ops import SingleOps, Write
-from .whole_programs import Earlier, Whole, place_of
+from .equal_shards import EqualShards
+from .family import Family, families
+from .op_code import Reading, same_numbers
+from .single_ops import SingleOps, Write, pair
 
 EVERY = 16
 """On a mesh of up to so many ranks every program is interpreted."""
+Key = tuple[int, int]
+"""A place along the axis of stages, and the number of a box of ranks with equal shards."""
+Earlier = Mapping[Key, Within]
+"""Whole programs that were interpreted."""
+
+
+@dataclass(frozen=True)
+class FamilyRequest:
+    """Programs for outputs of some kinds: the plan's own, and others by rank. ``given`` are ranks whose program is
+    written together, as the plan's own are, though somebody gave it."""
+
+    program: Callable[[Any], HasGraph]
+    changed: Mapping[int, HasGraph]
+    nodes: Sequence[Node]
+    inputs: Sequence[Input]
+    outputs: Sequence[Output]
+    given: frozenset[int] = frozenset()
+
+    def at(self, graph: Graph, rank: int) -> FamilyRequest:
+        """The part that belongs to the stages of a rank."""
+        coords = graph.mesh.coords(rank)
+        inputs, outputs = ends_here(graph, self.inputs, self.outputs, coords)
+        nodes = [node for node in self.nodes if is_done(node, graph, coords)]
+        return replace(self, nodes=nodes, inputs=inputs, outputs=outputs)
 
 
 def verify(
-    proof: Proof, book: RuleBook, write: Write, asked: Sequence[Asked], alike: AlikeRanks, counts: Counter[str]
+    proof: Proof,
+    book: RuleBook,
+    write: Write,
+    requests: Sequence[FamilyRequest],
+    alike: EqualShards,
+    counts: Counter[str],
 ) -> tuple[Fault | None, int]:
     """The first fault of the programs, or None, and of which; ``counts`` says how much was checked.
 
-    ``write`` writes one op alone, ``alike`` says which ranks hold as much.
+    ``write`` writes one op alone.
     """
     graph = proof.after
-    ops = SingleOps(graph, [node for each in asked for node in each.nodes], book, write, alike)
+    ops = SingleOps(graph, [node for each in requests for node in each.nodes], book, write, alike)
     found = ops.fault()
     counts["distinct ops at every rank"] += len(ops)
     if found is not None:
         return found, 0
+    places: dict[int, list[int]] = {}
+    for rank in range(graph.mesh.size):
+        places.setdefault(place_of(graph, rank), []).append(rank)
     earlier: list[Earlier] = []
-    for number, each in enumerate(asked):
-        own = {place: Own(ops, each.at(graph, ranks[0]), ranks) for place, ranks in _places(graph).items()}
-        whole = Whole(proof, own, alike)
+    for number, each in enumerate(requests):
+        read = {place: FamilyPrograms(ops, each.at(graph, ranks[0]), ranks) for place, ranks in places.items()}
+        whole = WholePrograms(proof, read, alike)
         try:
             whole.interpret(each.changed, earlier)
         except Failed as failed:
             return failed.fault, number
         finally:
-            counts.update(whole.counts())
-            for part in own.values():
-                counts.update(part.counts())
+            counts.update({"whole programs": whole.count, "programs within a whole one": whole.within})
+            for part in read.values():
+                counts.update({"programs read": len(part.read), "calls read": part.calls, "families": part.families})
     return None, 0
 
 
-def _places(graph: Graph) -> dict[int, list[int]]:
-    """The ranks by the stages that they have: by their place along the axis of stages."""
-    found: dict[int, list[int]] = {}
-    for rank in range(graph.mesh.size):
-        found.setdefault(place_of(graph, rank), []).append(rank)
+def place_of(graph: Graph, rank: int) -> int:
+    """The place of a rank along the axis of stages; 0 where there are none."""
+    return graph.mesh.coords(rank)[graph.pipeline.axis] if graph.pipeline is not None else 0
+
+
+class FamilyPrograms:
+    """The plan's own programs of ranks that have the same stages, read family by family."""
+
+    def __init__(self, ops: SingleOps, request: FamilyRequest, ranks: Sequence[int]) -> None:
+        self.request, nodes = request, request.nodes
+        self.families = self.calls = 0
+        self.read: dict[int, Family] = {}
+        """By rank: families whose program is the planned graph in the code of its ops."""
+        self.alike: dict[int, Family] = {}
+        """Families with other code, but with no number other than the ops' own."""
+        self.other: dict[int, Family] = {}
+        """Families with other code."""
+        order: list[Any] | None = None
+        mine = set(ranks) - request.changed.keys()
+        parts = [[rank for rank in part if rank in mine] for part in ops.parts]
+        for family in families(request.program, sorted(filter(None, parts), key=len, reverse=True)):
+            self.families += 1
+            codes = ops.codes(family.ranks, nodes)
+            reading = Reading(family, nodes, codes)
+            order, own = order or _communication(family), _communication(family)
+            if own == order and reading.first_other(request.inputs, request.outputs) is None:
+                self.read |= dict.fromkeys(family.ranks, family)
+                self.calls += reading.calls * len(family.ranks)
+            elif own == order and not request.given & {*family.ranks} and same_numbers(family, nodes, codes):
+                self.alike |= dict.fromkeys(family.ranks, family)
+            else:
+                self.other |= dict.fromkeys(family.ranks, family)
+
+    def at(self, rank: int) -> HasGraph:
+        """The plan's own program of a rank."""
+        family = self.alike.get(rank) or self.other.get(rank)
+        return self.request.program(rank) if family is None else family.at(rank)
+
+    def settled(self, rank: int) -> HasGraph:
+        """The same, of a family that is not needed any more."""
+        return self.read[rank].settled(rank) if rank in self.read else self.at(rank)
+
+
+def _communication(family: Family) -> list[Any]:
+    """What is asked of which groups, and sent to whom, in order."""
+    found: list[Any] = []
+    for node in family.program.graph.nodes:
+        if node.op == "call_function" and node.target in COLLECTIVES | MESSAGES:
+            row = row_of(node.target)
+            to = node.args[-4:-2] if row is not None and row.message else ()
+            found.append((node.target, str(node.args[-1]).partition("@")[0], *to))
     return found
+
+
+class WholePrograms:
+    """Whole programs, interpreted: of all stages those of one line of ranks, with shadows for all others."""
+
+    def __init__(self, proof: Proof, places: Mapping[int, FamilyPrograms], alike: EqualShards) -> None:
+        self.proof, self.places, self.alike = proof, places, alike
+        self.mesh = proof.after.mesh
+        self.count = self.within = 0
+        self._patterns: dict[Key, Rank] = {}
+        """A program of which those of all ranks there that were read are copies."""
+
+    def interpret(self, changed: Mapping[int, HasGraph], earlier: list[Earlier]) -> None:
+        """Interpret what must be. ``earlier`` are whole programs for other outputs; these join them.
+
+        Raises:
+            Failed: a program is wrong.
+        """
+        lines = [rank for box in self.alike.boxes for rank in self._whole_line(frozenset(box))]
+        if lines:
+            programs = {rank: self._of(rank).settled(rank) for rank in lines}
+            if not any(self._is_within(each, programs) for each in earlier):
+                self._lock_step(programs, ())
+                earlier.append({key: Within(rank) for key, rank in self._patterns.items()})
+            # outputs that are placed otherwise than promised, but are the same box at these ranks, are it at all:
+            # what is linear in each coordinate and the same at two places is the same
+            for rank in self._patterns.values():
+                rank.promised(self._of(rank.rank).request.outputs, self.alike.starts())
+        for ranks in self._pairs():
+            self._lock_step({rank: self._of(rank).at(rank) for rank in ranks}, ())
+        apart = {*changed, *(rank for own in self.places.values() for rank in own.other)}
+        if apart:
+            nodes = [node for node in self.proof.after.nodes if isinstance(node.op, OwnOp)]
+            axes = {tuple(node.kwargs["axes"]) for node in nodes if node.kwargs.get("axes")}
+            near = apart | {m for r in apart for each in axes for m in self.mesh.group(r, each)}
+            near = {m for rank in near for m in self._line(rank)}
+            self._lock_step({r: changed.get(r) or self._of(r).at(r) for r in sorted(near)}, apart)
+
+    def _pairs(self) -> Iterator[Sequence[int]]:
+        """Two ranks of each family with other code, and the lines of these; of all families together, where ranks of
+        one communicate with others that have other shards."""
+        found = [family for own in self.places.values() for family in dict.fromkeys(own.alike.values())]
+        pairs = [{m for rank in pair(family.ranks, self.mesh) for m in self._line(rank)} for family in found]
+        if len(self.alike.boxes) > 1 and pairs:
+            pairs = [set[int]().union(*pairs)]
+        yield from map(sorted, pairs)
+
+    def _of(self, rank: int) -> FamilyPrograms:
+        return self.places[place_of(self.proof.after, rank)]
+
+    def _line(self, rank: int) -> Sequence[int]:
+        """The ranks that differ from one in their stages alone."""
+        pipeline = self.proof.after.pipeline
+        return (rank,) if pipeline is None else self.mesh.group(rank, (pipeline.axis,))
+
+    def _whole_line(self, box: Collection[int]) -> Sequence[int]:
+        """Ranks of a box that communicate with one another, one of all stages, each of a family that was read, or has
+        no number but its ops' own; empty where there are none."""
+        for own in self.places.values():
+            inside = [rank for rank in own.read if rank in box]
+            first = pair(own.read[inside[0]].ranks, self.mesh)[:1] if inside else ()
+            for rank in (*first, *inside):
+                line = self._line(rank)
+                if all(r in self._of(r).read or r in self._of(r).alike for r in line):
+                    return line
+        return ()
+
+    def _is_within(self, whole: Earlier, programs: Mapping[int, HasGraph]) -> bool:
+        """Whether programs compute nothing that whole ones do not compute, and give what they should."""
+        made = {self._key(rank): self._rank(rank, each) for rank, each in programs.items()}
+        if not all(key in whole and whole[key].read(rank) for key, rank in made.items()):
+            return False
+        try:
+            self._check_outputs(made.values())
+        except Failed:  # they are interpreted then, which says where they are wrong
+            return False
+        self._patterns, self.within = made, self.within + len(made)
+        return True
+
+    def _lock_step(self, programs: Mapping[int, HasGraph], apart: Iterable[int]) -> None:
+        alone = set(apart)
+        made = {r: self._rank(r, each, r in alone) for r, each in programs.items()}
+        self.count += len(made)
+        known = dict(self._patterns)
+        for r in made.keys() - alone:
+            known.setdefault(self._key(r), made[r])
+
+        def model(rank: Rank, member: int) -> Rank | None:
+            mine, theirs = self._key(rank.rank), self._key(member)
+            return rank if mine == theirs and not (alone and mine in self._patterns) else known.get(theirs)
+
+        LockStep(self.proof, made, model).run()
+        self._check_outputs(made.values())
+        self._patterns = known
+
+    def _key(self, rank: int) -> Key:
+        return place_of(self.proof.after, rank), self.alike.box_of[rank]
+
+    def _rank(self, rank: int, program: HasGraph, changed: bool = False) -> Rank:
+        return Rank(self.proof, rank, program, self._of(rank).request.inputs, changed)
+
+    def _check_outputs(self, ranks: Iterable[Rank]) -> None:
+        for rank in ranks:
+            rank.outputs(self._of(rank.rank).request.outputs)

@@ -20,29 +20,29 @@ from torch import fx
 
 from shardfx.ir.graph import Input, Node, Output, Value
 from shardfx.ir.ops.pack import IDENTITY
-from shardfx.runtime.verify.movers import MESSAGES
+from shardfx.runtime.verify.data_movement import MESSAGES
 
 from .family import Family, varies
 from .varying import Varying, leaves
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class CodeOperand:
     """An operand of the op: each value stands once, in the order of the arguments."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CodeResult:
     """What an earlier call of the same code gave."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One call, its tensors being :class:`Operand` and :class:`Made`."""
+class CodeCall:
+    """One call, its tensors being :class:`CodeOperand` and :class:`CodeResult`."""
 
     target: Any
     args: Any
@@ -54,8 +54,8 @@ class Code:
     """The calls that do one op on the ranks of a family."""
 
     family: Family
-    calls: list[Call] = field(default_factory=list)
-    results: list[Operand | Made | None] = field(default_factory=list)
+    calls: list[CodeCall] = field(default_factory=list)
+    results: list[CodeOperand | CodeResult | None] = field(default_factory=list)
     """What stands for each result; None for one that is another stage's."""
 
     @property
@@ -69,15 +69,15 @@ class Code:
         code, env = Code(family), dict[fx.Node, Any]()
         for node in family.program.graph.nodes:
             if node.op == "placeholder":
-                env[node] = Operand(len(env))
+                env[node] = CodeOperand(len(env))
             elif node.op == "output":
                 code.results = [env[result] for result in node.args[0]] or [None] * results
             elif node.target in IDENTITY:
                 env[node] = env[node.args[0]]
             else:
                 args, kwargs = (fx.map_arg(each, env.__getitem__) for each in (node.args, node.kwargs))
-                env[node] = Made(len(code.calls))
-                code.calls.append(Call(node.target, args, kwargs))
+                env[node] = CodeResult(len(code.calls))
+                code.calls.append(CodeCall(node.target, args, kwargs))
         return code
 
 
@@ -112,9 +112,9 @@ class Reading:
             outs = node.outs
             op = _Op(codes[outs[0]], [self._one(value) for value in operands(node)], outs)
             self._ops[outs[0]] = op
-            first: dict[Operand | Made, Value] = {}
+            first: dict[CodeOperand | CodeResult, Value] = {}
             for ref, value in zip(op.code.results, outs, strict=True):
-                if isinstance(ref, Operand):
+                if isinstance(ref, CodeOperand):
                     self._same[value] = op.operands[ref.index]
                 elif ref is not None and first.setdefault(ref, value) is not value:
                     self._same[value] = first[ref]
@@ -161,7 +161,7 @@ class Reading:
         op.next += 1
         self._made[node] = op, place
         for ref, value in zip(op.code.results, op.outs, strict=True):
-            if isinstance(ref, Made) and ref.call == place:
+            if isinstance(ref, CodeResult) and ref.call == place:
                 self._stands[node] = self._one(value)
                 break
         self.calls += 1
@@ -170,9 +170,9 @@ class Reading:
     def _alike(self, op: _Op, ref: Any, arg: Any) -> bool:
         """Whether an argument is what the code has there."""
         if isinstance(arg, fx.Node):
-            if isinstance(ref, Operand):
+            if isinstance(ref, CodeOperand):
                 return self._stands.get(arg) is op.operands[ref.index]
-            return isinstance(ref, Made) and self._made.get(arg) == (op, ref.call)
+            return isinstance(ref, CodeResult) and self._made.get(arg) == (op, ref.call)
         if isinstance(ref, (list, tuple)):
             if not isinstance(arg, (list, tuple)) or len(ref) != len(arg):
                 return False
@@ -187,12 +187,12 @@ class Reading:
         a, b = self._constant(op.code, ref), self._constant(None, arg)
         return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
 
-    def numbers(self, code: Code | None, calls: Iterable[Call]) -> list[Any]:
+    def numbers(self, code: Code | None, calls: Iterable[CodeCall]) -> list[Any]:
         """Of calls in a code (None: in the program) the targets and constants of those that are not the same on all
         ranks."""
         found = []
         for call in calls:
-            each = [self._constant(code, arg) for arg in leaves(call) if not isinstance(arg, (Operand, Made))]
+            each = [self._constant(code, arg) for arg in leaves(call) if not isinstance(arg, (CodeOperand, CodeResult))]
             if any(isinstance(constant, tuple) for constant in each):
                 found.append((call.target, each))
         return found
@@ -222,7 +222,7 @@ def same_numbers(family: Family, nodes: Sequence[Node], codes: Mapping[Value, Co
     found: dict[Value, list[Any]] = {}
     for node in family.program.graph.nodes:
         made = node.meta.get("shardfx")
-        numbers = reading.numbers(None, [Call(node.target, node.args, node.kwargs)])
+        numbers = reading.numbers(None, [CodeCall(node.target, node.args, node.kwargs)])
         if numbers and not (isinstance(made, Node) and made.outs):
             return False
         if numbers and isinstance(made, Node):

@@ -1,9 +1,9 @@
 """The ops of the planned graph, each alone: its code takes operands as placed to results as placed, on every rank.
 
 Ops that are equal (types, placements, arguments: those of 80 equal blocks) are taken once. The code of each is written
-for all ranks at once (:mod:`.varying`) that hold as much (:mod:`.alike_ranks`: where every cut is even, these are all).
-What such a rank holds of a value begins at an element number that is a *linear* function of the rank's coordinates, and
-is else the same on all of them. So, for each box of such ranks, the code is interpreted
+at once (:mod:`.varying`) for all ranks with equal shards (:mod:`.equal_shards`: where every sharding is even, these are
+all). The shard of such a rank begins at an element number that is a *linear* function of the rank's coordinates, and is
+else the same on all of them. So, for each box of such ranks, the code is interpreted
 
 - of an op that communicates, or that moves elements: at every coordinate along its *own* axes (those of its group, and
   those along which its code is not the same), and along each other axis at two, for what is linear and right at two
@@ -11,9 +11,9 @@ is else the same on all of them. So, for each box of such ranks, the code is int
 - of an op whose rule writes the code itself (``local``): at two ranks of each family, and the code is compared with
   what the rule says for all ranks at once;
 - of any other, at two ranks of each family: only shapes could differ, and they are equal;
-- of a send from stage to stage, as one that communicates, where all ranks' messages meet (:mod:`.stage_messages`): it
-  stands in the stages that make its operand and in those that it leads to, and elsewhere there is nothing. Any other
-  op stands in all stages here.
+- of a send from stage to stage, as one that communicates, where all ranks' messages are received: it is in the stages
+  that make its operand and in those that it leads to, and elsewhere there is nothing. Any other op is in all stages
+  here.
 
 Where that is not so (no rule is the code's reason, yet it has numbers that differ), it is interpreted on all ranks.
 """
@@ -21,6 +21,7 @@ Where that is not so (no rule is the code's reason, yet it has numbers that diff
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,9 +34,11 @@ from shardfx.ir.ops import comm
 from shardfx.ir.ops.alike import argument_key
 from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.ops.table import OwnOp, carried
+from shardfx.ir.ops.time import handover
 from shardfx.ir.program.loops.schedule_actions import ends_here, made_at
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import gives_list, is_cut
+from shardfx.runtime.verify.data_movement import MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault, place
 from shardfx.runtime.verify.proof.deduction import Deduction, same, written
 from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
@@ -44,11 +47,10 @@ from shardfx.runtime.verify.proof.meeting import LockStep
 from shardfx.runtime.verify.proof.numbering import Numbering
 from shardfx.runtime.verify.proof.terms import build
 
-from .alike_ranks import AlikeRanks
-from .family import Family, axes_of, families, refined
-from .op_code import Code, Operand
-from .stage_messages import all_meet
-from .varying import Split, leaves
+from .equal_shards import EqualShards
+from .family import Family, families, varies
+from .op_code import Code, CodeOperand
+from .varying import Diverged, leaves
 
 Write = Callable[[Graph, Any], HasGraph]
 """Writes the program of a rank, or of ranks together, for the results of a graph."""
@@ -57,7 +59,7 @@ Write = Callable[[Graph, Any], HasGraph]
 class SingleOps:
     """The codes of a graph's ops, and their proof."""
 
-    def __init__(self, graph: Graph, nodes: Sequence[Node], book: RuleBook, write: Write, alike: AlikeRanks) -> None:
+    def __init__(self, graph: Graph, nodes: Sequence[Node], book: RuleBook, write: Write, alike: EqualShards) -> None:
         self.alike = alike
         self._graph, self._nodes, self._book, self._write = graph, list(dict.fromkeys(nodes)), book, write
         numbers: dict[Any, int] = {}
@@ -148,7 +150,7 @@ class SingleOps:
         try:
             forms = written(node, node.strategy, tensors, mesh, family.together.rank(), self._book)
             return any(same(form, result, root) for form in forms)
-        except Split:
+        except Diverged:
             return False
 
     def _leads_to(self, node: Node) -> str:
@@ -196,8 +198,8 @@ def op_key(node: Node) -> Any:
     """Equal for nodes whose code is equal, and right or wrong alike."""
     places: dict[Value, int] = {}
 
-    def index(value: Value) -> Operand:
-        return Operand(places.setdefault(value, len(places)))
+    def index(value: Value) -> CodeOperand:
+        return CodeOperand(places.setdefault(value, len(places)))
 
     args = tuple([argument_key(arg, index) for arg in node.args])
     kwargs = tuple([(name, argument_key(arg, index)) for name, arg in node.kwargs.items()])
@@ -241,3 +243,59 @@ def _silent(graph: Graph) -> Graph:
     found.nodes = [node for node in found.nodes if not isinstance(node.op, OwnOp)]
     found.outputs = [replace(o, value=same.get(o.value, o.value)) for o in found.outputs]
     return found
+
+
+def refined(parts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ranks that are together in both."""
+    if len(others) == 1:
+        return [list(part) for part in parts]
+    found: dict[tuple[int, int], list[int]] = {}
+    mine = {rank: i for i, part in enumerate(parts) for rank in part}
+    theirs = {rank: i for i, part in enumerate(others) for rank in part}
+    for rank in sorted(mine):
+        found.setdefault((mine[rank], theirs[rank]), []).append(rank)
+    return list(found.values())
+
+
+def axes_of(values: dict[int, Any], mesh: Mesh) -> set[str]:
+    """The axes along which what ranks have is not the same."""
+    found = set()
+    for axis in mesh.space:
+        seen: dict[tuple[int, ...], Any] = {}
+        for rank, value in values.items():
+            rest = tuple(i for name, i in mesh.coords(rank).items() if name != axis.name)
+            if seen.setdefault(rest, value) != value:
+                found.add(axis.name)
+                break
+    return found
+
+
+def all_meet(made: Sequence[Family], axis: str, mesh: Mesh) -> bool:
+    """Whether of all messages of an op, along ``axis``, each one that is sent is received, and no number but those of
+    groups and turns hangs on the rank."""
+    sent, received = Counter[Any](), Counter[Any]()
+    for family in made:
+        together = family.together
+        coords = mesh.coords(together.rank())
+        line = mesh.rank({**coords, axis: 0})
+        for node in family.program.graph.nodes:
+            if node.target not in MESSAGES:
+                if any(map(varies, leaves(node))):
+                    return False
+                continue
+            *before, other, tag, turn, group = node.args
+            if any(map(varies, _flat((*before, other, tag)))) or group != mesh.group_name(together.rank(), [axis]):
+                return False
+            sends = node.target is handover.send
+            ends = [coords[axis], other] if sends else [other, coords[axis]]
+            columns = [together.on_each(each) or [each] * len(family.ranks) for each in (line, turn, *ends)]
+            (sent if sends else received).update((tag, *each) for each in zip(*columns, strict=True))
+    return sent == received
+
+
+def _flat(args: Iterable[Any]) -> Iterator[Any]:
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            yield from _flat(arg)
+        elif not isinstance(arg, fx.Node):
+            yield arg

@@ -3,7 +3,7 @@
     rank = Together([0, 1, 2, 3]).rank()      rank % 2            0, 1, 0, 1
                                               rank // 2 - rank // 2   0: a number like any other
                                               f"@{rank % 2}"      "@⟨0⟩", a text with a mark
-                                              if rank % 2: ...    raises Split: 0, 2 and 1, 3 go different ways
+                                              if rank % 2: ...    raises Diverged: 0, 2 and 1, 3 go different ways
 
 Arithmetic is done for all ranks at once. Where code would go different ways for them, or asks for the number itself
 (as an index, a key, a size), it is run again for those ranks that go together: what it then writes for a rank is what
@@ -24,7 +24,7 @@ MARK = re.compile("⟨(\\d+)⟩")
 """Stands in a text for a number that ranks have their own of."""
 
 
-class Split(BaseException):
+class Diverged(BaseException):
     """Ranks go different ways. No Exception, for code that writes programs turns those into errors of its own."""
 
     def __init__(self, parts: Sequence[Sequence[int]]) -> None:
@@ -156,7 +156,7 @@ class Varying:
         if bool((mask == first).all()):
             return first
         chosen = mask.tolist()
-        raise Split(
+        raise Diverged(
             [[r for r, m in zip(self.together.ranks, chosen, strict=True) if m is way] for way in (True, False)]
         )
 
@@ -190,7 +190,7 @@ class Varying:
         parts: dict[int, list[int]] = {}
         for rank, number in zip(self.together.ranks, self.numbers(), strict=True):
             parts.setdefault(number, []).append(rank)
-        raise Split(list(parts.values()))
+        raise Diverged(list(parts.values()))
 
     __hash__ = __index__ = __int__ = __float__ = __abs__ = __invert__ = __round__ = _exactly
     __truediv__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rdivmod__ = __pow__ = __rpow__ = _exactly

@@ -22,7 +22,7 @@ from torch import fx
 from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.runtime.verify.movers import COLLECTIVES, MESSAGES, MOVERS
+from shardfx.runtime.verify.data_movement import COLLECTIVES, MESSAGES, PACKING
 
 from .forms import NormalForms, Unfollowed
 from .known_ops import empty
@@ -30,7 +30,7 @@ from .values import key_of, values_in
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-FREE = {*MOVERS, *IDENTITY, operator.getitem}
+FREE = {*PACKING, *IDENTITY, operator.getitem}
 """Functions that are no ops of torch, and only give something."""
 
 

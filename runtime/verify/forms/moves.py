@@ -10,7 +10,7 @@ import torch
 
 from shardfx.ir.ops.computing.rings import ring
 from shardfx.ir.ops.traits import base_name_of, gives_alias
-from shardfx.runtime.verify.movers import ALSO, MOVERS
+from shardfx.runtime.verify.data_movement import ATEN_MOVES, PACKING
 from shardfx.runtime.verify.proof.elements import Elements, read
 from shardfx.runtime.verify.proof.strided_runs import by_dim
 
@@ -31,7 +31,7 @@ COPIED = {
 }
 """Ops that move elements into memory of their own; those that give a view say so in their schema."""
 ON_LOOPS: dict[Any, Callable[..., Any]] = {
-    **{op: move for op, move in (ALSO | MOVERS).items() if op is not aten.narrow.default},
+    **{op: move for op, move in (ATEN_MOVES | PACKING).items() if op is not aten.narrow.default},
     aten._unsafe_view.default: Elements.reshape,
     aten.expand.default: lambda x, shape, implicit=False: spread(x, _whole(x, shape)),
 }

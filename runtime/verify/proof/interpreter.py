@@ -19,8 +19,8 @@ from shardfx.ir.graph import Input, Node, Output, OutputKind, op_name
 from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.spec import Spec
+from shardfx.runtime.verify.data_movement import ATEN_MOVES, COLLECTIVES, MESSAGES, PACKING
 from shardfx.runtime.verify.fault import Failed, Fault, place
-from shardfx.runtime.verify.movers import ALSO, COLLECTIVES, MESSAGES, MOVERS
 
 from .calls import Calls
 from .deduction import Fact
@@ -31,7 +31,7 @@ from .numbering import Numbering, Source, Wrong
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-MOVES: dict[Any, Callable[..., Any]] = {**ALSO, **MOVERS, operator.getitem: operator.getitem}
+MOVES: dict[Any, Callable[..., Any]] = {**ATEN_MOVES, **PACKING, operator.getitem: operator.getitem}
 
 BY_HAND: dict[Any, Callable[..., Elements]] = {
     aten.add.Tensor: Numbering.added,
@@ -161,13 +161,13 @@ class Rank:
             assert isinstance(source, fx.Node)
             self.root[node] = self.root.get(source, source)
             return self.items[source]
-        if target in MOVERS:
-            return self._move(node, MOVERS[target])
+        if target in PACKING:
+            return self._move(node, PACKING[target])
         if not isinstance(target, torch._ops.OpOverload):
             raise Failed(self.fault(f"{target} is not known to be free of effects", node))
         item = self._calls.deduce(node)
-        if item.why and target in ALSO:
-            moved = self._move(node, ALSO[target])
+        if item.why and target in ATEN_MOVES:
+            moved = self._move(node, ATEN_MOVES[target])
             return item if moved.why else moved
         if item.why and target in BY_HAND:
             made = self._move(node, partial(BY_HAND[target], self.proof.numbering))

@@ -18,8 +18,8 @@ from torch import fx
 from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import op_name
 from shardfx.runtime.rendezvous import Groups, Mailbox, Request, unfit
+from shardfx.runtime.verify.data_movement import MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault
-from shardfx.runtime.verify.movers import MESSAGES
 
 from .elements import Elements
 from .interpreter import Asked, Rank

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from shardfx.ir.graph import Graph, Output, Value, op_name
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
-from shardfx.runtime.verify.claims import other_claim
 from shardfx.runtime.verify.decomposition import Unjustified
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.forms.terms_by_laws import TermsByLaws
+from shardfx.runtime.verify.interface import interface_fault
 
 from .terms import Universe, build, differing, is_sum
 
@@ -28,7 +28,7 @@ def same_function(
     Communication is taken as nothing: that placements fit together is the validator's, that the ranks' programs keep to
     them the proof's of these programs. ``universe`` is :func:`.terms.build`'s, if it is there already.
     """
-    claim = other_claim(before, after) if outputs is None else None
+    claim = interface_fault(before, after) if outputs is None else None
     if claim is not None:
         return claim
     wanted = after.outputs if outputs is None else list(outputs)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from shardfx.ir.ops.pack import IDENTITY
-from shardfx.runtime.verify.movers import COLLECTIVES, MESSAGES
+from shardfx.runtime.verify.data_movement import COLLECTIVES, MESSAGES
 
 from .interpreter import Rank
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardfx.ir.capture.named.installed import is_users_class
 from shardfx.ir.errors import Error, ShardfxWarning
-from shardfx.runtime.verify.claims import without_content
+from shardfx.runtime.verify.interface import without_content
 
 OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
 """Whose hooks on saved tensors give back what they were given."""

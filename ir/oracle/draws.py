@@ -1,4 +1,5 @@
-"""Values to try an op on: of both signs, zeros and ties, and integers over the whole range that the op takes.
+"""Values on which ops are tried: of both signs, zeros and ties, integers over the whole range that the op takes; and
+other memory layouts of them.
 
 A rule that is right by accident of some values (positive ones, indices that do not repeat) is not right on all.
 """
@@ -6,15 +7,14 @@ A rule that is right by accident of some values (positive ones, indices that do 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from shardfx.ir.oracle.cut_search import UNCHECKED
-from shardfx.ir.oracle.instance import Instance, bind, call
+from .instance import UNCHECKED, Instance, bind, call, runs
 
 aten = torch.ops.aten
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
@@ -73,30 +73,30 @@ FAR = (2**53 + 1, -(2**53) - 1, 2**31 + 1, -(2**31) - 1, 2**15 + 1, -(2**15) - 1
 
 
 def extremes(of: Instance) -> Iterator[Instance]:
-    """An instance of an op that is done element by element on values at the ends of their range, and on none: a rank's
-    version that is another op may differ from it there alone."""
+    """An instance of a pointwise op on values at the ends of their range, and NaN: a rank's version that is another op
+    may differ from it there alone."""
     generator = torch.Generator().manual_seed(0)
     for floats in EXTREMES:
         made = of.on([_of_these(t, floats, FAR, generator) for t in of.tensors])
-        if _takes(made, made.node.op, list(made.tensors)):
+        if runs(made):
             yield made
 
 
 def not_finite(of: Instance) -> Iterator[Instance]:
-    """An instance with one number that is infinite, or none, in one of its operands: a rank's version may multiply by
-    a zero what the op leaves out, or add up what it does not look at."""
+    """An instance with one number that is infinite, or NaN, in one of its operands: a rank's version may multiply by a
+    zero what the op leaves out, or add up what it does not look at."""
     for i, tensor in enumerate(of.tensors):
         for number, at in zip((math.inf, math.nan, -math.inf), (0.5, 1.0, 0.0), strict=True):
             if tensor.is_floating_point() and tensor.numel():
                 changed = tensor.clone()
                 changed[tuple(min(int(at * size), size - 1) for size in tensor.shape)] = number
                 made = as_given(of.on([changed if i == j else each for j, each in enumerate(of.tensors)]))
-                if _takes(made, made.node.op, list(made.tensors)):
+                if runs(made):
                     yield made
 
 
 def beyond(of: Instance) -> Iterator[Instance]:
-    """An instance on numbers beyond all that stand among its arguments: what is linear is so there, too."""
+    """An instance on numbers larger than all among its arguments: what is linear is so there, too."""
     bound = max([1.0, *(abs(each) for each in _finite((of.node.args, dict(of.node.kwargs))))])
     generator = torch.Generator().manual_seed(0)
     drawn = [
@@ -216,12 +216,8 @@ def _takes(of: Instance, op: Any, tensors: list[Tensor]) -> bool:
 
 
 def _gives_numbers(of: Instance) -> bool:
-    """Whether the op takes these values, and what it gives can be compared."""
-    try:
-        results = of.results
-    except Exception:  # whatever an op says of its arguments
-        return False
-    return not any(r is not None and r.is_floating_point() and bool(r.isnan().any()) for r in results)
+    """Whether the op takes these values, and gives no NaN."""
+    return runs(of) and not any(r is not None and r.is_floating_point() and bool(r.isnan().any()) for r in of.results)
 
 
 def _is_number(t: Tensor) -> bool:
@@ -238,3 +234,51 @@ def _numbers(arg: Any) -> Iterator[int]:
             yield from _numbers(each)
     elif isinstance(arg, int) and not isinstance(arg, bool) and 1 < arg < 10_000:
         yield arg
+
+
+# ---- memory layouts --------------------------------------------------------------------------------------------------
+
+RankOperands = Mapping[int, Sequence[Tensor]]
+"""The operands of every rank."""
+
+
+def permuted(t: Tensor) -> Tensor:
+    """The dims in reverse order in memory."""
+    reverse = tuple(reversed(range(t.dim())))
+    return t.permute(reverse).clone(memory_format=torch.contiguous_format).permute(reverse)
+
+
+def sliced(t: Tensor) -> Tensor:
+    """Every other element of the last dim of a larger tensor, from the second on."""
+    if not t.dim():
+        return t
+    wide = t.new_zeros((*t.shape[:-1], 2 * t.shape[-1] + 1))
+    return wide[..., 1::2].copy_(t)
+
+
+def expanded(t: Tensor) -> Tensor:
+    """Dims along which all is equal take no memory."""
+    for d in range(t.dim()):
+        first = t.narrow(d, 0, 1) if t.shape[d] else t
+        if t.shape[d] > 1 and torch.equal(first.expand_as(t), t):
+            t = first.expand_as(t)
+    return t
+
+
+LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {"permuted": permuted, "sliced": sliced, "expanded": expanded}
+"""The layouts by name."""
+
+
+def other_layouts(shards: RankOperands) -> Iterator[tuple[str, RankOperands]]:
+    """The ranks' operands in each layout that differs from those before."""
+    tried = [_strides(shards)]
+    for name, layout in LAYOUTS.items():
+        made = {rank: [layout(t) for t in tensors] for rank, tensors in shards.items()}
+        if _strides(made) not in tried:
+            tried.append(_strides(made))
+            yield name, made
+
+
+def _strides(shards: RankOperands) -> list[tuple[int, ...]]:
+    dims = (zip(t.stride(), t.shape, strict=True) for tensors in shards.values() for t in tensors)
+    return [tuple(step for step, size in each if size > 1) for each in dims]

@@ -1,5 +1,5 @@
-"""Work in a process of its own, with a limit of time and memory: a kernel that is given what it does not check may
-crash the process that it is run in."""
+"""Work in a process of its own, with a limit of time and memory: a kernel that does not check what it is given may
+crash the process that runs it."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ MEMORY = Path("/proc/self/statm")
 
 
 class Lost(Exception):
-    """The work came to no end: the process crashed, or its time or memory was up."""
+    """The work gave no result: the process crashed, or its time or memory was up."""
 
 
-def apart(work: Callable[[], T], seconds: float = 60.0, megabytes: int = 4096) -> T:
-    """What ``work()`` gives, run in a copy of this process; what it changes in memory stays there.
+def isolated(work: Callable[[], T], seconds: float = 60.0, megabytes: int = 4096) -> T:
+    """The result of ``work()``, run in a fork of this process.
 
     Args:
-        work: gives what can be pickled, and computes on the CPU alone.
+        work: its result can be pickled, and it computes on the CPU alone.
         seconds: by the clock on the wall.
-        megabytes: of memory, beside what this process has.
+        megabytes: of memory, beyond what this process has.
 
     Raises:
-        Lost: the process ended without an answer, or did not end in time.
+        Lost: the process ended without a result, or did not end in time.
     """
     reads, writes = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the copy computes with one
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the fork computes with one
         child = os.fork()
     if child == 0:
         os.close(reads)
-        _work_and_end(work, writes, megabytes)
+        _work_and_exit(work, writes, megabytes)
     os.close(writes)
-    answer, in_time = b"", False
+    answer: bytes | None = None
     try:
-        answer, in_time = _read(reads, time.monotonic() + seconds)
+        answer = _read(reads, time.monotonic() + seconds)
     finally:
         os.close(reads)
-        if not in_time:
+        if answer is None:
             os.kill(child, signal.SIGKILL)
-        ended = os.waitpid(child, 0)[1]
-    if not in_time:
+        status = os.waitpid(child, 0)[1]
+    if answer is None:
         raise Lost(f"no answer within {seconds:g} s")
-    if ended != 0 or not answer:
-        by = f" by {signal.Signals(os.WTERMSIG(ended)).name}" if os.WIFSIGNALED(ended) else ""
+    if status != 0 or not answer:
+        by = f" by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else ""
         raise Lost(f"the process was ended{by}")
     good, made = pickle.loads(answer)
     if not good:
@@ -65,19 +65,19 @@ def apart(work: Callable[[], T], seconds: float = 60.0, megabytes: int = 4096) -
     return result
 
 
-def _read(reads: int, deadline: float) -> tuple[bytes, bool]:
-    """All that comes, and whether its end came in time."""
+def _read(reads: int, deadline: float) -> bytes | None:
+    """All that comes; None where its end does not come in time."""
     found = b""
     while select.select([reads], [], [], max(deadline - time.monotonic(), 0))[0]:
         more = os.read(reads, 1 << 16)
         if not more:
-            return found, True
+            return found
         found += more
-    return found, False
+    return None
 
 
-def _work_and_end(work: Callable[[], T], writes: int, megabytes: int) -> NoReturn:
-    """The copy: it works with one thread, says nothing, and ends without cleaning up what is not its own."""
+def _work_and_exit(work: Callable[[], T], writes: int, megabytes: int) -> NoReturn:
+    """The fork: it works with one thread, prints nothing, and exits without cleaning up what is not its own."""
     status = 1
     try:
         faulthandler.disable()
@@ -91,7 +91,7 @@ def _work_and_end(work: Callable[[], T], writes: int, megabytes: int) -> NoRetur
         torch.set_num_threads(1)
         try:
             answer = pickle.dumps((True, work()))
-        except Exception as error:  # told to who asked
+        except Exception as error:  # told to the caller
             answer = pickle.dumps((False, f"{type(error).__name__}: {error}"))
         with os.fdopen(writes, "wb") as file:
             file.write(answer)

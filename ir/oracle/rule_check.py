@@ -1,28 +1,30 @@
-"""Is a rule right, for one call of its op? Every cut and partial sum that it allows is executed, on many values."""
+"""Rules checked by hand: all that a rule allows of one call of its op is executed, on many values."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from shardfx.ir.oracle.instance import Instance, instance
-from shardfx.ir.oracle.running.draws import draws
-from shardfx.ir.oracle.running.memory_layouts import laid_otherwise
-from shardfx.ir.oracle.soundness import Execution, Refutation, hold, said, trials
+from shardfx.ir.graph import Strategy
 from shardfx.ir.rules.binding import Tensor
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.rules.template import Template
 
-from .share_check import fails_without_numbers, far_out, undisturbed
+from .draws import draws
+from .instance import Instance, instance
+from .plan_check import fails_without_numbers
+from .soundness import Failure, Refutation, RuleTrial, far_out, first_difference, trials, undisturbed
 
 SECONDS = 120.0
 """For all that a rule allows on one call."""
 
 
 def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[Refutation]:
-    """The first trials of a rule that give something else than the whole op, on some values or in some layout."""
+    """The first trials of a rule that give another result than the op on one device, on some values or in some memory
+    layout."""
     with undisturbed():
         rule = entry.make(of.node)
         if rule is None:
@@ -39,27 +41,17 @@ def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[Refutati
         return found
 
 
-def _wrong(entry: RuleEntry, made: Any, values: list[Instance], trial: Any) -> str:
+def _wrong(entry: RuleEntry, made: Strategy, values: list[Instance], trial: RuleTrial) -> str:
     node = values[0].node
     before, node.strategy = node.strategy, made
     try:
-        without_numbers = fails_without_numbers(node, entry, trial.mesh)
+        failure = fails_without_numbers(node, entry, trial.mesh)
     finally:
         node.strategy = before
-    if without_numbers:
-        return without_numbers
-    for number, each in enumerate(values):
-        lies = ""
-        try:
-            held = hold(made, each, trial.mesh, torch.Generator().manual_seed(number))
-            for name, laid in [("", held), *(laid_otherwise(held) if not number else ())]:
-                lies = f" (pieces {name})" if name else ""
-                why = Execution(entry, made, each, trial.mesh, laid).difference()
-                if why:
-                    return f"{why}{lies}"
-        except Exception as error:  # whatever a kernel says of its arguments
-            return f"it fails on pieces{lies}: {said(error)}"
-    return ""
+    try:
+        return failure or first_difference(entry, made, values, trial.mesh, strict=True)
+    except Failure as error:
+        return f"it fails on shards: {error}"
 
 
 def example(entry: RuleEntry, op: Any) -> Instance | None:
@@ -80,12 +72,12 @@ def example(entry: RuleEntry, op: Any) -> Instance | None:
             if shape is None or "List" in str(argument.type):
                 return None
             args.append(torch.randn(shape, dtype=torch.float64))
-        elif argument.has_default_value():
-            if argument.kwarg_only:
-                break
-            args.append(argument.default_value)
-        else:
+        elif not argument.has_default_value():
             return None
+        elif argument.kwarg_only:
+            break
+        else:
+            args.append(argument.default_value)
     with undisturbed():
         try:
             return instance(op, args)
@@ -98,8 +90,5 @@ def _shape(tensor: Tensor, sizes: dict[str, int]) -> tuple[int, ...] | None:
     for factors, many, at in tensor.words:
         if at or many not in ("", "..") or any(f not in sizes for f in factors):
             return None
-        size = 1
-        for factor in factors:
-            size *= sizes[factor]
-        shape.append(size)
+        shape.append(math.prod(sizes[factor] for factor in factors))
     return tuple(shape)

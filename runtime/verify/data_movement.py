@@ -1,4 +1,4 @@
-"""What a rank's program does besides the model's ops: moving elements, and speaking to other ranks."""
+"""What a rank's program does besides the model's ops: data movement, collectives and messages."""
 
 from __future__ import annotations
 
@@ -15,25 +15,15 @@ from .proof.elements import Elements, cat
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-MOVERS: dict[Any, Callable[..., Any]] = {
+PACKING: dict[Any, Callable[..., Any]] = {
     f: f
     for f in (
-        pack.pack,
-        pack.unpack_gathered,
-        pack.pack_scattered,
-        pack.unpack_scattered,
-        pack.pack_exchange,
-        pack.unpack_exchange,
-        pack.pack_rows,
-        pack.unpack_rows,
-        pack.join_rows,
-        pack.take,
-        pack.flatten,
-        pack.part_of,
-        pack.unflatten,
+        *(pack.pack, pack.unpack_gathered, pack.pack_scattered, pack.unpack_scattered, pack.pack_exchange),
+        *(pack.unpack_exchange, pack.pack_rows, pack.unpack_rows, pack.join_rows, pack.take, pack.flatten),
+        *(pack.part_of, pack.unflatten),
     )
 }
-ALSO: dict[Any, Callable[..., Any]] = {
+ATEN_MOVES: dict[Any, Callable[..., Any]] = {
     aten.reshape.default: Elements.reshape,
     aten.view.default: Elements.view,
     aten.slice.Tensor: Elements.slice,

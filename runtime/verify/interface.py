@@ -1,4 +1,4 @@
-"""What a plan must keep of the captured program as it is: what goes in, constants, and what comes out, in order."""
+"""The interface of a plan: inputs, constants and outputs, in order, are those of the captured graph."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shardfx.ir.graph import Graph, Input, Output
 from .fault import Fault
 
 
-def other_claim(before: Graph, after: Graph) -> Fault | None:
-    """The first input that the captured program does not have so, or the first output that it gives otherwise.
+def interface_fault(before: Graph, after: Graph) -> Fault | None:
+    """The first input of the planned graph that differs from the captured one's, or the first output.
 
-    What outputs are made of is not looked at here (:mod:`.proof.same_function`).
+    How outputs are computed is not checked here (:mod:`.proof.same_function`).
     """
     known = {given.name: given for given in before.inputs}
     for given in after.inputs:
         what = _other_input(known.get(given.name), given)
         if what:
-            return Fault(what, _needs(after, given), None, given.value.name, given.name, certain=True)
+            return Fault(what, _first_use(after, given), None, given.value.name, given.name, certain=True)
     return _other_outputs(before, after)
 
 
@@ -33,24 +33,21 @@ def _other_input(captured: Input | None, given: Input) -> str:
         return f"{given.name} is a {given.kind.value} of the planned graph, and a {captured.kind.value} of the captured"
     if given.value.type != captured.value.type:
         return f"{name} is {given.value.type} in the planned graph, and {captured.value.type} in the captured one"
-    return _other_content(captured.constant, given.constant, name)
-
-
-def _other_content(captured: torch.Tensor | None, held: torch.Tensor | None, name: str) -> str:
-    if captured is None or captured is held:  # a graph that was read from text has no contents
+    mine, planned = captured.constant, given.constant
+    if mine is None or mine is planned:  # a graph that was read from text has no contents
         return ""
-    if held is None:
+    if planned is None:
         return f"{name} has no content in the planned graph"
-    if without_content(captured) or without_content(held):
+    if without_content(mine) or without_content(planned):
         return ""
-    if captured.shape != held.shape or captured.dtype != held.dtype:
-        return f"{name} has another content in the planned graph: {tuple(held.shape)} of {held.dtype}"
-    apart = torch.nonzero(_bits(captured).ne(_bits(held)).any(1))
-    if not len(apart):
+    if mine.shape != planned.shape or mine.dtype != planned.dtype:
+        return f"{name} has another content in the planned graph: {tuple(planned.shape)} of {planned.dtype}"
+    differs = torch.nonzero(_bits(mine).ne(_bits(planned)).any(1))
+    if not len(differs):
         return ""
-    at = int(apart[0])
-    mine, theirs = captured.reshape(-1)[at].item(), held.reshape(-1)[at].item()
-    return f"{name} has another content in the planned graph: element {at} is {theirs}, and {mine} in the captured one"
+    at = int(differs[0])
+    numbers = f"element {at} is {planned.reshape(-1)[at].item()}, and {mine.reshape(-1)[at].item()} in the captured one"
+    return f"{name} has another content in the planned graph: {numbers}"
 
 
 def without_content(tensor: torch.Tensor) -> bool:
@@ -66,9 +63,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _other_outputs(before: Graph, after: Graph) -> Fault | None:
     wanted, there = ([(o.kind, o.name) for o in graph.outputs] for graph in (before, after))
-    for kind, name in wanted:
-        if (kind, name) not in there:
-            return Fault("the planned graph lacks an output", f"{kind.value} {name}", certain=True)
+    lost = next((key for key in wanted if key not in there), None)
+    if lost is not None:
+        return Fault("the planned graph lacks an output", f"{lost[0].value} {lost[1]}", certain=True)
     for output in after.outputs:
         if (output.kind, output.name) not in wanted:
             return _other("the planned graph has an output that the captured one lacks", output)
@@ -79,9 +76,9 @@ def _other_outputs(before: Graph, after: Graph) -> Fault | None:
     for output in after.outputs:
         if guards.get(output.name) != output.guard:
             return _other("the planned graph expects something else of this guard than the captured one", output)
-    if len(there) > len(wanted):
-        return _other("the planned graph returns this twice", after.outputs[len(wanted)])
-    return None
+    return (
+        _other("the planned graph returns this twice", after.outputs[len(wanted)]) if len(there) > len(wanted) else None
+    )
 
 
 def _other(what: str, output: Output) -> Fault:
@@ -89,8 +86,8 @@ def _other(what: str, output: Output) -> Fault:
     return Fault(what, f"{output.kind.value} {output.name}", None, value.name, str(value.where), certain=True)
 
 
-def _needs(graph: Graph, given: Input) -> str:
-    """The first output that an input leads to."""
+def _first_use(graph: Graph, given: Input) -> str:
+    """The first output that depends on an input."""
     made: set[Any] = {given.value}
     for node in graph.nodes:
         if made & set(node.operands):

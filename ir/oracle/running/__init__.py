@@ -1,1 +1,0 @@
-"""How ops are run to be tried: on which values, laid out how, and in a process of its own."""

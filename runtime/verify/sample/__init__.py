@@ -1,1 +1,0 @@
-"""The ranks beside the whole program, on random numbers."""
