@@ -37,11 +37,11 @@ from rich.table import Table
 from benchmarks.op_dtensor import Answers, ask
 from benchmarks.op_instances import record
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.oracle.completeness import Joint, joint_placements, missing_cuts, missing_joints, missing_sums
-from shardfx.ir.oracle.cut_search import Choice, Oracle
+from shardfx.ir.oracle.completeness import Joint, joint_placements, missing_joints, missing_shardings, missing_sums
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.draws import draws
 from shardfx.ir.oracle.instance import Instance
+from shardfx.ir.oracle.sharding_search import Choice, Oracle
 from shardfx.ir.oracle.soundness import UNDEFINED, refutations, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
 from shardfx.ir.rules.enumeration import strategies
@@ -88,7 +88,7 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
         refuted = refutations(entry, of, seed=seed) + refutations(entry, of, seed=seed, drawn=True)
     oracle = Oracle(of, seed, also=draws(of, seed))
     undefined = of.node.op.overloadpacket in UNDEFINED
-    cuts, sums = oracle.cuts(), [] if undefined else oracle.linear()
+    cuts, sums = oracle.shardings(), [] if undefined else oracle.linear()
     joints = [] if undefined else joint_placements(oracle)
     offered = strategies(rule, of.node, Mesh(a=2)) if rule is not None and joints else ()
     return Score(
@@ -98,7 +98,7 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
         tried,
         tuple(map(str, refuted)),
         len(cuts),
-        tuple(missing_cuts(rule, cuts, oracle.ignored())),
+        tuple(missing_shardings(rule, cuts, oracle.ignored())),
         len(sums) + len(joints),
         (*missing_sums(rule, sums), *missing_joints(offered, joints, oracle.ignored())),
         ask(of, cuts, [each.operands for each in sums]) if dtensor else None,

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from shardfx.ir.oracle.cut_search import Choice
 from shardfx.ir.oracle.instance import Instance, bind
 from shardfx.ir.oracle.recombine import magnitude, rounding, same, split_sum
+from shardfx.ir.oracle.sharding_search import Choice
 from shardfx.ir.oracle.soundness import UNDEFINED
 
 PRIMES = (2, 3, 5, 7, 11, 13)

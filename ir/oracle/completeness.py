@@ -11,15 +11,13 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from shardfx.ir.cut import chunk
 from shardfx.ir.graph import Strategy
 from shardfx.ir.rules.sharding_rule import Linear, ShardingRule
 
-from .cut_search import Choice, Oracle
 from .instance import Instance
-from .recombine import Outcome, outcomes, plausible, split_sum
+from .recombine import Outcome, split_sum
+from .sharding_search import Choice, Oracle
 
 MOST = 1500
 """Of more placements the first ones are tried."""
@@ -70,38 +68,19 @@ def _holds(oracle: Oracle, each: Joint, values: Iterable[Instance]) -> bool:
 
 def _outcomes(oracle: Oracle, of: Instance, each: Joint) -> list[frozenset[Outcome]] | None:
     """What the results are of those of two ranks; None if some is nothing of the kind."""
-    sizes = {t.shape[d] for t, d in zip(of.tensors, each.dims, strict=True) if d is not None}
-    size = sizes.pop()
-    if sizes or chunk(size, 2, 1)[1] < oracle.least:
+    size, *others = {t.shape[d] for t, d in zip(of.tensors, each.dims, strict=True) if d is not None}
+    if others or chunk(size, 2, 1)[1] < oracle.least:
         return None
     terms = {i: split_sum(of.tensors[i], 2, oracle.generator) for i in each.partial}
-    given = []
-    for rank in range(2):
-        start, length = chunk(size, 2, rank)
-        tensors = [
-            terms[i][rank] if i in terms else t if d is None else t.narrow(d, start, length).clone()
-            for i, (t, d) in enumerate(zip(of.tensors, each.dims, strict=True))
-        ]
-        try:
-            if oracle.screen is not None and rank == 0:
-                of.call(tensors, op=oracle.screen)
-            made = of.keep(of.call(tensors))
-        except Exception:  # whatever a kernel says of its arguments
-            return None
-        if len(made) != len(of.kept) or not all(map(plausible, made, of.kept)):
-            return None
-        given.append(made)
-    lengths = [chunk(size, 2, rank)[1] for rank in range(2)]
-    found = []
-    for whole, parts in zip(of.kept, zip(*given, strict=True), strict=True):
-        assert isinstance(whole, torch.Tensor)
-        found.append(outcomes([p for p in parts if p is not None], whole, lengths, size) - {"max", "min"})
-    return found if all(found) else None
+    if oracle.screen and oracle.shard_results(of, each.dims, size, 2, op=oracle.screen, terms=terms) is None:
+        return None
+    found = [outcome - {"max", "min"} for outcome in oracle.outcomes(of, each.dims, size, 2, terms=terms) or ()]
+    return found if found and all(found) else None
 
 
 def missing_joints(offered: Iterable[Strategy], valid: Iterable[Joint], ignored: frozenset[int]) -> list[Joint]:
-    """The valid placements that no strategy on a mesh of one axis has. How operands lie whose values do not matter is
-    left open."""
+    """The valid placements that no strategy on a mesh of one axis has. How operands are placed whose values do not
+    matter is left open."""
     known = []
     for made in offered:
         dims = tuple(next((d for d, cut in enumerate(spec.dims) if cut.axes), None) for spec in made.operands)
@@ -115,9 +94,9 @@ def missing_joints(offered: Iterable[Strategy], valid: Iterable[Joint], ignored:
 
 
 def choices(rule: ShardingRule, operands: int) -> set[Choice]:
-    """For every factor that may be cut: which dim of each operand is then cut, in one piece a rank.
+    """For every factor that may be sharded: which dim of each operand is then sharded, in one contiguous range a rank.
 
-    A factor that stands behind another one in a dim is no such cut: a rank would hold many small pieces.
+    A factor behind another one in a dim is no such sharding: a rank would have many small ranges.
     """
     found = set()
     for factor, where in rule.factors.items():
@@ -136,8 +115,8 @@ def choices(rule: ShardingRule, operands: int) -> set[Choice]:
     return found
 
 
-def missing_cuts(rule: ShardingRule | None, valid: Collection[Choice], ignored: Collection[int]) -> list[Choice]:
-    """The valid cuts that the rule does not allow. How operands lie whose values do not matter is left open."""
+def missing_shardings(rule: ShardingRule | None, valid: Collection[Choice], ignored: Collection[int]) -> list[Choice]:
+    """The valid shardings that the rule does not allow, however operands are placed whose values do not matter."""
     if rule is None:
         return list(valid)
     allowed = choices(rule, len(rule.operands))

@@ -3,14 +3,14 @@
     book = default_rules().with_fallback(Discovery(FindingsFolder(default_folder())).entry)
     book.entry(torch.ops.mylib.row_softmax.default).make(node)      # a b! -> a b!
 
-All one-axis shardings and partial sums that give the right result are searched (:mod:`.cut_search`), on a small
+All one-axis shardings and partial sums that give the right result are searched (:mod:`.sharding_search`), on a small
 instance of the node (:mod:`.shrink`); those that go together are the rule (:mod:`.findings`), which is then checked as
 every other rule is (:mod:`.soundness`), on other values. Findings are cached on disk, and checked again when they are
 read: an op may have been changed since.
 
 An op that cannot be told on small tensors has no rule: one that fails on them, draws random numbers, gives different
 results for the same arguments, changes its arguments, takes too long, or crashes: all of this runs in a process of its
-own (:mod:`.isolated`).
+own (:mod:`.run_isolated`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shardfx.ir.rules.book import Contiguous, RuleEntry
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 
-from .cut_search import Oracle
 from .draws import draws
 from .findings import Findings, FindingsFolder, as_rule, together
 from .instance import Instance, TooSlow, bind, describe, replace_at, variants
-from .isolated import Lost, isolated
 from .recombine import same
+from .run_isolated import Lost, isolated
+from .sharding_search import Oracle
 from .shrink import small_instance
 from .soundness import refute, trials, undisturbed
 
@@ -132,7 +132,7 @@ def search(of: Instance) -> Findings:
     """
     oracle = Oracle(of.until(time.process_time() + SECONDS), trusted=_checks(of.node.op))
     shapes = [tuple(v.shape) for v in of.node.operands]
-    cuts = together(oracle.cuts().values(), shapes, [v.shape for v in of.node.outs])
+    cuts = together(oracle.shardings().values(), shapes, [v.shape for v in of.node.outs])
     found = Findings(cuts, tuple(oracle.linear()))
     while found and (smaller := _refuted(found, oracle.of)) is not None:
         found = smaller

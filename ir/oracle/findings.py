@@ -2,7 +2,7 @@
 
 They are cached on disk: one small JSON file for an op, the class of its shapes and a version of torch.
 
-FoundCut((0, 1), None) -> ((0, 1),)    of x[n, d] and w[d] dim 0 of x is sharded, and dim 0 of the result with it
+FoundSharding((0, 1), None) -> ((0, 1),)    of x[n, d] and w[d] dim 0 of x is sharded, and dim 0 of the result with it
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.rules.sharding_rule import SAME, Dim, Linear, ShardingRule
 from shardfx.ir.rules.template import parse_linear
 
-from .cut_search import ValidCut
+from .sharding_search import ValidSharding
 
 Place = tuple[int, int]
 """A dim, and of how many elements in a row each of the pieces that are dealt out consists."""
@@ -36,7 +36,7 @@ WORDS = ("equal", "sum", "max", "min", "mean")
 
 
 @dataclass(frozen=True)
-class FoundCut:
+class FoundSharding:
     """One cut: the place of every operand that is cut, and of every result the place or the reduction."""
 
     operands: tuple[Place | None, ...]
@@ -49,7 +49,7 @@ class FoundCut:
 class Findings:
     """The cuts of an op that go together, and the sets of operands that may be partial sums."""
 
-    cuts: tuple[FoundCut, ...] = ()
+    cuts: tuple[FoundSharding, ...] = ()
     linear: tuple[Linear, ...] = ()
 
     def __bool__(self) -> bool:
@@ -62,14 +62,14 @@ class Findings:
 
 
 def together(
-    cuts: Iterable[ValidCut], operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
-) -> tuple[FoundCut, ...]:
+    cuts: Iterable[ValidSharding], operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
+) -> tuple[FoundSharding, ...]:
     """Of all valid cuts those that may stand in one rule: each dim is cut one way, each result reduced one way.
 
     Those that cut more, and leave less to be reduced, come first.
     """
 
-    def joined(cut: ValidCut) -> int:
+    def joined(cut: ValidSharding) -> int:
         return sum(any(isinstance(o, int) for o in outcome) for outcome in cut.results)
 
     taken: set[tuple[str, int, int]] = set()
@@ -94,7 +94,7 @@ def together(
         taken |= inputs | outputs
         words = fresh
         places = tuple(None if d is None else (d, operands[t][d] // cut.size) for t, d in enumerate(cut.operands))
-        found.append(FoundCut(places, tuple(ends), cut.sized))
+        found.append(FoundSharding(places, tuple(ends), cut.sized))
     chosen = {r: _word(options) for r, options in words.items()}
     return tuple(replace(f, results=tuple(chosen[r] if e == "" else e for r, e in enumerate(f.results))) for f in found)
 
@@ -199,7 +199,7 @@ def from_json(given: Mapping[str, Any]) -> Findings:
         return entry
 
     cuts = tuple(
-        FoundCut(
+        FoundSharding(
             tuple(None if p is None else place(p) for p in cut["operands"]),
             tuple(map(end, cut["results"])),
             tuple(tuple(int(i) for i in at) for at in cut["sized"]),

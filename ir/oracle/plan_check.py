@@ -26,7 +26,7 @@ from shardfx.ir.rules.strategy import partial_operands
 from .draws import as_given, draws, without_zeros
 from .findings import JsonCache, default_folder
 from .instance import as_results, bind, describe
-from .isolated import Lost, isolated
+from .run_isolated import Lost, isolated
 from .shrink import small_share, used_axes
 from .soundness import Executor, Failure, far_out, first_difference, one_line, undisturbed
 

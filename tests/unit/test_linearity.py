@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shardfx.ir.oracle.completeness import missing_sums
-from shardfx.ir.oracle.cut_search import Oracle
 from shardfx.ir.oracle.draws import draws
 from shardfx.ir.oracle.instance import Instance, instance
+from shardfx.ir.oracle.sharding_search import Oracle
 from shardfx.ir.oracle.soundness import refutations
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text

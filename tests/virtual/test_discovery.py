@@ -19,7 +19,7 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.findings import FindingsFolder
 from shardfx.ir.oracle.instance import instance
-from shardfx.ir.oracle.isolated import Lost, isolated
+from shardfx.ir.oracle.run_isolated import Lost, isolated
 from shardfx.ir.oracle.shrink import small_sizes
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import TensorType

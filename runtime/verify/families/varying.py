@@ -1,17 +1,18 @@
-"""A number that each rank has its own of, so that the code which writes programs runs once for many ranks.
+"""Numbers that differ by rank, so that the code which writes programs runs once for many ranks.
 
     rank = Together([0, 1, 2, 3]).rank()      rank % 2            0, 1, 0, 1
                                               rank // 2 - rank // 2   0: a number like any other
                                               f"@{rank % 2}"      "@⟨0⟩", a text with a mark
-                                              if rank % 2: ...    raises Diverged: 0, 2 and 1, 3 go different ways
+                                              if rank % 2: ...    raises Diverged: 0, 2 and 1, 3 take other branches
 
-Arithmetic is done for all ranks at once. Where code would go different ways for them, or asks for the number itself
-(as an index, a key, a size), it is run again for those ranks that go together: what it then writes for a rank is what
+Arithmetic is done for all ranks at once. Where code would branch differently for them, or asks for the number itself
+(as an index, a key, a size), it is run again for those ranks that branch alike: what it then writes for a rank is what
 it writes for that rank alone.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from numbers import Integral
@@ -21,11 +22,11 @@ import torch
 from torch import fx
 
 MARK = re.compile("⟨(\\d+)⟩")
-"""Stands in a text for a number that ranks have their own of."""
+"""In a text, in the place of a number that differs by rank."""
 
 
 class Diverged(BaseException):
-    """Ranks go different ways. No Exception, for code that writes programs turns those into errors of its own."""
+    """Ranks branch differently. No ``Exception``: code that writes programs turns those into errors of its own."""
 
     def __init__(self, parts: Sequence[Sequence[int]]) -> None:
         super().__init__(f"{len(parts)} ways")
@@ -89,6 +90,14 @@ def _at(arg: Any, place: int) -> Any:
     return int(arg.values[place]) if isinstance(arg, Varying) else arg
 
 
+def _operator(do: Callable[[Any, Any], Any]) -> Any:
+    return lambda self, other: self._computed(other, do)
+
+
+def _comparison(do: Callable[[Any, Any], Any]) -> Any:
+    return lambda self, other: self._compared(other, do)
+
+
 class Varying:
     """A number that is not the same on all of the ranks for which a program is written."""
 
@@ -104,36 +113,19 @@ class Varying:
             self._numbers = tuple(self.values.tolist())
         return self._numbers
 
-    # ---- for all ranks at once --------------------------------------------------------------------------------
+    # ---- for all ranks at once ----
 
-    def _made(self, other: Any, do: Callable[[Any, Any], Any]) -> Any:
+    def _computed(self, other: Any, do: Callable[[Any, Any], Any]) -> Any:
         if isinstance(other, Varying):
             return self.together.number(do(self.values, other.values))
-        if isinstance(other, int):
-            return self.together.number(do(self.values, other))
-        return NotImplemented
+        return self.together.number(do(self.values, other)) if isinstance(other, int) else NotImplemented
 
-    def __add__(self, other: Any) -> Any:
-        return self._made(other, lambda a, b: a + b)
-
-    __radd__ = __add__
-
-    def __mul__(self, other: Any) -> Any:
-        return self._made(other, lambda a, b: a * b)
-
-    __rmul__ = __mul__
-
-    def __sub__(self, other: Any) -> Any:
-        return self._made(other, lambda a, b: a - b)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._made(other, lambda a, b: b - a)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self._made(other, lambda a, b: a // b)
-
-    def __mod__(self, other: Any) -> Any:
-        return self._made(other, lambda a, b: a % b)
+    __add__ = __radd__ = _operator(operator.add)
+    __mul__ = __rmul__ = _operator(operator.mul)
+    __sub__ = _operator(operator.sub)
+    __rsub__ = _operator(lambda a, b: b - a)
+    __floordiv__ = _operator(operator.floordiv)
+    __mod__ = _operator(operator.mod)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -149,39 +141,26 @@ class Varying:
 
     __repr__ = __str__
 
-    # ---- where ranks may go different ways --------------------------------------------------------------------
+    # ---- where ranks may take different branches ----
 
     def _decided(self, mask: torch.Tensor) -> bool:
         first = bool(mask[0])
         if bool((mask == first).all()):
             return first
-        chosen = mask.tolist()
-        raise Diverged(
-            [[r for r, m in zip(self.together.ranks, chosen, strict=True) if m is way] for way in (True, False)]
-        )
+        pairs = list(zip(self.together.ranks, mask.tolist(), strict=True))
+        raise Diverged([[rank for rank, taken in pairs if taken is way] for way in (True, False)])
 
     def _compared(self, other: Any, do: Callable[[Any, Any], Any]) -> Any:
         if isinstance(other, Varying):
             return self._decided(do(self.values, other.values))
         return self._decided(do(self.values, other)) if isinstance(other, (int, float)) else NotImplemented
 
-    def __eq__(self, other: object) -> Any:
-        return self._compared(other, lambda a, b: a == b)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compared(other, lambda a, b: a != b)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compared(other, lambda a, b: a < b)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compared(other, lambda a, b: a <= b)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compared(other, lambda a, b: a > b)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compared(other, lambda a, b: a >= b)
+    __eq__ = _comparison(operator.eq)
+    __ne__ = _comparison(operator.ne)
+    __lt__ = _comparison(operator.lt)
+    __le__ = _comparison(operator.le)
+    __gt__ = _comparison(operator.gt)
+    __ge__ = _comparison(operator.ge)
 
     def __bool__(self) -> bool:
         return self._decided(self.values != 0)

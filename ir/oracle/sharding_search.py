@@ -1,20 +1,20 @@
-"""Which one-axis cuts of an op are valid? Each candidate is tried: the op is run on pieces, and the results compared.
+"""Which one-axis shardings of an op are valid? Each is tried: the op is run on shards, and the results compared.
 
-A candidate says for every operand which dim of it is cut, if any. It is valid if every result of the whole op is
-the pieces' results one behind the other, or their sum, maximum or minimum, or equal to each of them::
+A candidate says for every operand which dim of it is sharded, if any. It is valid if every result on one device is the
+shards' results concatenated, or their sum, maximum or minimum, or equal to each of them::
 
     aten.mm(x[4, 6], w[6, 5])     0, -  ->  joined along 0
                                   -, 1  ->  joined along 1
                                   1, 0  ->  sum
 
-Arguments that are sizes (a shape, a number of groups) follow the cut where that is what makes it valid.
+Arguments that are sizes (a shape, a number of groups) follow the sharding where that is what makes it valid.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,23 +24,23 @@ from torch._decomp import decomposition_table
 from shardfx.ir.cut import chunk
 from shardfx.ir.rules.sharding_rule import Linear
 
-from .instance import TRUSTING, UNCHECKED, Instance, places, runs, variants
+from .instance import TRUSTING, UNCHECKED, Instance, Results, places, runs, variants
 from .linearity import linear_groups
 from .recombine import Outcome, both, outcomes, plausible, same
 
 aten = torch.ops.aten
 
 Choice = tuple[int | None, ...]
-"""For every operand the dim that is cut, or None."""
+"""For every operand the dim that is sharded, or None."""
 MOST = 600
 
 
 @dataclass(frozen=True)
-class ValidCut:
-    """A cut that gives the whole result: of every operand's dim, and what each result then is.
+class ValidSharding:
+    """A sharding that gives the right result: of every operand's dim, and what each result then is.
 
-    ``size`` is the number of elements that may be dealt out (a cut dim is a multiple of it); ``sized`` are the
-    places of the arguments that are sizes and follow the cut.
+    ``size`` is the number of elements that may be distributed (a sharded dim is a multiple of it); ``sized`` are the
+    places of the arguments that are sizes and follow the sharding.
     """
 
     operands: Choice
@@ -50,12 +50,12 @@ class ValidCut:
 
 
 class Oracle:
-    """Finds the valid cuts and the linear operands of one op instance.
+    """Finds the valid shardings and the linear operands of one op instance.
 
     Args:
         trusted: whether the op checks its arguments; if not said, torch's own do where they are known to. For one that
             does not, only choices are tried under which shapes agree.
-        also: the instance on more values on which a cut must be right.
+        also: the instance on more values on which a sharding must be right.
     """
 
     def __init__(self, of: Instance, seed: int = 0, trusted: bool | None = None, also: Iterable[Instance] = ()) -> None:
@@ -101,12 +101,12 @@ class Oracle:
             return False
         return all(same(a, b) for a, b in zip(self.of.keep(given), self.results, strict=True))
 
-    def cuts(self) -> dict[Choice, ValidCut]:
-        """The valid cuts of operands. Operands that are ignored stand whole where they can."""
+    def shardings(self) -> dict[Choice, ValidSharding]:
+        """The valid shardings of operands. Operands that are ignored are replicated where they can be."""
         if any(r is not None and r.numel() == 0 for r in self.results) or not self.results:
             return {}
         ignored = self.ignored()
-        found: dict[Choice, ValidCut] = {}
+        found: dict[Choice, ValidSharding] = {}
         known: set[Choice] = set()
         for choice in sorted(self.candidates(), key=lambda c: sum(c[i] is not None for i in ignored)):
             matters = tuple(None if i in ignored else d for i, d in enumerate(choice))
@@ -120,7 +120,7 @@ class Oracle:
         return found
 
     def candidates(self) -> Iterator[Choice]:
-        """The choices that are tried: all, or (of many operands) those that cut dims of one size, and equals alike."""
+        """The choices that are tried: all, or (of many operands) those of dims of one size, and equals alike."""
         options: list[list[int | None]] = [[None, *(d for d, s in enumerate(shape) if s > 1)] for shape in self.shapes]
         if self.packet in TRUSTING:
             batch = min(map(len, self.shapes)) - 1
@@ -147,7 +147,7 @@ class Oracle:
                     yield tuple(chosen[alike.index(shape)] for shape in self.shapes)
 
     def _agreeing(self) -> Iterator[Choice]:
-        """The choices that cut, at one place, all operands of one size there; or those whose dims before are equal
+        """The choices that shard, at one place, all operands of one size there; or those whose dims before are equal
         too."""
         found: dict[Choice, None] = {}
         for shape in self.shapes:
@@ -157,64 +157,80 @@ class Oracle:
                     found[tuple(d if s[: d + 1] == shape[: d + 1] else None for s in self.shapes)] = None
         yield from found
 
-    def try_choice(self, choice: Choice) -> ValidCut | None:
-        """The cut of a choice, if it is valid: for some number of elements that are dealt out together."""
-        cut = [shape[d] for shape, d in zip(self.shapes, choice, strict=True) if d is not None]
-        common = math.gcd(*cut)
+    def try_choice(self, choice: Choice) -> ValidSharding | None:
+        """The sharding of a choice, if it is valid: for some number of elements that are distributed together."""
+        sizes = [shape[d] for shape, d in zip(self.shapes, choice, strict=True) if d is not None]
+        common = math.gcd(*sizes)
         for size in sorted((s for s in self._sizes if s > 1 and common % s == 0), reverse=True):
             for sized in self._sized(size):
                 if chunk(size, 2, 1)[1] < self.least:
                     continue
-                if self.screen is not None and self._outcomes(self.of, choice, size, 2, sized, self.screen) is None:
+                if self.screen is not None and self.outcomes(self.of, choice, size, 2, sized, self.screen) is None:
                     continue
-                found = self._outcomes(self.of, choice, size, 2, sized)
+                found = self.outcomes(self.of, choice, size, 2, sized)
                 if found is None:
                     continue
                 if chunk(size, 3, 2)[1] >= self.least:
-                    found = both(found, self._outcomes(self.of, choice, size, 3, sized))
+                    found = both(found, self.outcomes(self.of, choice, size, 3, sized))
                 for variant in self.variants:
-                    found = found and both(found, self._outcomes(variant, choice, size, 2, sized))
+                    found = found and both(found, self.outcomes(variant, choice, size, 2, sized))
                 if found is not None:
-                    return ValidCut(choice, found, size, sized)
+                    return ValidSharding(choice, found, size, sized)
         return None
 
-    def _outcomes(
+    def outcomes(
         self,
         of: Instance,
         choice: Choice,
         size: int,
         count: int,
-        sized: tuple[tuple[int, ...], ...],
+        sized: tuple[tuple[int, ...], ...] = (),
         op: Callable[..., Any] | None = None,
+        terms: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> tuple[frozenset[Outcome], ...] | None:
-        """What the results are of those of ``count`` pieces; None if some result is nothing of the kind."""
-        wholes = of.kept
-        parts: list[list[torch.Tensor | None]] = []
-        for k in range(count):
-            start, length = chunk(size, count, k)
-            tensors = [
-                t if d is None else t.narrow(d, start * (t.shape[d] // size), length * (t.shape[d] // size)).clone()
-                for t, d in zip(of.tensors, choice, strict=True)
-            ]
-            change = {place: self._at(place) * length // size for place in sized}
-            try:
-                given = of.keep(of.call(tensors, change, op))
-            except Exception:  # whatever a kernel says of its arguments
-                return None
-            if len(given) != len(wholes) or not all(map(plausible, given, wholes)):
-                return None
-            parts.append(given)
+        """What the results are of those of ``count`` shards; None if some result is nothing of the kind."""
+        parts = self.shard_results(of, choice, size, count, sized, op, terms)
+        if parts is None or not all(len(p) == len(of.kept) and all(map(plausible, p, of.kept)) for p in parts):
+            return None
         lengths = [chunk(size, count, k)[1] for k in range(count)]
         found = []
-        for whole, pieces in zip(wholes, zip(*parts, strict=True), strict=True):
+        for whole, results in zip(of.kept, zip(*parts, strict=True), strict=True):
             assert whole is not None
-            outcome = outcomes([p for p in pieces if p is not None], whole, lengths, size)
-            if len(wholes) > 1:  # a mean beside what it was divided by is one only where nothing is left out of it
-                outcome -= {"mean"}
+            outcome = outcomes([p for p in results if p is not None], whole, lengths, size)
+            if len(of.kept) > 1 and not terms:
+                outcome -= {"mean"}  # a mean beside what it was divided by is one only where nothing is left out of it
             if not outcome:
                 return None
             found.append(outcome)
         return tuple(found)
+
+    def shard_results(
+        self,
+        of: Instance,
+        choice: Choice,
+        size: int,
+        count: int,
+        sized: tuple[tuple[int, ...], ...] = (),
+        op: Callable[..., Any] | None = None,
+        terms: Mapping[int, Sequence[torch.Tensor]] | None = None,
+    ) -> list[Results] | None:
+        """The results of each of ``count`` shards; None if the op (or ``op``) takes none of them. ``terms`` are those
+        of partial operands."""
+
+        def shard(i: int, t: torch.Tensor, k: int) -> torch.Tensor:
+            d, (start, length) = choice[i], chunk(size, count, k)
+            if terms and i in terms:
+                return terms[i][k]
+            return t if d is None else t.narrow(d, *(n * (t.shape[d] // size) for n in (start, length))).clone()
+
+        found = []
+        for k in range(count):
+            change = {place: self._at(place) * chunk(size, count, k)[1] // size for place in sized}
+            try:
+                found.append(of.keep(of.call([shard(i, t, k) for i, t in enumerate(of.tensors)], change, op)))
+            except Exception:  # whatever a kernel says of its arguments
+                return None
+        return found
 
     def _at(self, place: tuple[int, ...]) -> Any:
         value: Any = self.of.node.args
@@ -223,7 +239,7 @@ class Oracle:
         return value
 
     def _sized(self, size: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Which arguments may follow a cut: none, one entry of a shape, one or two numbers that ``size`` divides."""
+        """Arguments that may follow a sharding: none, an entry of a shape, one or two numbers that ``size`` divides."""
         yield ()
         shapes: list[Any] = []
         numbers: list[Any] = []
