@@ -10,8 +10,8 @@ import torch
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import op_name
 from shardfx.ir.oracle.instance import Instance, instance
-from shardfx.ir.oracle.run_isolated import Lost, isolated
 from shardfx.ir.oracle.rule_check import SECONDS, example, wrong_trials
+from shardfx.ir.oracle.run_isolated import Lost, isolated
 from shardfx.ir.rules.book import RuleEntry
 
 
