@@ -1,2 +1,1 @@
-"""The oracle: what may be cut of an op, found by running it on small pieces. It checks rules, and finds missing
-ones."""
+"""The oracle: valid shardings of an op, found by running it on shards. It checks rules, and finds missing ones."""

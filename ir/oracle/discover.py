@@ -72,7 +72,7 @@ class Discovery:
         )
 
     def rule(self, node: Node) -> ShardingRule | None:
-        """The rule of a node, or None if nothing may be cut, as far as can be told."""
+        """The rule of a node, or None if nothing may be sharded, as far as can be told."""
         found = self.findings(node)
         return as_rule(found, node) if found else None
 
@@ -87,17 +87,17 @@ class Discovery:
         return self._found[key]
 
     def local(self, emit: Emit) -> Any:
-        """One rank's call: arguments that are sizes follow the cuts; of a mean it has its share."""
+        """One rank's call: arguments that are sizes follow the shardings; a mean is weighted by the rank's share."""
         args, share = emit.args, 1.0
-        for cut in self.findings(emit.node).cuts:
-            ends = [(t, place[0]) for t, place in enumerate(cut.operands) if place is not None]
+        for sharding in self.findings(emit.node).shardings:
+            ends = [(t, place[0]) for t, place in enumerate(sharding.operands) if place is not None]
             if not ends:
                 continue
             t, d = ends[0]
-            held, whole = emit.operand_shape(t)[d], emit.node.operands[t].shape[d]
-            for at in cut.sized:
-                args = replace_at(args, at, _at(args, at) * held // whole)
-            share *= held / whole if cut.results == ("mean",) else 1.0
+            local, size = emit.operand_shape(t)[d], emit.node.operands[t].shape[d]
+            for at in sharding.sized:
+                args = replace_at(args, at, _at(args, at) * local // size)
+            share *= local / size if sharding.results == ("mean",) else 1.0
         made = emit.call(emit.node.op, *args, **emit.kwargs)
         return made if share == 1 else emit.call(torch.ops.aten.mul.Tensor, made, share)
 
@@ -125,15 +125,15 @@ class Discovery:
 
 
 def search(of: Instance) -> Findings:
-    """All that may be cut of a small instance, checked.
+    """All shardings of a small instance, checked.
 
     Raises:
         TooSlow: it takes longer than SECONDS.
     """
     oracle = Oracle(of.until(time.process_time() + SECONDS), trusted=_checks(of.node.op))
     shapes = [tuple(v.shape) for v in of.node.operands]
-    cuts = together(oracle.shardings().values(), shapes, [v.shape for v in of.node.outs])
-    found = Findings(cuts, tuple(oracle.linear()))
+    shardings = together(oracle.shardings().values(), shapes, [v.shape for v in of.node.outs])
+    found = Findings(shardings, tuple(oracle.linear()))
     while found and (smaller := _refuted(found, oracle.of)) is not None:
         found = smaller
     return found
@@ -151,26 +151,26 @@ def _refuted(found: Findings, of: Instance) -> Findings | None:
                 continue
             if trial.cuts:
                 last = [f for f in rule.sizes if f in rule.factors and f in trial.cuts][-1]
-                return found.without(cut=_number(found, rule, last))
+                return found.without(sharding=_number(found, rule, last))
             return found.without(group=next(iter(trial.partial.values()))[1])
     return None
 
 
 def _number(found: Findings, rule: ShardingRule, factor: str) -> int:
-    """Which of the cuts a factor stands for."""
+    """The number of the sharding that a factor is of."""
     is_operand, tensor, dim, _ = rule.factors[factor][0]
-    for i, cut in enumerate(found.cuts):
-        places: Any = cut.operands if is_operand else cut.results
+    for i, sharding in enumerate(found.shardings):
+        places: Any = sharding.operands if is_operand else sharding.results
         if isinstance(places[tensor], tuple) and places[tensor][0] == dim:
             return i
     raise AssertionError(factor)
 
 
 def _holds(found: Findings, of: Instance) -> bool:
-    """Whether findings that were kept are of this op as it is now."""
+    """Whether cached findings are right for this op as it is now."""
     try:
         return _refuted(found, of) is None
-    except Exception:  # places that the op does not have, and whatever else a changed file may hold
+    except Exception:  # places that the op does not have, and whatever else a changed file may say
         return False
 
 

@@ -170,7 +170,7 @@ def span_of(of: Instance) -> Range:
     """The range of the integers that the op takes: the widest that it does not refuse.
 
     A kernel that does not check is asked by way of its decomposition, which may count from the end where the kernel
-    does not: of such none is negative. Without one its integers are 0 and 1, which point into every piece.
+    does not: of such none is negative. Without one its integers are 0 and 1, which point into every shard.
     """
     if not any(_is_integer(t) for t in of.tensors):
         return 0, 2

@@ -28,63 +28,63 @@ from shardfx.ir.rules.template import parse_linear
 from .sharding_search import ValidSharding
 
 Place = tuple[int, int]
-"""A dim, and of how many elements in a row each of the pieces that are dealt out consists."""
+"""A dim, and how many elements in a row are distributed together."""
 
 
 WORDS = ("equal", "sum", "max", "min", "mean")
-"""What a result may be where a cut is lost, the best first; a mean is the sum of what ranks have by their shares."""
+"""What a result may be that is not sharded, the best first; a mean is the sum of the ranks' results by their shares."""
 
 
 @dataclass(frozen=True)
 class FoundSharding:
-    """One cut: the place of every operand that is cut, and of every result the place or the reduction."""
+    """One sharding: the place of every operand that is sharded, and of every result the place or the reduction."""
 
     operands: tuple[Place | None, ...]
     results: tuple[Place | str, ...]
     sized: tuple[tuple[int, ...], ...] = ()
-    """The places of arguments that are sizes and follow the cut."""
+    """The places of arguments that are sizes and follow the sharding."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The cuts of an op that go together, and the sets of operands that may be partial sums."""
+    """The shardings of an op that go together, and the sets of operands that may be partial sums."""
 
-    cuts: tuple[FoundSharding, ...] = ()
+    shardings: tuple[FoundSharding, ...] = ()
     linear: tuple[Linear, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.cuts or self.linear)
+        return bool(self.shardings or self.linear)
 
-    def without(self, cut: int | None = None, group: frozenset[int] | None = None) -> Findings:
+    def without(self, sharding: int | None = None, group: frozenset[int] | None = None) -> Findings:
         """The findings but for one."""
-        cuts = tuple(c for i, c in enumerate(self.cuts) if i != cut)
-        return replace(self, cuts=cuts, linear=tuple(g for g in self.linear if g.operands != group))
+        shardings = tuple(c for i, c in enumerate(self.shardings) if i != sharding)
+        return replace(self, shardings=shardings, linear=tuple(g for g in self.linear if g.operands != group))
 
 
 def together(
-    cuts: Iterable[ValidSharding], operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
+    shardings: Iterable[ValidSharding], operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
 ) -> tuple[FoundSharding, ...]:
-    """Of all valid cuts those that may stand in one rule: each dim is cut one way, each result reduced one way.
+    """Of all valid shardings those that fit in one rule: each dim is sharded one way, each result reduced one way.
 
-    Those that cut more, and leave less to be reduced, come first.
+    Those of more operands, and those that leave less to be reduced, come first.
     """
 
-    def joined(cut: ValidSharding) -> int:
-        return sum(any(isinstance(o, int) for o in outcome) for outcome in cut.results)
+    def joined(sharding: ValidSharding) -> int:
+        return sum(any(isinstance(o, int) for o in outcome) for outcome in sharding.results)
 
     taken: set[tuple[str, int, int]] = set()
     words: dict[int, frozenset[str]] = {}
     found = []
-    for cut in sorted(cuts, key=lambda c: (-sum(d is not None for d in c.operands), -joined(c), -c.size)):
-        inputs = {("operand", t, d) for t, d in enumerate(cut.operands) if d is not None}
+    for sharding in sorted(shardings, key=lambda c: (-sum(d is not None for d in c.operands), -joined(c), -c.size)):
+        inputs = {("operand", t, d) for t, d in enumerate(sharding.operands) if d is not None}
         ends: list[Place | str] = []
         outputs: set[tuple[str, int, int]] = set()
         fresh = dict(words)
-        for r, outcome in enumerate(cut.results):
+        for r, outcome in enumerate(sharding.results):
             dims = [o for o in outcome if isinstance(o, int) and ("result", r, o) not in taken]
             said = frozenset(o for o in outcome if isinstance(o, str))
             if dims:
-                ends.append((dims[0], results[r][dims[0]] // cut.size))
+                ends.append((dims[0], results[r][dims[0]] // sharding.size))
                 outputs.add(("result", r, dims[0]))
                 continue
             fresh[r] = fresh.get(r, said) & said
@@ -93,8 +93,10 @@ def together(
             continue
         taken |= inputs | outputs
         words = fresh
-        places = tuple(None if d is None else (d, operands[t][d] // cut.size) for t, d in enumerate(cut.operands))
-        found.append(FoundSharding(places, tuple(ends), cut.sized))
+        places = tuple(
+            None if d is None else (d, operands[t][d] // sharding.size) for t, d in enumerate(sharding.operands)
+        )
+        found.append(FoundSharding(places, tuple(ends), sharding.sized))
     chosen = {r: _word(options) for r, options in words.items()}
     return tuple(replace(f, results=tuple(chosen[r] if e == "" else e for r, e in enumerate(f.results))) for f in found)
 
@@ -104,17 +106,21 @@ def _word(options: frozenset[str]) -> str:
 
 
 def as_rule(found: Findings, node: Node) -> ShardingRule:
-    """The rule of a node; a cut that its sizes do not allow is left out."""
+    """The rule of a node; a sharding that its sizes do not allow is left out."""
     letters = _letters()
     sizes: dict[str, int] = {}
     whole: set[str] = set()
     dims: dict[tuple[str, int, int], Dim] = {}
     reductions: dict[int, str] = {}
     outs = node.outs
-    for cut in found.cuts:
-        ends = [(("operand", t, p[0]), node.operands[t].shape[p[0]], p[1]) for t, p in enumerate(cut.operands) if p]
+    for sharding in found.shardings:
+        ends = [
+            (("operand", t, p[0]), node.operands[t].shape[p[0]], p[1]) for t, p in enumerate(sharding.operands) if p
+        ]
         ends += [
-            (("result", r, p[0]), outs[r].shape[p[0]], p[1]) for r, p in enumerate(cut.results) if isinstance(p, tuple)
+            (("result", r, p[0]), outs[r].shape[p[0]], p[1])
+            for r, p in enumerate(sharding.results)
+            if isinstance(p, tuple)
         ]
         counts = {size // block for _, size, block in ends if size % block == 0}
         if len(counts) != 1 or any(size % block for _, size, block in ends):
@@ -128,7 +134,7 @@ def as_rule(found: Findings, node: Node) -> ShardingRule:
                 sizes[rest] = block
                 whole.add(rest)
                 dims[key] = (factor, rest)
-        reductions.update((r, word) for r, word in enumerate(cut.results) if isinstance(word, str))
+        reductions.update((r, word) for r, word in enumerate(sharding.results) if isinstance(word, str))
 
     def of(kind: str, t: int, value: Value) -> tuple[Dim, ...]:
         made: list[Dim] = []
@@ -175,7 +181,7 @@ def _letters() -> Iterator[str]:
 
 def to_json(found: Findings) -> dict[str, Any]:
     """Findings as what JSON can hold."""
-    return {"cuts": [vars(c) for c in found.cuts], "linear": [str(each) for each in found.linear]}
+    return {"shardings": [vars(c) for c in found.shardings], "linear": [str(each) for each in found.linear]}
 
 
 def from_json(given: Mapping[str, Any]) -> Findings:
@@ -198,15 +204,15 @@ def from_json(given: Mapping[str, Any]) -> Findings:
             raise ValueError(entry)
         return entry
 
-    cuts = tuple(
+    shardings = tuple(
         FoundSharding(
-            tuple(None if p is None else place(p) for p in cut["operands"]),
-            tuple(map(end, cut["results"])),
-            tuple(tuple(int(i) for i in at) for at in cut["sized"]),
+            tuple(None if p is None else place(p) for p in sharding["operands"]),
+            tuple(map(end, sharding["results"])),
+            tuple(tuple(int(i) for i in at) for at in sharding["sized"]),
         )
-        for cut in given["cuts"]
+        for sharding in given["shardings"]
     )
-    return Findings(cuts, tuple(group for text in given["linear"] for group in parse_linear(text)))
+    return Findings(shardings, tuple(group for text in given["linear"] for group in parse_linear(text)))
 
 
 def default_folder() -> Path:

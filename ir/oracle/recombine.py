@@ -1,4 +1,4 @@
-"""Cutting tensors into the ranks' pieces and putting them together again, and when two results are the same."""
+"""Sharding tensors and joining the shards, and when two results are the same."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from shardfx.ir.shards import Box, wide
 from shardfx.ir.spec import Spec
 
 
-def piece(tensor: torch.Tensor, spec: Spec, mesh: Mesh, coords: Coords) -> torch.Tensor:
-    """What the rank at ``coords`` holds of a tensor (partial sums aside): as a view, which is seldom contiguous."""
+def shard(tensor: torch.Tensor, spec: Spec, mesh: Mesh, coords: Coords) -> torch.Tensor:
+    """The shard of the rank at ``coords`` (partial sums aside): a view, which is seldom contiguous."""
     if not spec.axes:
         return tensor
-    held = tensor.reshape(spec.sub_shape(tensor.shape))
+    local = tensor.reshape(spec.sub_shape(tensor.shape))
     for dim, (start, length) in enumerate(spec.box(tensor.shape, mesh, coords)):
-        held = held.narrow(dim, start, length)
-    return held.reshape(spec.local_shape(tensor.shape, mesh, coords))
+        local = local.narrow(dim, start, length)
+    return local.reshape(spec.local_shape(tensor.shape, mesh, coords))
 
 
 def join(
     parts: Mapping[int, torch.Tensor], like: torch.Tensor, spec: Spec, mesh: Mesh, bound: float | None = None
 ) -> tuple[torch.Tensor | None, str]:
-    """The whole of what the ranks hold, and "" or why there is none: a wrong shape, or replicas that differ. Rows of a
-    value that is made in pieces, which no rank is to hold, are those of ``like``."""
+    """The global tensor of the ranks' shards, and "" or why there is none: a wrong shape, or replicas that differ. Rows
+    that no rank is to have are those of ``like``."""
     partial = dict(spec.partial)
     groups: dict[tuple[tuple[str, int], ...], list[torch.Tensor]] = {}
     boxes: dict[tuple[tuple[str, int], ...], Coords] = {}
@@ -48,12 +48,12 @@ def join(
         at = boxes[key]
         box = spec.box(like.shape, mesh, at)
         if box in seen and not same(value, seen[box], bound=bound):
-            return None, "ranks that hold the same piece differ"
+            return None, "ranks that have the same shard differ"
         seen[box] = value
         whole[region(box)] = value.reshape([length for _, length in box])
-    for box, value in seen.items() if in_rows else ():  # there pieces overlap
+    for box, value in seen.items() if in_rows else ():  # there shards overlap
         if not same(value.reshape([length for _, length in box]), whole[region(box)], bound=bound):
-            return None, "ranks that hold the same rows differ"
+            return None, "ranks that have the same rows differ"
     return whole.reshape(like.shape), ""
 
 
@@ -113,7 +113,7 @@ def apart_at(value: torch.Tensor, whole: torch.Tensor) -> str:
     off = torch.where((value == whole) | (value.isnan() & whole.isnan()), 0.0, off.nan_to_num(torch.inf))
     at = [int(i) for i in torch.unravel_index(off.argmax(), off.shape)] if off.dim() else []
     got, expected = value[tuple(at)].item(), whole[tuple(at)].item()
-    return f"{got:.6g} at {at}, where the whole op gives {expected:.6g}"
+    return f"{got:.6g} at {at}, where one device gives {expected:.6g}"
 
 
 def magnitude(parts: Iterable[torch.Tensor]) -> float:
@@ -141,7 +141,7 @@ def split_sum(tensor: torch.Tensor, count: int, generator: torch.Generator) -> l
 
 
 def split_max(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
-    """``count`` tensors whose elementwise maximum (or minimum) is ``tensor``: each element is held by one of them."""
+    """``count`` tensors whose elementwise maximum (or minimum) is ``tensor``: each element is in one of them."""
     owner = torch.randint(0, count, tensor.shape, generator=generator)
     off = torch.rand(tensor.shape, generator=generator)
     other = _beyond(tensor, off, kind)
@@ -161,14 +161,14 @@ def _beyond(tensor: torch.Tensor, off: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 Outcome = int | str
-"""What a result is of the pieces' results: joined along a dim (its number), or "sum", "max", "min", "equal", "mean" (by
-their shares of what is cut)."""
+"""What a result is of the shards' results: joined along a dim (its number), or "sum", "max", "min", "equal", "mean" (by
+their sizes)."""
 
 
 def outcomes(
     parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequence[int], size: int
 ) -> frozenset[Outcome]:
-    """All that ``whole`` is of its parts; ``lengths`` of ``size`` are what the parts were given of the cut dims."""
+    """All that ``whole`` is of its parts; ``lengths`` of ``size`` are what the parts were given of the sharded dims."""
     found: set[Outcome] = set()
     if all(part.shape == whole.shape for part in parts):
         if all(same(part, whole) for part in parts):
@@ -193,14 +193,14 @@ def outcomes(
 def _averaged(
     parts: Sequence[torch.Tensor], lengths: Sequence[int], size: int, whole: torch.Tensor, scale: float
 ) -> bool:
-    """Whether a result is the mean of its parts, each as often as it has elements of those that are cut."""
+    """Whether a result is the mean of its parts, weighted by their sizes."""
     if not (whole.is_floating_point() or whole.is_complex()):
         return False
     return same(reduce([p * (n / size) for p, n in zip(parts, lengths, strict=True)], "sum"), whole, scale)
 
 
 def plausible(part: torch.Tensor | None, whole: torch.Tensor | None) -> bool:
-    """Whether a piece's result can be part of the whole: of its shape, but for one dim that is shorter."""
+    """Whether a shard's result can be part of the global one: of its shape, but for one dim that is shorter."""
     if part is None or whole is None:
         return part is whole
     if part.dtype != whole.dtype or part.dim() != whole.dim():

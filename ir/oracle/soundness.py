@@ -31,7 +31,7 @@ from shardfx.ir.spec import REDUCTIONS, Spec
 
 from .draws import RankOperands, beyond, draws, extremes, not_finite, of_dtype, other_layouts, positive
 from .instance import Instance, Results, as_results, bind, call
-from .recombine import apart_at, join, magnitude, piece, rounding, same, split_max, split_sum
+from .recombine import apart_at, join, magnitude, rounding, same, shard, split_max, split_sum
 
 aten = torch.ops.aten
 UNDEFINED = {
@@ -105,7 +105,7 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
 
 
 def as_two_dims(size: int, mesh: Mesh) -> Cut | None:
-    """A dim seen as two, both sharded, so that a rank holds several contiguous ranges; None for a prime."""
+    """A dim seen as two, both sharded, so that a rank has several contiguous ranges; None for a prime."""
     inner = next((n for n in range(2, size // 2 + 1) if size % n == 0), 0)
     return compound([Part(size // inner, ("a",)), Part(inner, ("b",))], mesh) if inner else None
 
@@ -158,7 +158,7 @@ def first_difference(
     for number, each in enumerate(values):
         layouts: Iterable[tuple[str, RankOperands]] = ()
         try:
-            shards = shard_operands(made, each, mesh, torch.Generator().manual_seed(number))
+            shards: RankOperands = shard_operands(made, each, mesh, torch.Generator().manual_seed(number))
             why = Execution(entry, made, each, mesh, shards).difference()
             layouts = other_layouts(shards) if not number and not why else ()
         except Exception as error:  # whatever a kernel says of its arguments
@@ -270,7 +270,7 @@ def shard_operands(
         for rank, operands in shards.items():
             coords = mesh.coords(rank)
             term = terms[tuple(coords[axis] for axis in spec.partial_axes)]
-            operands.append(piece(term, Spec(spec.dims), mesh, coords))
+            operands.append(shard(term, Spec(spec.dims), mesh, coords))
     return shards
 
 

@@ -38,7 +38,7 @@ ATEN_MOVES: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: Elements.unsqueeze,
     aten.squeeze.dim: Elements.squeeze,
 }
-"""Ops that move elements and may stand in a program for its own reasons, without being an op of the model."""
+"""Ops that move elements and may be in a program for its own reasons, without being an op of the model."""
 COLLECTIVES = {
     c10d.all_reduce.default,
     c10d.all_gather_into_tensor.default,

@@ -318,6 +318,6 @@ def _elements(graph: Graph) -> int:
     return sum(value.type.numel for value in graph.values())
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException | None) -> str:
     """The first line of an exception's message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
