@@ -203,7 +203,9 @@ def test_what_is_kept_is_read_and_what_is_broken_is_made_again(tmp_path: Path) -
     assert good["key"]["op"] == "shardfx_tests.row_softmax.default"
     assert Discovery(FindingsFolder(tmp_path)).rule(made) == first
     wrong = json.loads(path.read_text())
-    wrong["found"]["shardings"][0].update(operands=[[1, 1], [0, 1]], results=[[1, 1]])  # as if the op had been another one
+    wrong["found"]["shardings"][0].update(
+        operands=[[1, 1], [0, 1]], results=[[1, 1]]
+    )  # as if the op had been another one
     nonsense = json.loads(path.read_text())
     nonsense["found"]["shardings"][0]["operands"] = [[7, 1], [9, 1]]
     for text in ("", "{", "[]", "null", '{"key": 1}', path.read_text()[:80], json.dumps(wrong), json.dumps(nonsense)):
