@@ -1,9 +1,10 @@
-"""How a program is seen: pictures of graphs, of memory over a program's course, and of schedules, as SVG."""
+"""Pictures of graphs, of memory over a program's calls, of schedules and of tiles, as SVG."""
 
-from .draw import draw_folder, draw_graph
-from .paint.course import draw_course
-from .paint.courses import Line, draw_courses
-from .paint.schedule_chart import draw_schedule
-from .paint.tile_chart import Margin, draw_tiles
-
-__all__ = ["Line", "Margin", "draw_course", "draw_courses", "draw_folder", "draw_graph", "draw_schedule", "draw_tiles"]
+from .graph_picture import draw_folder as draw_folder
+from .graph_picture import draw_graph as draw_graph
+from .memory_chart import MemoryCurve as MemoryCurve
+from .memory_chart import draw_memory as draw_memory
+from .memory_chart import draw_memory_of_plans as draw_memory_of_plans
+from .schedule_chart import draw_schedule as draw_schedule
+from .tile_chart import LayerMargin as LayerMargin
+from .tile_chart import draw_tiles as draw_tiles

@@ -228,19 +228,19 @@ class RankMemory:
 
             plain.memory().draw("memory.svg", beside={"recompute": again.memory(), "zero 3": stored.memory()})
         """
-        from shardfx.visualize import Line, draw_course, draw_courses
+        from shardfx.visualize import MemoryCurve, draw_memory, draw_memory_of_plans
 
-        beside_it = f", {size_text(self.host)} put away" if self.host else ""
+        beside_it = f", {size_text(self.host)} offloaded" if self.host else ""
         shown = title or f"Memory of rank {self.rank}: {size_text(self.predicted)} at most{beside_it}"
         if beside:
             named = {"this plan": self, **beside}
             lines = {
-                name: Line([sum(at.values()) for at in each.course], each._phases, each.predicted)
+                name: MemoryCurve([sum(at.values()) for at in each.course], each._phases, each.predicted)
                 for name, each in named.items()
             }
-            return draw_courses(lines, path, title or f"Memory of rank {self.rank} by plan")
+            return draw_memory_of_plans(lines, path, title or f"Memory of rank {self.rank} by plan")
         names = [str(held) for held in self.at_peak[:8]]
-        return draw_course(self.course, self._phases, self._top, self.predicted, names, path, shown, self._beside)
+        return draw_memory(self.course, self._phases, self._top, self.predicted, names, path, shown, self._beside)
 
     @property
     def _phases(self) -> list[str]:

@@ -15,7 +15,7 @@ from .locality import Layer, follow
 
 if TYPE_CHECKING:
     from shardfx.module.parallel_module import ParallelModule
-    from shardfx.visualize import Margin
+    from shardfx.visualize import LayerMargin
 
 LARGE = (4, 8)
 """How many times as large as the plan's the images are by which margins are found, so that none is cut off."""
@@ -49,10 +49,10 @@ def draw_tiles(pm: ParallelModule, path: str | Path, name: str = "args.0") -> Pa
     return draw(pm.after, name, layer_margins(pm), path)
 
 
-def layer_margins(pm: ParallelModule, name: str = "args.0") -> list[Margin]:
+def layer_margins(pm: ParallelModule, name: str = "args.0") -> list[LayerMargin]:
     """How many rows of the image, on each side, a place of each layer is made of: where that changes, layer by layer,
     up to the first that takes the whole image."""
-    from shardfx.visualize import Margin
+    from shardfx.visualize import LayerMargin
 
     image = input_value(pm.after, name, "layer_margins(pm, name)")
     space = range(2, image.type.ndim)
@@ -63,16 +63,16 @@ def layer_margins(pm: ParallelModule, name: str = "args.0") -> list[Margin]:
         )
         found = follow(window, whole, pm.rule_book, space, None)
     except Error as error:
-        return [Margin(error.where or "the model", 0.0, f"not known: {error.what}")]
-    made: list[Margin] = []
+        return [LayerMargin(error.where or "the model", 0.0, f"not known: {error.what}")]
+    made: list[LayerMargin] = []
     for layer in found.layers:
         rows = max((float(each.margin) for each in layer.rows.values()), default=None)
         if rows is not None and (not made or rows != made[-1].rows):
-            made.append(Margin(_named(layer), rows))
+            made.append(LayerMargin(_named(layer), rows))
     local = {each.node for each in found.layers}
     first = next((node for node in window.nodes if node.outs and node not in local), None)
     if first is not None:
-        made.append(Margin(first.where.module or op_name(first.op), 0.0, "the whole image"))
+        made.append(LayerMargin(first.where.module or op_name(first.op), 0.0, "the whole image"))
     return made
 
 

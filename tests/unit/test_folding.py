@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from shardfx.ir.graph import Graph, InputKind, OutputKind
-from shardfx.visualize.scene.detail import show
+from shardfx.visualize.detail import show
 from tests.unit.sketch import DIM, ROWS, Sketch, aten, decoder
 from tests.unit.test_visualize import drawn, texts
 
@@ -17,7 +17,7 @@ def test_equal_blocks_are_folded_with_their_count(layers: int) -> None:
     graph = decoder(layers)
     picture = show(graph)
     folded = [box for box in picture.boxes() if box.count > 1]
-    assert [(box.count, box.title, box.loops) for box in folded] == [
+    assert [(box.count, box.title, box.chained) for box in folded] == [
         (layers, f"layers.0 … {layers - 1}", True),
         (layers, f"layers.{layers - 1} … 0", True),
     ]

@@ -91,12 +91,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime.verify.forms": (*PROOF, "runtime.verify"),
     "runtime.verify.families": (*PROGRAMS, "ir.rules", "runtime.verify", "runtime.verify.proof"),
     "runtime.verify.proof": (*PROOF, "ir.capture.forms", "runtime.verify"),
-    "visualize": ("ir", "visualize.paint", "visualize.scene"),
-    "visualize.scene": (*GRAPHS, "ir.cost", "ir.text"),
-    "visualize.layout": ("ir", "visualize.scene"),
-    "visualize.paint": (
-        *(*GRAPHS, "ir.cost", "ir.schedule", "ir.text", "ir.timing", "visualize.layout", "visualize.scene"),
-    ),
+    "visualize": (*GRAPHS, "ir.cost", "ir.schedule", "ir.text", "ir.timing"),
     "report": ("shardfx", *PROGRAMS, *CLOCKS, "ir.text", "passes.stages", "schedules"),
     "memory": (
         "shardfx",

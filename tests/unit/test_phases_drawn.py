@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from shardfx.visualize.paint.course import course_svg, starts
+from shardfx.visualize import draw_memory
+from shardfx.visualize.memory_chart import starts
 
 AHEAD = ["backward", *["forward"] * 40, *["backward"] * 60, *["update"] * 20]
 
@@ -14,8 +16,8 @@ def test_a_call_that_is_made_ahead_begins_no_phase() -> None:
     assert starts(["forward"] * 3) == [0, 3, 3]
 
 
-def test_names_of_phases_stand_apart() -> None:
+def test_names_of_phases_stand_apart(tmp_path: Path) -> None:
     for phases, names in ((AHEAD, ["forward", "backward", "update"]), (["forward", *["backward"] * 99], ["backward"])):
         course = [{"parameters": 1}] * len(phases)
-        svg = course_svg(course, phases, 0, 1, (), "Memory")
+        svg = draw_memory(course, phases, 0, 1, (), tmp_path / "memory.svg", "Memory").read_text()
         assert re.findall(r">(forward|backward|update)<", svg) == names

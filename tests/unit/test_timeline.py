@@ -11,7 +11,8 @@ import pytest
 
 import shardfx as sx
 from shardfx.cli import main
-from shardfx.visualize.paint.schedule_chart import ticks, tint
+from shardfx.visualize.schedule_chart import tint
+from shardfx.visualize.svg import ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 TWO = sx.Schedule.parse("F0.0 F0.1 B0.0 B0.1 U0\nF1.0 B1.0 F1.1 B1.1 U1")

@@ -152,11 +152,11 @@ def test_it_is_seen_in_pictures_reports_and_reasons(tmp_path: Path) -> None:
     pm = blocks(optimizer=adamw, offload=away())
     memory = pm.memory()
     drawn = memory.draw(tmp_path / "memory.svg").read_text()
-    assert f"put away, beside the device: {size_text(memory.host)} at most" in drawn
+    assert f"host memory: {size_text(memory.host)} at most" in drawn
     plain = blocks(optimizer=adamw).memory().draw(tmp_path / "plain.svg").read_text()
-    assert "put away" not in plain and plain.count("<path") < drawn.count("<path")
+    assert "host memory" not in plain and plain.count("<path") < drawn.count("<path")
     pm.draw(tmp_path)
-    assert "put away, or fetched" in (tmp_path / "after.svg").read_text()
+    assert "offload to the host, or fetch" in (tmp_path / "after.svg").read_text()
     report = pm.report()
     assert report.memory.beside == pm.memory().host and "put away and fetched" in str(report)
     assert "memory.to_device moves 4.1 kB per rank" in str(pm.explain("layers.0.up.weight"))

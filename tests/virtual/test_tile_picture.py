@@ -12,7 +12,7 @@ from torch import nn
 import shardfx as sx
 from shardfx.ir.ops.comm import rows_sent
 from shardfx.scenes.margins import layer_margins
-from shardfx.visualize.paint.tile_chart import sendings
+from shardfx.visualize.tile_chart import messages
 from tests.virtual.test_space import UNet, image, planned, squares
 
 
@@ -31,15 +31,15 @@ def test_what_is_drawn_is_what_is_sent(mesh: sx.Mesh, tmp_path: Path) -> None:
     pm = unet(mesh)
     halos = [node for node in pm.after.nodes if str(node.op) == "comm.halo"]
     for node in halos:
-        drawn = sendings(node, mesh)
+        drawn = messages(node, mesh)
         most = max(sum(each.nbytes for each in drawn if each.source == rank) for rank in range(mesh.size))
         assert most == rows_sent(node, mesh) and all(each.source != each.target for each in drawn)
     path = sx.draw_tiles(pm, tmp_path / "out" / "tiles.svg")
     text = path.read_text()
-    messages = len(re.findall(r"<title>rank \d to rank \d: ", text))
-    assert messages == sum(len(sendings(node, mesh)) for node in halos)
-    sent = sum(bool(sendings(node, mesh)) for node in halos)
-    assert f"{sent} exchanges of rows" in text and ">Forward<" in text and ">Backward<" in text
+    arrows = len(re.findall(r"<title>rank \d to rank \d: ", text))
+    assert arrows == sum(len(messages(node, mesh)) for node in halos)
+    sent = sum(bool(messages(node, mesh)) for node in halos)
+    assert f"{sent} halo exchanges" in text and ">Forward<" in text and ">Backward<" in text
     assert sent < len(halos) and " in 0 messages" not in text  # a part of what a rank has is no exchange
 
 

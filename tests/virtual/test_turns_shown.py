@@ -11,9 +11,10 @@ import torch
 import shardfx as sx
 from shardfx.ir.cost.traffic import Turns
 from shardfx.runtime.debug.collective_counts import count_collectives
-from shardfx.visualize.paint.picture import picture_svg
-from shardfx.visualize.scene.boxes import TIMES, Box
-from shardfx.visualize.scene.detail import show
+from shardfx.visualize.boxes import Box
+from shardfx.visualize.detail import show
+from shardfx.visualize.graph_picture import picture_svg
+from shardfx.visualize.style import TIMES
 from tests.plans import plan
 from tests.zoo import make
 
@@ -32,12 +33,12 @@ def texts(pm: sx.ParallelModule) -> list[str]:
 
 def test_what_is_done_in_turns_is_drawn_once_with_how_often() -> None:
     few, many = texts(planned(512, 4)), texts(planned(512, 256))
-    assert [text for text in few if "turns" in text] == [
-        text.replace("256 turns", "4 turns") for text in many if "turns" in text
+    assert [text for text in few if "iterations" in text] == [
+        text.replace("256 iterations", "4 iterations") for text in many if "iterations" in text
     ]
     assert len(many) == len(few)
-    assert sum(f"{TIMES} 256 turns" in text for text in many) > 1
-    assert any("added up from turn to turn; nothing is sent" in text for text in many)
+    assert sum(f"{TIMES} 256 iterations" in text for text in many) > 1
+    assert any("accumulated over iterations; nothing is sent" in text for text in many)
 
 
 def test_each_box_says_the_turns_of_what_is_in_it() -> None:
@@ -46,7 +47,7 @@ def test_each_box_says_the_turns_of_what_is_in_it() -> None:
     assert 0 < len(turns.axes) < len(pm.after.nodes)
 
     def look(box: Box, around: tuple[str, ...]) -> None:
-        around = (*around, *box.turns)
+        around = (*around, *box.loop_axes)
         assert len(set(around)) == len(around)
         for child in box.children:
             look(child, around)

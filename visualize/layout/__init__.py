@@ -1,1 +1,0 @@
-"""Where it is drawn."""

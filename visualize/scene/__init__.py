@@ -1,1 +1,0 @@
-"""What is drawn: boxes of modules, folded, and what flows between them."""
