@@ -10,6 +10,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "ir").is_dir() and str(_roo
 del _root
 
 # ---- public names -----------------------------------------------------------------------------------------
+from shardfx.images import GeoTiff, Nifti, TileDataset, WholeImage, draw_tiles, predict_scene
 from shardfx.ir.capture.forms.compute import Compute
 from shardfx.ir.capture.forms.loss_scaling import LossScale
 from shardfx.ir.cost.machine import Machine
@@ -26,11 +27,6 @@ from shardfx.passes import Offload, Pass, Pipeline, Recompute, Spatial
 from shardfx.passes.rank import RankPass
 from shardfx.passes.time import make_schedule
 from shardfx.runtime.verify.verdict import Verdict
-from shardfx.scenes.file_readers import GeoTiff, Nifti
-from shardfx.scenes.margins import draw_tiles
-from shardfx.scenes.predict import predict_scene
-from shardfx.scenes.tile_dataset import TileDataset
-from shardfx.scenes.whole_image import WholeImage
 from shardfx.schedules.timeline import Timeline, simulate
 
 from .api import parallelize, trace

@@ -113,7 +113,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         *("shardfx", *PROGRAMS, *CLOCKS, "ir.capture", "memory", "passes.sharding", "passes.time", "report"),
         "runtime.distributed",
     ),
-    "scenes": (*RULES, "visualize", "module", "module.held", "runtime.distributed"),
+    "images": (*RULES, "passes", "visualize", "module", "module.held", "runtime.distributed"),
     "explain": (*ONE_OP, "ir.cost", "ir.text"),
     "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
 }
@@ -124,7 +124,7 @@ IN_FUNCTIONS = {
     ("module.planned_module", "visualize"),  # needs Graphviz, which only pictures do
     ("memory.rank_memory", "visualize"),
     ("schedules.timeline", "visualize"),
-    ("scenes.margins", "visualize"),
+    ("images.receptive_field", "visualize"),
     ("report.figures", "report.tables"),  # need rich, which only what is printed does
     ("report.figures", "report.stage_tables"),
     ("runtime.module_engine", "runtime.inductor_passes"),  # needs Inductor, which only pm.compile() does

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.graph import Graph
 from shardfx.plugins import all_rules
-from shardfx.scenes.locality import follow
-from shardfx.scenes.scene_rows import Rows
-from shardfx.scenes.scene_windows import spans
+from shardfx.images.receptive_field import SceneRows, follow
+from shardfx.images.scene_inference import spans
 
 COLUMNS = 6
 
@@ -65,7 +64,7 @@ def right(seed: int) -> bool:
 
     try:
         found = follow(traced(window), traced(scene), all_rules(()), [2], "results.0")
-        (rows,) = (part for part in found.dims if isinstance(part, Rows))
+        (rows,) = (part for part in found.dims if isinstance(part, SceneRows))
         cut = spans(rows, window, scene, found.grid[2], 1)
         if cut[-1].size != window:
             found = follow(traced(cut[-1].size), traced(scene), all_rules(()), [2], "results.0")

@@ -109,7 +109,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size // 3)
     with pytest.raises(sx.Error, match="the file cannot be read") as caught:
         whole[slice(0, 1), slice(200, 256), slice(0, 256)]
-    assert "cut short" in str(caught.value) and "image.tif" in str(caught.value)
+    assert "truncated" in str(caught.value) and "image.tif" in str(caught.value)
 
 
 def test_a_volume_that_is_cut_short(tmp_path: Path) -> None:

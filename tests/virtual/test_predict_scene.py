@@ -252,7 +252,7 @@ class Whole(nn.Module):
 
 
 NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "global pool": (Squeeze, r"mean.* is not local: it takes all places of the image together"),
+    "global pool": (Squeeze, r"mean.* is not local: it combines all positions of the image"),
     "attention": (Attends, r"attention.* is not local"),
     "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), "group_norm is not local"),
     "batch norm in training": (lambda: nn.BatchNorm2d(3).train(), "batch_norm.* is not local: it needs all rows"),
@@ -263,14 +263,14 @@ NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a fixed size": (lambda: nn.Upsample(size=(50, 50), mode="bilinear"), "upsample_bilinear2d is not local"),
     "places": (Places, "is not local: it"),
     "a ring": (lambda: nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"), "ring is not local"),
-    "dropout": (lambda: nn.Dropout().train(), "random numbers are drawn by their place"),
-    "places of maxima": (Largest, "max_pool2d.* is not local: it says where in the image something lies"),
+    "dropout": (lambda: nn.Dropout().train(), "random numbers are drawn by position"),
+    "places of maxima": (Largest, "max_pool2d.* is not local: it gives positions in the image"),
     "unpooling": (Unpools, "max_.*pool2d.* is not local"),
     "a table": (lambda: Table("slice"), "is not local"),
     "another table": (lambda: Table("split"), "is not local"),
     "samples that lie second": (Whole, "the first dim of its result is not that of the images"),
     "a size": (Counts, "is not local"),
-    "a turn": (lambda: Turns(), "flip is not local: it turns the image round"),
+    "a flip": (Flips, "flip is not local: it flips the image"),
 }
 
 
@@ -281,7 +281,7 @@ class Masks(nn.Module):
         return x * torch.full(x.shape[2:], 0.5, dtype=x.dtype) + torch.ones_like(x[:, :1]).expand(x.shape)
 
 
-class Turns(nn.Module):
+class Flips(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.flip(2)
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import shardfx as sx
-from shardfx.scenes.tile_sampler import Draw
-from shardfx.scenes.turn import scales
+from shardfx.images.tile_dataset import CropDraw, scales
 
 MESH = sx.Mesh(dp=2, h=2, w=2)
 SPECS = {"args.0": "dp, -, h, w", "targets.0": "dp, h, w"}
@@ -241,10 +240,10 @@ def test_scenes_that_do_not_fit(pm: sx.ParallelModule) -> None:
 def test_words_and_numbers(pm: sx.ParallelModule) -> None:
     with pytest.raises(sx.Error, match="no augmentation 'blur'"):
         sx.TileDataset([scene(12, 12)], pm, augment=("blur",))
-    with pytest.raises(sx.Error, match="no crop can be turned by 'dflip'"):
+    with pytest.raises(sx.Error, match="a crop does not allow 'dflip'"):
         sx.TileDataset([scene(12, 12)], pm, augment=("dflip",))
     oblong = planned((12, 10), sx.Mesh(h=2))
-    with pytest.raises(sx.Error, match="no crop can be turned by 'rot90'"):
+    with pytest.raises(sx.Error, match="a crop does not allow 'rot90'"):
         sx.TileDataset([scene(12, 12)], oblong, crop=(12, 10), augment=("rot90",))
     part = sx.TileDataset([scene(12, 12)], pm, rank=5)
     with pytest.raises(sx.Error, match="ranks share the batch"):
@@ -272,7 +271,7 @@ def test_a_file_cut_short(pm: sx.ParallelModule, tmp_path: Path) -> None:
     data = sx.TileDataset([(image, mask)], pm, crop=(12, 12))
     assert not data[0][0].any()
     os.truncate(tmp_path / "image", 8 * 900 * 900)
-    with pytest.raises(sx.Error, match="the file of array 0 of scene 0 is cut short"):
+    with pytest.raises(sx.Error, match="the file of array 0 of scene 0 is truncated"):
         data[0]
 
     class Short:
@@ -304,7 +303,7 @@ def test_a_file_cut_short(pm: sx.ParallelModule, tmp_path: Path) -> None:
 def test_a_draw_says_all_that_a_worker_needs(pm: sx.ParallelModule) -> None:
     data = sx.TileDataset([scene(30, 30)], pm, crop=(12, 12), augment=("rot90",))
     draws = list(data.sampler(seed=2))
-    assert all(isinstance(draw, Draw) for draw in draws) and len({draw.number for draw in draws}) == 3
+    assert all(isinstance(draw, CropDraw) for draw in draws) and len({draw.number for draw in draws}) == 3
     again = list(data.sampler(seed=2))
     assert [draw[:3] for draw in draws] == [draw[:3] for draw in again]
     assert not {draw.number for draw in draws} & {draw.number for draw in again}

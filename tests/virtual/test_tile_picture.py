@@ -11,7 +11,7 @@ from torch import nn
 
 import shardfx as sx
 from shardfx.ir.ops.comm import rows_sent
-from shardfx.scenes.margins import layer_margins
+from shardfx.images.receptive_field import layer_margins
 from shardfx.visualize.tile_chart import messages
 from tests.virtual.test_space import UNet, image, planned, squares
 
@@ -51,7 +51,7 @@ def test_margins_by_layer() -> None:
     assert rows == [1, 2, 4, 8, 10, 11]
     far = nn.Sequential(nn.Conv2d(3, 4, 7, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     found = layer_margins(planned(far, image(1, 3, 16, 16), sx.Mesh(h=2)))
-    assert [(each.layer, each.rows, each.note) for each in found] == [("0", 4, ""), ("1", 0, "the whole image")]
+    assert [(each.layer, each.rows, each.note) for each in found] == [("0", 4, ""), ("1", 0, "the full image")]
 
 
 @pytest.mark.long
@@ -65,7 +65,7 @@ def test_a_model_of_one_size_has_no_margins(tmp_path: Path) -> None:
 
 def test_what_is_no_image_of_tiles(tmp_path: Path) -> None:
     pm = planned(nn.Conv2d(3, 2, 3, padding=1), image(2, 3, 8, 8), sx.Mesh(dp=2))
-    with pytest.raises(sx.Error, match=r"args\.0 is not cut into tiles"):
+    with pytest.raises(sx.Error, match=r"args\.0 is not sharded into tiles"):
         sx.draw_tiles(pm, tmp_path / "tiles.svg")
     with pytest.raises(sx.Error, match=r"there is no input 'args\.1'"):
         sx.draw_tiles(pm, tmp_path / "tiles.svg", "args.1")

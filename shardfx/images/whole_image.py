@@ -1,10 +1,10 @@
-"""Images whose reader decodes all of them: one rank of a group does, cuts, and sends each of the others its window.
+"""Images that can only be decoded as a whole: one rank of a group decodes, and sends the others their windows.
 
     rank 0 (worker)     decode() -> image, windows of ranks 0..3 -> store["7/0@1"], store["7/0@2"], store["7/0@3"]
     rank 2 (worker)     store["7/0@2"]
 
-Workers of a ``DataLoader`` are processes of their own, which are in no process group: they meet at a store, which the
-first rank of each group holds.
+Workers of a ``DataLoader`` are processes outside of any process group: they communicate by a store, which the first
+rank of each group serves.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ import torch.distributed as dist
 from shardfx.ir.errors import Error
 from shardfx.runtime.distributed.groups import the_cpu_group
 
-from .reading import read_window, unreadable
-from .turn import Window
+from .image_files import Window, read_window, unreadable
 
 CHUNK = 1 << 22
-"""A store takes so many bytes at once."""
+"""The most bytes of a message to a store."""
 PATIENCE = timedelta(minutes=10)
 
 
@@ -42,7 +41,7 @@ class WholeImage:
     Under ``torchrun`` one rank of those that share a sample decodes it, and sends the others their windows.
 
     Args:
-        decode: gives the image, an array of this shape.
+        decode: returns the image, an array of this shape.
         shape: (C, H, W), (H, W), ...
     """
 
@@ -50,7 +49,7 @@ class WholeImage:
     shape: tuple[int, ...]
 
     def read(self, window: Window, name: str) -> tuple[torch.Tensor, int]:
-        """A window of it, and how many bytes were decoded.
+        """A window of it, and the number of bytes that were decoded.
 
         Raises:
             Error: it has another shape.
@@ -59,7 +58,7 @@ class WholeImage:
         return read_window(made, window, name), made.nbytes
 
     def decoded(self, name: str) -> Any:
-        """All of it.
+        """The full image.
 
         Raises:
             Error: it cannot be decoded, or has another shape.
@@ -82,24 +81,24 @@ class WholeImage:
 
 
 @dataclass
-class Sharing:
-    """The ranks that share samples, the first of which decodes; and where its store is."""
+class DecodingGroup:
+    """The ranks that share samples, the first of which decodes; and the address of its store."""
 
     rank: int
     group: tuple[int, ...]
     address: tuple[str, int]
     number: int
-    """Which of the data sets that share it is."""
+    """The number of the data set, among those that share images."""
     _clients: dict[int, dist.Store] = field(default_factory=dict)
 
-    def of_worker(self) -> Sharing:
-        """The same for another process."""
-        return Sharing(self.rank, self.group, self.address, self.number)
+    def of_worker(self) -> DecodingGroup:
+        """A copy for another process."""
+        return DecodingGroup(self.rank, self.group, self.address, self.number)
 
     @property
     def store(self) -> Any:
-        """The store, as this process speaks to it: a fork needs a connection of its own. (It takes bytes, which its
-        type does not say.)"""
+        """This process's connection to the store: a fork needs one of its own. (It takes bytes, which its type does
+        not say.)"""
         if os.getpid() not in self._clients:
             host, port = self.address
             made = dist.TCPStore(host, port, is_master=False, timeout=PATIENCE)
@@ -107,7 +106,7 @@ class Sharing:
         return self._clients[os.getpid()]
 
     def read(self, image: WholeImage, windows: Mapping[int, Window], key: str, name: str) -> tuple[torch.Tensor, int]:
-        """This rank's window of an image, and how many bytes it decoded.
+        """This rank's window of an image, and the number of bytes that it decoded.
 
         Raises:
             Error: the image could not be decoded, here or by the rank that does.
@@ -116,14 +115,14 @@ class Sharing:
             return self._received(f"{key}@{self.rank}", name), 0
         try:
             made = image.decoded(name)
-            pieces = {rank: read_window(made, windows[rank], name) for rank in self.group}
+            parts = {rank: read_window(made, windows[rank], name) for rank in self.group}
         except Exception as error:
             for rank in self.group[1:]:
                 self._send(f"{key}@{rank}", f"{type(error).__name__}: {error}")
             raise
         for rank in self.group[1:]:
-            self._send(f"{key}@{rank}", pieces[rank])
-        return pieces[self.rank], made.nbytes
+            self._send(f"{key}@{rank}", parts[rank])
+        return parts[self.rank], made.nbytes
 
     def _send(self, key: str, what: torch.Tensor | str) -> None:
         file = io.BytesIO()
@@ -149,25 +148,22 @@ class Sharing:
 
 
 @cache
-def own_server() -> dist.TCPStore:
-    """The store that this process holds as long as it lives, for others may still read when it is done."""
+def _server() -> dist.TCPStore:
+    """The store that this process serves as long as it lives, for others may still read when it is done."""
     return dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
 
 
 _numbers = itertools.count()
 
 
-def shared(group: Mapping[int, Window]) -> Sharing:
-    """How the ranks of a group share what one of them decodes; all ranks call it."""
+def decoding_group(group: Mapping[int, Window]) -> DecodingGroup:
+    """The group by which ranks share the images that one of them decodes; all ranks call it."""
     rank, ranks = dist.get_rank(), tuple(sorted(group))
-    address = (own_address(), own_server().port) if rank == ranks[0] else ("", 0)
+    address = ("", 0)
+    if rank == ranks[0]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # the address that the job's first host sees
+            probe.connect((os.environ.get("MASTER_ADDR", "localhost"), 1))
+            address = str(probe.getsockname()[0]), _server().port
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, address, group=the_cpu_group())
-    return Sharing(rank, ranks, found[ranks[0]], next(_numbers))
-
-
-def own_address() -> str:
-    """The address by which the other hosts of the job know this one: that from which it speaks to the first of them."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect((os.environ.get("MASTER_ADDR", "localhost"), 1))
-        return str(asked.getsockname()[0])
+    return DecodingGroup(rank, ranks, found[ranks[0]], next(_numbers))
