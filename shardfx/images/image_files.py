@@ -21,7 +21,8 @@ class ArrayLike(Protocol):
     """A scene: an array that gives windows of itself by slicing."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
 
     def __getitem__(self, window: Any) -> Any: ...
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.ir.graph import Graph
-from shardfx.plugins import all_rules
 from shardfx.images.receptive_field import SceneRows, follow
 from shardfx.images.scene_inference import spans
+from shardfx.ir.graph import Graph
+from shardfx.plugins import all_rules
 
 COLUMNS = 6
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import shardfx as sx
-from shardfx.ir.ops.comm import rows_sent
 from shardfx.images.receptive_field import layer_margins
+from shardfx.ir.ops.comm import rows_sent
 from shardfx.visualize.tile_chart import messages
 from tests.virtual.test_space import UNet, image, planned, squares
 
