@@ -65,7 +65,7 @@ def test_tiles_of_all_ranks_make_up_the_crop(pm: sx.ParallelModule, augment: tup
         sampler.set_epoch(epoch)
         for draw in sampler:
             x, y = whole[draw]
-            seen.add(draw.turn)
+            seen.add(draw.orientation)
             tiles = [part[draw] for part in parts]
             assert torch.equal(tiled("args.0", pm, [t[0] for t in tiles]), x)
             assert torch.equal(tiled("targets.0", pm, [t[1] for t in tiles]), y)
