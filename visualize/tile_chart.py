@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.mesh import Mesh
@@ -58,8 +58,8 @@ def messages(node: Node, mesh: Mesh) -> list[HaloMessage]:
         for i, j in itertools.permutations(range(len(exchange.members)), 2):
             if (box := exchange.sends(i)[j]) is not None:
                 nbytes = math.prod([*rest, *(length for _, length in box)]) * value.type.dtype.itemsize
-                ranks = (mesh.rank(exchange.members[each]) for each in (i, j))
-                found.append(HaloMessage(*ranks, box, nbytes))
+                source_rank, target_rank = (mesh.rank(exchange.members[each]) for each in (i, j))
+                found.append(HaloMessage(source_rank, target_rank, box, nbytes))
     return found
 
 
@@ -143,8 +143,8 @@ class _Panel:
     def draw(self, canvas: Canvas, needs: Mapping[int, tuple[Span, ...]], *, detailed: bool = False) -> None:
         """Each rank's tile in its colour, and its tile with the halo (``needs``) dashed."""
         canvas.rect(self.area, fill=PAPER, stroke=RULE)
-        tile = {"fill_opacity": "0.16", "stroke_width": "1"}
-        halo = {"fill": "none", "stroke_width": "1.4", "stroke_dasharray": "5 3"}
+        tile: dict[str, Any] = {"fill_opacity": "0.16", "stroke_width": "1"}
+        halo: dict[str, Any] = {"fill": "none", "stroke_width": "1.4", "stroke_dasharray": "5 3"}
         for word, boxes, style in (("has", self.tiles, tile), ("needs", needs, halo)):
             for rank, ((top, high), (left, wide)) in boxes.items():
                 said = f"rank {rank} {word} rows {top} to {top + high - 1}, columns {left} to {left + wide - 1}"
