@@ -184,34 +184,13 @@ def to_json(found: Findings) -> dict[str, Any]:
     return {"shardings": [vars(c) for c in found.shardings], "linear": [str(each) for each in found.linear]}
 
 
-def from_json(given: Mapping[str, Any]) -> Findings:
-    """Findings as :func:`to_json` wrote them.
+def from_json(given: Any) -> Findings:
+    """Findings as :func:`to_json` wrote them. Whether they are right for an op is checked where they are used."""
 
-    Raises:
-        ValueError, KeyError, TypeError: they are not.
-    """
+    def as_tuple(each: Any) -> Any:
+        return tuple(map(as_tuple, each)) if isinstance(each, list) else each
 
-    def place(entry: Any) -> Place:
-        dim, block = entry
-        if not (isinstance(dim, int) and isinstance(block, int) and dim >= 0 and block > 0):
-            raise ValueError(entry)
-        return dim, block
-
-    def end(entry: Any) -> Place | str:
-        if not isinstance(entry, str):
-            return place(entry)
-        if entry not in WORDS:
-            raise ValueError(entry)
-        return entry
-
-    shardings = tuple(
-        FoundSharding(
-            tuple(None if p is None else place(p) for p in sharding["operands"]),
-            tuple(map(end, sharding["results"])),
-            tuple(tuple(int(i) for i in at) for at in sharding["sized"]),
-        )
-        for sharding in given["shardings"]
-    )
+    shardings = tuple(FoundSharding(**{name: as_tuple(each) for name, each in s.items()}) for s in given["shardings"])
     return Findings(shardings, tuple(group for text in given["linear"] for group in parse_linear(text)))
 
 

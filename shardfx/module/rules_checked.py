@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, factors_text, op_name
-from shardfx.ir.oracle.plan_check import PlanChecked, check_plan
+from shardfx.ir.oracle.rule_check import PlanChecked, check_plan
 from shardfx.ir.program.loops.unrolled import as_ranks
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleEntry

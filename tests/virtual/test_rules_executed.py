@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import shardfx as sx
 from shardfx.cli import main
-from shardfx.ir.oracle.plan_check import check_share
+from shardfx.ir.oracle.rule_check import check_share
 from shardfx.ir.rulebook import default_rules
 from tests.wrong.rules import COLUMNS, ROWS, WRONG, Calls, by_fours, numbered, ops, planned
 
