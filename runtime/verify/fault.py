@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
-from shardfx.ir.graph import Node
+from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.program.rank_program import RankProgram
 
 
@@ -42,6 +42,15 @@ class Failed(Exception):
 def place(node: Node) -> str:
     """The source line of a node in the user's model; of communication without one, that of its operand."""
     return str(node.where) or next((str(value.where) for value in node.operands), "")
+
+
+def first_output(graph: Graph, values: Iterable[Value]) -> str:
+    """The first output of a graph that depends on some values."""
+    reached = set(values)
+    for node in graph.nodes:
+        if reached & set(node.operands):
+            reached.update(node.outs)
+    return next((f"{o.kind.value} {o.name}" for o in graph.outputs if o.value in reached), "")
 
 
 def source_line(node: fx.Node) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.graph import Graph, Input, Output
 
-from .fault import Fault
+from .fault import Fault, first_output
 
 
 def interface_fault(before: Graph, after: Graph) -> Fault | None:
@@ -21,7 +19,7 @@ def interface_fault(before: Graph, after: Graph) -> Fault | None:
     for given in after.inputs:
         what = _other_input(known.get(given.name), given)
         if what:
-            return Fault(what, _first_use(after, given), None, given.value.name, given.name, certain=True)
+            return Fault(what, first_output(after, [given.value]), None, given.value.name, given.name, certain=True)
     return _other_outputs(before, after)
 
 
@@ -84,12 +82,3 @@ def _other_outputs(before: Graph, after: Graph) -> Fault | None:
 def _other(what: str, output: Output) -> Fault:
     value = output.value
     return Fault(what, f"{output.kind.value} {output.name}", None, value.name, str(value.where), certain=True)
-
-
-def _first_use(graph: Graph, given: Input) -> str:
-    """The first output that depends on an input."""
-    made: set[Any] = {given.value}
-    for node in graph.nodes:
-        if made & set(node.operands):
-            made.update(node.outs)
-    return next((f"{o.kind.value} {o.name}" for o in graph.outputs if o.value in made), "")

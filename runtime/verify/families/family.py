@@ -1,4 +1,4 @@
-"""Families: ranks whose programs are one program, up to the numbers that each has its own of."""
+"""Families: ranks whose programs are one program, up to the numbers that differ by rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Family:
 
     @cached_property
     def varying(self) -> list[fx.Node]:
-        """The calls whose constants are not the same on all ranks."""
+        """The calls with constants that differ by rank."""
         return [node for node in self.program.graph.nodes if any(map(varies, leaves(node)))]
 
     def at(self, rank: int) -> HasGraph:
@@ -48,7 +48,7 @@ class Family:
         return self._copies[key]
 
     def moved(self, ranks: Varying) -> HasGraph:
-        """The program of other ranks that are together, each having that of one of these ``ranks``."""
+        """The program of other ranks together, each with that of one of these ``ranks``."""
         return self._copy(lambda arg: self.together.moved(arg, ranks))
 
     def _copy(self, at: Callable[[Any], Any]) -> Written:
@@ -78,7 +78,7 @@ def _put(nodes: Iterable[fx.Node], at: Callable[[Any], Any]) -> None:
 
 
 def varies(arg: Any) -> bool:
-    """Whether a constant is not the same on all ranks."""
+    """Whether a constant differs by rank."""
     return isinstance(arg, Varying) or (isinstance(arg, str) and "⟨" in arg)
 
 

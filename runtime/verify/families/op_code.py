@@ -4,10 +4,9 @@
                                              c10d.wait_tensor(call 0)                     result 0
 
 A program is *the planned graph in this code* if each of its calls is the next one of the code of the op that it comes
-from, takes what stands for the operands that the planned graph gives this op, and if it returns what stands for the
-planned outputs. Then what is proven of the code, op by op, and of the planned graph, is proven of the program. An op
-may be done again, as what two loops over turns need is: of the same operands it gives the same. Messages are sent and
-received once.
+from, takes the nodes of the operands that the planned graph gives this op, and if it returns the nodes of the planned
+outputs. Then what is proven of the code, op by op, and of the planned graph, is proven of the program. An op may be
+recomputed, as what two loops need is: of the same operands it gives the same. Messages are sent and received once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .varying import Varying, leaves
 
 @dataclass(frozen=True, slots=True)
 class CodeOperand:
-    """An operand of the op: each value stands once, in the order of the arguments."""
+    """An operand of the op: each value once, in the order of the arguments."""
 
     index: int
 
@@ -51,21 +50,21 @@ class CodeCall:
 
 @dataclass
 class Code:
-    """The calls that do one op on the ranks of a family."""
+    """The calls that compute one op on the ranks of a family."""
 
     family: Family
     calls: list[CodeCall] = field(default_factory=list)
     results: list[CodeOperand | CodeResult | None] = field(default_factory=list)
-    """What stands for each result; None for one that is another stage's."""
+    """The node of each result; None for one that is another stage's."""
 
     @property
     def once(self) -> bool:
-        """Whether it must be done, and not again: another rank waits for each message."""
+        """Whether it must be run exactly once: another rank waits for each message."""
         return any(call.target in MESSAGES for call in self.calls)
 
     @staticmethod
     def of(family: Family, results: int) -> Code:
-        """The code of an op with so many results that stands alone in a program."""
+        """The code of an op with so many results that is alone in a program."""
         code, env = Code(family), dict[fx.Node, Any]()
         for node in family.program.graph.nodes:
             if node.op == "placeholder":
@@ -103,10 +102,10 @@ class Reading:
         self.family = family
         self.calls = 0
         self._ops: dict[Value, _Op] = {}
-        self._stands: dict[fx.Node, Value] = {}
+        self._value_of: dict[fx.Node, Value] = {}
         self._made: dict[fx.Node, tuple[_Op, int]] = {}
         self._same: dict[Value, Value] = {}
-        """Of values that are one on a rank, for their op does nothing there: the first."""
+        """Of values that are one on a rank, for their op has no call there: the first."""
         self._restricted: dict[tuple[int, Any], Any] = {}
         for node in nodes:
             outs = node.outs
@@ -128,18 +127,18 @@ class Reading:
         node: fx.Node
         for node in self.family.program.graph.nodes:
             if node.op == "placeholder":
-                self._stands[node] = next(given).value
+                self._value_of[node] = next(given).value
             elif node.op == "output":
                 results: Any = node.args[0]
-                returned = [self._stands.get(result) for result in results]
+                returned = [self._value_of.get(result) for result in results]
                 done = all(op.next == len(op.code.calls) for op in self._ops.values() if op.code.once)
                 return None if done and returned == [self._one(output.value) for output in outputs] else node
             elif node.op != "call_function":
                 return node
             elif node.target in IDENTITY:
                 source: Any = node.args[0]
-                if source in self._stands:
-                    self._stands[node] = self._stands[source]
+                if source in self._value_of:
+                    self._value_of[node] = self._value_of[source]
                 if source in self._made:
                     self._made[node] = self._made[source]
             elif not self._reads(node):
@@ -162,7 +161,7 @@ class Reading:
         self._made[node] = op, place
         for ref, value in zip(op.code.results, op.outs, strict=True):
             if isinstance(ref, CodeResult) and ref.call == place:
-                self._stands[node] = self._one(value)
+                self._value_of[node] = self._one(value)
                 break
         self.calls += 1
         return True
@@ -171,7 +170,7 @@ class Reading:
         """Whether an argument is what the code has there."""
         if isinstance(arg, fx.Node):
             if isinstance(ref, CodeOperand):
-                return self._stands.get(arg) is op.operands[ref.index]
+                return self._value_of.get(arg) is op.operands[ref.index]
             return isinstance(ref, CodeResult) and self._made.get(arg) == (op, ref.call)
         if isinstance(ref, (list, tuple)):
             if not isinstance(arg, (list, tuple)) or len(ref) != len(arg):
@@ -213,9 +212,9 @@ class Reading:
 
 
 def same_numbers(family: Family, nodes: Sequence[Node], codes: Mapping[Value, Code]) -> bool:
-    """Whether the calls of a program that are not the same on all ranks are those of its ops' codes, and all of them.
+    """Whether the calls of a program that differ by rank are those of its ops' codes, and all of them.
 
-    The program is then one text in which each rank puts its own numbers, and these are proven.
+    The program is then one text with each rank's own numbers, and these are proven.
     """
     reading = Reading(family, nodes, codes)
     wanted = {node.outs[0]: reading.numbers(code, code.calls) for node in nodes if (code := codes[node.outs[0]]).calls}

@@ -39,7 +39,7 @@ from shardfx.ir.program.loops.schedule_actions import ends_here, made_at
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import gives_list, is_cut
 from shardfx.runtime.verify.data_movement import MESSAGES
-from shardfx.runtime.verify.fault import Failed, Fault, place
+from shardfx.runtime.verify.fault import Failed, Fault, first_output, place
 from shardfx.runtime.verify.proof.deduction import Deduction, same, written
 from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
 from shardfx.runtime.verify.proof.known import Proof
@@ -67,8 +67,6 @@ class SingleOps:
         self._codes: dict[int, list[Code]] = {}
         self.parts: list[list[int]] = [list(box) for box in alike.boxes]
         """Ranks on which every op has the same code, numbers aside."""
-        self.interpreted = 0
-        """How many programs of one op were interpreted."""
 
     def __len__(self) -> int:
         return len(self._codes)
@@ -93,7 +91,7 @@ class SingleOps:
             self.parts = refined(self.parts, [family.ranks for family in made])
             found = self._fault(small, made)
             if found is not None:
-                return Fault(found.what, self._leads_to(node), found.rank, node.name, place(node))
+                return Fault(found.what, first_output(self._graph, node.outs), found.rank, node.name, place(node))
         return None
 
     def _fault(self, small: Graph, made: Sequence[Family]) -> Fault | None:
@@ -103,7 +101,6 @@ class SingleOps:
         asked = self._ranks(small.nodes[0], made, small.mesh)
         ends = {r: ends_here(small, small.inputs, small.outputs, small.mesh.coords(r)) for r in asked}
         ranks = {r: Rank(proof, r, of[r].at(r), given) for r, (given, _) in ends.items()}
-        self.interpreted += len(ranks)
         try:
             LockStep(proof, ranks).run()
             for r, rank in ranks.items():
@@ -153,15 +150,6 @@ class SingleOps:
         except Diverged:
             return False
 
-    def _leads_to(self, node: Node) -> str:
-        """The first output that needs a node."""
-        needs = set(node.outs)
-        for each in self._graph.nodes:
-            if needs & set(each.operands):
-                needs.update(each.outs)
-        found = next((o for o in self._graph.outputs if o.value in needs), None)
-        return "" if found is None else f"{found.kind.value} {found.name}"
-
 
 def _numbers(made: Sequence[Family], mesh: Mesh) -> dict[int, Any]:
     """What is not the same in the code of all ranks, the names of a rank's own groups aside."""
@@ -203,15 +191,15 @@ def op_key(node: Node) -> Any:
 
     args = tuple([argument_key(arg, index) for arg in node.args])
     kwargs = tuple([(name, argument_key(arg, index)) for name, arg in node.kwargs.items()])
-    held = tuple([(v.type, v.spec) for v in places])
+    placed = tuple([(v.type, v.spec) for v in places])
     made = tuple([None if v is None else (v.type, v.spec) for v in node.results])
     stages = (node.at, *map(made_at, places)) if node.op is comm.send else ()
-    return node.op, args, kwargs, held, made, node.strategy, stages
+    return node.op, args, kwargs, placed, made, node.strategy, stages
 
 
 def alone(node: Node, graph: Graph) -> Graph:
-    """A graph of one node: its operands come in as the plan places them, and its results go out so. What passes from
-    stage to stage does so here, too; any other op is in all stages."""
+    """A graph of one node: its inputs and outputs are placed as the plan places its operands and results. What passes
+    from stage to stage does so here, too; any other op is in all stages."""
     inputs: dict[Value, Value] = {}
 
     def given(value: Value) -> Value:
@@ -272,7 +260,7 @@ def axes_of(values: dict[int, Any], mesh: Mesh) -> set[str]:
 
 def all_meet(made: Sequence[Family], axis: str, mesh: Mesh) -> bool:
     """Whether of all messages of an op, along ``axis``, each one that is sent is received, and no number but those of
-    groups and turns hangs on the rank."""
+    groups and iterations depends on the rank."""
     sent, received = Counter[Any](), Counter[Any]()
     for family in made:
         together = family.together

@@ -52,7 +52,7 @@ class Together:
         return first if bool((values == first).all()) else Varying(self, values)
 
     def mark(self, number: Varying) -> str:
-        """What stands in a text for a number: equal marks for equal numbers."""
+        """The mark of a number in a text: equal marks for equal numbers."""
         values = number.numbers()
         if values not in self._marks:
             self._marks[values] = len(self._marked)
@@ -67,7 +67,7 @@ class Together:
         return MARK.sub(lambda found: str(self._marked[int(found[1])][place]), text) if "⟨" in text else text
 
     def moved(self, arg: Any, ranks: Varying) -> Any:
-        """An argument as it is where other ranks are together, each having what one of these ``ranks`` has."""
+        """An argument as it is for other ranks together, each with that of one of these ``ranks``."""
         if isinstance(arg, Varying):
             return ranks.together.number(arg.values[[self.place[rank] for rank in ranks.numbers()]])
         if isinstance(arg, str):
@@ -99,7 +99,7 @@ def _comparison(do: Callable[[Any, Any], Any]) -> Any:
 
 
 class Varying:
-    """A number that is not the same on all of the ranks for which a program is written."""
+    """A number that differs between the ranks for which a program is written."""
 
     __slots__ = ("_numbers", "together", "values")
 
