@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from .instance import UNCHECKED, Instance, bind, call, runs
+from .instance import UNCHECKED, Instance, bind, call, numbers, runs
 
 aten = torch.ops.aten
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
@@ -97,7 +97,8 @@ def not_finite(of: Instance) -> Iterator[Instance]:
 
 def beyond(of: Instance) -> Iterator[Instance]:
     """An instance on numbers larger than all among its arguments: what is linear is so there, too."""
-    bound = max([1.0, *(abs(each) for each in _finite((of.node.args, dict(of.node.kwargs))))])
+    given = map(abs, numbers((of.node.args, *of.node.kwargs.values())))
+    bound = max([1.0, *(each for each in given if each < 1e9)])
     generator = torch.Generator().manual_seed(0)
     drawn = [
         of_dtype(both_signs, tuple(t.shape), t.dtype, generator) * 8 * bound if _is_number(t) else t for t in of.tensors
@@ -105,16 +106,6 @@ def beyond(of: Instance) -> Iterator[Instance]:
     made = as_given(of.on(drawn))
     if bound > 1 and _gives_numbers(made) and all(r is None or bool(r.isfinite().all()) for r in made.results):
         yield made
-
-
-def _finite(arg: Any) -> Iterator[float]:
-    if isinstance(arg, (list, tuple)):
-        for each in arg:
-            yield from _finite(each)
-    elif isinstance(arg, dict):
-        yield from _finite(list(arg.values()))
-    elif isinstance(arg, (int, float)) and not isinstance(arg, bool) and abs(arg) < 1e9:
-        yield float(arg)
 
 
 def _of_these(like: Tensor, floats: Sequence[float], far: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -180,7 +171,7 @@ def span_of(of: Instance) -> Range:
             return 0, 2
         checked, from_end = decomposition_table[checked], False
     sizes = {s for t in of.tensors for s in t.shape if s}  # of no elements there is nothing to draw
-    limits = sorted(sizes | set(_numbers(of.node.args)), reverse=True)
+    limits = sorted(sizes | {n for n in numbers(of.node.args) if isinstance(n, int) and 1 < n < 10_000}, reverse=True)
     from_zero = [(0, end) for m in limits if m > 1 for end in (m + 1, m)]
     for low, high in [(-m, m) for m in limits if from_end] + from_zero + [(1, m) for m in limits if m > 1]:
         ends = torch.tensor([low, high - 1])
@@ -226,14 +217,6 @@ def _is_number(t: Tensor) -> bool:
 
 def _is_integer(t: Tensor) -> bool:
     return not _is_number(t) and t.dtype is not torch.bool
-
-
-def _numbers(arg: Any) -> Iterator[int]:
-    if isinstance(arg, (list, tuple)):
-        for each in arg:
-            yield from _numbers(each)
-    elif isinstance(arg, int) and not isinstance(arg, bool) and 1 < arg < 10_000:
-        yield arg
 
 
 # ---- memory layouts --------------------------------------------------------------------------------------------------

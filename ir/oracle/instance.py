@@ -52,7 +52,7 @@ class Instance:
 
     @cached_property
     def results(self) -> Results:
-        """What the whole op gives: one entry per result of the node."""
+        """The results on one device: one entry per result of the node."""
         return self.call(self.tensors)
 
     def keep(self, results: Results) -> Results:
@@ -61,7 +61,7 @@ class Instance:
 
     @cached_property
     def kept(self) -> Results:
-        """What the whole op gives of the results that the node has."""
+        """Those of the results on one device that the node has."""
         return self.keep(self.results)
 
     def call(
@@ -161,6 +161,15 @@ def places(args: Sequence[Any], kind: Callable[[Any], bool], path: tuple[int, ..
             yield from places(arg, kind, (*path, i))
         elif kind(arg):
             yield (*path, i)
+
+
+def numbers(arg: Any) -> Iterator[int | float]:
+    """The numbers among nested arguments."""
+    if isinstance(arg, (list, tuple)):
+        for each in arg:
+            yield from numbers(each)
+    elif isinstance(arg, (int, float)) and not isinstance(arg, bool):
+        yield arg
 
 
 def describe(node: Node) -> str:

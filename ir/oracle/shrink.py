@@ -34,7 +34,7 @@ from shardfx.ir.rules.strategy import factor_cuts, partial_operands, strategy
 from shardfx.ir.spec import Spec, TensorType
 
 from .draws import both_signs, of_dtype, positive
-from .instance import Instance, instance, keep_results
+from .instance import Instance, instance, keep_results, numbers
 
 aten = torch.ops.aten
 KEPT = 5
@@ -64,22 +64,14 @@ def small_instance(node: Node) -> Instance | None:
 def _ways_by_multiples(node: Node) -> Iterator[SizeMap]:
     """Maps from the node's sizes to small ones, the most faithful first."""
     sizes = {s for value in node.operands for s in value.shape}
-    numbers = {n for n in _numbers((node.args, tuple(node.kwargs.values()))) if n > 1}
-    divisors = {n for n in numbers if n in sizes or any(s % n == 0 for s in sizes)}
+    given = {n for n in numbers((node.args, *node.kwargs.values())) if isinstance(n, int) and n > 1}
+    divisors = {n for n in given if n in sizes or any(s % n == 0 for s in sizes)}
     for free, fixed in ((sizes | divisors, set()), (sizes - divisors, divisors)):
         found = small_sizes(free, fixed)
         if found is not None:
             yield found
     yield {s: min(s, KEPT + 1 + i) for i, s in enumerate(sorted(s for s in sizes if s > KEPT))}
     yield {}
-
-
-def _numbers(arg: Any) -> Iterator[int]:
-    if isinstance(arg, (list, tuple)):
-        for each in arg:
-            yield from _numbers(each)
-    elif isinstance(arg, int) and not isinstance(arg, bool):
-        yield arg
 
 
 def small_sizes(sizes: Iterable[int], fixed: Iterable[int] = ()) -> dict[int, int] | None:
