@@ -17,8 +17,8 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from shardfx.ir.capture.decomposed import DECOMPOSED
-from shardfx.ir.capture.forms.random_numbers import draws_nothing
+from shardfx.ir.capture.canonical.decompositions import DECOMPOSED
+from shardfx.ir.capture.canonical.random_numbers import draws_nothing
 from shardfx.ir.ops.traits import positional, storage_offset, with_defaults
 from shardfx.ir.oracle.instance import Instance, instance
 

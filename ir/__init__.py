@@ -1,7 +1,6 @@
 """What a program is: the names that a plug-in writer needs (docs/writing_passes.md, docs/writing_rules.md)."""
 
-from .capture.patterns.find_pattern import Match
-from .capture.patterns.replace_pattern import replace_pattern
+from .capture.canonical.patterns import Match, replace_pattern
 from .cut import Cut, Part
 from .errors import Error, ShardfxWarning
 from .graph import (

@@ -11,8 +11,7 @@ del _root
 
 # ---- public names -----------------------------------------------------------------------------------------
 from shardfx.images import GeoTiff, Nifti, TileDataset, WholeImage, draw_tiles, predict_scene
-from shardfx.ir.capture.forms.compute import Compute
-from shardfx.ir.capture.forms.loss_scaling import LossScale
+from shardfx.ir.capture.canonical.mixed_precision import Compute, LossScale
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Link, Mesh, Time

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfx.ir.capture.carried.earlier import Earlier
-from shardfx.ir.capture.intake.given import as_module, without_weights
-from shardfx.ir.capture.intake.own_loss import with_own_loss
+from shardfx.ir.capture.frontend.loss_module import with_own_loss
+from shardfx.ir.capture.frontend.model_preparation import as_module, without_weights
+from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.cost import calibrate
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
@@ -113,7 +113,7 @@ def parallelize(
         torch.enable_grad(),
     ):  # a training step is planned wherever this is called
 
-        def build(model: nn.Module, hints: Hints, behind: Sequence[Earlier] = ()) -> Compiled:
+        def build(model: nn.Module, hints: Hints, behind: Sequence[EarlierCapture] = ()) -> Compiled:
             asked = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(asked):  # which a model may ask
                 made = compile_model(model, described, hints, all_rules(hints.rules), behind=behind)

@@ -12,9 +12,9 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from shardfx.ir.capture.carried.earlier import Earlier
-from shardfx.ir.capture.forms.compute import Compute
-from shardfx.ir.capture.forms.parts_of_batch import ONE, BatchParts
+from shardfx.ir.capture.canonical.batch_norms import ONE, BatchParts
+from shardfx.ir.capture.canonical.mixed_precision import Compute
+from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured, capture
 from shardfx.ir.cost.machine import Machine
@@ -181,7 +181,7 @@ def no_collection() -> Iterator[None]:
 
 
 def capture_model(
-    model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, hints: Hints, behind: Sequence[Earlier] = ()
+    model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, hints: Hints, behind: Sequence[EarlierCapture] = ()
 ) -> Captured:
     """Capture ``model`` for the examples of the hints, ``behind`` calls in other forms."""
     return capture(
@@ -233,7 +233,7 @@ def compile_model(
     hints: Hints,
     rules: RuleBook,
     on_pass: Callable[[Pass, Graph], None] | None = None,
-    behind: Sequence[Earlier] = (),
+    behind: Sequence[EarlierCapture] = (),
 ) -> Compiled:
     """Capture ``model``, ``behind`` calls in other forms, and run the passes. Links that the mesh does not state are
     those of the machine."""

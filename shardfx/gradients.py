@@ -11,8 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from shardfx.ir.capture.forms.compute import Compute
-from shardfx.ir.capture.forms.loss_scaling import LossScale
+from shardfx.ir.capture.canonical.mixed_precision import Compute, LossScale
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, OutputKind
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.capture.forms.compute import Compute
-from shardfx.ir.capture.update.made_groups import Parameters
+from shardfx.ir.capture.canonical.mixed_precision import Compute
+from shardfx.ir.capture.optimizer.optimizer_groups import Parameters
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.rules.book import RuleEntry

@@ -17,7 +17,7 @@ from torch import nn
 
 import shardfx as sx
 import shardfx.compile
-from shardfx.ir.capture.carried.earlier import Earlier
+from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured
 
@@ -45,7 +45,7 @@ def captured_once(name: str) -> Iterator[None]:
         model: nn.Module | torch.export.ExportedProgram,
         mesh: sx.Mesh,
         hints: sx.Hints,
-        behind: Sequence[Earlier] = (),
+        behind: Sequence[EarlierCapture] = (),
     ) -> Captured:
         examples = leaf_names(hints.args, hints.kwargs, hints.targets)
         alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples) and hints.batch_stats is None

@@ -1,1 +1,1 @@
-"""From a user's module to a graph of forward, loss and backward."""
+"""Capture: from a PyTorch module to one global graph."""

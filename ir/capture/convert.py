@@ -1,13 +1,22 @@
-"""From the fx graph of AOTAutograd to a :class:`shardfx.ir.graph.Graph`: names, phases, outputs."""
+"""Conversion of a joint fx graph to a :class:`shardfx.ir.graph.Graph`: names, phases, outputs, and the checks of ops.
+
+    with_effects(token, aten._linalg_check_errors, info, "linalg.inv")     ->  a guard: info is 0 everywhere
+
+What one device would raise, a program reports after its run, before results are handed out and buffers are stored.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
     BufferAOTInput,
+    ForwardTokenAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
@@ -24,21 +33,19 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.rewriter import dead_code
 from shardfx.ir.spec import TensorType
 
-from .forms.canonical import convert_call
-from .forms.checks import convert_effect, is_effect, is_token, of_targets
-from .forms.factored import check_rows
-from .intake.refusals import reject_collective
-from .sources import PREFIX, inherit_sources, source_of
-from .tape import content
+from .canonical.canonical_ops import convert_call
+from .canonical.export_rewrites import check_factored_contiguous
+from .frontend.model_preparation import reject_collective
+from .repeated_blocks import content
+from .source_locations import PREFIX, inherit_sources, source_of
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Names:
-    """What goes in and out of the traced program: leaf names, tied names, the loss if there is one, the guards of its
-    last outputs, and what the gradient of the loss is where the backward begins: a number, or a state of
-    that name which begins with it."""
+class ProgramNames:
+    """Names of the inputs and outputs of a traced program: input leaves, tied names, the loss if there is one, the
+    guards of its last outputs, and the gradient of the loss: a number, or a state of that name which begins with it."""
 
     leaves: tuple[str, ...]
     aliases: Mapping[str, str]
@@ -48,9 +55,9 @@ class Names:
     seed_state: str = ""
 
 
-def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names, drawn: dict[Value, Call] | None = None) -> Graph:
-    """The IR of a traced joint graph. ``drawn`` is told which of its values stand for random numbers of torch's, and by
-    which call torch draws them."""
+def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: ProgramNames, drawn: dict[Value, Call] | None = None) -> Graph:
+    """The IR of a traced joint graph. ``drawn`` is filled with the values that stand for torch's random numbers, and
+    the call that draws each in torch."""
     builder = GraphBuilder(mesh)
     output: torch.fx.Node | None = None
     constants: dict[object, Value] = {}
@@ -71,7 +78,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names, drawn: dict[Valu
         elif is_effect(node):
             convert_effect(builder, node)
         elif node.op == "call_function":
-            check_rows(node, str(builder.where))
+            check_factored_contiguous(node, str(builder.where))
             builder.env[node] = None if is_token(node) else convert_call(builder, node)
         elif node.op == "output":
             output = node
@@ -79,8 +86,8 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names, drawn: dict[Valu
             raise Error(f"unexpected {node.op} in the captured graph", where=str(builder.where), got=node.format_node())
     assert output is not None
     _outputs(builder, output, names)
-    of_targets(builder.graph)
-    _drop_settled(builder.graph)
+    mark_loss_checks(builder.graph)
+    _drop_constant_guards(builder.graph)
     dead_code(builder.graph)
     inherit_sources(builder.graph, names.loss)
     for made in builder.graph.nodes:
@@ -91,7 +98,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names, drawn: dict[Valu
     return builder.graph
 
 
-def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> Value | None:
+def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: ProgramNames) -> Value | None:
     desc = node.meta["desc"]
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -132,7 +139,7 @@ def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> Va
     raise Error("an input of unknown kind in the captured graph", got=str(desc))
 
 
-def _written(desc: object, names: Names) -> Error:
+def _written(desc: object, names: ProgramNames) -> Error:
     if isinstance(desc, PlainAOTInput):
         return Error(
             "the model changes one of its inputs in place",
@@ -149,7 +156,7 @@ def _written(desc: object, names: Names) -> Error:
     )
 
 
-def _name_of(desc: object, names: Names) -> str:
+def _name_of(desc: object, names: ProgramNames) -> str:
     """What the user calls an input."""
     if isinstance(desc, PlainAOTInput):
         return names.leaves[desc.idx]
@@ -168,7 +175,7 @@ def _check_holds(scale: float, dtype: torch.dtype) -> None:
         )
 
 
-def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> None:
+def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: ProgramNames) -> None:
     flat = node.args[0]
     assert isinstance(flat, (list, tuple))
     result = 0
@@ -214,8 +221,8 @@ def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> None:
     sort_gradients(builder.graph)
 
 
-def _drop_settled(graph: Graph) -> None:
-    """Leave out the guards of what no input has a part in: it is as it was."""
+def _drop_constant_guards(graph: Graph) -> None:
+    """Leave out guards that depend on no input: they hold always."""
     open_ = {given.value for given in graph.inputs if given.kind is not InputKind.CONSTANT}
     for node in graph.nodes:
         if not open_.isdisjoint(node.operands):
@@ -228,3 +235,53 @@ def sort_gradients(graph: Graph) -> None:
     order = {given.name: i for i, given in enumerate(graph.inputs)}
     gradients = iter(sorted((o for o in graph.outputs if o.kind is OutputKind.GRADIENT), key=lambda o: order[o.name]))
     graph.outputs = [next(gradients) if o.kind is OutputKind.GRADIENT else o for o in graph.outputs]
+
+
+TOKENS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
+
+
+def is_token(node: torch.fx.Node) -> bool:
+    """Whether a node of a traced graph is an effect token, which only orders calls."""
+    if node.op == "placeholder":
+        return isinstance(node.meta["desc"], TOKENS)
+    if node.target is operator.getitem:
+        return is_effect(node.args[0]) and operator.index(node.args[1]) == 0  # type: ignore[arg-type]
+    return False
+
+
+def is_effect(node: Any) -> bool:
+    """Whether a node is a call for its effect."""
+    return isinstance(node, torch.fx.Node) and node.target is torch.ops.higher_order.with_effects
+
+
+def convert_effect(builder: GraphBuilder, node: torch.fx.Node) -> None:
+    """Write a call for its effect as a guard.
+
+    Raises:
+        Error: its effect is not known.
+    """
+    _, op, info, *rest = node.args
+    if op is not aten._linalg_check_errors.default:
+        raise Error(
+            f"{op} is called for an effect that no program has",
+            where=str(builder.where),
+            expected="ops that give tensors, and the checks of torch.linalg",
+            got=str(op),
+            remedy="leave it out of the model and of its loss",
+        )
+    assert isinstance(info, torch.fx.Node)
+    wrong = builder.add(aten.any.default, (builder.add(aten.ne.Scalar, (builder.env[info], 0)),))
+    number = sum(output.kind is OutputKind.GUARD for output in builder.graph.outputs)
+    guard = Guard(False, builder.where, builder.phase is Phase.BACKWARD, op=str(rest[0]))
+    builder.graph.outputs.append(Output(OutputKind.GUARD, f"checks.{number}", wrong, guard=guard))
+
+
+def mark_loss_checks(graph: Graph) -> None:
+    """Mark the checks that depend on a target as those of the loss."""
+    known = {given.value for given in graph.inputs if given.kind is InputKind.TARGET}
+    for node in graph.nodes:
+        if not known.isdisjoint(node.operands):
+            known.update(node.outs)
+    for output in graph.outputs:
+        if output.guard is not None and output.guard.op and output.value in known:
+            output.guard = output.guard.in_loss()

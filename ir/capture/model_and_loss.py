@@ -14,26 +14,23 @@ from torch import nn
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Guard, Where
 
-from .decisions import Decisions, stored
-from .forms.compute import Compute
-from .intake.checkpointed import Checkpointed
-from .intake.explained import explain_decision, user_frame
-from .intake.given import marks_of
-from .intake.own_loss import OwnLoss
-from .named.assigned_buffers import AssignedBuffers
-from .named.drawn_outside import draws_nothing_outside
-from .named.left_as_found import Found
-from .named.whether_compiled import answering
+from .canonical.mixed_precision import Compute
+from .data_dependent import DataGuards, stored
+from .frontend.capture_errors import explain_decision, user_frame
+from .frontend.forward_probes import AssignedBuffers, CheckpointedModules, is_compiling_answered, reject_foreign_random
+from .frontend.loss_module import OwnLoss
+from .frontend.model_preparation import marks_of
+from .python_state.state_snapshot import StateSnapshot
 
 
 @dataclass(frozen=True)
 class UnknownResult:
-    """A result of the model that holds tensors where nobody looks for them."""
+    """A result of the model with tensors inside that pytree does not find."""
 
     kind: str
 
     def error(self, where: str) -> Error:
-        """What is said when it is asked for."""
+        """The error where it is asked for."""
         return Error(
             f"the model gives a {self.kind}, whose tensors cannot be handed out",
             where=where,
@@ -63,28 +60,27 @@ def _result(leaf: object) -> object:
     return UnknownResult(type(leaf).__name__) if holds_tensors(leaf) else leaf
 
 
-class Results:
-    """How the model's results are arranged, what it asked of the data and of the compiler, and what its code wants to
-    be made again: known once it was traced."""
+class TraceResults:
+    """What a trace finds: the tree of results, guards, whether it asked for the compiler, and checkpointed modules."""
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
     guards: tuple[Guard, ...] = ()
     asked_whether_compiled = False
     keeps = False
-    """Whether it changes what it holds, beside buffers."""
+    """Whether it changes Python state, beside buffers."""
 
     def __init__(self) -> None:
-        self.checkpointed = Checkpointed()
+        self.checkpointed = CheckpointedModules()
 
 
-class Given:
-    """Stands among the leaves of arguments and targets where a tensor does."""
+class TensorLeaf:
+    """A placeholder of a tensor among the leaves of arguments and targets."""
 
 
 class ModelAndLoss(nn.Module):
-    """The model and its loss as one function of tensor leaves; ``one`` has for each the first that is the same one,
-    where the code asks."""
+    """The model and its loss as one function of tensor leaves; ``one`` has for each the first that is identical, where
+    the code compares identities."""
 
     def __init__(
         self,
@@ -93,7 +89,7 @@ class ModelAndLoss(nn.Module):
         leaves: Sequence[Any],
         loss: Callable[..., torch.Tensor] | None,
         targets: int,
-        results: Results,
+        results: TraceResults,
         guard: bool = False,
         compute: Compute | None = None,
         real: bool = True,
@@ -102,15 +98,15 @@ class ModelAndLoss(nn.Module):
         super().__init__()
         self.model = model
         self._tree, self._targets = tree, targets
-        self._leaves = [Given if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._leaves = [TensorLeaf if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.loss, self._one = loss, one
         self.results = results
         self.guard = guard
         self.compute = compute or Compute()
         self.assigned, self.exported = AssignedBuffers(), False
-        """What it replaces; whether it is traced, and so has to write into that."""
-        self.found: Callable[[], Found] | None = None
-        """Notes what the code finds, when it is called, so that it is seen what it keeps."""
+        """The buffers that it replaces; whether it is traced, and so writes into them."""
+        self.found: Callable[[], StateSnapshot] | None = None
+        """Takes a snapshot when the program is called, to see what it changes."""
         self.unasked = False
         """Whether code that asks whether it is compiled is told that it is not."""
         own = {name: marks_of(tensor) for name, tensor in stored(model).items()}
@@ -124,8 +120,8 @@ class ModelAndLoss(nn.Module):
 
     @property
     def unseen(self) -> list[type]:
-        """The classes of arguments that hold tensors, and are none of the trees that torch knows."""
-        return [type(leaf) for leaf in self._leaves if leaf is not Given and holds_tensors(leaf)]
+        """The classes of arguments that contain tensors, and are no pytrees."""
+        return [type(leaf) for leaf in self._leaves if leaf is not TensorLeaf and holds_tensors(leaf)]
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The model's tensors, behind the loss where there is one, and behind them what guards watch. ``tensors`` are
@@ -135,13 +131,19 @@ class ModelAndLoss(nn.Module):
         Raises:
             Error: what the code does depends on the data, and there are no guards.
         """
-        decisions = Decisions(self.model, self._stored, self.guard, tensors)
+        decisions = DataGuards(self.model, self._stored, self.guard, tensors)
         noting = self.results.checkpointed.noting(self.model, self.exported)
         assigned = self.assigned.noting(self, written=self.exported)
         held = self.found() if self.found is not None else None
         try:
-            with decisions, self.compute.parameters_of(self.model), noting, answering(self._answer), assigned:
-                outs = draws_nothing_outside(lambda: self._run(tensors, decisions))
+            with (
+                decisions,
+                self.compute.parameters_of(self.model),
+                noting,
+                is_compiling_answered(self._answer),
+                assigned,
+            ):
+                outs = reject_foreign_random(lambda: self._run(tensors, decisions))
         except Error as error:
             if error.where is not None:
                 raise
@@ -157,15 +159,15 @@ class ModelAndLoss(nn.Module):
         return (*outs, *decisions.values)
 
     def _answer(self, compiled: bool) -> bool:
-        """What code is told that asks whether it is compiled; that it did is noted."""
+        """The answer to code that asks whether it is compiled, which is recorded."""
         self.results.asked_whether_compiled |= compiled
         return compiled and not self.unasked
 
-    def _run(self, tensors: tuple[torch.Tensor, ...], decisions: Decisions) -> tuple[torch.Tensor, ...]:
+    def _run(self, tensors: tuple[torch.Tensor, ...], decisions: DataGuards) -> tuple[torch.Tensor, ...]:
         for name, tensor in stored(self.model).items() if self._marks else ():
             vars(tensor).update(self._marks.get(name, {}))  # those that are traced are others
         given = iter([tensors[first] for first in self._one] or tensors)
-        leaves = [next(given) if leaf is Given else leaf for leaf in self._leaves]
+        leaves = [next(given) if leaf is TensorLeaf else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)
         args, kwargs = self.compute.inputs((args, kwargs))
         out = self.compute.results(self.model(*args, **kwargs))
@@ -203,7 +205,7 @@ def leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[
 
 
 def loss_source(loss: Callable[..., Any] | None) -> Where | None:
-    """Where the user wrote the loss."""
+    """The source location of the loss."""
     if loss is None:
         return None
     loss = loss.given if isinstance(loss, OwnLoss) else loss

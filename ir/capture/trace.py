@@ -1,8 +1,8 @@
 """Capture: from a user's module to one functional graph of forward, loss and backward.
 
 ``torch.export`` (non-strict) keeps the names of modules and lines; the backward is then written beside the forward,
-by :mod:`.joint.joint_graph` or by AOTAutograd; :mod:`shardfx.ir.builder` turns that into our IR. Nothing is computed:
-weights may be fake, or on ``meta``, and examples may be fake.
+by :mod:`.joint_graph` or by AOTAutograd; :mod:`.convert` makes our IR of that. Nothing is computed: weights may be
+fake, or on ``meta``, and examples may be fake.
 
     >>> captured = capture(model, Mesh(dp=2), args=(x,), loss=F.cross_entropy, targets=(y,))
     >>> print(captured.graph)
@@ -22,44 +22,42 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import laid_of
 from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import check_regular
 
-from .carried.autograd_history import reject_history
-from .carried.between_forms import between_forms, trained_by
-from .carried.earlier import Earlier
-from .carried.two_calls import Called, reject_carried
-from .compared.as_eager import AsItIs
-from .compared.both_runs import Named
-from .compared.mended import AS_TORCH, mended
-from .compared.step_rewrites import compare_rewrites
-from .convert import Names
-from .decisions import NotKnown, with_numbers
-from .forms.compute import Compute
-from .forms.loss_scaling import LossScale
-from .forms.parts_of_batch import ONE, BatchParts
-from .forms.wide_sums import sum_gradients_in
-from .intake.batch_norms import alone
-from .intake.explained import DataDependent, explain
-from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_cpu
-from .intake.hooks import WatchedHooks
-from .intake.refusals import reject_loss
-from .intake.surroundings import Surroundings
-from .intake.transforms import transforms_left
-from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
-from .named.code_names import one_where_asked
-from .named.left_as_found import left_as_found
-from .named.ties import aliases_of, name_ties
-from .repeats import TRACED_WHOLE, Shortened, find_repeats
-from .shells import Outcomes
-from .update.behind import Behind
-from .update.loss_scale import SCALE
-from .update.made_groups import Factory
-from .update.stepped import Update
-from .write_graph import exported_of, names_of_one, write_graph
+from .abstract_tensors import OutcomeCache
+from .canonical.batch_norms import ONE, BatchParts, plain_batch_norms
+from .canonical.export_rewrites import BY_KERNEL, decomposed_in_python
+from .canonical.mixed_precision import Compute, LossScale, sum_gradients_in
+from .convert import ProgramNames
+from .data_dependent import UnknownContent, stored, with_real_tensors
+from .eager_comparison import EagerReference
+from .export_program import exported_of, write_graph
+from .frontend.autograd_in_forward import transforms_exited
+from .frontend.capture_errors import DataDependent, explain
+from .frontend.forward_hooks import WatchedHooks
+from .frontend.model_preparation import as_module, on_cpu, quiet_fake_tensors, without_onednn
+from .hidden_state import (
+    EarlierCapture,
+    ProgramCall,
+    reject_hidden_state,
+    reject_hidden_state_between,
+    reject_history,
+    trained_by,
+)
+from .model_and_loss import ModelAndLoss, TraceResults, leaf_names, loss_source
+from .optimizer.gradient_scaling import SCALE
+from .optimizer.optimizer_groups import Factory
+from .optimizer.training_step import TrainingStep
+from .optimizer.update_spec import UpdateSpec
+from .python_state.bytecode import one_where_asked
+from .python_state.python_state import PythonState
+from .python_state.state_snapshot import state_restored
+from .repeated_blocks import TRACED_WHOLE, FoldedModel, find_repeats
+from .step_rewrites import compare_rewrites
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Captured:
     result_tree: pytree.TreeSpec
     result_leaves: tuple[Any, ...]
     aliases: Mapping[str, str]
-    update: Update | None = None
+    update: UpdateSpec | None = None
     checkpointed: tuple[tuple[str, ...], ...] = ()
     keeps: bool = False
     compared: tuple[str, ...] = ()
@@ -98,21 +96,21 @@ def capture(
     scheduled: Sequence[str] = (),
     batch_parts: BatchParts = ONE,
     compute: Compute | None = None,
-    behind: Sequence[Earlier] = (),
+    behind: Sequence[EarlierCapture] = (),
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
     A model may ask what it made itself holds (``nn.Transformer`` whether its mask is causal): that is no data.
 
     Args:
-        optimizer: makes the optimizer whose step stands behind the backward (see :mod:`.update.written`).
-        clip: what the norm of all gradients may be at the most (see :mod:`.update.clip`).
+        optimizer: makes the optimizer whose step is emitted behind the backward (see :mod:`.optimizer.emit_update`).
+        clip: the maximum norm of all gradients (see :mod:`.optimizer.gradient_scaling`).
         scheduled: options of the optimizer's groups that are inputs, beside the rate.
-        fold: leave out equal blocks (see :mod:`.repeats`), as the graph's ``repeats`` say.
-        guard: what depends on the data is as it is for the examples, and watched by guards (see :mod:`.decisions`).
-        batch_parts: batch norms normalise these parts of the batch apart (see :mod:`.forms.parts_of_batch`).
-        compute: in which dtype the model computes, and its gradients are summed (see :mod:`.forms.compute`).
-        behind: the calls in other forms for which it was captured before.
+        fold: leave out equal blocks (see :mod:`.repeated_blocks`), as the graph's ``repeats`` say.
+        guard: what depends on the data is as for the examples, and checked by guards (see :mod:`.data_dependent`).
+        batch_parts: batch norms normalise these parts of the batch apart (see :mod:`.canonical.batch_norms`).
+        compute: the dtypes of computing and of reducing gradients (see :mod:`.canonical.mixed_precision`).
+        behind: the specializations that it was captured for before.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
@@ -128,14 +126,14 @@ def capture(
 
 
 def _settled(capture: Callable[[], Captured], error: DataDependent) -> Captured:
-    """What is captured with guards, if there are none: what the model asks for is the same at every call.
+    """What is captured with guards, if none is left: the content that the model asks for is the same at every call.
 
     Raises:
-        DataDependent: it is not: as ``error`` says, which may not know where.
+        DataDependent: some are: ``error``, which may not know where.
     """
     try:
         made = capture()
-    except NotKnown as unknown:
+    except UnknownContent as unknown:
         raise error.at(unknown.where or error.where) from None
     except Error:
         raise error from None
@@ -145,7 +143,7 @@ def _settled(capture: Callable[[], Captured], error: DataDependent) -> Captured:
 
 
 def _decisions(graph: Graph) -> int:
-    """How many times the data decide what the model does."""
+    """The number of data-dependent decisions."""
     return sum(output.guard is not None and not output.guard.op for output in graph.outputs)
 
 
@@ -163,10 +161,10 @@ def _capture(
     scheduled: Sequence[str],
     batch_parts: BatchParts,
     compute: Compute | None,
-    behind: Sequence[Earlier],
+    behind: Sequence[EarlierCapture],
     real: bool = True,
 ) -> Captured:
-    """``real``: what guards go by is what weights and examples hold, not only what the model makes itself."""
+    """``real``: guards go by the content of weights and examples, not only by what the model makes itself."""
     named = leaf_names(args, kwargs, targets)
     leaves, tree = pytree.tree_flatten((args, kwargs, targets))
     names = [name for name, leaf in named if isinstance(leaf, torch.Tensor)]
@@ -180,32 +178,29 @@ def _capture(
         )
     own = tensors
     with ExitStack() as stack:
-        for each in (alone(), transforms_left(), no_library_of_cpus(), no_log_of_failures()):
+        for each in (plain_batch_norms(), transforms_exited(), without_onednn(), quiet_fake_tensors()):
             stack.enter_context(each)
-        reject_loss(loss)
         hooks = WatchedHooks(as_module(model))
-        with with_numbers() if guard else nullcontext():
+        with with_real_tensors() if guard else nullcontext():
             traced, tensors = on_cpu(hooks.model, tensors, stack, guard and real)
-        params = dict(traced.named_parameters(remove_duplicate=False))
-        buffers = dict(traced.named_buffers(remove_duplicate=False))
-        aliases = aliases_of({**params, **buffers})
+        aliases = aliases_of(stored(traced))
         if compute is not None:
             compute.check(traced)
-        results = Results()
-        around = Surroundings(traced, loss)
+        results = TraceResults()
+        around = PythonState(traced, loss)
         one = one_where_asked(own, around.names.named)
 
         def program(model: nn.Module) -> ModelAndLoss:
             return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard, compute, real, one)
 
-        short = Shortened(traced)
+        short = FoldedModel(traced)
         scale = compute.scale if compute is not None else None
         if fold:
-            with left_as_found(around):
+            with state_restored(around):
                 short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
-        wanted = Names(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
+        wanted = ProgramNames(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
         trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute)
         trace = partial(trace, outcomes=short.outcomes, trained=trained_by(behind))
         graph, note = trace(program(short.model), tuple(tensors)), short.note
@@ -215,14 +210,14 @@ def _capture(
         except Irregular as error:
             graph = trace(program(traced), tuple(tensors))
             note = f"{TRACED_WHOLE} ({error.what})"
-        between_forms(Called(program(traced), tensors), behind)
+        reject_hidden_state_between(ProgramCall(program(traced), tensors), behind)
     hooks.check()
     name_ties(graph, aliases)
-    known = {**params, **buffers, **dict(zip(names, tensors, strict=True))}
+    known = {**stored(traced), **dict(zip(names, tensors, strict=True))}
     for given in graph.inputs:
         content = given.constant if given.constant is not None else known.get(given.name)
         given.laid = laid_of(content) if content is not None else ()
-    step = Behind(scale if loss is not None else None, clip, optimizer, scheduled)
+    step = TrainingStep(scale if loss is not None else None, clip, optimizer, scheduled)
     compared = compare_rewrites(graph, step, compute, batch_parts)
     graph, update, apart = step.write(graph, dict(traced.named_parameters()))
     guards = _decisions(graph)
@@ -237,8 +232,8 @@ def _capture(
 
 
 NO_MODULE = (
-    "a function that the model checkpoints calls no module, and what it makes is kept: Hints(recompute=...) says by "
-    "modules what is made again"
+    "a function that the model checkpoints calls no module, and its results are saved: Hints(recompute=...) says by "
+    "modules what is recomputed"
 )
 
 
@@ -263,48 +258,45 @@ def _traced(
     program: ModelAndLoss,
     tensors: tuple[torch.Tensor, ...],
     mesh: Mesh,
-    names: Names,
+    names: ProgramNames,
     batch_parts: BatchParts,
     compute: Compute | None,
-    outcomes: Outcomes | None,
+    outcomes: OutcomeCache | None,
     trained: Collection[str],
 ) -> Graph:
-    """The graph of a program's forward and backward, by one trace: it makes of the example what the program makes."""
+    """The graph of a program's forward and backward, by one trace, compared with eager PyTorch on the example."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    around = Surroundings(program.model, program.loss)
-    named = Named(names.aliases, names.leaves, names.seed, names.seed_state, batch_parts)
-    as_it_is: AsItIs | None = None
+    around = PythonState(program.model, program.loss)
+    eager: EagerReference | None = None
     try:
         with warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
-            as_it_is = AsItIs(
-                program,
-                tensors,
-                named,
-                around,
-                trains=names.loss is not None,
-                guarded=program.by_example,
-                recast=compute is not None,
-            )
-            write = partial(write_graph, mesh=mesh, batch_parts=batch_parts)
-            graph, drawn = write(program, tensors, names=names, outcomes=outcomes, as_torch=AS_TORCH)
-            with left_as_found(around):
-                difference = as_it_is.difference(graph, drawn)
-            if difference is not None:
-                graph = mended(
-                    difference,
-                    as_it_is,
+            how = {"guarded": program.by_example, "recast": compute is not None}
+            eager = EagerReference(program, tensors, names, batch_parts, around, **how)
+
+            def compared(by_kernel: Collection[Any]) -> tuple[Graph, Error | None]:
+                graph, drawn = write_graph(
+                    program,
                     tensors,
-                    partial(exported_of, program, tensors),
-                    lambda ops: write(program, tensors, names=names, outcomes=outcomes, as_torch=ops),
-                    lambda one, given: write(one, given, names=names_of_one(given)),
-                    names.loss,
+                    mesh=mesh,
+                    names=names,
+                    batch_parts=batch_parts,
+                    outcomes=outcomes,
+                    by_kernel=by_kernel,
                 )
-        reject_history(Called(program, tensors), graph, around)
+                with state_restored(around):
+                    return graph, eager.difference(graph, drawn)
+
+            graph, error = compared(BY_KERNEL)
+            if error is not None and program.results.asked_whether_compiled and not program.unasked:
+                raise error
+            if error is not None:
+                graph = _by_kernels(compared, decomposed_in_python(exported_of(program, tensors)) - BY_KERNEL, error)
+        reject_history(ProgramCall(program, tensors), graph, around)
         if program.results.keeps:
-            reject_carried(Called(program, tensors), around, trained=trained)
-        graph.notes = [each for each in (as_it_is.note, *graph.notes) if each]
+            reject_hidden_state(ProgramCall(program, tensors), around, trained=trained)
+        graph.notes = [each for each in (eager.note, *graph.notes) if each]
         if compute is not None:
             sum_gradients_in(graph, compute.sums)
         return graph
@@ -312,4 +304,42 @@ def _traced(
         raise
     except Exception as error:
         asked = program.model, program.loss, program.guard, around.tensors, program.unseen
-        raise explain(error, *asked, as_it_is.raised if as_it_is is not None else None) from error
+        raise explain(error, *asked, eager.raised if eager is not None else None) from error
+
+
+def _by_kernels(
+    compared: Callable[[Collection[Any]], tuple[Graph, Error | None]], ops: set[Any], error: Error
+) -> Graph:
+    """The graph with some ops decomposed by their kernels in place of torch's Python, where it then is the model.
+
+    Raises:
+        Error: it is not.
+    """
+    if not ops or compared(BY_KERNEL | ops)[1] is not None:
+        raise error
+    for each in ({op} for op in ops) if len(ops) > 1 else ():
+        if compared(BY_KERNEL | each)[1] is None:
+            ops = each
+            break
+    BY_KERNEL.update(ops)
+    graph, _ = compared(BY_KERNEL)
+    graph.notes.append(
+        f"{', '.join(map(op_name, ops))}: its decomposition differs from its kernel, which is used instead"
+    )
+    return graph
+
+
+def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The first name of the same tensor, for every name (itself, mostly)."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
+    """Set on each input the other names that the model has for it."""
+    others: dict[str, list[str]] = {}
+    for name, first in aliases.items():
+        if name != first:
+            others.setdefault(first, []).append(name)
+    for given in graph.inputs:
+        given.aliases = tuple(others.get(given.name, ()))

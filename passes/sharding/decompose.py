@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._decomp import decomposition_table
 
-from shardfx.ir.capture.splice import splice, trace_function
+from shardfx.ir.capture.canonical.patterns import splice, trace_function
 from shardfx.ir.cut import Cut
 from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
 from shardfx.ir.mesh import Mesh

@@ -10,9 +10,9 @@ cheapest choice is a minimum cut between "stays partial" and "is reduced", solve
     %7 = add(AR(%3), AR(%4))         ->   %7 = add(%3, %4) : [64, 512] +{tp},  AR(%7) for what follows
 
 A node that says ``sums_behind`` is passed by what goes nowhere else, whatever that sends: a gradient that is computed
-in bf16 is reduced behind its cast to f32 (see :mod:`shardfx.ir.capture.forms.wide_sums`). On the way it is added,
-moved, and multiplied by what no input of the model goes into: what is multiplied by the batch is no gradient of a
-parameter yet.
+in bf16 is reduced behind its cast to f32 (see :mod:`shardfx.ir.capture.canonical.mixed_precision`). On the way it is
+added, moved, and multiplied by what no input of the model goes into: what is multiplied by the batch is no gradient of
+a parameter yet.
 """
 
 from __future__ import annotations

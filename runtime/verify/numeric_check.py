@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.capture.compared.whole_run import Draw, run_whole
+from shardfx.ir.capture.graph_interpreter import Draw, interpret
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, Value
@@ -77,7 +77,7 @@ def compare(
     sample, mesh = draw_sample(before, after, known, seed), after.mesh
     counts = {"ranks": len(modules), "outputs": len(outputs) * len(modules)}
     wanted_of = {o.value for o in sample.before.outputs}
-    one = run_whole(sample.before, sample.inputs, draw_masks(sample.after), wanted_of)
+    one = interpret(sample.before, sample.inputs, draw_masks(sample.after), wanted_of)
     expected = {(o.kind, o.name): one[o.value] for o in sample.before.outputs}
     ends = {r: ends_here(after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
     shards = {r: [cut_local(sample.inputs[g.name], _spec(g.value), mesh, r).clone() for g in ends[r][0]] for r in ends}
@@ -109,7 +109,7 @@ def same_outputs(before: Graph, after: Graph, known: Mapping[str, Tensor]) -> bo
     sample = draw_sample(before, after, known)
     try:
         mask = draw_masks(sample.after)
-        mine, theirs = (run_whole(graph, sample.inputs, mask) for graph in (sample.before, sample.after))
+        mine, theirs = (interpret(graph, sample.inputs, mask) for graph in (sample.before, sample.after))
     except DOES_NOT_RUN:
         return False
     given = {(o.kind, o.name): theirs[o.value] for o in sample.after.outputs}
@@ -268,11 +268,11 @@ class Counterexample:
     def _of_graph(self, fault: Fault, seed: int) -> Fault:
         try:
             sample = draw_sample(self.before, self.after, self.known, seed)
-            right = run_whole(sample.before, sample.inputs, draw_masks(sample.after))
+            right = interpret(sample.before, sample.inputs, draw_masks(sample.after))
         except FAILS:
             return fault
         try:
-            got = run_whole(sample.after, sample.inputs, draw_masks(sample.after))
+            got = interpret(sample.after, sample.inputs, draw_masks(sample.after))
         except FAILS as error:
             return replace(fault, numbers=f"the planned graph does not run: {first_line(error)}", certain=True)
         wanted = {(o.kind, o.name): right[o.value] for o in sample.before.outputs}

@@ -12,8 +12,8 @@ import torch.utils._pytree as pytree
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
-from shardfx.ir.capture.intake.contents import Contents
 from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
+from shardfx.ir.capture.python_state.python_values import ValueReader
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType
@@ -76,7 +76,7 @@ def attributes(thing: object) -> tuple[tuple[str, Hashable], ...]:
     return tuple((name, CONTENTS.said(value)) for name, value in held)
 
 
-CONTENTS = Contents()
+CONTENTS = ValueReader()
 
 
 @dataclass(frozen=True)

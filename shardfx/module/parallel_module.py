@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 
 from shardfx.compiled import Compiled
-from shardfx.ir.capture.intake.given import quiet_copies
-from shardfx.ir.capture.intake.own_loss import without_own_loss
+from shardfx.ir.capture.frontend.loss_module import without_own_loss
+from shardfx.ir.capture.frontend.model_preparation import quiet_copies
 from shardfx.ir.errors import Error
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import version

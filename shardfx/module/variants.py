@@ -22,8 +22,8 @@ from shardfx.compile import capture_model
 from shardfx.compiled import Compiled
 from shardfx.gradients import is_pulled
 from shardfx.hints import Hints
-from shardfx.ir.capture.intake.surroundings import Surroundings
-from shardfx.ir.capture.named.code_names import Names
+from shardfx.ir.capture.python_state.bytecode import CodeNames
+from shardfx.ir.capture.python_state.python_state import PythonState
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import stages_as_planned
@@ -68,7 +68,7 @@ class Variants:
     def __init__(self, skeleton: nn.Module, hints: Hints, build: Build) -> None:
         self.skeleton, self.hints, self.build = skeleton, hints, build
         self.fill: Fill = lambda model: model
-        self._surroundings = Surroundings(skeleton, hints.loss)
+        self._surroundings = PythonState(skeleton, hints.loss)
         self._anew, self._states = PlannedAnew(), StatesAsOne()
         self.known: list[tuple[Form, Programs]] = []
         """The first one, then the others, the one used last at the end."""
@@ -79,7 +79,7 @@ class Variants:
         self._surroundings.settle(0)
 
     @property
-    def names(self) -> Names:
+    def names(self) -> CodeNames:
         """What the code of the model and its loss names."""
         return self._surroundings.names
 

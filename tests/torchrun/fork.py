@@ -23,7 +23,7 @@ import shardfx.api
 import tests.plans
 from shardfx.compile import compile_model
 from shardfx.compiled import Compiled
-from shardfx.ir.capture.carried.earlier import Earlier
+from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.capture.model_and_loss import leaf_names
 from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
@@ -60,7 +60,7 @@ def remember_plans() -> None:
     known: dict[str, Compiled] = {}
 
     def compile_once(
-        model: nn.Module, mesh: sx.Mesh, hints: sx.Hints, *rest: object, behind: Sequence[Earlier] = ()
+        model: nn.Module, mesh: sx.Mesh, hints: sx.Hints, *rest: object, behind: Sequence[EarlierCapture] = ()
     ) -> Compiled:
         shapes = [(n, t.shape, t.dtype) for n, t in model.state_dict().items()]
         key = repr(

@@ -1,5 +1,4 @@
-"""What capture ends with is run beside the model: loss, results, gradients and buffers; a wrong form of an op is no
-program's."""
+"""A captured graph is compared with eager PyTorch: loss, results, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardfx as sx
-from shardfx.ir.capture import write_graph
-from shardfx.ir.capture.compared.mended import AS_TORCH
-from shardfx.ir.capture.forms import canonical
+from shardfx.ir.capture import export_program
+from shardfx.ir.capture.canonical import canonical_ops
+from shardfx.ir.capture.canonical.export_rewrites import BY_KERNEL
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.ops.dropout import draw
 from shardfx.ir.text import print_graph
@@ -27,10 +26,10 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     """What is found wrong in a test is wrong in it alone."""
-    known = set(AS_TORCH)
+    known = set(BY_KERNEL)
     yield
-    AS_TORCH.clear()
-    AS_TORCH.update(known)
+    BY_KERNEL.clear()
+    BY_KERNEL.update(known)
 
 
 class Layers(nn.Module):
@@ -52,7 +51,7 @@ def captured(model: nn.Module, dtype: torch.dtype = torch.float32, **hints: Any)
 
 
 def in_table(op: Any, form: Callable[..., Any]) -> Callable[[], dict[Any, Any]]:
-    found = write_graph.decompositions() | {op: form}
+    found = export_program.decompositions() | {op: form}
     return lambda: found
 
 
@@ -65,23 +64,27 @@ def squared(x: Tensor, y: Tensor, *how: Any) -> Tensor:
 
 
 WRONG = {
-    "forward": (aten.huber_loss.default, squared, r"aten.huber_loss(.|\n)*its loss"),
-    "backward": (aten.huber_loss_backward.default, twice, r"aten.huber_loss (.|\n)*where: +loss(.|\n)*gradient"),
+    "forward": (aten.huber_loss.default, squared, r"something else when it is traced(.|\n)*where: +loss"),
+    "backward": (
+        aten.huber_loss_backward.default,
+        twice,
+        r"something else when it is traced(.|\n)*where: +gradient first",
+    ),
 }
 
 
 @pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("of", WRONG)
-def test_a_form_of_torchs_that_is_another_function_is_an_error(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_decomposition_of_torch_is_an_error(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, form, said = WRONG[of]
-    monkeypatch.setattr(write_graph, "decompositions", in_table(op, form))
+    monkeypatch.setattr(export_program, "decompositions", in_table(op, form))
     with pytest.raises(sx.Error, match=said):
         captured(Layers())
 
 
 @pytest.mark.long
-def test_an_op_that_torchs_python_takes_apart_wrongly_is_taken_apart_by_its_kernel(
+def test_op_that_torchs_python_decomposes_wrongly_is_decomposed_by_its_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And from then on, also in a model that cannot be run."""
@@ -99,47 +102,47 @@ def test_an_op_that_torchs_python_takes_apart_wrongly_is_taken_apart_by_its_kern
 
 
 @pytest.mark.long
-def test_an_own_form_that_is_another_function_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(canonical.CANONICAL, aten.relu.default, lambda builder, op, args, kwargs, types: args[0])
-    with pytest.raises(sx.Error, match=r"aten.relu(.|\n)*between|aten.relu(.|\n)*test_as_captured"):
+def test_wrong_canonical_op_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(canonical_ops.CANONICAL, aten.relu.default, lambda builder, op, args, kwargs, types: args[0])
+    with pytest.raises(sx.Error, match=r"something else when it is traced(.|\n)*where: +loss"):
         captured(Layers(torch.relu))
 
 
 @pytest.mark.long
-def test_a_gradient_alone_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_gradient_alone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = aten.tanh_backward.default
-    monkeypatch.setitem(canonical.CANONICAL, backward, lambda builder, op, args, kwargs, types: args[0])
-    with pytest.raises(sx.Error, match=r"aten.tanh(.|\n)*gradient args.0(.|\n)*gradient first.weight"):
+    monkeypatch.setitem(canonical_ops.CANONICAL, backward, lambda builder, op, args, kwargs, types: args[0])
+    with pytest.raises(sx.Error, match=r"where: +gradient first.weight(.|\n)*made in first"):
         captured(Layers())
 
 
 @pytest.mark.long
-def test_new_content_of_buffers_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = canonical._batch_norm
+def test_wrong_content_of_buffers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = canonical_ops._batch_norm
 
     def forgets(builder: Any, op: Any, args: Any, kwargs: Any, types: Any) -> Any:
         made = whole(builder, op, args, kwargs, types)
         return [*made[:3], args[3], made[4]]
 
-    monkeypatch.setitem(canonical.CANONICAL, aten._native_batch_norm_legit_functional, forgets)
+    monkeypatch.setitem(canonical_ops.CANONICAL, aten._native_batch_norm_legit_functional, forgets)
     with pytest.raises(sx.Error, match=r"buffer between.running_mean(.|\n)*made in"):
         captured(Layers(nn.BatchNorm1d(8)))
 
 
 @pytest.mark.long
-def test_random_numbers_are_the_same_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_numbers_are_equal_in_both_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is made of them is compared."""
-    model, whole = Layers(lambda x: F.dropout(x, 0.3) * torch.rand_like(x).exp()), canonical._dropout
+    model, whole = Layers(lambda x: F.dropout(x, 0.3) * torch.rand_like(x).exp()), canonical_ops._dropout
     assert not captured(model).notes
 
     def drops_more(builder: Any, op: Any, args: Any, kwargs: Any, types: Any) -> Any:
         return whole(builder, op, (args[0], 0.4, True), kwargs, types)
 
     with monkeypatch.context() as patch:
-        patch.setitem(canonical.CANONICAL, aten.native_dropout, drops_more)
+        patch.setitem(canonical_ops.CANONICAL, aten.native_dropout, drops_more)
         assert "aten.dropout" in captured(model).notes[0]
-    monkeypatch.setitem(canonical.CANONICAL, aten.exp.default, lambda builder, op, args, kwargs, types: args[0])
-    with pytest.raises(sx.Error, match=r"aten.exp is another function|aten.exp(.|\n)*loss"):
+    monkeypatch.setitem(canonical_ops.CANONICAL, aten.exp.default, lambda builder, op, args, kwargs, types: args[0])
+    with pytest.raises(sx.Error, match=r"something else when it is traced(.|\n)*where: +loss"):
         captured(model)
 
 
@@ -187,12 +190,12 @@ class Attends(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_what_differs_by_rounding_is_no_difference(dtype: torch.dtype) -> None:
+def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
     x, y = torch.randn(6, 5, 8, dtype=dtype), torch.randn(6, 4, dtype=dtype)
     capture(Attends(dtype), MESH, args=(x,), loss=F.mse_loss, targets=(y,))
 
 
-def test_a_norm_of_two_rows_rounds_as_its_kernel_does() -> None:
+def test_cancellation_in_a_norm_of_two_rows_is_no_difference() -> None:
     """Its gradient cancels to a hundred-thousandth; in float32 it is added up in float64, and does so exactly."""
 
     class Block(nn.Module):
@@ -223,7 +226,7 @@ class Covaries(nn.Module):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-def test_what_cancels_to_nothing_once_is_no_difference(dtype: torch.dtype) -> None:
+def test_cancellation_to_zero_in_one_precision_is_no_difference(dtype: torch.dtype) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         capture(Covaries(dtype), MESH, args=(torch.randn(4, 6, dtype=dtype),), loss=torch.sum)
@@ -240,13 +243,13 @@ def test_nothing_of_the_users_is_changed() -> None:
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
-def test_what_a_trace_leaves_in_a_model_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    export = write_graph.exported_of
+def test_hooks_that_a_trace_leaves_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = export_program.exported_of
 
     def leaving(program: Any, tensors: tuple[Tensor, ...]) -> Any:
         made = export(program, tensors)
         program.model.first.register_forward_hook(lambda module, given, out: 2 * out)
         return made
 
-    monkeypatch.setattr(write_graph, "exported_of", leaving)
+    monkeypatch.setattr(export_program, "exported_of", leaving)
     assert not captured(Layers()).notes

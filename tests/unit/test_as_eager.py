@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 import shardfx as sx
-from shardfx.ir.capture.named.whether_compiled import answering
+from shardfx.ir.capture.frontend.forward_probes import is_compiling_answered
 
 MESH = sx.Mesh(dp=2)
 
@@ -74,17 +74,17 @@ def test_each_capture_is_answered_by_itself() -> None:
 
     def other() -> None:
         said.append(is_compiling())
-        with answering(lambda _: True):
+        with is_compiling_answered(lambda _: True):
             said.append(is_compiling())
             inner.set()
         said.append(is_compiling())
 
-    with answering(lambda _: True), answering(lambda _: False):
+    with is_compiling_answered(lambda _: True), is_compiling_answered(lambda _: False):
         assert not is_compiling()
         thread = threading.Thread(target=other)
         thread.start()
         assert inner.wait(10)
-        with answering(lambda _: True):
+        with is_compiling_answered(lambda _: True):
             assert is_compiling() and torch.compiler.is_exporting()
         assert not is_compiling()
         thread.join()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.ir.capture.compared.whole_run import run_whole
+from shardfx.ir.capture.graph_interpreter import interpret
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.cost.flops import FLOPS
 from shardfx.ir.graph import Graph, Node, OutputKind
@@ -157,7 +157,7 @@ def test_capture_keeps_it_whole(form: str) -> None:
     (model(x) ** 2).sum().backward()
     inputs = {**dict(model.named_parameters()), **dict(model.named_buffers()), "args.0": x}
     inputs |= {g.name: g.constant for g in captured.graph.inputs if g.constant is not None}
-    values = run_whole(captured.graph, inputs)
+    values = interpret(captured.graph, inputs)
     gradients = {o.name: values[o.value] for o in captured.graph.outputs if o.kind is OutputKind.GRADIENT}
     assert gradients.keys() == {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
-from shardfx.ir.capture.repeats import find_repeats
-from shardfx.ir.capture.shells import Form, Outcomes
+from shardfx.ir.capture.abstract_tensors import OutcomeCache, TensorSignature
+from shardfx.ir.capture.repeated_blocks import find_repeats
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind
@@ -185,18 +185,18 @@ def test_calls_of_every_kind_are_taped(reshapes: bool) -> None:
     assert str(short) == str(whole)
 
 
-def test_shells_have_the_forms_of_fake_tensors() -> None:
+def test_abstract_tensors_have_the_signatures_of_fake_tensors() -> None:
     mode = FakeTensorMode()
     fake = mode.from_tensor(torch.rand(4, 6).t())
-    outcomes = Outcomes([fake])
-    shell = outcomes.shell(fake)
+    outcomes = OutcomeCache([fake])
+    abstract = outcomes.abstract(fake)
     aten = torch.ops.aten
     for op, args in ((aten.add.Tensor, (2,)), (aten.max.dim, (1,)), (aten.split.Tensor, (2,)), (aten.view_as, (0,))):
-        given = [(each, each) if op is aten.view_as else (each, *args) for each in (fake, shell)]
+        given = [(each, each) if op is aten.view_as else (each, *args) for each in (fake, abstract)]
         wanted, found = tree_leaves(op(*given[0])), tree_leaves(outcomes.of(op, given[1], {}))
-        assert [Form.of(each) for each in found] == [Form.of(each) for each in wanted]
-    assert outcomes.of(aten.mul_.Tensor, (shell, 2), {}) is shell
-    assert shell.device.type == "cpu" and isinstance(shell, FakeTensor)
+        assert [TensorSignature.of(each) for each in found] == [TensorSignature.of(each) for each in wanted]
+    assert outcomes.of(aten.mul_.Tensor, (abstract, 2), {}) is abstract
+    assert abstract.device.type == "cpu" and isinstance(abstract, FakeTensor)
     computed = outcomes.of(aten.flip.default, (torch.arange(3), [0]), {})
     assert computed.tolist() == [2, 1, 0]  # a constant of the code
 

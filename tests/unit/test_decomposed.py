@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfx.ir.capture.decomposed import DECOMPOSED, decompositions
+from shardfx.ir.capture.canonical.decompositions import DECOMPOSED, decompositions
 
 aten, F64 = torch.ops.aten, torch.float64
 ENDS = torch.tensor(

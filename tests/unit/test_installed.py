@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardfx.ir.capture.intake import surroundings
-from shardfx.ir.capture.named.code_names import led_to
-from shardfx.ir.capture.named.installed import is_installed_file
+from shardfx.ir.capture.python_state import python_state
+from shardfx.ir.capture.python_state.bytecode import led_to
+from shardfx.ir.capture.python_state.python_modules import is_installed_file
 
 RECORD = "kit/__init__.py,sha256=x,1\nkit/parts/one.py,sha256=x,1\n,,\nalone.py,sha256=x,1\n../../bin/kit,sha256=x,1\n"
 
@@ -70,8 +70,8 @@ def test_a_script_of_many_files_that_know_each_other_is_looked_at_once(
         looked.append(kind)
         return led_to(kind, *begin)
 
-    monkeypatch.setattr(surroundings, "led_to", noted)
-    read = surroundings.Surroundings(made).named()
+    monkeypatch.setattr(python_state, "led_to", noted)
+    read = python_state.PythonState(made).named()
     assert max(Counter(looked).values()) < 20  # rounds, and ways to begin; there are 40 readers of each
     assert {"K0x0", f"K{count - 1}x9"} <= read.keys()
     for name in [name for name in sys.modules if name.startswith("many_files")]:

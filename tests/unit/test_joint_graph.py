@@ -13,11 +13,10 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 import shardfx as sx
-from shardfx.ir.capture import trace, write_graph
-from shardfx.ir.capture.compared.whole_run import run_whole
-from shardfx.ir.capture.convert import Names, convert
-from shardfx.ir.capture.joint.call_writer import Beyond
-from shardfx.ir.capture.joint.joint_graph import joint_graph
+from shardfx.ir.capture import export_program, trace
+from shardfx.ir.capture.convert import ProgramNames, convert
+from shardfx.ir.capture.graph_interpreter import interpret
+from shardfx.ir.capture.joint_graph import NotFunctional, joint_graph
 from shardfx.ir.graph import OutputKind, Where
 from shardfx.ir.text import print_graph
 from tests.zoo import make
@@ -139,7 +138,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         said.append("here")
         return made
 
-    monkeypatch.setattr(write_graph, "joint_graph", noted)
+    monkeypatch.setattr(export_program, "joint_graph", noted)
     return said
 
 
@@ -152,9 +151,9 @@ def texts(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *args: Any, loss: A
     found = [captured()]
 
     def left(*_: Any) -> fx.GraphModule:
-        raise Beyond("everything")
+        raise NotFunctional("everything")
 
-    monkeypatch.setattr(write_graph, "joint_graph", left)
+    monkeypatch.setattr(export_program, "joint_graph", left)
     return [*found, captured()]
 
 
@@ -206,14 +205,14 @@ def test_what_is_not_is_left_to_autograd(
     between: Any, why: str, written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, expected = texts(monkeypatch, Model(between), torch.rand(4, 6), loss=lambda y: y.square().mean())
-    assert len(written) == 1 and written[0].startswith("Beyond: ") and why in written[0]
+    assert len(written) == 1 and written[0].startswith("NotFunctional: ") and why in written[0]
     assert found == expected
 
 
 def test_a_buffer_where_another_tensor_lies_is_refused(written: list[str]) -> None:
     with pytest.raises(sx.Error, match=r"lies where another of its tensors lies[\s\S]*other"):
         trace.capture(Model(beside_itself()), sx.Mesh(dp=2), args=(torch.rand(4, 6),), loss=lambda y: y.square().mean())
-    assert written[0].startswith("Beyond: ") and "lies where another" in written[0]
+    assert written[0].startswith("NotFunctional: ") and "lies where another" in written[0]
 
 
 class Keeps(nn.Module):
@@ -242,8 +241,10 @@ def test_tangent_of_a_buffer_written_in_place_is_zero(by: str) -> None:
             if by == "here"
             else aot_export_joint_with_descriptors(stack, exported, (x,)).graph_module
         )
-        graph = convert(joint, sx.Mesh(dp=2), Names(("args.0",), {"weight": "weight", "kept": "kept"}, Where("loss")))
-    env = run_whole(graph, {"weight": model.weight.detach(), "kept": model.kept, "args.0": x})
+        graph = convert(
+            joint, sx.Mesh(dp=2), ProgramNames(("args.0",), {"weight": "weight", "kept": "kept"}, Where("loss"))
+        )
+    env = interpret(graph, {"weight": model.weight.detach(), "kept": model.kept, "args.0": x})
     model(x).backward()
     (gradient,) = (env[output.value] for output in graph.outputs if output.kind is OutputKind.GRADIENT)
     torch.testing.assert_close(gradient, model.weight.grad)
@@ -253,7 +254,7 @@ def test_a_tensor_that_is_no_part_of_the_model_is_refused(written: list[str]) ->
     scale = torch.rand(6)
     with pytest.raises(sx.Error, match="no input, parameter or buffer"):
         trace.capture(Model(lambda x: x * scale), sx.Mesh(dp=2), args=(torch.rand(4, 6),))
-    assert written == ["Beyond: a tensor that nothing gives"]
+    assert written == ["NotFunctional: a tensor that nothing gives"]
 
 
 def test_a_loss_without_gradients_has_no_backward(written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,7 @@ FOLDERS = ("shardfx", *MAY_IMPORT)
 
 RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
 ONE_OP = (*GRAPHS, "ir.rules")
-CAPTURE = (*ONE_OP, "ir.capture.forms", "ir.capture.intake")
-COMPARED = ("ir.capture.compared", "ir.capture.carried")
+CAPTURE = (*ONE_OP, "ir.capture.canonical", "ir.capture.frontend")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.loops")
 PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.forms", "runtime.verify.proof")
 CLOCKS = ("ir.cost", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
@@ -50,16 +49,11 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.cost": (*PROGRAMS, "ir.rules"),
     "ir.timing": (*PROGRAMS, "ir.cost", "ir.schedule"),
     "ir.unfolding": GRAPHS,
-    "ir.capture": (*CAPTURE, *COMPARED, "ir.capture.joint", "ir.capture.named", "ir.capture.update", "ir.unfolding"),
-    "ir.capture.compared": (*CAPTURE, *COMPARED, "ir.capture", "ir.capture.named", "ir.capture.update"),
-    "ir.capture.carried": (*CAPTURE, *COMPARED, "ir.capture", "ir.capture.named"),
-    "ir.capture.forms": (*ONE_OP, "ir.capture"),
-    "ir.capture.intake": (*ONE_OP, "ir.capture", "ir.capture.named"),
-    "ir.capture.joint": (*ONE_OP, "ir.capture"),
-    "ir.capture.named": ("ir", "ir.capture", "ir.capture.intake"),
-    "ir.capture.update": (*ONE_OP, "ir.capture", "ir.capture.forms", "ir.capture.update.trial", "ir.unfolding"),
-    "ir.capture.update.trial": ("ir", "ir.capture.update"),
-    "ir.capture.patterns": (*ONE_OP, "ir.capture"),
+    "ir.capture": (*CAPTURE, "ir.capture.optimizer", "ir.capture.python_state", "ir.unfolding"),
+    "ir.capture.canonical": (*ONE_OP, "ir.capture"),
+    "ir.capture.frontend": (*ONE_OP, "ir.capture", "ir.capture.python_state"),
+    "ir.capture.optimizer": (*ONE_OP, "ir.capture", "ir.capture.canonical", "ir.unfolding"),
+    "ir.capture.python_state": (*GRAPHS, "ir.capture", "ir.capture.frontend"),
     "ir.oracle": (*ONE_OP,),
     "passes": (
         *ONE_OP,
@@ -75,7 +69,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "passes.communication": (*ONE_OP, "passes"),
     "passes.memory": (*ONE_OP, "passes"),
-    "passes.sharding": (*ONE_OP, "ir.capture", "ir.capture.forms", "passes"),
+    "passes.sharding": (*ONE_OP, "ir.capture.canonical", "passes"),
     "passes.rank": (*PROGRAMS, "ir.cost", "passes"),
     "passes.space": (*ONE_OP, "ir.cost", "passes"),
     "passes.stages": (*ONE_OP, "ir.cost", "ir.schedule", "passes", "passes.time"),
@@ -87,10 +81,10 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime.same_host": (),
     "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime", "runtime.same_host"),
     "runtime.export": (*PROGRAMS, "runtime.distributed"),
-    "runtime.verify": (*PROOF, *COMPARED, "ir.oracle", "runtime.verify.families", "runtime.virtual"),
+    "runtime.verify": (*PROOF, "ir.capture", "ir.oracle", "runtime.verify.families", "runtime.virtual"),
     "runtime.verify.forms": (*PROOF, "runtime.verify"),
     "runtime.verify.families": (*PROGRAMS, "ir.rules", "runtime.verify", "runtime.verify.proof"),
-    "runtime.verify.proof": (*PROOF, "ir.capture.forms", "runtime.verify"),
+    "runtime.verify.proof": (*PROOF, "ir.capture.canonical", "runtime.verify"),
     "visualize": (*GRAPHS, "ir.cost", "ir.schedule", "ir.text", "ir.timing"),
     "report": ("shardfx", *PROGRAMS, *CLOCKS, "ir.text", "passes.stages", "schedules"),
     "memory": (

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardfx.ir.builder import GraphBuilder
-from shardfx.ir.capture.compared.whole_run import run_whole
-from shardfx.ir.capture.update.numbers import FORMS, call_with_numbers
+from shardfx.ir.capture.graph_interpreter import interpret
+from shardfx.ir.capture.optimizer.emit_update import FORMS, call_with_numbers
 from shardfx.ir.graph import InputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import TensorType
@@ -36,7 +36,7 @@ def given_and_written(op, dtypes):
     args = tuple(values) if said else (*values, number)
     made = call_with_numbers(builder, op, args, said)
     keyed = dict.fromkeys(said, NUMBER)
-    return op(*(tensors if said else (*tensors, NUMBER)), **keyed), run_whole(builder.graph, examples)[made]
+    return op(*(tensors if said else (*tensors, NUMBER)), **keyed), interpret(builder.graph, examples)[made]
 
 
 @pytest.mark.parametrize("op", FORMS, ids=str)

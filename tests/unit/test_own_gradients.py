@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
 from torch.utils.checkpoint import CheckpointFunction
 
-from shardfx.ir.capture.intake.own_gradients import AppliedFunction, OwnGradients
+from shardfx.ir.capture.frontend.autograd_in_forward import AppliedFunction, OwnGradients
 
 
 class Tripled(torch.autograd.Function):

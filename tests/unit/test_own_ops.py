@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardfx  # noqa: F401, which registers the ops
-from shardfx.ir.capture.kept_whole import whole_pad
+from shardfx.ir.capture.canonical.export_rewrites import single_pad
 from tests.on_gpu import without_synchronisation
 from tests.op_calls import b, f
 
@@ -125,7 +125,7 @@ def test_cuda_gives_what_the_cpu_does_and_the_host_does_not_wait(name: str) -> N
 def test_circular_padding_is_torchs(pad: tuple[int, ...]) -> None:
     """And its gradient, where rows are cut off, too."""
     x = f(2, 3, 4, 5).requires_grad_()
-    ours, theirs = whole_pad(x, (*pad, 0, 0)[:4], "circular"), F.pad(x, (*pad, 0, 0)[:4], mode="circular")
+    ours, theirs = single_pad(x, (*pad, 0, 0)[:4], "circular"), F.pad(x, (*pad, 0, 0)[:4], mode="circular")
     assert torch.equal(ours, theirs)
     grad = torch.randn_like(theirs)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs)))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfx import Hints, trace
-from shardfx.ir.capture.patterns.replace_pattern import replace_pattern
+from shardfx.ir.capture.canonical.patterns import replace_pattern
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Value, substitute
 from shardfx.ir.rulebook import default_rules

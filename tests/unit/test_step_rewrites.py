@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
-from shardfx.ir.capture.forms.compute import Compute
-from shardfx.ir.capture.forms.parts_of_batch import NormByParts
+from shardfx.ir.capture.canonical.batch_norms import NormByParts
+from shardfx.ir.capture.canonical.mixed_precision import Compute
+from shardfx.ir.capture.optimizer import gradient_scaling, training_step
 from shardfx.ir.capture.trace import capture
-from shardfx.ir.capture.update import behind, clip, loss_scale
 from shardfx.ir.graph import OutputKind
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def never_skips(graph: Any) -> Any:
     return finite
 
 
-ADAPT, SKIP = loss_scale.adapt, loss_scale.skip_overflow
+ADAPT, SKIP = gradient_scaling.adapt, gradient_scaling.skip_overflow
 ASKED: dict[str, dict[str, Any]] = {
     "clip": {"clip": 1.0},
     "scale": {"compute": sx.Compute(torch.float16, output=torch.float32, scale=2.0**10)},
@@ -61,11 +61,11 @@ ASKED: dict[str, dict[str, Any]] = {
     "parts": {"batch_stats": "local"},
 }
 WRONG: list[tuple[str, Any, str, Callable[..., Any], str]] = [
-    ("clip", clip, "SMALL", 1.0, "gradient w"),  # type: ignore[list-item]
-    ("scale", behind, "unscale_gradients", lambda graph, scale: None, "gradient w"),
+    ("clip", gradient_scaling, "SMALL", 1.0, "gradient w"),  # type: ignore[list-item]
+    ("scale", training_step, "unscale_gradients", lambda graph, scale: None, "gradient w"),
     ("scale", Compute, "results", lambda self, tree: tree, "loss"),
-    ("adapts", behind, "skip_overflow", never_skips, "parameter w"),
-    ("adapts", behind, "adapt", never_smaller, "state optimizer.loss_scale"),
+    ("adapts", training_step, "skip_overflow", never_skips, "parameter w"),
+    ("adapts", training_step, "adapt", never_smaller, "state optimizer.loss_scale"),
     ("parts", NormByParts, "_kept", lambda self, old, by_part, momentum: by_part[0], "running_mean"),
 ]
 
@@ -102,7 +102,7 @@ def test_squares_of_complex_gradients_are_compared(monkeypatch: pytest.MonkeyPat
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x * self.wave).abs()
 
-    monkeypatch.setattr(clip, "_square", of_real_parts)
+    monkeypatch.setattr(gradient_scaling, "_square", of_real_parts)
     with pytest.raises(sx.Error, match="gradients that are scaled and clipped are not what torch makes"):
         capture(Wave(), sx.Mesh(dp=2), args=(X,), loss=torch.sum, clip=1.0)
 

@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta
 from torch.utils import checkpoint as torchs
 
-from shardfx.ir.capture.intake.checkpointed import GENERATOR
-from shardfx.ir.capture.joint.own_kernels import OF_PYTHON, own_kernels
-from shardfx.ir.capture.shells import Form, Shell
-from shardfx.ir.capture.update.step_trace import as_compiled
+from shardfx.ir.capture.abstract_tensors import AbstractTensor, TensorSignature
+from shardfx.ir.capture.export_program import OF_PYTHON, own_kernels
+from shardfx.ir.capture.frontend.forward_probes import GENERATOR
+from shardfx.ir.capture.optimizer.step_trace import as_compiled
 
 
 class Identity(torch.autograd.Function):
@@ -122,10 +122,10 @@ def test_the_python_dispatcher_keeps_kernels_by_key() -> None:
     assert held == [each for each in decomposition_table if OF_PYTHON in getattr(each, "py_kernels", ())]
 
 
-def test_a_shell_is_a_fake_tensor_to_torch() -> None:
-    """capture/shells.py."""
+def test_abstract_tensor_is_a_fake_tensor_to_torch() -> None:
+    """capture/abstract_tensors.py."""
     mode = FakeTensorMode()
-    shell = Shell(Form((2, 3), (3, 1), torch.float32, torch.device("cpu")), mode)
+    abstract = AbstractTensor(TensorSignature((2, 3), (3, 1), torch.float32, torch.device("cpu")), mode)
     with mode:
-        made = shell.sin() + torch.empty(2, 3)
+        made = abstract.sin() + torch.empty(2, 3)
     assert (made.shape, made.device, made.dtype) == ((2, 3), torch.device("cpu"), torch.float32)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import shardfx as sx
+from shardfx.ir.capture.optimizer.optimizer_groups import Parameters
 from shardfx.ir.capture.trace import capture
-from shardfx.ir.capture.update.made_groups import Parameters
 from tests.plans import MESHES, plan
 from tests.stepped import KINDS
 from tests.zoo import Case, make
@@ -131,7 +131,7 @@ def test_the_update_of_equal_blocks_is_planned_once(how: str, monkeypatch: pytes
 def test_deep_models_are_stepped_as_on_one_device(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Also where the optimizer tells blocks apart."""
     pm, alone = deep_step(mesh="dp2", optimizer=optimizer, clip=0.1, zero=1), chain(Block)
-    apart = any("one by one" in note and "stepped otherwise" in note for note in pm.after.notes)
+    apart = any("one by one" in note and "stepped differently" in note for note in pm.after.notes)
     assert apart is (optimizer is by_layer) is not bool(pm._compiled.captured.graph.repeats)
     named = Parameters(dict(alone.named_parameters()))
     stepped = optimizer(named)

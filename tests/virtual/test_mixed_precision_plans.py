@@ -200,8 +200,11 @@ def test_a_step_that_overflows_is_none() -> None:
         ),
         ("cannot be summed in torch.bfloat16", lambda: {"compute": sx.Compute(torch.float16, reduce=BF16)}),
         ("'router.weight' in torch.float32 cannot be summed", lambda: {"compute": sx.Compute(reduce=BF16)}),
-        ("'router.weight' is in torch.float32, and is no master", lambda: {"compute": F64}),
-        ("'router.weight' is in torch.bfloat16, and is no master", lambda: {"compute": F32, "dtype": BF16}),
+        ("'router.weight' is in torch.float32, and cannot be the master weight", lambda: {"compute": F64}),
+        (
+            "'router.weight' is in torch.bfloat16, and cannot be the master weight",
+            lambda: {"compute": F32, "dtype": BF16},
+        ),
         ("no module is called 'routr'(.|\n)*'router'", lambda: {"compute": sx.Compute(BF16, keep="routr")}),
         ("keep says nothing(.|\n)*Compute.torch.bfloat16", lambda: {"compute": sx.Compute(keep="router")}),
         ("no pattern of modules", lambda: {"compute": sx.Compute(BF16, keep=3)}),  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
-from shardfx.ir.capture.intake.surroundings import Surroundings
+from shardfx.ir.capture.python_state.python_state import PythonState
 
 from .test_calls import batch, near, parallel
 
@@ -107,7 +107,7 @@ def test_what_a_module_has_that_code_reaches_when_it_runs(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * self.read(x)
 
-    around = Surroundings(Scaled(8, 4))
+    around = PythonState(Scaled(8, 4))
     assert around.state()[0] == 0
     change(options, monkeypatch)
     state, changed = around.state()
@@ -131,7 +131,7 @@ def test_modules_of_a_model_are_none_of_pythons() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * len([*self.modules()])
 
-    around = Surroundings(Counts(8, 4))
+    around = PythonState(Counts(8, 4))
     before = around.state()
     globals()["X"], kept = 3, X
     try:

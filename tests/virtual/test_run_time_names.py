@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
-from shardfx.ir.capture.intake.surroundings import Surroundings
-from shardfx.ir.capture.named.left_as_found import left_as_found
-from shardfx.ir.capture.named.reached import reached
+from shardfx.ir.capture.python_state.bytecode import reached
+from shardfx.ir.capture.python_state.python_state import PythonState
+from shardfx.ir.capture.python_state.state_snapshot import state_restored
 
 from .test_calls import batch, near, parallel
 
@@ -266,7 +266,7 @@ def test_what_a_forward_keeps_is_left_as_it_was_found() -> None:
 def test_hooks_that_code_puts_in_go_with_what_says_that_they_are_there() -> None:
     """Without its hooks, or with them twice, a model of transformers (DPT) collected other states."""
     model = nn.Linear(2, 2)
-    with left_as_found(Surroundings(model, None)):
+    with state_restored(PythonState(model, None)):
         model.register_forward_hook(lambda *given: None)
         model.ready = True
     assert not model._forward_hooks and not hasattr(model, "ready")
@@ -284,4 +284,4 @@ def test_a_cache_of_a_scripts_own_decorator_is_left_empty() -> None:
     cached: Any = angles
     cached.cache_clear, cached.cache_info = kept.clear, kept.__len__
     model = nn.Linear(8, 4, dtype=torch.float64)
-    assert cached in Surroundings(model, lambda out: (out * cached(4)).sum()).caches()
+    assert cached in PythonState(model, lambda out: (out * cached(4)).sum()).caches()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn, optim
 
 import shardfx as sx
-from shardfx.ir.capture.update.made_groups import make_groups_of
-from shardfx.ir.capture.update.started import recipe
-from shardfx.ir.capture.update.trial.small_parameters import Small
+from shardfx.ir.capture.optimizer.initial_state import recipe
+from shardfx.ir.capture.optimizer.optimizer_groups import make_groups_of
+from shardfx.ir.capture.optimizer.optimizer_trial import OptimizerTrial
 from tests.stepped import Optimizers, alone, apart, small_plan
 
 DP2 = sx.Mesh(dp=2)
@@ -119,7 +119,7 @@ def tried(factory: Callable[[Any], Any], **more: nn.Parameter) -> None:
     """As a plan tries it, on two parameters of one shape and one of another."""
     named = {"v": nn.Parameter(torch.ones(3)), "a": nn.Parameter(torch.ones(4, 2)), "b": nn.Parameter(torch.ones(4, 2))}
     groups = make_groups_of(factory, named | more)
-    small = Small(factory, named | more, groups, named | more)
+    small = OptimizerTrial(factory, named | more, groups, named | more)
     for group in groups:
         recipe(small, group.number, [name for name in group.names if name in ("a", "b", *more)])
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import shardfx as sx
-from shardfx.ir.capture.update.step_trace import Traced, trace_step
+from shardfx.ir.capture.optimizer.step_trace import TracedStep, trace_step
 from shardfx.ir.text import parse_graph, print_graph
 from shardfx.module.programs import STEP, TRAIN
 from tests.plans import MESHES, plan
@@ -179,16 +179,16 @@ def test_a_step_that_asks_for_no_shape_is_traced_once(
     """In small and as it is; others for each of the four shapes. What is written is the same."""
     shapes = []
 
-    def noting(group: Any, shape: Any, *args: Any, **options: Any) -> Traced:
+    def noting(group: Any, shape: Any, *args: Any, **options: Any) -> TracedStep:
         shapes.append(shape)
         return trace_step(group, shape, *args, **options)
 
-    monkeypatch.setattr("shardfx.ir.capture.update.traces.trace_step", noting)
+    monkeypatch.setattr("shardfx.ir.capture.optimizer.step_trace.trace_step", noting)
     pm = small_plan(factory, MESHES["dp2"])
     assert len(shapes) == traces
     losses, params, _ = alone(factory, 2)
     assert apart(pm, losses, params) < 1e-12
-    monkeypatch.setattr(Traced, "is_pointwise", False)
+    monkeypatch.setattr(TracedStep, "is_pointwise", False)
     assert str(small_plan(factory, MESHES["dp2"]).before) == str(pm.before) and len(shapes) == traces + 8
 
 

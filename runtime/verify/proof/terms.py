@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from shardfx.ir.builder import GraphBuilder
-from shardfx.ir.capture.forms.canonical import convert_call
+from shardfx.ir.capture.canonical.canonical_ops import convert_call
 from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_name, substitute
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral

@@ -3,8 +3,8 @@ form, and is planned from examples that answer as it does.
 
     a is b          x.is_contiguous()          h.requires_grad
 
-Which of them the code asks is told by what it names (see :mod:`shardfx.ir.capture.named.code_names`): of code that does
-not, inputs that lie otherwise, or are one, are served by the same programs.
+Which of them the code asks is told by what it names (see :mod:`shardfx.ir.capture.python_state.bytecode`): of code that
+does not, inputs that lie otherwise, or are one, are served by the same programs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardfx.ir.capture.intake.surroundings import ASKS_FOR_GRADIENTS
-from shardfx.ir.capture.named.code_names import asks_which
+from shardfx.ir.capture.python_state.bytecode import asks_which
+from shardfx.ir.capture.python_state.python_state import ASKS_FOR_GRADIENTS
 from shardfx.ir.spec import TensorType, laid_of, lying, strides_of
 
 ASKS_HOW_IT_LIES = frozenset(

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
-from shardfx.ir.capture.intake.contents import ATOMS, STATE, Contents, is_apart
-from shardfx.ir.capture.intake.hooks import is_users
-from shardfx.ir.capture.named.code_names import Names, set_by_calls
+from shardfx.ir.capture.frontend.forward_hooks import is_users
+from shardfx.ir.capture.python_state.bytecode import CodeNames, set_by_calls
+from shardfx.ir.capture.python_state.python_values import ATOMS, STATE, ValueReader, is_apart
 from shardfx.ir.errors import Error
 from shardfx.module.held.original import Watch
 
@@ -48,8 +48,8 @@ class OriginalAsWas:
         names: what its code names.
     """
 
-    def __init__(self, model: nn.Module, names: Names) -> None:
-        self._names, self._contents = names, Contents(names)
+    def __init__(self, model: nn.Module, names: CodeNames) -> None:
+        self._names, self._contents = names, ValueReader(names)
         self._model = weakref.ref(model)
         self._was = [self._of(path, module) for path, module in model.named_modules()]
         self._ties, self._parameters = _ties(model), list[int]()

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from shardfx.ir.capture.named.installed import is_users_class
+from shardfx.ir.capture.python_state.python_modules import is_users_class
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.runtime.verify.interface import without_content
 

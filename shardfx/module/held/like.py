@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from shardfx.ir.capture.named.code_names import set_by_calls
+from shardfx.ir.capture.python_state.bytecode import set_by_calls
 from shardfx.ir.errors import Error
 
 STATE = frozenset(vars(nn.Module()))

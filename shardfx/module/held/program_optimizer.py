@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardfx.ir.capture.update.loss_scale import SCALE
-from shardfx.ir.capture.update.stepped import NAMES, HeldState, fixed, inputs_of, options_by_name
+from shardfx.ir.capture.optimizer.gradient_scaling import SCALE
+from shardfx.ir.capture.optimizer.update_spec import NAMES, OptimizerState, fixed, inputs_of, options_by_name
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.pools.transfer import finish
 
@@ -213,7 +213,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
                 self.held.store.fill(name, torch.tensor(said, dtype=torch.float64))
         self._set_options(options)
 
-    def _check(self, name: str, state: HeldState, value: torch.Tensor, other: torch.Tensor | None) -> None:
+    def _check(self, name: str, state: OptimizerState, value: torch.Tensor, other: torch.Tensor | None) -> None:
         type_ = next(g.value.type for g in self.held.compiled.after.inputs if g.name == state.name)
         wrong = "shape" if tuple(value.shape) != type_.shape else ""
         if not wrong and value.dim() and value.is_floating_point() != type_.dtype.is_floating_point:
@@ -284,7 +284,7 @@ def _shapes(pieces: Collection[Any]) -> list[tuple[int, ...]]:
     return [tuple(torch.as_tensor(each).shape) for each in pieces]
 
 
-def _as_kept(value: torch.Tensor, state: HeldState) -> Any:
+def _as_kept(value: torch.Tensor, state: OptimizerState) -> Any:
     """A state as the optimizer itself keeps it."""
     if isinstance(state.kept, torch.dtype):
         return value.to(state.kept)

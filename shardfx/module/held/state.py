@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.compiled import Compiled
-from shardfx.ir.capture.intake.given import copied, marked, marks_of
+from shardfx.ir.capture.frontend.model_preparation import copied, marked, marks_of
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind

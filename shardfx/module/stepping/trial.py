@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfx.ir.capture.intake.given import marks_of
+from shardfx.ir.capture.frontend.model_preparation import marks_of
 
 Tensor = torch.Tensor
 STEPS, GRADIENTS = 16, 64

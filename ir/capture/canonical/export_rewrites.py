@@ -1,0 +1,309 @@
+"""Rewrites of an exported program before its backward is written.
+
+Single ops of the graph, whatever torch would make of them on some device, or what only torch's kernels decompose:
+
+aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, True)   ->   shardfx.attention(q, k, v, mask, True)
+aten.upsample_bilinear2d.vec(x, None, False, [2.0, 2.0])   ->   aten.upsample_bilinear2d(x, [16, 16], False, 2.0, 2.0)
+aten.pad(x, [1, 2], "circular")   ->   shardfx.ring(x, x, x, -1, 1, 2)
+
+Matrices that torch.linalg factors are contiguous: of such, ``det``, ``slogdet`` and ``solve`` factor the transposed
+one, and their gradients are written for one or the other.
+
+Gradients of ``prod`` that torch chooses by the content, of which a trace has one, are written with both formulas:
+
+x.prod()   ->   behind it, of the gradient g:   where(any(x == 0), g * (the product of the others), g * out / x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import no_python_dispatcher
+
+from shardfx.ir.errors import Error
+from shardfx.ir.ops.computing.rings import Ring
+from shardfx.ir.ops.fused_attention import attention
+from shardfx.ir.ops.traits import with_defaults
+
+aten = torch.ops.aten
+
+
+def single_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` as the op of the graph, which wants ``[batch, heads, rows, columns]``.
+
+    Dims before these become one batch; where there are fewer, there is one head. What broadcasts is expanded, but for
+    a single key head, which is a group by itself.
+    """
+    dims = query.dim()
+    q, k, v = (_with_heads(t, dims) for t in (query, key, value))
+    lead = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
+    q, k, v = (_broadcast(t, lead).reshape(prod(lead), *t.shape[-3:]) for t in (q, k, v))
+    if not enable_gqa and not (k.shape[1] == v.shape[1] and k.shape[1] in (1, q.shape[1])):
+        heads = max(t.shape[1] for t in (q, k, v))
+        q, k, v = (t.expand(-1, heads, -1, -1) for t in (q, k, v))
+    mask = None if attn_mask is None else _mask(attn_mask, dims, lead)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
+    out: Tensor = attention(q, k, v, mask, is_causal, scale, float(dropout_p))[0]
+    if dims > 4:
+        return out.reshape(*lead, *out.shape[1:])
+    for _ in range(4 - dims):
+        out = out.squeeze(-3)
+    return out
+
+
+def _with_heads(tensor: Tensor, dims: int) -> Tensor:
+    """A tensor of at least four dims: batch, heads, rows, columns."""
+    for _ in range(4 - dims):
+        tensor = tensor.unsqueeze(-3)
+    return tensor
+
+
+def _broadcast(tensor: Tensor, lead: Sequence[int]) -> Tensor:
+    """A tensor with these dims before its last three."""
+    return tensor if tensor.shape[:-3] == tuple(lead) else tensor.expand(*lead, *tensor.shape[-3:])
+
+
+def _mask(mask: Tensor, dims: int, lead: Sequence[int]) -> Tensor:
+    """A mask as one of two or four dims."""
+    if mask.dim() <= 2:
+        return mask if mask.dim() == 2 else mask.unsqueeze(0)
+    if dims > 4 and mask.dim() >= 4:
+        return _broadcast(mask, lead).reshape(prod(lead), *mask.shape[-3:])
+    return mask.unsqueeze(-3 if dims == 3 else 0) if mask.dim() == 3 else mask
+
+
+RESIZED = """upsample_nearest1d upsample_nearest2d upsample_nearest3d
+_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+_upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
+"""Torch's kernels of ``F.interpolate``, each with a backward; traced, they would become lookups and products."""
+
+
+class ResizeKernel(torch.autograd.Function):
+    """A kernel of ``F.interpolate`` and its backward, each as one op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, sizes: list[int], how: tuple[Any, ...]) -> Tensor:
+        """The picture in other sizes."""
+        ctx.of = name, sizes, list(x.shape), how
+        with torch._C._AutoDispatchBelowAutograd():
+            made: Tensor = getattr(aten, name).default(x, sizes, *how)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradient of the picture."""
+        name, sizes, shape, how = ctx.of
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(aten, f"{name}_backward").default(grad, sizes, shape, *how), None, None, None
+
+
+def single_resize(name: str) -> Callable[..., Any]:
+    """``F.interpolate`` by one of its kernels, as the op of the graph, which wants sizes."""
+
+    def resize(x: Tensor, sizes: Sequence[int] | None, *how: Any) -> Tensor:
+        *aligned, factors = how
+        if sizes is None:
+            sizes = [int(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
+        scales = factors if factors is not None else [None] * len(sizes)
+        how = (*aligned, *scales)
+        made: Tensor = ResizeKernel.apply(x, name, list(sizes), how)  # type: ignore[no-untyped-call]
+        return made
+
+    return resize
+
+
+def single_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """``F.pad``: circular padding is one op for each dim, after negative padding."""
+    if mode != "circular":
+        padded: Tensor = aten.pad.default(x, pad, mode, value)
+        return padded
+    x = aten.constant_pad_nd.default(x, [min(n, 0) for n in pad]) if min(pad) < 0 else x
+    for i, (front, back) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        if front > 0 or back > 0:
+            x = Ring.apply(x, -1 - i, max(front, 0), max(back, 0))  # type: ignore[no-untyped-call]
+    return x
+
+
+class DecomposedByKernel:
+    """An op that is decomposed by its kernel, as in eager torch, and not in Python."""
+
+    def __init__(self, op: Any) -> None:
+        self._op, self.__name__ = op, f"{op.__name__}_by_kernel"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the op."""
+        with no_python_dispatcher():
+            return self._op(*args, **kwargs)
+
+
+KEPT: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: single_attention,
+    aten.pad.default: single_pad,
+    **{getattr(aten, name).vec: single_resize(name) for name in RESIZED.split()},
+}
+"""The single op for each composite op of the exported program."""
+
+
+BY_KERNEL: set[Any] = set()
+"""Ops whose decomposition in Python was found to differ from their kernel (:mod:`..eager_comparison`): from then on
+they are decomposed by it, also where nothing can be run."""
+
+
+def decomposed_in_python(exported: torch.fx.GraphModule) -> set[Any]:
+    """The ops of an exported program that torch decomposes in Python, where eager torch calls a kernel."""
+    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    ops = {node.target for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    return {op for op in ops - KEPT.keys() if any(key in op.py_kernels for key in keys)}
+
+
+def drops_within(node: torch.fx.Node) -> bool:
+    """Whether a recurrent call has dropout between its layers: its decomposition in Python forgets it (torch 2.13)."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    given = with_defaults(node.target, node.args, node.kwargs)
+    return bool(given.get("dropout") and given.get("train"))
+
+
+def keep_single_ops(exported: torch.fx.GraphModule, by_kernel: Collection[Any] = ()) -> None:
+    """Call single ops in place of torch's composite ones; those of ``by_kernel`` are decomposed by their kernels.
+
+    Their results may have other strides than torch's, behind which ``contiguous()`` was no op: what was a view of such
+    is a reshape.
+    """
+    kept = False
+    for node in exported.graph.nodes:
+        first = node.all_input_nodes[:1]
+        if node.target in by_kernel or drops_within(node):
+            node.target = DecomposedByKernel(node.target)
+        elif node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
+            node.target, kept = KEPT[node.target], True
+        elif kept and node.target is aten.view.default:
+            node.target = aten.reshape.default
+    exported.recompile()
+
+
+CALLED = (
+    aten.det.default,
+    aten.linalg_det.default,
+    aten.linalg_slogdet.default,
+    aten.linalg_solve.default,
+    aten.linalg_solve_ex.default,
+    aten.linalg_tensorsolve.default,
+    aten.logdet.default,
+    aten.slogdet.default,
+)
+FACTORING = (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default)
+
+
+def make_factored_contiguous(exported: torch.fx.GraphModule) -> None:
+    """Make the matrices that an exported program factors contiguous."""
+    for node in exported.graph.nodes:
+        if node.target in CALLED:
+            with exported.graph.inserting_before(node):
+                matrix = exported.graph.call_function(aten.contiguous.default, (node.args[0],))
+                matrix.meta = dict(node.meta)
+            node.args = (matrix, *node.args[1:])
+    exported.recompile()
+
+
+def check_factored_contiguous(node: torch.fx.Node, where: str) -> None:
+    """Check that a call of a traced graph factors a contiguous matrix.
+
+    Raises:
+        Error: it does.
+    """
+    given = node.args[0] if node.target in FACTORING else None
+    matrix = given.meta.get("val") if isinstance(given, torch.fx.Node) else None
+    if matrix is not None and not matrix.is_contiguous() and not matrix.is_complex():
+        raise Error(
+            f"{node.target} factors a matrix that does not lie row by row, and its gradient hangs on that",
+            where=where,
+            expected="a matrix that is contiguous",
+            got=f"strides {tuple(matrix.stride())} of shape {tuple(matrix.shape)}",
+            remedy="call .contiguous() on the matrix first",
+        )
+
+
+class ProdAnyZeros(torch.autograd.Function):
+    """``prod`` over all elements or along a dim, whose gradient is right with zeros and without."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+        """The product."""
+        out = torch.prod(x) if dim is None else torch.prod(x, dim, keepdim)
+        ctx.save_for_backward(x, out)
+        ctx.along = dim, keepdim
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradient, of numbers with zeros among them and of others."""
+        x, out = ctx.saved_tensors
+        dim, keepdim = ctx.along
+        if not x.dim():
+            return grad, None, None
+        if not x.numel():
+            return torch.zeros_like(x), None, None
+        zeros = x == 0
+        if dim is None:
+            count = zeros.sum()
+            made = torch.where(count > 1, 0, _of_others(grad, x.reshape(-1), 0).view_as(x))
+            return torch.where(count == 0, grad * (out / x).conj(), made), None, None
+        if not keepdim:
+            grad, out = grad.unsqueeze(dim), out.unsqueeze(dim)
+        return torch.where(zeros.any(), _of_others(grad, x, dim), grad * (out / x).conj()), None, None
+
+
+def _of_others(grad: Tensor, x: Tensor, dim: int) -> Tensor:
+    """The gradient by the products of the elements before and behind each."""
+    if x.shape[dim] == 1:
+        return grad
+    one = torch.ones_like(x.narrow(dim, 0, 1))
+    before = torch.cat([one, x.narrow(dim, 0, x.shape[dim] - 1)], dim).cumprod(dim)
+    behind = torch.cat([one, x.narrow(dim, 1, x.shape[dim] - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    return grad * (before * behind).conj()
+
+
+def _product(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    made: Tensor = ProdAnyZeros.apply(x if dtype is None else x.to(dtype), None, False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _product_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    made: Tensor = ProdAnyZeros.apply(x if dtype is None else x.to(dtype), dim, keepdim)  # type: ignore[no-untyped-call]
+    return made
+
+
+CHOSEN: dict[Any, Callable[..., Any]] = {aten.prod.default: _product, aten.prod.dim_int: _product_along}
+"""The replacements of ``prod``."""
+
+
+def rewrite_prod(exported: torch.fx.GraphModule) -> None:
+    """Replace ``prod`` in an exported program."""
+    for module in exported.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.target in CHOSEN and _may_have_gradient(node.args[0]):
+                    node.target = CHOSEN[node.target]
+            module.recompile()
+
+
+def _may_have_gradient(of: Any) -> bool:
+    x = of.meta.get("val") if isinstance(of, torch.fx.Node) else None
+    return x is not None and (x.is_floating_point() or x.is_complex())

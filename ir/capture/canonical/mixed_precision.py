@@ -1,0 +1,368 @@
+"""Mixed precision: the dtype in which a model computes, beside that of its parameters.
+
+    %w : f32[8, 6]                       the parameter: a master weight
+    %1 = aten._to_copy(%w, bf16)         cast once, at its first use
+    %2 = aten.mm(%0, %1) : bf16          the model computes so
+    %8 = aten.mm(%7, %x) : bf16[8, 6]
+    %9 = aten._to_copy(%8, f32)          its gradient: reduced over ranks behind the cast, as Compute.reduce says
+                                         {sums_behind=True}
+
+That is what one device computes: FSDP2's ``MixedPrecisionPolicy`` on a single rank. A model in bf16 has no such cast:
+then there are two, to the wide dtype and back, and a reduction stands between.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.names import pattern
+from shardfx.ir.rewriter import Rewriter, dead_code
+from shardfx.ir.rules.as_placed import SUMS_BEHIND
+from shardfx.ir.rules.template import keeps_precision
+from shardfx.ir.spec import TensorType
+
+WHERE = "Hints(compute=...)"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The dtype in which the model computes, and the one in which gradients are reduced over ranks
+    (``Hints(compute=...)``).
+
+    Cast to ``dtype`` are: every floating parameter, once in a step, where the model or its loss first uses it; and the
+    floating inputs of the model (``args`` and ``kwargs``). As they are stay: buffers, targets, what is no real floating
+    number, and what the model's own code makes or casts. Norms with running statistics, which are buffers, compute as
+    they are, and so do the modules of ``keep``: they get their inputs in their own parameters' dtype, and what they
+    give is cast to ``dtype``. Gradients arrive in the parameters' own dtype, which is that of the optimizer's states:
+    the parameters are the master weights. That function is what ``pm.verify()`` proves; one device computes it under
+    FSDP2's ``MixedPrecisionPolicy(param_dtype=dtype)``, where what computes as it is has a policy of its own.
+
+    Args:
+        dtype: ``torch.bfloat16``, ``float16``, ``float32``, ``float64``; None: as the parameters are. Each floating
+            parameter holds all numbers of it: none has fewer bits.
+        reduce: gradients of parameters are summed over ranks in this dtype at least: they are cast to it before, not
+            behind. None: float32, or what they are in, where that is wider.
+        output: floating results of the model are cast to it, before the loss; None: they stay.
+        keep: modules (patterns: ``*`` is one part of a path, ``**`` any number) that compute as they are.
+        scale: the backward is of so many times the loss, and gradients are divided by it when they have their own
+            dtype: so what is small does not vanish in float16 (loss scaling; Micikevicius et al., Mixed Precision
+            Training, 2018). A step of ``Hints(optimizer=...)`` of which some gradient is not finite leaves parameters
+            and states as they are, on all ranks alike; ``pm(x, y).backward()`` hands it out, as a GradScaler expects.
+            A :class:`shardfx.LossScale` finds its size by itself, in the steps of ``pm.step``.
+
+    Raises:
+        Error: a dtype in which nothing is computed here; ``reduce`` cannot hold the numbers of ``dtype``.
+
+    Example::
+
+        Hints(compute=torch.bfloat16)                                            # summed in float32
+        Hints(compute=sx.Compute(torch.bfloat16, reduce=torch.bfloat16))         # half as much is sent
+        Hints(compute=sx.Compute(torch.bfloat16, keep="layers.*.router"))        # routers compute in float32
+        Hints(compute=sx.Compute(torch.float16, output=torch.float32, scale=2.0**14))
+        Hints(compute=sx.Compute(reduce=torch.float32))                          # a model in bfloat16, as it is
+    """
+
+    dtype: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    keep: str | tuple[str, ...] = ()
+    scale: float | LossScale | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "reduce", "output"):
+            given = getattr(self, name)
+            if given is not None and given not in DTYPES:
+                raise Error(
+                    f"{given} is nothing to compute in" if isinstance(given, torch.dtype) else "this is no dtype",
+                    where=f"{WHERE}: {name}",
+                    expected=f"one of {', '.join(map(str, DTYPES))}",
+                    got=f"{given!r}",
+                    remedy="compute=torch.bfloat16 casts parameters and inputs, and keeps master weights",
+                )
+        patterns = (self.keep,) if isinstance(self.keep, str) else self.keep
+        if not (isinstance(patterns, tuple) and all(type(each) is str for each in patterns)):
+            raise Error(
+                "this is no pattern of modules",
+                where=f"{WHERE}: keep",
+                expected="a module's path, with * and **, or a tuple of such",
+                got=repr(self.keep),
+            )
+        if patterns not in ((), ("",)) and self.dtype is None:
+            raise Error(
+                "keep says nothing where all modules compute as they are",
+                where=f"{WHERE}: keep",
+                expected="a dtype in which the other modules compute",
+                got=f"Compute(keep={self.keep!r})",
+                remedy=f"Compute(torch.bfloat16, keep={self.keep!r})",
+            )
+        number = type(self.scale) in (int, float) and 0 < self.scale < float("inf")  # type: ignore[operator]
+        if self.scale is not None and not number and not isinstance(self.scale, LossScale):
+            raise Error(
+                "this is nothing to scale a loss by",
+                where=f"{WHERE}: scale",
+                expected="a number above zero, such as 2.0**14, or a shardfx.LossScale",
+                got=repr(self.scale),
+            )
+        if self.dtype is not None and self.reduce is not None and not keeps_precision(self.dtype, self.reduce):
+            raise Error(
+                f"gradients in {self.dtype} cannot be summed in {self.reduce}",
+                where=f"{WHERE}: reduce",
+                expected=f"a dtype that holds all numbers of {self.dtype}",
+                got=str(self.reduce),
+                remedy="leave reduce= out: gradients are summed in float32, or in what they are in where that is wider",
+            )
+
+    @staticmethod
+    def of(given: Compute | torch.dtype | None) -> Compute | None:
+        """The Compute of a hint."""
+        return Compute(given) if isinstance(given, torch.dtype) else given
+
+    @property
+    def sums(self) -> torch.dtype:
+        """The dtype in which gradients are summed at least."""
+        return self.reduce or torch.float32
+
+    def check(self, model: nn.Module) -> None:
+        """Check that a model's parameters can be master weights.
+
+        Raises:
+            Error: one has fewer bits than what is computed with it, or more than its gradient is to be summed in.
+        """
+        kept = {id(parameter) for module in self._kept(model) for parameter in module.parameters()}
+        for name, parameter in model.named_parameters():
+            dtype = parameter.dtype
+            if id(parameter) in kept or not dtype.is_floating_point:
+                continue
+            if self.dtype is not None and not keeps_precision(self.dtype, dtype):
+                raise Error(
+                    f"parameter {name!r} is in {dtype}, and cannot be the master weight of one in {self.dtype}",
+                    where=f"{WHERE}: dtype",
+                    expected=f"parameters that hold all numbers of {self.dtype}",
+                    got=str(dtype),
+                    remedy=f"model.float(), or compute={dtype}",
+                )
+            if self.dtype is None and self.reduce is not None and not keeps_precision(dtype, self.reduce):
+                raise Error(
+                    f"the gradient of {name!r} in {dtype} cannot be summed in {self.reduce}",
+                    where=f"{WHERE}: reduce",
+                    expected=f"a dtype that holds all numbers of {dtype}",
+                    got=str(self.reduce),
+                    remedy="leave reduce= out; or say in which dtype the model computes: Compute(torch.bfloat16, ...)",
+                )
+
+    def inputs(self, tree: Any) -> Any:
+        """Inputs of the model, as it computes with them."""
+        return cast(tree, self.dtype)
+
+    def results(self, tree: Any) -> Any:
+        """Results of the model, as its loss sees them."""
+        return cast(tree, self.output)
+
+    @contextmanager
+    def parameters_of(self, model: nn.Module) -> Iterator[None]:
+        """Within, the parameters of a model are cast where they are read, each once; but for the modules that are kept.
+
+        Raises:
+            Error: a pattern of modules that are kept matches none.
+        """
+        if self.dtype is None:
+            yield
+            return
+        kept = self._kept(model)
+        inside = {part for module in kept for part in module.modules()}
+        made: dict[tuple[int, bool], torch.Tensor] = {}
+        with ExitStack() as stack:
+            for module in kept:
+                stack.enter_context(as_it_is(module, self.dtype))
+            for module in model.modules():
+                if module not in inside:
+                    stack.enter_context(cast_when_read(module, self.dtype, made))
+            yield
+
+    def _kept(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that compute as they are: those of ``keep``, and norms whose buffers are statistics."""
+        named = dict(model.named_modules())
+        found = [module for module in named.values() if isinstance(module, _NormBase) and module.track_running_stats]
+        for text in (self.keep,) if isinstance(self.keep, str) else self.keep:
+            hits = [module for path, module in named.items() if pattern(text).fullmatch(path)]
+            if not hits:
+                near = difflib.get_close_matches(text, named, 3, 0.5)
+                raise Error(
+                    f"no module is called {text!r}",
+                    where=f"{WHERE}: keep",
+                    expected="a module's path, with * and **",
+                    got=text,
+                    remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_modules()",
+                )
+            found += hits
+        return list(dict.fromkeys(found))
+
+
+@contextmanager
+def cast_when_read(module: nn.Module, dtype: torch.dtype, made: dict[tuple[int, bool], torch.Tensor]) -> Iterator[None]:
+    """Within, a module's parameters are cast where they are read."""
+    before = dict(module.__dict__)
+    module.__dict__["_parameters"] = CastWhenRead(before["_parameters"], dtype, made)
+    if isinstance(module, nn.RNNBase):  # which keeps a list of its parameters
+        module.__dict__["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]
+    try:
+        yield
+    finally:
+        module.__dict__.update((name, before[name]) for name in ("_parameters", "_flat_weights") if name in before)
+
+
+@contextmanager
+def as_it_is(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within, a module is given its inputs in its own dtype, and its results go on in ``dtype``."""
+    own = next((t.dtype for t in (*module.parameters(), *module.buffers()) if t.dtype.is_floating_point), dtype)
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, kwargs: cast((args, kwargs), own), with_kwargs=True),
+        module.register_forward_hook(lambda _, args, out: cast(out, dtype)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class CastWhenRead(dict[str, Any]):
+    """A module's parameters, each cast when it is first read; ``made`` has what was cast, tied ones once."""
+
+    def __init__(self, given: Any, dtype: torch.dtype, made: dict[tuple[int, bool], torch.Tensor]) -> None:
+        super().__init__(given)
+        self._dtype, self._made = dtype, made
+
+    def _read(self, given: Any) -> Any:
+        if given is None or not given.dtype.is_floating_point or given.dtype is self._dtype:
+            return given
+        key = id(given), torch.is_grad_enabled()  # what was cast without a gradient has none
+        if key not in self._made:
+            self._made[key] = given.to(self._dtype)
+        return self._made[key]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read(super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The parameter of this name."""
+        return self._read(super().get(name, default))
+
+    def items(self) -> Any:
+        """Names and parameters."""
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        """The parameters."""
+        return [self[name] for name in self]
+
+
+def cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """The floating tensors of a nest in another dtype."""
+    if dtype is None:
+        return tree
+    return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if each.dtype.is_floating_point else each, tree)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A dynamic loss scale: it falls where gradients overflow, and grows where they did not for a while.
+
+    It is a state of the program, stepped with the optimizer's (so it wants ``Hints(optimizer=...)``): a step that
+    overflows leaves parameters and states as they were and multiplies the scale by ``backoff``; after ``interval``
+    steps one behind the other that did not, it is multiplied by ``growth``. ``pm.optimizer.loss_scale`` reads it.
+
+    Args:
+        init: what it begins with.
+        growth: more than one.
+        backoff: between zero and one.
+        interval: a number of steps.
+
+    Raises:
+        Error: one of them is another number.
+
+    Example::
+
+        Hints(compute=sx.Compute(torch.float16, output=torch.float32, scale=sx.LossScale()), optimizer=...)
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def __post_init__(self) -> None:
+        fits = {
+            "init": (0 < self.init < math.inf, "a number above zero"),
+            "growth": (1 < self.growth < math.inf, "a number above one"),
+            "backoff": (0 < self.backoff < 1, "a number between zero and one"),
+            "interval": (type(self.interval) is int and self.interval > 0, "a number of steps"),
+        }
+        for name, (right, expected) in fits.items():
+            if not right:
+                raise Error(
+                    "this is nothing to scale a loss by",
+                    where=f"LossScale({name}=...)",
+                    expected=expected,
+                    got=repr(getattr(self, name)),
+                )
+
+
+aten = torch.ops.aten
+
+
+def sum_gradients_in(graph: Graph, dtype: torch.dtype) -> None:
+    """Mark the casts of parameters' gradients behind which they are reduced: in ``dtype``, where that is wider than
+    theirs."""
+    names = {given.name for given in graph.of_kind(InputKind.PARAMETER)}
+    rewriter = Rewriter(graph)
+    summed: dict[Value, Value] = {}
+    for output in graph.outputs:
+        left = output.value
+        made = made_in(left)
+        if output.kind is not OutputKind.GRADIENT or output.name not in names or _is_wide(made, dtype):
+            continue
+        if left.type.dtype is dtype and left.node is not None:
+            left.node.attrs = {**left.node.attrs, SUMS_BEHIND: True}
+            continue
+        if left not in summed:
+            wide = rewriter.after(made.node, _cast(made, dtype))
+            wide.attrs = {SUMS_BEHIND: True}
+            summed[left] = rewriter.after(wide, _cast(wide.outs[0], left.type.dtype)).outs[0]
+        rewriter.replace(left, summed[left], users=[output])
+    if rewriter.apply():
+        dead_code(graph)
+        graph.rename()
+
+
+def _is_wide(value: Value, dtype: torch.dtype) -> bool:
+    """Whether a value is no floating number, or one that holds all of ``dtype``."""
+    return not value.type.dtype.is_floating_point or keeps_precision(dtype, value.type.dtype)
+
+
+def made_in(gradient: Value) -> Value:
+    """The gradient before it was cast to its parameter's dtype."""
+    node = gradient.node
+    is_cast = node is not None and node.phase is Phase.BACKWARD and node.op is aten._to_copy.default
+    if node is None or not is_cast or not keeps_precision(node.operands[0].type.dtype, gradient.type.dtype):
+        return gradient
+    return node.operands[0]
+
+
+def _cast(value: Value, dtype: torch.dtype) -> Node:
+    type = TensorType(value.shape, dtype)
+    kwargs = {"dtype": dtype}
+    return Rewriter.make(aten._to_copy.default, (value,), type, like=value.node, kwargs=kwargs, phase=Phase.BACKWARD)

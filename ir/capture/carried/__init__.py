@@ -1,1 +1,0 @@
-"""What a model carries from call to call."""

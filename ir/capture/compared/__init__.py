@@ -1,1 +1,0 @@
-"""What is captured, run beside the model."""

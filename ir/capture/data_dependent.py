@@ -1,0 +1,318 @@
+"""Data-dependent Python: where a model's code asks for a tensor's content, the example answers, and a guard records it.
+
+    if x.sum() > 0:             the branch that the example takes             guard: gt(sum(x), 0) is True
+    n = mask.sum().item()       the example's number                          guard: sum(mask) is 5
+    x[mask]                     x[nonzero_static(mask, size=5)]               guard: sum(mask) is 5
+
+Real tensors go along with the fake ones (``fake_tensor_propagate_real_tensors``, as in torch's ``draft_export``), so
+that an answer is there at once, and nothing in the traced program has a size that is not known.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, torch_decomp_decompositions
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Guard, Where
+
+from .input_assertions import INPUT_ASSERTIONS, Answer
+from .source_locations import CAPTURE, is_user_file
+
+MASKS = (torch.bool, torch.uint8)
+
+
+@contextmanager
+def with_real_tensors() -> Iterator[None]:
+    """Fake tensors that are made of real ones compute along with these; torch's random numbers stay as they are."""
+    import torch._functorch.config as config
+
+    with config.patch(fake_tensor_propagate_real_tensors=True), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def stored(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model, by all their names."""
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: tensor for each in named for name, tensor in each}
+
+
+@cache
+def functional_variants() -> dict[Any, Any]:
+    """In-place methods that are decomposed on fake tensors, with their functional variants: the real tensors that go
+    along would be written into by the method, and again by its parts (``index_add_``)."""
+    found = {}
+    for op in decomposition_table:
+        name = op._schema.name.partition("::")[2] if isinstance(op, OpOverload) else ""
+        method, plain = getattr(Tensor, name, None), getattr(Tensor, name.removesuffix("_"), None)
+        if name.endswith("_") and None not in (method, plain) and torch_decomp_decompositions(op):
+            found[method] = plain
+    return found
+
+
+class UnknownContent(Error):
+    """The code asks for the content of a tensor that has none."""
+
+
+class DataGuards(TorchFunctionMode):
+    """Answers for the tensors of a model that is traced: what functions assert (:mod:`.input_assertions`); where it is
+    traced ``with_real_tensors`` and ``guarded``, also their content; ``real`` are its stored tensors then. Without
+    these nothing is known of what it is ``given``.
+
+    ``values`` are the tensors that were asked for, ``guards`` what they were, and where.
+    """
+
+    def __init__(
+        self, model: nn.Module, real: Mapping[str, Tensor] | None, guarded: bool, given: Sequence[Tensor] = ()
+    ) -> None:
+        super().__init__()
+        self._guarded = guarded
+        own = stored(model)
+        for name, held in (real or {}).items():
+            if isinstance(tensor := own[name], FakeTensor):  # torch brings plain tensors' content along, no parameter's
+                with _disable_current_modes():
+                    tensor.real_tensor = held.detach().clone()
+        for tensor in (*given, *own.values()) if real is None else ():
+            if isinstance(tensor, FakeTensor):
+                tensor.real_tensor = None
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self.of_loss = False
+        self.guards: list[Guard] = []
+        self.values: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (wanted := INPUT_ASSERTIONS.get(func)) is not None:
+            return wanted(self, func, *args, **kwargs)
+        if not self._guarded:
+            return func(*args, **kwargs)
+        if isinstance(func, OpOverload) and not any(isinstance(each, FakeTensor) for each in tree_iter((args, kwargs))):
+            with _disable_current_modes():  # what real tensors compute beside the fake ones is none of what is traced
+                return func(*args, **kwargs)
+        if func in functional_variants():
+            return args[0].copy_(functional_variants()[func](*args, **kwargs))
+        answer = ANSWERS.get(func)
+        if answer is None or not any(_is_unknown(each) for each in tree_iter((args, kwargs))):
+            return func(*args, **kwargs)
+        return answer(self, func, *args, **kwargs)
+
+    def decide(self, tensor: Tensor) -> Any:
+        """The content of a tensor, as ``tolist()`` gives it; from here on it is guarded.
+
+        Raises:
+            NotKnown: the example had no content.
+        """
+        if not _is_unknown(tensor):
+            return tensor.tolist()
+        where = self._where()
+        real = tensor.real_tensor  # type: ignore[attr-defined]
+        if real is None:
+            raise UnknownContent(
+                "the model's control flow depends on what is not known here",
+                where=f"{where}  {where.code}".strip(),
+                expected="weights and example inputs with content",
+                got=f"a tensor of shape {tuple(tensor.shape)} without",
+            )
+        with _disable_current_modes():
+            expected = real.tolist()
+        self.guards.append(Guard(expected, where, self.of_loss))
+        self.values.append(tensor.detach().clone())  # as it is here, whatever is written into it later
+        return expected
+
+    def wants(self, wrong: Tensor, op: str) -> None:
+        """Guard that ``wrong`` is nowhere true; where it is, ``op`` raises."""
+        self.guards.append(Guard(False, self._where(), self.of_loss, op=op))
+        self.values.append(wrong.any())
+
+    def count(self, classes: Tensor) -> int | None:
+        """The number of classes that class indices imply; None where it is unknown."""
+        return self.decide(classes.max()) + 1 if self._guarded and _is_unknown(classes) else None
+
+    def number(self, tensor: Tensor) -> Any:
+        """The content of a tensor of one element."""
+        return self.decide(tensor.reshape(()))
+
+    def columns(self, mask: Tensor) -> tuple[Tensor, ...]:
+        """Where a mask is not zero, one tensor of indices for each dim: as many as in the example."""
+        count = self.decide((mask if mask.dtype == torch.bool else mask.ne(0)).sum())
+        return torch.nonzero_static(mask, size=count).unbind(1)
+
+    def index(self, index: Any, masks: bool = True) -> tuple[Any, ...]:
+        """An index without masks (if these are to go), and without numbers that are tensors."""
+        found: list[Any] = []
+        for each in index if isinstance(index, tuple) else (index,):
+            if isinstance(each, Tensor) and each.dtype in MASKS and each.ndim and _is_unknown(each):
+                found += self.columns(each) if masks else [each]
+            elif isinstance(each, slice):
+                found.append(slice(*(self.plain(part) for part in (each.start, each.stop, each.step))))
+            else:
+                found.append(self.plain(each))
+        return tuple(found)
+
+    def plain(self, arg: Any) -> Any:
+        """An int in place of an integer tensor of one element."""
+        is_number = _is_unknown(arg) and not arg.ndim and arg.dtype not in MASKS and not arg.is_floating_point()
+        return self.decide(arg) if is_number else arg
+
+    def _where(self) -> Where:
+        """The innermost module that runs, and the innermost line of the file that its code is in, of the user's code
+        if there is some."""
+        lines: list[Where] = []
+        module = "loss" if self.of_loss else ""
+        home = ""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != CAPTURE and not home:
+            file, line = frame.f_code.co_filename, frame.f_lineno
+            lines.append(Where("", file, line, linecache.getline(file, line).strip()))
+            if id(frame.f_locals.get("self")) in self._paths:
+                module, home = self._paths[id(frame.f_locals["self"])], file
+            frame = frame.f_back
+        users = [each for each in lines if is_user_file(each.file)]
+        own = [each for each in users if each.file == home] or users or [each for each in lines if each.file == home]
+        return replace(next(iter(own), Where()), module=module)
+
+
+def _is_unknown(thing: object) -> bool:
+    """Whether this is a tensor of unknown content: no constant of the code."""
+    return isinstance(thing, FakeTensor) and thing.constant is None
+
+
+# ---- functions that ask for content --------------------------------------------------------------------------------
+
+
+def _number(asked: DataGuards, func: Any, tensor: Tensor) -> Any:
+    return asked.number(tensor)
+
+
+def _as(dtype: torch.dtype) -> Answer:
+    return lambda asked, func, tensor: asked.number(tensor.to(dtype))
+
+
+def _truth(asked: DataGuards, func: Any, input: Tensor) -> Any:
+    return asked.number(input if input.dtype == torch.bool else input.ne(0))
+
+
+def _assert(asked: DataGuards, func: Any, condition: Tensor, message: str) -> None:
+    func(asked.number(condition), message)
+
+
+def _list(asked: DataGuards, func: Any, tensor: Tensor) -> Any:
+    return asked.decide(tensor)
+
+
+def _array(asked: DataGuards, func: Any, tensor: Tensor, **_: Any) -> Any:
+    held = asked.decide(tensor)
+    with _disable_current_modes():
+        return torch.tensor(held, dtype=tensor.dtype).reshape(tensor.shape).numpy()
+
+
+def _contains(asked: DataGuards, func: Any, tensor: Tensor, element: Any) -> Any:
+    return asked.decide((tensor == element).any())
+
+
+def _equal(asked: DataGuards, func: Any, input: Tensor, other: Tensor) -> Any:
+    return input.shape == other.shape and asked.decide((input == other).all())
+
+
+def _allclose(asked: DataGuards, func: Any, *args: Any, **kwargs: Any) -> Any:
+    return asked.decide(torch.isclose(*args, **kwargs).all())
+
+
+def _format(asked: DataGuards, func: Any, tensor: Any, how: str) -> str:
+    """A text decides no branch: it is that of the example."""
+    with _disable_current_modes():
+        return format(tensor if tensor.ndim or tensor.real_tensor is None else tensor.real_tensor.item(), how)
+
+
+def _nonzero(asked: DataGuards, func: Any, input: Tensor, *, as_tuple: bool = False) -> Any:
+    if not input.ndim:
+        return func(input, as_tuple=as_tuple)
+    found = asked.columns(input)
+    return found if as_tuple else torch.stack(found, 1)
+
+
+def _where(asked: DataGuards, func: Any, condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or not condition.ndim:
+        return func(condition, *args, **kwargs)
+    return asked.columns(condition)
+
+
+def _masked_select(asked: DataGuards, func: Any, input: Tensor, mask: Tensor) -> Any:
+    input, mask = torch.broadcast_tensors(input, mask)
+    return input[asked.columns(mask)] if mask.ndim else func(input, mask)
+
+
+def _get(asked: DataGuards, func: Any, tensor: Tensor, index: Any) -> Any:
+    return func(tensor, asked.index(index))
+
+
+def _set(asked: DataGuards, func: Any, tensor: Tensor, index: Any, value: Any) -> Any:
+    many = isinstance(value, Tensor) and value.ndim > 0  # one number is written wherever the mask is
+    return func(tensor, asked.index(index, masks=many), value)
+
+
+def _repeat(asked: DataGuards, func: Any, input: Tensor, repeats: Any = None, dim: Any = None, **kwargs: Any) -> Any:
+    counts = input if repeats is None else repeats
+    given = () if repeats is None else (repeats,) if dim is None else (repeats, dim)
+    if kwargs.get("output_size") is None and isinstance(counts, Tensor):
+        size = counts.numel() if repeats is None else input.numel() if dim is None else input.shape[dim]
+        kwargs["output_size"] = asked.decide(counts.reshape(-1).expand(size).sum())
+    return func(input, *given, **kwargs)
+
+
+def _bincount(asked: DataGuards, func: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+    size = max(asked.decide(input.max()) + 1 if input.numel() else 0, minlength)
+    ones = torch.ones_like(input, dtype=torch.int64) if weights is None else weights.double()
+    ones = ones if weights is None or weights.dtype != torch.float32 else weights
+    return ones.new_zeros(size).scatter_add(0, input.long(), ones)
+
+
+def _sized(asked: DataGuards, func: Any, *args: Any, **kwargs: Any) -> Any:
+    own = [each for each in args[:1] if isinstance(each, Tensor) and each.ndim]
+    rest = tree_map_only(Tensor, asked.plain, args[len(own) :])
+    return func(*own, *rest, **tree_map_only(Tensor, asked.plain, kwargs))
+
+
+def _functions(names: str, answer: Answer) -> dict[Any, Answer]:
+    """The functions of these names: of ``torch``, of its tensors, or both."""
+    found = [getattr(owner, name, None) for name in names.split() for owner in (torch, Tensor)]
+    return {function: answer for function in found if function is not None}
+
+
+ANSWERS: Mapping[Any, Answer] = {
+    **_functions("item __float__ __complex__", _number),
+    **_functions("__int__ __index__", _as(torch.int64)),
+    **_functions("__bool__ is_nonzero", _truth),
+    **_functions("_assert", _assert),
+    **_functions("tolist", _list),
+    **_functions("numpy", _array),
+    **_functions("__contains__", _contains),
+    **_functions("equal", _equal),
+    **_functions("allclose", _allclose),
+    **_functions("__format__", _format),
+    **_functions("nonzero argwhere", _nonzero),
+    **_functions("where", _where),
+    **_functions("masked_select", _masked_select),
+    **_functions("__getitem__", _get),
+    **_functions("__setitem__", _set),
+    **_functions("repeat_interleave", _repeat),
+    **_functions("bincount", _bincount),
+    **_functions("zeros ones empty full arange linspace new_zeros new_ones new_empty new_full", _sized),
+    **_functions("view reshape expand repeat narrow split", _sized),
+}
+"""How a function that asks for content is answered. What is not here, torch refuses."""

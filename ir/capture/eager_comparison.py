@@ -1,0 +1,414 @@
+"""Comparison of a captured graph with eager PyTorch, on the example: loss, results, gradients and buffers.
+
+Code may do something else while it is traced (``torch.compiler.is_compiling()``, ``isinstance(x, FakeTensor)``), and
+torch's Python decompositions of ops, which are traced, may differ from their kernels. So a model whose weights and
+examples have content is run as it is beside its graph. What differs by more than rounding is compared again in float64,
+where rounding is smaller by 2**29 and another function differs as before; then it is an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
+
+from shardfx.ir.builder import Call
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Value
+from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.traits import draws, positional, with_defaults
+from shardfx.ir.shards import wide
+from shardfx.ir.spec import as_it_lies
+
+from .canonical.batch_norms import BatchParts, NormByParts, WideStatistics
+from .convert import ProgramNames
+from .data_dependent import stored
+from .frontend.model_preparation import copied
+from .graph_interpreter import interpret
+from .python_state.python_state import PythonState
+from .python_state.state_snapshot import state_restored
+
+aten = torch.ops.aten
+MAX_NUMEL = 2**24
+"""Elements of weights and inputs: a larger model costs more to run than to capture, and is not run, unless it is traced
+with its content, which is a run already."""
+TIGHT, LOOSE = 0.75, 0.5
+"""Tolerance: the dtype's epsilon to this power (6e-6 in float32, 2e-12 in float64), relative to the largest element
+that differs; LOOSE where the model does not run in float64."""
+OF_FLOAT32, OF_PERTURBED = 2.0**-20, 30.0
+"""Rounding in float64, at most: as a share of the rounding in float32, and as a multiple of what inputs that are
+perturbed by one epsilon change. Neither alone sees all cancellation: some kernels accumulate float32 exactly."""
+COMPARED = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GRADIENT, OutputKind.BUFFER)
+Draws = Mapping[Value, Call]
+"""The values of a graph that are made of shardfx's random numbers, and torch's call that each stands for."""
+RunOutputs = dict[str, Tensor]
+"""By name: ``loss``, ``result 0``, ``gradient fc.weight``, ``buffer norm.running_mean``."""
+
+
+class EagerReference:
+    """A model and its loss run eagerly on the example, once and before any trace, to be compared with captured graphs.
+
+    It is not run where weights or examples have no content. ``note`` says that the model does not run on its example
+    (token ids that were never set, say). ``recast``: it computes in another dtype than its parameters'.
+    """
+
+    def __init__(
+        self,
+        program: nn.Module,
+        given: tuple[Tensor, ...],
+        names: ProgramNames,
+        parts: BatchParts,
+        around: PythonState,
+        *,
+        guarded: bool = False,
+        recast: bool = False,
+    ) -> None:
+        self._program, self._given, self._names, self._parts = program, given, names, parts
+        self.note, self._recast = "", recast
+        self._expected: RunOutputs = {}
+        self.raised: Exception | None = None
+        everything = [*program.parameters(), *program.buffers(), *given]
+        self._runs = all(each.device.type == "cpu" and not isinstance(each, FakeTensor) for each in everything)
+        self._runs &= guarded or sum(each.numel() for each in everything) <= MAX_NUMEL
+        if self._runs:
+            try:
+                with state_restored(around), _stand_ins(program):
+                    self._expected = self._eager(program, given, ReproducibleRun())
+            except Exception as error:  # reported where the capture succeeds, or fails too
+                self.raised = error
+
+    def difference(self, graph: Graph, drawn: Draws) -> Error | None:
+        """The error that names the first output of a captured graph that is not what the model computes.
+
+        Raises:
+            Error: the model does not run in the dtype in which it is to compute, or is refused where it runs.
+        """
+        if isinstance(self.raised, Error):
+            raise self.raised
+        if self.raised is not None:
+            if isinstance(self.raised, RuntimeError) and self._recast and "dtype" in str(self.raised):
+                raise _mixed_dtypes(self.raised) from self.raised
+            kind = type(self.raised).__name__
+            self.note = f"the model does not run on its example, so its trace was not compared ({kind}: {self.raised})"
+        if not self._runs or self.raised is not None:
+            return None
+        expected = self._expected
+        got = self._captured(graph, drawn, ReproducibleRun() if graph.of_kind(InputKind.SEED) else None)
+        epsilons = _epsilons(graph)
+        epsilon = {output_name(output): epsilons[output.value] for output in graph.outputs}
+        differing = [
+            name
+            for name in dict.fromkeys((*got, *expected))
+            if not _same(got.get(name), expected.get(name), epsilon.get(name))
+        ]
+        differing = self._in_float64(graph, drawn, got, differing, epsilon) if differing else []
+        return _traced_differs(graph, differing[0], got, expected) if differing else None
+
+    def _in_float64(
+        self, graph: Graph, drawn: Draws, got: RunOutputs, differing: list[str], epsilon: Mapping[str, float]
+    ) -> list[str]:
+        """Those of the differing outputs that differ in float64 too, by more than its rounding."""
+        both = [name for name in differing if name in got and name in self._expected]
+        only_one = [name for name in differing if name not in both]
+        try:
+            exact = self._captured(graph, drawn, ReproducibleRun(torch.float64))
+            mode = ReproducibleRun(torch.float64)
+            own = copied(self._program, {})._apply(mode.cast)  # `to` would make complex parameters real
+            given = [mode.cast(each.detach()).requires_grad_(each.requires_grad) for each in self._given]
+            expected = self._eager(own, given, mode)
+            coarse = self._captured(graph, drawn, ReproducibleRun(torch.float32))
+            perturbed = [self._captured(graph, drawn, ReproducibleRun(torch.float64, seed)) for seed in (1, 2)]
+        except Exception:  # of code that takes no other precision
+            loose = {name: epsilon.get(name, 0.0) ** LOOSE for name in both}
+            return only_one + [name for name in both if not is_close(got[name], self._expected[name], loose[name])]
+        tolerance = torch.finfo(torch.float64).eps ** TIGHT
+        left = []
+        for name in both:
+            rounding = OF_FLOAT32 * _largest(coarse[name], exact[name])
+            rounding += OF_PERTURBED * max(_largest(each[name], exact[name]) for each in perturbed)
+            if not is_close(exact[name], expected[name], tolerance, rounding):
+                left.append(name)
+        return only_one + left
+
+    def _eager(self, program: nn.Module, given: Sequence[Tensor], mode: ReproducibleRun) -> RunOutputs:
+        """The outputs of the program by torch's own autograd. Buffers and generators are left as they were."""
+        model: nn.Module = program.get_submodule("model")
+        aliases, trains = self._names.aliases, self._names.loss is not None
+        before = {name: each.detach().clone() for name, each in model.named_buffers(remove_duplicate=False)}
+        own = [as_it_lies(each).requires_grad_(each.requires_grad) for each in given]  # which may be written into
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        with _seeded(), ReferenceOps(self._parts), mode:
+            outs = program(*own)
+            trained: dict[str, Tensor] = {aliases[name]: p for name, p in parameters.items() if p.requires_grad}
+            trained |= {name: x for name, x in zip(self._names.leaves, own, strict=True) if x.requires_grad}
+            for each in trained.values():
+                each.grad = None
+            if trains and outs[0].requires_grad and trained:
+                outs[0].backward(torch.full_like(outs[0], self._names.seed))
+        after = dict(model.named_buffers(remove_duplicate=False))
+        made = {"loss": outs[0].detach()} if trains else {}
+        written = {_storage(each) for each in after.values()}  # restored below
+        results = (each.detach().clone() if _storage(each) in written else each.detach() for each in outs[trains:])
+        made |= {f"result {number}": each for number, each in enumerate(results)}
+        made |= {f"gradient {name}": each.grad for name, each in trained.items() if each.grad is not None}
+        known = before.keys() & aliases.keys()  # one that had no content is no input
+        made |= {f"buffer {aliases[name]}": each.detach().clone() for name, each in after.items() if name in known}
+        with torch.no_grad():
+            for name, was in before.items():
+                if name in after and after[name].shape == was.shape:
+                    (after[name].detach_() if after[name].requires_grad else after[name]).copy_(was)
+        return made
+
+    def _captured(self, graph: Graph, drawn: Draws, mode: ReproducibleRun | None) -> RunOutputs:
+        """The outputs of the graph, on the same weights and inputs."""
+        model, names = self._program.get_submodule("model"), self._names
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        known = {names.aliases[name]: each.detach() for name, each in stored(model).items()}
+        known |= {name: each.detach() for name, each in zip(names.leaves, self._given, strict=True)}
+        known |= {each.name: each.constant for each in graph.inputs if each.constant is not None}
+        for each in graph.inputs:
+            if each.kind is InputKind.SEED:
+                known[each.name] = torch.zeros((), dtype=torch.int64)
+            elif each.kind is InputKind.STATE and each.name == names.seed_state:
+                known[each.name] = torch.tensor(names.seed, dtype=torch.float64)
+        if mode is not None:
+            known = {name: mode.input(each) for name, each in known.items()}
+        values = {output.value for output in graph.outputs}
+        with _seeded(), mode or nullcontext():
+            env = interpret(graph, known, only=values, instead=drawn)
+        made = {output_name(output): env[output.value] for output in graph.outputs if output.kind in COMPARED}
+        return {f"buffer {names.aliases[name]}": each for name, each in buffers.items()} | made
+
+
+def output_name(output: Output) -> str:
+    """The name of an output of a graph, as runs have it."""
+    if output.kind is OutputKind.LOSS:
+        return "loss"
+    return f"{output.kind.value} {output.name.removeprefix('results.')}"
+
+
+def _storage(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+@contextmanager
+def _stand_ins(program: nn.Module) -> Iterator[None]:
+    """Within, a program has copies of its parameters and buffers, which may be changed and have no hooks."""
+    made: dict[int, Tensor] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        own = tensor.detach().clone()
+        return nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+
+    tensors = {name: made.setdefault(id(each), stand_in(each)) for name, each in stored(program).items()}
+    with _reparametrize_module(program, tensors):
+        yield
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Within, the CPU's generator begins at seed 0 (``torch.manual_seed`` would seed GPUs too)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
+
+
+# ---- tolerance ----------------------------------------------------------------------------------------------------
+
+
+def _epsilons(graph: Graph) -> dict[Value, float]:
+    """For each value the epsilon of the coarsest floating dtype that it is computed from."""
+    found = {given.value: epsilon_of(given.value.type.dtype) for given in graph.inputs}
+    for node in graph.nodes:
+        coarsest = max((found[value] for value in node.operands), default=0.0)
+        found.update((value, max(coarsest, epsilon_of(value.type.dtype))) for value in node.outs)
+    return found
+
+
+def epsilon_of(dtype: torch.dtype) -> float:
+    """The epsilon of a floating dtype; 0 of others."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The elementwise distance of two tensors: infinite where one is NaN or infinite and the other is not the same."""
+    ours, theirs = wide(ours.detach()), wide(theirs.detach())
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    return torch.where(same, 0.0, (ours - theirs).abs().nan_to_num(torch.inf, torch.inf, torch.inf))
+
+
+def _largest(ours: Tensor, theirs: Tensor) -> float:
+    far = _distance(ours, theirs)
+    return far.max().item() if far.numel() else 0.0
+
+
+def is_close(ours: Tensor, theirs: Tensor, tolerance: float | None = None, atol: float = 0.0) -> bool:
+    """Whether two tensors differ by at most ``tolerance`` times the largest element that differs, plus ``atol``."""
+    if ours.shape != theirs.shape:
+        return False
+    far = _distance(ours, theirs)
+    worst = far.max().item() if far.numel() else 0.0
+    if worst == 0.0:
+        return True
+    tolerance = epsilon_of(ours.dtype) ** TIGHT if tolerance is None else tolerance
+    scale = wide(theirs.detach()).abs()[far > 0].nan_to_num(0.0, 0.0, 0.0).max().item()
+    return worst <= tolerance * scale + atol
+
+
+def _same(got: Tensor | None, expected: Tensor | None, epsilon: float | None) -> bool:
+    """Whether an output is close in both runs; one that a run does not have is zero in the other."""
+    if got is None or expected is None:
+        only = got if got is not None else expected
+        return only is None or not wide(only).count_nonzero()
+    return is_close(got, expected, (epsilon_of(expected.dtype) if epsilon is None else epsilon) ** TIGHT)
+
+
+# ---- modes --------------------------------------------------------------------------------------------------------
+
+
+class ReproducibleRun(TorchDispatchMode):
+    """Within, each draw of random numbers starts from seed 0: draws of one shape and kind are equal, in any order and
+    by any generator. Attention has no dropout.
+
+    With a ``dtype`` all floating numbers are of it, whatever the code says. ``perturbed``: inputs are moved by one
+    epsilon or none, drawn by this seed.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None, perturbed: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtype, self._perturbed = dtype, perturbed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._dtype is not None:
+            args, kwargs = tree_map(self.cast, (args, kwargs))
+        if draws(func):
+            out = self._drawn(func, args, kwargs)
+        elif func in (attention, attention_backward):
+            names = [each.name for each in func._schema.arguments]
+            out = func(*(0.0 if name == "p" else arg for name, arg in zip(names, args, strict=False)), **kwargs)
+        elif func.namespace == "shardfx":  # which may make numbers of a dtype within
+            with self:
+                out = func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        return out if self._dtype is None or func._schema.is_mutable else tree_map(self.cast, out)
+
+    def cast(self, each: Any) -> Any:
+        """A dtype, a tensor, or a number, in the dtype of this run."""
+        if self._dtype is None:
+            return each
+        if (
+            isinstance(each, float) and torch.finfo(self._dtype).max < abs(each) < math.inf
+        ):  # what a mask is filled with
+            return math.copysign(torch.finfo(self._dtype).max, each)
+        if isinstance(each, torch.dtype) and (each.is_floating_point or each.is_complex):
+            return self._dtype.to_complex() if each.is_complex else self._dtype
+        if isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()):
+            dtype = self.cast(each.dtype)
+            return each if each.dtype is dtype else each.to(dtype)
+        return each
+
+    def input(self, each: Tensor) -> Tensor:
+        """An input of the graph, in the dtype of this run, perturbed."""
+        cast: Tensor = self.cast(each)
+        if not self._perturbed or not (cast.is_floating_point() or cast.is_complex()):
+            return cast
+        by = torch.randint(-1, 2, cast.shape, generator=torch.Generator().manual_seed(self._perturbed), device="cpu")
+        return cast * (1 + by.to(cast.dtype) * torch.finfo(cast.dtype).eps)
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        torch.default_generator.manual_seed(0)
+        if kwargs.get("generator") is not None:
+            kwargs["generator"].manual_seed(0)
+        changed = args[0] if func._schema.is_mutable else None
+        args = tree_map_only(Tensor, Tensor.contiguous, args) if changed is None else args  # whose order numbers have
+        if changed is None or changed.is_contiguous():
+            return func(*args, **kwargs)
+        changed.copy_(func(torch.empty_like(changed, memory_format=torch.contiguous_format), *args[1:], **kwargs))
+        return changed
+
+
+ATTENTION = (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
+
+
+def _without_dropout(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Attention without dropout, whose mask differs by kernel."""
+    made: Tensor = func(**{**with_defaults(ATTENTION[1], args, kwargs), "dropout_p": 0.0})
+    return made
+
+
+class ReferenceOps(TorchFunctionMode):
+    """Within, batch norms normalise the parts of the batch that the hints say, with statistics as wide as in graphs,
+    and attention has no dropout."""
+
+    def __init__(self, parts: BatchParts) -> None:
+        super().__init__()
+        plain = aten.batch_norm.default
+        self._normalise = WideStatistics(NormByParts(parts) if parts.count > 1 else plain)
+
+    def __enter__(self) -> Any:
+        F.scaled_dot_product_attention = partial(_without_dropout, ATTENTION[0])  # which torch's own functions call
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        F.scaled_dot_product_attention = ATTENTION[0]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.batch_norm, aten.batch_norm.default):
+            op = aten.batch_norm.default
+            return self._normalise(*positional(op, with_defaults(op, args, kwargs)))
+        if func is F.batch_norm:  # of which the arguments have another order
+            given = inspect.signature(func).bind(*args, **kwargs)
+            given.apply_defaults()
+            names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+            return self._normalise(*(given.arguments[name] for name in names), False)
+        return _without_dropout(func, *args, **kwargs) if func in ATTENTION else func(*args, **kwargs)
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+def _traced_differs(graph: Graph, name: str, ours: RunOutputs, theirs: RunOutputs) -> Error:
+    output = next((each for each in graph.outputs if output_name(each) == name), None)
+    made_in = (output.value.where if output is not None else None) or ""
+    mine, other = ours.get(name), theirs.get(name)
+    got, expected = ("nothing" if each is None else f"shape {tuple(each.shape)}" for each in (mine, other))
+    if mine is not None and other is not None and mine.shape == other.shape:
+        at = int(_distance(mine, other).flatten().argmax())
+        got, expected = (f"{each.flatten()[at].item():.6g}" for each in (mine, other))
+    return Error(
+        "the model computes something else when it is traced",
+        where=f"{name}, on the example inputs" + (f": made in {made_in}" if str(made_in) else ""),
+        expected=f"{expected}, as the model gives",
+        got=f"{got}, as it was traced",
+        remedy="look for code that asks whether it is traced or compiled (torch.compiler.is_compiling(), "
+        "torch.jit.is_tracing()), and let it do the same in both; in transformers, masks are made in two ways: pass "
+        "the one that is meant as attention_mask; wrap an op whose decomposition differs from its kernel in a "
+        "torch.library.custom_op with a gradient",
+    )
+
+
+def _mixed_dtypes(error: RuntimeError) -> Error:
+    return Error(
+        "the model does not run in the dtype in which it is to compute",
+        where="Hints(compute=...)",
+        expected="a model that casts what it keeps in another dtype, such as a buffer, before it multiplies by it",
+        got=str(error).splitlines()[0],
+        remedy="register such buffers in that dtype, or cast them in forward; or name the modules that compute as they "
+        "are: Compute(..., keep=...)",
+    )

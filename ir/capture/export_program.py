@@ -1,0 +1,125 @@
+"""Export of one program, with its backward written beside it, as a graph.
+
+Ops with a kernel and a gradient of their own are traced as these, as eager torch runs them, and not by the Python form
+that torch has for its compilers (that of ``multilabel_margin_loss`` counts padding as targets, in 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import _C
+from torch._decomp import decomposition_table
+
+from shardfx.ir.builder import Call
+from shardfx.ir.graph import Graph, Value
+from shardfx.ir.mesh import Mesh
+
+from .abstract_tensors import OutcomeCache
+from .canonical.batch_norms import BatchParts, normalise_by_parts, take_wide_statistics
+from .canonical.decompositions import decompositions
+from .canonical.export_rewrites import keep_single_ops, make_factored_contiguous, rewrite_prod
+from .convert import ProgramNames, convert
+from .data_dependent import with_real_tensors
+from .eager_comparison import Draws
+from .frontend.autograd_in_forward import OwnGradients, transforms_refused
+from .frontend.capture_errors import reject_unknown_shapes
+from .frontend.model_preparation import without_overlap
+from .joint_graph import joint_graph
+from .model_and_loss import ModelAndLoss
+from .python_state.python_state import PythonState
+from .python_state.state_snapshot import StateSnapshot, state_restored
+
+
+def write_graph(
+    program: ModelAndLoss,
+    tensors: tuple[torch.Tensor, ...],
+    *,
+    mesh: Mesh,
+    names: ProgramNames,
+    batch_parts: BatchParts,
+    outcomes: OutcomeCache | None = None,
+    by_kernel: Collection[Any] = (),
+) -> tuple[Graph, Draws]:
+    """The graph, and which of its values are drawn; ``by_kernel`` are ops that are decomposed by their kernels."""
+    own = OwnGradients()
+    with own.noting():
+        exported = exported_of(program, tensors)
+    reject_unknown_shapes(exported, program.guard)
+    names = replace(names, guards=program.results.guards)
+    keep_single_ops(exported, by_kernel)
+    rewrite_prod(exported)
+    if batch_parts.count > 1:
+        normalise_by_parts(exported, batch_parts)
+    take_wide_statistics(exported)
+    make_factored_contiguous(exported)
+    own.restore(exported)
+    drawn: dict[Value, Call] = {}
+    with ExitStack() as stack, own_kernels():
+        return convert(_joint(exported, tensors, outcomes, stack), mesh, names, drawn), drawn
+
+
+def exported_of(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
+    """The program as torch exports it; the Python state of the model's code is restored."""
+    around, known = PythonState(program.model, program.loss), len(program.assigned.names)
+    given = tuple(map(without_overlap, tensors)) if program.guard else tensors
+    with with_real_tensors() if program.guard else nullcontext(), state_restored(around), transforms_refused():
+        program.exported, program.found = True, partial(StateSnapshot, around)  # torch itself puts some of it back
+        try:
+            made: torch.fx.GraphModule = torch.export.export(program, given, strict=False).module(check_guards=False)
+        finally:
+            program.exported, program.found = False, None
+    return made if len(program.assigned.names) == known else exported_of(program, tensors)
+
+
+def _joint(
+    exported: torch.fx.GraphModule, tensors: tuple[torch.Tensor, ...], outcomes: OutcomeCache | None, stack: ExitStack
+) -> torch.fx.GraphModule:
+    """The forward and the backward of an exported program, functional."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # which imports all of torch._dynamo
+
+    table = decompositions()
+    try:
+        return joint_graph(exported, tensors, table, outcomes)
+    except Exception:  # AOTAutograd takes more, or raises the error that a user should see
+        made = aot_export_joint_with_descriptors(
+            stack, exported, tensors, decompositions=table, _record_nn_module_stack=True
+        )
+    joint: torch.fx.GraphModule = made.graph_module
+    return joint
+
+
+OF_PYTHON = _C.DispatchKey.Autograd
+COMPOSED = _C.DispatchKey.CompositeImplicitAutograd
+
+
+@contextmanager
+def own_kernels() -> Iterator[None]:
+    """Within, torch's Python dispatcher calls kernels where ops have their own kernel and gradient."""
+    held = {op: op.py_kernels.pop(OF_PYTHON) for op in _with_other_forms() if OF_PYTHON in op.py_kernels}
+    for op in held:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, form in held.items():
+            op.py_kernels[OF_PYTHON] = form
+            op._dispatch_cache.clear()
+
+
+@cache
+def _with_other_forms() -> tuple[Any, ...]:
+    return tuple(op for op in decomposition_table if isinstance(op, torch._ops.OpOverload) and _is_one(op))
+
+
+def _is_one(op: torch._ops.OpOverload) -> bool:
+    of_python = OF_PYTHON in op.py_kernels and COMPOSED not in op.py_kernels
+    of_its_own = all(
+        _C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), key) for key in ("AutogradCPU", "CPU")
+    )
+    return of_python and of_its_own and not op._can_decompose()

@@ -1,1 +1,0 @@
-"""The forms in which ops are captured, whatever way a model writes them."""

@@ -1,0 +1,215 @@
+"""Errors of capture in the user's terms: where in their code, and the remedy, from torch's own messages."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardfx.ir.capture.source_locations import describe, is_user_file, source_of
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Where
+
+
+class DataDependent(Error):
+    """The model asks for the content of a tensor."""
+
+
+def reject_unknown_shapes(exported: torch.fx.GraphModule, guarded: bool) -> None:
+    """Refuse values whose shape is known only at run time (``nonzero``), and numbers of tensors (``.item()``)."""
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and any(not isinstance(size, int) for size in value.shape):
+            got = f"{node.target} of shape {tuple(value.shape)}"
+        elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            got = f"{node.target}, a number that the program goes on with"
+        else:
+            continue
+        raise _data_dependent(describe(source_of(node)), got, guarded)
+
+
+def _data_dependent(where: str | None, got: str, guarded: bool) -> Error:
+    got = next((said for word, said in IN_WORDS.items() if word in got), "") + got
+    mask = "use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`"
+    guard = "Hints(guard=True) captures what the model does for the examples, and checks it at every call"
+    return DataDependent(
+        "the model's shapes or control flow depend on the data",
+        where=where,
+        expected="ops that guards know: `if tensor`, .item(), nonzero(), x[mask], repeat_interleave, ..."
+        if guarded
+        else "shapes and branches that follow from the shapes of the inputs",
+        got=got,
+        remedy=mask if guarded else f"{guard}; or {mask}",
+    )
+
+
+DATA_DEPENDENT = (
+    "GuardOnDataDependent",
+    "DataDependentOutput",
+    "DynamicOutputShape",
+    "MetadataMismatch",
+    "data-dependent",
+    "Could not guard",
+    "_local_scalar_dense",
+    "nonzero",
+    "non-nested SymInt",
+    ".numpy() is not supported",
+    "u0",
+)
+IN_WORDS = {
+    "GuardOnDataDependent": "a branch by, or a number of, what a tensor holds: ",
+    "DataDependentOutput": "a number that a tensor holds: ",
+    "non-nested SymInt": "a number that a tensor holds, as a member of a set or a key: ",
+    ".numpy() is not supported": "what a tensor holds, as an array: ",
+    "MetadataMismatch": "an op of which torch does not know what it makes of the examples: ",
+    "DynamicOutputShape": "a result whose shape follows from what a tensor holds: ",
+}
+FOREIGN = "convert all Tensors to FakeTensors"
+TOO_SMALL = (
+    "Kernel size can't be greater than actual input size",
+    "Output size is too small",
+    "output size is too small",
+    "Padding size should be less than the corresponding input dimension",
+    "Expected more than 1 value per channel",
+    "Expected more than 1 spatial element",
+)
+ON_ONE_DEVICE = (
+    (
+        ("modified by an inplace operation",),
+        "a tensor that its gradients need is changed in place",
+        "a change behind its last use, or a new tensor",
+        "read a clone() of it, or change it before it is read",
+    ),
+    (
+        TOO_SMALL,
+        "an op is given too few rows or places for what it does",
+        "as many rows and columns, padding counted, as a kernel, a pool or a border reaches over",
+        "give larger example inputs, pad them, or make the kernel, its stride or its dilation smaller",
+    ),
+)
+"""Words of torch's where a model does not run eagerly either, with the error, what was expected, and the remedy."""
+
+
+def explain_decision(error: Exception, model: nn.Module, guarded: bool) -> Error | None:
+    """The error of data-dependent code, if that is the reason of torch's."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, Error) or not any(word in text for word in DATA_DEPENDENT):
+        return None
+    return _data_dependent(user_frame(error, model), text.splitlines()[0][:300], guarded)
+
+
+def explain(
+    error: Exception,
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    guarded: bool,
+    kept: Callable[[], Sequence[str]] = list,
+    unseen: Sequence[type] = (),
+    alone: Exception | None = None,
+) -> Error:
+    """The error of a failed export, in the user's terms. ``kept``: what holds tensors of all that
+    the code reads beside; ``unseen``: the classes of arguments that hold some, and that torch does not look into;
+    ``alone``: what the model raised before any trace."""
+    decision = explain_decision(error, model, guarded)
+    if decision is not None:
+        return decision
+    text = f"{type(error).__name__}: {error}"
+    where = user_frame(error, model)
+    if FOREIGN in text and unseen:
+        return Error(
+            "an argument holds tensors, and torch does not look into it",
+            where=where,
+            expected="tensors, and tuples, lists, dicts and registered dataclasses of them",
+            got=", ".join(kind.__name__ for kind in unseen),
+            remedy=f"pass its tensors; or, before parallelize, torch.export.register_dataclass({unseen[0].__name__}), "
+            "or torch.utils._pytree.register_pytree_node of a class that is no dataclass",
+        )
+    if FOREIGN in text:
+        return _foreign(where, model, loss, kept())
+    for words, what, expected, remedy in ON_ONE_DEVICE:
+        if any(each in text for each in words):
+            what = f"{what}, on one device as well"
+            return Error(what, where=where, expected=expected, got=text[:600], remedy=remedy)
+    if alone is not None:
+        return Error(
+            "the model raises on its example, on one device as well",
+            where=user_frame(alone, model),
+            expected="a model that takes the example inputs",
+            got=f"{type(alone).__name__}: {alone}"[:600],
+            remedy="mend it, or give other examples: Hints(args=..., kwargs=..., targets=...)",
+        )
+    return Error(
+        "the model cannot be captured by torch.export",
+        where=where,
+        expected="an nn.Module of tensor operations",
+        got=text[:600],
+        remedy="try torch.export.export(model, args, strict=False) on its own, and mend what it names",
+    )
+
+
+def _foreign(where: str | None, model: nn.Module, loss: Callable[..., Any] | None, kept: Sequence[str]) -> Error:
+    """The error of a tensor that is no input, parameter or buffer."""
+    of_loss = [f"{name} of the loss" for name in tensors_of(loss)] if loss is not None else []
+    plain = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_") and _has_tensor(value)
+    ]
+    register = "register it: self.register_buffer(name, tensor)"
+    return Error(
+        "a tensor is used that is no input, parameter or buffer",
+        where=where,
+        expected="tensors that come in as arguments or targets, or belong to a module",
+        got=", ".join([*dict.fromkeys((*of_loss, *plain, *kept))][:5]) or "a tensor of the code around",
+        remedy="give it to the loss as a target"
+        if of_loss
+        else f"{register}; or, if {kept[0]} is a cache that an earlier call filled, empty it before parallelize"
+        if kept
+        else register,
+    )
+
+
+def tensors_of(function: Callable[..., Any]) -> list[str]:
+    """The names of tensors that a function has beside its arguments: in its closure, defaults, or its object."""
+    if isinstance(function, functools.partial):
+        given = {str(i): each for i, each in enumerate(function.args)} | dict(function.keywords)
+        return [*(name for name, value in given.items() if _has_tensor(value)), *tensors_of(function.func)]
+    held: dict[str, Any] = {}
+    owner = getattr(function, "__self__", None) or (function if not inspect.isroutine(function) else None)
+    if owner is not None and hasattr(owner, "__dict__"):
+        held |= vars(owner)
+    if inspect.isfunction(inspect.unwrap(function)):
+        used = inspect.getclosurevars(inspect.unwrap(function))
+        held |= dict(used.nonlocals) | dict(used.globals)
+    return [name for name, value in held.items() if _has_tensor(value)]
+
+
+def _has_tensor(value: object) -> bool:
+    inside: Any = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (list, tuple, Mapping)) and any(isinstance(each, torch.Tensor) for each in inside)
+    )
+
+
+def user_frame(error: Exception, model: nn.Module) -> str | None:
+    """The innermost line of code outside of torch that the error passed through, and the module that it is of."""
+    names = {id(module): path for path, module in model.named_modules()}
+    kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+    found, trace, of_module = Where(), error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        of_module = names.get(id(trace.tb_frame.f_locals.get("self")), of_module)
+        if is_user_file(code.co_filename):
+            line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+            found = Where("", code.co_filename, trace.tb_lineno, line)
+        trace = trace.tb_next
+    if not found.file:
+        return f"{of_module or 'the model'} ({kinds[of_module]})"
+    return describe(replace(found, module=of_module)) or None

@@ -1,0 +1,350 @@
+"""Probes around a traced forward, for what it does beside computing.
+
+- :class:`CheckpointedModules`: the modules that it calls within ``torch.utils.checkpoint``; a trace recomputes nothing,
+  and a plan does, so they become patterns (``layers.*``) that ``Hints(recompute=...)`` takes.
+- :class:`AssignedBuffers`: buffers that it replaces are written into instead, for programs have the model's buffers::
+
+      self.low = torch.min(self.low, x.amin())    ->    low.copy_(torch.min(low.clone(), x.amin()))
+
+- :func:`is_compiling_answered`: whether it asks ``torch.compiler.is_compiling()``, and what it is told.
+- :func:`reject_foreign_random`: random numbers of Python or numpy would be drawn once, and are refused.
+"""
+
+from __future__ import annotations
+
+import linecache
+import random
+import re
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import FrameType, FunctionType, SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.utils import checkpoint as torchs
+
+from shardfx.ir.capture.source_locations import describe, is_user_file
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Where
+from shardfx.ir.names import pattern, prefixes
+
+GENERATOR = "_checkpoint_without_reentrant_generator"
+"""Torch's generator around a non-reentrant checkpoint, which takes the function that is called in it."""
+if hasattr(torchs, f"{GENERATOR}_impl"):  # from torch 2.15 on
+    GENERATOR += "_impl"
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+class CheckpointedModules:
+    """The modules that were called in each checkpoint, by path; and whether a checkpoint called something else."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, ...], None] = {}
+        self.others = False
+
+    @contextmanager
+    def noting(self, model: nn.Module, traced: bool) -> Iterator[None]:
+        """Within, checkpoints of the model's code are recorded; of several runs those of the first, which leaves no
+        block out. Those that are ``traced`` save nothing: how they do is no part of the model."""
+        inside: Any = torchs
+        generator, function = getattr(inside, GENERATOR), inside.CheckpointFunction
+        paths = {id(each): path for path, each in model.named_modules()}
+        called_in = nullcontext if self.calls or self.others else partial(self._called, paths=paths)
+
+        def noted(called: Any, *rest: Any, **options: Any) -> Iterator[None]:
+            with called_in(called):
+                yield from (None,) if traced else generator(called, *rest, **options)
+
+        def applied(called: Any, *rest: Any) -> Any:
+            with called_in(called):
+                return _reentrant(called, *rest) if traced else function.apply(called, *rest)
+
+        setattr(inside, GENERATOR, noted)
+        inside.CheckpointFunction = SimpleNamespace(apply=applied)
+        try:
+            yield
+        finally:
+            setattr(inside, GENERATOR, generator)
+            inside.CheckpointFunction = function
+
+    @contextmanager
+    def _called(self, function: Any, paths: Mapping[int, str]) -> Iterator[None]:
+        """Record the module that a function is; else the outermost modules that are called within."""
+        if (own := _module(function)) is not None and paths.get(id(own)):
+            self.calls[(paths[id(own)],)] = None
+            yield
+            return
+        depth, found = [0], list[str]()
+
+        def enter(module: nn.Module, given: Any) -> None:
+            if not depth[0] and paths.get(id(module)):
+                found.append(paths[id(module)])
+            depth[0] += 1
+
+        def leave(module: nn.Module, given: Any, result: Any) -> None:
+            depth[0] -= 1
+
+        hooks = modules.register_module_forward_pre_hook(enter), modules.register_module_forward_hook(leave)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if found:
+            self.calls[tuple(dict.fromkeys(found))] = None
+        self.others |= not found
+
+    def patterns(self, model: nn.Module, there: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+        """The modules as patterns, by call: one for a list whose blocks are all called alone; none where nothing is
+        ``there``."""
+        every, left = [path for path, _ in model.named_modules()], {p for path in there for p in prefixes(path)}
+        alone = {call[0] for call in self.calls if len(call) == 1}
+        found: dict[tuple[str, ...], None] = {}
+        for call in self.calls:
+            listed = NUMBER.sub("*", call[0])
+            matches = [each for each in every if pattern(listed).fullmatch(each)]
+            found[(listed,) if len(call) == 1 and alone.issuperset(matches) else call] = None
+        matched = (tuple(text for text in texts if any(map(pattern(text).fullmatch, left))) for texts in found)
+        return tuple(texts for texts in matched if texts)
+
+
+def _reentrant(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    """``checkpoint(..., use_reentrant=True)``, which has a gradient where one of its inputs has."""
+    with torch.set_grad_enabled(any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)):
+        return function(*args)
+
+
+def _module(function: Any) -> nn.Module | None:
+    """The module that a function is the call of."""
+    given: tuple[Any, ...] = ()
+    while isinstance(function, partial):
+        function, given = function.func, (*function.args, *given)
+    if isinstance(function, nn.Module):
+        return function
+    owner, method = getattr(function, "__self__", None), getattr(function, "__func__", None)
+    if isinstance(owner, nn.Module):
+        return owner if method in (type(owner).__call__, nn.Module.__call__, type(owner).forward) else None
+    forward = getattr(function, "__name__", "") == "forward"  # partial(forward, self), as transformers has it
+    return given[0] if forward and given and isinstance(given[0], nn.Module) else None
+
+
+class AssignedBuffers:
+    """The buffers that a program's forward replaces, or writes a value with a gradient to: known once it ran."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.with_history: set[str] = set()
+        """Those that carry an autograd graph from one call to the next (:mod:`..hidden_state`)."""
+
+    @contextmanager
+    def noting(self, program: nn.Module, *, written: bool) -> Iterator[None]:
+        """Within, buffers may be replaced. ``written``: afterwards they are the original ones, and those that are known
+        to be replaced have the content of the new ones.
+
+        Raises:
+            Error: a new one has another shape or dtype, or a gradient; there is none any more; or a parameter is
+                another.
+        """
+        modules = [(path, each, dict(each._buffers), dict(each._parameters)) for path, each in program.named_modules()]
+        known: list[tuple[nn.Module, str, Tensor]] = []
+        copies: dict[Tensor, Tensor] = {}
+        leaves = {
+            was for _, _, were, _ in modules for was in were.values() if was is not None and not was.requires_grad
+        }
+        for path, module, were, _ in modules if written else ():
+            for name, was in were.items():
+                if was is not None and f"{path}.{name}" in self.names:
+                    known.append((module, name, was))
+                    module._buffers[name] = copies[was] = copies[was] if was in copies else was.clone()
+        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        try:
+            yield
+        finally:
+            now = [(module._buffers.get(name), was) for module, name, was in known]
+            for path, module, were, own in modules:  # what was None is looked at beside other attributes
+                filled = {name: was for name, was in were.items() if was is not None}
+                found |= {f"{path}.{name}": (was, module._buffers.get(name)) for name, was in filled.items()}
+                held = dict(module._parameters)  # which may give others when they are asked for one
+                found |= {f"{path}.{n}": (p, held.get(n)) for n, p in own.items() if p is not None}
+                if written:
+                    module._buffers.update(filled)
+                    module._parameters.update(own)
+        held_as = defaultdict[int, set[int]](set)
+        for was, given in found.values():
+            held_as[id(was)].add(id(given))
+        for name, (was, given) in found.items():
+            if given is copies.get(was, was):
+                if was in leaves and given is not None and given.requires_grad:
+                    self.names.add(name)
+                    self.with_history.add(name)
+            elif given is not was:
+                _check(name.removeprefix("model."), was, given, len(held_as[id(was)]) == 1)
+                self.names.add(name)
+        with torch.no_grad():
+            # Several may have changed places, and one may be a view of what it is written into.
+            for was, given in [(was, given.clone()) for given, was in now if given is not None]:
+                was.copy_(given)
+
+
+def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool) -> None:
+    alike = now is not None and (now.shape, now.dtype) == (was.shape, was.dtype) and not now.requires_grad
+    if alike and not everywhere and not isinstance(was, nn.Parameter):
+        raise Error(
+            "the model puts something else in the place of a buffer that has other names too",
+            where=name,
+            expected="the same tensor under all of them",
+            got="another one under this name alone",
+            remedy="write into it under torch.no_grad() (buffer.copy_(...)), or register two buffers",
+        )
+    if alike and not isinstance(was, nn.Parameter):
+        return
+    if isinstance(was, nn.Parameter):
+        raise Error(
+            "the model puts something else in a parameter's place",
+            where=name,
+            expected="the parameter that it has",
+            got="no such parameter" if now is None else "another one",
+            remedy="compute with the new tensor, and let an optimizer change parameters",
+        )
+    both = was, was if now is None else now
+    wanted, got = (f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in both)
+    got = f"{got}, with a gradient" if now is not None and now.requires_grad else got
+    raise Error(
+        "the model puts something else in a buffer's place",
+        where=name,
+        expected=f"a tensor as it was, {wanted}, without a gradient",
+        got="None, or no such buffer" if now is None else got,
+        remedy="detach() what becomes a buffer; register it in the shape that it takes; what only this call needs is "
+        "no buffer",
+    )
+
+
+Answer = Callable[[bool], bool]
+"""The answer to code that asks, given the truth."""
+
+
+class _ThreadAnswers(threading.local):
+    """The answers in this thread, the innermost last: a loss may capture a model while it is captured."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+
+
+def _compiling() -> bool:
+    return _shardfx_compiling()  # type: ignore[name-defined, no-any-return] # noqa: F821 (among torch's own names)
+
+
+def _exporting() -> bool:
+    return _shardfx_exporting()  # type: ignore[name-defined, no-any-return] # noqa: F821
+
+
+ASKED: dict[str, tuple[Any, Any, Any]] = {
+    f"_shardfx_{other.__name__[1:]}": (function, function.__code__, other.__code__)
+    for function, other in ((torch.compiler.is_compiling, _compiling), (torch.compiler.is_exporting, _exporting))
+}
+"""The functions that are asked, their own code and the temporary one, by the global name of the answer. They stay
+themselves, for code that imported them, and for ``torch.compile``, which knows them by identity."""
+PASSED_ON = frozenset(function.__name__ for function, *_ in ASKED.values())
+"""Functions of torch that ask on behalf of others."""
+_here = _ThreadAnswers()
+_lock = threading.Lock()
+_within = 0
+"""The number of active answers, in all threads."""
+
+
+@contextmanager
+def is_compiling_answered(answer: Answer) -> Iterator[None]:
+    """Within, code that asks whether it is compiled or exported gets this answer; torch's own is told the truth."""
+    _here.answers.append(answer)
+    _enter(1)
+    try:
+        yield
+    finally:
+        _enter(-1)
+        _here.answers.pop()
+
+
+def _enter(by: int) -> None:
+    global _within
+    with _lock:
+        _within += by
+        for name, (function, own, other) in ASKED.items():
+            if _within:
+                function.__globals__.setdefault(name, _answers(FunctionType(own, function.__globals__)))
+            function.__code__ = other if _within else own
+
+
+def _answers(truth: Callable[[], bool]) -> Callable[[], bool]:
+    def answers() -> bool:
+        frame = sys._getframe(2)
+        while frame.f_code.co_name in PASSED_ON and frame.f_back is not None:
+            frame = frame.f_back
+        of_torch = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return truth() if of_torch or not _here.answers else _here.answers[-1](truth())
+
+    return answers
+
+
+Result = TypeVar("Result")
+
+
+def reject_foreign_random(run: Callable[[], Result]) -> Result:
+    """The result of ``run``, which draws no random numbers but torch's.
+
+    Raises:
+        Error: it does: naming the line.
+    """
+    before = _states()
+    made = run()
+    drawn = next((name for name, state in _states().items() if before.get(name, state) != state), "")
+    if drawn:
+        raise Error(
+            f"the model draws random numbers of {drawn}'s, which would be the same at every call",
+            where=_line_that_draws(run),
+            expected="random numbers of torch's, or inputs",
+            got=f"a forward that advances {drawn}'s generator",
+            remedy="torch.rand(...), and torch.where to choose by it; or draw it outside of the model and pass the "
+            "number as an argument",
+        )
+    return made
+
+
+def _states() -> dict[str, Hashable]:
+    """The states of the process-wide generators of Python and numpy."""
+    found: dict[str, Hashable] = {"Python": random.getstate()}
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        _, keys, place, *others = numpy.get_state()
+        found["numpy"] = (keys.tobytes(), place, *others)
+    return found
+
+
+def _line_that_draws(run: Callable[[], object]) -> str | None:
+    """The user's line that first advances a generator, when it is run again."""
+    begin, last, found = _states(), Where(), list[Where]()
+    drawing = (random.__file__, *getattr(sys.modules.get("numpy"), "__path__", ()))
+
+    def watch(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal last
+        file = frame.f_code.co_filename
+        if found or not is_user_file(file) or file.startswith(drawing):
+            return None
+        if any(begin.get(name, state) != state for name, state in _states().items()):
+            found.append(last)
+            return None
+        last = Where("", file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return describe(next(iter(found), last)) or None

@@ -1,0 +1,187 @@
+"""Losses with tensors of their own (class weights, a learned temperature, a module in a closure) as modules.
+
+The loss becomes a submodule of the model, so that its tensors are parameters and buffers as any others:
+
+    loss=nn.CrossEntropyLoss(weight=w)            buffer "loss.weight"
+    loss=lambda out, y: f(out * temperature, y)   parameter "loss.temperature", if it is an nn.Parameter
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardfx.ir.errors import Error
+
+NAMES = ("loss", "loss_function", "the_loss")
+
+
+class OwnLoss:
+    """A loss that is a submodule of the model, by name; ``given`` is the user's."""
+
+    def __init__(self, name: str, given: Callable[..., Any]) -> None:
+        self.name, self.given = name, given
+        self._was: dict[str, tuple[int, int]] = {}
+
+    def settle(self) -> None:
+        """Take the user's tensors as unchanged: a capture may write into them, and restore them."""
+        self._was = _contents(self.given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnLoss:
+        return self  # a copy of a plan has the user's loss, too
+
+    def check(self) -> None:
+        """Check that the user's tensors are unchanged: those of the parallel module are others.
+
+        Raises:
+            Error: one was written into, or another one stands in its place.
+        """
+        now = _contents(self.given)
+        changed = next((name for name, content in self._was.items() if now.get(name) != content), None)
+        if changed is not None:
+            raise Error(
+                "a tensor of the loss has changed, and is not the one that a parallel module has",
+                where=f"{changed!r} of the loss",
+                expected="the tensor as it was when the model was parallelized",
+                got="other content, or another tensor",
+                remedy=f"change that of pm, pm.{self.name}.{changed}, or give the loss such tensors as targets",
+            )
+
+    def __call__(self, model: nn.Module, out: Any, *targets: Any) -> Any:
+        """The loss of the model's results, by the tensors that the model has now."""
+        return model.get_submodule(self.name)(out, *targets)
+
+
+class Rebound(nn.Module):
+    """A function whose own tensors and modules are those of this module."""
+
+    def __init__(self, function: FunctionType, held: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._function = function
+        for name, value in held.items():
+            if isinstance(value, nn.Module):
+                self.add_module(name, value)
+            elif isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            else:
+                self.register_buffer(name, value, persistent=False)
+
+    def forward(self, *given: Any) -> Any:
+        """The result of the function, with the tensors of this module in its closure and globals."""
+        function = self._function
+        held = {**self._parameters, **self._buffers, **self._modules}
+        names, cells = function.__code__.co_freevars, function.__closure__ or ()
+        closure = tuple(CellType(held[n]) if n in held else c for n, c in zip(names, cells, strict=True))
+        made = FunctionType(
+            function.__code__, {**function.__globals__, **held}, function.__name__, function.__defaults__, closure
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        return made(*given)
+
+
+class Filled(nn.Module):
+    """A partial function whose own tensors are those of this module."""
+
+    def __init__(self, given: functools.partial[Any]) -> None:
+        super().__init__()
+        self._given = given
+        named = {f"argument_{i}": value for i, value in enumerate(given.args)} | given.keywords
+        for name, value in named.items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            elif has_tensors(value):
+                self.register_buffer(name, value, persistent=False)
+
+    def forward(self, *given: Any) -> Any:
+        """The result of the function, with the tensors of this module in place of its arguments."""
+        held = {**self._parameters, **self._buffers}
+        args = [held.get(f"argument_{i}", value) for i, value in enumerate(self._given.args)]
+        keywords = {name: held.get(name, value) for name, value in self._given.keywords.items()}
+        return self._given.func(*args, *given, **keywords)
+
+
+def _contents(loss: Callable[..., Any]) -> dict[str, tuple[int, int]]:
+    """The tensors of a loss, and their versions."""
+    made = _as_module(loss)
+    if made is None:
+        return {}
+    return {
+        name: (id(each), 0 if each.is_inference() else each._version)
+        for name, each in (*made.named_parameters(), *made.named_buffers())
+    }
+
+
+def with_own_loss(
+    model: nn.Module, loss: Callable[..., Any] | None
+) -> tuple[nn.Module, Callable[..., Any] | OwnLoss | None]:
+    """The model and the loss; where the loss has tensors, a twin of the model that has it as a submodule."""
+    made = _as_module(loss)
+    if made is None or loss is None:
+        return model, loss
+    name = next(name for name in NAMES if not hasattr(model, name))
+    twin = object.__new__(_beside(type(model), name))
+    twin.__dict__.update(model.__dict__)
+    twin.__dict__["_modules"] = {**model._modules, name: made}
+    return twin, OwnLoss(name, loss)
+
+
+def without_own_loss(model: nn.Module) -> nn.Module:
+    """The model without the loss that :func:`with_own_loss` added."""
+    name = vars(type(model)).get("loss_beside")
+    if name is not None:
+        del model._modules[name]
+        model.__class__ = type(model).__bases__[0]
+    return model
+
+
+def _beside(kind: type[nn.Module], name: str) -> type[nn.Module]:
+    """The class of a model with its loss as a submodule, which its forward does not see: some call all submodules."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        loss = self._modules.pop(name)
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            self._modules[name] = loss
+
+    return type(kind.__name__, (kind,), {"forward": forward, "loss_beside": name, "__module__": kind.__module__})
+
+
+def _as_module(loss: Callable[..., Any] | None) -> nn.Module | None:
+    """A loss as a module with non-persistent buffers; None where it has no tensors."""
+    if isinstance(loss, nn.Module):
+        if not has_tensors(loss):
+            return None
+        return _without_saved_buffers(loss)
+    if isinstance(loss, functools.partial):
+        filled = Filled(loss)
+        return filled if has_tensors(filled) else None
+    if not isinstance(loss, FunctionType) or inspect.unwrap(loss) is not loss:
+        return None
+    used = inspect.getclosurevars(loss)
+    held = {name: value for name, value in {**used.globals, **used.nonlocals}.items() if has_tensors(value)}
+    quiet = {n: _without_saved_buffers(v) if isinstance(v, nn.Module) else v for n, v in held.items()}
+    return Rebound(loss, quiet) if held else None
+
+
+def has_tensors(value: object) -> bool:
+    """Whether a value is a tensor, or a module with some."""
+    if isinstance(value, nn.Module):
+        return next(value.parameters(), None) is not None or next(value.buffers(), None) is not None
+    return isinstance(value, torch.Tensor) and (isinstance(value, nn.Parameter) or not value.requires_grad)
+
+
+def _without_saved_buffers(module: nn.Module) -> nn.Module:
+    """A twin of a module, of the same tensors."""
+    twin = module.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_non_persistent_buffers_set"] = set(module._buffers)
+    children = module._modules.items()
+    twin.__dict__["_modules"] = {n: child and _without_saved_buffers(child) for n, child in children}
+    return twin

@@ -1,0 +1,352 @@
+"""Preparation of models and example inputs: accepted kinds, refusals, copies, and fakes on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shardfx.ir.capture.python_state.python_values import STATE, is_apart
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node
+
+Made = TypeVar("Made", bound=torch.Tensor)
+
+
+def as_module(model: object) -> nn.Module:
+    """The module of a model: an ``nn.Module`` (an ``fx.GraphModule`` is one), or a ``torch.export.ExportedProgram``.
+
+    Raises:
+        Error: it is something else, an exported program whose shapes are not all known, or a module with something
+            that a program would leave out.
+    """
+    if isinstance(model, torch.export.ExportedProgram):
+        if model.range_constraints:
+            raise Error(
+                "this ExportedProgram has dynamic shapes",
+                expected="a program exported without dynamic_shapes=",
+                got=", ".join(f"{name} in {bounds}" for name, bounds in model.range_constraints.items()),
+                remedy="export it again for the shapes of the global batch",
+            )
+        module = model.module()
+        for name in ("train", "eval"):  # torch refuses to switch: what was exported is the same in both modes
+            setattr(module, name, types.MethodType(_stay, module))
+        return module
+    if not isinstance(model, nn.Module):
+        raise Error(
+            "this is no model",
+            expected="an nn.Module, an fx.GraphModule, or a torch.export.ExportedProgram",
+            got=type(model).__name__,
+            remedy=_remedy(model),
+        )
+    reject_module(model)
+    return model
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+def _remedy(model: object) -> str:
+    if isinstance(model, fx.Graph):
+        return "fx.GraphModule(root, graph) makes a module of a graph"
+    if isinstance(model, type):
+        return f"make one: {model.__name__}(...)"
+    return "wrap it in an nn.Module whose forward calls it" if callable(model) else "pass the module itself"
+
+
+def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
+    """A deep copy, with tensors replaced by ``memo``."""
+    with quiet_copies():
+        made: nn.Module = _copied(module, memo)
+        return made
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of the module tree on ``meta``: tied weights stay tied, nothing is stored. A configuration that the model
+    holds is the same object, for whoever made it may change it."""
+    attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in STATE)
+    memo: dict[int, object] = {id(value): value for value in attributes if is_apart(value)}
+    for tensor in (*model.parameters(), *model.buffers()):
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = marked(nn.Parameter(made, tensor.requires_grad) if is_parameter else made, tensor)
+    return copied(model, memo)
+
+
+def marked(made: Made, tensor: torch.Tensor) -> Made:
+    """A tensor with the attributes that a script gave to another one (``p.no_weight_decay = True``)."""
+    marks = marks_of(tensor)
+    vars(made).update(marks)
+    if isinstance(made, FakeTensor) and marks:
+        setattr(made, MARKS, marks)
+    return made
+
+
+def marks_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a script gave to a tensor."""
+    return dict(vars(tensor)) if type(tensor) in (torch.Tensor, nn.Parameter) else vars(tensor).get(MARKS, {})
+
+
+MARKS = "_marks_of_a_script"
+"""The attribute of a fake tensor that has those that a script gave to it."""
+
+
+@contextmanager
+def quiet_copies() -> Iterator[None]:
+    """Ignore the warnings of torch about copies of its own ``LeafSpec``, and of Python 3.12 about iterators."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        warnings.filterwarnings("ignore", "Pickle, copy, and deepcopy support", DeprecationWarning)
+        yield
+
+
+ATOMS = (str, int, float, bool, type(None))
+
+
+def _copied(thing: Any, memo: dict[int, object]) -> Any:
+    """``copy.deepcopy``, faster for modules that do not customise it: most of a module's dozen dicts are empty."""
+    kind = type(thing)
+    if kind in ATOMS or id(thing) in memo:
+        return memo.get(id(thing), thing)
+    if kind is dict or kind is OrderedDict:
+        made: dict[Any, Any] = kind()
+        memo[id(thing)] = made
+        made.update((_copied(key, memo), _copied(value, memo)) for key, value in thing.items())
+        return made
+    if kind is set:
+        several = memo[id(thing)] = {_copied(each, memo) for each in thing}
+        return several
+    if kind is nn.Parameter:
+        return marked(copy.deepcopy(thing, memo), thing)
+    if not (isinstance(thing, nn.Module) and all(getattr(kind, n, None) is getattr(nn.Module, n, None) for n in HOW)):
+        return copy.deepcopy(thing, memo)
+    new = memo[id(thing)] = object.__new__(kind)
+    new.__setstate__(_copied(thing.__dict__, memo))
+    return new
+
+
+HOW = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")
+"""The methods by which a class customises copies."""
+
+
+def on_cpu(
+    model: nn.Module, tensors: Sequence[torch.Tensor], stack: ExitStack, real: bool = False
+) -> tuple[nn.Module, list[torch.Tensor]]:
+    """Move a model and examples that are not on the CPU there: as fakes, or with ``real`` as copies.
+
+    So what is captured names no device, and is the same for all; on ``meta`` some ops have no autograd kernel. An
+    example that is given twice, or is a parameter or buffer of the model, is another tensor than that: inputs are what
+    stands in a place, whatever else it is.
+
+    Raises:
+        Error: they are to be real, and some are fake or on ``meta``.
+    """
+    everything = [*model.parameters(), *model.buffers(), *tensors]
+    mode = next((t.fake_mode for t in everything if isinstance(t, FakeTensor)), None)
+    seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    distinct = []
+    for tensor in tensors:
+        other = id(tensor) in seen or tensor.is_inference()
+        distinct.append(tensor.detach().clone().requires_grad_(tensor.requires_grad) if other else tensor)
+        seen.add(id(tensor))
+    if real:
+        _reject_empty(model, tensors)
+        distinct = [t.detach().requires_grad_(t.requires_grad) for t in distinct]
+    if mode is None and all(t.device.type == "cpu" for t in everything):
+        return model, distinct
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    there: Callable[[torch.Tensor], torch.Tensor] = _copy if real else partial(_fake, mode=mode)
+    memo: dict[int, object] = {id(t): there(t) for t in (*model.parameters(), *model.buffers())}
+    distinct = [there(t) for t in distinct]
+    model = copied(model, memo)
+    if not real:
+        stack.enter_context(mode)
+    return model, distinct
+
+
+def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where its elements overlap in memory: torch traces no content of such."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    if not any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor
+    return tensor.detach().contiguous().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Within, torch does not log what fake tensors refuse, which is an error anyway."""
+    names = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"
+    logs = [logging.getLogger(name) for name in names]
+    before = [log.disabled for log in logs]
+    for log in logs:
+        log.disabled = True
+    try:
+        yield
+    finally:
+        for log, was in zip(logs, before, strict=True):
+            log.disabled = was
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Within, torch calls no op of oneDNN (an LSTM layer as one), which other devices do not have."""
+    was = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was)
+
+
+def _reject_empty(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named |= {f"example input {i}": tensor for i, tensor in enumerate(tensors)}
+    empty = next((name for name, t in named.items() if t.is_meta or isinstance(t, FakeTensor)), None)
+    if empty is not None:
+        raise Error(
+            f"{empty!r} has no content to decide anything by",
+            where="Hints(guard=True)",
+            expected="real weights and real example inputs",
+            got="a fake tensor, or one on meta",
+            remedy="initialise the model, and give a batch of real data as examples",
+        )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor on the CPU."""
+    made = tensor.detach().cpu()
+    if isinstance(tensor, nn.Parameter):
+        return marked(nn.Parameter(made, tensor.requires_grad), tensor)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor for one of another device; CPU tensors as they are."""
+    if tensor.device.type == "cpu":
+        return tensor
+    with mode:
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return marked(made.requires_grad_(tensor.requires_grad), tensor)
+
+
+HOOKS = {
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward hook",
+}
+PARAMETER_HOOKS = {
+    "_backward_hooks": "a hook",
+    "_post_accumulate_grad_hooks": "a post-accumulate hook",
+}
+
+
+def reject_module(model: nn.Module) -> None:
+    """Refuse a module that has something which a program would lose.
+
+    Raises:
+        Error: a wrapper that is parallel, a ScriptModule, hooks on gradients, forward hooks that only look, a parameter
+            that is computed, or has no shape yet.
+    """
+    for attribute, what in HOOKS.items():
+        if getattr(nn.modules.module, f"_global{attribute}"):
+            refuse_hook("all modules", what, "register it on pm, or compute that in forward")
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise Error(
+                f"a {type(module).__name__} is parallel already",
+                where=where,
+                expected="the model that it was made of",
+                got=type(module).__name__,
+                remedy="parallelize(model.module, ...), and leave the wrapper out: shard the batch by a hint, "
+                'specs={"args.0": "dp, -"}',
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Error(
+                "a ScriptModule cannot be captured",
+                where=where,
+                expected="the nn.Module that it was made of",
+                got=type(module).__name__,
+                remedy="parallelize the module itself, and leave torch.jit.script out",
+            )
+        for attribute, what in HOOKS.items():
+            if getattr(module, attribute, None):
+                refuse_hook(where, what, "register it on pm, or compute that in forward")
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                raise Error(
+                    f"{name!r} of a module is computed outside of forward",
+                    where=where,
+                    expected="parameters, buffers, and what forward computes of them",
+                    got=f"a tensor made by {type(value.grad_fn).__name__}",
+                    remedy="compute it in forward; for weight_norm see torch.nn.utils.parametrizations",
+                )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise Error(
+                f"{name!r} has no shape yet",
+                where=name,
+                expected="parameters with shapes",
+                got="one of a lazy module that was not called",
+                remedy="call the model once on an example",
+            )
+        if hasattr(parameter, "placements"):
+            raise Error(
+                f"{name!r} is sharded already",
+                where=name,
+                expected="the model before fully_shard(...), parallelize_module(...) or distribute_tensor(...)",
+                got=f"a {type(parameter.data).__name__} of placements {tuple(parameter.placements)}",
+                remedy='parallelize the plain model, and shard it by hints: specs={"0.weight": "tp, -"}, zero=3',
+            )
+        for attribute, what in PARAMETER_HOOKS.items():
+            if getattr(parameter, attribute, None):
+                refuse_hook(name, what, "register it on the parameters of pm, which are other tensors")
+        if parameter.is_inference():
+            raise Error(
+                f"{name!r} was made in inference mode, and can have no gradient",
+                where=name,
+                expected="parameters made outside of torch.inference_mode()",
+                got="an inference tensor",
+                remedy="make the model outside of it",
+            )
+
+
+COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+"""The namespaces of ops that need other processes."""
+
+
+def reject_collective(node: Node) -> None:
+    """Refuse a model or loss that communicates by itself: it says what one device would compute.
+
+    Raises:
+        Error: naming the collective.
+    """
+    if getattr(node.op, "namespace", "") in COLLECTIVE:
+        raise Error(
+            "the model or its loss communicates by itself",
+            where=str(node.where),
+            expected="what one device computes of the whole batch: what ranks send follows from how values are sharded",
+            got=str(node.op),
+            remedy="leave torch.distributed out of forward and loss: a mean of the loss is that of the whole batch",
+        )
+
+
+def refuse_hook(where: str, what: str, remedy: str) -> NoReturn:
+    """Refuse a hook that programs would not call.
+
+    Raises:
+        Error: always.
+    """
+    raise Error(f"{what} would never be called", where=where, expected="no such hook", remedy=remedy)

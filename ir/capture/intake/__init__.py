@@ -1,1 +1,0 @@
-"""What comes in to be captured: models of several kinds, their hooks, and what is refused."""

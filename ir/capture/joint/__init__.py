@@ -1,1 +1,0 @@
-"""Forward and backward as one graph of functional ops."""

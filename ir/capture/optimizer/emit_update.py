@@ -1,0 +1,470 @@
+"""Emission of the update of all parameters behind the backward: nodes, states that go in, and what goes out.
+
+    state %w.exp_avg : f32[8, 4]
+    option %optimizer.0.lr : f64[]
+    update:
+      %30 = aten.lerp.Scalar(%w.exp_avg, %29, 0.1) : f32[8, 4]
+      ...
+    outputs:
+      parameter w = %40 : [8, 4]
+      state w.exp_avg = %30 : [8, 4]
+
+Each distinct step (group, shape, dtype) is traced once (:mod:`.step_trace`). What depends on no parameter (a count of
+steps, a bias correction) is computed once for the group, of one state that all its parameters name. Parameters of
+blocks that a graph leaves out (:mod:`shardfx.ir.repeat`) are stepped as those of the block that they equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardfx.ir.builder import GraphBuilder
+from shardfx.ir.capture.canonical.canonical_ops import convert_call
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value, Where, op_name
+from shardfx.ir.ops.traits import with_defaults
+from shardfx.ir.repeat import Repeat
+from shardfx.ir.rewriter import dead_code
+from shardfx.ir.spec import TensorType
+from shardfx.ir.unfolding.regular import Irregular
+
+from .initial_state import Recipe, Start, recipe
+from .optimizer_groups import Factory, OptimizerGroup, make_groups_of, numbers_of
+from .optimizer_trial import OptimizerTrial, refusal
+from .step_trace import StepTraces, TracedStep, says_nothing
+from .update_spec import CounterState, OptimizerState, UpdateGroup, UpdateSpec
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class StepVariant:
+    """A distinct step: the trace of later steps, and of the first one if it differs."""
+
+    recipe: Recipe
+    later: TracedStep
+    first: TracedStep | None
+    kept: Mapping[str, Any]
+    shared: Mapping[str, str]
+    """States that depend on no parameter, and how they change."""
+
+    @property
+    def traced(self) -> Sequence[TracedStep]:
+        """All that was traced of it."""
+        return [self.later] if self.first is None else [self.later, self.first]
+
+
+def write_update(
+    graph: Graph, factory: Factory, model: Mapping[str, nn.Parameter], scheduled: Sequence[str] = ()
+) -> UpdateSpec:
+    """Emit the step of the optimizers that ``factory`` makes into a captured graph that has gradients.
+
+    Args:
+        graph: captured, with gradients.
+        model: the model's parameters by their names, also of the blocks that the graph leaves out.
+        scheduled: options of groups that are inputs, beside the rate.
+
+    Raises:
+        Error: the optimizer cannot be traced, or does something else than its trace.
+        Irregular: the graph leaves out blocks that the optimizer tells apart from those that are there.
+    """
+    with FakeTensorMode():
+        parameters = {
+            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+            for name, p in model.items()
+        }
+    groups = make_groups_of(factory, parameters, scheduled)
+    _check_scheduled(groups, scheduled)
+    check_alike(groups, graph.repeats)
+    trained = {output.name: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
+    stepped = [name for group in groups for name in stepped_names(group, trained, graph.repeats)]
+    small = OptimizerTrial(factory, parameters, groups, stepped)
+    writer = _UpdateWriter(graph, trained, small)
+    made = tuple(writer.group(group, parameters) for group in groups)
+    dead_code(graph)
+    graph.rename()
+    return UpdateSpec(made, states_of_all(stepped, writer.states, graph.repeats), writer.counts)
+
+
+def _check_scheduled(groups: Sequence[OptimizerGroup], scheduled: Sequence[str]) -> None:
+    for name in scheduled:
+        if all(not numbers_of(group.options, [name]) for group in groups):
+            every = dict.fromkeys(key for group in groups for key in group.options if numbers_of(group.options, [key]))
+            raise Error(
+                f"no optimizer has a number {name!r}",
+                where="Hints(scheduled=...)",
+                expected=f"some of {', '.join(every)}",
+                got=repr(name),
+                remedy="name options of the optimizer's groups, as pm.optimizer.param_groups has them",
+            )
+
+
+class _SharedBuilder(GraphBuilder):
+    """A builder that appends to a graph; ``shared`` nodes are emitted once."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph.mesh)
+        self.graph, self.phase = graph, Phase.UPDATE
+        self.shared = False
+        self._known: dict[Any, Any] = {}
+        self._constants: dict[tuple[fx.GraphModule, str], Value] = {}
+
+    def constant(self, module: fx.GraphModule, name: str) -> Value:
+        """A constant of a traced step: the same for all parameters that are stepped so."""
+        if (module, name) not in self._constants:
+            number, constant = len(self.graph.of_kind(InputKind.CONSTANT)), getattr(module, name)
+            type = TensorType(tuple(constant.shape), constant.dtype)
+            self._constants[module, name] = self.input(InputKind.CONSTANT, f"constant.{number}", type, constant)
+        return self._constants[module, name]
+
+    def _append(self, op: Any, args: tuple[Any, ...], types: Any, kwargs: dict[str, Any]) -> Any:
+        if not self.shared:
+            return super()._append(op, args, types, kwargs)
+        key = (op, *(id(a) if isinstance(a, Value) else repr(a) for a in args), repr(kwargs))
+        if key not in self._known:
+            self._known[key] = super()._append(op, args, types, kwargs)
+        return self._known[key]
+
+
+@dataclass
+class _UpdateWriter:
+    graph: Graph
+    trained: Mapping[str, Value]
+    small: OptimizerTrial
+    states: dict[str, tuple[OptimizerState, ...]] = field(default_factory=dict)
+    counts: dict[str, CounterState] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.builder, self.traces = _SharedBuilder(self.graph), StepTraces()
+        self.inputs = {given.name: given for given in self.graph.inputs}
+
+    def group(self, group: OptimizerGroup, parameters: Mapping[str, nn.Parameter]) -> UpdateGroup:
+        """Emit the step of one group."""
+        names = [name for name in group.names if name in self.trained]
+        type = TensorType((), torch.float64)
+        numbers = {
+            name: self.builder.input(InputKind.OPTION, f"optimizer.{group.number}.{name}", type)
+            for name in (group.numbers if names else ())
+        }
+        alike: dict[Any, list[str]] = {}
+        for name in names:
+            alike.setdefault((tuple(parameters[name].shape), parameters[name].dtype), []).append(name)
+        steps: dict[str, StepVariant] = {}
+        for each in alike.values():
+            steps.update(dict.fromkeys(each, self._step(group, each, parameters)))
+        agreed = _agreed(steps)
+        held: dict[str, Value] = {}
+        for name in names:
+            self._write(name, group, steps[name], [*numbers.values()], agreed, held)
+        stepped = stepped_names(group, self.trained, self.graph.repeats)
+        decided = frozenset().union(*(each.decided for step in steps.values() for each in step.traced))
+        return UpdateGroup(group.kind, group.options, stepped, {k: v.name for k, v in numbers.items()}, decided)
+
+    def _step(self, group: OptimizerGroup, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> StepVariant:
+        like = parameters[names[0]]
+        found = recipe(self.small, group.number, names)
+        given = dict(group.optimizer.state.get(like, {}))
+        try:
+            kept, later = self.traces.step(group, like.shape, like.dtype, given, found.options)
+            first = None
+            if found.once:
+                _, first = self.traces.step(group, like.shape, like.dtype, given, found.options, first=True)
+        except Exception as error:  # whatever the user's own code raises
+            raise refusal(group, error) from error
+        return StepVariant(found, later, first, kept, shared_states(later) if first is None else {})
+
+    def _write(
+        self,
+        name: str,
+        group: OptimizerGroup,
+        step: StepVariant,
+        numbers: Sequence[Value],
+        agreed: Mapping[str, Start],
+        held: dict[str, Value],
+    ) -> None:
+        """Emit the step of one parameter."""
+        given, later = self.inputs[name].value, step.later
+        states, ins = [], []
+        for key in later.names:
+            first = held.get(key) if key in agreed else None
+            type = TensorType(later.shapes[key], later.dtypes[key])
+            label = f"{name}.{key}"
+            if first is not None:
+                shared = self.graph.input(first.name)
+                shared.aliases = (*shared.aliases, label)
+                value = first
+            else:
+                laid = self.inputs[name].laid if type.shape == given.type.shape else ()
+                value = self.builder.input(InputKind.STATE, label, type, laid=laid)
+                if key in agreed:
+                    held[key] = value
+            ins.append(value)
+            states.append(OptimizerState(key, value.name, step.recipe.starts[key], _kept(step.kept[key])))
+        self.states[name] = tuple(states)
+        before = [given, self.trained[name], *numbers, *ins]
+        new = self._apply(name, group, later, before, {*agreed})
+        if step.first is not None:
+            began = self._apply(name, group, step.first, before, set())
+            count = self._count(group)
+            self.builder.where = Where(name.rpartition(".")[0], group.where.file, group.where.line)
+            pairs = zip(began, new, strict=True)
+            new = [self.builder.add(aten.where.self, (count, one, other)) for one, other in pairs]
+        self.graph.outputs.append(Output(OutputKind.PARAMETER, name, new[0]))
+        for state, value, was in zip(states, new[1:], ins, strict=True):
+            if state.name == f"{name}.{state.key}" and value is not was:
+                self.graph.outputs.append(Output(OutputKind.STATE, state.name, value))
+
+    def _count(self, group: OptimizerGroup) -> Value:
+        """Whether the group was never stepped."""
+        name = f"optimizer.{group.number}.steps"
+        self.builder.shared = True
+        self.builder.where = Where("optimizer", group.where.file, group.where.line)
+        if name not in self.counts:
+            self.counts[name] = CounterState(0.0, 1.0)
+            count = self.builder.input(InputKind.STATE, name, TensorType((), torch.float64))
+            more = self.builder.add(aten.add.Tensor, (count, 1))
+            self.graph.outputs.append(Output(OutputKind.STATE, name, more))
+        is_first: Value = self.builder.add(aten.eq.Scalar, (self.graph.input(name).value, 0))
+        self.builder.shared = False
+        return is_first
+
+    def _apply(
+        self, name: str, group: OptimizerGroup, traced: TracedStep, given: Sequence[Value], agreed: set[str]
+    ) -> list[Value]:
+        """Emit a traced step on these values; returns the new ones."""
+        builder = self.builder
+        open_ = depending(traced, agreed)
+        places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
+        builder.env = dict(zip(places, given, strict=True))
+        output: Any = None
+        for node in traced.module.graph.nodes:
+            if node.op == "output":
+                output = node.args[0]
+            elif node.op == "get_attr":
+                builder.env[node] = builder.constant(traced.module, node.target)
+            elif node.op == "call_function" and not says_nothing(node):
+                builder.shared = node not in open_
+                builder.where = _source(node, name.rpartition(".")[0] if node in open_ else "optimizer", group)
+                builder.env[node] = _converted(builder, node)
+        builder.shared = False
+        return [builder.env[node] for node in output]
+
+
+def _converted(builder: GraphBuilder, node: fx.Node) -> Any:
+    if node.target is aten._local_scalar_dense.default:
+        return builder.env[node.args[0]]  # type: ignore[index]
+    if node.target is aten.copy_.default:  # what functionalisation leaves of a change of an input
+        return builder.env[node.args[1]]  # type: ignore[index]
+    if isinstance(node.target, torch._ops.OpOverload):
+        args = fx.map_arg(node.args, builder.env.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, builder.env.__getitem__)
+        if unknown_numbers(node.target, args, kwargs):
+            return call_with_numbers(builder, node.target, args, kwargs)
+    return convert_call(builder, node)
+
+
+def _agreed(steps: Mapping[str, StepVariant]) -> dict[str, Start]:
+    """The states that all parameters of a group share."""
+    every = list(steps.values())
+    found = {}
+    for key in every[0].shared if every else ():
+        alike = {(each.shared.get(key), each.recipe.starts.get(key)) for each in every}
+        if len(alike) == 1:
+            found[key] = every[0].recipe.starts[key]
+    return found
+
+
+def _kept(value: Any) -> torch.dtype | type:
+    return value.dtype if isinstance(value, torch.Tensor) else type(value)
+
+
+def _source(node: fx.Node, module: str, group: OptimizerGroup) -> Where:
+    """The line of the optimizer's own file that made a node."""
+    line = str(node.meta.get("stack_trace") or "").strip()
+    return Where(module, group.where.file, int(line) if line.isdigit() else group.where.line)
+
+
+def like(name: str, repeats: Iterable[Repeat]) -> str:
+    """The parameter of a present block that one of a left-out block equals; any other itself."""
+    for repeat in repeats:
+        if repeat.within(name) in repeat.left_out:
+            return repeat.moved(name, repeat.first - 1)
+    return name
+
+
+def stepped_names(group: OptimizerGroup, trained: Container[str], repeats: Iterable[Repeat]) -> tuple[str, ...]:
+    """The names of a group's parameters that have gradients, in its order, also of those that are left out."""
+    return tuple(name for name in group.names if like(name, repeats) in trained)
+
+
+def check_alike(groups: Sequence[OptimizerGroup], repeats: Iterable[Repeat]) -> None:
+    """Check that parameters of left-out blocks are in the groups of those that they equal.
+
+    Raises:
+        Irregular: the optimizer tells blocks apart.
+    """
+    number = {name: group.number for group in groups for name in group.names}
+    for repeat in repeats:
+        for name in (name for name in number if repeat.within(name) in repeat.left_out):
+            other = repeat.moved(name, repeat.first - 1)
+            if number[name] != number.get(other):
+                raise Irregular(
+                    "equal blocks are stepped differently",
+                    where=f"repeat {repeat}",
+                    expected=f"{name!r} and {other!r} in one group of the optimizer",
+                    got=f"groups {number[name]} and {number.get(other)}",
+                )
+
+
+def states_of_all(
+    names: Iterable[str], states: Mapping[str, tuple[OptimizerState, ...]], repeats: Sequence[Repeat]
+) -> dict[str, tuple[OptimizerState, ...]]:
+    """The states of the parameters ``names``, of which those are known that are there."""
+    return {name: tuple(_of(name, state, repeats) for state in states[like(name, repeats)]) for name in names}
+
+
+def _of(name: str, state: OptimizerState, repeats: Sequence[Repeat]) -> OptimizerState:
+    """A state of the parameter that ``name`` is like, as ``name`` has it."""
+    own = state.name == f"{like(name, repeats)}.{state.key}"
+    return replace(state, name=f"{name}.{state.key}") if own else state
+
+
+def depending(traced: TracedStep, shared: Container[str]) -> set[fx.Node]:
+    """The nodes that depend on a parameter, its gradient, or a state of its own."""
+    places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
+    held = places[2 + len(traced.inputs) :]
+    own = [place for place, key in zip(held, traced.names, strict=True) if key not in shared]
+    found = {*places[:2], *own}
+    for node in traced.module.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def shared_states(traced: TracedStep) -> dict[str, str]:
+    """The states that depend on no parameter, and how each changes, as a text that is the same where that is."""
+    (output,) = (node for node in traced.module.graph.nodes if node.op == "output")
+    new = dict(zip(traced.names, output.args[0][1:], strict=True))
+    shared = {key for key in traced.names if traced.shapes[key] == ()}
+    while True:
+        open_ = depending(traced, shared)
+        fewer = {key for key in shared if new[key] not in open_}
+        if fewer == shared:
+            places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
+            names = dict(zip(places, ("p", "grad", *traced.inputs, *traced.names), strict=True))
+            return {key: _said(new[key], names) for key in shared}
+        shared = fewer
+
+
+def _said(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    if node in names:
+        return names[node]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: _said(each, names))
+    return f"{node.target}{args}{kwargs}"
+
+
+NUMBERS = ("NumberType", "FloatType", "IntType", "Optional[NumberType]", "number", "float", "int")
+
+
+def unknown_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The arguments of a call that are to be Python numbers, and are values here."""
+    given = with_defaults(op, args, kwargs)
+    numbers = {each.name for each in op._schema.arguments if str(each.real_type).lower() in SAID}
+    return [name for name, arg in given.items() if isinstance(arg, Value) and name in numbers]
+
+
+SAID = frozenset(each.lower() for each in NUMBERS)
+
+
+def call_with_numbers(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call with a number in a tensor, as ops of tensors alone, in the order of operations and the precision of its
+    kernel.
+
+    Raises:
+        Error: the op is not known in such a form.
+    """
+    given = with_defaults(op, args, kwargs)
+    form = FORMS.get(op)
+    if form is None:
+        raise Error(
+            f"{op_name(op)} with a number that is read out of a tensor",
+            where=str(builder.where),
+            expected=f"one of {', '.join(map(op_name, FORMS))}",
+            got=op_name(op),
+            remedy="multiply by the tensor itself",
+        )
+    return form(builder.add, *(given[each.name] for each in op._schema.arguments if each.name in given))
+
+
+Add = Callable[..., Any]
+Form = Callable[..., Any]
+"""``form(add, *arguments)`` writes a call by ``add``, which writes one op of a builder."""
+
+
+def _scaled(op: Any) -> Form:
+    return lambda add, x, y, alpha: add(op, (x, add(aten.mul.Tensor, (y, alpha))))
+
+
+def _third(op: Any) -> Form:
+    return lambda add, x, a, b, value: add(op, (x, add(aten.mul.Tensor, (a, value)), b))
+
+
+def _interpolated(add: Add, x: Any, y: Any, weight: Any) -> Any:
+    return add(aten.add.Tensor, (x, add(aten.mul.Tensor, (add(aten.sub.Tensor, (y, x)), weight))))
+
+
+def _precise(form: Form, rounded: bool = False) -> Form:
+    """A rewrite of several ops whose operands are cast to the dtype in which a kernel computes, and its result to the
+    kernel's. The last argument is the number, ``rounded`` by the kernel to its result's dtype."""
+
+    def computed(add: Add, x: Any, *rest: Any) -> Any:
+        *others, number = rest
+        gives = _result_dtype(x, *others)
+        wide = torch.float32 if gives in HALVES else gives
+        number = _cast(add, number, gives) if rounded and gives in HALVES else number
+        return _cast(add, form(add, *(_cast(add, each, wide) for each in (x, *others)), number), gives)
+
+    return computed
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _result_dtype(*operands: Value) -> torch.dtype:
+    """The result dtype of these operands: one without dims changes nothing within its kind."""
+    shells = [torch.empty((1,) * len(each.shape), dtype=each.type.dtype, device="meta") for each in operands]
+    return reduce(lambda a, b: torch.empty(a.shape, dtype=torch.result_type(a, b), device="meta"), shells).dtype
+
+
+def _cast(add: Add, value: Value, dtype: torch.dtype) -> Any:
+    return value if value.type.dtype == dtype else add(aten._to_copy.default, (value,), dtype=dtype)
+
+
+def _of_tensors(op: Any) -> Form:
+    def same(add: Add, x: Any, y: Any, *rest: Any) -> Any:
+        return add(op, (x, y))
+
+    return same
+
+
+FORMS: dict[Any, Form] = {
+    aten.add.Tensor: _precise(_scaled(aten.add.Tensor), rounded=True),
+    aten.sub.Tensor: _precise(_scaled(aten.sub.Tensor), rounded=True),
+    aten.mul.Scalar: _of_tensors(aten.mul.Tensor),
+    aten.div.Scalar: _of_tensors(aten.div.Tensor),
+    aten.add.Scalar: _of_tensors(aten.add.Tensor),
+    aten.sub.Scalar: _of_tensors(aten.sub.Tensor),
+    aten.pow.Tensor_Scalar: _of_tensors(aten.pow.Tensor_Tensor),
+    aten.rsub.Scalar: lambda add, x, y, alpha: add(aten.sub.Tensor, (y, x)),
+    aten.addcmul.default: _precise(_third(aten.addcmul.default)),
+    aten.addcdiv.default: _precise(_third(aten.addcdiv.default)),
+    aten.lerp.Scalar: _precise(_interpolated),
+}
+"""The rewrite of an op with such a number, of its arguments in the order of the schema."""

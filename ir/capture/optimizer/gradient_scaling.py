@@ -1,0 +1,162 @@
+"""Scaling of gradients: by the inverse of a loss scale, so that none vanish in float16; and clipping by norm.
+
+    %0 = aten.full([], 16384.0)                      where the backward begins, in place of 1
+    %9 = aten._to_copy(%8, dtype=f32)                a gradient in its parameter's dtype, 16384 times what it is
+    %10 = aten.mul(%9, 1 / 16384.0)                  what leaves, and what is clipped and stepped with
+    %20 = aten.pow(%10, 2), %21 = aten.sum(%20), ... the squares of all gradients, summed
+    %25 = aten.clamp(max_norm / (sqrt(%24) + 1e-6), max=1)   as torch.nn.utils.clip_grad_norm_ has it
+    %26 = aten.mul(%10, %25)                         what leaves where it is clipped
+    %30 = aten.le(%29, 3.4e38)                       whether the squares of all gradients have a finite sum
+    %31 = aten.where(%30, %28, %w)                   a new parameter, or the old one: a step that overflowed is skipped
+
+On ranks that store shards the sums are partial, and one small all-reduce for each set of axes makes the norm; so all of
+them step, or none. A scale that adapts (:class:`~shardfx.ir.capture.canonical.mixed_precision.LossScale`) is a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardfx.ir.builder import GraphBuilder
+from shardfx.ir.capture.canonical.mixed_precision import LossScale
+from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value, Where
+
+from .update_spec import CounterState
+
+aten = torch.ops.aten
+SCALE, STEPS = "optimizer.loss_scale", "optimizer.loss_scale.steps"
+"""The states of a dynamic scale: it, and the number of consecutive steps without overflow."""
+
+
+def unscale_gradients(graph: Graph, scale: float | LossScale) -> None:
+    """Divide the gradients of a captured graph by ``scale``, those of parameters in the update."""
+    parameters = {given.name for given in graph.of_kind(InputKind.PARAMETER)}
+    builder = GraphBuilder(graph.mesh)
+    builder.graph = graph
+    inverse: dict[tuple[Phase, torch.dtype], Value] = {}
+    outputs = [output for output in graph.outputs if output.kind is OutputKind.GRADIENT]
+    for output in sorted(outputs, key=lambda each: each.name in parameters):
+        builder.phase = Phase.UPDATE if output.name in parameters else Phase.BACKWARD
+        builder.where = Where(output.name.rpartition(".")[0])
+        by: float | Value
+        if isinstance(scale, LossScale):
+            key = builder.phase, output.value.type.dtype.to_real()
+            by = inverse[key] = inverse.get(key) or _inverse(builder, key[1])
+        else:
+            by = 1 / scale
+        output.value = scaled(builder, output.value, by)
+    graph.rename()
+
+
+def _inverse(builder: GraphBuilder, dtype: torch.dtype) -> Value:
+    inverse = builder.add(aten.reciprocal.default, (builder.graph.input(SCALE).value,))
+    made: Value = inverse if dtype is torch.float64 else builder.add(aten._to_copy.default, (inverse,), dtype=dtype)
+    return made
+
+
+def skip_overflow(graph: Graph) -> Value:
+    """Skip a step some gradient of which is not finite; returns whether all are."""
+    builder = GraphBuilder(graph.mesh)
+    builder.graph, builder.phase = graph, Phase.UPDATE
+    names = {given.name for given in graph.of_kind(InputKind.PARAMETER)}
+    outputs = [output for output in graph.outputs if output.kind is OutputKind.GRADIENT and output.name in names]
+    total = sum_of_squares(builder, outputs)
+    builder.where = Where(MODULE)
+    finite: Value = builder.add(aten.le.Scalar, (total, torch.finfo(total.type.dtype).max))
+    for output in graph.outputs:
+        if output.kind.is_stepped:
+            builder.where = Where(output.name.rpartition(".")[0])
+            before = graph.input(output.name).value
+            output.value = builder.add(aten.where.self, (finite, output.value, before), before.type)
+    graph.rename()
+    return finite
+
+
+def adapt(graph: Graph, finite: Value, scale: LossScale) -> dict[str, CounterState]:
+    """Emit the update of the scale, as ``GradScaler.update`` has it; returns the initial states.
+
+    %50 = aten.add.Tensor(%steps, 1)                       the steps that went well, this one among them
+    %51 = aten.ge.Scalar(%50, 2000)
+    %53 = aten.where(%51, 2 * %scale, %scale)              not where that is more than the loss's dtype holds
+    %55 = aten.where(%finite, %53, 0.5 * %scale)
+    """
+    builder = GraphBuilder(graph.mesh)
+    builder.graph, builder.phase, builder.where = graph, Phase.UPDATE, Where(MODULE)
+    add = builder.add
+    begun = {SCALE: CounterState(scale.init, scale.init), STEPS: CounterState(0.0, 0.0)}
+    now = graph.input(SCALE).value
+    steps = builder.input(InputKind.STATE, STEPS, now.type)
+    (loss,) = (output.value for output in graph.outputs if output.kind is OutputKind.LOSS)
+    larger = add(aten.mul.Tensor, (now, scale.growth))
+    holds = add(aten.le.Scalar, (larger, torch.finfo(loss.type.dtype).max))
+    well = add(aten.add.Tensor, (steps, 1))
+    grows = add(aten.ge.Scalar, (well, scale.interval))
+    grown = add(aten.where.self, (add(aten.logical_and.default, (grows, holds)), larger, now))
+    none = add(aten.mul.Tensor, (steps, 0.0))
+    counted = add(aten.where.self, (grows, none, well))
+    less = add(aten.mul.Tensor, (now, scale.backoff))
+    for name, one, other in ((SCALE, grown, less), (STEPS, counted, none)):
+        graph.outputs.append(Output(OutputKind.STATE, name, add(aten.where.self, (finite, one, other), now.type)))
+    graph.rename()
+    return begun
+
+
+MODULE = "clip"
+"""The module path of nodes that are of all gradients."""
+SMALL = 1e-6
+
+
+def clip_gradients(graph: Graph, most: float) -> None:
+    """Scale the gradients of a captured graph so that their norm is at most ``most``."""
+    names = {given.name for given in graph.of_kind(InputKind.PARAMETER)}
+    outputs = [output for output in graph.outputs if output.kind is OutputKind.GRADIENT and output.name in names]
+    if not outputs:
+        return
+    builder = GraphBuilder(graph.mesh)
+    builder.graph, builder.phase = graph, Phase.UPDATE
+    total = sum_of_squares(builder, outputs)
+    norm = builder.add(aten.add.Tensor, (builder.add(aten.sqrt.default, (total,)), SMALL))
+    ratio = builder.add(aten.mul.Tensor, (builder.add(aten.reciprocal.default, (norm,)), float(most)))
+    scale = builder.add(aten.clamp.default, (ratio, None, 1.0))
+    for output in outputs:
+        builder.where = _of(output)
+        output.value = scaled(builder, output.value, scale)
+    graph.rename()
+
+
+def scaled(builder: GraphBuilder, gradient: Value, by: Value | float) -> Value:
+    """A gradient times a real number, in its own dtype."""
+    made: Value = builder.add(aten.mul.Tensor, (gradient, by), gradient.type if gradient.shape else None)
+    if made.type.dtype is not gradient.type.dtype:  # of numbers without dims the wider dtype
+        made = builder.add(aten._to_copy.default, (made,), dtype=gradient.type.dtype)
+    return made
+
+
+def sum_of_squares(builder: GraphBuilder, outputs: Sequence[Output]) -> Value:
+    """The sum of the squares of all gradients: the squares first, so that their reductions are bucketed."""
+    squares = []
+    for output in outputs:
+        builder.where = _of(output)
+        squares.append(_square(builder, output.value))
+    total: Value = squares[0]
+    for output, square in zip(outputs[1:], squares[1:], strict=True):
+        builder.where = _of(output)
+        total = builder.add(aten.add.Tensor, (total, square))
+    builder.where = Where(MODULE)
+    return total
+
+
+def _of(output: Output) -> Where:
+    return Where(output.name.rpartition(".")[0])
+
+
+def _square(builder: GraphBuilder, gradient: Value) -> Value:
+    """The sum of the squares of a gradient's absolute values, in float32 at least."""
+    if gradient.type.dtype.is_complex:
+        gradient = builder.add(aten.abs.default, (gradient,))
+    exact = gradient.type.dtype in (torch.float32, torch.float64)
+    wide = gradient if exact else builder.add(aten._to_copy.default, (gradient,), dtype=torch.float32)
+    square: Value = builder.add(aten.sum.default, (builder.add(aten.pow.Tensor_Scalar, (wide, 2)),))
+    return square
