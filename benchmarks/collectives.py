@@ -3,7 +3,7 @@
     python -m benchmarks.collectives [--mb 14]
 
 Each in one thread, in turns; printed are medians. Into *fresh* memory every page is faulted in; *kept* memory was used
-before (:mod:`shardfx.runtime.memory_pool`). *Near* are those of :mod:`shardfx.runtime.same_host`, in a bucket that lies
+before (:mod:`shardfx.runtime.memory_pool`). *Shm* are those of :mod:`.distributed.shm`, in a bucket that lies
 in shared memory; *cpu* is the processor time of a rank, with that of its threads. A *message* goes from stage to stage,
 and comes back.
 """
@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 import shardfx as sx
-from shardfx.runtime.distributed import gloo, groups
-from shardfx.runtime.same_host.neighbourhood import met
-from shardfx.runtime.same_host.shared_memory import shared_bytes
+from shardfx.runtime.distributed import groups
+from shardfx.runtime.distributed.shm import shared_bytes
 
 from .contenders import with_ranks
 
@@ -31,30 +30,23 @@ ROUNDS = 15
 
 def rank_main(rank: int, mb: float) -> None:
     groups.make_groups(sx.Mesh(dp=2), [("dp",)])
-    group, half = sx.Mesh(dp=2).group_name(rank, ("dp",)), int(mb * 1e6 / 8)
+    near, half = sx.Mesh(dp=2).group_name(rank, ("dp",)), int(mb * 1e6 / 8)
+    group = dist.group.WORLD.group_name
     whole, part, kept = torch.randn(2 * half), torch.randn(half), torch.empty(2 * half)
-    shared, wait, near = shared_bytes(whole.nbytes).view(torch.float32), c10d.wait_tensor, gloo.wait
+    shared, wait = shared_bytes(whole.nbytes).view(torch.float32), c10d.wait_tensor
 
     def exchange() -> None:
         wait(c10d.all_to_all_single(whole, [half, half], [half, half], group)).view(2, half).sum(0)
 
-    def to_and_fro() -> None:
-        sent = None
+    def to_and_fro(name: str) -> None:
+        sent, ranks = None, groups.find_group(name)
         for origin in (0, 1):
             if origin == rank:
-                sent = dist.isend(part, group=dist.group.WORLD, group_dst=1 - rank)
+                sent = dist.isend(part, group=ranks, group_dst=1 - rank)
             else:
-                dist.recv(kept[:half], group=dist.group.WORLD, group_src=1 - rank)
+                dist.recv(kept[:half], group=ranks, group_src=1 - rank)
         assert sent is not None
         sent.wait()
-
-    def near_to_and_fro() -> None:
-        parcels = met[group].parcels
-        for origin in (0, 1):
-            if origin == rank:
-                parcels.send(part, 1 - rank, 0)
-            else:
-                parcels.receive(kept[:half], 1 - rank, 0).wait()
 
     ways: dict[str, Callable[[], object]] = {
         "all-reduce, fresh": lambda: wait(c10d.all_reduce(whole, "avg", group)),
@@ -63,11 +55,11 @@ def rank_main(rank: int, mb: float) -> None:
         "all-gather, kept": lambda: wait(c10d.all_gather_into_tensor_out(part, 2, group, out=kept)),
         "reduce-scatter": lambda: wait(c10d.reduce_scatter_tensor(whole, "sum", 2, group)),
         "exchange and sum": exchange,
-        "near all-reduce": lambda: near(gloo.all_reduce_(shared, "avg", group)),
-        "near all-gather": lambda: near(gloo.all_gather_into(part, 2, group, out=kept)),
-        "near reduce-scatter": lambda: near(gloo.reduce_scatter(shared, "sum", 2, group)),
-        "half of it as a message": to_and_fro,
-        "near message": near_to_and_fro,
+        "shm all-reduce": lambda: wait(c10d.all_reduce_(shared, "avg", near)),
+        "shm all-gather": lambda: wait(c10d.all_gather_into_tensor_out(part, 2, near, out=kept)),
+        "shm reduce-scatter": lambda: wait(c10d.reduce_scatter_tensor(shared, "sum", 2, near)),
+        "half of it as a message": lambda: to_and_fro(group),
+        "shm message": lambda: to_and_fro(near),
     }
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(ROUNDS):

@@ -31,7 +31,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardfx.runtime.same_host.neighbourhood import met
+from shardfx.runtime.distributed.groups import CPU_BACKEND
+from shardfx.runtime.distributed.shm import open_groups
 
 from .models import Size
 
@@ -43,7 +44,7 @@ Contender = tuple[nn.Module, Step]
 
 def with_ranks(main: Callable[..., None], *told: Any, minutes: float = 5) -> None:
     """Run ``main(rank, *told)`` in gloo processes of one thread each."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", CPU_BACKEND: "shm"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -180,7 +181,7 @@ class _Live(TorchDispatchMode):
 
     def _there(self) -> int:
         total = 0
-        carried = {each.untyped_storage()._cdata for near in met.values() for each in near.memory}
+        carried = {each.untyped_storage()._cdata for group in open_groups for each in group.memory}
         for key, ref in list(self._found.items()):
             if key in carried:
                 continue

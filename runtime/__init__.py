@@ -1,8 +1,8 @@
 """How programs run, and the proof that they are the model: the names that a writer of engines or rank passes needs
 (docs/writing_passes.md)."""
 
-from .debug.collective_counts import count_collectives
-from .engine import Engine, RankWatch, Watch
+from .collective_counts import count_collectives
+from .engine import Engine, Probe, RankProbe
 from .store import Store
 from .verify.verdict import Verdict
 from .virtual.virtual_engine import VirtualEngine
@@ -10,11 +10,11 @@ from .virtual.virtual_store import VirtualStore
 
 __all__ = [
     "Engine",
-    "RankWatch",
+    "Probe",
+    "RankProbe",
     "Store",
     "Verdict",
     "VirtualEngine",
     "VirtualStore",
-    "Watch",
     "count_collectives",
 ]

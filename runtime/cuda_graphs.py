@@ -25,7 +25,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind
 from shardfx.ir.program.rank_program import RankProgram
 
-from .engine import Engine, Watch
+from .engine import Engine, Probe
 
 Tensor = torch.Tensor
 Work = Callable[[], Sequence[Tensor]]
@@ -185,7 +185,7 @@ class GraphEngine:
         self,
         programs: Mapping[int, RankProgram],
         inputs: Mapping[int, Sequence[Tensor]],
-        watch: Watch | None = None,
+        watch: Probe | None = None,
     ) -> Mapping[int, Sequence[Tensor]]:
         """Run the program of the rank.
 

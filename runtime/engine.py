@@ -19,7 +19,7 @@ from shardfx.ir.program.rank_program import RankProgram
 Tensor = torch.Tensor
 
 
-class RankWatch(Protocol):
+class RankProbe(Protocol):
     """Looks at one rank's program while it runs."""
 
     def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
@@ -29,10 +29,10 @@ class RankWatch(Protocol):
         """What a call made of its operands. A collective's result is there at its wait."""
 
 
-class Watch(Protocol):
-    """Looks at programs while they run: a NaN hunt, a measurement."""
+class Probe(Protocol):
+    """Looks at programs while they run: a search for NaNs, a measurement."""
 
-    def watch(self, rank: int) -> RankWatch:
+    def watch(self, rank: int) -> RankProbe:
         """One for each rank."""
 
 
@@ -55,7 +55,7 @@ class Engine(Protocol):
         self,
         programs: Mapping[int, RankProgram],
         inputs: Mapping[int, Sequence[Tensor]],
-        watch: Watch | None = None,
+        watch: Probe | None = None,
     ) -> Mapping[int, Sequence[Tensor]]:
         """Run one program for each of ``ranks``; gives what each returns.
 

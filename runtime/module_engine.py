@@ -1,14 +1,13 @@
 """Engines that execute the GraphModules themselves, through ``torch.compile`` where it is wanted.
 
 A real rank runs its program as one module, collectives and all, and so does the one virtual rank of a mesh of one.
-Several virtual ranks run theirs in stretches between the collectives, each a module (:mod:`.module_stretches`), and
-meet as always. So do real ranks that do the stages of a pipeline or put something away, by their own engine
-(:func:`shardfx.runtime.distributed.process_engine.in_stretches`).
+Several virtual ranks run theirs as segments between the collectives (:mod:`.program_segments`), and so do real ranks
+with stages of a pipeline or offloaded values (:func:`shardfx.runtime.distributed.process_engine.in_segments`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,11 +17,10 @@ from torch import fx
 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.source import Forms
+from shardfx.ir.program.source import Forms, Source
 
-from .engine import Engine, Watch
-from .module_stretches import Stretches, stands_alone
-from .peak_memory import MeasuredPeaks
+from .engine import Engine, Probe
+from .program_segments import segmented, stands_alone
 from .rank_errors import failed
 from .rendezvous import Perform, Request, run
 
@@ -68,6 +66,36 @@ def ending_alone() -> Iterator[None]:
         raise failed(0, None, error) from error
 
 
+MEASURED_RUN = 2
+
+
+class MeasuredPeaks:
+    """The peaks of compiled programs on CUDA, in bytes beyond the inputs, measured at their second run: the first one
+    compiles and tunes kernels. Other memory of the process is not counted. ``torch.cuda.reset_peak_memory_stats`` is
+    called before."""
+
+    def __init__(self) -> None:
+        self._runs: WeakKeyDictionary[RankProgram, int] = WeakKeyDictionary()
+        self._bytes: WeakKeyDictionary[RankProgram, int] = WeakKeyDictionary()
+
+    def of(self, program: RankProgram | None) -> int | None:
+        """The bytes; None where they are not known, or not yet."""
+        return self._bytes.get(program) if program is not None else None
+
+    @contextmanager
+    def during(self, programs: Collection[RankProgram], device: torch.device) -> Iterator[None]:
+        """Within, programs run on a device; one that has it for itself is measured."""
+        program = next(iter(programs))
+        runs = self._runs[program] = self._runs.get(program, 0) + 1
+        if device.type != "cuda" or runs != MEASURED_RUN or len(programs) > 1:
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield
+        self._bytes[program] = torch.cuda.max_memory_allocated(device) - before
+
+
 class ModuleEngine:
     """Runs modules in the place of another engine, which still runs what is watched.
 
@@ -110,7 +138,7 @@ class ModuleEngine:
         self,
         programs: Mapping[int, RankProgram],
         inputs: Mapping[int, Sequence[Tensor]],
-        watch: Watch | None = None,
+        watch: Probe | None = None,
     ) -> Mapping[int, Sequence[Tensor]]:
         """Run the modules; what is watched is run node by node."""
         if watch is not None:
@@ -118,7 +146,7 @@ class ModuleEngine:
         with torch.no_grad(), self._peaks.during(programs.values(), self.device):
             made = {rank: self._module(program) for rank, program in programs.items()}
             rank, module = next(iter(made.items()))
-            if self._perform is not None and isinstance(module, Stretches):
+            if self._perform is not None and isinstance(module, Source):
                 return run(made, inputs, self.mesh, self._perform)
             with self._ending():
                 return {rank: module(*inputs[rank])}
@@ -127,6 +155,6 @@ class ModuleEngine:
         if program not in self._modules:
             apart = self._perform is not None and (self.mesh.size > 1 or any(map(stands_alone, program.graph.nodes)))
             self._modules[program] = (
-                Stretches(program, self._compiled, MEETING) if apart else self._compiled(program.module())
+                segmented(program, self._compiled, MEETING) if apart else self._compiled(program.module())
             )
         return self._modules[program]

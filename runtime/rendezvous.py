@@ -53,7 +53,7 @@ class Request:
         return Request(name, args, str(node.args[row.group]), node.name, where, row.message)
 
     def of_turn(self, numbers: Mapping[str, int]) -> Request:
-        """The same with numbers in the place of calls for them, which each turn has of its own."""
+        """The same with numbers in the place of calls for them, which each iteration has of its own."""
         args = fx.node.map_aggregate(self.args, lambda arg: numbers[arg.name] if isinstance(arg, fx.Node) else arg)
         return replace(self, args=args)
 
@@ -229,7 +229,7 @@ class Mailbox(Generic[T]):
                 where=f"place {message.to} of {message.group}",
                 expected=str(message),
                 got=str(sent[0][0]),
-                remedy="let both ranks do their turns in the order of one schedule",
+                remedy="let both ranks run their iterations in the order of one schedule",
             )
         return bool(sent)
 
@@ -275,7 +275,7 @@ def _check(here: Sequence[int], asked: Sequence[Asked], members: Sequence[int]) 
         raise Error(
             "a group of ranks cannot do what it is asked for",
             where=f"ranks {', '.join(map(str, members[:8]))}; node {first.node!r} ({first.where})",
-            expected="a reduction that there is, and as many pieces as ranks",
+            expected="a reduction that there is, and as many shards as ranks",
             got=what,
         )
 
@@ -291,7 +291,7 @@ def unfit(op: str, asked: Sequence[Sequence[Any]], ranks: int) -> str:
     if op in ("all_reduce", "reduce_scatter_tensor") and first[0] not in REDUCTIONS:
         return f"{first[0]!r} is no reduction"
     if op == "reduce_scatter_tensor" and first[1] != ranks:
-        return f"a reduce-scatter into {first[1]} pieces over {ranks} ranks"
+        return f"a reduce-scatter into {first[1]} shards over {ranks} ranks"
     if op == "all_gather_into_tensor" and first[0] != ranks:
         return f"an all-gather over {ranks} ranks that says {first[0]}"
     if op == "all_to_all_single":

@@ -1,4 +1,4 @@
-"""Programs, a store and an engine as one call: inputs by name in, the distinct pieces of every output back."""
+"""Programs, a store and an engine as one call: inputs by name in, the distinct shards of every output back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from shardfx.ir.program.store_layout import side_by_side
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import laid
 
-from .engine import Engine, Watch, on_device
-from .guards import ELSEWHERE, check_guards
+from .engine import Engine, Probe, on_device
 from .local_device import as_current
 from .store import Store
 
@@ -30,9 +29,10 @@ STORED = (InputKind.PARAMETER, InputKind.BUFFER)
 """What is the model's own."""
 HELD = (*STORED, InputKind.STATE)
 """What a store holds."""
+ELSEWHERE = "these data lead the model elsewhere than the example did"
 
 
-class Kept(NamedTuple):
+class RunStart(NamedTuple):
     """What a run goes out from in the place of the store's: a seed, and buffers by name and rank."""
 
     seed: torch.Tensor | None
@@ -61,7 +61,7 @@ class _Facts:
 
 
 @dataclass
-class Step:
+class ProgramRunner:
     """The programs of one planned graph on a store.
 
     Args:
@@ -146,13 +146,13 @@ class Step:
         self,
         kinds: Kinds,
         inputs: Mapping[str, torch.Tensor],
-        watch: Watch | None = None,
-        kept: Kept | None = None,
+        watch: Probe | None = None,
+        kept: RunStart | None = None,
     ) -> Results:
-        """Run the ranks of this process on whole inputs, or on this rank's own part of each; what is new content of
+        """Run the ranks of this process on global inputs, or on this rank's own part of each; what is new content of
         what is stored is kept.
 
-        Gives the distinct pieces of every output (under ``torchrun`` this rank's own). ``kept`` is what an earlier run
+        Gives the distinct shards of every output (under ``torchrun`` this rank's own). ``kept`` is what an earlier run
         went out from, where this one is to do the same.
 
         Raises:
@@ -160,7 +160,7 @@ class Step:
         """
         programs, engine = self.programs(kinds), self.engine
         facts = {rank: self._of(program) for rank, program in programs.items()}
-        kept = Kept(self.seed(kinds), {}) if kept is None else kept
+        kept = RunStart(self.seed(kinds), {}) if kept is None else kept
         cut: dict[tuple[str, int], torch.Tensor] = {}
         autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
         with torch.no_grad(), as_current(engine.device), autocast:
@@ -184,22 +184,24 @@ class Step:
         outs: Mapping[int, Sequence[torch.Tensor]],
         places: Mapping[tuple[str, int], int],
     ) -> Results:
-        """The distinct pieces of what ranks gave; what is to be stored is, where it does not lie there already, which
+        """The distinct shards of what ranks gave; what is to be stored is, where it does not lie there already, which
         ``places`` say."""
         results: Results = {}
         made: dict[Output, dict[int, torch.Tensor]] = {}
         for rank in sorted(outs):
             for output, new in zip(programs[rank].outputs, outs[rank], strict=True):
-                pieces, piece = made.setdefault(output, {}), self.layout(output).by_rank[rank]
-                if piece not in pieces:
-                    pieces[piece] = new
+                own_shards, shard = made.setdefault(output, {}), self.layout(output).by_rank[rank]
+                if shard not in own_shards:
+                    own_shards[shard] = new
                     if output.kind.is_kept and places.get((output.name, rank)) != new.data_ptr():
                         self.store.commit(output.name, rank, new)
         parameters, as_gradient = self.store.parameters, self.store.as_gradient
-        for output, pieces in made.items():
-            found = [pieces[index] for index in sorted(pieces)] if len(pieces) > 1 else [*pieces.values()]
+        for output, own_shards in made.items():
+            found = (
+                [own_shards[index] for index in sorted(own_shards)] if len(own_shards) > 1 else [*own_shards.values()]
+            )
             if output.kind is OutputKind.GRADIENT and output.name in parameters:
-                found = [as_gradient(output.name, piece, number) for number, piece in enumerate(found)]
+                found = [as_gradient(output.name, shard, number) for number, shard in enumerate(found)]
             results[output.kind, output.name] = found
         return results
 
@@ -233,19 +235,19 @@ class Step:
                 raise guarded from error
 
     def layout(self, output: Output) -> Shards:
-        """Which ranks hold which pieces of an output."""
+        """Which ranks hold which shards of an output."""
         if output not in self._layouts:
             assert output.value.spec is not None
             self._layouts[output] = Shards.of(output.value.spec, output.value.shape, self.graph.mesh)
         return self._layouts[output]
 
-    def whole(self, output: Output, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole of an output."""
+    def whole(self, output: Output, own_shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The global tensor of an output."""
         assert output.value.spec is not None
-        return self.store.assemble(output.value.spec, output.value.shape, pieces)
+        return self.store.assemble(output.value.spec, output.value.shape, own_shards)
 
     def shards(self, given: Input) -> Shards:
-        """Which ranks hold which pieces of an input."""
+        """Which ranks hold which shards of an input."""
         if given.name not in self._shards:
             assert given.value.spec is not None
             self._shards[given.name] = Shards.of(given.value.spec, given.value.shape, self.graph.mesh)
@@ -256,7 +258,7 @@ class Step:
         program: RankProgram,
         rank: int,
         inputs: Mapping[str, torch.Tensor],
-        kept: Kept,
+        kept: RunStart,
         cut: dict[tuple[str, int], torch.Tensor],
         owners: Mapping[tuple[str, int], int],
     ) -> list[torch.Tensor]:
@@ -294,14 +296,14 @@ class Step:
         given: Input,
         rank: int,
         inputs: Mapping[str, torch.Tensor],
-        kept: Kept,
+        kept: RunStart,
         cut: dict[tuple[str, int], torch.Tensor],
     ) -> torch.Tensor:
         """What a rank starts from of one input."""
         name = given.name
         if given.kind in HELD:
             buffers = kept.buffers
-            return buffers[name, rank] if buffers and (name, rank) in buffers else self.store.piece(name, rank)
+            return buffers[name, rank] if buffers and (name, rank) in buffers else self.store.shard(name, rank)
         if given.kind is InputKind.SEED:
             assert kept.seed is not None
             return kept.seed
@@ -313,8 +315,8 @@ class Step:
                 raise Error(f"constant {name!r} has no content", where="a graph read from text")
             device = self._engine.device if self._engine is not None else whole.device
             is_local = tuple(whole.shape) != given.value.shape
-            piece = whole if is_local else self.shards(given).cut(whole, which)
-            known[name, which] = laid(on_device(piece, device), given.laid)
+            shard = whole if is_local else self.shards(given).cut(whole, which)
+            known[name, which] = laid(on_device(shard, device), given.laid)
         return known[name, which]
 
     def _of(self, program: RankProgram) -> _Facts:
@@ -334,10 +336,40 @@ class Step:
     ) -> dict[str, torch.Tensor]:
         """What a rank's program starts from, by input name, as far as it is known here."""
         finish(self.engine.device)
-        kept, found = Kept(torch.zeros((), dtype=torch.int64), {}), {}
+        kept, found = RunStart(torch.zeros((), dtype=torch.int64), {}), {}
         for given in program.inputs if rank in self.engine.ranks else ():
             store = self.store
             held = (store.parameters, store.buffers, store.states) if given.kind in HELD else (inputs,)
             if given.kind in (InputKind.SEED, InputKind.CONSTANT) or any(given.name in each for each in held):
                 found[given.name] = self._piece(given, rank, inputs, kept, {}).cpu().clone()
         return found
+
+
+def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None:
+    """Raise where a watched value is another than for the example that the program was captured with.
+
+    Raises:
+        Error: naming the model's line, and both values.
+    """
+    for output, value in zip(outputs, out, strict=True):
+        guard = output.guard
+        if guard is None or guard.holds(value := value.cpu()):
+            continue
+        where = "  ".join(part for part in (str(guard.where), guard.where.code) if part)
+        if guard.op:
+            raise Error(
+                f"{guard.op} cannot be computed of these data",
+                where=where,
+                expected="what it takes on one device, in all of the batch",
+                got="something that it raises for: a matrix that is singular or not positive definite, a number that "
+                "is none of a class or a chance, a condition that does not hold",
+                remedy="call the model on one device, which says which; torch.linalg has forms such as inv_ex that "
+                "say it in a tensor",
+            )
+        raise Error(
+            ELSEWHERE,
+            where=where,
+            expected=f"{guard.expected!r:.200}, as for the example that was captured",
+            got=f"{value.tolist()!r:.200}",
+            remedy="parallelize the model once more, with an example that takes this way",
+        )

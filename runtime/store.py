@@ -8,7 +8,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from shardfx.ir.spec import Spec
+from shardfx.ir.graph import Graph, Input, InputKind
+from shardfx.ir.ops.pools.transfer import arrived, settled
+from shardfx.ir.spec import Spec, laid
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -34,31 +36,33 @@ def laid_as(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 class Shown(Protocol):
-    """How the piece of a parameter is shown where it is not itself a parameter: in a tensor of another kind."""
+    """How the shard of a parameter is shown where it is not itself a parameter: in a tensor of another kind."""
 
-    def wrap(self, piece: Tensor) -> Tensor:
-        """A tensor of that kind, in the piece's memory."""
+    def wrap(self, shard: Tensor) -> Tensor:
+        """A tensor of that kind, in the shard's memory."""
 
     def plain(self, tensor: Tensor) -> Tensor | None:
-        """The piece that is shown as ``tensor``, which is the piece itself where it is plain; None: it is placed
+        """The shard that is shown as ``tensor``, which is the shard itself where it is plain; None: it is placed
         otherwise."""
 
 
-class Store(Protocol):
-    """The state of a plan, in the pieces that the ranks of this process hold."""
+class Store:
+    """The state of a plan: the shards of parameters, buffers and states that the ranks of this process store. What is
+    implemented here is that of all ranks in one process."""
 
-    device: torch.device
     parameters: dict[str, list[nn.Parameter]]
     buffers: dict[str, list[Tensor]]
     states: dict[str, list[Tensor]]
     """Of an optimizer, once there is one."""
+    trained_elsewhere: frozenset[str] = frozenset()
+    """The parameters that want a gradient, of those that only other processes store."""
 
-    @property
-    def trained_elsewhere(self) -> frozenset[str]:
-        """The parameters that want a gradient, of those that only other processes hold."""
-
-    def writes(self) -> int:
-        """How often parameters were written into that all ranks hold whole, where ranks are processes."""
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self.graph, self.mesh, self.device = graph, graph.mesh, device
+        self.parameters, self.buffers, self.states = {}, {}, {}
+        self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        self._states = graph.of_kind(InputKind.STATE)
+        self._given: dict[str, Input] = {given.name: given for given in (*self._inputs, *self._states)}
 
     def handed_out(self, scale: Tensor | float) -> None:
         """Gradients that were computed, times ``scale``, go to parameters: which other processes do alike."""
@@ -68,56 +72,87 @@ class Store(Protocol):
 
     def is_loaded(self, name: str) -> bool:
         """Whether there is content for a parameter, buffer or state, here or in another process."""
+        return any(name in held for held in (self.parameters, self.buffers, self.states))
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
-        """What processes say of what they hold, by name; of what several hold the first one says it. All ranks call it
-        alike."""
+        """What processes say of what they store, by name; of what several store the first one says it. All ranks call
+        it alike."""
+        return mine
 
     def has_weights(self, mine: bool) -> bool:
         """Whether a model's weights are there to be loaded, of which this process knows of its own. All ranks call it
         alike."""
+        return mine
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
-        """Cut whole parameters and buffers into the stored pieces; what is stored already is written over."""
+        """Shard global parameters and buffers into the stored shards; what is stored already is written over."""
+        raise NotImplementedError
 
     def to(self, device: torch.device) -> None:
         """Move what is stored; parameters stay the same objects."""
+        raise NotImplementedError
 
     def is_here(self, name: str) -> bool:
-        """Whether a rank of this process holds a piece."""
+        """Whether a rank of this process stores a shard."""
+        return True
 
-    def piece(self, name: str, rank: int) -> Tensor:
-        """What a rank holds of a parameter, buffer or state, plain and local."""
+    def shard(self, name: str, rank: int) -> Tensor:
+        """The shard of a parameter, buffer or state on a rank, plain and local."""
+        raise NotImplementedError
 
     def held(self) -> Mapping[str, tuple[str, int]]:
-        """Of all that is stored how it is placed, and which of its pieces this process has; -1 for all."""
+        """Of all that is stored how it is placed, and the number of the shard in this process; -1 for all."""
+        return {name: (str(given.value.spec), -1) for name, given in self._given.items()}
 
     def begin(self, name: str, start: float | str) -> None:
         """Make a state of an optimizer: one number everywhere, or a copy of the parameter of the name ``start``."""
+        raise NotImplementedError
 
     def fill(self, name: str, whole: Tensor) -> None:
-        """Cut a whole state into the stored pieces. Rank 0's is cut, and all ranks call it."""
+        """Shard a global state into the stored shards. Rank 0's counts, and all ranks call it."""
+        raise NotImplementedError
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:
-        """Keep the new content of a buffer, parameter or state, once for each distinct piece."""
+        """Store the new content of a buffer, parameter or state, once for each distinct shard."""
+        self.shard(name, rank).copy_(arrived(new))
 
     def cut(self, name: str, whole: Tensor) -> list[Tensor]:
-        """A tensor of a parameter's shape, in the pieces of the parameter that are here. Rank 0's is cut, and all ranks
+        """A tensor of a parameter's shape, as the shards of the parameter that are here. Rank 0's counts, and all ranks
         call it."""
+        raise NotImplementedError
 
-    def whole(self, name: str, pieces: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole tensor of a parameter or buffer, or of ``pieces`` that are cut like it (its gradient): a copy.
-        ``dtype`` is that of the pieces, to processes that hold none."""
+    def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The global tensor of a parameter or buffer, or of ``shards`` that are sharded like it (its gradient): a copy.
+        ``dtype`` is that of the shards, to processes that store none."""
+        raise NotImplementedError
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
-        """The norm of gradients of parameters, in the pieces that are here, as one vector: each element of the whole
+        """The norm of gradients of parameters, in the shards that are here, as one vector: each element of the global
         model counts once. All ranks call it alike."""
+        raise NotImplementedError
 
-    def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
-        """The whole of a value that is placed by ``spec``. All ranks call it alike."""
+    def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:
+        """The global tensor of a value that is placed by ``spec``. All ranks call it alike."""
+        raise NotImplementedError
 
-    def as_gradient(self, name: str, piece: Tensor, number: int) -> Tensor:
+    def as_gradient(self, name: str, shard: Tensor, number: int) -> Tensor:
         """The gradient of a parameter's shard of this number, as the parameter is."""
+        raise NotImplementedError
 
     def shown(self, name: str) -> Shown | None:
-        """How a parameter's piece is shown; None: the parameter is the piece."""
+        """How a parameter's shard is shown; None: the parameter is the shard."""
+        return None
+
+    def _held(self, name: str) -> Sequence[Tensor]:
+        return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
+
+    def _settled(self, name: str, shard: Tensor) -> Tensor:
+        """A copy in the memory, and in the order, of a stored value."""
+        given = self._given[name]
+        return settled(laid(shard, given.laid), given.pool, self.device)
+
+
+def spec_of(given: Input) -> Spec:
+    """The spec of what is stored."""
+    assert given.value.spec is not None
+    return given.value.spec

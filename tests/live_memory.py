@@ -24,8 +24,8 @@ from shardfx.ir.graph import Input
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools.pool_ops import pool_of_row
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.runtime.distributed.shm import open_groups
 from shardfx.runtime.engine import Engine
-from shardfx.runtime.same_host.neighbourhood import met
 from tests.zoo import Case
 
 
@@ -132,7 +132,7 @@ class LiveMemory(TorchDispatchMode):
 
 def transport() -> set[int]:
     """What carries collectives, whose buffers belong to no program, as gloo's do not."""
-    return {each.untyped_storage()._cdata for near in met.values() for each in near.memory}
+    return {each.untyped_storage()._cdata for group in open_groups for each in group.memory}
 
 
 @dataclass(frozen=True)

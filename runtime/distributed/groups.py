@@ -25,12 +25,12 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.table import OwnOp
-from shardfx.runtime.same_host.links import connect
-from shardfx.runtime.same_host.near_group import NearGroup
-from shardfx.runtime.same_host.neighbourhood import Neighbours, apart, met
+
+from . import shm
 
 log = logging.getLogger("shardfx")
 Axes = tuple[str, ...]
+CPU_BACKEND = "SHARDFX_CPU_BACKEND"
 JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -103,7 +103,7 @@ def initialise(device: torch.device) -> None:
 
 def _join(kind: str) -> None:
     try:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(minutes=10))
+        dist.init_process_group("nccl" if kind == "cuda" else _cpu_backend(), timeout=timedelta(minutes=10))
     except (ValueError, RuntimeError) as error:
         said = ", ".join(f"{name}={os.environ.get(name, '')}" for name in JOB)
         raise Error(
@@ -114,6 +114,19 @@ def _join(kind: str) -> None:
             remedy="start it by torchrun, or call torch.distributed.init_process_group(...) before parallelize; "
             "parallelize(..., virtual=True) runs all ranks in one process",
         ) from error
+
+
+def _cpu_backend() -> str:
+    """The backend of CPU ranks where shardfx joins a job: ``"shm"`` for those of one machine."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return os.environ.get(CPU_BACKEND) or (shm.NAME if alone else "gloo")
+
+
+def asks_for_shm() -> bool:
+    """Whether the groups of programs share memory where their ranks are on one machine: the job's process group does,
+    or it is on gloo alone, and the environment says so."""
+    kinds = set(backends().values())
+    return kinds == {shm.NAME} or (kinds == {"gloo"} and os.environ.get(CPU_BACKEND) == shm.NAME)
 
 
 def check_backend(kind: str) -> None:
@@ -158,7 +171,6 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]], suffix: str = "") -> 
             made = _new_group(ranks)
             if dist.get_rank() in ranks:
                 _register(name, made)
-        _meet_neighbours(mine, mesh.group(dist.get_rank(), each))
 
 
 def group_of_all() -> str:
@@ -168,33 +180,24 @@ def group_of_all() -> str:
     return mesh.group_name(dist.get_rank(), ("all",))
 
 
-def _meet_neighbours(name: str, ranks: Sequence[int]) -> None:
-    """Connect the ranks of a group of CPU ranks, if they are all on this machine. A job that has a backend for CUDA
-    tensors besides has none of these: groups serve plans on either device."""
-    apart.discard(name)
-    if (left := met.pop(name, None)) is not None:  # of a job that is over
-        left.close()
-    group = _made[name]
-    if len(ranks) > 1 and set(backends(group).values()) == {"gloo"}:
-        near = _neighbours(group, ranks)
-        if near is None:
-            apart.add(name)
-            log.info("the ranks of %s share no memory: their collectives are gloo's", name)
-        else:
-            met[name] = near
-            _register(name, NearGroup(near, group))
+def shares_memory(group: str) -> bool:
+    """Whether the ranks of a group do their collectives through shared memory."""
+    return isinstance(_made.get(group), shm.ShmGroup)
 
 
-def _neighbours(group: dist.ProcessGroup, ranks: Sequence[int]) -> Neighbours | None:
-    """The ranks of a group on gloo, connected; None where they are on several machines."""
+def any_share_memory() -> bool:
+    """Whether the ranks of some group of programs do: then those of that group all say so."""
+    return any(isinstance(group, shm.ShmGroup) for group in _of_programs())
 
-    def gather(given: Any) -> list[Any]:
-        every: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(every, given, group=group)
-        return every
 
-    links = connect(gather, ranks, dist.get_rank(), group_timeout())
-    return None if links is None else Neighbours(links, list(ranks).index(dist.get_rank()))
+def all_share_memory() -> bool:
+    """Whether the ranks of all groups of programs do, as far as there are any."""
+    made = _of_programs()
+    return bool(made) and all(isinstance(group, shm.ShmGroup) for group in made)
+
+
+def _of_programs() -> list[dist.ProcessGroup]:
+    return [group for name, group in _made.items() if name != CPU_GROUP and group.size() > 1]
 
 
 _made: dict[str, dist.ProcessGroup] = {}
@@ -213,22 +216,8 @@ def _register(name: str, made: dist.ProcessGroup) -> None:
 def make_cpu_group() -> None:
     """Make the group of all ranks on gloo, unless it is there. All ranks call it alike."""
     if find_group(CPU_GROUP) is None:
-        made = dist.new_group(backend="gloo", timeout=_timeout())
-        _register(CPU_GROUP, made)
-        ranks = range(dist.get_world_size())
-        near = _neighbours(made, ranks) if len(ranks) > 1 else None
-        for left in _all_near:  # of a job that is over
-            left.close()
-        _all_near[:] = [near] if near is not None else []
-
-
-_all_near: list[Neighbours] = []
-"""All ranks, where they are on one machine."""
-
-
-def all_near() -> Neighbours | None:
-    """All ranks as neighbours; None where they are on several machines, or this one left them."""
-    return _all_near[0] if _all_near else None
+        backend = shm.NAME if asks_for_shm() else "gloo"
+        _register(CPU_GROUP, dist.new_group(backend=backend, timeout=_timeout()))
 
 
 def the_cpu_group() -> dist.ProcessGroup:
@@ -259,17 +248,12 @@ def the_cpu_group() -> dist.ProcessGroup:
 
 def leave_groups() -> None:
     """Leave all groups that were made here: whoever waits in one is ended at once, before any time-out."""
-    for near in (*met.values(), *_all_near):
-        near.close()
-    met.clear()
-    _all_near.clear()
-    apart.clear()
     for name, made in list(_made.items()):
         del _made[name]
         if find_group(name) is made:
             _unregister_process_group(name)  # type: ignore[arg-type]
         with suppress(RuntimeError, ValueError, AssertionError):  # the job is over, and the group with it
-            dist.destroy_process_group(made.gloo if isinstance(made, NearGroup) else made)
+            dist.destroy_process_group(made)
 
 
 def device_mesh(mesh: Mesh, device_type: str, axes: Sequence[str]) -> DeviceMesh:
@@ -310,8 +294,9 @@ def group_timeout() -> float:
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A group whose members count as listed: torch sorts them unless told otherwise."""
+    options: dict[str, Any] = {"timeout": _timeout(), "backend": shm.NAME if asks_for_shm() else None}
     if list(ranks) == sorted(ranks):
-        return dist.new_group(list(ranks), timeout=_timeout())  # type: ignore[no-any-return]
+        return dist.new_group(list(ranks), **options)  # type: ignore[no-any-return]
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise Error(
             "this torch cannot make a process group whose ranks are not in ascending order",
@@ -320,4 +305,4 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
             got=f"ranks {list(ranks)}",
             remedy="write the axes of a dim in the order of the Mesh, or take a later torch",
         )
-    return dist.new_group(list(ranks), timeout=_timeout(), sort_ranks=False)  # type: ignore[no-any-return]
+    return dist.new_group(list(ranks), sort_ranks=False, **options)  # type: ignore[no-any-return]

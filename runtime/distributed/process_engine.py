@@ -3,61 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import fx
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.time import handover
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.source import Forms, write_source
-from shardfx.runtime.engine import Watch, on_device, seed_tensor
+from shardfx.ir.program.source import Forms, Source, write_source
+from shardfx.runtime.engine import Probe, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.module_engine import compiler
-from shardfx.runtime.module_stretches import Stretches
-from shardfx.runtime.same_host.neighbourhood import met
-from shardfx.runtime.same_host.shared_memory import shared_bytes
+from shardfx.runtime.program_segments import segmented
 
-from . import gloo
-from .groups import axes_of, by_stream, is_dry_run, make_groups
+from . import stage_transport as messages
+from .groups import any_share_memory, axes_of, by_stream, is_dry_run, make_groups, shares_memory
 from .peer_failure import ended, ending_together, exchange
-from .stages import messages
+from .shm import of_programs, shared_bytes
 
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
+LARGE = 1 << 20
+"""A reduce-scatter of at least so many bytes on gloo is done as an exchange and a sum."""
 
 
-class Runs(Protocol):
-    """A program, ready to run."""
+class Exchange:
+    """A reduce-scatter under way as an exchange: gloo's own takes two to three times as long as that and a sum."""
 
-    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """Run it; gives what the program returns."""
+    def __init__(self, sent: Tensor, op: str, ranks: int) -> None:
+        self.sent, self.op, self.ranks = sent, op, ranks
 
-    def node_of(self, error: BaseException) -> fx.Node | None:
-        """The node that raised; None if it was none of the program's."""
-
-
-class InStretches:
-    """A program as modules between what ranks do together (:mod:`shardfx.runtime.module_stretches`)."""
-
-    def __init__(self, program: RankProgram, compiled: Callable[[fx.GraphModule], Any], forms: Forms) -> None:
-        self._stretches = Stretches(program, compiled, forms)
-
-    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        return self._stretches.to_the_end(*inputs)
-
-    def node_of(self, error: BaseException) -> fx.Node | None:
-        """The call that raised; of a stretch the first one."""
-        return self._stretches.node_of(error)
+    def wait(self) -> Tensor:
+        """This rank's shard of the sum."""
+        received: Tensor = c10d.wait_tensor(self.sent)
+        shards = received.view(self.ranks, received.shape[0] // self.ranks, *received.shape[1:])
+        return shards.sum(0) if self.op == "sum" else shards.mean(0)
 
 
-def in_stretches(options: Mapping[str, Any] | None) -> Callable[[RankProgram, Forms], Runs]:
-    """How a :class:`ProcessEngine` runs programs through ``torch.compile``: what goes between ranks is as always."""
-    return lambda program, forms: InStretches(program, compiler(options), forms)
+def reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Any:
+    """Start a reduce-scatter; :func:`wait` ends it."""
+    if shares_memory(group) or x.nbytes < LARGE or op not in ("sum", "avg"):
+        return c10d.reduce_scatter_tensor(x, op, ranks, group)
+    each = [x.shape[0] // ranks] * ranks
+    return Exchange(c10d.all_to_all_single(x, each, each, group), op, ranks)
+
+
+def all_reduce_(x: Tensor, op: str, group: str) -> Tensor:
+    """Start to reduce a bucket in place."""
+    with of_programs():
+        return c10d.all_reduce_(x, op, group)  # type: ignore[no-any-return]
+
+
+def wait(started: Any) -> Tensor:
+    """The result of a collective, an exchange in its place, or a message to this rank."""
+    done: Tensor = c10d.wait_tensor(started) if isinstance(started, Tensor) else started.wait()
+    return done
+
+
+def in_segments(options: Mapping[str, Any] | None) -> Callable[[RankProgram, Forms], Source]:
+    """How a :class:`ProcessEngine` runs programs through ``torch.compile``: segments between what ranks do together."""
+    return lambda program, forms: segmented(program, compiler(options), forms)
 
 
 class ProcessEngine:
@@ -68,13 +76,13 @@ class ProcessEngine:
     """
 
     def __init__(
-        self, graph: Graph, device: torch.device, write: Callable[[RankProgram, Forms], Runs] = write_source
+        self, graph: Graph, device: torch.device, write: Callable[[RankProgram, Forms], Source] = write_source
     ) -> None:
         self.device, self.rank = device, dist.get_rank()
         self._by_stream = by_stream(device)
         self._graph, self._ready, self._write = graph, False, write
         self._outbox = messages.StreamOutbox() if self._by_stream else messages.Outbox()
-        self._sources: WeakKeyDictionary[RankProgram, Runs] = WeakKeyDictionary()
+        self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
         self._inboxes: WeakKeyDictionary[RankProgram, messages.Inbox] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
@@ -104,7 +112,7 @@ class ProcessEngine:
         self,
         programs: Mapping[int, RankProgram],
         inputs: Mapping[int, Sequence[Tensor]],
-        watch: Watch | None = None,
+        watch: Probe | None = None,
     ) -> Mapping[int, Sequence[Tensor]]:
         """Run this rank's program.
 
@@ -114,7 +122,7 @@ class ProcessEngine:
         program, given = programs[self.rank], inputs[self.rank]
         if watch is not None:
             watcher = watch.watch(self.rank)
-            source: Runs = write_source(program, self._forms(program), watcher)
+            source = write_source(program, self._forms(program), watcher)
         else:
             source = self.source(program)
         self._pools[program].next_step()
@@ -134,7 +142,7 @@ class ProcessEngine:
                 exchange([0], "the end of the step")
         return {self.rank: results}
 
-    def source(self, program: RankProgram) -> Runs:
+    def source(self, program: RankProgram) -> Source:
         """The function that runs for a program, written once."""
         if program not in self._sources:
             self._sources[program] = self._write(program, self._forms(program))
@@ -142,10 +150,12 @@ class ProcessEngine:
 
     def _forms(self, program: RankProgram) -> Forms:
         """How this backend does what a program asks for."""
-        near = not self._by_stream and bool(met)
-        pool = self._pools.setdefault(program, MemoryPool(shared_bytes if near else None))
+        share = not self._by_stream and any_share_memory()
+        pool = self._pools.setdefault(program, MemoryPool(shared_bytes if share else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
-        instead |= {handover.send: self._outbox.send, c10d.wait_tensor.default: gloo.wait}
+        instead |= {handover.send: self._outbox.send, c10d.wait_tensor.default: wait}
         inbox = self._inboxes.setdefault(program, messages.Inbox(self._by_stream))
         instead[handover.receive] = inbox.receive
-        return Forms(instead if self._by_stream else instead | gloo.FORMS)
+        if not self._by_stream:
+            instead |= {c10d.reduce_scatter_tensor.default: reduce_scatter, memory_ops.all_reduce_: all_reduce_}
+        return Forms(instead)

@@ -1,4 +1,4 @@
-"""The store of one rank: its pieces of parameters and buffers, as DTensors.
+"""The store of one rank: its shards of parameters and buffers, as DTensors.
 
 Parameters are DTensors (see :mod:`.dtensor_shard`), so that optimizers, ``clip_grad_norm_`` and
 ``torch.distributed.checkpoint`` work as they do elsewhere; of a pipeline, those of this rank's stages, on the mesh
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,53 +22,98 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardfx.ir.graph import Graph, Input, InputKind, OutputKind
-from shardfx.ir.ops.pools.transfer import arrived, finish, settled
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.store_layout import neighbours, side_by_side, stepped_together
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec, laid
-from shardfx.runtime.store import laid_as, norm_of
+from shardfx.runtime.store import Store, laid_as, norm_of, spec_of
 
 from .checksum import checksum
 from .dtensor_shard import DTensorShard
-from .groups import device_mesh, is_dry_run, make_groups
+from .groups import device_mesh, is_dry_run, make_groups, the_cpu_group
 from .peer_failure import ending_together
-from .stages.stage_homes import StageHomes
 
 Tensor = torch.Tensor
 T = TypeVar("T")
 c10d = torch.ops._c10d_functional
 
 
-class ProcessStore:
-    """This process's pieces."""
+class StagePlacement:
+    """Which ranks store the inputs of a graph with stages, and how the others get them."""
+
+    def __init__(self, graph: Graph, rank: int) -> None:
+        self.graph, self.rank = graph, rank
+        self.mesh, self.pipeline = graph.mesh, graph.pipeline
+        self.coords = self.mesh.coords(rank)
+
+    def is_here(self, given: Input) -> bool:
+        """Whether this rank holds an input."""
+        return self.graph.is_here(given.at, self.coords)
+
+    def holders(self, given: Input) -> list[int]:
+        """The ranks that hold an input."""
+        mesh = self.mesh
+        return [rank for rank in range(mesh.size) if self.graph.is_here(given.at, mesh.coords(rank))]
+
+    @property
+    def along(self) -> Mesh | None:
+        """The mesh of the ranks that hold the same inputs: without the axis of stages; None if there is no other."""
+        stages = "" if self.pipeline is None else self.pipeline.axis
+        axes: dict[str, Any] = {axis.name: axis.size for axis in self.mesh.space if axis.name != stages}
+        return Mesh(**axes) if axes else None
+
+    def to_all(self, given: Input, mine: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The global tensor of an input, of which those that hold it have theirs. All ranks call it alike."""
+        places = self.pipeline.places(given.at) if self.pipeline is not None else ()
+        if self.pipeline is None or len(places) == self.mesh[self.pipeline.axis].size:
+            assert mine is not None
+            return mine
+        sent = torch.empty(given.value.shape, dtype=dtype, device=device) if mine is None else mine.contiguous()
+        axes = (self.pipeline.axis,)
+        make_groups(self.mesh, [axes])
+        with ending_together(f"sending {given.name!r} to the ranks of other stages"):
+            group = self.mesh.group_name(self.rank, axes)
+            made: Tensor = c10d.wait_tensor.default(c10d.broadcast.default(sent, places[0], group))
+        return made
+
+    def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
+        """What ranks say of what they hold, by name, in the order of the inputs. All ranks call it alike."""
+        if self.pipeline is None or is_dry_run():
+            return mine
+        every: list[Mapping[str, T]] = [{}] * self.mesh.size
+        with ending_together("telling what the stages hold"):
+            dist.all_gather_object(every, mine, group=the_cpu_group())
+        found: dict[str, T] = {}
+        for each in every:
+            found = {**each, **found}
+        return {given.name: found[given.name] for given in self.graph.inputs if given.name in found}
+
+
+class ProcessStore(Store):
+    """This process's shards."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
-        self.graph, self.device, self.mesh = graph, device, graph.mesh
-        self.parameters: dict[str, list[nn.Parameter]] = {}
-        self.buffers: dict[str, list[Tensor]] = {}
-        self.states: dict[str, list[Tensor]] = {}
+        super().__init__(graph, device)
         self.rank = dist.get_rank()
-        self._homes = StageHomes(graph, self.rank)
+        self._homes = StagePlacement(graph, self.rank)
         self.is_staged, self.is_loaded_anew = graph.pipeline is not None, False
         self.history: Counter[str] = Counter()
         """What this rank did to parameters since all ranks last made a call together, and how often."""
-        self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
-        self._states = [g for g in graph.inputs if g.kind is InputKind.STATE]
-        self._cuts = any(_spec(given).axes for given in self._inputs)
-        self._here = {given.name for given in (*self._inputs, *self._states) if self._homes.is_here(given)}
+        self._cuts = any(spec_of(given).axes for given in self._inputs)
+        self._here = {given.name for given in self._given.values() if self._homes.is_here(given)}
         self._loaded: set[str] = set()
         self._shards: dict[str, DTensorShard] = {}
-        self.trained_elsewhere: frozenset[str] = frozenset()
         self._stepped = stepped_together(graph)
         self._places: dict[str, Tensor] = {}
         """Memory for states that are yet to be made."""
         if (along := self._homes.along) is not None:
             shown_on = device_mesh(self.mesh, device.type, along.names)
-            for given in (*self._inputs, *self._states):
+            for given in self._given.values():
                 if given.name in self._here:
                     type_ = given.value.type
                     self._shards[given.name] = DTensorShard.of(
-                        _spec(given), type_.shape, type_.dtype, along, shown_on, self._homes.coords
+                        spec_of(given), type_.shape, type_.dtype, along, shown_on, self._homes.coords
                     )
 
     def has_weights(self, mine: bool) -> bool:
@@ -81,28 +126,28 @@ class ProcessStore:
         return said[0]
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
-        """Cut rank 0's whole parameters and buffers into the stored pieces; what is stored already is written over."""
+        """Shard rank 0's parameters and buffers; what is stored already is written over."""
         finish(self.device)
         memory = {} if self.parameters else self._side_by_side()
         for given in self._inputs:
             name = given.name
             if name not in whole:
                 continue
-            piece = self._mine(given, whole[name])
+            shard = self._mine(given, whole[name])
             self._loaded.add(name)
             held = self.parameters if given.kind is InputKind.PARAMETER else self.buffers
-            if piece is None:
+            if shard is None:
                 if given.kind is InputKind.PARAMETER and trainable.get(name, True):
                     self.trained_elsewhere |= {name}
             elif name in held:
-                DTensorShard.unwrap(held[name][0].detach()).copy_(piece)
+                DTensorShard.unwrap(held[name][0].detach()).copy_(shard)
             elif given.kind is InputKind.PARAMETER:
-                own = memory[name].copy_(piece) if name in memory else self._settled(given, piece)
+                own = memory[name].copy_(shard) if name in memory else self._settled(given.name, shard)
                 trained, shown = trainable.get(name, True), self.shown(name)
                 made = nn.Parameter(own, requires_grad=trained) if shown is None else shown.parameter(own, trained)
                 self.parameters[name] = [made]
             else:
-                self.buffers[name] = [self.as_gradient(name, laid(piece, given.laid).clone())]
+                self.buffers[name] = [self.as_gradient(name, laid(shard, given.laid).clone())]
 
     def _side_by_side(self) -> dict[str, Tensor]:
         """Memory for the parameters that are gathered, or stepped, together."""
@@ -114,7 +159,7 @@ class ProcessStore:
         """Memory for what lies one behind the other."""
         found: dict[str, Tensor] = {}
         for together in filter(None, groups):
-            shapes = [_spec(g).local_shape(g.value.shape, self.mesh, self.mesh.coords(self.rank)) for g in together]
+            shapes = [spec_of(g).local_shape(g.value.shape, self.mesh, self.mesh.coords(self.rank)) for g in together]
             places = side_by_side(shapes, together[0].value.type.dtype, self.device)
             found |= {given.name: place for given, place in zip(together, places, strict=True)}
         return found
@@ -129,7 +174,7 @@ class ProcessStore:
     @cached_property
     def _replicated(self) -> list[str]:
         """Those that every rank holds whole."""
-        sharded = {given.name for given in self._inputs if _spec(given).axes}
+        sharded = {given.name for given in self._inputs if spec_of(given).axes}
         return [name for name in self._everywhere if name not in sharded]
 
     def writes(self) -> int:
@@ -138,11 +183,11 @@ class ProcessStore:
         return sum(DTensorShard.unwrap(each[0])._version for each in held if each is not None)
 
     def replicated_contents(self) -> Mapping[str, str]:
-        """A checksum of all that is stored, where every rank holds it whole; else nothing."""
+        """A checksum of all that is stored, where every rank has the global tensor; else nothing."""
         if len(self._replicated) < len(self._inputs):
             return {}
         held = [name for name in self._replicated if name in self._loaded]
-        return {"content": " ".join(f"{checksum(self.piece(name, self.rank)):x}" for name in held)}
+        return {"content": " ".join(f"{checksum(self.shard(name, self.rank)):x}" for name in held)}
 
     def stepped_by_all(self) -> Mapping[int, str]:
         """The parameters of which all ranks hold a shard, by their ``id``; of stages, if each trains some, its own."""
@@ -187,7 +232,7 @@ class ProcessStore:
         return name in self._loaded
 
     def is_here(self, name: str) -> bool:
-        """Whether this rank holds a piece."""
+        """Whether this rank holds a shard."""
         return name in self._here
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
@@ -198,73 +243,59 @@ class ProcessStore:
         """Move what is stored: to where it is, for the process group serves one kind of device."""
         assert device.type == self.device.type
 
-    def piece(self, name: str, rank: int) -> Tensor:
-        """This rank's piece, plain and local."""
+    def shard(self, name: str, rank: int) -> Tensor:
+        """This rank's shard, plain and local."""
         return DTensorShard.unwrap(self._held(name)[0]).detach()
 
-    def _held(self, name: str) -> Sequence[Tensor]:
-        return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
-
-    def _given(self, name: str) -> Input:
-        return next(given for given in (*self._inputs, *self._states) if given.name == name)
-
     def held(self) -> Mapping[str, tuple[str, int]]:
-        """How each is placed, and which piece this rank has."""
+        """How each is placed, and which shard this rank has."""
         found = {}
-        for given in (each for each in (*self._inputs, *self._states) if each.name in self._here):
-            shards = Shards.of(_spec(given), given.value.shape, self.mesh)
+        for given in (each for each in self._given.values() if each.name in self._here):
+            shards = Shards.of(spec_of(given), given.value.shape, self.mesh)
             found[given.name] = str(given.value.spec), shards.by_rank[self.rank]
         return found
 
     def begin(self, name: str, start: float | str) -> None:
-        """Make this rank's piece of a state: one number everywhere, or a copy of a parameter."""
-        given = self._given(name)
+        """Make this rank's shard of a state: one number everywhere, or a copy of a parameter."""
+        given = self._given[name]
         self._loaded.add(name)
-        type_, shape = given.value.type, _spec(given).local_shape(given.value.shape, self.mesh, self._homes.coords)
+        type_, shape = given.value.type, spec_of(given).local_shape(given.value.shape, self.mesh, self._homes.coords)
         if isinstance(start, str):
-            piece = cut_local(self.whole(start).to(type_.dtype), _spec(given), self.mesh, self.rank)
+            shard = cut_local(self.whole(start).to(type_.dtype), spec_of(given), self.mesh, self.rank)
         else:
-            piece = torch.full(shape, start, dtype=type_.dtype)
+            shard = torch.full(shape, start, dtype=type_.dtype)
         if name not in self._here:
             return
         if name not in self._places:
             stepped = [each for each in self._stepped if given in each]
             self._places |= self._lying_together([[g for g in each if g.name in self._here] for each in stepped])
         place = self._places.pop(name, None)
-        piece = self._settled(given, piece) if place is None else place.copy_(piece)
-        self.states[name] = [self._shards[name].wrap(piece) if _spec(given).axes else piece]
-
-    def _settled(self, given: Input, piece: Tensor) -> Tensor:
-        """A copy in the memory, and as, a stored value lies."""
-        return settled(laid(piece, given.laid), given.pool, self.device)
+        shard = self._settled(given.name, shard) if place is None else place.copy_(shard)
+        self.states[name] = [self._shards[name].wrap(shard) if spec_of(given).axes else shard]
 
     def fill(self, name: str, whole: Tensor) -> None:
-        """Cut rank 0's whole state into the stored piece."""
+        """Shard rank 0's global state into the stored shard."""
         finish(self.device)
-        given = self._given(name)
-        piece = self._mine(given, whole.to(given.value.type.dtype))
-        if piece is not None:
-            self.piece(name, self.rank).copy_(piece)
+        given = self._given[name]
+        shard = self._mine(given, whole.to(given.value.type.dtype))
+        if shard is not None:
+            self.shard(name, self.rank).copy_(shard)
 
-    def commit(self, name: str, rank: int, new: Tensor) -> None:
-        """Keep the new content of a buffer, parameter or state."""
-        self.piece(name, rank).copy_(arrived(new))
-
-    def as_gradient(self, name: str, piece: Tensor, number: int = 0) -> Tensor:
-        """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is cut. Its elements lie in the
-        order of the parameter's, which kernels of optimizers take for granted, and torch sees to for plain tensors."""
+    def as_gradient(self, name: str, shard: Tensor, number: int = 0) -> Tensor:
+        """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is sharded, in the strides of the
+        parameter, which kernels of optimizers rely on, and torch sees to for plain tensors."""
         if not self._cuts:
-            return piece
+            return shard
         if name in self.parameters:
-            piece = laid_as(piece, self.piece(name, self.rank))
-        return self._shards[name].wrap(piece)
+            shard = laid_as(shard, self.shard(name, self.rank))
+        return self._shards[name].wrap(shard)
 
     def shown(self, name: str) -> DTensorShard | None:
-        """As a DTensor, where some parameter is cut."""
+        """As a DTensor, where some parameter is sharded."""
         return self._shards[name] if self._cuts else None
 
     def _mine(self, given: Input, whole: Tensor) -> Tensor | None:
-        """This rank's piece of rank 0's tensor; None where it holds none."""
+        """This rank's shard of rank 0's tensor; None where it holds none."""
         tensor = whole.detach()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
@@ -276,25 +307,25 @@ class ProcessStore:
             dist.broadcast(tensor, 0)
         if given.name not in self._here:
             return None
-        return cut_local(tensor, _spec(given), self.mesh, self.rank)
+        return cut_local(tensor, spec_of(given), self.mesh, self.rank)
 
     def cut(self, name: str, whole: Tensor) -> list[Tensor]:
-        """This rank's piece, as its parameter is; none where it holds none."""
-        piece = self._mine(self._given(name), whole)
-        return [] if piece is None else [self.as_gradient(name, piece.clone())]
+        """This rank's shard, as its parameter is; none where it holds none."""
+        shard = self._mine(self._given[name], whole)
+        return [] if shard is None else [self.as_gradient(name, shard.clone())]
 
-    def whole(self, name: str, pieces: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
-        given, mine = self._given(name), None
+    def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The global tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
+        given, mine = self._given[name], None
         if given.pool:
             finish(self.device)
         if name in self._here:
-            held = pieces if pieces is not None else self._held(name)
-            mine = self.assemble(_spec(given), given.value.shape, [DTensorShard.unwrap(held[0].detach())])
+            held = own_shards if own_shards is not None else self._held(name)
+            mine = self.assemble(spec_of(given), given.value.shape, [DTensorShard.unwrap(held[0].detach())])
         return self._homes.to_all(given, mine, dtype or given.value.type.dtype, self.device)
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
-        """The norm of all ranks' pieces: of those that several ranks hold the first one counts its own."""
+        """The norm of all ranks' shards: of those that several ranks hold the first one counts its own."""
         mine = [DTensorShard.unwrap(held[0]) for name, held in grads.items() if self._is_first(name)]
         total, largest = norm_of(mine, kind, self.device).to(self.device), kind == inf
         total = total if largest else total**kind
@@ -303,24 +334,24 @@ class ProcessStore:
         return total if largest else total ** (1 / kind)
 
     def _is_first(self, name: str) -> bool:
-        """Whether this rank is the first one that holds its piece."""
-        given = self._given(name)
-        by_rank, places = Shards.of(_spec(given), given.value.shape, self.mesh).by_rank, self._homes.holders(given)
+        """Whether this rank is the first one that holds its shard."""
+        given = self._given[name]
+        by_rank, places = Shards.of(spec_of(given), given.value.shape, self.mesh).by_rank, self._homes.holders(given)
         return next(rank for rank in places if by_rank[rank] == by_rank[self.rank]) == self.rank
 
-    def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
-        """Every rank's piece, padded to one size, then put where it belongs. All ranks call it alike."""
-        piece = pieces[0].to(self.device)
+    def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:
+        """Every rank's shard, padded to one size, then put where it belongs. All ranks call it alike."""
+        shard = own_shards[0].to(self.device)
         shards = Shards.of(spec, shape, self.mesh)
         axes = tuple(axis for axis in self.mesh.sort(spec.axes) if not self.mesh[axis].time)
         if not axes:
-            return shards.join([piece]).clone()
+            return shards.join([shard]).clone()
         largest = max(torch.Size(local).numel() for local in shards.local_shapes)
-        padded = piece.new_zeros(largest)
-        padded[: piece.numel()].copy_(piece.reshape(-1))
+        padded = shard.new_zeros(largest)
+        padded[: shard.numel()].copy_(shard.reshape(-1))
         make_groups(self.mesh, [axes])
         n, group = self.mesh.extent(axes), self.mesh.group_name(self.rank, axes)
-        with ending_together("gathering a whole tensor"):
+        with ending_together("gathering a global tensor"):
             everyone = c10d.wait_tensor.default(c10d.all_gather_into_tensor.default(padded, n, group))
         found: dict[int, Tensor] = {}
         for rank, sent in zip(self.mesh.group(self.rank, axes), everyone.split(largest), strict=True):
@@ -328,8 +359,3 @@ class ProcessStore:
             local = shards.local_shapes[which]
             found[which] = sent[: torch.Size(local).numel()].reshape(local)
         return shards.join([found[i] for i in range(shards.count)])
-
-
-def _spec(given: Input) -> Spec:
-    assert given.value.spec is not None
-    return given.value.spec

@@ -120,7 +120,7 @@ class ShardGradient(Tensor):
                 got=f"a value computed of shard {number} of {sharded.count} alone (a norm, a mean)",
                 remedy="pm.clip_grad_norm_(max_norm) or torch.nn.utils.clip_grad_norm_(pm.parameters(), max_norm) for "
                 "the norm of all; Hints(optimizer=...) or torchrun, where gradients are DTensors, for what looks at "
-                "whole tensors; or leave these parameters unsharded",
+                "global tensors; or leave these parameters unsharded",
             )
 
     def check_others(self, where: str) -> None:

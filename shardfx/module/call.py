@@ -18,7 +18,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType
 from shardfx.runtime.peers import AROUND, Passed, RankInput
-from shardfx.runtime.step import Results, Step
+from shardfx.runtime.step import ProgramRunner, Results
 
 from .forms.asked_of_inputs import NOTHING, Asked, Asks
 from .forms.surroundings_of_call import check_call
@@ -221,7 +221,7 @@ class Reader:
             )
 
 
-def inputs_of(call: Call, step: Step) -> dict[str, object]:
+def inputs_of(call: Call, step: ProgramRunner) -> dict[str, object]:
     """What programs depend on of a call's inputs; a rank's own part of an input counts as the whole."""
     expected = {g.name: g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
     found = {}
@@ -235,7 +235,7 @@ def inputs_of(call: Call, step: Step) -> dict[str, object]:
     return found
 
 
-def model_results(compiled: Compiled, step: Step, local: bool, results: Results) -> Any:
+def model_results(compiled: Compiled, step: ProgramRunner, local: bool, results: Results) -> Any:
     """The model's own results, as it arranges them: whole, or (``local``) of a local batch this rank's part.
 
     Raises:
@@ -251,26 +251,26 @@ def model_results(compiled: Compiled, step: Step, local: bool, results: Results)
     return pytree.tree_unflatten(leaves, captured.result_tree)
 
 
-def taken(step: Step, call: Call) -> list[tuple[Input, torch.Tensor]]:
+def taken(step: ProgramRunner, call: Call) -> list[tuple[Input, torch.Tensor]]:
     """The tensors of a call that programs take."""
     inputs = {g.name: g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
     return [(inputs[name], tensor) for name, tensor in call.tensors.items() if name in inputs]
 
 
-def passed(step: Step, call: Call) -> Passed:
+def passed(step: ProgramRunner, call: Call) -> Passed:
     """How a rank was given its inputs: one that is its own part tells."""
     found = [_passed(step, given, tensor) for given, tensor in taken(step, call)]
     return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
 
 
-def _passed(step: Step, given: Input, tensor: torch.Tensor) -> Passed:
+def _passed(step: ProgramRunner, given: Input, tensor: torch.Tensor) -> Passed:
     shape = tuple(tensor.shape)
     if shape not in step.local_shapes(given):
         return Passed.WHOLE  # perhaps that of another form
     return Passed.EITHER if shape == given.value.shape else Passed.PART
 
 
-def contents(step: Step, call: Call, local: bool) -> list[RankInput]:
+def contents(step: ProgramRunner, call: Call, local: bool) -> list[RankInput]:
     """The tensors of a call as a real rank passes them, where its programs run."""
     (rank,) = step.ranks
     space = [axis.name for axis in step.graph.mesh.space]

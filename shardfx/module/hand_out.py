@@ -15,7 +15,7 @@ from shardfx.gradients import gradients_of
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind
 from shardfx.runtime.distributed.dtensor_shard import DTensorShard
-from shardfx.runtime.step import Results, Step
+from shardfx.runtime.step import ProgramRunner, Results
 from shardfx.runtime.store import Store
 
 from .call import Call
@@ -148,7 +148,7 @@ def leaves(wanted: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def gradients(
-    step: Step, call: Call, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
+    step: ProgramRunner, call: Call, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
 ) -> list[torch.Tensor | None]:
     """The gradients of all that want one; an input's is whole, as the input is unless ``local``."""
     grads: list[torch.Tensor | None] = []
@@ -165,7 +165,7 @@ def gradients(
 
 
 def trained(
-    step: Step, call: Call, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
+    step: ProgramRunner, call: Call, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
 ) -> torch.Tensor:
     """The loss, with its gradients ready for all that want one."""
     grads = gradients(step, call, local, wanted, results)

@@ -17,17 +17,15 @@ from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.cuda_graphs import GraphEngine, cuda_graphs
-from shardfx.runtime.distributed import gloo
-from shardfx.runtime.distributed.groups import by_stream, check_size, is_dry_run
+from shardfx.runtime.distributed.groups import all_share_memory, by_stream, check_size, is_dry_run
 from shardfx.runtime.distributed.peer_failure import ending_compiled
-from shardfx.runtime.distributed.stages.messages import AHEAD, check_messages
+from shardfx.runtime.distributed.process_engine import LARGE
+from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
-from shardfx.runtime.module_engine import ModuleEngine, ending_alone
-from shardfx.runtime.peak_memory import MeasuredPeaks
+from shardfx.runtime.module_engine import MeasuredPeaks, ModuleEngine, ending_alone
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import Store
-from shardfx.runtime.virtual.collectives import perform
-from shardfx.runtime.virtual.virtual_engine import VirtualEngine
+from shardfx.runtime.virtual.virtual_engine import VirtualEngine, perform
 from shardfx.runtime.virtual.virtual_store import VirtualStore
 
 from .compile_options import CompileOptions
@@ -123,9 +121,9 @@ class Place:
         """An engine that runs programs as modules, through ``torch.compile``, and measures their peaks."""
         apart = not self.virtual and (graph.pipeline is not None or any(map(moves_pool, graph.nodes)))
         if apart:  # a compiled send would wait until it is received, and a copy be planned anew
-            from shardfx.runtime.distributed.process_engine import ProcessEngine, in_stretches
+            from shardfx.runtime.distributed.process_engine import ProcessEngine, in_segments
 
-            return ProcessEngine(graph, self.device, in_stretches(options.of_torch))
+            return ProcessEngine(graph, self.device, in_segments(options.of_torch))
         engine = ModuleEngine(
             self.make_engine(graph),
             graph.mesh,
@@ -141,12 +139,12 @@ class Place:
         """How what is under way is carried, where ranks are on several machines."""
         if self.virtual:
             return PLAIN
-        return Transport(ahead=AHEAD) if by_stream(self.device) else Transport(gloo.LARGE, AHEAD)
+        return Transport(ahead=AHEAD) if by_stream(self.device) else Transport(LARGE, AHEAD)
 
     @property
     def transport_here(self) -> Transport:
         """How it is among these ranks, as far as that is known yet."""
-        return self.transport if by_stream(self.device) or gloo.is_used() else PLAIN
+        return self.transport if by_stream(self.device) or not all_share_memory() else PLAIN
 
     def rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
         """The rank passes of a plan: the built-in ones for this device, and the user's behind them."""

@@ -32,8 +32,8 @@ from shardfx.plan import Plan, make_plan
 from shardfx.report.figures import Report, Timing
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
-from shardfx.runtime.debug.recording import Recording
 from shardfx.runtime.peers import Peers
+from shardfx.runtime.recording import Recording
 from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict

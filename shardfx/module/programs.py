@@ -25,9 +25,9 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
 from shardfx.passes.rank import BUILT_IN, RankContext, RankPass, built_in, run_rank_passes
 from shardfx.runtime.engine import Engine
-from shardfx.runtime.export.program_files import write_rank, write_shared
-from shardfx.runtime.peak_memory import MeasuredPeaks
-from shardfx.runtime.step import Kinds, Step
+from shardfx.runtime.export_programs import write_rank, write_shared
+from shardfx.runtime.module_engine import MeasuredPeaks
+from shardfx.runtime.step import Kinds, ProgramRunner
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.plan_proof import ProgramRequest
 from shardfx.runtime.verify.verdict import Verdict, verify
@@ -100,7 +100,7 @@ class Programs:
         engine: Callable[[], Engine],
     ) -> None:
         self.compiled, self.device, self.rank_passes = compiled, device, tuple(rank_passes)
-        self.step = Step(compiled.after, self.program, store, engine)
+        self.step = ProgramRunner(compiled.after, self.program, store, engine)
         self.notes: dict[str, None] = {}
         """What rank passes noted, each once."""
         self.pulls = compiled.hints.loss is product

@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from shardfx.gradients import is_pulled
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind
-from shardfx.runtime.step import Kept, Step
+from shardfx.runtime.step import ProgramRunner, RunStart
 from shardfx.runtime.store import version
 
 from .call import TARGETS, Call, Form, kind_of
@@ -40,19 +40,19 @@ class AsItWas:
 
     tensors: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
-    kept: Kept
+    kept: RunStart
 
     @staticmethod
-    def of(step: Step, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None) -> AsItWas:
+    def of(step: ProgramRunner, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None) -> AsItWas:
         """The versions of these tensors, and copies of the buffers that the forward writes."""
         written = {output.name for output in step.graph.outputs if output.kind is OutputKind.BUFFER}
         copies: dict[int, torch.Tensor] = {}
         buffers = {}
         for name in filter(step.store.is_here, written):
             for rank in step.ranks:
-                piece = step.store.piece(name, rank)
+                piece = step.store.shard(name, rank)
                 buffers[name, rank] = copies.setdefault(piece.data_ptr(), piece.clone())
-        return AsItWas(tuple(tensors), tuple(version(t) for t in tensors), Kept(seed, buffers))
+        return AsItWas(tuple(tensors), tuple(version(t) for t in tensors), RunStart(seed, buffers))
 
     def check(self) -> None:
         """Raise where something was written into what the forward used.

@@ -27,9 +27,9 @@ from shardfx.ir.capture.python_state.python_state import PythonState
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import stages_as_planned
-from shardfx.runtime.engine import Watch, seed_tensor
+from shardfx.runtime.engine import Probe, seed_tensor
 from shardfx.runtime.peers import OtherSurroundings, Peers, RankInput
-from shardfx.runtime.step import Kept, Step
+from shardfx.runtime.step import ProgramRunner, RunStart
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import Call, Form, autocast_around, contents, inputs_of, model_results, passed
@@ -55,7 +55,7 @@ class Around(NamedTuple):
 
     peers: Peers
     make: Make
-    watch: Watch | None
+    watch: Probe | None
     local: bool
 
 
@@ -110,7 +110,7 @@ class Variants:
         training: frozenset[str],
         peers: Peers,
         make: Make,
-        watch: Watch | None,
+        watch: Probe | None,
         with_results: bool = False,
         options: Mapping[str, torch.Tensor] | None = None,
     ) -> Any:
@@ -169,7 +169,7 @@ class Variants:
         if onwards:
             return self._onwards(programs, call, form, around._replace(local=local), wanted)
         step = programs.step
-        kept = None if drawn is None else Kept(step.on_device(drawn), {})
+        kept = None if drawn is None else RunStart(step.on_device(drawn), {})
         first.say_unused(programs, kinds)
         with said_of(self.known[0][0], form):
             results = step.run(kinds, {**call.tensors, **(options or {})}, watch, kept)
@@ -184,7 +184,7 @@ class Variants:
         out = model_results(programs.compiled, step, local, results)
         return loss, attach(out, refuse, tensors) if tensors else out
 
-    def _alike(self, step: Step, call: Call, key: Hashable, peers: Peers, local: bool) -> Call:
+    def _alike(self, step: ProgramRunner, call: Call, key: Hashable, peers: Peers, local: bool) -> Call:
         """The call, whose inputs are the same where they should: compared, or (if the hints say so) made so."""
 
         def given() -> list[RankInput]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from shardfx.runtime.debug.nan_hunt import NanHunt
-from shardfx.runtime.debug.recording import Recording
-from shardfx.runtime.engine import Watch
+from shardfx.runtime.engine import Probe
+from shardfx.runtime.nan_debug import NanDebug
+from shardfx.runtime.recording import Recording
 from shardfx.schedules.timeline import recorded
 
 from .planned_module import PlannedModule
@@ -17,7 +17,7 @@ from .planned_module import PlannedModule
 class WatchedModule(PlannedModule):
     """A model whose programs show what they do while they run."""
 
-    _watch: Watch | None
+    _watch: Probe | None
     """What looks at each call; nothing does by default, and that costs nothing."""
 
     @contextmanager
@@ -40,7 +40,7 @@ class WatchedModule(PlannedModule):
         Raises:
             Error: when something is found.
         """
-        before, self._watch = self._watch, NanHunt(inf)
+        before, self._watch = self._watch, NanDebug(inf)
         try:
             yield
         finally:

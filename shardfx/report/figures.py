@@ -11,7 +11,7 @@ from shardfx.ir.cost.footprint import Peak, TurnMemory
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.arena_layout import ArenaUse
-from shardfx.runtime.debug.recording import Recording
+from shardfx.runtime.recording import Recording
 from shardfx.schedules.timeline import PlanTimeline
 
 from .console import render

@@ -24,9 +24,9 @@ from shardfx.ir.timing.rank_tasks import doings
 from shardfx.ir.timing.simulate import Course
 from shardfx.ir.timing.stream_order import COMPUTE
 from shardfx.memory.rank_memory import RankMemory
-from shardfx.runtime.debug.recording import Recording
 from shardfx.runtime.distributed.groups import is_dry_run
-from shardfx.runtime.engine import Watch
+from shardfx.runtime.engine import Probe
+from shardfx.runtime.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def rank_places(graph: Graph) -> tuple[int, ...]:
 class Watched(Protocol):
     """What runs programs, and shows them to a watch."""
 
-    _watch: Watch | None
+    _watch: Probe | None
     _measured: Recording | None
 
     @property

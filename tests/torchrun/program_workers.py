@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardfx as sx
 from shardfx.ir.cost import calibrate, probes
-from shardfx.runtime.distributed import gloo, groups
-from shardfx.runtime.same_host.near_group import NearGroup
-from shardfx.runtime.same_host.neighbourhood import EACH, met
-from shardfx.runtime.same_host.shared_memory import shared_bytes
+from shardfx.runtime.distributed import groups, process_engine, shm
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan, stored_specs
 from tests.printed import check_printed, noting_programs
@@ -106,79 +105,108 @@ def runs_what_is_printed(name: str, mesh: str, stored: str = "") -> None:
 @worker
 def holds_what_is_exchanged(name: str, mesh: str, stored: str) -> None:
     """A reduce-scatter that runs as an exchange holds all that a rank gets, and the report counts it."""
-    large, gloo.LARGE = gloo.LARGE, 256
+    large, process_engine.LARGE = process_engine.LARGE, 256
     try:
         with on_gloo():
             runs_what_is_printed(name, mesh, stored)
     finally:
-        gloo.LARGE = large
+        process_engine.LARGE = large
 
 
 @contextmanager
 def on_gloo() -> Iterator[None]:
-    """As if no two ranks were on one machine."""
-    connect, kept = groups.connect, dict(met)
-    met.clear()
-    groups.connect = lambda *_: None
+    """Groups of programs on gloo, as if no two ranks were on one machine."""
+    known, connect = dict(groups._made), shm.connect
+    for name in [name for name in known if name != groups.CPU_GROUP]:
+        groups._unregister_process_group(name)
+        del groups._made[name]
+    shm.connect = lambda *_: []
     try:
         yield
     finally:
-        groups.connect = connect
-        met.update(kept)
+        shm.connect = connect
+        for name, group in known.items():
+            groups._register(name, group)
 
 
 @worker
-def neighbours_do_what_gloo_does() -> None:
-    """Every kind of collective, several under way at once, small ones and those that are shared out; also where a
-    program calls torch's."""
+def shared_memory_does_what_gloo_does() -> None:
+    """Every kind of collective, several under way at once, small ones and those that are shared out."""
     groups.initialise(torch.device("cpu"))
+    assert dist.get_backend() == shm.NAME
     n, rank = dist.get_world_size(), dist.get_rank()
     mesh, generator = sx.Mesh(dp=n), torch.Generator().manual_seed(rank)
     groups.make_groups(mesh, [("dp",)])
     near = mesh.group_name(rank, ("dp",))
-    assert near in met
-    group = groups.find_group(near)
-    assert isinstance(group, NearGroup)
-    far = group.gloo.group_name
+    assert groups.shares_memory(near) and groups.all_share_memory()
+    far = dist.new_group(backend="gloo").group_name
     sent = [(rank + to) % 2 for to in range(n)]
     received = [(of + rank) % 2 for of in range(n)]
-    for rows in (n, 3 * n, 17 * n * EACH // 64):
+    wait = c10d.wait_tensor
+    for rows in (n, 3 * n, 17 * n * shm.LARGE // 64):
         x = torch.randn(rows, 7, generator=generator)
         given = [x, x.double(), x.bfloat16(), (x * 9).long(), x.expand(2, *x.shape)[1]]
         given = given[:1] if rows > 100 * n else given  # what is shared out takes a while
-        flat = shared_bytes(x.nbytes).view(x.dtype).view(x.shape)
+        flat = shm.shared_bytes(x.nbytes).view(x.dtype).view(x.shape)
         for each in given:
             for op in ("sum", "max", "min", "product", *(["avg"] if each.dtype.is_floating_point else [])):
-                first = gloo.all_reduce(each, op, near)
-                second = gloo.reduce_scatter(each, op, n, near)
-                third = gloo.all_gather(each, n, near)
-                fourth = gloo.all_reduce_(flat.copy_(x), "sum", near)
-                fifth = gloo.all_to_all(each[: sum(sent)], received, sent, near)
-                summed = c10d.wait_tensor(c10d.all_reduce(each, op, far))
-                tolerance = {"rtol": 2e-2, "atol": 1e-1} if each.dtype is torch.bfloat16 else {}
-                torch.testing.assert_close(gloo.wait(first), summed, **tolerance)
-                torch.testing.assert_close(gloo.wait(second), summed.chunk(n)[rank], **tolerance)
-                joined = c10d.wait_tensor(c10d.all_gather_into_tensor(each, n, far))
-                moved = c10d.wait_tensor(c10d.all_to_all_single(each[: sum(sent)].contiguous(), received, sent, far))
-                assert torch.equal(gloo.wait(third), joined) and torch.equal(gloo.wait(fifth), moved)
-                by_torch = [
+                exchanged = each[: sum(sent)].contiguous()
+                started = [
                     c10d.all_reduce(each, op, near),
                     c10d.reduce_scatter_tensor(each, op, n, near),
                     c10d.all_gather_into_tensor(each, n, near),
-                    c10d.all_to_all_single(each[: sum(sent)].contiguous(), received, sent, near),
+                    c10d.all_reduce_(flat.copy_(x), "sum", near),
+                    c10d.all_to_all_single(exchanged, received, sent, near),
                 ]
-                expected = [summed, summed.chunk(n)[rank], joined, moved]
-                for given_back, right in reversed(list(zip(by_torch, expected, strict=True))):
-                    torch.testing.assert_close(c10d.wait_tensor(given_back), right, **tolerance)
-                everyone = gloo.wait(gloo.all_gather(gloo.wait(fourth), n, near))
-                assert all(torch.equal(part, flat) for part in everyone.chunk(n))
-    assert gloo.wait(gloo.all_reduce(torch.tensor(2.0), "sum", near)) == 2 * n
-    assert gloo.wait(gloo.all_reduce(torch.ones(0), "sum", near)).shape == (0,)
+                summed = wait(c10d.all_reduce(each, op, far))
+                everyone = wait(c10d.all_gather_into_tensor(wait(c10d.all_reduce(x, "sum", far)), n, far))
+                expected = [
+                    summed,
+                    summed.chunk(n)[rank],
+                    wait(c10d.all_gather_into_tensor(each, n, far)),
+                    everyone.chunk(n)[rank],
+                    wait(c10d.all_to_all_single(exchanged, received, sent, far)),
+                ]
+                tolerance = {"rtol": 2e-2, "atol": 1e-1} if each.dtype is torch.bfloat16 else {}
+                for begun, right in reversed(list(zip(started, expected, strict=True))):
+                    torch.testing.assert_close(wait(begun), right, **tolerance)
+                joined = wait(c10d.all_gather_into_tensor(flat, n, near))
+                assert all(torch.equal(part, flat) for part in joined.chunk(n))
+    assert wait(c10d.all_reduce(torch.tensor(2.0), "sum", near)) == 2 * n
+    assert wait(c10d.all_reduce(torch.ones(0), "sum", near)).shape == (0,)
     for i in range(40):  # gloo's threads let go of tensors meanwhile
         root = torch.full((500,), float(rank + i))
-        assert bool((c10d.wait_tensor(c10d.broadcast(root, i % n, near)) == i % n + i).all())
+        assert bool((wait(c10d.broadcast(root, i % n, near)) == i % n + i).all())
     truths = torch.tensor([rank == 0, True, False])
-    assert gloo.wait(gloo.all_reduce(truths, "max", near)).tolist() == [True, True, False]
+    assert wait(c10d.all_reduce(truths, "max", near)).tolist() == [True, True, False]
+
+
+@worker
+def torchs_own_calls_work_in_shared_memory() -> None:
+    """Of a job whose process group it is: objects, DTensors, DDP, messages in another order."""
+    groups.initialise(torch.device("cpu"))
+    n, rank = dist.get_world_size(), dist.get_rank()
+    every: list[object] = [None] * n
+    dist.all_gather_object(every, {"rank": rank})
+    assert every == [{"rank": i} for i in range(n)]
+    pair = torch.empty(2)
+    dist.reduce_scatter_tensor(pair, torch.arange(2.0 * n))
+    assert torch.equal(pair, n * torch.tensor([2.0 * rank, 2.0 * rank + 1]))
+    if rank == 0:
+        for tag in (3, 8, 3):
+            dist.send(torch.full((tag,), float(tag)), 1, tag=tag)
+    elif rank == 1:
+        for tag in (8, 3, 3):
+            dist.recv(got := torch.empty(tag), 0, tag=tag)
+            assert bool((got == tag).all())
+    whole = torch.arange(8.0).view(4, 2)
+    assert torch.equal(distribute_tensor(whole, init_device_mesh("cpu", (n,)), [Shard(0)]).full_tensor(), whole)
+    model = torch.nn.Linear(4, 4)
+    torch.nn.parallel.DistributedDataParallel(model)(torch.randn(2, 4)).sum().backward()
+    assert model.weight.grad is not None
+    dist.all_gather_object(every, model.weight.grad.tolist())
+    assert every == every[:1] * n
+    dist.barrier()
 
 
 @worker

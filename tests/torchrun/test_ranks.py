@@ -113,15 +113,16 @@ def test_mistakes_and_programs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_neighbours() -> None:
-    on_ranks(3, "neighbours_do_what_gloo_does")
+def test_shared_memory_of_three_ranks() -> None:
+    on_ranks(3, "shared_memory_does_what_gloo_does", "torchs_own_calls_work_in_shared_memory")
 
 
 @pytest.mark.long
 def test_programs_run_as_they_are_printed() -> None:
     on_ranks(
         2,
-        "neighbours_do_what_gloo_does",
+        "shared_memory_does_what_gloo_does",
+        "torchs_own_calls_work_in_shared_memory",
         "is_proven:mlp3,dp2",
         "runs_what_is_printed:mlp3,tp2",
         "runs_what_is_printed:gpt_fused,dp2,stored",

@@ -21,7 +21,7 @@ from shardfx.ir.cut import Cut, Part
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.shards import cut_local
 from shardfx.ir.spec import Spec
-from shardfx.runtime.debug.collective_counts import count_collectives
+from shardfx.runtime.collective_counts import count_collectives
 from tests.plans import MESHES, plan, train_beside
 from tests.reference import rel_err
 from tests.zoo import make

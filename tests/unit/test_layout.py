@@ -32,7 +32,7 @@ ONE_OP = (*GRAPHS, "ir.rules")
 CAPTURE = (*ONE_OP, "ir.capture.canonical", "ir.capture.frontend")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.loops")
 PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.forms", "runtime.verify.proof")
-CLOCKS = ("ir.cost", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
+CLOCKS = ("ir.cost", "ir.rules", "ir.schedule", "ir.timing", "runtime", "visualize")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
     "ir.rules": ("ir",),
@@ -74,13 +74,9 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.space": (*ONE_OP, "ir.cost", "passes"),
     "passes.stages": (*ONE_OP, "ir.cost", "ir.schedule", "passes", "passes.time"),
     "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
-    "runtime": (*PROGRAMS, "ir.cost"),  # the pass for Inductor: what it fuses
+    "runtime": (*PROGRAMS, "ir.cost", "ir.schedule", "ir.timing", "runtime.distributed"),
     "runtime.virtual": (*PROGRAMS, "runtime"),
-    "runtime.distributed": (*PROGRAMS, "ir.text", "runtime", "runtime.distributed.stages", "runtime.same_host"),
-    "runtime.distributed.stages": (*PROGRAMS, "runtime.distributed", "runtime.same_host"),
-    "runtime.same_host": (),
-    "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime", "runtime.same_host"),
-    "runtime.export": (*PROGRAMS, "runtime.distributed"),
+    "runtime.distributed": (*PROGRAMS, "ir.text", "runtime"),
     "runtime.verify": (*PROOF, "ir.capture", "ir.oracle", "runtime.verify.families", "runtime.virtual"),
     "runtime.verify.forms": (*PROOF, "runtime.verify"),
     "runtime.verify.families": (*PROGRAMS, "ir.rules", "runtime.verify", "runtime.verify.proof"),

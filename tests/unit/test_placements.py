@@ -12,8 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardfx import Mesh, Spec
 from shardfx.ir.cut import Cut, Part, compound
 from shardfx.ir.shards import cut_local
-from shardfx.runtime.distributed.dtensor_placements import placements, runs
-from shardfx.runtime.distributed.multi_box import MultiBoxTensor
+from shardfx.runtime.distributed.dtensor_shard import MultiBoxTensor, placements, runs
 
 MESH = Mesh(dp=2, tp=2)
 CUTS = [

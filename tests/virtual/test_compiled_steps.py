@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfx as sx
 from shardfx.runtime.inductor_passes import OPTIONS
-from shardfx.runtime.module_engine import ModuleEngine, in_order
-from shardfx.runtime.peak_memory import MeasuredPeaks
+from shardfx.runtime.module_engine import MeasuredPeaks, ModuleEngine, in_order
 from tests.on_gpu import allocated
 from tests.plans import MESHES
 from tests.stepped import KINDS, alone, apart, batches, small_plan

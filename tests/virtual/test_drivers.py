@@ -16,7 +16,7 @@ import shardfx as sx
 from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.module.programs import TRAIN
-from shardfx.runtime.export.program_files import functions
+from shardfx.runtime.export_programs import functions
 from tests.plans import plan
 from tests.unit_orders import ONE_AHEAD, ORDERS, in_order, program
 from tests.zoo import make

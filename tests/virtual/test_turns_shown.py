@@ -10,7 +10,7 @@ import torch
 
 import shardfx as sx
 from shardfx.ir.cost.traffic import Turns
-from shardfx.runtime.debug.collective_counts import count_collectives
+from shardfx.runtime.collective_counts import count_collectives
 from shardfx.visualize.boxes import Box
 from shardfx.visualize.detail import show
 from shardfx.visualize.graph_picture import picture_svg

@@ -141,7 +141,7 @@ class WeightsAsWere:
             if tensor.dtype != given.value.type.dtype or spec is None or tuple(tensor.shape) != given.value.shape:
                 continue
             for rank in self._ranks:
-                piece = state.store.piece(given.name, rank).detach()
+                piece = state.store.shard(given.name, rank).detach()
                 if not same(piece, cut_local(tensor, spec, self._graph.mesh, rank).to(piece.device)):
                     yield name
                     break

@@ -152,7 +152,7 @@ class ModelState:
         }
         for given in self.compiled.after.of_kind(InputKind.BUFFER):
             if given.name in self.store.buffers and self.is_whole(given.name):
-                known[given.name] = self.store.piece(given.name, 0)
+                known[given.name] = self.store.shard(given.name, 0)
         return known
 
     def full_grads(self) -> dict[str, torch.Tensor]:

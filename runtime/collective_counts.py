@@ -2,12 +2,12 @@
 
     with count_collectives() as counts:
         pm(x, y)
-    counts["all_reduce", "dp2.tp2/dp@0"]        # Count(calls=1, nbytes=36864)
+    counts["all_reduce", "dp2.tp2/dp@0"]        # CollectiveCount(calls=1, nbytes=36864)
 
 Under ``torchrun`` a rank sees the groups that it is in; virtual ranks see all groups. Bytes are those that one rank
 of the group sends, for the local tensors that the collective really has (padding included), by the formulas of
 :mod:`shardfx.ir.ops.sends`; of an exchange, in which each rank sends as much as it says, those of the rank that sends
-most (of a process, its own). What neighbours do through shared memory counts as what it is.
+most (of a process, its own).
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardfx.ir.ops.comm import row_of_collective
 from shardfx.ir.ops.sends import sent as sent_of
 from shardfx.runtime.rendezvous import Request, listeners
-from shardfx.runtime.same_host.neighbourhood import heard, met
 
 Key = tuple[str, str]
 
 
 @dataclass
-class Count:
+class CollectiveCount:
     """How often a collective ran on a group, and the bytes that one of its ranks sent."""
 
     calls: int = 0
     nbytes: float = 0.0
 
 
-class Counts(dict[Key, Count]):
+class CollectiveCounts(dict[Key, CollectiveCount]):
     """By (collective, group). Several groups along the same axes (``tp@0``, ``tp@1``) count each for themselves."""
 
     def add(self, op: str, group: str, nbytes: float) -> None:
         """Count one call that sent ``nbytes`` from this rank."""
-        count = self.setdefault((op, group), Count())
+        count = self.setdefault((op, group), CollectiveCount())
         count.calls += 1
         count.nbytes += nbytes
 
@@ -58,9 +57,9 @@ class Counts(dict[Key, Count]):
 
 
 @contextmanager
-def count_collectives() -> Iterator[Counts]:
+def count_collectives() -> Iterator[CollectiveCounts]:
     """Count what runs in this process while the context is open."""
-    counts = Counts()
+    counts = CollectiveCounts()
 
     def listen(asked: Sequence[tuple[Request, torch.Tensor]]) -> None:
         (request, local), n = asked[0], len(asked)
@@ -70,19 +69,12 @@ def count_collectives() -> Iterator[Counts]:
             most = sent(request.op, local, n)
         counts.add(request.op, request.group, most)
 
-    def hears(op: str, group: str, local: torch.Tensor, lengths: Sequence[int] | None) -> None:
-        near = met[group]
-        given = sent(op, local, near.count) if lengths is None else exchanged(lengths, near.place, local)
-        counts.add(op, group, given)
-
     listeners.append(listen)
-    heard.append(hears)
     try:
-        with _Watch(counts):
+        with _CollectiveCounter(counts):
             yield counts
     finally:
         listeners.remove(listen)
-        heard.remove(hears)
 
 
 def sent(op: str, local: torch.Tensor, n: int) -> float:
@@ -102,10 +94,10 @@ EXCHANGE = "all_to_all_single"
 COUNTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
 
 
-class _Watch(TorchDispatchMode):
+class _CollectiveCounter(TorchDispatchMode):
     """Sees the functional collectives of real ranks. A coalesced one counts as one call."""
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: CollectiveCounts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts = counts
 

@@ -1,4 +1,4 @@
-"""NaN hunting: every result of every node is looked at, and the first that holds a NaN or an inf is named.
+"""NaN debugging: every result of every node is looked at, and the first that holds a NaN or an inf is named.
 
 What counts is where it was *made*: by a node whose operands are finite. An infinity that a program writes down itself
 (``masked_fill(mask, -inf)``, a mask in a buffer) is meant, and so is what comes of it, unless that is a NaN.
@@ -27,17 +27,17 @@ REMEDY = "guard that line against such operands (an eps, a clamp, a mask), or lo
 
 
 @dataclass(frozen=True)
-class NanHunt:
+class NanDebug:
     """What is looked for: NaN, and with ``inf`` also infinities that were made from finite numbers."""
 
     inf: bool = True
 
-    def watch(self, rank: int) -> Watcher:
+    def watch(self, rank: int) -> NanProbe:
         """A fresh look at one rank's program."""
-        return Watcher(rank, self.inf)
+        return NanProbe(rank, self.inf)
 
 
-class Watcher:
+class NanProbe:
     """Looks at one rank's program while it runs."""
 
     def __init__(self, rank: int, inf: bool) -> None:

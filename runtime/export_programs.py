@@ -1,7 +1,7 @@
 """RankPrograms as files: one readable Python file per rank, which runs under ``torchrun`` with nothing but torch.
 
 folder/rank0.py     forward(...), as generated, with module paths and source lines
-folder/rank0.pt     its pieces of parameters and buffers, constants, and the example inputs (weights only)
+folder/rank0.pt     its shards of parameters and buffers, constants, and the example inputs (weights only)
 folder/pack.py, memory_ops.py    what stands around collectives, and destinations: our own files, with torch alone
 folder/groups.json  the process groups, in the order in which all ranks make them
 folder/run.py       torchrun --nproc-per-node N run.py
@@ -40,8 +40,6 @@ from shardfx.ir.ops.time import turns
 from shardfx.ir.program.rank_module import HELD
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.distributed.groups import axes_of
-
-from .run_template import HEADER, README, RUN
 
 FILES = {
     "pack": "pack",
@@ -82,7 +80,7 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
 
 
 def functions(module: fx.GraphModule, name: str) -> list[str]:
-    """The code of a module as a function, behind those of the modules that it calls for each turn, or for units."""
+    """The code of a module as a function, behind those of the modules that it calls for iterations and units."""
     code, found = module.graph.python_code("self").src.strip("\n"), []
     for target in dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op in HELD):
         unit = getattr(module, target, None)
@@ -149,3 +147,95 @@ def copy(source: str | None, target: Path) -> None:
     text = Path(source).read_text(encoding="utf-8")
     beside = re.sub(r"^from \.(?:\w+\.)*(\w+) import", r"from \1 import", text, flags=re.MULTILINE)
     target.write_text(beside, encoding="utf-8")  # a folder, no package
+
+
+# ---- templates
+
+HEADER = '''"""Rank {rank} of {mesh}. It takes its own shards of these inputs, and gives its shards of the outputs.
+
+{inputs}
+"""
+
+from math import inf, nan
+
+import torch
+from torch import device
+{imports}
+INPUTS = {names}
+OUTPUTS = {outputs}
+GUARDS = {guards}
+
+
+'''
+
+RUN = '''"""Run the programs of this folder once, each rank its own.
+
+    torchrun --nproc-per-node {size} run.py            # prints each rank's loss, or norms of its results
+    torchrun --nproc-per-node {size} run.py --save     # and writes all that rank N returns as results{{N}}.pt
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group
+
+FOLDER = Path(__file__).parent
+RANK = int(os.environ["RANK"])
+
+
+def main() -> None:
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    assert dist.get_world_size() == {size}, "start {size} processes"
+    for name, ranks in json.loads((FOLDER / "groups.json").read_text()):
+        group = dist.new_group(ranks) if ranks == sorted(ranks) else dist.new_group(ranks, sort_ranks=False)
+        if RANK in ranks:
+            _register_process_group(name, group)
+    sys.path.insert(0, str(FOLDER))
+    program = importlib.import_module(f"rank{{RANK}}")
+    state = torch.load(FOLDER / f"rank{{RANK}}.pt", weights_only=True, map_location=device)
+    missing = [name for name in program.INPUTS if name not in state]
+    assert not missing, f"rank{{RANK}}.pt has no {{missing}}: put them there"
+    with torch.no_grad():
+        results = program.forward(*[state[name] for name in program.INPUTS])
+    named = dict(zip(program.OUTPUTS, results, strict=True))
+    for name, (expected, where) in program.GUARDS.items():  # what the model did for the example
+        torch.testing.assert_close(
+            named[name].cpu(),
+            torch.tensor(expected, dtype=named[name].dtype).reshape(named[name].shape),
+            msg=lambda text: f"these data lead the model elsewhere than the example did, at {{where}}: {{text}}",
+        )
+    if "--save" in sys.argv:
+        torch.save(named, FOLDER / f"results{{RANK}}.pt")
+    first = next(iter(named))
+    value = named[first]
+    print(f"rank {{RANK}}: {{first}} {{value.item() if value.numel() == 1 else value.norm().item():.6g}}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+README = """# Programs of {mesh}
+
+One file per rank, written by shardfx. They need torch and nothing else:
+
+    torchrun --nproc-per-node {size} run.py
+
+- `rankN.py`: the program of rank N. `forward` takes the rank's own shards of what `INPUTS` names, and gives its shards
+  of what `OUTPUTS` names; where these are in `GUARDS`, they must be what stands there. Behind each line stands the
+  module and the source line that it comes from.
+- `rankN.pt`: those shards, by name (`torch.load(..., weights_only=True)`). Put your own there, or call `forward`
+  yourself.
+- `groups.json`: the names of the process groups, and the ranks in each; `run.py` shows how they are made.
+- `pack.py`, `memory_ops.py`{own}: what the programs call besides torch's own operators.
+"""

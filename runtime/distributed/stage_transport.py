@@ -1,11 +1,9 @@
-"""What goes from stage to stage between real ranks: started here, done while the rank goes on.
+"""Messages between the stages of a pipeline on real ranks.
 
-Between ranks of one machine it goes through memory that they share (:mod:`shardfx.runtime.same_host.parcels`): it
-leaves at once. Else gloo sends it: it is held until it has arrived, and a rank's step ends when all it sent has.
-
-On NCCL the messages from one rank to another follow one another on a stream, in the order of the programs, and only the
-stream on which a rank computes waits for them. So that of two ranks that send to one another neither waits behind its
-own send, what goes to higher and to lower places of the axis of stages has a process group each (:data:`FORTH`,
+Through shared memory a message leaves at once. On gloo it is stored until it has arrived, and a step of a rank ends
+when all it sent has. On NCCL messages from one rank to another follow one another on a stream, in the order of the
+programs, and only the stream on which a rank computes waits for them; so that of two ranks that send to one another
+neither waits behind its own send, messages to higher and to lower stages have a process group each (:data:`FORTH`,
 :data:`BACK`).
 """
 
@@ -21,8 +19,8 @@ import torch.distributed as dist
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops.time.handover import number, peers
-from shardfx.runtime.same_host.neighbourhood import met
-from shardfx.runtime.same_host.parcels import Parcel
+
+from .groups import shares_memory
 
 Tensor = torch.Tensor
 AHEAD = 2
@@ -136,14 +134,13 @@ class Inbox:
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, turn: int, group: str
-    ) -> Receipt | Parcel:
+    ) -> Receipt:
         """Start to receive (:func:`shardfx.ir.ops.time.handover.receive`), if that is not under way."""
-        if (near := met.get(group)) is not None:
-            into = torch.empty(shape, dtype=dtype, device=device)
-            return near.parcels.receive(into, origin, number(tag, turn))
+        asked = (shape, dtype, device, origin, tag, turn, group)
+        if shares_memory(group) and not self._by_stream:
+            return _started(asked, False)
         self._at += 1
         if not self._known:
-            asked = (shape, dtype, device, origin, tag, turn, group)
             self._every.append(asked)
             return _started(asked, self._by_stream)
         if self._at + AHEAD <= len(self._every):
@@ -162,12 +159,11 @@ class Outbox:
 
     def send(self, x: Tensor, to: int, tag: int, turn: int, group: str) -> None:
         """Start to send (:func:`shardfx.ir.ops.time.handover.send`)."""
-        if (near := met.get(group)) is not None:
-            near.parcels.send(x, to, number(tag, turn))
-            return
         held = x.contiguous()
         work = dist.isend(held, group=peers(group), group_dst=to, tag=number(tag, turn))
         assert work is not None
+        if shares_memory(group):  # a copy is on its way
+            return
         with self._changed:
             self._sent.append((work, held))
             if not self._waits:

@@ -1,1 +1,0 @@
-"""Looking at programs while they run."""

@@ -1,0 +1,587 @@
+"""The process-group backend ``"shm"``: collectives among CPU ranks of one machine, through memory that they share.
+
+    torch.distributed.init_process_group("cpu:shm")        # or SHARDFX_CPU_BACKEND=shm: the groups of shardfx alone
+
+    all-reduce of a bucket        each rank says READY, reduces its n-th of all buckets, writes that into all of them
+    smaller ones, gathers, ...    each rank copies its tensor into a slot: READY; the others read it: TAKEN
+    a message                     a copy in a slot: SENT; the sender goes on; the receiver reads it: TAKEN
+
+It takes a fifth of the processor time of gloo, which sends through sockets (``python -m benchmarks.collectives``).
+Reductions are in the order of the ranks: results are the same on all. A collective is done by those that wait for it,
+and with it those of its group that were started before. Control messages go over Unix sockets, the file of a segment
+along with the first message that names it. A process that ends closes its sockets, which the others notice at once.
+Gloo does the rest: objects, other layouts, groups of several machines. CUDA tensors have no part in it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import select
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate, count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Tensor = torch.Tensor
+NAME = "shm"
+
+# ---- memory that other processes may map: a file without a name, which ends with its last user
+
+
+@dataclass(eq=False)
+class SharedFile:
+    """A shared file, mapped here at ``address``."""
+
+    number: int
+    file: int
+    nbytes: int
+    address: int
+
+
+NOTHING = SharedFile(0, -1, 0, 0)
+_segments: dict[int, SharedFile] = {}
+_segment_numbers = count(1)
+forgotten: list[int] = []
+"""The numbers of segments that were freed."""
+
+
+def shared_bytes(nbytes: int) -> Tensor:
+    """Shared memory of so many bytes, at least one; its file ends with the last tensor in it.
+
+    Raises:
+        AttributeError: this system has no files without a name.
+        OSError: there is no room for it.
+    """
+    file = os.memfd_create("shardfx")
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+        flat = _map_file(file, nbytes)
+    except BaseException:
+        os.close(file)
+        raise
+    segment = SharedFile(next(_segment_numbers), file, nbytes, flat.data_ptr())
+    _segments[segment.address] = segment
+    weakref.finalize(flat.untyped_storage(), _forget, segment)
+    return flat
+
+
+def segment_of(x: Tensor) -> tuple[SharedFile, int] | None:
+    """The segment in which a tensor lies, and at which byte; None: it lies elsewhere."""
+    address = x.untyped_storage().data_ptr()
+    segment = _segments.get(address)
+    return None if segment is None else (segment, x.data_ptr() - address)
+
+
+def _map_file(file: int, nbytes: int) -> Tensor:
+    return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _forget(segment: SharedFile) -> None:
+    del _segments[segment.address]
+    forgotten.append(segment.number)
+    os.close(segment.file)
+
+
+# ---- connections between ranks
+
+MESSAGE = struct.Struct("=QQQQQ")
+FILES = socket.CMSG_SPACE(struct.calcsize("i"))
+CONNECT = 10.0
+"""Seconds a process has to connect, once all have said where they are."""
+
+
+class LinkWord(IntEnum):
+    """What a message says: a tensor of a collective, or of a message, is there; a segment was read; it was freed."""
+
+    READY = 0
+    SENT = 1
+    TAKEN = 2
+    FREED = 3
+
+
+class LinkError(RuntimeError):
+    """A connection is lost, or a rank has not been heard of in time."""
+
+
+class SocketLink:
+    """The connection to another rank of a group."""
+
+    def __init__(self, connection: socket.socket, rank: int, timeout: float) -> None:
+        connection.setblocking(False)
+        self._socket, self.rank, self._timeout = connection, rank, timeout
+        self._poll = select.poll()
+        self._heard: dict[tuple[int, int], deque[tuple[int, int]]] = {}
+        self._known: set[int] = set()
+        """The segments whose files were sent."""
+        self.memory: dict[int, Tensor] = {}
+        """The segments of the other rank, as far as they were named."""
+        self._forgotten = len(forgotten)
+
+    def tell(self, word: LinkWord, number: int, where: tuple[SharedFile, int] | None = None) -> None:
+        """Send a word about something of a number, and where it lies. One who has ended needs it no more."""
+        for gone in forgotten[self._forgotten :]:
+            self._forgotten += 1
+            if gone in self._known:
+                self._known.remove(gone)
+                self._send(MESSAGE.pack(LinkWord.FREED, 0, gone, 0, 0), [])
+        along: list[Any] = []
+        segment, offset = where or (NOTHING, 0)
+        if where is not None and segment.number not in self._known:
+            self._known.add(segment.number)
+            along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", segment.file))]
+        self._send(MESSAGE.pack(word, number, segment.number, segment.nbytes, offset), along)
+
+    def _send(self, message: bytes, along: list[Any]) -> None:
+        while True:
+            try:
+                self._socket.sendmsg([message], along)
+                return
+            except BlockingIOError:  # the other one does not read: take in what it sends
+                self._wait(select.POLLIN | select.POLLOUT)
+                self._read()
+            except OSError:
+                return
+
+    def hear(self, word: LinkWord, number: int) -> tuple[int, int]:
+        """Wait for a message; gives the segment and the byte that it names.
+
+        Raises:
+            LinkError: it does not come.
+        """
+        while (found := self._heard.get((word, number))) is None:
+            if not self._read():
+                self._wait(select.POLLIN)
+        first = found.popleft()
+        if not found:
+            del self._heard[word, number]
+        return first
+
+    def has_heard(self, word: LinkWord, number: int) -> bool:
+        """Whether a message is there by now."""
+        while (word, number) not in self._heard:
+            if not self._read():
+                return False
+        return True
+
+    def close(self) -> None:
+        """Leave: the other rank notices it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self) -> bool:
+        """Take one message in, if there is one."""
+        try:
+            message, along, _, _ = self._socket.recvmsg(MESSAGE.size, FILES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._lost(f": {error}") from error
+        if len(message) < MESSAGE.size:
+            raise self._lost()
+        word, number, segment, nbytes, offset = MESSAGE.unpack(message)
+        for _, _, data in along:
+            (file,) = struct.unpack("i", data)
+            self.memory[segment] = _map_file(file, nbytes)
+            os.close(file)
+        if word == LinkWord.FREED:
+            self.memory.pop(segment, None)
+        else:
+            self._heard.setdefault((word, number), deque()).append((segment, offset))
+        return True
+
+    def _wait(self, events: int) -> None:
+        if self._socket.fileno() < 0:
+            raise self._lost()
+        self._poll.register(self._socket, events)
+        if not self._poll.poll(self._timeout * 1e3):
+            raise LinkError(f"Timed out waiting {self._timeout:g} s for rank {self.rank}")
+
+    def _lost(self, why: str = "") -> LinkError:
+        return LinkError(f"Connection closed by rank {self.rank}{why}")
+
+
+def connect(gather: Callable[[Any], list[Any]], place: int, ranks: Sequence[int], timeout: float) -> list[SocketLink]:
+    """Connect the members of a group, which all call it, to one another, in their order; none where they are not all
+    on one machine. ``gather`` gives what each of them gives, in their order."""
+    links: dict[int, SocketLink] = {}
+    with socket.socket(socket.AF_UNIX) as door:
+        secret, here = secrets.token_bytes(16), _machine()
+        if here:
+            door.bind("")  # the system gives it a name
+            door.listen(len(ranks))
+        every = gather((here, door.getsockname() if here else b"", secret))
+        if here and len({machine for machine, _, _ in every}) == 1:
+            with suppress(OSError):
+                door.settimeout(CONNECT)
+                for other in range(place):
+                    made = socket.socket(socket.AF_UNIX)
+                    made.settimeout(CONNECT)
+                    made.connect(every[other][1])
+                    made.sendall(every[other][2] + struct.pack("=Q", place))
+                    links[other] = SocketLink(made, ranks[other], timeout)
+                while len(links) < len(ranks) - 1:
+                    made, _ = door.accept()
+                    made.settimeout(CONNECT)
+                    said = made.recv(24, socket.MSG_WAITALL)
+                    if said[:16] == secret:  # else somebody else of this machine
+                        (other,) = struct.unpack("=Q", said[16:])
+                        links[other] = SocketLink(made, ranks[other], timeout)
+        complete = gather(len(links) == len(ranks) - 1)
+    if all(complete):
+        return [links[other] for other in sorted(links)]
+    for link in links.values():
+        link.close()
+    return []
+
+
+def _machine() -> str:
+    """The same text in processes that can share memory; empty where none can."""
+    try:
+        shared_bytes(1)
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+    except (AttributeError, OSError, RuntimeError):  # a system that has no such memory, or lets nobody map it
+        return ""
+
+
+# ---- the process group
+
+REDUCTIONS: dict[Any, Callable[..., Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.PRODUCT: torch.mul,
+}
+LARGE = 1 << 20
+"""What has so many bytes and lies in shared memory is not copied; an all-reduce of programs is shared out."""
+BLOCK = 1 << 18
+"""So many bytes are reduced at a time, which stay in the cache of a processor."""
+
+
+class SharedSlot:
+    """Shared memory for a copy of what this rank sends; ``readers`` are those that have not read it yet."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = shared_bytes(nbytes)
+        self.where = segment_of(self.memory) or (NOTHING, 0)
+        self.readers: list[SocketLink] = []
+        self.is_read_here = True
+
+    def is_free(self) -> bool:
+        """Whether all have read what lies here."""
+        number = self.where[0].number
+        for link in [link for link in self.readers if link.has_heard(LinkWord.TAKEN, number)]:
+            link.hear(LinkWord.TAKEN, number)
+            self.readers.remove(link)
+        return self.is_read_here and not self.readers
+
+
+class ShmWork(dist.Work):
+    """A collective, or a receive, into ``out``, done when it is waited for, after those before it in the ``queue``;
+    without ``finish`` it is done."""
+
+    def __init__(self, finish: Callable[[], object] | None, queue: deque[ShmWork], out: Tensor) -> None:
+        super().__init__()
+        self._finish, self._queue, self._out = finish, queue, out
+        if finish is not None:
+            queue.append(self)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Do this rank's part, and that of what was started before."""
+        while self._finish is not None:
+            first = self._queue.popleft()
+            assert first._finish is not None
+            first._finish()
+            first._finish = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it was waited for."""
+        return self._finish is None
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """The result, waited for."""
+        self.wait()
+        made: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        made.set_result([self._out])
+        return made
+
+
+_buckets: list[None] = []
+
+
+@contextmanager
+def of_programs() -> Iterator[None]:
+    """All-reduces that start within are those of programs: on all ranks, or on none, they are in shared memory."""
+    _buckets.append(None)
+    try:
+        yield
+    finally:
+        _buckets.pop()
+
+
+class ShmGroup(dist.ProcessGroup):
+    """A process group of ranks on one machine.
+
+    Args:
+        links: to the other members, in their order.
+        gloo: the backend for all else.
+    """
+
+    def __init__(self, links: Sequence[SocketLink], gloo: Any) -> None:
+        super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._gloo, self._place, self._count = gloo, gloo.rank(), gloo.size()
+        self._links = links
+        self._of = [*links[: self._place], None, *links[self._place :]]
+        self._numbers = count()
+        self._slots: list[SharedSlot] = []
+        self._queue: deque[ShmWork] = deque()
+        open_groups.add(self)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What is mapped of other ranks, and kept for what is sent: the memory of no program."""
+        seen = [each for link in self._links for each in link.memory.values()]
+        return [*seen, *(slot.memory for slot in self._slots)]
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        for link in self._links:
+            link.close()
+        open_groups.discard(self)
+        self._gloo.shutdown()
+
+    abort = shutdown
+
+    # The names that torch calls here, from Python and from below ``_c10d_functional``.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        """Reduce over a tensor in place."""
+        fold = self._fold_of(tensors, opts)
+        if fold is None or len(tensors) > 1 or not tensors[0].is_contiguous():
+            return self._gloo.allreduce(tensors, opts)
+        (x,) = tensors
+        where = segment_of(x) if _buckets and x.nbytes >= LARGE else None
+        if where is None:
+            return self._start(x, x, lambda parts: fold([part.view(x.shape) for part in parts], x))
+
+        def finish(parts: list[Tensor]) -> None:
+            per = -(-x.numel() // self._count)
+            mine = [part[self._place * per : (self._place + 1) * per] for part in parts]
+            fold(mine, mine[0])
+            for part in mine[1:]:
+                part.copy_(mine[0])
+
+        return self._start(x, x, finish, where)
+
+    def all_gather_single_coalesced(self, outs: list[Tensor], given: list[Tensor], opts: Any = None) -> Any:
+        """Gather several tensors."""
+        return [self.all_gather_single(out, x) for x, out in zip(given, outs, strict=True)][-1]
+
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:  # type: ignore[override]
+        """Gather a tensor of all ranks into one."""
+
+        def finish(parts: list[Tensor]) -> None:
+            for to, part in zip(out.view(self._count, x.numel()), parts, strict=True):
+                to.copy_(part)
+
+        return self._start(x, out, finish)
+
+    def reduce_scatter_single_coalesced(self, outs: list[Tensor], given: list[Tensor], opts: Any = None) -> Any:
+        """Reduce over tensors, and scatter each."""
+        if self._fold_of(given, opts) is None:
+            return self._gloo.reduce_scatter_tensor_coalesced(outs, given, opts)
+        return [self.reduce_scatter_single(out, x, opts) for x, out in zip(given, outs, strict=True)][-1]
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:  # type: ignore[override]
+        """Reduce over a tensor, and scatter it."""
+        fold = self._fold_of([x], opts)
+        if fold is None:
+            return self._gloo.reduce_scatter_tensor_coalesced([out], [x], opts)
+
+        def finish(parts: list[Tensor]) -> None:
+            fold([part.view(self._count, out.numel())[self._place] for part in parts], out)
+
+        where = segment_of(x) if x.is_contiguous() and x.nbytes >= LARGE else None
+        return self._start(x, out, finish, where)
+
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> Any:
+        """Exchange rows; no numbers: equally many with each rank."""
+        row, even = x.shape[1:].numel(), [x.shape[0] // self._count] * self._count
+        sizes = [[rows * row for rows in each or even] for each in (sent, received)]
+
+        def finish(parts: list[Tensor]) -> None:
+            mine = parts[self._place].split(sizes[0])[self._place]
+            for other, to in enumerate(out.view(-1).split(sizes[1])):
+                to.copy_(mine if other == self._place else parts[other][: to.numel()])
+
+        starts = [size * x.element_size() for size in accumulate(sizes[0], initial=0)]
+        return self._start(x, out, finish, starts=starts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        """Copy a tensor of one rank to all."""
+        (x,) = tensors
+        number, root = next(self._numbers), opts.rootRank
+        if self._place != root:
+            return self._copied(LinkWord.READY, number, root, x, self._queue)
+        slot = self._slot(x, self._links)
+        for link in self._links:
+            link.tell(LinkWord.READY, number, slot.where)
+        return ShmWork(None, self._queue, x)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
+        """Send a copy of a tensor, and go on."""
+        link = self._of[to]
+        assert link is not None, "a rank sends to itself"
+        slot = self._slot(tensors[0], [link])
+        link.tell(LinkWord.SENT, tag, slot.where)
+        return ShmWork(None, deque(), tensors[0])
+
+    def recv(self, tensors: list[Tensor], origin: int, tag: int = 0) -> Any:
+        """Receive a tensor: of one tag, what was sent first."""
+        return self._copied(LinkWord.SENT, tag, origin, tensors[0], deque())
+
+    # Names of other versions of torch.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    # ---- what they are made of
+
+    def _fold_of(self, tensors: Sequence[Tensor], opts: Any) -> Callable[[Sequence[Tensor], Tensor], None] | None:
+        """The function that reduces tensors of one shape, in their order, into another; None: gloo does it."""
+        op = opts.reduceOp.op if opts is not None else dist.ReduceOp.SUM
+        function, average = REDUCTIONS.get(op), op == dist.ReduceOp.AVG
+        ordered = op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+        for x in tensors:
+            numbers = x.dtype.is_floating_point or not (average or x.dtype in (torch.bool, torch.complex32))
+            if x.device.type != "cpu" or not numbers or (x.is_complex() and ordered):
+                return None
+
+        def fold(parts: Sequence[Tensor], out: Tensor) -> None:
+            flat: list[Any] = [each.view(-1).split(BLOCK // out.element_size()) for each in (out, *parts)]
+            for to, first, second, *rest in zip(*flat, strict=True):
+                function(first, second, out=to)  # type: ignore[misc]
+                for each in rest:
+                    function(to, each, out=to)  # type: ignore[misc]
+                if average:
+                    to.div_(self._count)
+
+        return fold if function is not None else None
+
+    def _start(
+        self,
+        x: Tensor,
+        out: Tensor,
+        finish: Callable[[list[Tensor]], None],
+        where: tuple[SharedFile, int] | None = None,
+        starts: Sequence[int] | None = None,
+    ) -> ShmWork:
+        """Start a collective: show ``x`` to the others, and ``finish`` it, in ``out``, on what each rank shows.
+
+        Args:
+            where: the shared memory in which ``x`` lies, until all ranks have finished; None: a copy is shown.
+            starts: from which byte on, each rank sees it.
+        """
+        number, slot = next(self._numbers), None
+        if where is None:
+            slot = self._slot(x, self._links)
+            slot.is_read_here, where = False, slot.where
+        mine = (x if slot is None else slot.memory[: x.nbytes].view(x.dtype)).view(-1)
+        segment, offset = where
+        for other, link in zip([i for i in range(self._count) if i != self._place], self._links, strict=True):
+            link.tell(LinkWord.READY, number, (segment, offset + (starts[other] if starts is not None else 0)))
+
+        def work() -> None:
+            heard = [link.hear(LinkWord.READY, number) for link in self._links]
+            seen = [link.memory[at][byte:] for link, (at, byte) in zip(self._links, heard, strict=True)]
+            sizes = [x.nbytes if starts is None else len(part) // x.itemsize * x.itemsize for part in seen]
+            parts = [part[:size].view(x.dtype) for part, size in zip(seen, sizes, strict=True)]
+            finish([*parts[: self._place], mine, *parts[self._place :]])
+            for link, (at, _) in zip(self._links, heard, strict=True):
+                link.tell(LinkWord.TAKEN, at)
+            if slot is not None:
+                slot.is_read_here = True
+            else:
+                for link in self._links:
+                    link.hear(LinkWord.TAKEN, segment.number)
+
+        return ShmWork(work, self._queue, out)
+
+    def _slot(self, x: Tensor, readers: Sequence[SocketLink]) -> SharedSlot:
+        """Copy a tensor into a free slot that is large enough."""
+        free = [slot for slot in self._slots if slot.is_free()]
+        fits = [slot for slot in free if slot.memory.numel() >= x.nbytes]
+        if fits:
+            slot = min(fits, key=lambda slot: slot.memory.numel())
+        else:
+            if free:
+                self._slots.remove(free[0])
+            slot = SharedSlot(max(x.nbytes, 1))
+            self._slots.append(slot)
+        slot.memory[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        slot.readers = [*readers]
+        return slot
+
+    def _copied(self, word: LinkWord, number: int, origin: int, out: Tensor, queue: deque[ShmWork]) -> ShmWork:
+        """Copy what another rank shows, when that is waited for."""
+        link = self._of[origin]
+        assert link is not None, "a rank receives from itself"
+
+        def finish() -> None:
+            segment, byte = link.hear(word, number)
+            out.copy_(link.memory[segment][byte : byte + out.nbytes].view(out.dtype).view(out.shape))
+            link.tell(LinkWord.TAKEN, segment)
+
+        return ShmWork(finish, queue, out)
+
+
+def _by_gloo(name: str) -> Any:
+    """A method that is gloo's: torch's own would hold Python's lock, which gloo's threads need to free tensors."""
+    return lambda self, *args, **kwargs: getattr(self._gloo, name)(*args, **kwargs)
+
+
+for _name in (
+    *("reduce", "gather", "scatter", "allgather", "allgather_coalesced", "alltoall", "reduce_scatter"),
+    *("allreduce_coalesced", "barrier", "monitored_barrier"),
+):
+    setattr(ShmGroup, _name, _by_gloo(_name))
+
+open_groups: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
+
+
+def _create(options: Any, _: Any) -> Any:
+    """The backend of a new group: gloo's, where its ranks are not all on one machine."""
+    place, ranks = options.group_rank, list(options.global_ranks_in_group) or list(range(options.group_size))
+    store = dist.PrefixStore(NAME, options.store)
+    gloo = dist.ProcessGroupGloo(store, place, options.group_size, timeout=options.timeout)
+    rounds = count()
+
+    def gather(given: Any) -> list[Any]:
+        number = next(rounds)
+        store.set(f"links/{number}/{place}", pickle.dumps(given))
+        return [pickle.loads(store.get(f"links/{number}/{other}")) for other in range(len(ranks))]
+
+    links = connect(gather, place, ranks, options.timeout.total_seconds()) if len(ranks) > 1 else []
+    return ShmGroup(links, gloo) if links else gloo
+
+
+if NAME not in dist.Backend.backend_list:
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

@@ -1,1 +1,0 @@
-"""What real ranks do where a graph has stages."""

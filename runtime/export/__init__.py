@@ -1,1 +1,0 @@
-"""Programs as files that run with torch alone."""

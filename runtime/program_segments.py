@@ -1,0 +1,84 @@
+"""A program as segments between what ranks do together, each compiled alone, and a driver in Python.
+
+x = c10d.wait_tensor(receive)              received: as it is
+h = aten.addmm(b, x, w)
+y = aten.relu(h)                     ->    y = segment(b, x, w)
+stage.send(y, 1, 0, turn, ...)             sent: as it is
+
+What ranks do together is done as an engine does it (:class:`shardfx.ir.program.source.Forms`), and so is what depends
+on the number of an iteration: a segment is the same module in each iteration of its loop. Copies between memories stand
+alone, too, for ``torch.compile`` would plan that memory as any other.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.program.loops.loop_regions import FRAMES, gives_number, part_in_turns
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.source import Forms, Source, write_source
+
+c10d = torch.ops._c10d_functional
+
+
+def stands_alone(node: fx.Node) -> bool:
+    """Whether a call is no part of a segment: a collective, a copy between memories or its wait, one that depends on
+    the number of an iteration, or one that begins or ends a loop."""
+    if part_in_turns(node) in FRAMES:
+        return True
+    row = row_of(node.target) if node.op == "call_function" else None
+    together = node.target is c10d.wait_tensor.default or (row is not None and row.group is not None)
+    copies = row is not None and (row.copies or (row.fetches and row.waits))
+    return together or copies or gives_number(node) or any(gives_number(used) for used in node.all_input_nodes)
+
+
+def segmented(program: RankProgram, compiled: Callable[[fx.GraphModule], Any], forms: Forms) -> Source:
+    """The source of a program whose segments are modules that ``compiled`` runs; of a segment that raises, its first
+    call is named."""
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    origin: dict[fx.Node, fx.Node] = {}
+    segment: list[fx.Node] = []
+
+    def close() -> None:
+        """Make a module of the calls since the last one that stands alone."""
+        if not segment:
+            return
+        inside, body, local = set(segment), fx.Graph(), dict[fx.Node, fx.Node]()
+        takes = dict.fromkeys(used for node in segment for used in node.all_input_nodes if used not in inside)
+        for used in takes:
+            local[used] = body.placeholder(used.name)
+        for node in segment:
+            local[node] = body.node_copy(node, local.__getitem__)
+        gives = [node for node in segment if any(user not in inside for user in node.users)]
+        body.output(tuple(local[node] for node in gives))
+        constants = {str(node.target): program.constants[str(node.target)] for node in segment if node.op == "get_attr"}
+        module = compiled(fx.GraphModule(constants, body))
+
+        def run(*inputs: Any) -> Any:
+            return module(*inputs)
+
+        run.__name__ = f"segment_of_{segment[0].name}"
+        call = graph.call_function(run, tuple(env[used] for used in takes))
+        origin[call] = segment[0]
+        for i, node in enumerate(gives):
+            env[node] = graph.create_node("call_function", operator.getitem, (call, i), name=node.name)
+            origin[env[node]] = node
+        segment.clear()
+
+    for node in program.graph.nodes:
+        if node.op in ("call_function", "get_attr") and not stands_alone(node):
+            segment.append(node)
+        else:
+            close()
+            env[node] = graph.node_copy(node, env.__getitem__)
+            origin[env[node]] = node
+    source = write_source(replace(program, graph=graph), forms)
+    lines = tuple(None if node is None else origin[node] for node in source.lines)
+    return replace(source, lines=lines, nodes=tuple(origin[node] for node in source.nodes))

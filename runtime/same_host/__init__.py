@@ -1,1 +1,0 @@
-"""Collectives among CPU ranks of one machine, through memory that they share."""
