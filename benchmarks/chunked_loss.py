@@ -58,7 +58,7 @@ def measure(words: int, width: int, tokens: int, chunks: int) -> Measured:
     """One plan, and a few steps of it."""
     torch.manual_seed(0)
     x, y = torch.randint(words, (2, tokens // 2)), torch.randint(words, (2, tokens // 2))
-    mesh = sx.Mesh(dp=1, chunk=sx.Time(chunks)) if chunks > 1 else sx.Mesh(dp=1)
+    mesh = sx.Mesh(dp=1, chunk=sx.Loop(chunks)) if chunks > 1 else sx.Mesh(dp=1)
     specs = {"args.0": "dp, -", **({"head": "dp, chunk, -"} if chunks > 1 else {})}
     hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs)
     pm = sx.parallelize(Language(words, width), mesh, hints, virtual=True)

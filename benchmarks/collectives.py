@@ -2,8 +2,8 @@
 
     python -m benchmarks.collectives [--mb 14]
 
-Each in one thread, in turns; printed are medians. Into *fresh* memory every page is faulted in; *kept* memory was used
-before (:mod:`shardfx.runtime.memory_pool`). *Shm* are those of :mod:`.distributed.shm`, in a bucket that lies
+Each in one thread, in iterations; printed are medians. Into *fresh* memory every page is faulted in; *kept* memory was
+used before (:mod:`shardfx.runtime.memory_pool`). *Shm* are those of :mod:`.distributed.shm`, in a bucket that lies
 in shared memory; *cpu* is the processor time of a rank, with that of its threads. A *message* goes from stage to stage,
 and comes back.
 """

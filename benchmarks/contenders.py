@@ -1,4 +1,4 @@
-"""How benchmarks compare training steps: contenders live in the same processes and take turns.
+"""How benchmarks compare training steps: contenders live in the same processes and take iterations.
 
     with_ranks(rank_main, size, rounds)          # rank_main(rank, size, rounds), in two gloo processes
         found = take_turns({"DDP": (module, step), "ours": (pm, step)}, rounds, steps)
@@ -101,7 +101,7 @@ def ratio(other: Times, mine: Times) -> Ratio:
     return Ratio(*(statistics.median(b / a for b, a in zip(*pair, strict=True)) for pair in pairs))
 
 
-def take_turns(contenders: Mapping[str, Contender], rounds: int, steps: int) -> dict[str, Times]:
+def take_iterations(contenders: Mapping[str, Contender], rounds: int, steps: int) -> dict[str, Times]:
     """Some rounds of all, after a few to warm up; all ranks call it together, and get the same."""
     times = {name: Times() for name in contenders}
     for number in range(rounds + WARM):

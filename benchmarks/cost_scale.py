@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80)
     layers = parser.parse_args().layers
     pm = planned(layers, sx.Mesh(dp=8, tp=8), batch=8)
-    graph, book, machine = pm.after, pm._compiled.context.rules, sx.Machine.load("h100-dgx")
+    graph, book, machine = pm.planned, pm._compiled.context.rules, sx.Machine.load("h100-dgx")
     clock = [time.process_time()]
 
     def lap() -> float:

@@ -26,8 +26,8 @@ LAYERS = "model.layers.*"
 ROWS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "recompute": {"recompute": LAYERS},
-    "recompute, products kept": {"recompute": sx.Recompute(LAYERS, keep="aten.mm")},
-    "recompute, in slices": {"recompute": sx.Recompute(LAYERS, slice="tp")},
+    "recompute, products kept": {"recompute": sx.Recompute(LAYERS, save="aten.mm")},
+    "recompute, in slices": {"recompute": sx.Recompute(LAYERS, shard_saved="tp")},
     "zero 1": {"zero": 1},
     "zero 2": {"zero": 2},
     "zero 3": {"zero": 3},

@@ -102,21 +102,22 @@ def planned(name: str) -> sx.ParallelModule:
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
     made = few_rows() if case == "few_rows" else make(case)
-    fuse: dict[str, object] = {"fuse_mb": 0} if "alone" in more else {}
+    fuse: dict[str, object] = {"bucket_mb": 0} if "alone" in more else {}
     if "AdamW" in more:
-        fuse |= {"optimizer": torch.optim.AdamW, "zero": 1, "zero_min": 64, "clip": 0.1}
+        fuse |= {"optimizer": torch.optim.AdamW, "zero": 1, "zero_min_numel": 64, "clip_grad_norm": 0.1}
     fuse |= {"optimizer": torch.optim.Adafactor} if "Adafactor" in more else {}
-    fuse |= {"clip": 0.1} if "clip" in more else {}
+    fuse |= {"clip_grad_norm": 0.1} if "clip" in more else {}
     fuse |= {"recompute": "layers.*"} if "again" in more else {}
     if "away" in more:
-        fuse |= {"offload": (sx.Offload(ahead=2, least=0),)}
-    fuse |= {"offload": (sx.Offload("rows", least=0),)} if "rows" in more else {}
+        fuse |= {"offload": (sx.Offload(prefetch=2, min_numel=0),)}
+    fuse |= {"offload": (sx.Offload("rows", min_numel=0),)} if "rows" in more else {}
     specs = {name: spec for each in more for name, spec in SPECS.get(each, {}).items()}
     return plan(made, UNEVEN.get(mesh) or MESHES[mesh], "sequence" in more, specs=specs, **fuse)
 
 
 def few_rows() -> Case:
-    """A Linear of fewer rows than there are ranks: some have none, and of others' the cut cannot be told from them."""
+    """A Linear of fewer rows than there are ranks: some have none, and of others' the sharding cannot be told from
+    them."""
     with double():
         x, y = torch.randn(6, 6), torch.randint(4, (6,))
         model = torch.nn.Linear(6, 4)
@@ -129,7 +130,7 @@ def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*
     for name in plans:
         pm = planned(name)
         rules = pm._compiled.context.rules
-        universe, known = build(pm.before, pm.after, rules), pm.known_inputs()
+        universe, known = build(pm.captured, pm.planned, rules), pm._known_inputs()
         forms = {form: Programs.of(pm, as_they_run=form) for form in (False, True)}
         for mutation in mutations:
             undamaged = forms[mutation in AS_THEY_RUN]
@@ -139,8 +140,8 @@ def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*
                 proof = shown = first_malformed(modules.values())
                 if proof is None:
                     sound = {rank: plain(program) for rank, program in modules.items()}
-                    proof, _ = every_rank.verify(pm.before, pm.after, rules, sound, inputs, outputs, universe)
-                    shown, _ = compare(pm.before, pm.after, modules, inputs, outputs, known)
+                    proof, _ = every_rank.verify(pm.captured, pm.planned, rules, sound, inputs, outputs, universe)
+                    shown, _ = compare(pm.captured, pm.planned, modules, inputs, outputs, known)
                 rates.made[mutation.name] += 1
                 rates.static[mutation.name] += proof is not None
                 rates.dynamic[mutation.name] += shown is not None

@@ -6,9 +6,10 @@
 The ops are those that the samples of ``op_db`` call, forward and backward, at the level of aten. By category (the file
 of the rule book that holds the op's rule; an op without one is discovered) the table gives
 
-    sound     of the cuts and partial sums that the rules allow, those that the oracle does not refute by running them,
-              on the values of the database and on others: of both signs, zeros, ties, integers over their whole range
-    cuts      of the one-axis cuts of operands that the oracle finds right, those that the rules allow
+    sound     of the shardings and partial sums that the rules allow, those that the oracle does not refute by running
+              them, on the values of the database and on others: of both signs, zeros, ties, integers over their whole
+                  range
+    shards      of the one-axis shardings of operands that the oracle finds right, those that the rules allow
     sums      of the sets of operands that may be partial sums, those that the rules let pass; of placements in which
               an axis shards some operands while others are partial sums over it, those that ``sx.strategies`` lists
     DTensor   the same of DTensor (:mod:`benchmarks.op_dtensor`), and what it accepts and gets wrong
@@ -61,8 +62,8 @@ class Score:
     text: str
     trials: int = 0
     refuted: tuple[str, ...] = ()
-    cuts: int = 0
-    missing_cuts: tuple[Choice, ...] = ()
+    shardings: int = 0
+    missing_shardings: tuple[Choice, ...] = ()
     sums: int = 0
     missing_sums: tuple[Linear | Joint, ...] = ()
     dtensor: Answers | None = None
@@ -88,7 +89,7 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
         refuted = refutations(entry, of, seed=seed) + refutations(entry, of, seed=seed, drawn=True)
     oracle = Oracle(of, seed, also=draws(of, seed))
     undefined = of.node.op.overloadpacket in UNDEFINED
-    cuts, sums = oracle.shardings(), [] if undefined else oracle.linear()
+    shardings, sums = oracle.shardings(), [] if undefined else oracle.linear()
     joints = [] if undefined else joint_placements(oracle)
     offered = strategies(rule, of.node, Mesh(a=2)) if rule is not None and joints else ()
     return Score(
@@ -97,11 +98,11 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
         repr(of),
         tried,
         tuple(map(str, refuted)),
-        len(cuts),
-        tuple(missing_shardings(rule, cuts, oracle.ignored())),
+        len(shardings),
+        tuple(missing_shardings(rule, shardings, oracle.ignored())),
         len(sums) + len(joints),
         (*missing_sums(rule, sums), *missing_joints(offered, joints, oracle.ignored())),
-        ask(of, cuts, [each.operands for each in sums]) if dtensor else None,
+        ask(of, shardings, [each.operands for each in sums]) if dtensor else None,
     )
 
 
@@ -122,9 +123,9 @@ class Total:
         return allowed - sum(len(s.refuted) for s in self.scores), allowed
 
     @property
-    def cuts(self) -> tuple[int, int]:
-        valid = sum(s.cuts for s in self.scores)
-        return valid - sum(len(s.missing_cuts) for s in self.scores), valid
+    def shardings(self) -> tuple[int, int]:
+        valid = sum(s.shardings for s in self.scores)
+        return valid - sum(len(s.missing_shardings) for s in self.scores), valid
 
     @property
     def sums(self) -> tuple[int, int]:
@@ -138,12 +139,12 @@ class Total:
     def row(self, name: str) -> list[str]:
         """The category's line of the table."""
         cells = [name, str(len(self.ops)), str(len(self.scores))]
-        cells += [percent(*each) for each in (self.sound, self.cuts, self.sums)]
+        cells += [percent(*each) for each in (self.sound, self.shardings, self.sums)]
         if self.answers:
             accepted = sum(a.accepted for a in self.answers)
             untrue = sum(len(a.wrong) + len(a.raised) for a in self.answers)
             cells += [
-                percent(sum(a.cuts for a in self.answers), self.cuts[1]),
+                percent(sum(a.shardings for a in self.answers), self.shardings[1]),
                 percent(sum(a.sums for a in self.answers), self.sums[1]),
                 percent(untrue, accepted),
             ]
@@ -167,8 +168,8 @@ def table(scores: Iterable[Score], dtensor: bool = True) -> Table:
         everything.add(each)
     made = Table(title="rules over op_db, forward and backward: % (of how many)")
     made.add_column("category")
-    names = ["ops", "instances", "sound", "cuts", "sums"]
-    for name in names + (["DTensor cuts", "DTensor sums", "DTensor wrong"] if dtensor else []):
+    names = ["ops", "instances", "sound", "shardings", "sums"]
+    for name in names + (["DTensor shardings", "DTensor sums", "DTensor wrong"] if dtensor else []):
         made.add_column(name, justify="right")
     order = [*CATEGORIES, DISCOVERED, NO_RULE]
     for name in sorted(totals, key=order.index):
@@ -262,8 +263,8 @@ def report(scores: Sequence[Score], console: Console, everything: bool) -> None:
     if not everything:
         return
     for each in scores:
-        for choice in each.missing_cuts:
-            say(f"missing cut: {each.text}: {choice}")
+        for choice in each.missing_shardings:
+            say(f"missing sharded: {each.text}: {choice}")
         for group in each.missing_sums:
             say(f"missing sum: {each.text}: {group}")
     for answer in answers:

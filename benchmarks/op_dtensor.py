@@ -1,6 +1,6 @@
 """What DTensor says of an op instance: which placements it takes as they are, and whether what it then gives is right.
 
-On a mesh of one axis each operand is cut along one dim, or a partial sum, or whole. DTensor *accepts* that if its
+On a mesh of one axis each operand is sharded along one dim, or a partial sum, or whole. DTensor *accepts* that if its
 sharding propagator asks for no other placement of an operand. What it accepts is executed by DTensor's own dispatch, on
 all ranks in one process (``LocalTensorMode``), and compared with the whole op.
 """
@@ -39,8 +39,8 @@ OTHERS = 8
 class Answers:
     """What DTensor did with the placements of an instance."""
 
-    cuts: int = 0
-    """Right cuts that it accepts, and executes rightly."""
+    shardings: int = 0
+    """Right shardings that it accepts, and executes rightly."""
     sums: int = 0
     """The same of partial sums."""
     accepted: int = 0
@@ -53,19 +53,19 @@ class Answers:
     """Whether it took too long to say."""
 
 
-def ask(of: Instance, cuts: Iterable[Choice], sums: Iterable[frozenset[int]], *, seed: int = 0) -> Answers:
-    """Show DTensor the right cuts and partial sums of an instance, and some that are not."""
+def ask(of: Instance, shardings: Iterable[Choice], sums: Iterable[frozenset[int]], *, seed: int = 0) -> Answers:
+    """Show DTensor the right shardings and partial sums of an instance, and some that are not."""
     draw = random.Random(seed)
-    cuts, sums = list(cuts), list(sums)
+    shardings, sums = list(shardings), list(sums)
     made = Answers()
     wrong, raised = [], []
     options = [[None, *(d for d, s in enumerate(t.shape) if s > 1)] for t in of.tensors]
     every: Iterator[Choice] = (c for c in itertools.product(*options) if any(d is not None for d in c))
-    other_cuts = [c for c in itertools.islice(every, 4000) if c not in cuts]
+    other_shardings = [c for c in itertools.islice(every, 4000) if c not in shardings]
     floats = [i for i, t in enumerate(of.tensors) if t.is_floating_point()]
     other_sums = [g for n in (1, 2) for g in map(frozenset, itertools.combinations(floats, n)) if g not in sums]
-    asked: list[tuple[Choice | frozenset[int], bool]] = [(c, True) for c in (*cuts, *sums)]
-    for others in (other_cuts, other_sums):
+    asked: list[tuple[Choice | frozenset[int], bool]] = [(c, True) for c in (*shardings, *sums)]
+    for others in (other_shardings, other_sums):
         asked += [(c, False) for c in draw.sample(others, min(OTHERS, len(others)))]
     for placed, right in asked:
         answer = _try(of, placed)
@@ -76,9 +76,9 @@ def ask(of: Instance, cuts: Iterable[Choice], sums: Iterable[frozenset[int]], *,
             if isinstance(placed, frozenset):
                 made.sums += 1
             else:
-                made.cuts += 1
+                made.shardings += 1
         elif answer:
-            words = f"sum of {sorted(placed)}" if isinstance(placed, frozenset) else f"cut {placed}"
+            words = f"sum of {sorted(placed)}" if isinstance(placed, frozenset) else f"sharding {placed}"
             (wrong if answer == "other values" else raised).append(f"{of!r}: {words}: {answer}")
     made.wrong, made.raised, made.slow = tuple(wrong), tuple(raised), of.node.op in _slow
     return made
@@ -145,7 +145,7 @@ _slow: set[Any] = set()
 
 
 def _ranks(of: Instance, placed: Choice | frozenset[int]) -> int:
-    """The smallest number of ranks that divides what is cut, as DTensor takes some ops only so."""
+    """The smallest number of ranks that divides what is sharded, as DTensor takes some ops only so."""
     if isinstance(placed, frozenset):
         return 2
     common = gcd(*(t.shape[d] for t, d in zip(of.tensors, placed, strict=True) if d is not None))

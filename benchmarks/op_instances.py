@@ -23,7 +23,7 @@ from shardfx.ir.ops.traits import positional, storage_offset, with_defaults
 from shardfx.ir.oracle.instance import Instance, instance
 
 MOST_ELEMENTS = 3000
-"""Larger tensors make a sample slow to cut, and teach no more."""
+"""Larger tensors make a sample slow to shard, and teach no more."""
 REFUSED = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 aten = torch.ops.aten
 

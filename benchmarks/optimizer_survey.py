@@ -35,7 +35,7 @@ CLOSURES = ("AliG", "BSAM")
 PLANS: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
     "rows": (sx.Mesh(tp=2), {"specs": {"conv.weight": "tp, -, -, -", "first.weight": "tp, -", "norm.*": "tp"}}),
     "columns": (sx.Mesh(tp=2), {"specs": {"conv.weight": "-, -, tp, -", "first.weight": "-, tp"}}),
-    "zero=3": (sx.Mesh(dp=4), {"specs": {"args.0": "dp, -, -, -"}, "zero": 3, "zero_min": 1}),
+    "zero=3": (sx.Mesh(dp=4), {"specs": {"args.0": "dp, -, -, -"}, "zero": 3, "zero_min_numel": 1}),
 }
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

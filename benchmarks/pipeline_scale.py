@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipeline_scale [--layers 80 --turns 256 --schedule interleaved --memory 34GB --no-verify]
 
-The published layout: 8 stages times 8 ranks of tensor parallelism with tokens cut between blocks, two stretches of
+The published layout: 8 stages times 8 ranks of tensor parallelism with tokens sharded between blocks, two stretches of
 layers on each rank (interleaved), 256 micro-batches, and the layers that are made again chosen stage by stage: as many
-in the first stages as their live turns ask for, none in the last. Aim: under 30 s from module to program. With
+in the first stages as their live iterations ask for, none in the last. Aim: under 30 s from module to program. With
 ``--memory`` the layers of each stage are chosen so that all ranks fit, whose programs are then all replayed.
 """
 
@@ -20,7 +20,7 @@ from .plan_scale import SPECS, llama, loss, most_memory
 MESH = {"pp": 8, "tp": 8}
 CHUNKS = 2
 BETWEEN = {f"model.layers.*.{norm}": "-, tp, -" for norm in ("input_layernorm", "post_attention_layernorm")}
-"""Tokens are cut over tp between attention and feed forward."""
+"""Tokens are sharded over tp between attention and feed forward."""
 
 
 def made_again(layers: int) -> tuple[str, ...]:
@@ -31,9 +31,9 @@ def made_again(layers: int) -> tuple[str, ...]:
     return tuple(f"model.layers.{stage * size + i}" for stage in range(stages) for i in range(often[stage]))
 
 
-def planned(layers: int, turns: int, schedule: str, memory: str | None = None) -> sx.ParallelModule:
+def planned(layers: int, iterations: int, schedule: str, memory: str | None = None) -> sx.ParallelModule:
     """The plan of one sample of 4,096 tokens a micro-batch."""
-    model, x = llama(layers, turns)
+    model, x = llama(layers, iterations)
     specs = {
         **{name: spec for name, spec in SPECS.items() if not name.startswith(("args", "targets"))},
         **BETWEEN,
@@ -46,30 +46,30 @@ def planned(layers: int, turns: int, schedule: str, memory: str | None = None) -
         specs={"args.0": "mb, -", "targets.0": "mb, -", **specs},
         recompute=made_again(layers),
         memory=memory,
-        pipeline=sx.Pipeline(schedule=schedule, chunks=CHUNKS),
+        pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=CHUNKS),
     )
-    return sx.parallelize(model, sx.Mesh(**MESH, mb=sx.Time(turns)), hints)
+    return sx.parallelize(model, sx.Mesh(**MESH, mb=sx.Loop(iterations)), hints)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--turns", type=int, default=256)
+    parser.add_argument("--iterations", type=int, default=256)
     parser.add_argument("--schedule", default="interleaved")
-    parser.add_argument("--memory", help="what a rank may hold: stages are cut so that they fit")
+    parser.add_argument("--memory", help="what a rank may hold: stages are sharded so that they fit")
     parser.add_argument("--no-verify", action="store_true")
     given = parser.parse_args()
     started, busy = time.perf_counter(), time.process_time()
-    pm = planned(given.layers, given.turns, given.schedule, given.memory)
+    pm = planned(given.layers, given.iterations, given.schedule, given.memory)
     ready = time.perf_counter()
     program = pm.rank_program(0)
     done, busy = time.perf_counter(), time.process_time() - busy
     again = made_again(given.layers)
-    print(f"layers                 {given.layers}, {len(again)} of them made again, {len(pm.after.nodes)} IR nodes")
+    print(f"layers                 {given.layers}, {len(again)} of them made again, {len(pm.planned.nodes)} IR nodes")
     print(f"model to plan          {ready - started:6.1f} s")
     print(f"rank 0's program       {done - ready:6.1f} s, {len(program.graph.nodes)} fx nodes")
     print(f"model to program       {done - started:6.1f} s, {busy:.1f} s of them on a processor")
-    for note in pm.after.notes if given.memory else ():
+    for note in pm.planned.notes if given.memory else ():
         print(note)
     print(f"most memory            {most_memory():6.2f} GB")
     if not given.no_verify:

@@ -1,9 +1,9 @@
-"""Step time of pipelines (forward and backward of all turns) beside ``torch.distributed.pipelining`` on 2 gloo ranks
-of this machine, and what a rank holds in it at most.
+"""Step time of pipelines (forward and backward of all micro-batches) beside ``torch.distributed.pipelining`` on 2 gloo
+ranks of this machine, and what a rank holds in it at most.
 
     python -m benchmarks.pipeline_time [--dim 256 --layers 4 --turns 4 --rounds 15 --only 1f1b zb-h1]
 
-Both train the same GPT in the same two stages, with the same schedule and turns, one after the other
+Both train the same GPT in the same two stages, with the same schedule and micro-batches, one after the other
 (:mod:`.contenders`). Printed are medians, and the median over the rounds of each ratio. Of schedules that torch has not
 under a name, our own 1F1B is the other: as it is, which does and sends first what other stages wait for (so that it has
 part of what zero-bubble schedules gain), and *plain*, whose backward is done in the order in which it was captured.
@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import shardfx as sx
 from shardfx.ir.program.loops import schedule_actions
 
-from .contenders import RANKS, Contender, Times, nbytes, peak, ratio, size_of, sized, take_turns, with_ranks
+from .contenders import RANKS, Contender, Times, nbytes, peak, ratio, size_of, sized, take_iterations, with_ranks
 from .models import GPT, Size, next_token
 
 THEIRS: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -55,7 +55,7 @@ class Stage(nn.Module):
         return x
 
 
-def ours(model: GPT, schedule: str, turns: int, x: Tensor, y: Tensor) -> Contender:
+def ours(model: GPT, schedule: str, microbatches: int, x: Tensor, y: Tensor) -> Contender:
     """Our plan of the model, and its step on the global batch."""
     second = f"layers.{len(model.layers) // RANKS}"
     hints = sx.Hints(
@@ -65,7 +65,7 @@ def ours(model: GPT, schedule: str, turns: int, x: Tensor, y: Tensor) -> Contend
         specs={"args.0": "mb, -", "targets.0": "mb, -"},
         pipeline=sx.Pipeline(schedule=schedule.removesuffix("-plain"), stages=("layers.0", second)),
     )
-    pm = sx.parallelize(model, sx.Mesh(pp=RANKS, mb=sx.Time(turns)), hints)
+    pm = sx.parallelize(model, sx.Mesh(pp=RANKS, mb=sx.Loop(microbatches)), hints)
     with as_captured() if schedule == PLAIN else nullcontext():
         pm(x, y)  # the program of this rank is written
     return pm, lambda: pm(x, y)
@@ -78,12 +78,12 @@ def as_captured() -> Iterator[None]:
         yield
 
 
-def theirs(model: GPT, schedule: str, turns: int, x: Tensor, y: Tensor) -> Contender:
+def theirs(model: GPT, schedule: str, microbatches: int, x: Tensor, y: Tensor) -> Contender:
     """Their stage of this rank, and its step."""
     rank = dist.get_rank()
     module = Stage(model, rank)
     stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
-    made = THEIRS[schedule](stage, turns, loss_fn=next_token)
+    made = THEIRS[schedule](stage, microbatches, loss_fn=next_token)
 
     def step() -> Tensor:
         if rank == 0:
@@ -96,13 +96,13 @@ def theirs(model: GPT, schedule: str, turns: int, x: Tensor, y: Tensor) -> Conte
     return module, step
 
 
-def variants(model: GPT, turns: int, x: Tensor, y: Tensor, only: list[str]) -> dict[str, Contender]:
+def variants(model: GPT, microbatches: int, x: Tensor, y: Tensor, only: list[str]) -> dict[str, Contender]:
     """Module and step by name."""
     made: dict[str, Contender] = {}
     for schedule in only:
         if schedule in THEIRS:
-            made[f"torch, {schedule}"] = theirs(deepcopy(model), schedule, turns, x, y)
-        made[f"ours, {schedule}"] = ours(model, schedule, turns, x, y)
+            made[f"torch, {schedule}"] = theirs(deepcopy(model), schedule, microbatches, x, y)
+        made[f"ours, {schedule}"] = ours(model, schedule, microbatches, x, y)
     return made
 
 
@@ -115,13 +115,13 @@ def held(contender: Contender, given: list[Tensor]) -> float:
     return most.item()
 
 
-def rank_main(rank: int, size: Size, turns: int, rounds: int, steps: int, only: list[str]) -> None:
+def rank_main(rank: int, size: Size, microbatches: int, rounds: int, steps: int, only: list[str]) -> None:
     torch.manual_seed(0)
     model = GPT(size)
     x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
-    made = variants(model, turns, x, y, only)
+    made = variants(model, microbatches, x, y, only)
     most = {name: held(each, [x, y]) for name, each in made.items()}
-    times = take_turns(made, rounds, steps)
+    times = take_iterations(made, rounds, steps)
     if rank == 0:
         report(times, most, only)
 
@@ -141,12 +141,12 @@ def report(times: dict[str, Times], most: dict[str, float], only: list[str]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     sized(parser)
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="steps of a variant in a round")
     parser.add_argument("--only", nargs="+", choices=[*THEIRS, *OWN], default=["gpipe", "1f1b"])
     given = vars(parser.parse_args())
-    told = (given["turns"], given["rounds"], given["steps"], given["only"])
+    told = (given["microbatches"], given["rounds"], given["steps"], given["only"])
     with_ranks(rank_main, size_of(given), *told)
 
 

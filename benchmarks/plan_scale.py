@@ -34,7 +34,7 @@ SPECS = {
     "model.layers.*.mlp.down_proj.weight": "-, tp",
 }
 
-UPDATE: dict[str, Any] = {"optimizer": torch.optim.AdamW, "clip": 1.0, "zero": 1}
+UPDATE: dict[str, Any] = {"optimizer": torch.optim.AdamW, "clip_grad_norm": 1.0, "zero": 1}
 
 
 def loss(out, y):
@@ -80,7 +80,7 @@ def main() -> None:
     module = pm.rank_module(0)
     shown = time.perf_counter()
     passes = pm._compiled.context.seconds
-    print(f"layers                 {layers}, {len(pm.after.nodes)} IR nodes, {len(module.graph.nodes)} fx nodes")
+    print(f"layers                 {layers}, {len(pm.planned.nodes)} IR nodes, {len(module.graph.nodes)} fx nodes")
     print(f"capture                {ready - started - sum(passes.values()):6.1f} s")
     for name, seconds in passes.items():
         print(f"{name:<22} {seconds:6.1f} s")

@@ -85,7 +85,7 @@ def vgg() -> Subject:
     def batch() -> tuple[Tensor, Tensor]:
         return torch.zeros(16, 3, 128, 128), torch.zeros(16, dtype=torch.long)
 
-    some = {f"{n} modules together": sx.Recompute("features.*", together=n) for n in (2, 4, 8)}
+    some = {f"{n} modules together": sx.Recompute("features.*", segment=n) for n in (2, 4, 8)}
     return Subject(model, batch, F.cross_entropy, some)
 
 

@@ -26,12 +26,12 @@ from .models import GPT, Size
 from .step_time import sharded, updated, variants, whole
 
 
-def rank_main(rank: int, size: Size, turns: bool) -> None:
+def rank_main(rank: int, size: Size, iterations: bool) -> None:
     torch.manual_seed(0)
     model = GPT(size)
     x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
-    if turns:
-        for name, (module, step) in variants(model, x, y, ["turns"]).items():
+    if iterations:
+        for name, (module, step) in variants(model, x, y, ["iterations"]).items():
             print_peak(name, peak(module, step, module.parameters()), foreseen(module, rank))
         return
     half = size.batch // RANKS
@@ -50,7 +50,7 @@ def rank_main(rank: int, size: Size, turns: bool) -> None:
         pm, step = whole(model, x, y, zero, arena)
         assert isinstance(pm, sx.ParallelModule)
         step()
-        held = [*pm.parameters(), *tree_leaves(list(pm.store.states.values()))]
+        held = [*pm.parameters(), *tree_leaves(list(pm._store.states.values()))]
         print_peak(f"ours, zero {zero}, {'arena' if arena else 'step'}", peak(pm, step, held), pm.memory(rank).peak)
 
 
@@ -68,9 +68,9 @@ def print_peak(name: str, nbytes: int, said: int | None = None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     sized(parser)
-    parser.add_argument("--turns", action="store_true", help="four micro-batches, without an update")
+    parser.add_argument("--iterations", action="store_true", help="four micro-batches, without an update")
     given = vars(parser.parse_args())
-    with_ranks(rank_main, size_of(given), given["turns"])
+    with_ranks(rank_main, size_of(given), given["iterations"])
 
 
 if __name__ == "__main__":

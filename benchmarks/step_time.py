@@ -4,12 +4,13 @@ machine; with the update of AdamW, too.
     python -m benchmarks.step_time [--dim 256 --layers 4 --rounds 15 --only dp --compile]
     python -m benchmarks.step_time --only dp-update zero-1-update zero-update      (python -m benchmarks.step_memory)
     python -m benchmarks.step_time --only arena             (zero=3 with Hints(arena=True), and without)
-    python -m benchmarks.step_time --only turns             (four micro-batches; DDP's by no_sync)
-    python -m benchmarks.step_time --only interleave        (tensor parallelism, two turns side by side, and without)
+    python -m benchmarks.step_time --only iterations             (four micro-batches; DDP's by no_sync)
+    python -m benchmarks.step_time --only interleave        (tensor parallelism, two iterations side by side, and
+    without)
 
-DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do, in turns (:mod:`.contenders`). Printed
-are medians, and the median over the rounds of each ratio: by the clock, and by the time that a rank's processors
-worked. All of them run through ``torch.compile`` with ``--compile``.
+DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do, in iterations (:mod:`.contenders`).
+Printed are medians, and the median over the rounds of each ratio: by the clock, and by the time that a rank's
+processors worked. All of them run through ``torch.compile`` with ``--compile``.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardfx as sx
 
-from .contenders import RANKS, Contender, Times, ratio, size_of, sized, take_turns, with_ranks
+from .contenders import RANKS, Contender, Times, ratio, size_of, sized, take_iterations, with_ranks
 from .models import GPT, Size, next_token
 
-TURNS = 4
+LOOP_OPS = 4
 PAIRS = {
     "dp": ("ours, dp", "DDP"),
     "zero": ("ours, zero 3", "FSDP2"),
     "tp": ("ours, tp", "DTensor TP"),
-    "turns": ("ours, 4 turns", "DDP, 4 turns"),
-    "interleave": ("tp, side by side", "tp, 2 turns"),
+    "iterations": ("ours, 4 iterations", "DDP, 4 iterations"),
+    "interleave": ("tp, side by side", "tp, 2 iterations"),
     "dp-update": ("ours, dp, step", "DDP, AdamW"),
     "zero-1-update": ("ours, zero 1, step", "DDP, AdamW"),
     "zero-update": ("ours, zero 3, step", "FSDP2, AdamW"),
@@ -44,7 +45,7 @@ PAIRS = {
 }
 AIMS = {
     "dp": 1.05,
-    "turns": 1.1,
+    "iterations": 1.1,
     "interleave": 1.0,
     "zero": 1.3,
     "tp": 1.5,
@@ -61,18 +62,20 @@ MEGATRON = {
 BATCH = {"args.0": "dp, -", "targets.0": "dp, -"}
 
 
-def ours(model: nn.Module, axis: str, specs: dict[str, str], x: Tensor, y: Tensor, accumulate: int = 1) -> Contender:
+def ours(
+    model: nn.Module, axis: str, specs: dict[str, str], x: Tensor, y: Tensor, grad_accumulation: int = 1
+) -> Contender:
     """Our plan of the model, and its step on the global batch."""
-    hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs, accumulate=accumulate)
+    hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs, grad_accumulation=grad_accumulation)
     pm = sx.parallelize(model, sx.Mesh(**{axis: RANKS}), hints)
     return pm, lambda: pm(x, y)
 
 
 def side_by_side(model: nn.Module, x: Tensor, y: Tensor, interleave: bool) -> Contender:
-    """Our plan of tensor parallelism in two turns, one behind the other or interleaved."""
+    """Our plan of tensor parallelism in two iterations, one behind the other or interleaved."""
     specs = MEGATRON | {"args.0": "mb, -", "targets.0": "mb, -"}
     hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs)
-    pm = sx.parallelize(model, sx.Mesh(mb=sx.Time(2, interleave=interleave), tp=RANKS), hints)
+    pm = sx.parallelize(model, sx.Mesh(mb=sx.Loop(2, interleave=interleave), tp=RANKS), hints)
     return pm, lambda: pm(x, y)
 
 
@@ -84,7 +87,7 @@ def whole(model: nn.Module, x: Tensor, y: Tensor, zero: int, arena: bool = False
         targets=(y,),
         specs=BATCH,
         zero=zero,
-        zero_min=0,
+        zero_min_numel=0,
         optimizer=torch.optim.AdamW,
         arena=arena,
     )
@@ -109,14 +112,14 @@ def theirs(module: nn.Module, x: Tensor, y: Tensor) -> Contender:
     return module, lambda: next_token(module(x), y)
 
 
-def in_turns(module: DistributedDataParallel, x: Tensor, y: Tensor) -> Contender:
-    """Their way to accumulate: a mean of means, reduced in the last turn."""
+def in_iterations(module: DistributedDataParallel, x: Tensor, y: Tensor) -> Contender:
+    """Their way to accumulate: a mean of means, reduced in the last iteration."""
 
     def step() -> Tensor:
         losses = []
-        for turn, (a, b) in enumerate(zip(x.chunk(TURNS), y.chunk(TURNS), strict=True)):
-            with module.no_sync() if turn < TURNS - 1 else nullcontext():
-                loss = next_token(module(a), b) / TURNS
+        for iteration, (a, b) in enumerate(zip(x.chunk(LOOP_OPS), y.chunk(LOOP_OPS), strict=True)):
+            with module.no_sync() if iteration < LOOP_OPS - 1 else nullcontext():
+                loss = next_token(module(a), b) / LOOP_OPS
                 loss.backward()
                 losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -147,12 +150,12 @@ def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, Con
     if "dp" in only:
         made["DDP"] = theirs(DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True), x[mine], y[mine])
         made["ours, dp"] = ours(model, "dp", BATCH, x, y)
-    if "turns" in only:
+    if "iterations" in only:
         module = DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True)
-        made["DDP, 4 turns"] = in_turns(module, x[mine], y[mine])
-        made["ours, 4 turns"] = ours(model, "dp", BATCH, x, y, accumulate=TURNS)
+        made["DDP, 4 iterations"] = in_iterations(module, x[mine], y[mine])
+        made["ours, 4 iterations"] = ours(model, "dp", BATCH, x, y, grad_accumulation=LOOP_OPS)
     if "interleave" in only:
-        made["tp, 2 turns"] = side_by_side(model, x, y, interleave=False)
+        made["tp, 2 iterations"] = side_by_side(model, x, y, interleave=False)
         made["tp, side by side"] = side_by_side(deepcopy(model), x, y, interleave=True)
     if "zero" in only:
         made["FSDP2"] = theirs(sharded(deepcopy(model)), x[mine], y[mine])
@@ -183,7 +186,7 @@ def rank_main(rank: int, size: Size, rounds: int, steps: int, only: list[str], t
     made = variants(model, x, y, only)
     for module, _ in made.values() if through else ():
         module.compile()
-    times = take_turns(made, rounds, steps)
+    times = take_iterations(made, rounds, steps)
     if rank == 0:
         report(times, only)
 

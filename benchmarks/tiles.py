@@ -3,7 +3,7 @@ much work virtual ranks do.
 
     python -m benchmarks.tiles [--size 1024 --wide 8 --rounds 5 --virtual]
 
-All variants live in the same two processes, one thread each, and take turns, so that a neighbour slows all alike;
+All variants live in the same two processes, one thread each, and take iterations, so that a neighbour slows all alike;
 while one process has the whole image, the other waits. Printed are medians over the rounds: of the time on the clock,
 which needs two free cores, and of the processor time of the busier rank, which says what these would give; also with
 exchanges under way while inner rows are computed (``overlap=True``).
@@ -61,7 +61,7 @@ def make(size: int, wide: int) -> tuple[nn.Module, Tensor, Tensor]:
 def ours(model: nn.Module, mesh: sx.Mesh, x: Tensor, y: Tensor, virtual: bool, overlap: bool = False) -> Step:
     """A step on tiles, each rank reading its own."""
     specs = {name: ", ".join(a if a in mesh.names else "-" for a in spec.split(", ")) for name, spec in SPECS.items()}
-    passes = [sx.Spatial(overlap=True)] if overlap else []
+    passes = [sx.images.Spatial(overlap=True)] if overlap else []
     hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, specs=specs, passes=passes)
     pm = sx.parallelize(model, mesh, hints, virtual=virtual)
     if not virtual:

@@ -3,11 +3,11 @@ as ``sx.Machine.measure()`` finds it.
 
     python -m benchmarks.timeline [--dim 128 --layers 4 --turns 4 --rounds 15 --only gpipe 1f1b interleaved zb-h1]
 
-Steps are forward and backward of all turns, without an update. Beside the foreseen one stands the step by the clock,
-in the median and at best, which is as long where each rank has a core for itself; and where they have not, *by work*:
-the processor's time that each action takes in the median step (copies of what is sent in it, waits not), laid out by
-the schedule, and what a rank does around its actions. Exits with 1 where the foreseen step is more than 15 % off this
-one.
+Steps are forward and backward of all micro-batches, without an update. Beside the foreseen one stands the step by the
+clock, in the median and at best, which is as long where each rank has a core for itself; and where they have not, *by
+work*: the processor's time that each action takes in the median step (copies of what is sent in it, waits not), laid
+out by the schedule, and what a rank does around its actions. Exits with 1 where the foreseen step is more than 15 % off
+this one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.timing import foreseen
 from shardfx.ir.timing.rank_tasks import Doing, doings
 
-from .contenders import RANKS, Contender, Times, size_of, sized, take_turns, with_ranks
+from .contenders import RANKS, Contender, Times, size_of, sized, take_iterations, with_ranks
 from .models import GPT, Size, next_token
 
 CHUNKS = {"interleaved": 2}
@@ -44,7 +44,9 @@ LOOK = 7e-7
 """Seconds that it takes to look at a call."""
 
 
-def planned(model: GPT, schedule: str, turns: int, machine: sx.Machine, x: Tensor, y: Tensor) -> sx.ParallelModule:
+def planned(
+    model: GPT, schedule: str, microbatches: int, machine: sx.Machine, x: Tensor, y: Tensor
+) -> sx.ParallelModule:
     """The plan of a schedule for a machine: as many blocks in each stage."""
     chunks = CHUNKS.get(schedule, 1)
     each = len(model.layers) // (RANKS * chunks)
@@ -54,9 +56,9 @@ def planned(model: GPT, schedule: str, turns: int, machine: sx.Machine, x: Tenso
         targets=(y,),
         specs={"args.0": "mb, -", "targets.0": "mb, -"},
         machine=machine,
-        pipeline=sx.Pipeline(schedule=schedule, chunks=chunks, stages=(each,) * (RANKS * chunks)),
+        pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=chunks, stages=(each,) * (RANKS * chunks)),
     )
-    return sx.parallelize(model, sx.Mesh(pp=RANKS, mb=sx.Time(turns)), hints)
+    return sx.parallelize(model, sx.Mesh(pp=RANKS, mb=sx.Loop(microbatches)), hints)
 
 
 def step_of(pm: sx.ParallelModule, x: Tensor, y: Tensor) -> Contender:
@@ -65,7 +67,8 @@ def step_of(pm: sx.ParallelModule, x: Tensor, y: Tensor) -> Contender:
 
 
 class Worked:
-    """A watch that adds up the seconds of the processor that each call of this rank takes, in all turns of a step."""
+    """A watch that adds up the seconds of the processor that each call of this rank takes, in all micro-batches of a
+    step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -117,20 +120,20 @@ def laid_out(pm: sx.ParallelModule, rank: int, seconds: Mapping[str, float]) -> 
     costs = [Cost({Work(0.0, 1.0, kind=call.name): 1}) for call in footprint.calls]
     kinds = {call.name: Curve(((1.0, seconds.get(call.name, 0.0)),)) for call in footprint.calls}
     machine = replace(sx.Machine.load("cpu-laptop"), curves=kinds, hides=False)
-    assert pm.after.pipeline is not None and pm.schedule is not None
-    turns = len(pm.schedule.turns)
-    link = sx.Link(1e30, 2 * sent / turns)  # to lay out, and to take in
-    mesh = pm.after.mesh.with_links({pm.after.pipeline.axis: link})
+    assert pm.planned.pipeline is not None and pm.schedule is not None
+    microbatches = len(pm.schedule.microbatches)
+    link = sx.Link(1e30, 2 * sent / microbatches)  # to lay out, and to take in
+    mesh = pm.planned.mesh.with_links({pm.planned.pipeline.axis: link})
     return doings(program, replace(footprint, costs=tuple(costs)), machine, mesh)
 
 
-def rank_main(rank: int, size: Size, turns: int, rounds: int, steps: int, only: list[str], ends: Any) -> None:
+def rank_main(rank: int, size: Size, microbatches: int, rounds: int, steps: int, only: list[str], ends: Any) -> None:
     torch.manual_seed(0)
     model = GPT(size)
     x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
     machine = sx.Machine.measure("cpu")
-    plans = {name: planned(model, name, turns, machine, x, y) for name in only}
-    times = take_turns({name: step_of(pm, x, y) for name, pm in plans.items()}, rounds, steps)
+    plans = {name: planned(model, name, microbatches, machine, x, y) for name in only}
+    times = take_iterations({name: step_of(pm, x, y) for name, pm in plans.items()}, rounds, steps)
     worked = {name: by_work(pm, x, y) for name, pm in plans.items()}
     again = sx.Machine.measure("cpu")
     if rank == 0:
@@ -150,13 +153,13 @@ def report(name: str, pm: sx.ParallelModule, again: sx.Machine, times: Times, wo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     sized(parser, dim=128)
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="steps of a schedule in a round")
     parser.add_argument("--only", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     given = vars(parser.parse_args())
     ends = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    with_ranks(rank_main, size_of(given), given["turns"], given["rounds"], given["steps"], given["only"], ends)
+    with_ranks(rank_main, size_of(given), given["microbatches"], given["rounds"], given["steps"], given["only"], ends)
     return int(not all(ends.get()))
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     mesh = sx.Mesh(dp=args.dp, tp=args.tp)
     started = time.perf_counter()
     pm = planned(args.layers, mesh, batch=args.dp)  # one sample for each data-parallel rank
-    print(f"{args.layers} layers on {mesh.size} ranks, {len(pm.after.nodes)} IR nodes")
+    print(f"{args.layers} layers on {mesh.size} ranks, {len(pm.planned.nodes)} IR nodes")
     print(f"{'plan':<22} {time.perf_counter() - started:6.1f} s", flush=True)
     timed("verify()", pm.verify)
     if args.shrunk:

@@ -5,9 +5,9 @@ with the user's own ``torch.optim.AdamW``.
     python -m benchmarks.whole_steps [--rounds 15 --steps 3 --only gpt-0.17m bert-tiny --parts]
 
 Each rank passes its own part of the batch to either. Both live in the same two processes, one thread each, and take
-turns, round after round, so that a busy neighbour slows both alike. Printed are, for each model, medians of the clock
-of a step (the slowest rank's) and of the processor's time that a rank spends in it (their mean), and the medians of
-the rounds' ratios, ours over DDP's. Where the machine has more to do than cores, the processor's time is the one to
+iterations, round after round, so that a busy neighbour slows both alike. Printed are, for each model, medians of the
+clock of a step (the slowest rank's) and of the processor's time that a rank spends in it (their mean), and the medians
+of the rounds' ratios, ours over DDP's. Where the machine has more to do than cores, the processor's time is the one to
 trust. ``--parts`` prints where the processor's time of a step goes: the call, the backward, the optimizer.
 """
 
@@ -104,11 +104,11 @@ def theirs(case: Case, mine: Case) -> Variant:
 def part_of(case: Case, rank: int) -> Case:
     """A rank's part of the batch."""
 
-    def cut(x: Tensor) -> Tensor:
+    def sharding(x: Tensor) -> Tensor:
         return x.chunk(RANKS)[rank].contiguous()
 
-    kwargs = {name: cut(x) for name, x in case.kwargs.items()}
-    return Case(case.model, tuple(map(cut, case.args)), kwargs, case.loss, tuple(map(cut, case.targets)))
+    kwargs = {name: sharding(x) for name, x in case.kwargs.items()}
+    return Case(case.model, tuple(map(sharding, case.args)), kwargs, case.loss, tuple(map(sharding, case.targets)))
 
 
 def rank_main(rank: int, rounds: int, steps: int, only: list[str], parts: bool) -> None:

@@ -45,11 +45,11 @@ def main(folder: Path) -> list[Path]:
     forward = sx.parallelize(Blocks(example["Block"]), MESH, blocks, virtual=True)
     model, hints = example["make"]()
     training = sx.parallelize(model, MESH, hints, virtual=True)
-    schedule = sx.simulate(sx.make_schedule("zb-v", stages=8, turns=9))
-    title = "One training step of a GPT with Megatron's cuts"
+    schedule = sx.schedules.simulate(sx.schedules.make_schedule("zb-v", stages=8, microbatches=9))
+    title = "One training step of a GPT with Megatron's shardings"
     return [
-        draw_graph(forward.after, folder / "block.svg", "Two GPT blocks on dp=2 x tp=2", boxes=28, header=False),
-        draw_graph(training.after, folder / "training.svg", title),
+        draw_graph(forward.planned, folder / "block.svg", "Two GPT blocks on dp=2 x tp=2", boxes=28, header=False),
+        draw_graph(training.planned, folder / "training.svg", title),
         schedule.draw(folder / "schedule.svg", "zb-v on four ranks"),
     ]
 

@@ -1,4 +1,5 @@
-"""A plain GPT with Megatron's cuts: heads and hidden units over tp, the batch over dp, tokens between blocks over tp.
+"""A plain GPT with Megatron's shardings: heads and hidden units over tp, the batch over dp, tokens between blocks over
+tp.
 
 python examples/gpt_megatron.py                                   # train on four virtual ranks, in this process
 shardfx plan examples/gpt_megatron.py:make --mesh dp=2,tp=2       # what the plan costs, without running it

@@ -20,7 +20,7 @@ for step in range(10):
     loss = pm(*hints.args, *hints.targets)
     loss.backward()
     optimizer.step()
-    if not pm.this_rank:
+    if not pm._this_rank:
         print(f"step {step}  loss {loss.item():.5f}")
 for folder in sys.argv[1:]:
     dcp.save({"model": pm.state_dict()}, checkpoint_id=folder)

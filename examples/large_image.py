@@ -25,7 +25,10 @@ def train(name: str, model: nn.Module) -> sx.ParallelModule:
     example = {"args": (image[None, :, : CROP[0], : CROP[1]],), "targets": (mask[None, : CROP[0], : CROP[1]],)}
     hints = sx.Hints(**example, loss=F.cross_entropy, specs=SPECS)
     pm = sx.parallelize(model, sx.Mesh(h=2, w=2), replace(hints, memory=BUDGET))
-    talks, data = not pm.this_rank, sx.TileDataset([(image, mask)] * 8, pm, crop=CROP, augment=("hflip", "rot90"))
+    talks, data = (
+        not pm._this_rank,
+        sx.images.TileDataset([(image, mask)] * 8, pm, crop=CROP, augment=("hflip", "rot90")),
+    )
     optimizer, sampler = torch.optim.Adam(pm.parameters(), lr=1e-2), data.sampler(seed=0)
     for x, y in DataLoader(data, data.batch_size, sampler=sampler):
         optimizer.zero_grad()
@@ -36,11 +39,14 @@ def train(name: str, model: nn.Module) -> sx.ParallelModule:
             print(f"{name}  loss {loss.item():.5f}")
     pm.eval()
     out = torch.zeros(CLASSES, *SCENE)
-    sx.predict_scene(pm, image, out, progress=False)
+    sx.images.predict_scene(pm, image, out, progress=False)
     if talks:
         alone = sx.parallelize(model, sx.Mesh(h=1, w=1), hints, virtual=True).memory().peak
         print(f"{name}  a rank holds {pm.memory().peak} bytes of {BUDGET}, one device {alone}")
-        print(f"{name}  right at {(out.argmax(0) == mask).float().mean():.3f}", sx.draw_tiles(pm, f"out/{name}.svg"))
+        print(
+            f"{name}  right at {(out.argmax(0) == mask).float().mean():.3f}",
+            sx.images.draw_tiles(pm, f"out/{name}.svg"),
+        )
     return pm
 
 

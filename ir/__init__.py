@@ -1,7 +1,7 @@
 """What a program is: the names that a plug-in writer needs (docs/writing_passes.md, docs/writing_rules.md)."""
 
 from .capture.canonical.patterns import Match, replace_pattern
-from .cut import Cut, Part
+from .dim_sharding import DimSharding, Part
 from .errors import Error, ShardfxWarning
 from .graph import (
     Graph,
@@ -17,7 +17,7 @@ from .graph import (
     op_name,
     substitute,
 )
-from .mesh import Link, Mesh, Time
+from .mesh import Link, Loop, Mesh
 from .names import pattern
 from .ops import comm
 from .ops.local_ops import row_of
@@ -32,12 +32,13 @@ from .text import parse_graph, parse_spec, print_graph
 from .validate import validate_graph
 
 __all__ = [
-    "Cut",
+    "DimSharding",
     "Error",
     "Graph",
     "Input",
     "InputKind",
     "Link",
+    "Loop",
     "Match",
     "Mesh",
     "Node",
@@ -54,7 +55,6 @@ __all__ = [
     "Spec",
     "Strategy",
     "TensorType",
-    "Time",
     "Value",
     "Where",
     "comm",

@@ -22,7 +22,7 @@ from .mesh import Mesh
 from .node import (
     NOWHERE,
     Attr,
-    FactorCuts,
+    FactorAxes,
     Node,
     Phase,
     Pin,
@@ -40,7 +40,7 @@ from .spec import Spec
 __all__ = [
     "NOWHERE",
     "Attr",
-    "FactorCuts",
+    "FactorAxes",
     "Graph",
     "Guard",
     "Input",
@@ -180,7 +180,7 @@ class Graph:
     """A program on a mesh. ``str(graph)`` is its legal, parseable text (see :mod:`shardfx.ir.text.printer`).
 
     ``established`` is what passes have brought about, ``notes`` what capture and passes have to say to the user,
-    ``repeats`` the equal blocks that are left out (see :mod:`.repeat`), ``reasons`` why values are cut as they are,
+    ``repeats`` the equal blocks that are left out (see :mod:`.repeat`), ``reasons`` why values are sharded as they are,
     ``pipeline`` where its stages lie and what they do when, where it has some.
     """
 

@@ -1,4 +1,4 @@
-"""The mesh: named axes of ranks (space) and of turns (time), and the links between ranks.
+"""The mesh: named axes of ranks (space) and of iterations (time), and the links between ranks.
 
 A mesh is a pure description. ``Mesh(dp=128, tp=128)`` plans for 16,384 ranks and starts no process.
 
@@ -42,45 +42,45 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Time:
-    """An axis of turns instead of ranks: its parts are computed one after the other.
+class Loop:
+    """An axis of iterations instead of ranks: its parts are computed one after the other.
 
-    With ``interleave`` a turn goes on while another one waits for what ranks send one another: one's collectives
-    travel while the other computes, and as many turns are held as are under way.
+    With ``interleave`` an iteration goes on while another one waits for what ranks send one another: one's collectives
+    travel while the other computes, and as many iterations are held as are under way.
     """
 
-    turns: int
+    iterations: int
     interleave: bool = False
 
     def __str__(self) -> str:
-        return f"Time({self.turns}{', interleave=True' if self.interleave else ''})"
+        return f"Loop({self.iterations}{', interleave=True' if self.interleave else ''})"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One named axis: ``size`` ranks (space) or turns (time), which may be interleaved."""
+    """One named axis: ``size`` ranks (space) or iterations (time), which may be interleaved."""
 
     name: str
     size: int
-    time: bool = False
+    loop: bool = False
     link: Link = Link()
     interleave: bool = False
 
     @property
-    def extent(self) -> int | Time:
+    def extent(self) -> int | Loop:
         """Its size as a :class:`Mesh` is given it."""
-        return Time(self.size, self.interleave) if self.time else self.size
+        return Loop(self.size, self.interleave) if self.loop else self.size
 
 
 class Mesh:
     """Named axes, outermost first; rank 0 is all zeros, the last axis varies fastest.
 
     Args:
-        axes: ``name=int`` for ranks, ``name=Time(int)`` for turns (see :class:`Time`).
+        axes: ``name=int`` for ranks, ``name=Loop(int)`` for iterations (see :class:`Loop`).
         links: a :class:`Link` per axis name; the default serves where none is given.
     """
 
-    def __init__(self, *, links: Mapping[str, Link] | None = None, **axes: int | Time) -> None:
+    def __init__(self, *, links: Mapping[str, Link] | None = None, **axes: int | Loop) -> None:
         links = dict(links or {})
         if not axes:
             raise Error("a mesh needs at least one axis", expected="Mesh(dp=2, tp=2)", got="Mesh()")
@@ -91,17 +91,19 @@ class Mesh:
         for name, value in axes.items():
             if not name.isidentifier():
                 raise Error(f"{name!r} cannot name a mesh axis", expected="a name such as dp or tp_inner", got=name)
-            size = value.turns if isinstance(value, Time) else value
+            size = value.iterations if isinstance(value, Loop) else value
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise Error(
-                    f"mesh axis {name!r} has no valid size", expected="an int of at least 1, or Time(turns)", got=value
+                    f"mesh axis {name!r} has no valid size",
+                    expected="an int of at least 1, or Loop(iterations)",
+                    got=value,
                 )
-            interleave = isinstance(value, Time) and value.interleave
+            interleave = isinstance(value, Loop) and value.interleave
             if not isinstance(interleave, bool):
                 raise Error(
-                    f"mesh axis {name!r}: turns are interleaved or not", expected="True or False", got=interleave
+                    f"mesh axis {name!r}: iterations are interleaved or not", expected="True or False", got=interleave
                 )
-            made.append(Axis(name, size, isinstance(value, Time), links.get(name, Link()), interleave))
+            made.append(Axis(name, size, isinstance(value, Loop), links.get(name, Link()), interleave))
         self.axes: tuple[Axis, ...] = tuple(made)
 
     @cached_property
@@ -111,7 +113,7 @@ class Mesh:
     @cached_property
     def space(self) -> tuple[Axis, ...]:
         """The axes of ranks, outermost first."""
-        return tuple(axis for axis in self.axes if not axis.time)
+        return tuple(axis for axis in self.axes if not axis.loop)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -44,36 +44,36 @@ class Where:
 NOWHERE = Where()
 
 
-FactorCuts = tuple[tuple[str, tuple[str, ...]], ...]
-"""Which factor of an op's rule is cut over which axes, major first."""
+FactorAxes = tuple[tuple[str, tuple[str, ...]], ...]
+"""Which factor of an op's rule is sharded over which axes, major first."""
 
 
-def factors_text(cuts: FactorCuts) -> str:
-    """``n{tp} m{}``, or ``-`` where nothing is cut."""
-    return " ".join(f"{factor}{{{','.join(axes)}}}" for factor, axes in cuts) or "-"
+def factors_text(shardings: FactorAxes) -> str:
+    """``n{tp} m{}``, or ``-`` where nothing is sharded."""
+    return " ".join(f"{factor}{{{','.join(axes)}}}" for factor, axes in shardings) or "-"
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """How a node is computed: the spec it needs of each tensor operand and gives to each result.
 
-    ``cuts`` says which factor of the op's rule is cut over which axes.
+    ``shardings`` says which factor of the op's rule is sharded over which axes.
     """
 
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
-    cuts: FactorCuts = ()
+    shardings: FactorAxes = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """How somebody wants a node to be cut: the axes of some factors of its rule (none: whole), and ``by`` whom.
+    """How somebody wants a node to be sharded: the axes of some factors of its rule (none: whole), and ``by`` whom.
 
     ``op`` is the op that this is said of where that is a part of the node's: ``aten.mm`` of an ``addmm``. ``also`` is
     what is said of another part, or of the node itself.
     """
 
-    cuts: FactorCuts
+    shardings: FactorAxes
     by: str
     op: str = ""
     also: Pin | None = None
@@ -119,7 +119,7 @@ class Value:
         return Value(self.type, node, self.index, self.name, self.spec, self.hint, self.hinted_by)
 
     def local_bytes(self, mesh: Mesh) -> int:
-        """What the rank that holds most of the value holds of it (in one turn)."""
+        """What the rank that holds most of the value holds of it (in one iteration)."""
         numel = self.spec.local_numel(self.shape, mesh) if self.spec is not None else self.type.numel
         return numel * self.type.dtype.itemsize
 
@@ -133,8 +133,8 @@ class Node:
 
     ``at`` are the stages of a pipeline in which it is done; none: in all of them.
     ``attrs`` are a pass's own remarks (``{"lane": 1}``): the text, copies and rewrites keep them, and no op reads them.
-    ``pin`` is how somebody wants it to be cut. ``made_by`` is the pass that made the node, "" for capture; ``why`` says
-    why, in words.
+    ``pin`` is how somebody wants it to be sharded. ``made_by`` is the pass that made the node, "" for capture; ``why``
+    says why, in words.
     """
 
     op: Any

@@ -1,4 +1,5 @@
-"""Why values are cut as they are: each cut that was handed to a value is a decision, which remembers where from.
+"""Why values are sharded as they are: each sharding that was handed to a value is a decision, which remembers where
+from.
 
 No pass goes by them: they are for who asks why. A graph carries them, and its text has them on request
 (:mod:`shardfx.ir.text.reason_lines`).
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .cut import Cut
+from .dim_sharding import DimSharding
 from .node import NOWHERE, Value, Where
 
 
@@ -32,15 +33,15 @@ class Refused(NamedTuple):
 
 @dataclass(eq=False)
 class Decision:
-    """Why a dim of a value is cut as it is: from where, and what was turned down.
+    """Why a dim of a value is sharded as it is: from where, and what was turned down.
 
-    ``op`` is the op that carried the cut on (empty: none did), ``where`` its source, ``carriers`` the tensors from
+    ``op`` is the op that carried the sharding on (empty: none did), ``where`` its source, ``carriers`` the tensors from
     which it came, ``causes`` the decisions that gave it to them; a hint has none of these.
     """
 
     value: Value
     dim: int
-    cut: Cut
+    sharding: DimSharding
     level: str = ""
     hint: str = ""
     refused: tuple[Refused, ...] = ()
@@ -101,7 +102,7 @@ class Reasons:
         self._later: list[Callable[[ByValue], None]] = []
 
     def of(self, value: Value) -> Sequence[Decision]:
-        """Why a value is cut as it is."""
+        """Why a value is sharded as it is."""
         return self._all().get(value, ())
 
     def __iter__(self) -> Iterator[Decision]:

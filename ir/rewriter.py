@@ -79,8 +79,8 @@ class Rewriter:
     ) -> Node:
         """A node that calls ``op``: its result types are inferred, and where the graph is placed, so is the node.
 
-        Operands stay as they are placed: the op is cut as they are, as far as its rule allows. ``like`` gives phase,
-        source and stage; if it is left out, the node that makes the first operand does.
+        Operands stay as they are placed: the op is sharded as they are, as far as its rule allows. ``like`` gives
+        phase, source and stage; if it is left out, the node that makes the first operand does.
 
         Args:
             op: an op such as ``torch.ops.aten.mul.Tensor``.

@@ -1,7 +1,7 @@
-"""Shards: cutting a whole tensor by a spec, and joining the pieces again.
+"""Shards: sharding a whole tensor by a spec, and joining the pieces again.
 
 >>> shards = Shards.of(spec, (8, 4), mesh)          # which ranks hold which distinct piece
->>> pieces = [shards.cut(whole, i) for i in range(shards.count)]
+>>> pieces = [shards.sharded(whole, i) for i in range(shards.count)]
 >>> shards.join(pieces)                             # the whole again
 """
 
@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from .cut import WHOLE, Coords, Cut, Part, Window, compound, in_stretches
+from .dim_sharding import WHOLE, Coords, DimSharding, Part, Window, compound, in_stretches
 from .mesh import Mesh
 from .spec import Spec
 
@@ -26,8 +26,8 @@ Box = tuple[tuple[int, int], ...]
 class Shards:
     """The distinct pieces of a value: their boxes in the sub-dims of its shape, and which rank holds which.
 
-    Where a dim is cut over an axis of time, a rank has its boxes of all turns, one behind the other along that dim:
-    ``over`` are these dims and the numbers of turns.
+    Where a dim is sharded over a loop axis, a rank has its boxes of all iterations, one behind the other along that
+    dim: ``over`` are these dims and the numbers of iterations.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Shards:
     boxes: tuple[tuple[Box, ...], ...]
     by_rank: tuple[int, ...]
     local_shapes: tuple[tuple[int, ...], ...]
-    turn_shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    iteration_shapes: tuple[tuple[tuple[int, ...], ...], ...]
     over: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -53,10 +53,10 @@ class Shards:
         """The lowest rank that holds a piece."""
         return self.by_rank.index(piece)
 
-    def cut(self, whole: torch.Tensor, piece: int) -> torch.Tensor:
+    def sharding(self, whole: torch.Tensor, piece: int) -> torch.Tensor:
         """A piece of a whole tensor: a view where that is possible."""
-        boxes = zip(self.boxes[piece], self.turn_shapes[piece], strict=True)
-        parts = [cut_box(whole, self.view, box, shape) for box, shape in boxes]
+        boxes = zip(self.boxes[piece], self.iteration_shapes[piece], strict=True)
+        parts = [sharding_box(whole, self.view, box, shape) for box, shape in boxes]
         for dim, count in reversed(self.over):
             parts = [torch.cat(parts[at : at + count], dim) for at in range(0, len(parts), count)]
         return parts[0]
@@ -67,25 +67,25 @@ class Shards:
             return pieces[0].reshape(self.shape)
         whole = pieces[0].new_empty(self.view)
         for number, piece in enumerate(pieces):
-            for box, part in zip(self.boxes[number], self._by_turn(number, piece), strict=True):
+            for box, part in zip(self.boxes[number], self._by_iteration(number, piece), strict=True):
                 region = tuple(slice(start, start + length) for start, length in box)
                 whole[region] = part.reshape([length for _, length in box])
         return whole.reshape(self.shape)
 
-    def _by_turn(self, number: int, piece: torch.Tensor) -> list[torch.Tensor]:
-        """What a piece has of each turn."""
-        parts, shapes = [piece], [self.turn_shapes[number]]
+    def _by_iteration(self, number: int, piece: torch.Tensor) -> list[torch.Tensor]:
+        """What a piece has of each iteration."""
+        parts, shapes = [piece], [self.iteration_shapes[number]]
         for place, (dim, count) in enumerate(self.over):
             inner = len(shapes[0]) // count
-            turns = [[each[at : at + inner] for at in range(0, len(each), inner)] for each in shapes]
-            sizes = [[_together(turn, self.over[place + 1 :])[dim] for turn in each] for each in turns]
+            iterations = [[each[at : at + inner] for at in range(0, len(each), inner)] for each in shapes]
+            sizes = [[_together(iteration, self.over[place + 1 :])[dim] for iteration in each] for each in iterations]
             parts = [piece for part, each in zip(parts, sizes, strict=True) for piece in part.split(each, dim)]
-            shapes = [turn for each in turns for turn in each]
+            shapes = [iteration for each in iterations for iteration in each]
         return parts
 
 
 def _together(shapes: Sequence[tuple[int, ...]], over: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """The shape of the pieces of all turns, one behind the other."""
+    """The shape of the pieces of all iterations, one behind the other."""
     for dim, count in reversed(over):
         groups = [shapes[at : at + count] for at in range(0, len(shapes), count)]
         shapes = [(*each[0][:dim], sum(shape[dim] for shape in each), *each[0][dim + 1 :]) for each in groups]
@@ -98,29 +98,29 @@ def _shards(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Shards:
     by_rank, shapes = [], []
     axes, over = _over(spec, mesh)
     for rank in range(mesh.size):
-        turns = mesh.along(mesh.coords(rank), axes)
-        found = tuple(spec.box(shape, mesh, at) for at in turns)
+        iterations = mesh.along(mesh.coords(rank), axes)
+        found = tuple(spec.box(shape, mesh, at) for at in iterations)
         if found not in boxes:
             boxes[found] = len(boxes)
-            shapes.append(tuple(spec.local_shape(shape, mesh, at) for at in turns))
+            shapes.append(tuple(spec.local_shape(shape, mesh, at) for at in iterations))
         by_rank.append(boxes[found])
     local = tuple(_together(each, over) for each in shapes)
     return Shards(shape, spec.sub_shape(shape), tuple(boxes), tuple(by_rank), local, tuple(shapes), over)
 
 
 def _over(spec: Spec, mesh: Mesh) -> tuple[list[str], tuple[tuple[int, int], ...]]:
-    """The axes of time that cut some dim, outermost first; and of each the dim, and how many turns it has."""
-    found = [(dim, a) for a in mesh.axes if a.time for dim, cut in enumerate(spec.dims) if a.name in cut.axes]
+    """The loop axes that shard some dim, outermost first; and of each the dim, and how many turns it has."""
+    found = [(dim, a) for a in mesh.axes if a.loop for dim, sharding in enumerate(spec.dims) if a.name in sharding.axes]
     return [axis.name for _, axis in found], tuple((dim, axis.size) for dim, axis in found)
 
 
 def held_shape(spec: Spec, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """What a rank holds of an input or an output: where turns have pieces, all of them, one behind the other."""
+    """What a rank holds of an input or an output: where iterations have pieces, all of them, one behind the other."""
     axes, over = _over(spec, mesh)
     return _together([spec.local_shape(shape, mesh, at) for at in mesh.along(mesh.coords(rank), axes)], over)
 
 
-def cut_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:
+def sharding_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:
     """The elements of ``whole``, seen in the shape ``view``, that lie in a box of it; in the local shape. A view
     where that is possible."""
     x = whole.reshape(view)
@@ -130,10 +130,10 @@ def cut_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[
     return x.reshape(shape)
 
 
-def cut_local(whole: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
+def sharding_local(whole: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
     """What one rank holds of a whole tensor."""
     shards = Shards.of(spec, whole.shape, mesh)
-    return shards.cut(whole, shards.by_rank[rank])
+    return shards.sharding(whole, shards.by_rank[rank])
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -148,39 +148,40 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 @lru_cache(maxsize=4096)
-def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Cut:
-    """The cut of a dim of ``size`` that holds what the chunks of another dim need: a plain one, or one of blocks, where
+def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> DimSharding:
+    """The sharding of a dim of ``size`` that holds what the chunks of another dim need: a plain one, or one of blocks,
+    where
     that is the same for every rank."""
     if not axes:
         return WHOLE
-    made = Cut(axes, rows=window)
-    same = [Cut(axes)]
+    made = DimSharding(axes, rows=window)
+    same = [DimSharding(axes)]
     if window.size and size % window.size == 0:
         same.append(compound([Part(window.size, axes), Part(size // window.size)], mesh))
     ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
     held = [_stretch(made, size, mesh, coords) for coords in ranks]
-    for cut in same:
-        if not in_stretches(cut) and [_stretch(cut, size, mesh, coords) for coords in ranks] == held:
-            return cut
+    for sharding in same:
+        if not in_stretches(sharding) and [_stretch(sharding, size, mesh, coords) for coords in ranks] == held:
+            return sharding
     return made
 
 
-def _stretch(cut: Cut, size: int, mesh: Mesh, coords: Coords) -> tuple[int, int]:
+def _stretch(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> tuple[int, int]:
     """What a rank holds of a dim; of nothing it does not matter where it lies."""
-    start, length = cut.span(size, mesh, coords)
+    start, length = sharding.span(size, mesh, coords)
     return (start, length) if length else (0, 0)
 
 
 @lru_cache(maxsize=4096)
 def has_rows(source: Spec, target: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether every rank has, of what is placed as ``source``, all that it is to have by ``target``: dims that differ
-    are cut over the same axes, into one stretch for each rank."""
+    are sharded over the same axes, into one stretch for each rank."""
     if source.partial != target.partial:
         return False
     dims = []
     for dim, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)):
         if a != b:
-            if a.axes != b.axes or in_stretches(a) or in_stretches(b) or any(mesh[axis].time for axis in a.axes):
+            if a.axes != b.axes or in_stretches(a) or in_stretches(b) or any(mesh[axis].loop for axis in a.axes):
                 return False
             dims.append(dim)
     return RowExchange(source, target, shape, mesh, dict.fromkeys(mesh.names, 0), tuple(dims)).is_silent

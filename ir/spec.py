@@ -1,11 +1,11 @@
 """Placements: which part of a value each rank holds.
 
-A :class:`Cut` says how one tensor dim is cut; a :class:`Spec` has one per dim, and the axes over which the
+A :class:`DimSharding` says how one tensor dim is sharded; a :class:`Spec` has one per dim, and the axes over which the
 value is still a partial sum. The local shape of a rank is *derived* from type and spec.
 
-A dim may be a *compound*: the product of sub-dims, each cut on its own. ``(8{dp} 128{tp})`` is a dim of 1024
-that was once ``[8, 128]``, the first cut over dp and the second over tp. That is what a ``view`` makes of two
-cut dims, and how a fused ``qkv`` weight of ``3 * 64`` rows is cut by heads: ``(3 64{tp})``.
+A dim may be a *compound*: the product of sub-dims, each sharding on its own. ``(8{dp} 128{tp})`` is a dim of 1024
+that was once ``[8, 128]``, the first sharded over dp and the second over tp. That is what a ``view`` makes of two
+sharded dims, and how a fused ``qkv`` weight of ``3 * 64`` rows is sharded by heads: ``(3 64{tp})``.
 
     >>> mesh = Mesh(dp=2, tp=2)
     >>> Spec.parse("dp tp, -", mesh).local_shape((8, 3), mesh, {"dp": 0, "tp": 1})
@@ -21,7 +21,7 @@ from functools import lru_cache
 
 import torch
 
-from .cut import WHOLE, Coords, Cut, Part, common_parts, compound, project
+from .dim_sharding import WHOLE, Coords, DimSharding, Part, common_parts, compound, project
 from .errors import Error
 from .mesh import Mesh
 
@@ -104,23 +104,24 @@ def laid(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Spec:
-    """The placement of a value: a :class:`Cut` per dim, and the (axis, reduction) pairs over which it is partial.
+    """The placement of a value: a :class:`DimSharding` per dim, and the (axis, reduction) pairs over which it is
+    partial.
 
     The pairs are a set: they are kept sorted, so that equal placements are equal.
     """
 
-    dims: tuple[Cut, ...]
+    dims: tuple[DimSharding, ...]
     partial: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        used = [axis for cut in self.dims for axis in cut.axes] + [axis for axis, _ in self.partial]
+        used = [axis for sharding in self.dims for axis in sharding.axes] + [axis for axis, _ in self.partial]
         if len(used) != len(set(used)):
             twice = next(axis for axis in used if used.count(axis) > 1)
             raise Error(
                 f"mesh axis {twice!r} is used twice in one placement",
                 expected="each axis at most once over all dims and the partial sum",
                 got=self.text(),
-                remedy="cut one dim by it, or use another axis",
+                remedy="sharded one dim by it, or use another axis",
             )
         if self.partial:
             for _, op in self.partial:
@@ -138,8 +139,8 @@ class Spec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that cut some dim."""
-        return tuple(axis for cut in self.dims for axis in cut.axes)
+        """The axes that shard some dim."""
+        return tuple(axis for sharding in self.dims for axis in sharding.axes)
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
@@ -149,29 +150,31 @@ class Spec:
     @property
     def is_whole(self) -> bool:
         """Whether every rank holds all of it, and no partial result."""
-        return not self.partial and not any(cut.axes for cut in self.dims)
+        return not self.partial and not any(sharding.axes for sharding in self.dims)
 
     def reduced(self) -> Spec:
         """The same, with nothing partial."""
         return Spec(self.dims) if self.partial else self
 
-    def with_dim(self, dim: int, cut: Cut) -> Spec:
-        """The same spec with another cut of one dim."""
-        return Spec((*self.dims[:dim], cut, *self.dims[dim + 1 :]), self.partial)
+    def with_dim(self, dim: int, sharding: DimSharding) -> Spec:
+        """The same spec with another sharding of one dim."""
+        return Spec((*self.dims[:dim], sharding, *self.dims[dim + 1 :]), self.partial)
 
     def box(self, shape: Sequence[int], mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
         """Start and length of what a rank holds, for every *sub-dim* of the shape, in order."""
-        return tuple(span for cut, size in zip(self.dims, shape, strict=True) for span in cut.spans(size, mesh, coords))
+        return tuple(
+            span for sharding, size in zip(self.dims, shape, strict=True) for span in sharding.spans(size, mesh, coords)
+        )
 
     def sub_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The global shape with compound dims taken apart: what :meth:`box` indexes."""
-        return tuple(part.size for cut, size in zip(self.dims, shape, strict=True) for part in cut.sub(size))
+        return tuple(part.size for sharding, size in zip(self.dims, shape, strict=True) for part in sharding.sub(size))
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coords: Coords) -> tuple[int, ...]:
         """The shape that the rank at ``coords`` holds."""
         return tuple(
-            math.prod(length for _, length in cut.spans(size, mesh, coords)) if cut.axes else size
-            for cut, size in zip(self.dims, shape, strict=True)
+            math.prod(length for _, length in sharding.spans(size, mesh, coords)) if sharding.axes else size
+            for sharding, size in zip(self.dims, shape, strict=True)
         )
 
     def local_numel(self, shape: Sequence[int], mesh: Mesh) -> int:
@@ -179,14 +182,16 @@ class Spec:
         first = dict.fromkeys(mesh.names, 0)
         found = self.local_shape(shape, mesh, first)
         return math.prod(
-            length if cut.rows is None else max(cut.span(size, mesh, at)[1] for at in mesh.along(first, cut.axes))
-            for cut, size, length in zip(self.dims, shape, found, strict=True)
+            length
+            if sharding.rows is None
+            else max(sharding.span(size, mesh, at)[1] for at in mesh.along(first, sharding.axes))
+            for sharding, size, length in zip(self.dims, shape, found, strict=True)
         )
 
     def text(self, shape: Sequence[int] | None = None, dtype: str = "") -> str:
         """The spec as it is printed: ``f32[64{dp}, 256] +{tp}``; ``.`` for sizes where no shape is given."""
         sizes: Sequence[int | str] = shape if shape is not None else ["."] * len(self.dims)
-        body = ", ".join(cut.text(size) for cut, size in zip(self.dims, sizes, strict=True))
+        body = ", ".join(sharding.text(size) for sharding, size in zip(self.dims, sizes, strict=True))
         by_op: dict[str, list[str]] = {}
         for axis, op in self.partial:
             by_op.setdefault(op, []).append(axis)
@@ -220,7 +225,7 @@ class Spec:
                         got=repr(text),
                         remedy="spell it as in the Mesh, or add the axis there",
                     )
-            dims.append(Cut(axes))
+            dims.append(DimSharding(axes))
         try:
             return cls(tuple(dims))
         except Error as error:
@@ -233,16 +238,16 @@ def _whole(ndim: int) -> Spec:
 
 
 def refine(shape: Sequence[int], specs: Sequence[Spec], mesh: Mesh) -> tuple[tuple[int, ...], list[Spec]] | None:
-    """The value seen as sub-dims in which all the specs' cuts are plain; None where their parts do not nest."""
+    """The value seen as sub-dims in which all the specs' shardings are plain; None where their parts do not nest."""
     view: list[int] = []
-    columns: list[list[Cut]] = [[] for _ in specs]
+    columns: list[list[DimSharding]] = [[] for _ in specs]
     for dim, size in enumerate(shape):
         refined = common_parts(size, [spec.dims[dim] for spec in specs], mesh)
         if refined is None:
             return None
         view.extend(refined[0])
-        for column, cuts in zip(columns, refined[1], strict=True):
-            column.extend(cuts)
+        for column, shardings in zip(columns, refined[1], strict=True):
+            column.extend(shardings)
     return tuple(view), [Spec(tuple(c), spec.partial) for c, spec in zip(columns, specs, strict=True)]
 
 
@@ -258,20 +263,21 @@ def coarsen(shape: Sequence[int], view: Sequence[int], spec: Spec, mesh: Mesh) -
             at += 1
         if size == 0:
             parts, at = [Part(0, spec.dims[at].axes)], at + 1
-        dims.append(Cut(parts[0].axes) if len(parts) == 1 else compound(parts, mesh))
+        dims.append(DimSharding(parts[0].axes) if len(parts) == 1 else compound(parts, mesh))
     return Spec(tuple(dims), spec.partial)
 
 
 def on_view(shape: Sequence[int], view: Sequence[int], spec: Spec, mesh: Mesh) -> Spec | None:
-    """The spec of the value seen as ``view``: the inverse of :func:`coarsen`. None where a cut does not fall on it."""
-    dims: list[Cut] = []
+    """The spec of the value seen as ``view``: the inverse of :func:`coarsen`. None where a sharding does not fall on
+    it."""
+    dims: list[DimSharding] = []
     at = 0
-    for size, cut in zip(shape, spec.dims, strict=True):
+    for size, sharding in zip(shape, spec.dims, strict=True):
         start, product = at, 1
         while at < len(view) and (at == start or product < size):
             product *= view[at]
             at += 1
-        projected = project(cut, size, view[start:at], mesh) if product == size else None
+        projected = project(sharding, size, view[start:at], mesh) if product == size else None
         if projected is None or any(c.parts for c in projected):
             return None
         dims.extend(projected)

@@ -1,15 +1,15 @@
 """What may be done to a graph: one file a pass, and the pipeline that runs them."""
 
 from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Pass, PassError
-from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
-from .memory import CastAgain, GatherAgain, Offload, Recompute, TableRows, Zero
+from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
+from .loops import Loops
+from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whole, run_passes, steps
 from .rank import RankContext, RankPass
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
 from .space import Spatial
 from .stages import Pipeline, stages_as_planned
-from .time import Turns
 from .unfold_repeats import UnfoldRepeats
 
 __all__ = [
@@ -20,12 +20,11 @@ __all__ = [
     "ORDER",
     "SHARDED",
     "BindHints",
-    "CastAgain",
+    "BucketComm",
     "CastPlacement",
     "Context",
     "DuplicateViews",
-    "FuseComm",
-    "GatherAgain",
+    "Loops",
     "Offload",
     "Order",
     "Partition",
@@ -37,10 +36,11 @@ __all__ = [
     "RankPass",
     "Reassociate",
     "Recompute",
+    "RematerializeCasts",
+    "RematerializeGathers",
     "Spatial",
     "SumPlacement",
     "TableRows",
-    "Turns",
     "UnfoldRepeats",
     "Zero",
     "arrange",

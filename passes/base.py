@@ -29,7 +29,7 @@ class Context:
     Attributes:
         rules: the rules of ops; ``cache`` has those of nodes, each made once.
         planner: finds the cheapest communication on the mesh.
-        specs, cuts: the user's hints, as given: ``bind-hints`` writes them onto values and nodes.
+        specs, strategies: the user's hints, as given: ``bind-hints`` writes them onto values and nodes.
         machine: what a rank runs on.
         seconds: how long each pass took.
     """
@@ -37,7 +37,7 @@ class Context:
     rules: RuleBook
     planner: Redistribution
     specs: Mapping[str, Any] = field(default_factory=dict)
-    cuts: Mapping[str, Any] = field(default_factory=dict)
+    strategies: Mapping[str, Any] = field(default_factory=dict)
     machine: Machine = field(default_factory=lambda: Machine.of(None))
     seconds: dict[str, float] = field(default_factory=dict)
     cache: RuleCache = field(init=False)

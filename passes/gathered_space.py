@@ -1,4 +1,4 @@
-"""Which ops need a cut of space whole: said in a warning, or, where the user is strict, an error.
+"""Which ops need a sharding of space whole: said in a warning, or, where the user is strict, an error.
 
 args.0: dp, -, h, w     aten.sort needs k whole: each rank gathers the image, and sorts all of it
 """
@@ -16,27 +16,28 @@ from .rule_cache import RuleCache
 
 
 def space_axes(graph: Graph) -> set[str]:
-    """The axes of ranks that cut height, width, ... of an argument, by the hints: a dim behind batch and channels."""
+    """The axes of ranks that shard height, width, ... of an argument, by the hints: a dim behind batch and channels."""
     return {
         axis
         for given in graph.of_kind(InputKind.ARGUMENT)
         if given.value.hint is not None and given.value.type.dtype.is_floating_point
-        for cut in given.value.hint.dims[2:]
-        for axis in cut.axes
+        for sharding in given.value.hint.dims[2:]
+        for axis in sharding.axes
         if graph.mesh.extent((axis,)) > 1
     }
 
 
 def gathered(node: Node, rule: ShardingRule, axes: Collection[str], images: Collection[Value]) -> Mapping[str, str]:
-    """The factors that a node needs whole though an operand is cut there over some axes: each with its axes. So it does
-    of what a single row is made of, through a window or in a block; and of one of two dims that are cut over the same
-    ranks, where each of one is joined with each of the other (``x @ x.T``, attention by hand), if it is among the
+    """The factors that a node needs whole though an operand is sharded there over some axes: each with its axes. So it
+    does of what a single row is made of, through a window or in a block; and of one of two dims that are sharded over
+    the same ranks, where each of one is joined with each of the other (``x @ x.T``, attention by hand), if it is among
+    the
     ``images``: numbers of places are joined for nothing."""
     made, found = node.strategy, {}
     assert made is not None
     for value, need, dims in zip(node.operands, made.operands, rule.operands, strict=True):
-        for dim, cut in enumerate(value.spec.dims if value.spec is not None else ()):
-            lost = [axis for axis in cut.axes if axis in axes and axis not in need.axes + need.partial_axes]
+        for dim, sharding in enumerate(value.spec.dims if value.spec is not None else ()):
+            lost = [axis for axis in sharding.axes if axis in axes and axis not in need.axes + need.partial_axes]
             whole = [factor for factor in dims[dim] if factor in rule.whole or factor in rule.windows]
             joined = value in images and _joined(node, rule, dims[dim], lost)
             if lost and (whole or joined):
@@ -45,15 +46,15 @@ def gathered(node: Node, rule: ShardingRule, axes: Collection[str], images: Coll
 
 
 def _joined(node: Node, rule: ShardingRule, factors: Collection[str], lost: Collection[str]) -> bool:
-    """Whether another factor, which these stand beside in a result, is cut over the axes that these lost."""
+    """Whether another factor, which these stand beside in a result, is sharded over the axes that these lost."""
     assert node.strategy is not None
     own = [dims for dims in rule.result_factors if not dims.isdisjoint(factors)]
-    cut = {factor for factor, axes in node.strategy.cuts if not set(lost).isdisjoint(axes)}
-    return any(not (dims - set(factors)).isdisjoint(cut) for dims in own)
+    sharding = {factor for factor, axes in node.strategy.shardings if not set(lost).isdisjoint(axes)}
+    return any(not (dims - set(factors)).isdisjoint(sharding) for dims in own)
 
 
 def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
-    """Say of each line of the model that it gathers what the hints cut of space; its backward does so as well.
+    """Say of each line of the model that it gathers what the hints sharding of space; its backward does so as well.
 
     Raises:
         Error: ``strict``, and there is one.
@@ -72,12 +73,12 @@ def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
         over = ", ".join(dict.fromkeys(found.values()))
         if strict:
             raise Error(
-                f"{name} needs space whole that is cut over {over}",
+                f"{name} needs space whole that is sharded over {over}",
                 where=f"{node.where}  {node.where.code}",
                 expected=f"ops that tiles will do for (strict=True); this one is {rule_text(rule)}",
-                got=f"a cut of {factors}",
+                got=f"a sharding of {factors}",
                 remedy="use an op with windows (a max-pool of fixed size, say), or pass strict=False to gather it",
             )
-        text = f"{name} ({node.where} {node.where.code}) needs {factors} whole: what is cut over {over} is gathered"
+        text = f"{name} ({node.where} {node.where.code}) needs {factors} whole: what is sharded over {over} is gathered"
         graph.notes.append(text)
         warnings.warn(text, ShardfxWarning, stacklevel=2)

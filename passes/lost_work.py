@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from shardfx.ir.cost.flops import flops_of
-from shardfx.ir.cut import WHOLE, Cut
+from shardfx.ir.dim_sharding import WHOLE, DimSharding
 from shardfx.ir.graph import Graph, InputKind, Node, Value
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.traits import is_heavy
@@ -29,7 +29,7 @@ WORTH_SHARDING = 0.01
 
 
 def share_lost_work(graph: Graph, axes: Iterable[str], state: Propagation) -> bool:
-    """Cut by rows, over these (data) axes, the products that are not shared between their ranks, where they can be;
+    """Shard by rows, over these (data) axes, the products that are not shared between their ranks, where they can be;
     says whether it did."""
     flops = _flops_of_all(graph)
     alone = _of_parameters_alone(graph)
@@ -40,8 +40,8 @@ def share_lost_work(graph: Graph, axes: Iterable[str], state: Propagation) -> bo
         if sum(flops[node] for node in lost) <= WORTH_SHARDING * sum(flops.values()):
             continue
         for node in (node for node in flops if node in lost):
-            cuts, _ = state.conflicts.resolve(node, True)
-            seed = None if axis in _axes(cuts) else _by_rows(node, axis, cuts, state, alone)
+            shardings, _ = state.conflicts.resolve(node, True)
+            seed = None if axis in _axes(shardings) else _by_rows(node, axis, shardings, state, alone)
             if seed is not None:
                 state.seed([seed])
                 state.run([seed.value])
@@ -49,8 +49,11 @@ def share_lost_work(graph: Graph, axes: Iterable[str], state: Propagation) -> bo
     return changed
 
 
-def _by_rows(node: Node, axis: str, cuts: Mapping[str, Cut], state: Propagation, alone: set[Value]) -> Seed | None:
-    """The node's result cut over the axis too, along the first of its dims that no parameter has and that feeds all."""
+def _by_rows(
+    node: Node, axis: str, shardings: Mapping[str, DimSharding], state: Propagation, alone: set[Value]
+) -> Seed | None:
+    """The node's result sharded over the axis too, along the first of its dims that no parameter has and that feeds
+    all."""
     held = state.held
     rule, value = held.rules[node], node.outs[0]
     dims = rule.results[value.index]
@@ -58,11 +61,11 @@ def _by_rows(node: Node, axis: str, cuts: Mapping[str, Cut], state: Propagation,
     kept = {
         f for v, tensor in zip(node.operands, rule.operands, strict=True) if v in alone for dim in tensor for f in dim
     }
-    rows = (f for dim in dims for f in dim if f not in kept | rule.whole and not cuts.get(f, WHOLE).parts)
+    rows = (f for dim in dims for f in dim if f not in kept | rule.whole and not shardings.get(f, WHOLE).parts)
     for factor in rows:
-        cut = Cut((*cuts.get(factor, WHOLE).axes, axis))
-        if value not in held.closed and held.feeds(cut, rule.sizes[factor]):
-            spec = Spec(place(dims, {**cuts, factor: cut}, rule, held.mesh))
+        sharding = DimSharding((*shardings.get(factor, WHOLE).axes, axis))
+        if value not in held.closed and held.feeds(sharding, rule.sizes[factor]):
+            spec = Spec(place(dims, {**shardings, factor: sharding}, rule, held.mesh))
             return Seed(value, spec, f"{BY_PASS}'propagate', which shares work over {axis}", closed=False)
     return None
 
@@ -93,20 +96,20 @@ def _of_ranks(graph: Graph, axes: Iterable[str]) -> Iterator[str]:
     return (axis for axis in sorted(axes) if graph.mesh.extent((axis,)) > 1)
 
 
-def _axes(cuts: Mapping[str, Cut]) -> set[str]:
-    return {axis for cut in cuts.values() for axis in cut.axes}
+def _axes(shardings: Mapping[str, DimSharding]) -> set[str]:
+    return {axis for sharding in shardings.values() for axis in sharding.axes}
 
 
 def _behind(graph: Graph, axis: str) -> set[Node]:
-    """The nodes that are made of an input whose hint cuts it over the axis."""
-    cut = {
+    """The nodes that are made of an input whose hint shards it over the axis."""
+    sharding = {
         given.value
         for given in graph.inputs
         if given.value.hint is not None and given.value.type.ndim and axis in given.value.hint.dims[0].axes
     }
     found: set[Node] = set()
     for node in graph.nodes:
-        if any(value in cut for value in node.operands):
+        if any(value in sharding for value in node.operands):
             found.add(node)
-            cut.update(node.outs)
+            sharding.update(node.outs)
     return found

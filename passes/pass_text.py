@@ -1,10 +1,10 @@
-"""Passes as text: ``fuse-comm{mb=25.0}`` is ``FuseComm(mb=25.0)``.
+"""Passes as text: ``bucket-comm{mb=25.0}`` is ``BucketComm(mb=25.0)``.
 
 A value is a Python literal (``25.0``, ``None``, ``[["a.*", "b"]]``), or a bare word for a string (``auto``,
 ``8GiB``, ``layers.*.w1``). What a pass prints, :func:`parse_pass` reads::
 
-    >>> parse_pass("fuse-comm{mb=2}", {"fuse-comm": FuseComm}.__getitem__)
-    FuseComm(mb=2.0, groups=())
+    >>> parse_pass("bucket-comm{mb=2}", {"bucket-comm": BucketComm}.__getitem__)
+    BucketComm(mb=2.0, groups=())
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parse_pass(text: str, find: Callable[[str], type[Made]]) -> Made:
         raise Error(
             "this text is not a pass",
             where="Hints(passes=...)",
-            expected="a name, and options in braces: fuse-comm{mb=25.0}",
+            expected="a name, and options in braces: bucket-comm{mb=25.0}",
             got=repr(text),
         )
     kind = find(match[1])

@@ -17,12 +17,12 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError, check_requires
-from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
-from .memory import CastAgain, GatherAgain, Offload, Recompute, TableRows, Zero
+from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
+from .loops import Loops
+from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .space import Spatial
 from .stages import Pipeline
-from .time import Turns
 from .unfold_repeats import UnfoldRepeats
 
 ORDER: tuple[type[Pass], ...] = (
@@ -38,17 +38,17 @@ ORDER: tuple[type[Pass], ...] = (
     UnfoldRepeats,
     Pipeline,
     Recompute,
-    GatherAgain,
-    CastAgain,
+    RematerializeGathers,
+    RematerializeCasts,
     TableRows,
-    FuseComm,
-    Turns,
+    BucketComm,
+    Loops,
     Order,
     Offload,
 )
 """The built-in passes, in the order in which they run."""
 ON_REQUEST: frozenset[str] = frozenset(
-    {each.name for each in (Zero, Pipeline, Recompute, GatherAgain, CastAgain, Offload, TableRows)}
+    {each.name for each in (Zero, Pipeline, Recompute, RematerializeGathers, RematerializeCasts, Offload, TableRows)}
 )
 """Those of them that are left out where nobody asks for them."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
@@ -140,7 +140,7 @@ def check_order(passes: Iterable[Pass], established: Iterable[str] = (), wanted:
             where=WHERE,
             expected=f"passes that establish {', '.join(sorted(lacking))}",
             got=", ".join(before) or "no passes",
-            remedy="start from shardfx.default_passes(hints)",
+            remedy="start from shardfx.passes.default_passes(hints)",
         )
 
 

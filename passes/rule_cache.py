@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from shardfx.ir.cut import Cut
+from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
@@ -39,7 +39,7 @@ class RuleCache:
     _strategies: dict[object, Strategy] = field(default_factory=dict)
 
     def rule(self, node: Node) -> ShardingRule:
-        """The rule of a node; one by which nothing is cut, where there is none."""
+        """The rule of a node; one by which nothing is sharded, where there is none."""
         return self.known(node).rule
 
     def known(self, node: Node) -> KnownRule:
@@ -58,11 +58,11 @@ class RuleCache:
         return KnownRule(made, "discovered" if entry.discovered else "written")
 
     def strategy(
-        self, rule: ShardingRule, cuts: Mapping[str, Cut], partial: Mapping[str, Any] | None = None
+        self, rule: ShardingRule, shardings: Mapping[str, DimSharding], partial: Mapping[str, Any] | None = None
     ) -> Strategy:
         """The strategy of one of these rules (see :func:`shardfx.ir.rules.strategy.strategy`)."""
-        key = (id(rule), tuple(cuts.items()), tuple(partial.items()) if partial else None)
+        key = (id(rule), tuple(shardings.items()), tuple(partial.items()) if partial else None)
         found = self._strategies.get(key)
         if found is None:
-            found = self._strategies[key] = strategy(rule, cuts, self.mesh, partial)
+            found = self._strategies[key] = strategy(rule, shardings, self.mesh, partial)
         return found

@@ -62,7 +62,7 @@ def _difference(other: Twin, reasons: Reasons) -> str:
     for one, twin in other.pairs():
         mine, theirs = reasons.of(one), reasons.of(twin)
         if len(mine) != len(theirs) or not all(_alike(_moved(a, other), b) for a, b in zip(mine, theirs, strict=True)):
-            return f"{twin!r} is cut for other reasons than {one!r}"
+            return f"{twin!r} is sharded for other reasons than {one!r}"
     return ""
 
 
@@ -75,7 +75,7 @@ def _alike(one: Decision, other: Decision) -> bool:
     def key(made: Decision) -> object:
         down = tuple((text, value(loser)) for text, loser in made.refused)
         near = tuple((axis, value(carrier), dim) for axis, carrier, dim in made.carriers)
-        return made.dim, made.cut, made.how, down, made.op, made.where, near
+        return made.dim, made.sharding, made.how, down, made.op, made.where, near
 
     return key(one) == key(other)
 

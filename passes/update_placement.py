@@ -54,13 +54,13 @@ def update_apart(graph: Graph, cache: RuleCache) -> Iterator[None]:
     graph.rename()
 
 
-def place_update(graph: Graph, cache: RuleCache, cuts: Mapping[str, Spec]) -> None:
-    """Place the step of each parameter as the parameter is stored, or as ``cuts`` says of it by name.
+def place_update(graph: Graph, cache: RuleCache, shardings: Mapping[str, Spec]) -> None:
+    """Place the step of each parameter as the parameter is stored, or as ``shardings`` says of it by name.
 
     States of the parameter's shape lie so too; what has another shape is as the step makes it of its parameter.
     """
     parameters = {given.name: given for given in graph.of_kind(InputKind.PARAMETER)}
-    seen = _given(graph, parameters, cuts)
+    seen = _given(graph, parameters, shardings)
     for given in graph.inputs:
         if given.kind.is_of_optimizer:
             like = _owner(given, parameters)
@@ -82,11 +82,11 @@ def place_update(graph: Graph, cache: RuleCache, cuts: Mapping[str, Spec]) -> No
             output.spec = graph.input(output.name).value.spec
 
 
-def _given(graph: Graph, parameters: Mapping[str, Input], cuts: Mapping[str, Spec]) -> dict[Value, Spec]:
+def _given(graph: Graph, parameters: Mapping[str, Input], shardings: Mapping[str, Spec]) -> dict[Value, Spec]:
     """How the step sees parameters and gradients."""
     found: dict[Value, Spec] = {}
     for name, given in parameters.items():
-        spec = cuts.get(name) or given.value.spec
+        spec = shardings.get(name) or given.value.spec
         assert spec is not None
         found[given.value] = spec
     for output in graph.outputs:

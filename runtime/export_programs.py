@@ -34,9 +34,9 @@ from shardfx.ir.ops.computing import (
     segment,
     tiles,
 )
-from shardfx.ir.ops.local_ops import POOLS, TURNS
+from shardfx.ir.ops.local_ops import LOOP_OPS, POOLS
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.pools import transfer
-from shardfx.ir.ops.time import turns
 from shardfx.ir.program.rank_module import HELD
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.distributed.groups import axes_of
@@ -46,7 +46,7 @@ FILES = {
     "memory_ops": "memory_ops",
     "transfer": "pools_transfer",
     "segments": "computing_segment",
-    "time_turns": "time_turns",
+    "time_iterations": "time_iterations",
     "hashing": "computing_hashing",
     "materialize_ops": "computing_materialize",
 }
@@ -114,7 +114,7 @@ OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
         {dropout.dropout, dropout.draw, fused_attention.attention, fused_attention.attention_backward},
     ),
     "transfer": (transfer.__file__, {row.function for row in POOLS}),
-    "time_turns": (turns.__file__, {row.function for row in TURNS}),
+    "time_iterations": (iterations.__file__, {row.function for row in LOOP_OPS}),
     "materialize_ops": (materialize.__file__, {materialize.materialize}),
     "segments": (segment.__file__, {segment.segment}),
     "grouped_ops": (grouped_product.__file__, {grouped_product.grouped_mm, grouped_product.grouped_outer}),

@@ -3,7 +3,7 @@
 x = c10d.wait_tensor(receive)              received: as it is
 h = aten.addmm(b, x, w)
 y = aten.relu(h)                     ->    y = segment(b, x, w)
-stage.send(y, 1, 0, turn, ...)             sent: as it is
+stage.send(y, 1, 0, iteration, ...)             sent: as it is
 
 What ranks do together is done as an engine does it (:class:`shardfx.ir.program.source.Forms`), and so is what depends
 on the number of an iteration: a segment is the same module in each iteration of its loop. Copies between memories stand
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.loops.loop_regions import FRAMES, gives_number, part_in_turns
+from shardfx.ir.program.loops.loop_regions import FRAMES, gives_number, part_in_iterations
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms, Source, write_source
 
@@ -31,7 +31,7 @@ c10d = torch.ops._c10d_functional
 def stands_alone(node: fx.Node) -> bool:
     """Whether a call is no part of a segment: a collective, a copy between memories or its wait, one that depends on
     the number of an iteration, or one that begins or ends a loop."""
-    if part_in_turns(node) in FRAMES:
+    if part_in_iterations(node) in FRAMES:
         return True
     row = row_of(node.target) if node.op == "call_function" else None
     together = node.target is c10d.wait_tensor.default or (row is not None and row.group is not None)

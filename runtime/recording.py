@@ -21,10 +21,10 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input
-from shardfx.ir.program.loops.loop_regions import Turns, executed
+from shardfx.ir.program.loops.loop_regions import Loops, executed
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
-from shardfx.ir.timing.rank_tasks import BEFORE, main_turns, purposes
+from shardfx.ir.timing.rank_tasks import BEFORE, main_iterations, purposes
 from shardfx.ir.timing.stream_order import order_text, stream_order
 
 Tensor = torch.Tensor
@@ -145,18 +145,18 @@ class _Recorder:
     def row(self) -> Row:
         """What was done for which action, from when to when."""
         calls = [node for node in self.stamps[0][0].graph.nodes if node.op == "call_function"]
-        of, main = purposes(calls), main_turns(calls)
+        of, main = purposes(calls), main_iterations(calls)
         axis = main.args[0] if main is not None else None
-        turns_of: dict[fx.Node, deque[Turns]] = {}
-        for node, turns in executed(calls):
-            turns_of.setdefault(node, deque()).append(turns)
+        loop_of: dict[fx.Node, deque[Loops]] = {}
+        for node, iterations in executed(calls):
+            loop_of.setdefault(node, deque()).append(iterations)
         found: list[tuple[Action, Span]] = []
         before, last = self.start, None
         for node, end in self.stamps:
             kind, stage = of[node]
-            turns = turns_of[node].popleft()
-            turn = 0 if kind == "U" else next((turn for name, turn in turns if name == axis), 0)
-            action = Action(kind, stage, turn) if kind in KINDS else None
+            iterations = loop_of[node].popleft()
+            iteration = 0 if kind == "U" else next((iteration for name, iteration in iterations if name == axis), 0)
+            action = Action(kind, stage, iteration) if kind in KINDS else None
             if kind == BEFORE:
                 action = last  # memory that is made when it is needed first
             if action is not None:

@@ -18,7 +18,7 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.ops.time.handover import Message
+from shardfx.ir.ops.loop.stage_transfer import Message
 from shardfx.ir.program.source import Source
 from shardfx.ir.program.validate_program import KINDS
 
@@ -52,16 +52,16 @@ class Request:
         where = str(made.where) if made is not None else ""
         return Request(name, args, str(node.args[row.group]), node.name, where, row.message)
 
-    def of_turn(self, numbers: Mapping[str, int]) -> Request:
+    def of_iteration(self, numbers: Mapping[str, int]) -> Request:
         """The same with numbers in the place of calls for them, which each iteration has of its own."""
         args = fx.node.map_aggregate(self.args, lambda arg: numbers[arg.name] if isinstance(arg, fx.Node) else arg)
         return replace(self, args=args)
 
     def of_rank(self, place: int) -> Message:
         """The message that the rank at a place of the group sends, or waits for."""
-        other, tag, turn = self.args[-3:]
+        other, tag, iteration = self.args[-3:]
         origin, to = (place, other) if self.message == "sends" else (other, place)
-        return Message(self.group, origin, to, tag, turn)
+        return Message(self.group, origin, to, tag, iteration)
 
     def same(self, other: Request) -> bool:
         """Whether two ranks ask for the same; in an exchange each has its own sizes."""

@@ -161,11 +161,11 @@ class ProgramRunner:
         programs, engine = self.programs(kinds), self.engine
         facts = {rank: self._of(program) for rank, program in programs.items()}
         kept = RunStart(self.seed(kinds), {}) if kept is None else kept
-        cut: dict[tuple[str, int], torch.Tensor] = {}
+        sharding: dict[tuple[str, int], torch.Tensor] = {}
         autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
         with torch.no_grad(), as_current(engine.device), autocast:
             owners = self._owners(programs) if len(programs) > 1 else {}
-            given = {rank: self._given(each, rank, inputs, kept, cut, owners) for rank, each in programs.items()}
+            given = {rank: self._given(each, rank, inputs, kept, sharding, owners) for rank, each in programs.items()}
             try:
                 outs = engine.run(programs, given, watch)
             except Error as error:
@@ -259,12 +259,12 @@ class ProgramRunner:
         rank: int,
         inputs: Mapping[str, torch.Tensor],
         kept: RunStart,
-        cut: dict[tuple[str, int], torch.Tensor],
+        sharding: dict[tuple[str, int], torch.Tensor],
         owners: Mapping[tuple[str, int], int],
     ) -> list[torch.Tensor]:
         """What a rank starts from: ranks that hold the same share one tensor. Where some of them write over it, its
         owner has the store's, and the others copies."""
-        made = [self._piece(each, rank, inputs, kept, cut) for each in program.inputs]
+        made = [self._piece(each, rank, inputs, kept, sharding) for each in program.inputs]
         if owners:
             together: dict[torch.dtype, list[int]] = {}
             for place, each in enumerate(program.inputs):
@@ -297,7 +297,7 @@ class ProgramRunner:
         rank: int,
         inputs: Mapping[str, torch.Tensor],
         kept: RunStart,
-        cut: dict[tuple[str, int], torch.Tensor],
+        sharding: dict[tuple[str, int], torch.Tensor],
     ) -> torch.Tensor:
         """What a rank starts from of one input."""
         name = given.name
@@ -307,7 +307,7 @@ class ProgramRunner:
         if given.kind is InputKind.SEED:
             assert kept.seed is not None
             return kept.seed
-        known = self._constants if given.kind is InputKind.CONSTANT else cut
+        known = self._constants if given.kind is InputKind.CONSTANT else sharding
         which = self.shards(given).by_rank[rank]
         if (name, which) not in known:
             whole = given.constant if given.kind is InputKind.CONSTANT else inputs[name]
@@ -315,7 +315,7 @@ class ProgramRunner:
                 raise Error(f"constant {name!r} has no content", where="a graph read from text")
             device = self._engine.device if self._engine is not None else whole.device
             is_local = tuple(whole.shape) != given.value.shape
-            shard = whole if is_local else self.shards(given).cut(whole, which)
+            shard = whole if is_local else self.shards(given).sharding(whole, which)
             known[name, which] = laid(on_device(shard, device), given.laid)
         return known[name, which]
 

@@ -116,7 +116,7 @@ class Store:
         """Store the new content of a buffer, parameter or state, once for each distinct shard."""
         self.shard(name, rank).copy_(arrived(new))
 
-    def cut(self, name: str, whole: Tensor) -> list[Tensor]:
+    def sharding(self, name: str, whole: Tensor) -> list[Tensor]:
         """A tensor of a parameter's shape, as the shards of the parameter that are here. Rank 0's counts, and all ranks
         call it."""
         raise NotImplementedError

@@ -11,10 +11,10 @@ del _root
 
 # ---- public names -----------------------------------------------------------------------------------------
 from shardfx.images import GeoTiff, Nifti, TileDataset, WholeImage, draw_tiles, predict_scene
-from shardfx.ir.capture.canonical.mixed_precision import Compute, LossScale
+from shardfx.ir.capture.canonical.mixed_precision import LossScale, MixedPrecision
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error, ShardfxWarning
-from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.mesh import Link, Loop, Mesh
 from shardfx.ir.ops.local_ops import observes
 from shardfx.ir.rules.book import rule
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -23,8 +23,8 @@ from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rules_shown import check_rule
 from shardfx.passes import Offload, Pass, Pipeline, Recompute, Spatial
+from shardfx.passes.loops import make_schedule
 from shardfx.passes.rank import RankPass
-from shardfx.passes.time import make_schedule
 from shardfx.runtime.verify.verdict import Verdict
 from shardfx.schedules.timeline import Timeline, simulate
 
@@ -37,14 +37,15 @@ from .proving import prove
 
 __all__ = [
     "Action",
-    "Compute",
     "Error",
     "GeoTiff",
     "Hints",
     "Link",
+    "Loop",
     "LossScale",
     "Machine",
     "Mesh",
+    "MixedPrecision",
     "Nifti",
     "Offload",
     "ParallelModule",
@@ -60,7 +61,6 @@ __all__ = [
     "Spatial",
     "Spec",
     "TileDataset",
-    "Time",
     "Timeline",
     "Verdict",
     "WholeImage",

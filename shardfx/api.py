@@ -20,7 +20,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.memory.auto import fitted
 from shardfx.memory.budget import Foresight, check_budget
-from shardfx.memory.live_turns import scheduled
+from shardfx.memory.in_flight_microbatches import scheduled
 from shardfx.memory.stages_that_fit import staged
 from shardfx.memory.when_reduced import reduced
 from shardfx.module.call import autocast_around
@@ -66,7 +66,7 @@ def parallelize(
             then there is a plan, and no weights. Of several processes it is rank 0's model that counts: the others'
             weights may be on ``meta``.
         mesh: a :class:`Mesh`, or a torch ``DeviceMesh`` with named dimensions.
-        hints: example inputs, loss, and how a few values are cut (see :class:`Hints`).
+        hints: example inputs, loss, and how a few values are sharded (see :class:`Hints`).
         on_pass: called with each pass and the graph after it; all blocks are then planned one by one, for it to see.
         virtual: run all ranks in this process. By default so, unless ``torch.distributed`` is initialised or the
             process was started by ``torchrun``: then it is one rank of the mesh (and joins the job if need be). The
@@ -144,7 +144,7 @@ def parallelize(
             compiled = peers.planned(first, Compiled.subjects)
             variants = Variants(without_weights(module), hints, build)
             pm = ParallelModule(compiled, place, peers, module, variants, optimizer)
-    pm.watch_model(given, watch_original(given, pm.store))
+    pm._watch_model(given, watch_original(given, pm._store))
     return pm
 
 
@@ -169,7 +169,7 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
 
     Example::
 
-        print(sx.trace(model, sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,))))
+        print(sx.api.trace(model, sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,))))
     """
     mesh = Mesh(dp=1) if mesh is None else mesh
     module, loss = with_own_loss(as_module(model), hints.loss)

@@ -32,7 +32,7 @@ from torch import nn
 
 from shardfx.demo.run_demo import demo
 from shardfx.ir.errors import Error, ShardfxWarning
-from shardfx.ir.mesh import Mesh, Time
+from shardfx.ir.mesh import Loop, Mesh
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rules_shown import rule_infos
 from shardfx.passes import Pass, options_text
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     command("passes", run_passes, "list the passes that there are, built-in ones and those of plugins")
     command("rules", run_rules, "list the op rules of installed packages, and check them by running the ops")
     plan = command("plan", _plan, "plan a model, and say what the plan costs")
-    explain = command("explain", _explain, "say why something is cut as it is")
+    explain = command("explain", _explain, "say why something is sharded as it is")
     for each in (plan, explain):
         each.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, hints)")
         each.add_argument("--mesh", required=True, help="the axes of ranks, outermost first: dp=2,tp=2")
@@ -172,14 +172,14 @@ def planned(arguments: argparse.Namespace) -> ParallelModule:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that ``dp=2,tp=2`` says; an axis of turns is ``mb=Time(8)``, or ``mb=Time(8, interleave=True)``."""
-    axes: dict[str, int | Time] = {}
+    """The mesh that ``dp=2,tp=2`` says; an axis of iterations is ``mb=Loop(8)``, or ``mb=Loop(8, interleave=True)``."""
+    axes: dict[str, int | Loop] = {}
     for item in re.split(r",(?![^(]*\))", text):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(?:(\d+)|Time\((\d+)(\s*,\s*interleave=True)?\))\s*", item)
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(?:(\d+)|Loop\((\d+)(\s*,\s*interleave=True)?\))\s*", item)
         if match is None or match[1] in axes:
             expected = "name=ranks for each axis, with commas between: dp=2,tp=2"
             raise Error("the mesh cannot be read", where="--mesh", expected=expected, got=text)
-        axes[match[1]] = int(match[2]) if match[2] else Time(int(match[3]), bool(match[4]))
+        axes[match[1]] = int(match[2]) if match[2] else Loop(int(match[3]), bool(match[4]))
     return Mesh(links=None, **axes)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardfx.ir.capture.canonical.batch_norms import ONE, BatchParts
-from shardfx.ir.capture.canonical.mixed_precision import Compute
+from shardfx.ir.capture.canonical.mixed_precision import MixedPrecision
 from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured, capture
@@ -28,16 +28,16 @@ from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import (
     BUILT_IN,
     COMM_EXPLICIT,
-    CastAgain,
+    BucketComm,
     Context,
-    FuseComm,
-    GatherAgain,
+    Loops,
     Offload,
     Pass,
     Propagate,
     Recompute,
+    RematerializeCasts,
+    RematerializeGathers,
     TableRows,
-    Turns,
     Zero,
     arrange,
     check_order,
@@ -54,7 +54,7 @@ from .compiled import Compiled
 from .hints import Hints
 from .plan import PlannedSpecs, as_said
 from .plugins import as_passes, as_rank_passes
-from .schedules.accumulate import specs_in_turns, with_turns
+from .schedules.accumulate import specs_in_iterations, with_iterations
 
 
 def default_passes(hints: Hints) -> tuple[Pass, ...]:
@@ -65,7 +65,7 @@ def default_passes(hints: Hints) -> tuple[Pass, ...]:
 
     Example::
 
-        [str(each) for each in default_passes(Hints(args=(x,), fuse_mb=1))]    # ["bind-hints", "propagate{...}", ...]
+        [str(each) for each in default_passes(Hints(args=(x,), bucket_mb=1))]    # ["bind-hints", "propagate{...}", ...]
     """
     given = as_passes(hints.passes)
     asked = _asked(hints)
@@ -84,8 +84,8 @@ def default_passes(hints: Hints) -> tuple[Pass, ...]:
 
 OPTIONS = {
     "strict": "propagate{strict=True}",
-    "fuse_mb": "fuse-comm{mb=25.0}",
-    "zero": "zero{level=3} behind propagate, and gather-again behind partition",
+    "bucket_mb": "bucket-comm{mb=25.0}",
+    "zero": "zero{level=3} behind propagate, and rematerialize-gathers behind partition",
     "recompute": "recompute{modules='layers.*'} behind partition",
     "offload": "offload{what=('activations',)} behind order",
 }
@@ -102,14 +102,14 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
     given = (asked,) if isinstance(asked, (str, Recompute)) else tuple(asked or ())
     return {
         "propagate": (Propagate(strict=hints.strict),),
-        "fuse-comm": (FuseComm(mb=hints.fuse_mb),),
-        "zero": (Zero(hints.zero, axes, hints.zero_min),) if hints.zero else (),
+        "bucket-comm": (BucketComm(mb=hints.bucket_mb),),
+        "zero": (Zero(hints.zero, axes, hints.zero_min_numel),) if hints.zero else (),
         "pipeline": () if hints.pipeline is None else (hints.pipeline,),
-        "gather-again": (GatherAgain(),) if hints.zero == 3 else (),
-        "cast-again": (CastAgain(),) if hints.compute is not None and hints.zero < 3 else (),
+        "rematerialize-gathers": (RematerializeGathers(),) if hints.zero == 3 else (),
+        "rematerialize-casts": (RematerializeCasts(),) if hints.mixed_precision is not None and hints.zero < 3 else (),
         "recompute": tuple(each for kind, those in groupby(given, type) for each in _again(kind, tuple(those))),
         "table-rows": tables,
-        "turns": (Turns(fetch=hints.zero == 3, strict=hints.strict),),
+        "loops": (Loops(fetch=hints.zero == 3, strict=hints.strict),),
         "offload": tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
     }
 
@@ -193,38 +193,40 @@ def capture_model(
         targets=hints.targets,
         guard=hints.guard,
         optimizer=hints.optimizer if hints.loss is not None else None,
-        clip=hints.clip,
-        scheduled=hints.scheduled,
+        clip=hints.clip_grad_norm,
+        scheduled=hints.scheduled_options,
         batch_parts=batch_parts(mesh, hints),
-        compute=Compute.of(hints.compute),
+        compute=MixedPrecision.of(hints.mixed_precision),
         behind=behind,
     )
 
 
 def batch_parts(mesh: Mesh, hints: Hints) -> BatchParts:
-    """The parts, each with statistics of its own, into which hints cut the batch: the leading dims of inputs.
+    """The parts, each with statistics of its own, into which hints shard the batch: the leading dims of inputs.
 
     Raises:
-        Error: turns are to have their own, and are no stretches of the batch.
+        Error: iterations are to have their own, and are no stretches of the batch.
     """
     if hints.batch_stats is None:
         return ONE
     axes: dict[str, None] = {}
     for name, leaf in leaf_names(hints.args, hints.kwargs, ()):
-        for text, given in specs_in_turns(mesh, hints).items() if isinstance(leaf, torch.Tensor) and leaf.ndim else ():
+        for text, given in (
+            specs_in_iterations(mesh, hints).items() if isinstance(leaf, torch.Tensor) and leaf.ndim else ()
+        ):
             if pattern(text).fullmatch(name):
                 axes |= dict.fromkeys(as_spec(given, mesh, leaf.ndim, text).dims[0].axes)
     if hints.batch_stats == "local":
         return BatchParts(mesh.extent(axes))
-    turns = [axis for axis in axes if mesh[axis].time]
-    if list(axes)[: len(turns)] != turns:
+    iterations = [axis for axis in axes if mesh[axis].loop]
+    if list(axes)[: len(iterations)] != iterations:
         raise Error(
-            "a turn's part of the batch is no stretch of it",
-            where="Hints(batch_stats='turn')",
-            expected=f"axes of time in front: {' '.join([*turns, *(axis for axis in axes if axis not in turns)])}",
+            "an iteration's part of the batch is no stretch of it",
+            where="Hints(batch_stats='microbatch')",
+            expected=f"loop axes in front: {' '.join([*iterations, *(axis for axis in axes if axis not in iterations)])}",
             got=" ".join(axes),
         )
-    return BatchParts(mesh.extent(turns), one_by_one=True)
+    return BatchParts(mesh.extent(iterations), one_by_one=True)
 
 
 def compile_model(
@@ -238,7 +240,7 @@ def compile_model(
     """Capture ``model``, ``behind`` calls in other forms, and run the passes. Links that the mesh does not state are
     those of the machine."""
     passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
-    mesh = with_turns(mesh, hints)
+    mesh = with_iterations(mesh, hints)
     with no_collection():
         captured = capture_model(model, mesh, hints, behind)
         said = as_checkpointed(captured, hints)
@@ -259,7 +261,7 @@ def as_checkpointed(captured: Captured, hints: Hints) -> Hints:
     captured.graph.notes.append(
         f"{said}: made again in the backward, as the model checkpoints them; Hints(recompute=()) keeps them"
     )
-    again = (Recompute(texts, together=len(texts)) if len(texts) > 1 else texts[0] for texts in asked)
+    again = (Recompute(texts, segment=len(texts)) if len(texts) > 1 else texts[0] for texts in asked)
     return replace(hints, recompute=tuple(again))
 
 
@@ -279,8 +281,10 @@ def plan_graph(
     if captured.graph.repeats and may_leave_out(passes) and on_pass is None:
         graph = own_constants(captured.graph.copy())
         context = new_context(hints, graph, rules)
-        why = why_whole(graph, context.specs) or why_whole(graph, context.cuts)
-        context.specs, context.cuts = (of_those_there(graph, given) for given in (context.specs, context.cuts))
+        why = why_whole(graph, context.specs) or why_whole(graph, context.strategies)
+        context.specs, context.strategies = (
+            of_those_there(graph, given) for given in (context.specs, context.strategies)
+        )
         if not why:
             try:
                 run_passes(graph, passes, context, each_validated=False)
@@ -307,6 +311,6 @@ def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
     """What the passes begin with."""
     hints = as_said(hints)
     each = hints.reduce == "each" or (hints.reduce == "auto" and hints.zero >= 2)
-    specs = specs_in_turns(graph.mesh, hints)
+    specs = specs_in_iterations(graph.mesh, hints)
     machine = Machine.of(hints.machine)
-    return Context(rules, Redistribution(graph.mesh, each), specs=specs, cuts=hints.cuts, machine=machine)
+    return Context(rules, Redistribution(graph.mesh, each), specs=specs, strategies=hints.strategies, machine=machine)

@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from shardfx.ir.capture.canonical.mixed_precision import Compute, LossScale
+from shardfx.ir.capture.canonical.mixed_precision import LossScale, MixedPrecision
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, OutputKind
 
@@ -83,14 +83,18 @@ def check_scale(hints: Hints) -> None:
     Raises:
         Error: there is none in the program.
     """
-    compute = Compute.of(hints.compute)
-    if compute is not None and isinstance(compute.scale, LossScale) and (hints.loss is None or hints.optimizer is None):
+    compute = MixedPrecision.of(hints.mixed_precision)
+    if (
+        compute is not None
+        and isinstance(compute.loss_scale, LossScale)
+        and (hints.loss is None or hints.optimizer is None)
+    ):
         raise Error(
             "a scale that adapts is stepped with the optimizer",
-            where="Hints(compute=...): scale",
+            where="Hints(mixed_precision=...): scale",
             expected="Hints(loss=..., optimizer=...), and pm.step(x, y)",
-            got=repr(compute.scale),
-            remedy="give the optimizer in the hints; or a number: Compute(..., scale=2.0**14)",
+            got=repr(compute.loss_scale),
+            remedy="give the optimizer in the hints; or a number: MixedPrecision(..., scale=2.0**14)",
         )
 
 
@@ -102,7 +106,7 @@ def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]])
     """
     gradients = [output for output in compiled.after.outputs if output.kind is OutputKind.GRADIENT]
     cast = [f"torch.autocast({device!r}, torch.float16)" for device, dtype in autocast if dtype is torch.float16]
-    asked = Compute.of(compiled.hints.compute)
+    asked = MixedPrecision.of(compiled.hints.mixed_precision)
     if asked is not None and asked.dtype is torch.float16 and asked.scale is None:
         cast.append("compute=torch.float16")
     half = [f"the gradient of {o.name!r}" for o in gradients if o.value.type.dtype is torch.float16]
@@ -112,8 +116,8 @@ def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]])
             where="pm(...).backward()",
             expected="training in bfloat16, float32 or float64; or a scale that the program knows",
             got=(cast + half)[0],
-            remedy="Hints(compute=torch.bfloat16), without a scaler; or "
-            "Hints(compute=shardfx.Compute(torch.float16, output=torch.float32, scale=2.0**14))",
+            remedy="Hints(mixed_precision=torch.bfloat16), without a scaler; or "
+            "Hints(mixed_precision=shardfx.MixedPrecision(torch.float16, output=torch.float32, scale=2.0**14))",
         )
 
 

@@ -1,4 +1,4 @@
-"""What the user says about a plan: example inputs, the loss, and how a few values are cut."""
+"""What the user says about a plan: example inputs, the loss, and how a few values are sharded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.capture.canonical.mixed_precision import Compute
+from shardfx.ir.capture.canonical.mixed_precision import MixedPrecision
 from shardfx.ir.capture.optimizer.optimizer_groups import Parameters
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
@@ -33,16 +33,16 @@ class Hints:
             A placement is text (per dim the mesh axes, major first, or ``-``: ``"dp tp, -"``), DTensor placements,
             one per mesh axis, or a ``Spec``: that says how a parameter is stored (``zero`` shards it
             further), and wins over the others.
-        cuts: how ops are cut, said on the ops themselves: module path, or ``path:op`` (patterns as in ``specs``) ->
-            axes by factor of the op's rule, in the words in which graphs are printed (``"n{tp} m{}"``; factors not
-            named are free, ``m{}`` stays whole), or one spec for each operand (``("dp, -", "-, tp")``). Without an op
-            the module's products are meant. The backward of the op follows.
+        shardings: how ops are sharded, said on the ops themselves: module path, or ``path:op`` (patterns as in
+            ``specs``) -> axes by factor of the op's rule, in the words in which graphs are printed (``"n{tp} m{}"``;
+            factors not named are free, ``m{}`` stays whole), or one spec for each operand (``("dp, -", "-, tp")``).
+            Without an op the module's products are meant. The backward of the op follows.
         strict: an op without a sharding rule is an error, not a warning.
-        fuse_mb: collectives of one kind travel together up to so many megabytes; 0 leaves them alone.
+        bucket_mb: collectives of one kind travel together up to so many megabytes; 0 leaves them alone.
         passes: further passes: instances, or text such as ``"count-nodes{mb=2}"`` for those of installed plugins. Each
             stands in its slot among the built-in ones (without one, before ``order``); one with the name of a built-in
             pass takes its place. With ``propagate`` among them they are the whole pipeline, and ``strict`` and
-            ``fuse_mb`` are its passes' options (see docs/writing_passes.md).
+            ``bucket_mb`` are its passes' options (see docs/writing_passes.md).
         machine: what a rank runs on: a :class:`shardfx.Machine`, the name of a known one (``"h100-dgx"``), or the path
             of a file that describes one. Axes whose link the mesh does not state have those of the machine, by which
             communication is chosen; and reports are in its seconds.
@@ -59,11 +59,11 @@ class Hints:
         guard: a model whose code depends on the data (``if x.sum() > 0``, ``.item()``, ``x[mask]``) is captured as it
             runs for the examples, which must be real, as must be the weights. Every call then checks that each
             condition and each such size is as it was: another branch is an error, and no wrong number.
-        zero: 1, 2, 3: optimizer states, gradients, parameters too are cut over ``zero_axis`` (a mesh axis, or several,
-            major first): each rank stores its piece of every parameter, which is what ``pm.parameters()`` are. They
-            are gathered for a step (1, 2), or for each use in forward and backward (3); gradients are reduced and
+        zero: 1, 2, 3: optimizer states, gradients, parameters too are sharded over ``zero_axis`` (a mesh axis, or
+            several, major first): each rank stores its piece of every parameter, which is what ``pm.parameters()`` are.
+            They are gathered for a step (1, 2), or for each use in forward and backward (3); gradients are reduced and
             scattered as they come. With ``optimizer``, 1 and 2 store parameters whole, once, and gather new ones.
-            Parameters of fewer than ``zero_min`` elements stay as they are.
+            Parameters of fewer than ``zero_min_numel`` elements stay as they are.
         memory: what a rank may hold at most in a step, in bytes or as text (``"16GiB"``, ``"80GB"``): a plan that holds
             more is an error that says what would make it fit.
         recompute: modules (patterns) whose forward is run again for the backward instead of being kept; a
@@ -86,7 +86,7 @@ class Hints:
             the optimizer's step, or (without ``optimizer``) before they are handed out.
         compute: the dtype in which the model computes, beside that of its parameters, which are the masters of
             optimizer and checkpoints: parameters and floating inputs are cast, gathers of ``zero`` are in it, and
-            gradients are summed in float32. :class:`shardfx.Compute` says what is cast, and has further options.
+            gradients are summed in float32. :class:`shardfx.MixedPrecision` says what is cast, and has further options.
         check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
             checksum); otherwise on the first, second, fourth, eighth ... call of each specialization.
             ``"broadcast"``: nothing is checked, and of the ranks that should pass the same, the first one's inputs are
@@ -94,19 +94,20 @@ class Hints:
         batch_stats: ``"local"``: in training a batch norm has the statistics of each rank's own part of the batch, as
             under ``DistributedDataParallel``: that is another model than on one device, and what ``pm.verify()``
             proves. Running statistics take the mean over the parts, and are all that is sent for it. By default
-            statistics are those of the whole batch. ``"turn"``: of each turn's part, over all ranks; running
-            statistics are what one turn after the other makes of them (a step counts as one batch).
+            statistics are those of the whole batch. ``"iteration"``: of each iteration's part, over all ranks; running
+            statistics are what one iteration after the other makes of them (a step counts as one batch).
         accumulate: in how many turns a rank does its part of the batch, one behind the other: so many micro-batches,
             whose gradients are added. Loss and gradients are those of the whole batch. It is the short form of an
-            axis of time in the mesh, ``Mesh(mb=sx.Time(4), dp=2)``, which cuts batches first: ``"mb dp, -"``.
-        reduce: when gradients of turns are reduced among ranks: ``"last"``, once behind all turns; ``"each"``, in each
-            turn, so that a rank adds up its pieces alone; ``"auto"``: what is faster and fits, where gradients leave in
-            pieces (``zero``) and ``memory`` or ``machine`` says what a rank may hold; else in each with ``zero`` 2, 3.
+            loop axis in the mesh, ``Mesh(mb=sx.Loop(4), dp=2)``, which shards batches first: ``"mb dp, -"``.
+        reduce: when gradients of iterations are reduced among ranks: ``"last"``, once behind all iterations;
+            ``"each"``, in each iteration, so that a rank adds up its pieces alone; ``"auto"``: what is faster and fits,
+            where gradients leave in pieces (``zero``) and ``memory`` or ``machine`` says what a rank may hold; else in
+            each with ``zero`` 2, 3.
         arena: buckets, what is gathered, and temporaries lie in one memory, at places that follow from when they are
             needed; its size, and the most that lies in it at once, stand in ``pm.report()``. The peak falls with
             ``zero=3`` and may rise otherwise: ask ``pm.memory()``. ``pm.compile()``, where torch plans memory, refuses
             it.
-        pipeline: a :class:`shardfx.Pipeline`: the model is cut into stages, which lie on the ranks of an axis.
+        pipeline: a :class:`shardfx.Pipeline`: the model is split into stages, which lie on the ranks of an axis.
 
     Example::
 
@@ -118,29 +119,29 @@ class Hints:
     loss: Callable[..., Any] | None = None
     targets: tuple[Any, ...] = ()
     specs: Mapping[str, Any] = field(default_factory=dict)
-    cuts: Mapping[str, Any] = field(default_factory=dict)
+    strategies: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
-    fuse_mb: float = 25.0
+    bucket_mb: float = 25.0
     passes: Sequence[Pass | str] = ()
     machine: Machine | str | None = None
     rules: Sequence[RuleEntry] = ()
     rank_passes: Sequence[RankPass | str] = ()
     device: str | torch.device | None = None
-    shapes: int = 8
+    max_specializations: int = 8
     guard: bool = False
     check_inputs: bool | str = False
     batch_stats: str | None = None
     zero: int = 0
     zero_axis: str | tuple[str, ...] = "dp"
-    zero_min: int = 2**14
+    zero_min_numel: int = 2**14
     recompute: str | Recompute | Sequence[str | Recompute] | None = None
     memory: int | str | None = None
     optimizer: Callable[[Parameters], Any] | None = None
-    clip: float | None = None
-    scheduled: Sequence[str] = ()
-    compute: Compute | torch.dtype | None = None
+    clip_grad_norm: float | None = None
+    scheduled_options: Sequence[str] = ()
+    mixed_precision: MixedPrecision | torch.dtype | None = None
     offload: Sequence[str | Offload] = ()
-    accumulate: int = 1
+    grad_accumulation: int = 1
     reduce: str = "auto"
     pipeline: Pipeline | None = None
     arena: bool = False
@@ -155,7 +156,7 @@ class Hints:
                     got=f"{getattr(self, name)!r:.100} of type {type(getattr(self, name)).__name__}",
                     remedy="see what help(sx.Hints) says of it",
                 )
-        Compute.of(self.compute), Machine.of(self.machine)  # which says so if there is none of that name
+        MixedPrecision.of(self.mixed_precision), Machine.of(self.machine)  # which says so if there is none of that name
 
 
 def _is_device(given: Any) -> bool:
@@ -192,13 +193,16 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss": (lambda given: given is None or callable(given), "a function loss(out, *targets), or None"),
     "targets": (lambda given: isinstance(given, tuple), "a tuple: targets=(y,), with a comma behind a single tensor"),
     "specs": (_is_names, 'a dict of placements by name: {"args.0": "dp, -"}'),
-    "cuts": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
+    "strategies": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
     "check_inputs": (lambda given: isinstance(given, bool) or given == "broadcast", "True or False, or 'broadcast'"),
-    "batch_stats": (lambda given: given in (None, "local", "turn"), "None, for the whole batch's, 'local' or 'turn'"),
+    "batch_stats": (
+        lambda given: given in (None, "local", "iteration"),
+        "None, for the whole batch's, 'local' or 'microbatch'",
+    ),
     "strict": (lambda given: isinstance(given, bool), "True or False"),
     "arena": (lambda given: isinstance(given, bool), "True or False"),
     "guard": (lambda given: isinstance(given, bool), "True or False"),
-    "fuse_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),
+    "bucket_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),
     "passes": (lambda given: isinstance(given, (list, tuple)), "a list of passes"),
     "rules": (
         lambda given: isinstance(given, (list, tuple)) and all(isinstance(each, RuleEntry) for each in given),
@@ -211,7 +215,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda given: isinstance(given, str) or (isinstance(given, (tuple, list)) and bool(given) and _are(str, given)),
         "the name of a mesh axis, or a tuple of such",
     ),
-    "zero_min": (lambda given: type(given) is int and given >= 0, "a number of elements"),
+    "zero_min_numel": (lambda given: type(given) is int and given >= 0, "a number of elements"),
     "memory": (lambda given: given is None or bytes_of(given) > 0, "a number of bytes, or text such as '16GiB'"),
     "recompute": (
         lambda given: (
@@ -225,22 +229,25 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda given: given is None or callable(given),
         "a function that makes it of parameters: lambda params: torch.optim.AdamW(params, lr=3e-4)",
     ),
-    "compute": (
-        lambda given: given is None or isinstance(given, (Compute, torch.dtype)),
-        "a dtype such as torch.bfloat16, a shardfx.Compute, or None",
+    "mixed_precision": (
+        lambda given: given is None or isinstance(given, (MixedPrecision, torch.dtype)),
+        "a dtype such as torch.bfloat16, a shardfx.MixedPrecision, or None",
     ),
-    "scheduled": (
+    "scheduled_options": (
         lambda given: isinstance(given, (tuple, list)) and all(isinstance(each, str) for each in given),
         "names of options, such as ('betas', 'weight_decay')",
     ),
-    "clip": (lambda given: given is None or (type(given) in (int, float) and given > 0), "a norm above zero, or None"),
+    "clip_grad_norm": (
+        lambda given: given is None or (type(given) in (int, float) and given > 0),
+        "a norm above zero, or None",
+    ),
     "offload": (
         lambda given: isinstance(given, (tuple, list)) and _are((str, Offload), given),
         "a tuple of 'activations', 'optimizer', 'parameters', 'rows', or of shardfx.Offload",
     ),
     "pipeline": (lambda given: given is None or isinstance(given, Pipeline), "a shardfx.Pipeline, or None"),
-    "accumulate": (lambda given: type(given) is int and given >= 1, "a number of turns, at least 1"),
+    "grad_accumulation": (lambda given: type(given) is int and given >= 1, "a number of iterations, at least 1"),
     "reduce": (lambda given: given in ("last", "each", "auto"), "'last', 'each' or 'auto'"),
-    "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),
+    "max_specializations": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),
 }
 """What a field may be, and that in words."""

@@ -126,7 +126,7 @@ def strategies(
     if rule is None:
         raise _without_a_rule(name, where, discover)
     return [
-        OpStrategy(made.operands, made.results, factors_text(made.cuts), mesh, replace(node, strategy=made), entry)
+        OpStrategy(made.operands, made.results, factors_text(made.shardings), mesh, replace(node, strategy=made), entry)
         for made in enumerate_strategies(rule, node, mesh)
     ]
 

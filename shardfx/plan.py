@@ -5,10 +5,10 @@
     >>> again = sx.parallelize(model, plan.mesh, sx.Hints(args=(x,), loss=loss, targets=(y,), specs=plan.specs))
 
 ``plan.specs`` has the stored placement of every input and that of every hinted value. Given as hints they bring along
-what was said to come to the plan (``plan.said``, and ``plan.cuts`` on ops), and that alone is said again: a placement
-that followed from hints would decide more as a hint than it did. The same model then gets the same program; another
-model, another mesh, or other options under which an op is cut otherwise, is an error. ``dict(plan.specs)`` are plain
-hints. The file is JSON; placements are in the text form of graphs::
+what was said to come to the plan (``plan.said``, and ``plan.hinted_strategies`` on ops), and that alone is said again:
+a placement that followed from hints would decide more as a hint than it did. The same model then gets the same program;
+another model, another mesh, or other options under which an op is sharded otherwise, is an error. ``dict(plan.specs)``
+are plain hints. The file is JSON; placements are in the text form of graphs::
 
     "inputs": {"layers.0.qkv.weight": "[(3 64{tp}), 64]", "args.0": "[8{dp}, 16]"}
     "strategies": {"forward layers.0.wo aten.mm 0": "m{dp} k{tp}"}
@@ -35,7 +35,7 @@ from shardfx.ir.text.parser import parse_spec
 from shardfx.passes.sharding.bind_hints import as_spec
 
 from .plan_file import PlanFields, read_plan, write_plan
-from .schedules.accumulate import specs_in_turns
+from .schedules.accumulate import specs_in_iterations
 
 if TYPE_CHECKING:
     from .compiled import Compiled
@@ -62,7 +62,7 @@ def as_said(hints: Hints) -> Hints:
     """The hints with what those of a plan say in place of the plan."""
     if not isinstance(hints.specs, PlannedSpecs):
         return hints
-    return replace(hints, specs=hints.specs.said, cuts={**hints.specs.plan.cuts, **hints.cuts})
+    return replace(hints, specs=hints.specs.said, strategies={**hints.specs.plan.hinted_strategies, **hints.strategies})
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Plan(PlanFields):
         )
 
     def differences(self, graph: Graph) -> list[str]:
-        """The ops of a planned graph that are cut otherwise than here, and inputs stored otherwise, in words."""
-        there = {key: cuts_text(node) for key, node in node_keys(graph).items() if node.strategy is not None}
+        """The ops of a planned graph that are sharded otherwise than here, and inputs stored otherwise, in words."""
+        there = {key: shardings_text(node) for key, node in node_keys(graph).items() if node.strategy is not None}
         stored = _stored(graph)
         pairs = [
             (key, mine.get(key, "absent"), theirs.get(key, "absent"))
@@ -115,7 +115,7 @@ class Plan(PlanFields):
         """Raise if a model that was given this plan did not get it.
 
         Raises:
-            Error: an op is cut, or an input stored, otherwise than here.
+            Error: an op is sharded, or an input stored, otherwise than here.
         """
         others = self.differences(compiled.after)
         if not others:
@@ -128,7 +128,7 @@ class Plan(PlanFields):
             where="Hints(specs=plan.specs)",
             expected=f"the plan's own; {made}",
             got=f"{some(others)}" + (f"; passes of one alone: {some(changed)}" if changed else ""),
-            remedy="plan under the options that the plan was made with; or pass specs=dict(plan.specs), cuts=plan.cuts "
+            remedy="plan under the options that the plan was made with; or pass specs=dict(plan.specs), hinted_strategies=plan.hinted_strategies "
             "to use it as plain hints, from which other strategies may follow",
         )
 
@@ -154,7 +154,7 @@ def make_plan(compiled: Compiled) -> Plan:
         _stored(graph),
         dict(_hinted(compiled)),
         _pinned(graph),
-        {key: cuts_text(node) for key, node in node_keys(graph).items() if node.strategy is not None},
+        {key: shardings_text(node) for key, node in node_keys(graph).items() if node.strategy is not None},
         tuple(str(each) for each in compiled.passes),
         fingerprint(compiled.before),
         version(),
@@ -175,11 +175,11 @@ def _said(compiled: Compiled) -> dict[str, str]:
     sizes |= {name: sizes[known] for name, known in graph.aliases.items() if known in sizes}
     sizes |= {path: values[-1].shape for path, values in module_outputs(graph).items() if path not in sizes}
     found = {}
-    for text, hint in specs_in_turns(graph.mesh, given).items():
+    for text, hint in specs_in_iterations(graph.mesh, given).items():
         matcher = pattern(text)
         shape = next(shape for name, shape in sizes.items() if matcher.fullmatch(name))
         spec = as_spec(hint, graph.mesh, len(shape), text)
-        words = ", ".join(" ".join(cut.axes) or "-" for cut in spec.dims)
+        words = ", ".join(" ".join(sharding.axes) or "-" for sharding in spec.dims)
         found[text] = spec.text(shape) if isinstance(hint, Spec) else words
     return found
 
@@ -206,11 +206,11 @@ def _hinted(compiled: Compiled) -> dict[str, str]:
 
 
 def _pinned(graph: Graph) -> dict[str, str]:
-    """What hints on ops say, as ``Hints(cuts=...)`` takes it; by op where one hint came to say several things."""
+    """What hints on ops say, as ``Hints(strategies=...)`` takes it; by op where one hint came to say several things."""
     by: dict[str, dict[str, str]] = {}
     for node in graph.nodes:
         if node.pin is not None:
-            by.setdefault(node.pin.by, {})[f"{node.where.module}:{op_name(node.op)}"] = factors_text(node.pin.cuts)
+            by.setdefault(node.pin.by, {})[f"{node.where.module}:{op_name(node.op)}"] = factors_text(node.pin.shardings)
     found = {}
     for hint, said in by.items():
         found.update({hint: next(iter(said.values()))} if len(set(said.values())) == 1 else said)
@@ -221,10 +221,10 @@ def _text(value: Value, spec: Spec | None) -> str:
     return (spec or Spec.whole(value.type.ndim)).text(value.shape)
 
 
-def cuts_text(node: Node) -> str:
-    """``m{dp} k{tp}``, or ``-`` where nothing is cut."""
+def shardings_text(node: Node) -> str:
+    """``m{dp} k{tp}``, or ``-`` where nothing is sharded."""
     assert node.strategy is not None
-    return factors_text(node.strategy.cuts)
+    return factors_text(node.strategy.shardings)
 
 
 def fingerprint(graph: Graph) -> str:

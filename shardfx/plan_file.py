@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfx.ir.errors import Error
-from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.mesh import Link, Loop, Mesh
 from shardfx.ir.text.parser import parse_spec
 
 FORMAT = "shardfx plan"
@@ -24,15 +24,15 @@ VERSION = 1
 class PlanFields:
     """What a plan says.
 
-    ``inputs`` and ``hinted`` are placements as text, by name; ``cuts`` the hints on ops; ``strategies`` the cuts of
-    each op's factors, by the op's key: phase, module, op, and its number among those alike. ``said`` is what hints
-    said of values, by pattern; None in a file of before it was kept.
+    ``inputs`` and ``hinted`` are placements as text, by name; ``hinted_strategies`` the hints on ops; ``strategies``
+    the shardings of each op's factors, by the op's key: phase, module, op, and its number among those alike. ``said``
+    is what hints said of values, by pattern; None in a file of before it was kept.
     """
 
     mesh: Mesh
     inputs: Mapping[str, str]
     hinted: Mapping[str, str]
-    cuts: Mapping[str, str]
+    hinted_strategies: Mapping[str, str]
     strategies: Mapping[str, str]
     passes: tuple[str, ...]
     fingerprint: str
@@ -52,7 +52,7 @@ def write_plan(path: str | Path, plan: PlanFields) -> Path:
             {
                 "name": a.name,
                 "size": a.size,
-                "time": a.time,
+                "loop": a.loop,
                 "interleave": a.interleave,
                 "bandwidth": link.bandwidth,
                 "latency": link.latency,
@@ -111,7 +111,7 @@ def _fields_of(content: dict[str, Any], where: str) -> PlanFields:
             mesh=Mesh(links=links, **axes),
             inputs=_texts("inputs", content["inputs"]),
             hinted=_texts("hinted", content["hinted"]),
-            cuts=_texts("cuts", content.get("cuts", {})),
+            hinted_strategies=_texts("hinted_strategies", content.get("hinted_strategies", {})),
             strategies=_texts("strategies", content["strategies"]),
             passes=tuple(_text_of("passes", each) for each in _list(content["passes"])),
             fingerprint=_text_of("fingerprint", content["fingerprint"]),
@@ -148,8 +148,8 @@ def _list(given: Any) -> list[Any]:
     return given
 
 
-def _size(axis: dict[str, Any]) -> int | Time:
-    size, time, interleave = axis["size"], axis["time"], axis.get("interleave", False)
-    if type(size) is not int or type(time) is not bool or type(interleave) is not bool:
+def _size(axis: dict[str, Any]) -> int | Loop:
+    size, loop, interleave = axis["size"], axis["loop"], axis.get("interleave", False)
+    if type(size) is not int or type(loop) is not bool or type(interleave) is not bool:
         raise TypeError(f"the size of a mesh axis is no whole number, or its time neither true nor false: {axis}")
-    return Time(size, interleave) if time else size
+    return Loop(size, interleave) if loop else size

@@ -14,8 +14,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardfx.ir.cost.flops import flops_of
-from shardfx.ir.cost.traffic import Turns
-from shardfx.ir.cut import Cut
+from shardfx.ir.cost.traffic import Loops
+from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.errors import ShardfxWarning
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Phase, op_name
 from shardfx.ir.mesh import Axis, Mesh
@@ -87,7 +87,7 @@ def redundancies(graph: Graph) -> Iterator[Redundancy]:
     if not axes or not nodes:
         return
     keys = {node: (alike(node), node.strategy) for node in nodes}
-    ranks = {axis.name: 1 if axis.time else axis.size for axis in graph.mesh.axes}
+    ranks = {axis.name: 1 if axis.loop else axis.size for axis in graph.mesh.axes}
     whole, spent = _flops(keys, None), _flops(keys, Mesh(links=None, **ranks))
     for axis in axes:
         name = axis.name
@@ -114,7 +114,9 @@ def _lost(nodes: Iterable[Node], axis: str, graph: Graph) -> frozenset[Node]:
         if _is_sharded(node, axis):
             made = node.strategy
             specs = (*made.operands, *made.results) if made is not None else ()
-            return not any(cut.rows is not None and axis in cut.axes for spec in specs for cut in spec.dims)
+            return not any(
+                sharding.rows is not None and axis in sharding.axes for spec in specs for sharding in spec.dims
+            )
         return any(value in behind for value in node.operands) or _gather_before(node, axis) is not None
 
     return frozenset(filter(is_lost, nodes))
@@ -129,8 +131,8 @@ def _flops(keys: Mapping[Node, Hashable], mesh: Mesh | None) -> dict[Node, int]:
 
 def unused_loops(graph: Graph) -> list[Axis]:
     """The loop axes over which nothing is iterated."""
-    iterated = {name for axes in Turns.of(graph).axes.values() for name in axes}
-    return [axis for axis in graph.mesh.axes if axis.time and axis.size > 1 and axis.name not in iterated]
+    iterated = {name for axes in Loops.of(graph).axes.values() for name in axes}
+    return [axis for axis in graph.mesh.axes if axis.loop and axis.size > 1 and axis.name not in iterated]
 
 
 def _of_ranks(found: Redundancy, compiled: Compiled) -> str:
@@ -159,7 +161,7 @@ def _op(node: Node) -> str:
 
 
 def _is_sharded(node: Node, axis: str) -> bool:
-    return node.strategy is not None and any(axis in axes for _, axes in node.strategy.cuts)
+    return node.strategy is not None and any(axis in axes for _, axes in node.strategy.shardings)
 
 
 def _gather_before(node: Node, axis: str) -> Node | None:
@@ -180,19 +182,19 @@ def _gather_before(node: Node, axis: str) -> Node | None:
 def _hint(found: Redundancy, compiled: Compiled) -> str:
     """What to write to have the axis shard more."""
     axis, graph = found.axis, compiled.after
-    for given, dim, cut in _sharded_arguments(graph, axis.name):
-        parts, size = graph.mesh.extent(cut.axes), given.value.shape[dim]
+    for given, dim, sharding in _sharded_arguments(graph, axis.name):
+        parts, size = graph.mesh.extent(sharding.axes), given.value.shape[dim]
         if size % parts:
             return f"a multiple of {parts} in place of {size} as dim {dim} of {given.name}"
     nodes = [node for node in found.by_node if node in found.lost or not found.lost]
     node = max([each for each in nodes if each.phase is Phase.FORWARD] or nodes, key=found.by_node.__getitem__)
-    strategy = dict(node.strategy.cuts) if node.strategy is not None else {}
+    strategy = dict(node.strategy.shardings) if node.strategy is not None else {}
     rule = compiled.context.cache.rule(node)
     free = [factor for dims in rule.results for dim in dims or () for factor in dim if factor not in rule.whole]
     for factor in sorted(free, key=lambda factor: bool(strategy.get(factor))):  # those that are not sharded first
         axes = (*strategy.get(factor, ()), axis.name)
         if axis.name not in axes[:-1] and rule.sizes[factor] % graph.mesh.extent(axes) == 0:
-            return f'cuts={{"{_hint_name(node, graph)}": "{factor}{{{",".join(axes)}}}"}}'
+            return f'shardings={{"{_hint_name(node, graph)}": "{factor}{{{",".join(axes)}}}"}}'
     sizes = ", ".join(f"{factor}={size}" for factor, size in rule.sizes.items() if factor not in rule.whole)
     return f"a mesh whose {axis.name} divides a dim of {op_name(node.op)}: {sizes}"
 
@@ -206,12 +208,12 @@ def _hint_name(node: Node, graph: Graph) -> str:
     return f"{layers if all(alike(each) == alike(node) for each in those) else path}:{op}"
 
 
-def _sharded_arguments(graph: Graph, axis: str) -> Iterator[tuple[Input, int, Cut]]:
+def _sharded_arguments(graph: Graph, axis: str) -> Iterator[tuple[Input, int, DimSharding]]:
     """The arguments that a hint shards over an axis: each with the dim, and how it is sharded."""
     for given in graph.of_kind(InputKind.ARGUMENT):
-        for dim, cut in enumerate(given.value.hint.dims if given.value.hint is not None else ()):
-            if axis in cut.axes:
-                yield given, dim, cut
+        for dim, sharding in enumerate(given.value.hint.dims if given.value.hint is not None else ()):
+            if axis in sharding.axes:
+                yield given, dim, sharding
 
 
 def _batch_hint(axis: Axis, graph: Graph) -> str:
@@ -219,10 +221,14 @@ def _batch_hint(axis: Axis, graph: Graph) -> str:
     stages = f'pipeline=sx.Pipeline(axis="{axis.name}", time=""), or ' if axis.name == Pipeline.axis else ""
     for given in graph.of_kind(InputKind.ARGUMENT):
         value = given.value
-        dims = [list(cut.axes) for cut in value.hint.dims] if value.hint is not None else [[] for _ in value.shape]
+        dims = (
+            [list(sharding.axes) for sharding in value.hint.dims]
+            if value.hint is not None
+            else [[] for _ in value.shape]
+        )
         if not dims:
             continue
-        dims[0] = [axis.name, *dims[0]] if axis.time else [*dims[0], axis.name]
+        dims[0] = [axis.name, *dims[0]] if axis.loop else [*dims[0], axis.name]
         if value.shape[0] and value.shape[0] % graph.mesh.extent(dims[0]) == 0:
             text = ", ".join(" ".join(axes) or "-" for axes in dims)
             return f'{stages}specs={{"{given.name}": "{text}"}}, or leave {axis.name} out of the mesh'
@@ -244,9 +250,9 @@ def _of_zero(graph: Graph, hints: Hints) -> Iterator[str]:
     stored = [given for given in graph.inputs if given.kind in (InputKind.PARAMETER, InputKind.STATE)]
     sharded = any(given.value.spec is not None and axes & set(given.value.spec.axes) for given in stored)
     largest = max((given.value.type.numel for given in stored), default=0)
-    if hints.zero and graph.mesh.extent(axes) > 1 and not sharded and 0 < largest < hints.zero_min:
+    if hints.zero and graph.mesh.extent(axes) > 1 and not sharded and 0 < largest < hints.zero_min_numel:
         yield (
             f"zero={hints.zero} shards nothing over {', '.join(sorted(axes))}: the largest has {largest} elements, "
-            f"fewer than zero_min={hints.zero_min}, and each rank stores all of them; 0 FLOPs are redundant. Write "
-            f"zero_min={largest}, or a smaller one, or leave zero out"
+            f"fewer than zero_min_numel={hints.zero_min_numel}, and each rank stores all of them; 0 FLOPs are redundant. Write "
+            f"zero_min_numel={largest}, or a smaller one, or leave zero out"
         )

@@ -36,7 +36,7 @@ def captured_once(name: str) -> Iterator[None]:
             parameters and buffers. These, the loss and the types of the examples are looked at.
 
     A captured graph is the same on all meshes; each call gets a copy, with constants of its own. What depends on the
-    numbers of the examples (``Hints(guard=True)``), on objects among them, on hooks or on how the batch is cut
+    numbers of the examples (``Hints(guard=True)``), on objects among them, on hooks or on how the batch is sharded
     (``Hints(batch_stats="local")``) is captured at each call.
     """
     capture = shardfx.compile.capture_model
@@ -52,7 +52,7 @@ def captured_once(name: str) -> Iterator[None]:
         if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
             return capture(model, mesh, hints, behind)
         given = tuple((each, _key(leaf)) for each, leaf in examples)
-        asked = (hints.loss, hints.optimizer, hints.clip, hints.compute)
+        asked = (hints.loss, hints.optimizer, hints.clip_grad_norm, hints.mixed_precision)
         key = (name, shardfx.compile.capture, asked, _content(model), given, _surroundings())
         kept = key in KNOWN and bool(behind) and KNOWN[key].keeps
         if key not in KNOWN or kept or any(each.keeps for each in behind):

@@ -24,7 +24,7 @@ def first_slice(site: Site, node: fx.Node) -> None:
 
 
 def slices_of_slices(site: Site) -> list[fx.Node]:
-    """Of a dim that is cut over two axes of one size, a slice for each."""
+    """Of a dim that is sharded over two axes of one size, a slice for each."""
     found: list[Any] = slices(site)
     return [n for n in found if n.args[0] in found and _ways(n) == _ways(n.args[0]) and _dim(n) == _dim(n.args[0])]
 
@@ -38,7 +38,7 @@ def other_order_of_axes(site: Site, node: fx.Node) -> None:
 
 
 def slices_of_compounds(site: Site) -> list[fx.Node]:
-    """Of a dim that is seen as sub-dims, of which the second is cut."""
+    """Of a dim that is seen as sub-dims, of which the second is sharded."""
     return [node for node in slices(site) if _dim(node) == 1 and len(_view(node)) > len(node.args[5])]  # type: ignore[arg-type]
 
 

@@ -116,10 +116,11 @@ AGAIN = dict.fromkeys(DEEP, "**.1") | {"unet": "bottom"}
 """By model, a block that may be made again in the backward."""
 
 
-def deep(name: str, blocks: int, turns: int, ranks: int = 1) -> Case:
-    """A model of so many blocks, in float64, and a batch for so many turns of so many ranks: some of them have more
-    rows than others, but where statistics are those of a turn's rows."""
-    rows = 2 * turns * ranks if name == "resnet" else (turns + 2) * ranks
+def deep(name: str, blocks: int, iterations: int, ranks: int = 1) -> Case:
+    """A model of so many blocks, in float64, and a batch for so many iterations of so many ranks: some of them have
+    more
+    rows than others, but where statistics are those of an iteration's rows."""
+    rows = 2 * iterations * ranks if name == "resnet" else (iterations + 2) * ranks
     with double():
         return DEEP[name](blocks, rows)
 
@@ -133,12 +134,13 @@ class Alone:
     buffers: dict[str, Tensor]
 
 
-def alone(case: Case, turns: int = 1) -> Alone:
-    """One device's step. ``turns``: batch norms have the statistics of each turn's rows, one turn behind the other."""
+def alone(case: Case, iterations: int = 1) -> Alone:
+    """One device's step. ``iterations``: batch norms have the statistics of each iteration's rows, one iteration behind
+    the other."""
     model, total = deepcopy(case.model), torch.zeros((), dtype=torch.float64)
     parts = [(case.args, case.kwargs, case.targets)]
     if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
-        rows = case.args[0].tensor_split(turns), case.targets[0].tensor_split(turns)
+        rows = case.args[0].tensor_split(iterations), case.targets[0].tensor_split(iterations)
         parts = [((x,), {}, (y,)) for x, y in zip(*rows, strict=True)]
     for args, kwargs, targets in parts:
         share = len(targets[0]) / len(case.targets[0])
@@ -153,7 +155,7 @@ def alone(case: Case, turns: int = 1) -> Alone:
 
 
 def in_stages(case: Case, mesh: sx.Mesh, sequence: bool = False, **hints: Any) -> sx.ParallelModule:
-    """The case in stages: its batch in turns, and over the axes of data of the mesh."""
+    """The case in stages: its batch in iterations, and over the axes of data of the mesh."""
     rows = " ".join(axis for axis in ("mb", "dp") if axis in mesh.names)
     named = {f"args.{i}": t for i, t in enumerate(case.args)} | {f"targets.{i}": t for i, t in enumerate(case.targets)}
     named |= {f"kwargs.{key}": t for key, t in case.kwargs.items()}
@@ -163,7 +165,7 @@ def in_stages(case: Case, mesh: sx.Mesh, sequence: bool = False, **hints: Any) -
         held = {k: batch + v[1:] for k, v in (case.sequence_specs or {}).items()} if sequence else {}
         specs |= dict(case.megatron_specs) | held
     if case.name == "resnet":
-        hints = {"batch_stats": "turn", **hints}
+        hints = {"batch_stats": "microbatch", **hints}
     given = sx.Hints(case.args, case.kwargs, loss=case.loss, targets=case.targets, specs=specs, **hints)
     sizes = [len(list(case.model.parameters())), len(case.targets[0])]
     with captured_once(f"deep {case.name} {sizes}"):

@@ -122,7 +122,7 @@ class LiveMemory(TorchDispatchMode):
             (held.beside, alive(beside)),
             (held.during, max(there, before + inside)),
         ):
-            found[node.name] = max(found.get(node.name, 0), nbytes)  # of all turns
+            found[node.name] = max(found.get(node.name, 0), nbytes)  # of all iterations
         self._fresh, self._inside = {}, 0
 
     def _known(self, key: int) -> bool:

@@ -151,7 +151,7 @@ MUTATIONS = (
         of(pack.unpack_gathered, when=lambda n: 1 not in n.args[4]),  # type: ignore[operator]
         argument(3, lambda dim: (dim + 1) % 2),
     ),
-    Mutation("scatter cut along another dim", of(pack.pack_scattered), argument(2, lambda dim: (dim + 1) % 2)),
+    Mutation("scatter sharded along another dim", of(pack.pack_scattered), argument(2, lambda dim: (dim + 1) % 2)),
     Mutation("gathered pieces in another order", waits(GATHER), roll),
     Mutation("scattered rows in another order", waits(SCATTER), roll),
     Mutation("factor 1/N", waits(ALL_REDUCE), followed(aten.mul.Tensor, 0.5)),
@@ -285,7 +285,7 @@ class Programs:
 
     @staticmethod
     def of(pm: sx.ParallelModule, as_they_run: bool = False) -> Programs:
-        given = {identifier(g.name): g.value for g in pm.after.inputs}
+        given = {identifier(g.name): g.value for g in pm.planned.inputs}
         shapes = {
             rank: {n: v.spec.local_shape(v.shape, pm.mesh, pm.mesh.coords(rank)) for n, v in given.items() if v.spec}
             for rank in range(pm.mesh.size)

@@ -23,7 +23,7 @@ PAGES = (
     "docs/large_images.md",
     "docs/pipelines.md",
     "docs/schedules.md",
-    "docs/turns.md",
+    "docs/loops.md",
     "docs/writing_rules.md",
 )
 SESSION = re.compile(r"(?<=^```pycon\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)

@@ -48,7 +48,7 @@ def stepped_by(factory: Callable[[Any], Any]) -> Feature:
 
 def put_away(*what: str, to: str = "host") -> Feature:
     """Offload of values of every size."""
-    return Feature("offload", {"offload": tuple(sx.Offload(each, to=to, least=0) for each in what)}, same_bits=True)
+    return Feature("offload", {"offload": tuple(sx.Offload(each, to=to, min_numel=0) for each in what)}, same_bits=True)
 
 
 FEATURES = {
@@ -57,12 +57,12 @@ FEATURES = {
     "keep": Feature("recompute", {"recompute": "KEEP"}, same_bits=True),
     "auto": Feature("recompute", {"recompute": "auto", "memory": "HALF"}, same_bits=True),
     "memory": Feature("recompute", {"memory": "PEAK"}, same_bits=True),
-    "zero 1": Feature("zero", {"zero": 1, "zero_min": 0}),
-    "zero 2": Feature("zero", {"zero": 2, "zero_min": 0}),
-    "zero 3": Feature("zero", {"zero": 3, "zero_min": 0}),
-    "zero 3, large": Feature("zero", {"zero": 3, "zero_min": 2000}),
-    "zero 3, two axes": Feature("zero", {"zero": 3, "zero_min": 0, "zero_axis": ("a", "b")}, mesh=TWO_AXES),
-    "zero 2, one of two": Feature("zero", {"zero": 2, "zero_min": 0, "zero_axis": "b"}, mesh=TWO_AXES),
+    "zero 1": Feature("zero", {"zero": 1, "zero_min_numel": 0}),
+    "zero 2": Feature("zero", {"zero": 2, "zero_min_numel": 0}),
+    "zero 3": Feature("zero", {"zero": 3, "zero_min_numel": 0}),
+    "zero 3, large": Feature("zero", {"zero": 3, "zero_min_numel": 2000}),
+    "zero 3, two axes": Feature("zero", {"zero": 3, "zero_min_numel": 0, "zero_axis": ("a", "b")}, mesh=TWO_AXES),
+    "zero 2, one of two": Feature("zero", {"zero": 2, "zero_min_numel": 0, "zero_axis": "b"}, mesh=TWO_AXES),
     "AdamW": stepped_by(lambda ps: optim.AdamW(ps, lr=1e-3)),
     "momentum": stepped_by(lambda ps: optim.SGD(ps, lr=0.05, momentum=0.9)),
     "Lion": stepped_by(lambda ps: Lion(ps, lr=1e-3)),
@@ -71,8 +71,8 @@ FEATURES = {
     "Adafactor": stepped_by(lambda ps: optim.Adafactor(ps, lr=1e-2)),
     "two": stepped_by(of_two),
     "Lamb": stepped_by(lambda ps: Lamb(ps, lr=1e-2)),
-    "clip": Feature("clip", {"clip": 0.1}),
-    "bfloat16": Feature("compute", {"compute": torch.bfloat16}),
+    "clip_grad_norm": Feature("clip", {"clip_grad_norm": 0.1}),
+    "bfloat16": Feature("compute", {"mixed_precision": torch.bfloat16}),
     "activations": put_away("activations"),
     "parameters": put_away("parameters"),
     "optimizer": put_away("optimizer"),
@@ -119,7 +119,7 @@ def usual(params: Any) -> optim.Optimizer:
 
 
 @cache
-def on_one_device(model: str, optimizer: str, clip: float | None) -> Trained:
+def on_one_device(model: str, optimizer: str, clip_grad_norm: float | None) -> Trained:
     """The reference."""
     case = model_of(model)
     net = deepcopy(case.model)
@@ -132,8 +132,8 @@ def on_one_device(model: str, optimizer: str, clip: float | None) -> Trained:
         net.zero_grad()
         loss = case.loss(net(*case.args, **case.kwargs), *case.targets)
         loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        if clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip_grad_norm)
         if not step:
             grads = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
             continue
@@ -168,7 +168,7 @@ def planned(model: str, names: Names) -> sx.ParallelModule:
         case "BLOCKS":
             hints["recompute"] = blocks
         case "KEEP":
-            hints["recompute"] = sx.Recompute(blocks, keep=KEPT.get(model, "aten.*mm"), comm=False)
+            hints["recompute"] = sx.Recompute(blocks, save=KEPT.get(model, "aten.*mm"), comm=False)
     others = tuple(each for each in names if each not in ("auto", "memory"))
     if hints.get("memory") == "PEAK":
         hints["memory"] = planned(model, others).memory().peak

@@ -46,7 +46,7 @@ def specs_of(case: Case, mesh: sx.Mesh, sequence: bool = False) -> dict[str, str
 
 
 def stored_specs(case: Case, axis: str = "dp") -> dict[str, str]:
-    """Every parameter that divides, stored cut over a data axis."""
+    """Every parameter that divides, stored sharded over a data axis."""
     size = {name: tensor.shape for name, tensor in case.model.named_parameters()}
     return {name: ", ".join([axis] + ["-"] * (len(shape) - 1)) for name, shape in size.items() if shape[0] % 2 == 0}
 

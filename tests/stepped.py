@@ -149,17 +149,25 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def small_plan(factory: Callable[[Any], Any] | None, mesh: sx.Mesh, **hints: Any) -> sx.ParallelModule:
-    """The small model, parallel; all parameters may be cut."""
+    """The small model, parallel; all parameters may be sharded."""
     (x, y), *_ = batches(1)
     specs = {"args.0": "dp, -", **({"0.weight": "tp, -"} if "tp" in mesh.names else {})}
     given = sx.Hints(
-        args=(x,), targets=(y,), loss=F.mse_loss, optimizer=factory, zero_min=0, specs=specs | hints.pop("specs", {})
+        args=(x,),
+        targets=(y,),
+        loss=F.mse_loss,
+        optimizer=factory,
+        zero_min_numel=0,
+        specs=specs | hints.pop("specs", {}),
     )
     return sx.parallelize(small_model(), mesh, replace(given, **hints))
 
 
 def alone(
-    factory: Callable[[Any], Any], steps: int, clip: float | None = None, rate: Callable[[int], float] | None = None
+    factory: Callable[[Any], Any],
+    steps: int,
+    clip_grad_norm: float | None = None,
+    rate: Callable[[int], float] | None = None,
 ) -> tuple[list[float], dict[str, Tensor], Optimizers]:
     """The losses of the small model on one device, its parameters behind them, and its optimizers."""
     model = deepcopy(small_model())
@@ -174,8 +182,8 @@ def alone(
         loss = F.mse_loss(model(x), y)
         loss.backward()
         losses.append(float(loss.detach()))
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
         for optimizer in optimizers:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch about its own tensors

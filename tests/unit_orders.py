@@ -1,4 +1,4 @@
-"""Ranks that do the turns of a step in units, forward and backward, in an order that a test says."""
+"""Ranks that do the iterations of a step in units, forward and backward, in an order that a test says."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.plans import plan
 from tests.zoo import make
 
 ALL_FORWARD = "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3"
-TURN_BY_TURN = "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3"
+ITERATION_BY_ITERATION = "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3"
 ONE_AHEAD = "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3"
-"""As the last rank but one of a pipeline does its turns."""
+"""As the last rank but one of a pipeline does its iterations."""
 BACKWARDS = "F0.3 F0.2 B0.2 F0.1 B0.3 F0.0 B0.0 B0.1"
-ORDERS = {"gpipe": ALL_FORWARD, "plain": TURN_BY_TURN, "1f1b": ONE_AHEAD, "any": BACKWARDS}
+ORDERS = {"gpipe": ALL_FORWARD, "plain": ITERATION_BY_ITERATION, "1f1b": ONE_AHEAD, "any": BACKWARDS}
 
 
 def one_forward_one_backward(ahead: int, count: int) -> str:
-    """The order in which so many turns are under way at most."""
-    words = [f"F0.{turn}" for turn in range(min(ahead, count))]
-    for turn in range(count):
-        words.append(f"B0.{turn}")
-        if turn + ahead < count:
-            words.append(f"F0.{turn + ahead}")
+    """The order in which so many iterations are under way at most."""
+    words = [f"F0.{iteration}" for iteration in range(min(ahead, count))]
+    for iteration in range(count):
+        words.append(f"B0.{iteration}")
+        if iteration + ahead < count:
+            words.append(f"F0.{iteration + ahead}")
     return " ".join(words)
 
 
@@ -55,7 +55,7 @@ def arranged(order: str, unit_of: UnitOf, steps: Steps) -> Steps:
 def lowered(pm: sx.ParallelModule, rank: int, order: str, unit_of: UnitOf = phases) -> RankProgram:
     """The program of a rank in units, before rank passes."""
     rules, device = pm._compiled.context.rules, torch.device("cpu")
-    return lower(pm.after, rank, rules, TRAIN, device, partial(arranged, order, unit_of))
+    return lower(pm.planned, rank, rules, TRAIN, device, partial(arranged, order, unit_of))
 
 
 def program(
@@ -63,7 +63,7 @@ def program(
 ) -> RankProgram:
     """The program of a rank in units."""
     write = partial(lowered, pm, rank, order, unit_of)
-    return run_rank_passes(write(), built_in("cpu", compiled), RankContext(pm.after), write)
+    return run_rank_passes(write(), built_in("cpu", compiled), RankContext(pm.planned), write)
 
 
 def put(pm: sx.ParallelModule, order: str, unit_of: UnitOf = phases) -> None:
@@ -73,7 +73,7 @@ def put(pm: sx.ParallelModule, order: str, unit_of: UnitOf = phases) -> None:
 
 
 def in_order(name: str, mesh: sx.Mesh, order: str, **hints: Any) -> sx.ParallelModule:
-    """The plan of a case, whose ranks do the four turns of a step in an order of units."""
-    pm = plan(make(name), mesh, accumulate=4, **hints)
+    """The plan of a case, whose ranks do the four iterations of a step in an order of units."""
+    pm = plan(make(name), mesh, grad_accumulation=4, **hints)
     put(pm, order)
     return pm

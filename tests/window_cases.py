@@ -142,7 +142,7 @@ def slice_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return aten.slice_backward.default, (torch.randn_like(op(x, *of)), list(x.shape), *of)
 
 
-def turn(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+def iteration(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     x, dims = f(2, draw.randint(2, 30), 3), draw.choice(([1, 2], [-2, 0], [0, 1]))
     flipped, quarters = (x, dims[: draw.randint(1, 2)]), (x, draw.randint(-2, 5), dims)
     return draw.choice(((aten.flip.default, flipped), (aten.rot90.default, quarters)))
@@ -210,7 +210,7 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "edges gradient": edges_gradient,
     "slice": slices,
     "slice gradient": slice_gradient,
-    "turn": turn,
+    "iteration": iteration,
     "unfold": unfold,
     "unfold gradient": unfold_gradient,
 }

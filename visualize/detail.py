@@ -266,5 +266,5 @@ def _comm_lines(nodes: Iterable[Node], mesh: Mesh) -> list[BoxLine]:
     lines = []
     for (name, axes), every in sent.items():
         total = size_text(sum(one.total for one in every))
-        lines.append(BoxLine("comm", f"{sum(one.turns for one in every)} {TIMES} {name}  {total}", axes=axes))
+        lines.append(BoxLine("comm", f"{sum(one.iterations for one in every)} {TIMES} {name}  {total}", axes=axes))
     return lines

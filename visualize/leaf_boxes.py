@@ -247,7 +247,7 @@ def _ops(nodes: Sequence[Node], mesh: Mesh) -> list[str]:
         lines.append(f"{op_name(node.op)} → {results}")
         if is_comm(node):
             one = traffic(node, mesh)
-            often = f", {one.turns} times" if one.turns > 1 else ""
+            often = f", {one.iterations} times" if one.iterations > 1 else ""
             members = f"{mesh.extent(one.axes)} {'iterations' if over_time(node, mesh) else 'ranks'}"
             reduce = f", {node.kwargs['reduce']}" if node.kwargs.get("reduce") else ""
             over = f"  over {', '.join(one.axes)} ({members}){reduce}"

@@ -103,7 +103,7 @@ def _mesh_card(mesh: Mesh) -> LegendCard:
     entries = []
     for axis in mesh.axes:
         colour = axis_colour(mesh, axis.name)
-        runs = [Run(axis.name, colour, True), Run(f"   {axis.size} {'iterations' if axis.time else 'ranks'}")]
+        runs = [Run(axis.name, colour, True), Run(f"   {axis.size} {'iterations' if axis.loop else 'ranks'}")]
         entries.append(LegendEntry(runs, _box_icon(colour)))
     return LegendCard(f"Mesh of {mesh.size:,} rank" + "s" * (mesh.size > 1), entries)
 
@@ -114,7 +114,7 @@ def _totals_card(picture: Picture) -> LegendCard:
     entries = []
     for axes, calls in by_axes(graph.nodes, mesh).items():
         runs = [run for axis in axes for run in (Run(axis, axis_colour(mesh, axis), True), Run(" "))]
-        number = sum(one.turns for one in calls)
+        number = sum(one.iterations for one in calls)
         sent = size_text(sum(one.total for one in calls))
         entries.append(LegendEntry([Run("over "), *runs], None, (f"{number:,} call" + "s" * (number > 1), sent)))
     parameters = [given.value for given in graph.of_kind(InputKind.PARAMETER)]

@@ -52,7 +52,7 @@ def draw_schedule(
     rows = rows or schedule.ranks
     canvas.parts.append(HATCH)
     canvas.text(MARGIN, 34, title, size=17, bold=True)
-    said = f"{len(schedule.stages)} stages, {len(schedule.turns)} micro-batches; a step takes {of.step:.4g}"
+    said = f"{len(schedule.stages)} stages, {len(schedule.microbatches)} micro-batches; a step takes {of.step:.4g}"
     exposed = f", and {max(course.exposed for course in courses):.4g} exposed communication" if courses else ""
     canvas.text(MARGIN, 57, f"{said}, of which {of.bubble:.1%} is bubble{exposed}", size=12.5, colour=MUTED)
     lengths = sorted(part.length for action in of.spans for part in of.pieces(action) if part.length)
@@ -86,12 +86,16 @@ def _lane(canvas: Canvas, of: Simulation, name: str, rank: int, lane: Rect, scal
     with canvas.group("", f"{name} is idle for {of.step - of.busy[rank]:.4g} of {of.step:.4g}"):
         canvas.rect(lane, 4, fill="url(#idle)")
     stages = of.schedule.stages_of(rank)
-    widest = width(str(of.schedule.turns[-1]), TEXT)
+    widest = width(str(of.schedule.microbatches[-1]), TEXT)
     for action in of.schedule.rows[rank]:
         share = LIGHTEST * stages.index(action.stage) / max(len(stages) - 1, 1)
         update = action.kind == "U"
-        text, room = (f"U{action.stage}", width(f"U{action.stage}", TEXT)) if update else (str(action.turn), widest)
-        said = f"{action}: {KINDS[action.kind]} of stage {action.stage}" + f", micro-batch {action.turn}" * (not update)
+        text, room = (
+            (f"U{action.stage}", width(f"U{action.stage}", TEXT)) if update else (str(action.microbatch), widest)
+        )
+        said = f"{action}: {KINDS[action.kind]} of stage {action.stage}" + f", micro-batch {action.microbatch}" * (
+            not update
+        )
         for span in of.pieces(action):
             cell = _cell(lane, span, scale)
             with canvas.group("b", f"{said}\n{span.start:.4g} to {span.end:.4g}"):

@@ -31,7 +31,7 @@ model, x = nn.Linear(8, 8, device=device), torch.randn(4, 8, device=device)
 hints = sx.Hints(args=(x,), loss=nn.functional.mse_loss, targets=(x,))
 pm = sx.parallelize(model, sx.Mesh(dp=1), hints)
 pm(x, x).backward()
-print("virtual" if pm.this_rank is None else "real")
+print("virtual" if pm._this_rank is None else "real")
 """
 
 

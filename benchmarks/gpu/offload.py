@@ -19,12 +19,12 @@ from .speed import WARM, adamw, plan, predicted_memory
 TIMED, LEAST = 3, 1024
 """Steps that are timed; and the elements of the smallest tensor that is offloaded."""
 PLANS: dict[str, dict[str, Any]] = {
-    "offload optimizer, activations": {"offload": [sx.Offload(("optimizer", "activations"), least=LEAST)]},
-    "offload optimizer": {"offload": [sx.Offload("optimizer", least=LEAST)]},
+    "offload optimizer, activations": {"offload": [sx.Offload(("optimizer", "activations"), min_numel=LEAST)]},
+    "offload optimizer": {"offload": [sx.Offload("optimizer", min_numel=LEAST)]},
     "recompute layers": {"recompute": "layers.*"},
-    "accumulate 4": {"accumulate": 4},
+    "accumulate 4": {"grad_accumulation": 4},
     "chunked loss, 8": {
-        "mesh": sx.Mesh(dp=1, chunk=sx.Time(8)),
+        "mesh": sx.Mesh(dp=1, chunk=sx.Loop(8)),
         "specs": {"args.0": "dp, -", "head": "dp, chunk, -"},
     },
 }

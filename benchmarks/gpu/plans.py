@@ -74,16 +74,16 @@ class Plan:
 
 
 def _zero(level: int, **more: Any) -> Callable[[Model], dict[str, Any]]:
-    return lambda model: {"zero": level, "zero_min": 0, **more}
+    return lambda model: {"zero": level, "zero_min_numel": 0, **more}
 
 
 def _loop_hints(model: Model) -> dict[str, Any]:
     """The statistics of a batch norm are those of each micro-batch: those of the whole batch need all at once."""
-    return {"batch_stats": "turn"} if model.batch_norm else {}
+    return {"batch_stats": "microbatch"} if model.batch_norm else {}
 
 
 def _update(model: Model) -> dict[str, Any]:
-    return {"optimizer": adamw, "clip": CLIP}
+    return {"optimizer": adamw, "clip_grad_norm": CLIP}
 
 
 PLANS = (
@@ -93,7 +93,7 @@ PLANS = (
     Plan("update", {"dp": 2, "tp": 2}, weights=True, compare="program", hints=_update),
     Plan(
         "pp2 1F1B",
-        {"pp": 2, "mb": sx.Time(MICROBATCHES)},
+        {"pp": 2, "mb": sx.Loop(MICROBATCHES)},
         batch="mb",
         hints=lambda model: {"pipeline": sx.Pipeline(schedule="1f1b"), **_loop_hints(model)},
         loops=True,
@@ -102,18 +102,18 @@ PLANS = (
     Plan(
         "accumulate 4",
         {"dp": 2},
-        hints=lambda model: {"accumulate": MICROBATCHES, **_loop_hints(model)},
+        hints=lambda model: {"grad_accumulation": MICROBATCHES, **_loop_hints(model)},
         loops=True,
     ),
     Plan(
         "offload",
         {"dp": 2},
         compare="program",
-        hints=lambda model: _update(model) | {"offload": [sx.Offload(("activations", "optimizer"), least=1)]},
+        hints=lambda model: _update(model) | {"offload": [sx.Offload(("activations", "optimizer"), min_numel=1)]},
     ),
     Plan(
         "chunked loss",
-        {"dp": 2, "chunk": sx.Time(4)},
+        {"dp": 2, "chunk": sx.Loop(4)},
         specs=lambda model: {model.head: "dp, chunk, -"},
         why_not=with_logits_of_tokens,
     ),

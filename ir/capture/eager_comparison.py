@@ -406,9 +406,9 @@ def _traced_differs(graph: Graph, name: str, ours: RunOutputs, theirs: RunOutput
 def _mixed_dtypes(error: RuntimeError) -> Error:
     return Error(
         "the model does not run in the dtype in which it is to compute",
-        where="Hints(compute=...)",
+        where="Hints(mixed_precision=...)",
         expected="a model that casts what it keeps in another dtype, such as a buffer, before it multiplies by it",
         got=str(error).splitlines()[0],
         remedy="register such buffers in that dtype, or cast them in forward; or name the modules that compute as they "
-        "are: Compute(..., keep=...)",
+        "are: MixedPrecision(..., keep=...)",
     )

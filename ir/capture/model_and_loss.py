@@ -14,7 +14,7 @@ from torch import nn
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Guard, Where
 
-from .canonical.mixed_precision import Compute
+from .canonical.mixed_precision import MixedPrecision
 from .data_dependent import DataGuards, stored
 from .frontend.capture_errors import explain_decision, user_frame
 from .frontend.forward_probes import AssignedBuffers, CheckpointedModules, is_compiling_answered, reject_foreign_random
@@ -91,7 +91,7 @@ class ModelAndLoss(nn.Module):
         targets: int,
         results: TraceResults,
         guard: bool = False,
-        compute: Compute | None = None,
+        compute: MixedPrecision | None = None,
         real: bool = True,
         one: Sequence[int] = (),
     ) -> None:
@@ -102,7 +102,7 @@ class ModelAndLoss(nn.Module):
         self.loss, self._one = loss, one
         self.results = results
         self.guard = guard
-        self.compute = compute or Compute()
+        self.compute = compute or MixedPrecision()
         self.assigned, self.exported = AssignedBuffers(), False
         """The buffers that it replaces; whether it is traced, and so writes into them."""
         self.found: Callable[[], StateSnapshot] | None = None

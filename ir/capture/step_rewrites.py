@@ -1,6 +1,7 @@
 """Comparison of what shardfx writes into a step with plain torch: on small tensors, once per plan.
 
-    Hints(clip=1.0, compute=sx.Compute(torch.float16, scale=sx.LossScale()), optimizer=..., batch_stats="local")
+    Hints(clip_grad_norm=1.0, mixed_precision=sx.MixedPrecision(torch.float16, scale=sx.LossScale()), optimizer=...,
+    batch_stats="local")
 
     gradients divided by the loss scale and clipped, overflow, the scale itself     a small graph, by the same code
     parameters and inputs that are cast                                             a small module, by the same code
@@ -28,7 +29,7 @@ from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value
 from shardfx.ir.spec import TensorType
 
 from .canonical.batch_norms import BatchParts, NormByParts, WideStatistics
-from .canonical.mixed_precision import Compute, LossScale, sum_gradients_in
+from .canonical.mixed_precision import LossScale, MixedPrecision, sum_gradients_in
 from .eager_comparison import RunOutputs, is_close, output_name
 from .graph_interpreter import interpret
 from .model_and_loss import ModelAndLoss, TraceResults
@@ -43,7 +44,9 @@ LARGEST = 1e18
 """Of a gradient here: its square is a number of float32."""
 
 
-def compare_rewrites(graph: Graph, step: TrainingStep, compute: Compute | None, parts: BatchParts) -> tuple[str, ...]:
+def compare_rewrites(
+    graph: Graph, step: TrainingStep, compute: MixedPrecision | None, parts: BatchParts
+) -> tuple[str, ...]:
     """Compare what is written into the step of a captured graph, before it is written; gives what was compared.
 
     Raises:
@@ -56,7 +59,7 @@ def compare_rewrites(graph: Graph, step: TrainingStep, compute: Compute | None, 
     checks: dict[str, Callable[[], None]] = {}
     if kinds and (step.scale is not None or step.clip is not None):
         checks["gradients that are scaled and clipped"] = partial(_gradients, graph, kinds, step, compute, loss)
-    if compute is not None and (compute.dtype or compute.output):
+    if compute is not None and (compute.dtype or compute.output_dtype):
         checks["casts"] = partial(_casts, kinds, compute)
     if parts.count > 1:
         checks["batch norms of parts of the batch"] = partial(_parts, kinds, parts)
@@ -89,7 +92,7 @@ def _check(what: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) 
 
 
 def _gradients(
-    graph: Graph, kinds: Sequence[Kind], step: TrainingStep, compute: Compute | None, loss: torch.dtype
+    graph: Graph, kinds: Sequence[Kind], step: TrainingStep, compute: MixedPrecision | None, loss: torch.dtype
 ) -> None:
     """A step of plain gradient descent, with what is written before and behind it; of gradients below the norm at
     which they are clipped, above it, and infinite where the loss is scaled."""
@@ -125,7 +128,7 @@ def _drawn(dtype: torch.dtype, dims: bool) -> Tensor:
 
 
 def _small_step(
-    graph: Graph, kinds: Sequence[Kind], step: TrainingStep, compute: Compute | None, loss: torch.dtype
+    graph: Graph, kinds: Sequence[Kind], step: TrainingStep, compute: MixedPrecision | None, loss: torch.dtype
 ) -> Graph:
     builder = GraphBuilder(graph.mesh)
     small, gradients = builder.graph, list[Value]()
@@ -213,7 +216,7 @@ class _Model(nn.Module):
         return out
 
 
-def _casts(kinds: Sequence[Kind], compute: Compute) -> None:
+def _casts(kinds: Sequence[Kind], compute: MixedPrecision) -> None:
     model, x = _Model(kinds), torch.rand(2, 3, dtype=torch.float32)
     leaves, tree = pytree.tree_flatten(((x,), {}, ()))
     own = replace(compute, keep="kept" if compute.dtype is not None else ())
@@ -230,7 +233,7 @@ def _casts(kinds: Sequence[Kind], compute: Compute) -> None:
     _check("casts", runs[0], runs[1])
 
 
-def _plain_casts(model: _Model, compute: Compute, x: Tensor) -> tuple[Tensor, Tensor]:
+def _plain_casts(model: _Model, compute: MixedPrecision, x: Tensor) -> tuple[Tensor, Tensor]:
     """The same by plain torch: the loss and the result."""
 
     def cast(tensor: Tensor) -> Tensor:
@@ -241,7 +244,7 @@ def _plain_casts(model: _Model, compute: Compute, x: Tensor) -> tuple[Tensor, Te
         own = next((p.dtype for p in module.parameters() if p.is_floating_point()), compute.dtype)
         y = cast(module(y.to(own)))
     y = (y if compute.dtype is not None else model.norm(model.kept(y))) + model.shift
-    y = y.to(compute.output) if compute.output is not None else y
+    y = y.to(compute.output_dtype) if compute.output_dtype is not None else y
     return y.sum(), y.detach()
 
 

@@ -31,7 +31,7 @@ from shardfx.ir.unfolding.unfold import check_regular
 from .abstract_tensors import OutcomeCache
 from .canonical.batch_norms import ONE, BatchParts, plain_batch_norms
 from .canonical.export_rewrites import BY_KERNEL, decomposed_in_python
-from .canonical.mixed_precision import Compute, LossScale, sum_gradients_in
+from .canonical.mixed_precision import LossScale, MixedPrecision, sum_gradients_in
 from .convert import ProgramNames
 from .data_dependent import UnknownContent, stored, with_real_tensors
 from .eager_comparison import EagerReference
@@ -95,7 +95,7 @@ def capture(
     clip: float | None = None,
     scheduled: Sequence[str] = (),
     batch_parts: BatchParts = ONE,
-    compute: Compute | None = None,
+    compute: MixedPrecision | None = None,
     behind: Sequence[EarlierCapture] = (),
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
@@ -160,7 +160,7 @@ def _capture(
     clip: float | None,
     scheduled: Sequence[str],
     batch_parts: BatchParts,
-    compute: Compute | None,
+    compute: MixedPrecision | None,
     behind: Sequence[EarlierCapture],
     real: bool = True,
 ) -> Captured:
@@ -194,7 +194,7 @@ def _capture(
             return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard, compute, real, one)
 
         short = FoldedModel(traced)
-        scale = compute.scale if compute is not None else None
+        scale = compute.loss_scale if compute is not None else None
         if fold:
             with state_restored(around):
                 short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
@@ -260,7 +260,7 @@ def _traced(
     mesh: Mesh,
     names: ProgramNames,
     batch_parts: BatchParts,
-    compute: Compute | None,
+    compute: MixedPrecision | None,
     outcomes: OutcomeCache | None,
     trained: Collection[str],
 ) -> Graph:

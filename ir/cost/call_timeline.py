@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.loops.loop_regions import UnitOrder, name_of, order_of
 
 if TYPE_CHECKING:
@@ -89,22 +89,22 @@ class Stays:
 
 
 Place = tuple[tuple[fx.Node, str], ...]
-"""The units that a call stands in, outermost first: the turns, and the unit's name."""
+"""The units that a call stands in, outermost first: the iterations, and the unit's name."""
 
 
 @dataclass
 class Standpoint:
-    """In which turns and units one is, while a program is walked."""
+    """In which iterations and units one is, while a program is walked."""
 
-    turns: list[int] = field(default_factory=list)
-    """Of the loops that are open: how many turns each has."""
+    iterations: list[int] = field(default_factory=list)
+    """Of the loops that are open: how many iterations each has."""
     place: Place = ()
     places: list[Place] = field(default_factory=list)
     """Of each call so far."""
 
     def begin(self, node: fx.Node, count: Any) -> None:
-        """Turns begin."""
-        self.turns.append(count)
+        """Iterations begin."""
+        self.iterations.append(count)
         if order_of(node):
             self.place = (*self.place, (node, ""))
 
@@ -114,7 +114,7 @@ class Standpoint:
 
     def end(self, begin: Any) -> dict[Place, int]:
         """They are over; gives the last call of each of their units."""
-        self.turns.pop()
+        self.iterations.pop()
         if not self.place or self.place[-1][0] is not begin:
             return {}
         self.place = self.place[:-1]
@@ -139,7 +139,7 @@ class Moments:
         self.calls: list[int] = []
         """The call of each moment."""
         self._runs: list[tuple[int, tuple[int, ...]]] = []
-        """Of moments one behind the other: how many, and the turns of the units that their calls stand in."""
+        """Of moments one behind the other: how many, and the iterations of the units that their calls stand in."""
         self._depth = max(map(len, places), default=0)
         self._go(range(len(places)), 0, ())
         calls = np.array(self.calls, dtype=np.int64)
@@ -147,18 +147,20 @@ class Moments:
         starts = np.searchsorted(calls[order], np.arange(len(places) + 1))
         self._at = [order[a:b] for a, b in pairwise(starts)]
         """Of each call its moments."""
-        self._turn = np.array([(*turn, *[0] * (self._depth - len(turn))) for _, turn in self._runs], dtype=np.int64)
-        self._turn = np.repeat(
-            self._turn.reshape(len(self._runs), self._depth), [count for count, _ in self._runs], axis=0
+        self._iteration = np.array(
+            [(*iteration, *[0] * (self._depth - len(iteration))) for _, iteration in self._runs], dtype=np.int64
         )
-        """Of each moment the turns of the units that its call stands in."""
+        self._iteration = np.repeat(
+            self._iteration.reshape(len(self._runs), self._depth), [count for count, _ in self._runs], axis=0
+        )
+        """Of each moment the iterations of the units that its call stands in."""
         self._within = [np.zeros(len(calls), dtype=np.int64)]
-        """By how many units around: of each moment a number for the turns of these."""
-        for turn in self._turn.T:
-            self._within.append(self._within[-1] * (turn.max() + 1) + turn)
-        self._by_turns: dict[tuple[int, int], tuple[Numbers, Numbers]] = {}
+        """By how many units around: of each moment a number for the iterations of these."""
+        for iteration in self._iteration.T:
+            self._within.append(self._within[-1] * (iteration.max() + 1) + iteration)
+        self._by_iterations: dict[tuple[int, int], tuple[Numbers, Numbers]] = {}
 
-    def _go(self, calls: Iterable[int], depth: int, turn: tuple[int, ...]) -> None:
+    def _go(self, calls: Iterable[int], depth: int, iteration: tuple[int, ...]) -> None:
         """Lay out calls that stand in so many units around."""
         units: dict[str, list[int]] = {}
         begin: fx.Node | None = None
@@ -166,30 +168,30 @@ class Moments:
             place = self.places[call]
             inner = place[depth][0] if len(place) > depth else None
             if begin is not None and inner is not begin:
-                self._units(begin, units, depth, turn)
+                self._units(begin, units, depth, iteration)
                 units = {}
             begin = inner
             if inner is None and call not in self._made_for:
                 for each in self._first.pop(call, ()):
                     self._add([each], ())
-                self._add([call], turn)
+                self._add([call], iteration)
             elif inner is not None:
                 units.setdefault(place[depth][1], []).append(call)
         if begin is not None:
-            self._units(begin, units, depth, turn)
+            self._units(begin, units, depth, iteration)
 
-    def _add(self, calls: Sequence[int], turn: tuple[int, ...]) -> None:
+    def _add(self, calls: Sequence[int], iteration: tuple[int, ...]) -> None:
         self.calls += calls
-        self._runs.append((len(calls), turn))
+        self._runs.append((len(calls), iteration))
 
-    def _units(self, begin: fx.Node, units: dict[str, list[int]], depth: int, turn: tuple[int, ...]) -> None:
+    def _units(self, begin: fx.Node, units: dict[str, list[int]], depth: int, iteration: tuple[int, ...]) -> None:
         plain = {name for name, calls in units.items() if all(len(self.places[call]) == depth + 1 for call in calls)}
         for word in UnitOrder.of(order_of(begin).split()).words:
-            calls, turns = units.get(word.unit, []), (*turn, word.turn)
+            calls, iterations = units.get(word.unit, []), (*iteration, word.iteration)
             if word.unit in plain and self._first.keys().isdisjoint(calls):
-                self._add(calls, turns)  # as nearly always, and there may be hundreds of turns
+                self._add(calls, iterations)  # as nearly always, and there may be hundreds of iterations
             else:
-                self._go(calls, depth + 1, turns)
+                self._go(calls, depth + 1, iterations)
 
     def of(self, storages: Iterable[Storage]) -> Stays:
         """Storages, each as often as it is made, with the moments in which it is made and used last."""
@@ -206,27 +208,27 @@ class Moments:
         last = moments
         for use in (storage.last, *storage.uses):
             depth = self._shared(storage.born, use)
-            if (use, depth) not in self._by_turns:
+            if (use, depth) not in self._by_iterations:
                 at = self._at[use]
                 at = at[np.argsort(self._within[depth][at], kind="stable")]
-                self._by_turns[use, depth] = at, self._within[depth][at]
-            at, turns = self._by_turns[use, depth]
-            found = np.searchsorted(turns, self._within[depth][moments], "right") - 1
-            assert (turns[found] == self._within[depth][moments]).all(), "a unit is not done in each turn"
+                self._by_iterations[use, depth] = at, self._within[depth][at]
+            at, iterations = self._by_iterations[use, depth]
+            found = np.searchsorted(iterations, self._within[depth][moments], "right") - 1
+            assert (iterations[found] == self._within[depth][moments]).all(), "a unit is not done in each iteration"
             last = np.maximum(last, at[found])
         return last
 
     def _sizes(self, storage: Storage, moments: Numbers) -> Numbers:
-        """The bytes of a storage that is made at some moments: in some turns other ones than in those before."""
+        """The bytes of a storage that is made at some moments: in some iterations other ones than in those before."""
         found = np.full(len(moments), storage.nbytes, dtype=np.int64)
         depths = {begin: depth for depth, (begin, _) in enumerate(self.places[storage.born])}
         for (begin, since), nbytes in storage.sizes.items():
             if begin in depths:
-                found[self._turn[moments, depths[begin]] >= since] = nbytes
+                found[self._iteration[moments, depths[begin]] >= since] = nbytes
         return found
 
     def _shared(self, call: int, other: int) -> int:
-        """How many turns two calls are both in."""
+        """How many iterations two calls are both in."""
         pairs = zip(self.places[call], self.places[other], strict=False)
         return next(
             (at for at, (a, b) in enumerate(pairs) if a[0] is not b[0]),
@@ -235,22 +237,26 @@ class Moments:
 
 
 Since = tuple[fx.Node, int]
-"""The begin of turns, and the first of those that are not like the ones before."""
+"""The begin of iterations, and the first of those that are not like the ones before."""
 At = Mapping[fx.Node, int]
-"""By the begin of turns, which of them."""
+"""By the begin of iterations, which of them."""
 FIRST: At = MappingProxyType({})
 
 
-def sizes_of_turns(nodes: Iterable[fx.Node], first: Sequence[Block], blocks: Callable[[At], Sequence[Block]]) -> None:
-    """Say of blocks that are made in units how large they are in which turns.
+def sizes_of_iterations(
+    nodes: Iterable[fx.Node], first: Sequence[Block], blocks: Callable[[At], Sequence[Block]]
+) -> None:
+    """Say of blocks that are made in units how large they are in which iterations.
 
     Args:
-        first: those of the first turn.
-        blocks: the same as they are in another turn.
+        first: those of the first iteration.
+        blocks: the same as they are in another iteration.
     """
-    pairs: list[tuple[Any, Any]] = [(node.args[0], node.args[1]) for node in nodes if node.target is turns.pick]
+    pairs: list[tuple[Any, Any]] = [
+        (node.args[0], node.args[1]) for node in nodes if node.target is loop_ops.piecewise_index
+    ]
     sizes = [(begin, runs) for begin, runs in pairs if order_of(begin) and not any(grows for *_, grows in runs)]
-    since = dict.fromkeys((begin, turn) for begin, runs in sizes for turn, _, _ in runs if turn)
+    since = dict.fromkeys((begin, iteration) for begin, runs in sizes for iteration, _, _ in runs if iteration)
     for each in sorted(since, key=lambda each: each[1]):
         others = _by_call(blocks(dict([each])))
         for call, mine in _by_call(first).items():

@@ -13,7 +13,7 @@ from shardfx.ir.graph import Node, Value, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.fused_attention import attention, attention_backward
-from shardfx.ir.ops.time.turns import add_product
+from shardfx.ir.ops.loop.loop_ops import addmm
 from shardfx.ir.spec import Spec
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ FLOPS: dict[Any, Callable[..., Any]] = {
     attention_backward: _attention_backward,
     grouped_mm: _grouped_mm,
     grouped_outer: _grouped_outer,
-    add_product: _add_product,
+    addmm: _add_product,
     aten.addmm_.default: _add_product,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,

@@ -65,7 +65,7 @@ class Storage:
     ``node`` is the planned node that the call was lowered from. ``kept``: what ``memory.empty`` gives, which engines
     keep and reuse, in this step or the next (:mod:`shardfx.ir.program.store_layout`). ``pool`` is the memory that it
     lies in, where that is not the device's memory. ``uses`` are the calls that use it last in each unit of
-    turns, and ``sizes`` its bytes from some turns on. ``message``: another stage's result is received there.
+    iterations, and ``sizes`` its bytes from some turns on. ``message``: another stage's result is received there.
     """
 
     nbytes: int
@@ -155,7 +155,8 @@ class Footprint:
 
     Call ``i`` is ``calls[i]``, a node of the program's fx graph. Inputs are not counted: they belong to the caller.
     ``inside[i]`` are the bytes that the call holds while it runs beyond what it gives out. ``moments`` say when calls
-    are done of turns that are done in units: then what is said of a call is said of the moment at which most is held.
+    are done of iterations that are done in units: then what is said of a call is said of the moment at which most is
+        held.
     """
 
     calls: tuple[fx.Node, ...]
@@ -189,7 +190,7 @@ class Footprint:
         return {name: self._at_calls(self._in(each == name for each in here)) for name in names}
 
     def there(self, call: int) -> list[Storage]:
-        """The storages that are there when a call is done; of units of turns, those of each turn."""
+        """The storages that are there when a call is done; of units of iterations, those of each iteration."""
         return [each for each in self._made.at(int(self._fullest[call])) if not each.pool]
 
     # ---- by moment --------------------------------------------------------------------------------------------------
@@ -316,7 +317,7 @@ class Footprint:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A storage; ``uses`` are the last calls that use it in units of turns, ``sizes`` its bytes from some
+    """A storage; ``uses`` are the last calls that use it in units of iterations, ``sizes`` its bytes from some
     turn on, where these are others."""
 
     nbytes: int
@@ -354,9 +355,9 @@ class BlockTensor:
 
 
 @dataclass(frozen=True)
-class TurnMemory:
-    """The call of some turns during which most is held: bytes that the turn made (or all that are ``under_way``, where
-    turns have units), and bytes that were there before.
+class IterationMemory:
+    """The call of some iterations during which most is held: bytes that the iteration made (or all that are
+    ``under_way``, where iterations have units), and bytes that were there before.
 
     Inputs, which belong to the caller, are in neither.
     """
@@ -368,9 +369,9 @@ class TurnMemory:
     under_way: int = 1
 
 
-def turn_memory(footprint: Footprint) -> tuple[TurnMemory, ...]:
-    """Of the outermost turns of each axis those that hold most, in the order of the program."""
-    found: dict[str, TurnMemory] = {}
+def iteration_memory(footprint: Footprint) -> tuple[IterationMemory, ...]:
+    """Of the outermost iterations of each axis those that hold most, in the order of the program."""
+    found: dict[str, IterationMemory] = {}
     for made in _of_each(footprint):
         other = found.get(made.axis)
         if other is None or made.own + made.stays > other.own + other.stays:
@@ -378,7 +379,7 @@ def turn_memory(footprint: Footprint) -> tuple[TurnMemory, ...]:
     return tuple(found.values())
 
 
-def _of_each(footprint: Footprint) -> Iterator[TurnMemory]:
+def _of_each(footprint: Footprint) -> Iterator[IterationMemory]:
     if not footprint.calls:
         return
     around = regions(footprint.calls[0].graph.nodes)
@@ -387,7 +388,7 @@ def _of_each(footprint: Footprint) -> Iterator[TurnMemory]:
             yield _during(footprint, loop[0], list(places))
 
 
-def _during(footprint: Footprint, loop: fx.Node, places: Sequence[int]) -> TurnMemory:
+def _during(footprint: Footprint, loop: fx.Node, places: Sequence[int]) -> IterationMemory:
     live, inside = footprint.live, footprint.inside
     top = max(places, key=lambda place: live[place] + inside[place])
     kept = footprint.idle[top] + sum(
@@ -396,4 +397,4 @@ def _during(footprint: Footprint, loop: fx.Node, places: Sequence[int]) -> TurnM
     axis, count = loop.args[:2]
     assert isinstance(axis, str) and isinstance(count, int)
     under_way = UnitOrder.of(order_of(loop).split()).under_way or 1
-    return TurnMemory(axis, count, live[top] + inside[top] - kept, kept, under_way)
+    return IterationMemory(axis, count, live[top] + inside[top] - kept, kept, under_way)

@@ -150,7 +150,7 @@ class Machine:
         others = instead_of.connect(mesh.with_links({})) if instead_of is not None else None
         links, span = {}, 1
         for axis in reversed(mesh.axes):
-            span *= 1 if axis.time else axis.size
+            span *= 1 if axis.loop else axis.size
             unsaid = axis.link == Link() or (others is not None and axis.link == others[axis.name].link)
             near = next(level.link for level in self.links if level.reaches(span))
             links[axis.name] = near if unsaid else axis.link

@@ -31,7 +31,7 @@ from .traffic import over_time
 
 
 def rough_cost(node: Node, mesh: Mesh) -> Cost:
-    """What a rank does each time that a placed node is done, in one turn of each axis of time."""
+    """What a rank does each time that a placed node is done, in one iteration of each loop axis."""
     if is_comm(node):
         if over_time(node, mesh):
             return Cost()
@@ -40,7 +40,7 @@ def rough_cost(node: Node, mesh: Mesh) -> Cost:
         return Cost()
     flops = 0.0
     if formula(node.op) is not None:
-        ways = node.strategy.cuts if node.strategy is not None else ()
+        ways = node.strategy.shardings if node.strategy is not None else ()
         flops = flops_of(node) / mesh.extent(axis for _, axes in ways for axis in axes)
     values = (*node.operands, *node.outs)
     touched = sum(value.local_bytes(mesh) for value in values)
@@ -78,10 +78,10 @@ def price(node: Node, mesh: Mesh, book: RuleBook) -> Cost:
 
 
 def _leaving(node: Node, mesh: Mesh) -> list[Value]:
-    """The results of a node; of one that is done in turns, those that these put together."""
+    """The results of a node; of one that is done in iterations, those that these put together."""
     axes = [{*v.spec.axes, *v.spec.partial_axes} if v.spec is not None else set[str]() for v in node.outs]
-    turns = {axis for each in axes for axis in each if mesh[axis].time}
-    return [value for value, its in zip(node.outs, axes, strict=True) if turns <= its]
+    iterations = {axis for each in axes for axis in each if mesh[axis].loop}
+    return [value for value, its in zip(node.outs, axes, strict=True) if iterations <= its]
 
 
 class Prices:

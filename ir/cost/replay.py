@@ -28,7 +28,7 @@ from shardfx.ir.shards import held_shape
 from shardfx.ir.spec import laid_of
 
 from .amounts import Cost, Work
-from .call_timeline import FIRST, At, Moments, Place, Standpoint, sizes_of_turns
+from .call_timeline import FIRST, At, Moments, Place, Standpoint, sizes_of_iterations
 from .curve import TOUCH, VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .flops import CAUSAL, MASKED
@@ -55,7 +55,7 @@ def called(node: fx.Node) -> str:
 
 
 def kind_of(node: fx.Node) -> str:
-    """The name of what is called, for machines that know how long it takes: ``mm``, ``gelu``, ``time.add_product``;
+    """The name of what is called, for machines that know how long it takes: ``mm``, ``gelu``, ``loop.addmm``;
     attention that leaves out later keys is another kind, for its operations are counted as if it did not."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return called(node)
@@ -136,7 +136,9 @@ def replay(
     if compiled:
         walk.costs = _fused_costs(walk)
         fuse(walk.calls, walk.blocks_of)
-    sizes_of_turns(program.graph.nodes, walk.blocks, lambda turn: _walked(program, transport, fakes, turn).blocks)
+    sizes_of_iterations(
+        program.graph.nodes, walk.blocks, lambda iteration: _walked(program, transport, fakes, iteration).blocks
+    )
     return walk.footprint()
 
 
@@ -188,7 +190,7 @@ def _walked(
 ) -> _Walk:
     parameters = {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}
     walk = _Walk(program.mesh, parameters, transport, fakes)
-    walk.turn = at
+    walk.iteration = at
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
         assert given.value.spec is not None
@@ -228,7 +230,7 @@ class _Walk:
         self, mesh: Mesh, parameters: Iterable[Value], transport: Transport, fakes: FakeCalls | None = None
     ) -> None:
         self.mesh, self.transport = mesh, transport
-        self.turn = FIRST
+        self.iteration = FIRST
         self.parameters = set(parameters)
         self.held: dict[fx.Node, Any] = {}
         self.blocks: list[Block] = []
@@ -257,8 +259,8 @@ class _Walk:
     def call(self, node: fx.Node) -> None:
         """One call: its operands are used, its results made."""
         row = row_of(node.target)
-        if row is not None and row.turns in NO_TENSORS:
-            self._turn(node, row)
+        if row is not None and row.loop in NO_TENSORS:
+            self._iteration(node, row)
             return
         at, planned = len(self.calls), node.meta.get("shardfx")
         self.calls.append(node)
@@ -300,19 +302,19 @@ class _Walk:
         group = group_of(node)
         written = row.rewrites(args) if row is not None and row.rewrites is not None else []
         cost = self._work(node, made, operands + written) if group is None else self._sent(node, group, args[0])
-        self.costs.append(cost * prod(self.stand.turns) if self.stand.turns else cost)
+        self.costs.append(cost * prod(self.stand.iterations) if self.stand.iterations else cost)
 
-    def _turn(self, node: fx.Node, row: LocalOp) -> None:
-        """Turns or units begin or end, or a number of theirs: of the first turn, where no other is said."""
+    def _iteration(self, node: fx.Node, row: LocalOp) -> None:
+        """Iterations or units begin or end, or a number of theirs: of the first iteration, where no other is said."""
         args: Any = change(node.args, self.held.__getitem__, fx.Node)
-        self.held[node] = int(row.function(*args)) if row.turns == "number" else self.turn.get(node, 0)
-        if row.turns == "opens":
+        self.held[node] = int(row.function(*args)) if row.loop == "number" else self.iteration.get(node, 0)
+        if row.loop == "opens":
             self.stand.begin(node, args[1])
-        elif row.turns == "unit":
+        elif row.loop == "unit":
             self.stand.unit(node)
-        elif row.turns == "closes":
+        elif row.loop == "closes":
             ends = self.stand.end(node.args[0])
-            for tensor in leaves(args, BlockTensor):  # all that turns use is there until the last one is over
+            for tensor in leaves(args, BlockTensor):  # all that iterations use is there until the last one is over
                 tensor.block.last = max(len(self.calls) - 1, tensor.block.born)
                 tensor.block.uses |= ends
 
@@ -411,7 +413,7 @@ class _Walk:
 
 NOTHING, A_VIEW = Cost(), Cost({Work(0.0, 0.0, kind=VIEW): 1})
 NO_TENSORS = ("opens", "unit", "closes", "number")
-"""What is done in turns, and gives no tensor."""
+"""What is done in iterations, and gives no tensor."""
 
 
 def _layout(tensor: BlockTensor) -> Layout:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from shardfx.ir.graph import Graph, Node, Output
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.sends import is_comm, turns_of
-from shardfx.ir.program.loops.loop_nest import Loop, in_turns, time_axes
+from shardfx.ir.ops.sends import is_comm, loop_of
+from shardfx.ir.program.loops.loop_nest import Loop, in_iterations, loop_axes
 
 
 @dataclass(frozen=True)
@@ -19,28 +19,28 @@ class Traffic:
     name: str
     axes: tuple[str, ...]
     nbytes: float
-    turns: int
+    iterations: int
 
     @property
     def total(self) -> float:
         """The bytes of a whole step."""
-        return self.nbytes * self.turns
+        return self.nbytes * self.iterations
 
 
-OVER_TIME = {"all_reduce": "sum of turns", "all_gather": "turns together", "slice": "a turn's part"}
-"""By kind: what is done over an axis of time, where a rank sends nothing."""
+OVER_TIME = {"all_reduce": "sum of iterations", "all_gather": "iterations together", "slice": "an iteration's part"}
+"""By kind: what is done over a loop axis, where a rank sends nothing."""
 
 
 def traffic(node: Node, mesh: Mesh) -> Traffic:
-    """What one rank sends for a comm node: over an axis of time, nothing."""
+    """What one rank sends for a comm node: over a loop axis, nothing."""
     axes = tuple(node.kwargs["axes"])
     nbytes = 0.0 if over_time(node, mesh) else node.op.sends(node, mesh).nbytes
-    return Traffic(comm_name(node, mesh), axes, nbytes, turns_of(node, mesh))
+    return Traffic(comm_name(node, mesh), axes, nbytes, loop_of(node, mesh))
 
 
 def over_time(node: Node, mesh: Mesh) -> bool:
-    """Whether a comm node is one among turns of a rank."""
-    return any(mesh[axis].time for axis in node.kwargs["axes"])
+    """Whether a comm node is one among iterations of a rank."""
+    return any(mesh[axis].loop for axis in node.kwargs["axes"])
 
 
 def comm_name(node: Node, mesh: Mesh) -> str:
@@ -61,24 +61,25 @@ def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Tra
 
 
 @dataclass(frozen=True)
-class Turns:
-    """What is done in turns: by node the axes of its turns (the last ones, where it is done in several loops), and how
-    many times it is done in all. What is not done in turns is not in it."""
+class Loops:
+    """What is done in iterations: by node the axes of its iterations (the last ones, where it is done in several
+    loops), and how
+    many times it is done in all. What is not done in iterations is not in it."""
 
     axes: dict[Node, tuple[str, ...]] = field(default_factory=dict)
     times: Counter[Node] = field(default_factory=Counter)
 
     @staticmethod
-    def of(graph: Graph) -> Turns:
+    def of(graph: Graph) -> Loops:
         """Of all nodes of a graph."""
-        return Turns.among(graph.nodes, graph.outputs, graph.mesh)
+        return Loops.among(graph.nodes, graph.outputs, graph.mesh)
 
     @staticmethod
-    def among(nodes: Sequence[Node], outputs: Sequence[Output], mesh: Mesh) -> Turns:
+    def among(nodes: Sequence[Node], outputs: Sequence[Output], mesh: Mesh) -> Loops:
         """Of the nodes that some outputs need."""
-        made = Turns()
-        if time_axes(mesh):
-            for node, around in _walk(in_turns(nodes, outputs, mesh), ()):
+        made = Loops()
+        if loop_axes(mesh):
+            for node, around in _walk(in_iterations(nodes, outputs, mesh), ()):
                 if around:
                     made.axes[node] = around
                     made.times[node] += mesh.extent(around)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardfx.ir.cut import WHOLE, Cut, Window, in_stretches
+from shardfx.ir.dim_sharding import WHOLE, DimSharding, Window, in_stretches
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
@@ -24,8 +24,8 @@ from shardfx.ir.shards import RowExchange, has_rows, rows_for
 from shardfx.ir.spec import Spec, coarsen, on_view
 
 from . import comm_local
+from .loop import stage_transfer
 from .table import Keyword, OwnOp
-from .time import handover
 
 AXES, DIM, REDUCE, VIEW = Keyword("axes"), Keyword("dim"), Keyword("word", needed=False), Keyword("sizes", needed=False)
 
@@ -34,8 +34,8 @@ AXES, DIM, REDUCE, VIEW = Keyword("axes"), Keyword("dim"), Keyword("word", neede
 class Effect:
     """What a comm op does to a placement, for the axes that it is over.
 
-    ``reduces``: a sum over them is whole behind it. ``loses`` and ``gains`` name the keyword whose dim is no longer cut
-    over them, or is cut over them now (innermost).
+    ``reduces``: a sum over them is whole behind it. ``loses`` and ``gains`` name the keyword whose dim is no longer
+    sharding over them, or is sharded over them now (innermost).
     """
 
     name: str
@@ -71,35 +71,37 @@ class Effect:
         axes, places = tuple(axes), {"dim": dim, "to": to}
         over = f"axes {{{','.join(axes)}}}"
         seen = source if view is None else on_view(shape, view, source, mesh)
-        if seen is None or any(cut.parts for i, cut in enumerate(seen.dims) if i in (dim, to)):
-            raise fail(f"plain cuts of the view {tuple(view or shape)}")
-        cuts, partial = [cut.axes for cut in seen.dims], list(seen.partial)
+        if seen is None or any(sharding.parts for i, sharding in enumerate(seen.dims) if i in (dim, to)):
+            raise fail(f"plain shardings of the view {tuple(view or shape)}")
+        shardings, partial = [sharding.axes for sharding in seen.dims], list(seen.partial)
         named = [keyword for keyword in (self.loses, self.gains) if keyword]
-        used = [place for keyword in named if (place := places[keyword]) is not None and 0 <= place < len(cuts)]
+        used = [place for keyword in named if (place := places[keyword]) is not None and 0 <= place < len(shardings)]
         if len(set(used)) != len(named):
-            raise fail(f"a dim of 0 .. {len(cuts) - 1} for each of {', '.join(named)}")
+            raise fail(f"a dim of 0 .. {len(shardings) - 1} for each of {', '.join(named)}")
         if self.reduces:
             for axis in axes:
                 if (axis, reduce) not in partial:
                     raise fail(f"a value that is partial ({reduce}) over {over}")
                 partial.remove((axis, reduce))
         if self.loses:
-            left = len(cuts[used[0]]) - len(axes)
-            if cuts[used[0]][left:] != axes:
+            left = len(shardings[used[0]]) - len(axes)
+            if shardings[used[0]][left:] != axes:
                 raise fail(f"a dim {used[0]} whose minor axes are {over}")
-            cuts[used[0]] = cuts[used[0]][:left]
+            shardings[used[0]] = shardings[used[0]][:left]
         if self.gains:
-            if {*axes} & {*(axis for cut in cuts for axis in cut), *(axis for axis, _ in partial)}:
-                raise fail(f"{over} that nothing else is cut by")
-            cuts[used[-1]] = cuts[used[-1]] + axes
-        dims = [cut if cut.axes == a else Cut(a) for cut, a in zip(seen.dims, cuts, strict=True)]
+            if {*axes} & {*(axis for sharding in shardings for axis in sharding), *(axis for axis, _ in partial)}:
+                raise fail(f"{over} that nothing else is sharded by")
+            shardings[used[-1]] = shardings[used[-1]] + axes
+        dims = [
+            sharding if sharding.axes == a else DimSharding(a) for sharding, a in zip(seen.dims, shardings, strict=True)
+        ]
         result = Spec(tuple(dims), tuple(partial))
         return result if view is None else coarsen(shape, view, result, mesh)
 
 
 @dataclass(frozen=True)
 class Halo:
-    """The effect of ``comm.halo``: some dims, cut into one stretch for each rank, are held in other rows."""
+    """The effect of ``comm.halo``: some dims, split into one stretch for each rank, are held in other rows."""
 
     name: str
 
@@ -113,21 +115,23 @@ class Halo:
             halo.place(Spec.parse("h", mesh), (8,), mesh, axes=["h"], rows=[(0, Window(8, 1, 1, -1, 1))])
 
         Raises:
-            Error: the dims are not cut over the axes, one after the other, into one stretch for each rank; or these
+            Error: the dims are not sharded over the axes, one after the other, into one stretch for each rank; or these
                 overlap, and do not have the rows.
         """
-        cuts = [source.dims[dim] if 0 <= dim < len(source.dims) else WHOLE for dim, _ in rows]
-        if tuple(axis for cut in cuts for axis in cut.axes) != tuple(axes) or not all(cuts):
-            expected = f"dims {', '.join(str(dim) for dim, _ in rows)} that are cut over {{{','.join(axes)}}}"
+        shardings = [source.dims[dim] if 0 <= dim < len(source.dims) else WHOLE for dim, _ in rows]
+        if tuple(axis for sharding in shardings for axis in sharding.axes) != tuple(axes) or not all(shardings):
+            expected = f"dims {', '.join(str(dim) for dim, _ in rows)} that are sharded over {{{','.join(axes)}}}"
             raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
-        for (dim, _), cut in zip(rows, cuts, strict=True):
-            if in_stretches(cut) or any(mesh[axis].time for axis in cut.axes):
-                expected = f"one stretch of dim {dim} for each rank, and no time axis"
+        for (dim, _), sharding in zip(rows, shardings, strict=True):
+            if in_stretches(sharding) or any(mesh[axis].loop for axis in sharding.axes):
+                expected = f"one stretch of dim {dim} for each rank, and no loop axis"
                 raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
         target = source
-        for (dim, window), cut in zip(rows, cuts, strict=True):
-            target = target.with_dim(dim, rows_for(cut.axes, window, shape[dim], mesh))
-        if any(cut.rows is not None for cut in cuts) and not has_rows(source, target, tuple(shape), mesh):
+        for (dim, window), sharding in zip(rows, shardings, strict=True):
+            target = target.with_dim(dim, rows_for(sharding.axes, window, shape[dim], mesh))
+        if any(sharding.rows is not None for sharding in shardings) and not has_rows(
+            source, target, tuple(shape), mesh
+        ):
             expected = f"tiles, or rows that have those of {target.text(shape)}"
             raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
         return target
@@ -153,11 +157,11 @@ class Send:
         """The same placement.
 
         Raises:
-            Error: the axis cuts the value, or is one of time, or has no such coordinates.
+            Error: the axis shards the value, or is one of time, or has no such coordinates.
         """
         (axis,) = axes
-        if axis in (*source.axes, *source.partial_axes) or mesh[axis].time:
-            expected = f"a value that is not cut over {{{axis}}}, an axis of ranks"
+        if axis in (*source.axes, *source.partial_axes) or mesh[axis].loop:
+            expected = f"a value that is not sharded over {{{axis}}}, an axis of ranks"
             raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
         if not places or not all(0 <= place < mesh[axis].size for place in (origin, *places)):
             raise Error(
@@ -165,8 +169,8 @@ class Send:
                 expected=f"coordinates 0 .. {mesh[axis].size - 1} on {axis!r}",
                 got=f"from {origin} to {list(places)}",
             )
-        if not 0 <= tag < handover.MOST:
-            expected = f"a tag of 0 .. {handover.MOST - 1}: so many values of a graph may be sent"
+        if not 0 <= tag < stage_transfer.MOST:
+            expected = f"a tag of 0 .. {stage_transfer.MOST - 1}: so many values of a graph may be sent"
             raise Error(f"{self.name} cannot be told from another", expected=expected, got=tag)
         return source
 
@@ -181,12 +185,12 @@ class Join:
         """The placement that pieces are joined to: the dim in tiles.
 
         Raises:
-            Error: the dim is not cut over the axes.
+            Error: the dim is not sharded over the axes.
         """
         if not 0 <= dim < len(source.dims) or source.dims[dim].axes != tuple(axes) or in_stretches(source.dims[dim]):
             expected = f"rows of dim {dim} over {{{','.join(axes)}}}"
             raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
-        return source.with_dim(dim, Cut(tuple(axes)))
+        return source.with_dim(dim, DimSharding(tuple(axes)))
 
 
 def bytes_away(node: Node, mesh: Mesh) -> float:
@@ -242,7 +246,7 @@ all_to_all = OwnOp(
     whole="operands",
     adjoint="comm.all_to_all",
     local=comm_local.all_to_all,
-    glyph="turn",
+    glyph="iteration",
 )
 shard = OwnOp(
     "comm.slice",
@@ -262,7 +266,7 @@ halo = OwnOp(
     whole="operands",
     adjoint="",
     local=comm_local.halo,
-    glyph="turn",
+    glyph="iteration",
     rows=rows_sent,
 )
 
@@ -273,8 +277,8 @@ send = OwnOp(
     factor=1.0,
     whole="operands",
     adjoint="comm.send",
-    local=handover.handed_over,
-    glyph="turn",
+    local=stage_transfer.handed_over,
+    glyph="iteration",
     rows=bytes_away,
 )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.cut import bounds, chunk
+from shardfx.ir.dim_sharding import bounds, chunk
 from shardfx.ir.errors import Error
 from shardfx.ir.shards import Box, RowExchange
 from shardfx.ir.spec import Spec, on_view
@@ -73,12 +73,12 @@ class Site:
         return [bounds(self.view[dim], axes, self.mesh, coords)[1] for coords in self.members]
 
     def alike(self, spec: Spec, dim: int) -> bool:
-        """Whether all ranks have the same of a dim, in every turn that there is."""
+        """Whether all ranks have the same of a dim, in every iteration that there is."""
         axes = spec.dims[dim].axes
         if self.view[dim] % self.mesh.extent(axes) == 0:
             return True
-        turns = self.mesh.along(self.emit.coords, (axis for axis in axes if self.mesh[axis].time))
-        everywhere = [at for turn in turns for at in self.mesh.along(turn, self.axes)]
+        iterations = self.mesh.along(self.emit.coords, (axis for axis in axes if self.mesh[axis].loop))
+        everywhere = [at for iteration in iterations for at in self.mesh.along(iteration, self.axes)]
         return all(bounds(self.view[dim], axes, self.mesh, at)[1] == self.largest(spec, dim) for at in everywhere)
 
     def largest(self, spec: Spec, dim: int) -> int:

@@ -139,7 +139,7 @@ def _kept(weights: Tensor, keep: Tensor | None, p: float) -> Tensor:
 def drawn(q: Tensor, k: Tensor, p: float, seed: Tensor | None, number: int, box: Sequence[int]) -> Tensor | None:
     """What dropout leaves (bool, ``[b, h, s, t]``): each element by a hash of seed, number and its place in the whole.
 
-    So ranks agree however they hold the whole, and a backward that is cut otherwise than its forward too.
+    So ranks agree however they hold the whole, and a backward that is sharded otherwise than its forward too.
     """
     if p == 0 or seed is None:
         return None

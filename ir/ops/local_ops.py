@@ -18,9 +18,9 @@ from . import memory_ops, pack
 from .computing import no_share  # noqa: F401, an op that rules name
 from .computing.materialize import materialize
 from .computing.segment import segment, written_columns
+from .loop import loop_ops, stage_transfer
 from .pools import transfer
 from .table import LocalOp, Written
-from .time import handover, turns
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -54,10 +54,10 @@ STARTS = (
 """What starts a collective; its result is there once it was waited for."""
 
 STAGES = (
-    LocalOp("stage.send", handover.send, group=4, message="sends"),
-    LocalOp("stage.receive", handover.receive, group=6, message="receives"),
+    LocalOp("stage.send", stage_transfer.send, group=4, message="sends"),
+    LocalOp("stage.receive", stage_transfer.receive, group=6, message="receives"),
 )
-"""From stage to stage (:mod:`.time.handover`)."""
+"""From stage to stage (:mod:`.loop.stage_transfer`)."""
 
 PACKING = (
     LocalOp("pack.pack", pack.pack, shares=True, moves=True),
@@ -143,40 +143,40 @@ POOLS = (
 )
 """Between the device's memory and the pools beside it."""
 
-TURNS = (
-    LocalOp("time.turns", turns.turns, turns="opens"),
-    LocalOp("time.unit", turns.unit, turns="unit"),
-    LocalOp("time.done", turns.done, turns="closes"),
-    LocalOp("time.at", turns.at, turns="number"),
-    LocalOp("time.pick", turns.pick, turns="number"),
-    LocalOp("time.piece", turns.piece, shares=True, moves=True),
+LOOP_OPS = (
+    LocalOp("loop.begin", loop_ops.begin, loop="opens"),
+    LocalOp("loop.action", loop_ops.action, loop="unit"),
+    LocalOp("loop.end", loop_ops.end, loop="closes"),
+    LocalOp("loop.index", loop_ops.index, loop="number"),
+    LocalOp("loop.piecewise_index", loop_ops.piecewise_index, loop="number"),
+    LocalOp("loop.slice", loop_ops.slice_of, shares=True, moves=True),
     LocalOp("memory.filled", memory_ops.filled, memory=True, filled=True),
-    LocalOp("time.add", turns.add, into=0, reads_into=True, turns="collects"),
+    LocalOp("loop.add", loop_ops.add, into=0, reads_into=True, loop="collects"),
     LocalOp(
-        "time.add_product",
-        turns.add_product,
+        "loop.addmm",
+        loop_ops.addmm,
         into=0,
         reads_into=True,
-        turns="collects",
+        loop="collects",
         adds=lambda args, kwargs: (aten.mm.default, args[1:], {}),
     ),
     LocalOp(
-        "time.add_rows",
-        turns.add_rows,
+        "loop.index_add",
+        loop_ops.index_add,
         into=0,
         reads_into=True,
-        turns="collects",
+        loop="collects",
         adds=lambda args, kwargs: (aten.embedding_dense_backward.default, args[1:], {}),
     ),
-    LocalOp("time.greatest", turns.greatest, into=0, reads_into=True, turns="collects"),
-    LocalOp("time.least", turns.least, into=0, reads_into=True, turns="collects"),
-    LocalOp("time.put", turns.put, into=0, turns="collects"),
+    LocalOp("loop.maximum", loop_ops.maximum, into=0, reads_into=True, loop="collects"),
+    LocalOp("loop.minimum", loop_ops.minimum, into=0, reads_into=True, loop="collects"),
+    LocalOp("loop.write", loop_ops.write, into=0, loop="collects"),
 )
-"""What is done once for each turn of a time axis, and what leaves it (:mod:`.time.turns`)."""
-COLLECTING = {"sum": (turns.add, 0.0), "max": (turns.greatest, -inf), "min": (turns.least, inf)}
-"""By reduction: what collects it over turns, and what that begins with."""
-ADDING = {row.adds((), {})[0]: row.function for row in TURNS if row.adds is not None}
-"""By op: what does it into the sum over turns."""
+"""What is done once for each iteration of a loop axis, and what leaves it (:mod:`.loop.loop_ops`)."""
+COLLECTING = {"sum": (loop_ops.add, 0.0), "max": (loop_ops.maximum, -inf), "min": (loop_ops.minimum, inf)}
+"""By reduction: what collects it over iterations, and what that begins with."""
+ADDING = {row.adds((), {})[0]: row.function for row in LOOP_OPS if row.adds is not None}
+"""By op: what does it into the sum over iterations."""
 
 POINTWISE = (
     aten.abs.default,
@@ -250,7 +250,7 @@ OTHER = (
 
 LOCAL_OPS: dict[Any, LocalOp] = {
     row.function: row
-    for row in (*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *TURNS, *OVER.values(), *INTO.values(), *OTHER)
+    for row in (*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *LOOP_OPS, *OVER.values(), *INTO.values(), *OTHER)
 }
 """The rows by their function."""
 BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}

@@ -59,7 +59,7 @@ def dtype_asked(call: Any, arguments: Sequence[Any]) -> Any:
 
 
 def filled(shape: Sequence[int], value: float, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Memory of one value everywhere: what turns collect into."""
+    """Memory of one value everywhere: what iterations collect into."""
     return torch.full(list(shape), value, dtype=dtype, device=device)
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardfx.ir.cut import WHOLE, Cut, Window, in_stretches
+from shardfx.ir.dim_sharding import WHOLE, DimSharding, Window, in_stretches
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.shards import RowExchange, has_rows, rows_for
 from shardfx.ir.spec import Spec, TensorType, coarsen, refine
@@ -40,7 +40,7 @@ class Step:
 _State = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
 EARLY = 10**9
 COLLECTED = 1.0
-"""What all turns make together ends them: that is done where it must be, and for nothing else."""
+"""What all iterations make together ends them: that is done where it must be, and for nothing else."""
 SLICE_SECONDS = 1e-8
 """A local slice sends nothing; this only makes a shorter path win a tie."""
 
@@ -51,7 +51,7 @@ class Redistribution:
 
     mesh: Mesh
     each: bool = False
-    """What turns have shares of is reduced in each of them, and then collected."""
+    """What iterations have shares of is reduced in each of them, and then collected."""
     _known: dict[tuple[TensorType, Spec, Spec], tuple[Step, ...]] = field(default_factory=dict)
 
     def steps(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
@@ -70,7 +70,7 @@ class Redistribution:
     def cost(self, op: OwnOp, axes: Sequence[str], local_bytes: float) -> float:
         """Seconds of one collective; ``local_bytes`` of the whole (gathered or unreduced) local value."""
         ranks = self.mesh.extent(axes)
-        if any(self.mesh[axis].time for axis in axes):
+        if any(self.mesh[axis].loop for axis in axes):
             return COLLECTED if op is not shard else SLICE_SECONDS
         return self.mesh.link(axes).seconds(*op.sent(local_bytes, ranks)) or SLICE_SECONDS
 
@@ -79,7 +79,7 @@ class Redistribution:
         if rows and has_rows(source, target, type.shape, self.mesh):
             return (self._halo(type, source, target),)
         if rows:  # that overlap: of nothing else may they be a part
-            own = Spec(tuple(a if a.rows is None else Cut(a.axes) for a in source.dims), source.partial)
+            own = Spec(tuple(a if a.rows is None else DimSharding(a.axes) for a in source.dims), source.partial)
             return (self._halo(type, source, own), *self.steps(type, own, target))
         tiles = self._as_tiles(type.shape, source, target)
         if tiles != target:
@@ -106,8 +106,8 @@ class Redistribution:
                 if after in done:
                     continue
                 big = self._local_numel(view, state[0]) * scale * itemsize
-                cost = self.cost(op, axes, big) * self._turns(state, axes)
-                spec = coarsen(type.shape, view, Spec(tuple(Cut(a) for a in after[0]), after[1]), self.mesh)
+                cost = self.cost(op, axes, big) * self._iterations(state, axes)
+                spec = coarsen(type.shape, view, Spec(tuple(DimSharding(a) for a in after[0]), after[1]), self.mesh)
                 step = Step(op, axes, spec, dim, to, reduce, None if plain else view, cost)
                 heapq.heappush(queue, (seconds + cost, next(counter), after, (*path, step)))
         return self._through_whole(type, source, target)
@@ -118,15 +118,15 @@ class Redistribution:
         found = target
         for dim, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)):
             tiled = a.axes == b.axes and a != b and a.rows is None and not in_stretches(a) and not in_stretches(b)
-            if tiled and not any(self.mesh[axis].time for axis in a.axes) and self._reached(b, shape[dim]):
+            if tiled and not any(self.mesh[axis].loop for axis in a.axes) and self._reached(b, shape[dim]):
                 found = found.with_dim(dim, a)
             elif b.rows is not None and a != b:
-                found = found.with_dim(dim, Cut(b.axes))
+                found = found.with_dim(dim, DimSharding(b.axes))
         return found
 
-    def _reached(self, cut: Cut, size: int) -> bool:
-        """Whether a halo leads to a cut, and to no other that is the same for every rank."""
-        return rows_for(cut.axes, _window(cut, size), size, self.mesh) == cut
+    def _reached(self, sharding: DimSharding, size: int) -> bool:
+        """Whether a halo leads to a sharding, and to no other that is the same for every rank."""
+        return rows_for(sharding.axes, _window(sharding, size), size, self.mesh) == sharding
 
     def _halo(self, type: TensorType, tiles: Spec, target: Spec) -> Step:
         rows = tuple(
@@ -141,7 +141,7 @@ class Redistribution:
         return Step(halo, axes, target, rows=rows, seconds=seconds)
 
     def _through_whole(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
-        """Gather the dims that differ, then cut them anew: always possible, where parts do not nest."""
+        """Gather the dims that differ, then sharded them anew: always possible, where parts do not nest."""
         middle = Spec(
             tuple(a if a == b else WHOLE for a, b in zip(source.dims, target.dims, strict=True)), target.partial
         )
@@ -152,38 +152,40 @@ class Redistribution:
     def _local_numel(self, view: Sequence[int], dims: Sequence[tuple[str, ...]]) -> float:
         return math.prod(size / self.mesh.extent(axes) for size, axes in zip(view, dims, strict=True))
 
-    def _turns(self, state: _State, over: Sequence[str]) -> int:
-        """How often a step from there is done: what hangs on a turn is sent in each. Where sums are to be reduced in
-        each turn, what is collected before counts as dear instead."""
+    def _iterations(self, state: _State, over: Sequence[str]) -> int:
+        """How often a step from there is done: what hangs on an iteration is sent in each. Where sums are to be reduced
+        in
+        each iteration, what is collected before counts as dear instead."""
         partial = {axis for axis, _ in state[1]}
         if self.each:
-            early = any(self.mesh[axis].time for axis in over) and any(not self.mesh[axis].time for axis in partial)
+            early = any(self.mesh[axis].loop for axis in over) and any(not self.mesh[axis].loop for axis in partial)
             return EARLY if early else 1
         axes = {axis for dim in state[0] for axis in dim} | partial
-        return self.mesh.extent(axis for axis in axes if self.mesh[axis].time)
+        return self.mesh.extent(axis for axis in axes if self.mesh[axis].loop)
 
     def _moves(
         self, state: _State, goal: _State
     ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
-        """The steps that lead nearer; over an axis of time values are collected and taken apart, and nothing else."""
+        """The steps that lead nearer; over a loop axis values are collected and taken apart, and nothing else."""
         for move in self._any_moves(state, goal):
             op, axes = move[:2]
-            if not any(self.mesh[axis].time for axis in axes) or self._over_turns(op, axes, state, goal):
+            if not any(self.mesh[axis].loop for axis in axes) or self._over_iterations(op, axes, state, goal):
                 yield move
 
-    def _over_turns(self, op: OwnOp, axes: Sequence[str], state: _State, goal: _State) -> bool:
-        """Whether a step may be one over turns: of one axis; and what hangs on turns within these, and shall not, is
+    def _over_iterations(self, op: OwnOp, axes: Sequence[str], state: _State, goal: _State) -> bool:
+        """Whether a step may be one over iterations: of one axis; and what hangs on iterations within these, and shall
+        not, is
         collected over those before."""
         if len(axes) > 1 or op not in (all_gather, all_reduce):
             return len(axes) == 1 and op is shard
         hangs, shall = ({each for dim in at[0] for each in dim} | {each for each, _ in at[1]} for at in (state, goal))
         within = self.mesh.order(axes[0])
-        return not any(self.mesh[each].time and self.mesh.order(each) > within for each in hangs - shall)
+        return not any(self.mesh[each].loop and self.mesh.order(each) > within for each in hangs - shall)
 
     def _any_moves(
         self, state: _State, goal: _State
     ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
-        """The steps that lead nearer: gather any minor axes; cut only what the goal cuts next."""
+        """The steps that lead nearer: gather any minor axes; sharded only what the goal shards next."""
         dims, partial = state
 
         def put(changes: dict[int, tuple[str, ...]], left: tuple[tuple[str, str], ...] = partial) -> _State:
@@ -228,10 +230,11 @@ class Redistribution:
                 yield shard, (axis,), i, None, None, put({i: (*dims[i], axis)}), 1.0
 
 
-def _window(cut: Cut, size: int) -> Window:
-    """The window through which a rank needs what it holds by a cut: one row, or as many as there are in a block."""
-    if cut.rows is not None:
-        return cut.rows
-    blocks, *rest = cut.sub(size)
+def _window(sharding: DimSharding, size: int) -> Window:
+    """The window through which a rank needs what it holds by a sharding: one row, or as many as there are in a
+    block."""
+    if sharding.rows is not None:
+        return sharding.rows
+    blocks, *rest = sharding.sub(size)
     each = math.prod(part.size for part in rest)
     return Window(blocks.size, each, 1, 0, each - 1)

@@ -55,8 +55,8 @@ def is_comm(node: Node) -> bool:
     return base_name(node).startswith("comm.")
 
 
-EACH_TURN = "each_turn"
-"""The attribute of a node that is done anew in each turn, though it is the same in all."""
+EACH_ITERATION = "each_iteration"
+"""The attribute of a node that is done anew in each iteration, though it is the same in all."""
 
 
 def is_part(node: Node, mesh: Mesh) -> bool:
@@ -64,14 +64,15 @@ def is_part(node: Node, mesh: Mesh) -> bool:
     return node.op.rows is not None and not node.op.sends(node, mesh).nbytes
 
 
-def turns_of(node: Node, mesh: Mesh) -> int:
-    """How many times a node is done in a step: once for each turn of the time axes that what it takes hangs on, or of
+def loop_of(node: Node, mesh: Mesh) -> int:
+    """How many times a node is done in a step: once for each iteration of the loop axes that what it takes hangs on, or
+    of
     all, where it says so."""
-    if node.attrs.get(EACH_TURN):
-        return mesh.extent(axis.name for axis in mesh.axes if axis.time)
+    if node.attrs.get(EACH_ITERATION):
+        return mesh.extent(axis.name for axis in mesh.axes if axis.loop)
     spec: Spec | None = node.operands[0].spec if node.operands else None
     return mesh.extent(
-        axis for axis in ((*spec.axes, *spec.partial_axes) if spec is not None else ()) if mesh[axis].time
+        axis for axis in ((*spec.axes, *spec.partial_axes) if spec is not None else ()) if mesh[axis].loop
     )
 
 

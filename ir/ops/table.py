@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from shardfx.ir.cut import Coords
+from shardfx.ir.dim_sharding import Coords
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
@@ -66,7 +66,8 @@ class OwnOp:
         factor, whole: a rank sends ``factor * (n - 1) / n`` of the local bytes of its ``operands`` or ``results``.
         adjoint: the row that goes back (a law test runs both); none where there is no one such.
         local: one rank's version; gives what stands for each result.
-        glyph: its shape in pictures: ``join``, ``split``, ``sum`` or ``turn``; empty where it is a box like others.
+        glyph: its shape in pictures: ``join``, ``split``, ``sum`` or ``iteration``; empty where it is a box like
+            others.
         pool: what its results lie in, where that is not the device's memory.
         fetches: it takes what lies in such a pool.
         rows: the bytes that a rank sends, where that is no share of a whole.
@@ -154,8 +155,8 @@ class LocalOp:
         copies: it starts a copy between pools, which is done once it was waited for.
         waits: its result is its operand, which was only started.
         message: ``sends`` or ``receives`` one of another rank's, where not all of the group meet.
-        turns: its part in what is done once for each turn of a time axis: ``opens`` and ``closes`` them, begins a
-            ``unit`` of them, is a ``number`` of the turn, or ``collects`` what leaves them.
+        iterations: its part in what is done once for each iteration of a loop axis: ``opens`` and ``closes`` them,
+            begins a ``unit`` of them, is a ``number`` of the iteration, or ``collects`` what leaves them.
         observes: it is the identity, of an operand that a function of a user's reads.
         adds: of the arguments, the call whose result is added to what is collected, where it is done into that.
     """
@@ -177,15 +178,15 @@ class LocalOp:
     fetches: bool = False
     copies: bool = False
     waits: bool = False
-    turns: str = ""
+    loop: str = ""
     message: str = ""
     adds: Plain | None = None
     observes: bool = False
 
     @property
     def is_number(self) -> bool:
-        """Whether its result is a number of a turn, which lies nowhere."""
-        return self.turns in ("opens", "number")
+        """Whether its result is a number of an iteration, which lies nowhere."""
+        return self.loop in ("opens", "number")
 
     @property
     def starts(self) -> bool:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from shardfx.ir.cut import chunk
+from shardfx.ir.dim_sharding import chunk
 from shardfx.ir.graph import Strategy
 from shardfx.ir.rules.sharding_rule import Linear, ShardingRule
 
@@ -83,7 +83,7 @@ def missing_joints(offered: Iterable[Strategy], valid: Iterable[Joint], ignored:
     matter is left open."""
     known = []
     for made in offered:
-        dims = tuple(next((d for d, cut in enumerate(spec.dims) if cut.axes), None) for spec in made.operands)
+        dims = tuple(next((d for d, sharding in enumerate(spec.dims) if sharding.axes), None) for spec in made.operands)
         known.append(Joint(dims, frozenset(i for i, spec in enumerate(made.operands) if spec.partial)))
 
     def bare(each: Joint) -> tuple[Choice, frozenset[int]]:

@@ -149,8 +149,8 @@ def _refuted(found: Findings, of: Instance) -> Findings | None:
         for trial in trials(rule, each.results, each.tensors):
             if not refute(entry, rule, each, trial, torch.Generator().manual_seed(seed)):
                 continue
-            if trial.cuts:
-                last = [f for f in rule.sizes if f in rule.factors and f in trial.cuts][-1]
+            if trial.shardings:
+                last = [f for f in rule.sizes if f in rule.factors and f in trial.shardings][-1]
                 return found.without(sharding=_number(found, rule, last))
             return found.without(group=next(iter(trial.partial.values()))[1])
     return None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from shardfx.ir.cut import Coords
+from shardfx.ir.dim_sharding import Coords
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.shards import Box, wide
 from shardfx.ir.spec import Spec
@@ -40,7 +40,7 @@ def join(
         key = tuple((axis, coords[axis]) for axis in mesh.names if axis not in partial)
         groups.setdefault(key, []).append(part)
         boxes[key] = coords
-    in_rows = any(cut.rows is not None for cut in spec.dims)
+    in_rows = any(sharding.rows is not None for sharding in spec.dims)
     whole = (like.clone() if in_rows else torch.zeros_like(like)).reshape(spec.sub_shape(like.shape))
     seen: dict[Box, torch.Tensor] = {}
     for key, members in groups.items():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardfx.ir.cut import Coords
+from shardfx.ir.dim_sharding import Coords
 from shardfx.ir.graph import Graph, Node, Strategy, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
@@ -267,7 +267,9 @@ def _coords(made: Strategy, node: Node, mesh: Mesh) -> Iterator[Coords]:
     used = used_axes(made)
     pairs = [*zip(node.operands, made.operands, strict=True), *zip(node.outs, made.results, strict=True)]
     even = all(
-        cut.is_even(size, mesh) for value, spec in pairs for size, cut in zip(value.shape, spec.dims, strict=True)
+        sharding.is_even(size, mesh)
+        for value, spec in pairs
+        for size, sharding in zip(value.shape, spec.dims, strict=True)
     )
     counts = [mesh[axis].size for axis in used]
     every = not even and math.prod(counts) <= MOST_COORDS
@@ -293,7 +295,7 @@ def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[Refutati
         found: list[Refutation] = []
         values = [of, *draws(of)]
         for trial in trials(rule, of.results, of.tensors):
-            made = strategy(rule, trial.cuts, trial.mesh, trial.partial)
+            made = strategy(rule, trial.shardings, trial.mesh, trial.partial)
             why = _wrong(entry, made, [*values, *far_out(entry, of, made)], trial)
             if why:
                 found.append(Refutation(repr(of), str(trial), why))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from shardfx.ir.cut import chunk
+from shardfx.ir.dim_sharding import chunk
 from shardfx.ir.rules.sharding_rule import Linear
 
 from .instance import TRUSTING, UNCHECKED, Instance, Results, places, runs, variants

@@ -23,14 +23,14 @@ import torch
 from networkx.utils import UnionFind
 
 from shardfx.ir.builder import makes_of_nothing
-from shardfx.ir.cut import Cut, Part, Window
+from shardfx.ir.dim_sharding import DimSharding, Part, Window
 from shardfx.ir.errors import DOES_NOT_RUN
 from shardfx.ir.graph import Graph, InputKind, Node, Strategy, Value, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.table import OwnOp, carried
 from shardfx.ir.rules.book import RuleBook, RuleEntry
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.strategy import factor_cuts, partial_operands, strategy
+from shardfx.ir.rules.strategy import factor_shardings, partial_operands, strategy
 from shardfx.ir.spec import Spec, TensorType
 
 from .draws import both_signs, of_dtype, positive
@@ -188,20 +188,25 @@ def small_share(node: Node, entry: RuleEntry, mesh: Mesh) -> SmallShare | None:
         if of is not None:
             return SmallShare(of, node.strategy, _small_mesh(mesh, used, mesh.size), True)
     few = _small_mesh(mesh, used, 2)
-    cuts = factor_cuts(rule, node, mesh)
-    sizes, small_cuts = _factor_sizes(rule, cuts, mesh, few)
-    sizes |= _window_sizes(rule, cuts, mesh, few)
-    for factor, cut in cuts.items():
-        if cut.rows is not None:  # as many rows beside a rank's own as there were, and one at least
-            low, high = (end // max(abs(cut.rows.step), cut.rows.per) for end in (cut.rows.low, cut.rows.high))
-            small_cuts[factor] = Cut(cut.axes, rows=Window(sizes[factor], 1, 1, min(low, -1), max(high, 1)))
+    shardings = factor_shardings(rule, node, mesh)
+    sizes, small_shardings = _factor_sizes(rule, shardings, mesh, few)
+    sizes |= _window_sizes(rule, shardings, mesh, few)
+    for factor, sharding in shardings.items():
+        if sharding.rows is not None:  # as many rows beside a rank's own as there were, and one at least
+            low, high = (
+                end // max(abs(sharding.rows.step), sharding.rows.per)
+                for end in (sharding.rows.low, sharding.rows.high)
+            )
+            small_shardings[factor] = DimSharding(
+                sharding.axes, rows=Window(sizes[factor], 1, 1, min(low, -1), max(high, 1))
+            )
     for found in _ways_by_factors(node, rule, sizes):
         of = _resized(node, found)
         if of is None or _elements(of.node) > MOST_ELEMENTS:
             continue
         own = entry.make(of.node)
-        if own is not None and all(own.sizes.get(f) == sizes[f] for f in cuts):
-            return SmallShare(of, strategy(own, small_cuts, few, partial_operands(node.strategy)), few, False)
+        if own is not None and all(own.sizes.get(f) == sizes[f] for f in shardings):
+            return SmallShare(of, strategy(own, small_shardings, few, partial_operands(node.strategy)), few, False)
     return None
 
 
@@ -220,23 +225,23 @@ def _elements(node: Node) -> int:
 
 
 def _factor_sizes(
-    rule: ShardingRule, cuts: Mapping[str, Cut], mesh: Mesh, few: Mesh
-) -> tuple[dict[str, int], dict[str, Cut]]:
+    rule: ShardingRule, shardings: Mapping[str, DimSharding], mesh: Mesh, few: Mesh
+) -> tuple[dict[str, int], dict[str, DimSharding]]:
     """A small size for every factor, equal ones for equal ones, and their shardings."""
     need: dict[int, int] = {}
     uneven: set[int] = set()
     parted: dict[int, tuple[Part, ...]] = {}
-    for factor, cut in cuts.items():
+    for factor, sharding in shardings.items():
         size = rule.sizes[factor]
         parts = []
-        for part in cut.sub(size):
+        for part in sharding.sub(size):
             ranks, even = few.extent(part.axes), part.size % mesh.extent(part.axes) == 0
             parts.append(Part((2 * ranks if even else 2 * ranks + 1) if part.axes else 3, part.axes))
-        if cut.parts:
+        if sharding.parts:
             parted[size] = tuple(parts)
             continue
-        need[size] = math.lcm(need.get(size, 1), few.extent(cut.axes))
-        if size % mesh.extent(cut.axes):
+        need[size] = math.lcm(need.get(size, 1), few.extent(sharding.axes))
+        if size % mesh.extent(sharding.axes):
             uneven.add(size)
     small: dict[int, int] = {}
     for number, size in enumerate(sorted(set(rule.sizes.values()))):
@@ -247,15 +252,15 @@ def _factor_sizes(
         else:
             small[size] = size if size <= KEPT else KEPT + 1 + number
     found = {}
-    for factor, cut in cuts.items():
-        known = parted[rule.sizes[factor]] if cut.parts else ()
-        if len(known) == len(cut.parts):  # another factor of this size may be sharded over other axes
-            known = tuple(Part(each.size, part.axes) for each, part in zip(known, cut.parts, strict=True))
-        found[factor] = Cut(cut.axes, known) if cut.parts else cut
+    for factor, sharding in shardings.items():
+        known = parted[rule.sizes[factor]] if sharding.parts else ()
+        if len(known) == len(sharding.parts):  # another factor of this size may be sharded over other axes
+            known = tuple(Part(each.size, part.axes) for each, part in zip(known, sharding.parts, strict=True))
+        found[factor] = DimSharding(sharding.axes, known) if sharding.parts else sharding
     return {factor: small[size] for factor, size in rule.sizes.items()}, found
 
 
-def _window_sizes(rule: ShardingRule, cuts: Mapping[str, Cut], mesh: Mesh, few: Mesh) -> dict[str, int]:
+def _window_sizes(rule: ShardingRule, shardings: Mapping[str, DimSharding], mesh: Mesh, few: Mesh) -> dict[str, int]:
     """Small sizes for factors that see others through windows, and for these: as many rows less as the one has, the
     other has less by the window's step; so that what is left over at the end stays what it is."""
     groups: dict[tuple[int, int], list[str]] = {}
@@ -267,7 +272,7 @@ def _window_sizes(rule: ShardingRule, cuts: Mapping[str, Cut], mesh: Mesh, few: 
         window = seen[0].window
         per = math.gcd(window.step, window.per)
         step, each = abs(window.step) // per, window.per // per
-        axes = [cuts[leader].axes for leader, _ in seen if leader in cuts]
+        axes = [shardings[leader].axes for leader, _ in seen if leader in shardings]
         ranks = math.lcm(*map(few.extent, axes))
         even = all(size % mesh.extent(each) == 0 for each in axes)
         times = max(min((size - max(ROWS, 2 * ranks)) // each, (other - ROWS) // step), 0)
@@ -502,8 +507,8 @@ class DimSizes:
         kept = {leaf for key in self.kept for leaf in self.leaves(key)}
         extents: dict[Key, int] = {}
         for value in graph.values():
-            for key, cut in zip(self.dims(value), value.spec.dims if value.spec else (), strict=False):
-                for part, leaves in self.parts(key, cut):
+            for key, sharding in zip(self.dims(value), value.spec.dims if value.spec else (), strict=False):
+                for part, leaves in self.parts(key, sharding):
                     extent = graph.mesh.extent(part.axes)
                     for leaf in leaves if extent > 1 else ():
                         share = math.gcd(extent, self.size[leaf])
@@ -528,9 +533,9 @@ class DimSizes:
         """The new size."""
         return math.prod(self.new[leaf] for leaf in self.leaves(key))
 
-    def parts(self, key: Key, cut: Cut) -> Iterator[tuple[Part, list[Key]]]:
+    def parts(self, key: Key, sharding: DimSharding) -> Iterator[tuple[Part, list[Key]]]:
         """The sub-dims of a sharded dim, each with the sizes whose product it is."""
-        parts = cut.sub(self.size[key])
+        parts = sharding.sub(self.size[key])
         yield from zip(parts, self.grouped([p.size for p in parts], [key]), strict=True)
 
     def grouped(self, sizes: Sequence[int], keys: Sequence[Key]) -> list[list[Key]]:
@@ -575,7 +580,7 @@ class DimSizes:
                     tuple(map(self._spec, values, specs))
                     for values, specs in ((node.operands, node.strategy.operands), (node.outs, node.strategy.results))
                 )
-                twin.strategy = type(node.strategy)(operands, results, node.strategy.cuts)
+                twin.strategy = type(node.strategy)(operands, results, node.strategy.shardings)
             if not isinstance(node.op, OwnOp):
                 self._arguments(node, twin)
             elif "view" in node.kwargs:
@@ -586,13 +591,13 @@ class DimSizes:
 
     def _spec(self, value: Value, spec: Spec) -> Spec:
         """The placement of a value, with the new sizes of sub-dims."""
-        cuts = []
-        for key, cut in zip(self.dims(value), spec.dims, strict=True):
-            if cut.parts:
-                parts = [Part(math.prod(map(self.of, leaves)), part.axes) for part, leaves in self.parts(key, cut)]
-                cut = Cut(cut.axes, tuple(parts))
-            cuts.append(cut)
-        return Spec(tuple(cuts), spec.partial)
+        shardings = []
+        for key, sharding in zip(self.dims(value), spec.dims, strict=True):
+            if sharding.parts:
+                parts = [Part(math.prod(map(self.of, leaves)), part.axes) for part, leaves in self.parts(key, sharding)]
+                sharding = DimSharding(sharding.axes, tuple(parts))
+            shardings.append(sharding)
+        return Spec(tuple(shardings), spec.partial)
 
     def _arguments(self, node: Node, twin: Node) -> None:
         """Arguments that are sizes of dims: where dims of one size get several, those that the op takes."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardfx.ir.cut import Cut, Part, compound, smallest
+from shardfx.ir.dim_sharding import DimSharding, Part, compound, smallest
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pack import aligned, dense_last
@@ -45,14 +45,14 @@ class RuleTrial:
     """One way to shard a node: some factors over the axes of a mesh, some operands partial."""
 
     mesh: Mesh
-    cuts: Mapping[str, Cut]
+    shardings: Mapping[str, DimSharding]
     partial: Partial = field(default_factory=dict)
 
     def __str__(self) -> str:
         words = []
-        for f, cut in self.cuts.items():
-            seen = f" as {cut.text('')}" if cut.parts else ""
-            words.append(f"{f}{seen} over {' '.join(f'{a}={self.mesh[a].size}' for a in cut.axes)}")
+        for f, sharding in self.shardings.items():
+            seen = f" as {sharding.text('')}" if sharding.parts else ""
+            words.append(f"{f}{seen} over {' '.join(f'{a}={self.mesh[a].size}' for a in sharding.axes)}")
         words += [f"{kind} of operands {sorted(group)} over {axis}" for axis, (kind, group) in self.partial.items()]
         return ", ".join(words)
 
@@ -76,7 +76,7 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
     for f, count in itertools.product(free, (2, 3)):
         mesh = Mesh(a=count)
         if smallest(rule.sizes[f], ("a",), mesh) > 0:
-            yield RuleTrial(mesh, {f: Cut(("a",))})
+            yield RuleTrial(mesh, {f: DimSharding(("a",))})
     floats = all(t is None or t.is_floating_point() or t.is_complex() for t in results)
     groups = [each.operands for each in rule.linear if not each.along]
     groups = [g for g in groups if g and max(g) < len(tensors)]
@@ -88,23 +88,23 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
                 yield RuleTrial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
     for f, group in on_axis(rule, [t.dtype for t in tensors]):
         if f and (group or f in rule.whole):
-            yield RuleTrial(Mesh(a=2), {f: Cut(("a",))}, {"a": ("sum", group)} if group else {})
+            yield RuleTrial(Mesh(a=2), {f: DimSharding(("a",))}, {"a": ("sum", group)} if group else {})
     two = Mesh(a=2, b=2)
     for f in free:
-        cut = as_two_dims(rule.sizes[f], two) if f not in rule.leaders | rule.alone else None
-        if cut is not None:
-            yield RuleTrial(two, {f: cut})
+        sharding = as_two_dims(rule.sizes[f], two) if f not in rule.leaders | rule.alone else None
+        if sharding is not None:
+            yield RuleTrial(two, {f: sharding})
     for f, g in itertools.islice(itertools.combinations(free, 2), 6):
         if rule.sizes[f] >= 2 and rule.sizes[g] >= 2:
-            yield RuleTrial(two, {f: Cut(("a",)), g: Cut(("b",))})
+            yield RuleTrial(two, {f: DimSharding(("a",)), g: DimSharding(("b",))})
     for f in free[:3]:
         if smallest(rule.sizes[f], ("b", "a"), two) > 0:
-            yield RuleTrial(two, {f: Cut(("b", "a"))})
+            yield RuleTrial(two, {f: DimSharding(("b", "a"))})
         for group in groups[:2]:
-            yield RuleTrial(two, {f: Cut(("a",))}, {"b": ("sum", group)})
+            yield RuleTrial(two, {f: DimSharding(("a",))}, {"b": ("sum", group)})
 
 
-def as_two_dims(size: int, mesh: Mesh) -> Cut | None:
+def as_two_dims(size: int, mesh: Mesh) -> DimSharding | None:
     """A dim seen as two, both sharded, so that a rank has several contiguous ranges; None for a prime."""
     inner = next((n for n in range(2, size // 2 + 1) if size % n == 0), 0)
     return compound([Part(size // inner, ("a",)), Part(inner, ("b",))], mesh) if inner else None
@@ -133,7 +133,7 @@ def refutations(entry: RuleEntry, of: Instance, *, seed: int = 0, drawn: bool = 
 def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: RuleTrial, generator: torch.Generator) -> str:
     """Why a trial is wrong, or ""."""
     try:
-        made = strategy(rule, trial.cuts, trial.mesh, trial.partial)
+        made = strategy(rule, trial.shardings, trial.mesh, trial.partial)
         return Execution(entry, made, of, trial.mesh, shard_operands(made, of, trial.mesh, generator)).difference()
     except Exception as error:  # whatever a kernel says of its arguments
         return one_line(error)

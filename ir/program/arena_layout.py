@@ -23,7 +23,7 @@ from torch import fx
 from shardfx.ir.ops import memory_ops
 
 from .aliasing import Sharing
-from .loops.loop_regions import part_in_turns, regions
+from .loops.loop_regions import part_in_iterations, regions
 from .rank_program import RankProgram
 
 ALIGNMENT = 64
@@ -151,10 +151,10 @@ class Tenancy:
         self._share = Sharing(nodes)
         self._place = {node: place for place, node in enumerate(nodes)}
         inside = self._inside = regions(nodes)
-        self._in_units = {node for node in nodes if any(part_in_turns(each) == "unit" for each in inside[node])}
+        self._in_units = {node for node in nodes if any(part_in_iterations(each) == "unit" for each in inside[node])}
 
     def of(self, memory: fx.Node, nbytes: int) -> Block | None:
-        """From when to when; None: it leaves the program, is made in turns, or is used by units of them."""
+        """From when to when; None: it leaves the program, is made in iterations, or is used by units of them."""
         if self._inside[memory]:
             return None
         uses = [use for root in self._share.seen_in(memory) for use in self._share.uses(root)]
@@ -206,10 +206,12 @@ class Overlaps:
             self._by_root.setdefault(share.root(node), []).append(node)
         self._beside: dict[fx.Node, list[fx.Node]] = {}
         inside = regions(nodes) if self._rooms else {}
-        self._in_units = {node for node, around in inside.items() if any(part_in_turns(n) == "unit" for n in around)}
+        self._in_units = {
+            node for node, around in inside.items() if any(part_in_iterations(n) == "unit" for n in around)
+        }
 
     def take(self, node: fx.Node) -> None:
-        """A call gives a place: it lies within the arena, and no unit of turns uses it."""
+        """A call gives a place: it lies within the arena, and no unit of iterations uses it."""
         room = self._rooms.get(node)
         if room is None:
             return
@@ -226,7 +228,9 @@ class Overlaps:
             )
         for use in (node, *self._share.uses(self._share.root(node))):
             if use in self._in_units:
-                self._fail(f"{node.name} is used in a unit of turns", use, expected="memory.empty: units take turns")
+                self._fail(
+                    f"{node.name} is used in a unit of iterations", use, expected="memory.empty: units take iterations"
+                )
 
     def beside(self, into: fx.Node) -> list[fx.Node]:
         """The roots of what lies elsewhere and has a byte in common with memory that is written."""

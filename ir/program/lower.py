@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.cut import Part
+from shardfx.ir.dim_sharding import Part
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.ops import comm, pack
@@ -33,8 +33,8 @@ from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
 from .devices import CPU, hangs_on_device, on_device
-from .loops.induction_variables import of_every_turn
-from .loops.loop_nest import Loop, alike_turns, in_turns, parts_in_turns, time_axes
+from .loops.induction_variables import of_every_iteration
+from .loops.loop_nest import Loop, alike_iterations, in_iterations, loop_axes, parts_in_iterations
 from .loops.lower_loops import Loops
 from .loops.schedule_actions import ends_here, of_stages
 from .rank_program import RankProgram
@@ -54,14 +54,14 @@ class InCommon:
 
     @cached_property
     def steps(self) -> Sequence[Node | Loop]:
-        """The nodes in an order in which they may be done, those of turns in loops."""
+        """The nodes in an order in which they may be done, those of iterations in loops."""
         _, nodes, outputs = self.chosen
-        return in_turns(nodes, outputs, self.graph.mesh)
+        return in_iterations(nodes, outputs, self.graph.mesh)
 
     @cached_property
     def parts(self) -> set[Part]:
-        """What is cut over time, of all that is there."""
-        return parts_in_turns(self.chosen[1], self.graph.mesh)
+        """What is sharded over time, of all that is there."""
+        return parts_in_iterations(self.chosen[1], self.graph.mesh)
 
     def ends(self, coords: Mapping[str, int]) -> tuple[list[Input], list[Output]]:
         """The inputs and outputs that the rank at ``coords`` has."""
@@ -110,7 +110,8 @@ def lower(
     """The program of one rank, for the outputs of some kinds, on a device. Needs no process group and no tensors.
 
     Args:
-        arrange: changes the order of what is done, such as that of turns (:func:`.loops.schedule_actions.in_units`).
+        arrange: changes the order of what is done, such as that of iterations
+            (:func:`.loops.schedule_actions.in_units`).
         common: what was found for other ranks of the same graph and kinds.
 
     Raises:
@@ -134,9 +135,9 @@ def lower(
     steps = of_stages(common.steps if arrange is None else arrange(common.steps), graph, coords)
     inputs, outputs = common.ends(coords)
 
-    def written(turns: Mapping[str, int]) -> fx.Graph:
-        """The program as it is in one turn of each axis of time."""
-        lowering = Lowering(graph, rank, book, device=device, turns=turns)
+    def written(iterations: Mapping[str, int]) -> fx.Graph:
+        """The program as it is in one iteration of each loop axis."""
+        lowering = Lowering(graph, rank, book, device=device, iterations=iterations)
         for given in inputs:
             lowering.placeholder(given)
         for step in steps:
@@ -146,7 +147,7 @@ def lower(
 
     made = written({})
     if any(isinstance(step, Loop) for step in steps):
-        made = of_every_turn(made, written, graph.mesh, alike_turns(common.parts, graph.mesh, coords))
+        made = of_every_iteration(made, written, graph.mesh, alike_iterations(common.parts, graph.mesh, coords))
     return RankProgram(rank, graph.mesh, made, tuple(inputs), tuple(outputs))
 
 
@@ -162,11 +163,11 @@ class Lowering:
     taken: set[str] = field(default_factory=set)
     current: Node | None = None
     device: torch.device = CPU
-    turns: Mapping[str, int] = field(default_factory=dict)
+    iterations: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mesh = self.graph.mesh
-        self.coords = {**dict.fromkeys(time_axes(self.mesh), 0), **self.mesh.coords(self.rank), **self.turns}
+        self.coords = {**dict.fromkeys(loop_axes(self.mesh), 0), **self.mesh.coords(self.rank), **self.iterations}
         self.loops = Loops(self)
         self._shapes: dict[tuple[Any, Spec], tuple[int, ...]] = {}
 
@@ -212,7 +213,7 @@ class Lowering:
         return self._shapes[key]
 
     def step(self, step: Node | Loop) -> None:
-        """Write a node, or what is done in turns."""
+        """Write a node, or what is done in iterations."""
         if isinstance(step, Loop):
             self.loops.write(step)
         else:

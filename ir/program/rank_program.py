@@ -17,7 +17,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, Node, Output
 from shardfx.ir.mesh import Mesh
 
-from .loops.loop_regions import part_in_turns
+from .loops.loop_regions import part_in_iterations
 from .loops.nested_modules import attribute, inlined, nested
 from .rank_module import Origin, RankModule
 
@@ -55,8 +55,8 @@ class RankProgram:
     def _with_units(
         self, graph: fx.Graph, comments: Mapping[str, str], constants: Mapping[str, Any]
     ) -> tuple[fx.Graph, Mapping[str, str], Mapping[str, Any]]:
-        """A graph in which turns are calls of modules, the comments, and what a module of it holds."""
-        if not any(part_in_turns(node) for node in graph.nodes):
+        """A graph in which iterations are calls of modules, the comments, and what a module of it holds."""
+        if not any(part_in_iterations(node) for node in graph.nodes):
             return graph, comments, constants
         outer, units = nested(graph)
         modules = {

@@ -15,7 +15,7 @@ from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
 
-from .loops.loop_regions import FRAMES, UnitOrder, name_of, order_of, part_in_turns, regions, sibling
+from .loops.loop_regions import FRAMES, UnitOrder, name_of, order_of, part_in_iterations, regions, sibling
 
 Fail = Callable[..., NoReturn]
 """Says what is wrong at a node."""
@@ -31,16 +31,16 @@ class Standing:
 
     def __init__(self, nodes: Sequence[fx.Node], share: _Roots, fail: Fail) -> None:
         self._share, self._fail = share, fail
-        self._parts = {node: part for node in nodes if (part := part_in_turns(node))}
+        self._parts = {node: part for node in nodes if (part := part_in_iterations(node))}
         self._inside = regions(nodes) if self._parts else {}
         self._open: list[fx.Node] = []
         self._orders: dict[fx.Node, UnitOrder] = {}
         self._begun: dict[fx.Node, dict[str, None]] = {}
-        """By turns: their units so far."""
+        """By iterations: their units so far."""
         self._written: dict[fx.Node, set[fx.Node]] = {}
-        """By turns that have units: the memory that is written in them."""
+        """By iterations that have units: the memory that is written in them."""
         self._touched: dict[tuple[fx.Node, fx.Node], dict[str, bool]] = {}
-        """By turns and memory that is made and written in them: the units that use it so far, and whether they
+        """By iterations and memory that is made and written in them: the units that use it so far, and whether they
         write it."""
         self._into: dict[fx.Node, fx.Node] = {}
         """The memory that a call writes."""
@@ -76,9 +76,10 @@ class Standing:
     def end(self) -> None:
         """There are no more calls."""
         if self._open:
-            self._fail("turns begin here and do not end", self._open[0])
+            self._fail("iterations begin here and do not end", self._open[0])
 
-    # ---- turns and units --------------------------------------------------------------------------------------------
+    # ---- iterations and units
+    # --------------------------------------------------------------------------------------------
 
     def _begin(self, node: fx.Node) -> None:
         try:
@@ -87,18 +88,18 @@ class Standing:
             self._fail(str(wrong), node)
         args: Any = node.args
         if what := order.incomplete(args[1]) if order.words else "":
-            self._fail(what, node, expected=f"each unit once for each of {args[1]} turns", got=str(order))
+            self._fail(what, node, expected=f"each unit once for each of {args[1]} iterations", got=str(order))
         self._orders[node], self._begun[node] = order, {}
 
     def _unit(self, node: fx.Node) -> None:
         if self._open and self._parts[self._open[-1]] == "unit":
             self._open.pop()
         if not self._open or node.args[0] is not self._open[-1]:
-            self._fail(f"{node.name} is a unit of turns that did not begin last", node)
+            self._fail(f"{node.name} is a unit of iterations that did not begin last", node)
         begin, name = self._open[-1], name_of(node)
         if name not in self._orders[begin].units or name in self._begun[begin]:
             known = ", ".join(self._orders[begin].units) or "no units"
-            self._fail(f"{name} is no unit of these turns, or stands twice", node, expected=known, got=name)
+            self._fail(f"{name} is no unit of these iterations, or stands twice", node, expected=known, got=name)
         self._begun[begin][name] = None
         self._open.append(node)
 
@@ -106,7 +107,7 @@ class Standing:
         if self._open and self._parts[self._open[-1]] == "unit":
             self._open.pop()
         if not self._open or node.args[0] is not self._open[-1]:
-            self._fail(f"{node.name} ends turns that did not begin last", node)
+            self._fail(f"{node.name} ends iterations that did not begin last", node)
         begin = self._open.pop()
         missing = [unit for unit in self._orders[begin].units if unit not in self._begun[begin]]
         if missing:
@@ -118,7 +119,7 @@ class Standing:
         top = self._open[-1] if self._open else None
         alone = top is not None and self._parts[top] == "opens" and self._orders[top].words
         if alone and self._parts.get(node) != "number":
-            self._fail(f"{node.name} stands in no unit of its turns", node, expected="it in a unit")
+            self._fail(f"{node.name} stands in no unit of its iterations", node, expected="it in a unit")
         for used in node.all_input_nodes:
             if self._open or self._inside[used]:
                 self._reaches(used, node)
@@ -126,7 +127,7 @@ class Standing:
             self._touches(value, node)
 
     def _reaches(self, used: fx.Node, node: fx.Node) -> None:
-        """A value is there: made in turns that are not over, or by a unit that is done before."""
+        """A value is there: made in iterations that are not over, or by a unit that is done before."""
         made = self._inside[used]
         if self._parts.get(used) == "opens":
             made = (*made, used)
@@ -137,25 +138,27 @@ class Standing:
         if at is not None:
             self._handed_on(used, node, at)
         if len(made) > shared + (at is not None) and not collected:
-            self._fail(f"{used.name} is used behind its turns, which do not collect it", node)
+            self._fail(f"{used.name} is used behind its iterations, which do not collect it", node)
         for loop in self._open[shared:]:
             if self._parts.get(loop) == "opens" and used not in loop.args[2]:  # type: ignore[operator]
-                self._fail(f"{used.name} is used in turns that do not say so", node, expected=f"it in {loop.name}")
+                self._fail(f"{used.name} is used in iterations that do not say so", node, expected=f"it in {loop.name}")
 
     def _handed_on(self, used: fx.Node, node: fx.Node, at: int) -> None:
-        """What another unit of the same turn made: it was done before, and its memory is this turn's."""
+        """What another unit of the same iteration made: it was done before, and its memory is this iteration's."""
         begin, maker, unit = self._open[at - 1], name_of(self._inside[used][at]), name_of(self._open[at])
-        turn = self._orders[begin].turned_round(maker, unit)
-        if turn is not None:
-            what = f"{used.name} is used in {unit} of turn {turn}, before {maker} makes it"
-            self._fail(what, node, expected=f"{maker}.{turn} before {unit}.{turn}", got=str(self._orders[begin]))
+        iteration = self._orders[begin].turned_round(maker, unit)
+        if iteration is not None:
+            what = f"{used.name} is used in {unit} of iteration {iteration}, before {maker} makes it"
+            self._fail(
+                what, node, expected=f"{maker}.{iteration} before {unit}.{iteration}", got=str(self._orders[begin])
+            )
         root = self._share.root(used)
         if begin not in self._inside[root] and root in self._written.get(begin, ()):
-            what = f"{used.name} is used in {unit}, and made in {maker} in the memory {root.name} of all turns"
-            self._fail(what, node, expected=f"memory that {maker} makes, which is each turn's own")
+            what = f"{used.name} is used in {unit}, and made in {maker} in the memory {root.name} of all iterations"
+            self._fail(what, node, expected=f"memory that {maker} makes, which is each iteration's own")
 
     def _touches(self, value: fx.Node, node: fx.Node) -> None:
-        """Of memory that units write, the order of its uses is the same in all turns."""
+        """Of memory that units write, the order of its uses is the same in all iterations."""
         for at, unit in enumerate(self._open):
             if self._parts.get(unit) != "unit":
                 continue
@@ -165,8 +168,10 @@ class Standing:
             before = self._touched.setdefault((begin, root), {})
             writes = self._into.get(node) is root
             for other, wrote in before.items():
-                turn = self._orders[begin].turned_round(other, name) if other != name else None
-                if turn is not None and (wrote or writes):
+                iteration = self._orders[begin].turned_round(other, name) if other != name else None
+                if iteration is not None and (wrote or writes):
                     what = f"{value.name} lies in memory that is written over, and {name} uses it before {other}"
-                    self._fail(f"{what} in turn {turn}", node, expected=f"{other}.{turn} before {name}.{turn}")
+                    self._fail(
+                        f"{what} in turn {iteration}", node, expected=f"{other}.{iteration} before {name}.{iteration}"
+                    )
             before[name] = before.get(name, False) or writes

@@ -9,8 +9,9 @@ What a call does is the program's; *how* it is done may be an engine's (:class:`
         all_reduce = (yield _Request, mm, None).pop()
         return (all_reduce,)
 
-Turns are a loop; turns in units one over the words of their order, with a branch for each unit. What a unit makes for
-another of the same turn is kept by the number of the turn, and memory that all collect into is made by the first.
+Iterations are a loop; iterations in units one over the words of their order, with a branch for each unit. What a unit
+makes for another of the same iteration is kept by the number of the iteration, and memory that all collect into is made
+by the first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ import torch
 from torch import fx
 
 from .aliasing import destination
-from .loops.loop_regions import FRAMES, Lifetimes, UnitOrder, gives_number, name_of, order_of, part_in_turns, turns_of
+from .loops.loop_regions import (
+    FRAMES,
+    Lifetimes,
+    UnitOrder,
+    gives_number,
+    loop_of,
+    name_of,
+    order_of,
+    part_in_iterations,
+)
 from .rank_program import RankProgram
 
 Watch = Callable[[fx.Node, Any, tuple[Any, ...]], None]
@@ -70,8 +80,8 @@ class Forms:
     Args:
         instead: function -> what is called in its place.
         ask: of a node, what a coroutine yields beside its first operand and the memory that its result goes into
-            (it takes the result out of the list that it is sent), with ``of_turn`` where numbers of a turn are in it;
-            None where it calls the function itself.
+            (it takes the result out of the list that it is sent), with ``of_iteration`` where numbers of an iteration
+            are in it; None where it calls the function itself.
     """
 
     instead: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
@@ -128,7 +138,7 @@ class _Writer:
         for node in self.nodes:
             if node.op == "placeholder":
                 continue
-            part = part_in_turns(node)
+            part = part_in_iterations(node)
             if part in FRAMES:
                 self._frame(node, part)
             elif node in self.life.made_for:
@@ -136,8 +146,8 @@ class _Writer:
             else:
                 self._make_first(node)
                 self._call(node, part)
-                if (turns := self.life.kept(node)) is not None:
-                    self._add(node, f"{self._kept(node)}[{turns.name}] = {node.name}")
+                if (iterations := self.life.kept(node)) is not None:
+                    self._add(node, f"{self._kept(node)}[{iterations.name}] = {node.name}")
             gone = [each.name for each in self.life.dying.get(node, ()) if each.name not in inputs]
             if gone and node.op != "output":
                 self._add(node, f"{' = '.join(gone)} = None")
@@ -155,7 +165,7 @@ class _Writer:
             self._add(node, f"{self._name(self.watch)}({self._name(node)}, {node.name}, ({operands}))")
 
     def _make_first(self, node: fx.Node) -> None:
-        """Make the memory that a call collects into, unless it has done so in another turn."""
+        """Make the memory that a call collects into, unless it has done so in another iteration."""
         for memory in node.all_input_nodes:
             if self.life.made_for.get(memory) is node:
                 self._add(memory, f"if {memory.name} is None:")
@@ -167,10 +177,10 @@ class _Writer:
         self.lines.append("    " * len(self.open) + line if indent is None else indent + line)
         self.owners.append(node)
 
-    # ---- turns ------------------------------------------------------------------------------------------------------
+    # ---- iterations ------------------------------------------------------------------------------------------------------
 
     def _frame(self, node: fx.Node, part: str) -> None:
-        """Where turns begin or end, or one of their units begins."""
+        """Where iterations begin or end, or one of their units begins."""
         if part != "opens" and self.open[-1] == "unit":
             self.open.pop()
         if part == "closes":
@@ -190,22 +200,22 @@ class _Writer:
 
     def _unit(self, node: fx.Node) -> None:
         """A unit: a branch, which takes what others kept for it."""
-        turns, name = turns_of(node), name_of(node)
-        word = "if" if UnitOrder.of(order_of(turns).split()).units[0] == name else "elif"
-        self._add(node, f"{word} {self._free(f'{turns.name}_unit')} == {name!r}:")
+        iterations, name = loop_of(node), name_of(node)
+        word = "if" if UnitOrder.of(order_of(iterations).split()).units[0] == name else "elif"
+        self._add(node, f"{word} {self._free(f'{iterations.name}_unit')} == {name!r}:")
         self.open.append("unit")
         takes = self.life.takes.get(node, [])
         for value in takes:
-            at, last = f"{self._kept(value)}[{turns.name}]", self.life.let_go(value, node)
-            taken = f"{self._kept(value)}.pop({turns.name})"
-            if len(last) < turns.args[1]:  # type: ignore[operator]
-                taken = f"{taken} if {turns.name} in {tuple(last)} else {at}" if last else at
+            at, last = f"{self._kept(value)}[{iterations.name}]", self.life.let_go(value, node)
+            taken = f"{self._kept(value)}.pop({iterations.name})"
+            if len(last) < iterations.args[1]:  # type: ignore[operator]
+                taken = f"{taken} if {iterations.name} in {tuple(last)} else {at}" if last else at
             self._add(node, f"{value.name} = {taken}")
         if not takes:
             self._add(node, "pass")
 
     def _kept(self, value: fx.Node) -> str:
-        """What holds a value for the units that take it, by the turn."""
+        """What holds a value for the units that take it, by the iteration."""
         return self._free(f"{value.name}_kept")
 
     def _free(self, name: str) -> str:
@@ -223,7 +233,7 @@ class _Writer:
             into = destination(node)
             at, request = "None" if into is None else into.name, self._name(asked)
             if numbers := [used.name for used in node.all_input_nodes if gives_number(used)]:
-                request += ".of_turn({" + ", ".join(f"{name!r}: {name}" for name in numbers) + "})"
+                request += ".of_iteration({" + ", ".join(f"{name!r}: {name}" for name in numbers) + "})"
             return f"{node.name} = (yield {request}, {self._text(node.args[0])}, {at}).pop()"
         function = self.forms.instead.get(node.target, node.target)
         parts = [self._text(a) for a in node.args] + [f"{k}={self._text(a)}" for k, a in node.kwargs.items()]

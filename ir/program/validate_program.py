@@ -81,7 +81,7 @@ class Slot:
 
 
 def _numbered(arg: Any) -> Any:
-    """An argument with a number in the place of each number of a turn."""
+    """An argument with a number in the place of each number of an iteration."""
     if isinstance(arg, (list, tuple)):
         return type(arg)(_numbered(each) for each in arg)
     return 0 if isinstance(arg, fx.Node) and gives_number(arg) else arg
@@ -222,7 +222,7 @@ def _holds_a_node(arg: Any) -> bool:
     return isinstance(arg, fx.Node)
 
 
-PLACES = ("memory.slot", "memory.part", "memory.join", "time.turns", "time.done")
+PLACES = ("memory.slot", "memory.part", "memory.join", "loop.begin", "loop.end")
 """What takes memory as memory."""
 RENEWING = (memory_ops.write, memory_ops.write_part, transfer.put)
 """What may write a result where it is stored."""
@@ -310,7 +310,7 @@ class _Walk:
         if row is None and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             self._fail(f"{target} changes a tensor in place", node, expected="an op that does not, or a destination")
         read = row is not None and (row.reads_into or (isinstance(row.into, str) and into in node.args))
-        keeps: Any = (() if into is None or read else (into,)) if row is None or row.turns != "closes" else node.args[2]
+        keeps: Any = (() if into is None or read else (into,)) if row is None or row.loop != "closes" else node.args[2]
         for used in node.all_input_nodes:
             if used in keeps:
                 continue
@@ -331,7 +331,7 @@ class _Walk:
                     expected="memory.to_device of it, and memory.arrived",
                 )
             source = self.share.row(used)
-            goes_on = row is not None and row.turns == "collects" and used is into and self._filled(used)
+            goes_on = row is not None and row.loop == "collects" and used is into and self._filled(used)
             place = row is not None and row.name in PLACES and (row.name != "memory.join" or used is node.args[0])
             if source is not None and source.memory and not goes_on and not place:
                 self._fail(f"{used.name} is read, which is memory without content", node)

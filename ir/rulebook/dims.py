@@ -56,7 +56,7 @@ def at_dim(emit: Emit, tensor: Value) -> int:
 
 
 def untouched(node: Node) -> ShardingRule:
-    """Of an op that counts through all elements nothing is cut, but all floats may be partial sums together."""
+    """Of an op that counts through all elements nothing is sharded, but all floats may be partial sums together."""
     floats = [str(i) for i, value in enumerate(node.operands) if value.type.dtype.is_floating_point]
     return replicated(node, "&".join(floats))
 
@@ -71,7 +71,7 @@ class Indexed(NamedTuple):
 
 
 def indexed(node: Node, letter: str, mark: str = "") -> Indexed | None:
-    """Indexed dims are whole, those of the indices (which are broadcast) may be cut; None for masks.
+    """Indexed dims are whole, those of the indices (which are broadcast) may be sharded; None for masks.
 
     Args:
         letter: of the dims of x.
@@ -91,5 +91,6 @@ def indexed(node: Node, letter: str, mark: str = "") -> Indexed | None:
 
 
 def checked(emit: Emit, index: Any, size: int, ignored: int | None = None) -> Any:
-    """An index into a table that is cut, found to be one: an op of torch sees that itself, of the table as a whole."""
+    """An index into a table that is sharded, found to be one: an op of torch sees that itself, of the table as a
+    whole."""
     return emit.call(pack.inside, index, size, ignored)

@@ -1,4 +1,4 @@
-"""What may be cut of an op, as data; see docs/writing_rules.md."""
+"""What may be sharded of an op, as data; see docs/writing_rules.md."""
 
 from .book import Contiguous, RuleBook, RuleEntry, rule
 from .local import Emit, Share, add_once, mine, others_zero, reshaped

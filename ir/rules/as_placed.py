@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardfx.ir.cut import Cut, project
+from shardfx.ir.dim_sharding import DimSharding, project
 from shardfx.ir.graph import Node, Strategy, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
@@ -30,11 +30,13 @@ def passes_partial(rule: ShardingRule, node: Node, kind: str, group: frozenset[i
 def as_placed(
     rule: ShardingRule, node: Node, mesh: Mesh, seen: Callable[[Value], Spec | None] = lambda value: value.spec
 ) -> Strategy:
-    """The strategy of a node that is cut as its operands are, as far as its rule allows; ``seen`` says how they are.
+    """The strategy of a node that is sharded as its operands are, as far as its rule allows; ``seen`` says how they
+    are.
 
-    Where two operands want one axis or factor, it is cut as the first; what is not allowed is needed whole, or reduced.
+    Where two operands want one axis or factor, it is sharded as the first; what is not allowed is needed whole, or
+    reduced.
     """
-    cuts: dict[str, Cut] = {}
+    shardings: dict[str, DimSharding] = {}
     taken: set[str] = set()
     asked: dict[tuple[str, str], set[int]] = {}
     for index, (value, dims) in enumerate(zip(node.operands, rule.operands, strict=True)):
@@ -44,10 +46,15 @@ def as_placed(
         for d, dim in enumerate(dims):
             projected = project(spec.dims[d], value.shape[d], rule.dim_sizes(dim), mesh)
             for held, given in zip(dim, projected or (), strict=False):
-                factor, cut = wished(rule, held, given)
-                if cut.axes and factor not in rule.whole and factor not in cuts and not taken & set(cut.axes):
-                    cuts[factor] = cut
-                    taken.update(cut.axes)
+                factor, sharding = wished(rule, held, given)
+                if (
+                    sharding.axes
+                    and factor not in rule.whole
+                    and factor not in shardings
+                    and not taken & set(sharding.axes)
+                ):
+                    shardings[factor] = sharding
+                    taken.update(sharding.axes)
         for pair in spec.partial:
             asked.setdefault(pair, set()).add(index)
     partial = {
@@ -55,4 +62,4 @@ def as_placed(
         for (axis, kind), group in asked.items()
         if axis not in taken and passes_partial(rule, node, kind, frozenset(group))
     }
-    return strategy(rule, cuts, mesh, partial)
+    return strategy(rule, shardings, mesh, partial)

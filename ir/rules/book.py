@@ -4,7 +4,7 @@ A rule is an einsum over *factors*, in the spirit of Shardy's::
 
     rule(aten.mm.default, "m k, k n -> m n", linear="0|1")
 
-A factor that is missing from *one* result makes *that* result partial over the axes that cut the factor.
+A factor that is missing from *one* result makes *that* result partial over the axes that shard the factor.
 ``linear`` says which operands may be partial sums: ``"0|1"`` one of them at a time, ``"0&1"`` both together,
 ``"&"`` all; ``"0>1"``: of the results number 1 is then partial, and the others stay; ``"0>"``: no result is, for the op
 does not look at the values. An operand that is optional and not given is left out of the template. Where the template
@@ -27,7 +27,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 
 from .binding import Tensor
-from .local import TARGETS, Emit, is_cut
+from .local import TARGETS, Emit, is_sharded
 from .of_nothing import may_lack, share_of_nothing
 from .sharding_rule import Dim, ShardingRule
 from .template import ALL, Template, parse_linear, parse_tensor, template
@@ -35,28 +35,28 @@ from .template import ALL, Template, parse_linear, parse_tensor, template
 
 def perform(entry: RuleEntry | None, emit: Emit) -> Any:
     """One rank's version of a node: as its rule's ``local`` says, or the op itself with the local shape."""
-    cut = is_cut(emit.node)
-    if cut and entry is not None and may_lack(emit.node, emit.mesh):
+    sharding = is_sharded(emit.node)
+    if sharding and entry is not None and may_lack(emit.node, emit.mesh):
         nothing = share_of_nothing(entry.make(emit.node), emit)
         if nothing is not None:
             return nothing
-    if entry is not None and entry.local is not None and cut:
+    if entry is not None and entry.local is not None and sharding:
         return entry.local(emit)
     args = emit.args
     if entry is not None and entry.shape_arg is not None:
         args = (*args[: entry.shape_arg], list(emit.result_shape(0)), *args[entry.shape_arg + 1 :])
-    if entry is not None and entry.sized and cut:
+    if entry is not None and entry.sized and sharding:
         args = sized_args(entry, emit, args)
-    if entry is not None and entry.rows is not None and (leaders := cut_leaders(entry, emit.node)):
+    if entry is not None and entry.rows is not None and (leaders := sharding_leaders(entry, emit.node)):
         return entry.rows(emit, args, leaders)
     return emit.call(TARGETS.get(emit.node.op, emit.node.op), *args, **emit.kwargs)
 
 
-def cut_leaders(entry: RuleEntry, node: Node) -> frozenset[str]:
-    """The factors that see others through windows, or are seen so, and are cut."""
+def sharding_leaders(entry: RuleEntry, node: Node) -> frozenset[str]:
+    """The factors that see others through windows, or are seen so, and are sharded."""
     rule = entry.make(node)
     assert rule is not None and node.strategy is not None
-    return (rule.leaders | rule.alone) & {factor for factor, axes in node.strategy.cuts if axes}
+    return (rule.leaders | rule.alone) & {factor for factor, axes in node.strategy.shardings if axes}
 
 
 def sized_args(entry: RuleEntry, emit: Emit, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -105,7 +105,7 @@ class Contiguous(Enum):
 MakeRule = Callable[[Node], "ShardingRule | None"]
 MakeLocal = Callable[[Emit], Any]
 MakeRows = Callable[[Emit, tuple[Any, ...], frozenset[str]], Any]
-"""What one rank does: of the arguments that fit it otherwise, where these factors are cut, which see others."""
+"""What one rank does: of the arguments that fit it otherwise, where these factors are sharded, which see others."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class RuleEntry:
     that are the sizes of dims; ``local`` writes anything else; ``free`` says that the op costs next to nothing, so that
     it may be done once per placement that is needed of its result; ``contiguous`` which memory layout its kernel takes;
     ``expand`` says that where a whole factor is in the way the op may be taken apart into its decomposition (True:
-    torch's own); ``rows`` writes one rank's version where what others are seen through windows by is cut, of
+    torch's own); ``rows`` writes one rank's version where what others are seen through windows by is sharded, of
     arguments that fit it otherwise; ``discovered`` that nobody wrote it: it is found by running the op.
     """
 
@@ -236,7 +236,7 @@ class RuleBook:
 
 
 def replicated(node: Node, linear: str = "") -> ShardingRule:
-    """The rule of an op of which nothing may be cut; partial sums of some operands may pass."""
+    """The rule of an op of which nothing may be sharded; partial sums of some operands may pass."""
     sizes: dict[str, int] = {}
 
     def dims(prefix: str, value: Value) -> tuple[Dim, ...]:

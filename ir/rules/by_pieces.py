@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardfx.ir.cut import Cut
+from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
 FEW = 4
-"""Of more axes than these it is not tried what each of them may have cut."""
+"""Of more axes than these it is not tried what each of them may have sharded."""
 MOST = 64
 """In more pieces than this, what all ranks exchange is more than the sums that each would add to."""
 
@@ -42,34 +42,39 @@ class ByPieces:
         return self.function(*args, pieces=self.pieces, **kwargs)
 
 
-def in_pieces(expand: Any, node: Node, cuts: Sequence[Cut], mesh: Mesh) -> Any:
+def in_pieces(expand: Any, node: Node, shardings: Sequence[DimSharding], mesh: Mesh) -> Any:
     """The decomposition of a node of whose first operand ranks hold so much of each dim: by pieces that are equal."""
     if not isinstance(expand, ByPieces):
         return expand
-    every = list(zip(node.operands[0].shape, cuts, strict=False))
+    every = list(zip(node.operands[0].shape, shardings, strict=False))
     chosen = expand.dims(node) if expand.dims is not None else [dim for dim in range(len(every)) if dim != 1]
     dims = [every[dim] for dim in chosen]
-    pieces = tuple(mesh.extent(cut.axes) for _, cut in dims)
+    pieces = tuple(mesh.extent(sharding.axes) for _, sharding in dims)
     equal = all(
-        not cut.parts and bool(cut.axes) is (n > 1) and size % n == 0 and size >= n  # an axis of one rank cuts a piece
-        for (size, cut), n in zip(dims, pieces, strict=True)
+        not sharding.parts
+        and bool(sharding.axes) is (n > 1)
+        and size % n == 0
+        and size >= n  # an axis of one rank shards a piece
+        for (size, sharding), n in zip(dims, pieces, strict=True)
     )
     return replace(expand, pieces=pieces) if equal and 1 < math.prod(pieces) <= MOST else expand
 
 
 def choices(expand: Any, node: Node, held: Iterable[Spec], mesh: Mesh) -> list[Any]:
     """The decompositions that somebody may have taken of a node whose first operand is held so; or was, before another
-    placement of it was found to be better: what each axis of the mesh may have cut, one of the dims or none."""
+    placement of it was found to be better: what each axis of the mesh may have sharded, one of the dims or none."""
     if not isinstance(expand, ByPieces):
         return [expand]
     likely = [
-        cuts for spec in held for cuts in itertools.product(*(tuple(map(Cut, _some(cut.axes))) for cut in spec.dims))
+        shardings
+        for spec in held
+        for shardings in itertools.product(*(tuple(map(DimSharding, _some(sharding.axes))) for sharding in spec.dims))
     ]
-    found = dict.fromkeys(in_pieces(expand, node, cuts, mesh) for cuts in reversed(likely))
+    found = dict.fromkeys(in_pieces(expand, node, shardings, mesh) for shardings in reversed(likely))
     names, dims = [axis.name for axis in mesh.axes], range(node.operands[0].type.ndim)
     for places in itertools.product((None, *dims), repeat=len(names)) if len(names) <= FEW else ():
         over = (tuple(name for name, at in zip(names, places, strict=True) if at == dim) for dim in dims)
-        found.setdefault(in_pieces(expand, node, [Cut(axes) for axes in over], mesh))
+        found.setdefault(in_pieces(expand, node, [DimSharding(axes) for axes in over], mesh))
     found.setdefault(expand)
     return list(found)
 

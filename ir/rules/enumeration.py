@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardfx.ir.cut import Cut, smallest
+from shardfx.ir.dim_sharding import DimSharding, smallest
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
@@ -45,11 +45,11 @@ def strategies(rule: ShardingRule, node: Node, mesh: Mesh) -> Iterator[Strategy]
         for axis, each in zip(axes, chosen, strict=True):
             if each.factor:
                 over.setdefault(each.factor, []).append(axis)
-        for cuts in _in_all_orders(over):
-            if any(smallest(rule.sizes[f], cut.axes, mesh) < 1 for f, cut in cuts.items()):
+        for shardings in _in_all_orders(over):
+            if any(smallest(rule.sizes[f], sharding.axes, mesh) < 1 for f, sharding in shardings.items()):
                 continue
             try:
-                made = strategy(rule, cuts, mesh, partial)
+                made = strategy(rule, shardings, mesh, partial)
             except Error:  # an axis twice in one placement, or a dim of several factors that is no product of shards
                 continue
             key = (made.operands, made.results)
@@ -79,7 +79,7 @@ def on_axis(rule: ShardingRule, dtypes: Sequence[torch.dtype]) -> Iterator[OnAxi
     yield from dict.fromkeys(found)
 
 
-def _in_all_orders(over: Mapping[str, list[str]]) -> Iterator[dict[str, Cut]]:
-    """Cuts of factors over their axes, of which any may be the major one."""
+def _in_all_orders(over: Mapping[str, list[str]]) -> Iterator[dict[str, DimSharding]]:
+    """Shardings of factors over their axes, of which any may be the major one."""
     for orders in itertools.product(*(itertools.permutations(axes) for axes in over.values())):
-        yield {factor: Cut(axes) for factor, axes in zip(over, orders, strict=True)}
+        yield {factor: DimSharding(axes) for factor, axes in zip(over, orders, strict=True)}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shardfx.ir.cut import Coords, Cut, in_stretches
+from shardfx.ir.dim_sharding import Coords, DimSharding, in_stretches
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
@@ -37,14 +37,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of a dim: a piece of each of its sub-dims, major first. A plain cut has one."""
+    """What a rank holds of a dim: a piece of each of its sub-dims, major first. A plain sharding has one."""
 
     pieces: tuple[Piece, ...]
 
     @staticmethod
-    def of(cut: Cut, size: int, mesh: Mesh, coords: Coords) -> Held:
-        """What the rank at ``coords`` holds of a dim of ``size`` elements that is cut so."""
-        pairs = zip(cut.sub(size), cut.spans(size, mesh, coords), strict=True)
+    def of(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> Held:
+        """What the rank at ``coords`` holds of a dim of ``size`` elements that is sharded so."""
+        pairs = zip(sharding.sub(size), sharding.spans(size, mesh, coords), strict=True)
         return Held(tuple(Piece(part.size, *span) for part, span in pairs))
 
     @property
@@ -90,9 +90,9 @@ class Share:
             raise Error(
                 f"{op_name(self.node.op)} is written for a rank that holds one stretch of a dim",
                 where=str(self.node.where),
-                expected=f"dim {dim} cut plainly",
+                expected=f"dim {dim} sharded plainly",
                 got=spec.text(value.shape),
-                remedy="hint a plain cut; in a rule's local function ask for operand_held or result_held",
+                remedy="hint a plain sharding; in a rule's local function ask for operand_held or result_held",
             )
         held = Held.of(spec.dims[dim], value.shape[dim], self.mesh, self.coords)
         return held.first, held.length
@@ -105,7 +105,7 @@ class Share:
         """Start and length of the one stretch that this rank holds of a dim of an operand.
 
         Raises:
-            Error: the dim is cut so that ranks hold several stretches.
+            Error: the dim is sharded so that ranks hold several stretches.
         """
         assert self.node.strategy is not None
         return self._bounds(self.node.operands[operand], self.node.strategy.operands[operand], dim)
@@ -116,16 +116,16 @@ class Share:
         return self._bounds(self.node.outs[result], self.node.strategy.results[result], dim)
 
     def operand_held(self, operand: int, dim: int) -> Held:
-        """What this rank holds of a dim of an operand, however it is cut."""
+        """What this rank holds of a dim of an operand, however it is sharded."""
         assert self.node.strategy is not None
-        cut = self.node.strategy.operands[operand].dims[dim]
-        return Held.of(cut, self.node.operands[operand].shape[dim], self.mesh, self.coords)
+        sharding = self.node.strategy.operands[operand].dims[dim]
+        return Held.of(sharding, self.node.operands[operand].shape[dim], self.mesh, self.coords)
 
     def result_held(self, result: int, dim: int) -> Held:
-        """What this rank holds of a dim of a result, however it is cut."""
+        """What this rank holds of a dim of a result, however it is sharded."""
         assert self.node.strategy is not None
-        cut = self.node.strategy.results[result].dims[dim]
-        return Held.of(cut, self.node.outs[result].shape[dim], self.mesh, self.coords)
+        sharding = self.node.strategy.results[result].dims[dim]
+        return Held.of(sharding, self.node.outs[result].shape[dim], self.mesh, self.coords)
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
         """The local shape of an operand."""
@@ -145,8 +145,8 @@ def gives_list(op: Any) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
 
 
-def is_cut(node: Node) -> bool:
-    """Whether any tensor of the node is cut: else the op runs as it stands."""
+def is_sharded(node: Node) -> bool:
+    """Whether any tensor of the node is sharded: else the op runs as it stands."""
     assert node.strategy is not None
     return any(spec.axes for spec in (*node.strategy.operands, *node.strategy.results))
 
@@ -169,10 +169,10 @@ class Emit(Protocol):
         """Start and length of the one stretch that this rank holds of a dim of a result; raises if it is several."""
 
     def operand_held(self, operand: int, dim: int) -> Held:
-        """What this rank holds of a dim of an operand, however it is cut."""
+        """What this rank holds of a dim of an operand, however it is sharded."""
 
     def result_held(self, result: int, dim: int) -> Held:
-        """What this rank holds of a dim of a result, however it is cut."""
+        """What this rank holds of a dim of a result, however it is sharded."""
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
         """The local shape of an operand."""
@@ -237,12 +237,12 @@ def add_once(emit: Emit) -> Any:
     apart = [
         (t, d)
         for t, spec in enumerate(made.operands[1:], 1)
-        for d, cut in enumerate(spec.dims)
-        if not set(cut.axes) <= set(held)
+        for d, sharding in enumerate(spec.dims)
+        if not set(sharding.axes) <= set(held)
     ]
     if not apart:
         return emit.call(emit.node.op, *emit.args, **emit.kwargs)
-    others = any(emit.operand_held(t, d).first for t, d in apart)  # a number: all ranks and turns run one program
+    others = any(emit.operand_held(t, d).first for t, d in apart)  # a number: all ranks and iterations run one program
     away = emit.call(aten.full.default, [], int(others), dtype=torch.bool)
     once = emit.call(aten.masked_fill.Scalar, emit.args[0], away, 0)
     return emit.call(emit.node.op, once, *emit.args[1:], **emit.kwargs)

@@ -32,14 +32,15 @@ def may_lack(node: Node, mesh: Mesh) -> bool:
 
 def _may_lack(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
     return any(
-        cut.rows is not None or any(part.size < mesh.extent(part.axes) for part in cut.sub(size))
-        for cut, size in zip(spec.dims, shape, strict=True)
-        if cut.axes and size > 0
+        sharding.rows is not None or any(part.size < mesh.extent(part.axes) for part in sharding.sub(size))
+        for sharding, size in zip(spec.dims, shape, strict=True)
+        if sharding.axes and size > 0
     )
 
 
 def share_of_nothing(rule: ShardingRule | None, emit: Emit) -> Any:
-    """The call that gives a rank's results where it has nothing of a factor that is cut; None where it has of all, or
+    """The call that gives a rank's results where it has nothing of a factor that is sharded; None where it has of all,
+    or
     where a result is not what ranks' shares make of it."""
     lost = _lacking(rule, emit) if rule is not None else frozenset[str]()
     if rule is None or not lost or not emit.node.operands:
@@ -73,10 +74,10 @@ def _first_tensor(args: Any, written: Any) -> Any:
 
 
 def _lacking(rule: ShardingRule, emit: Emit) -> frozenset[str]:
-    """The factors that are cut and of which the rank has nothing, by the tensors that have them."""
+    """The factors that are sharded and of which the rank has nothing, by the tensors that have them."""
     node, found = emit.node, set[str]()
     assert node.strategy is not None
-    shared = {factor for factor, axes in node.strategy.cuts if axes}
+    shared = {factor for factor, axes in node.strategy.shardings if axes}
     made = [dims for dims in rule.results if dims is not None]
     for values, specs, tensors, shape in (
         (node.operands, node.strategy.operands, rule.operands, emit.operand_shape),

@@ -1,4 +1,4 @@
-"""What may be cut of one node, as data: factors of every dim of every tensor."""
+"""What may be sharded of one node, as data: factors of every dim of every tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from shardfx.ir.cut import Window
+from shardfx.ir.dim_sharding import Window
 
 SAME = "same"
 Dim = tuple[str, ...]
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """What may be cut of one node: per operand and per result the factors of each dim."""
+    """What may be sharded of one node: per operand and per result the factors of each dim."""
 
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...] | None, ...]
@@ -50,16 +50,19 @@ class ShardingRule:
     whole: frozenset[str] = frozenset()
     linear: tuple[Linear, ...] = ()
     reduce: str = "sum"
-    """What a result is of the pieces' results where it lacks a factor that is cut; ``same``: every rank has all of it.
+    """What a result is of the pieces' results where it lacks a factor that is sharded; ``same``: every rank has all of
+    it.
     One word for all results, or one for each: ``"min, max"``."""
     moves_only: bool = False
     """The op only moves elements about: any kind of partial value (a max too) may pass."""
     transparent: bool = False
-    """Every cut passes as it is: the op moves elements, or works on each alone."""
+    """Every sharding passes as it is: the op moves elements, or works on each alone."""
     unread: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """The results that are made without a factor: where it is cut every rank has all of them, and nothing is summed."""
+    """The results that are made without a factor: where it is sharded every rank has all of them, and nothing is
+    summed."""
     windows: Mapping[str, Seen] = field(default_factory=dict)
-    """Factors of operands that are not cut themselves: where another factor is cut, a rank needs the rows that its
+    """Factors of operands that are not sharded themselves: where another factor is sharded, a rank needs the rows that
+    its
     chunk of that one is made of."""
     alone: frozenset[str] = frozenset()
     """Those of them that may be sharded by themselves, too."""
@@ -77,11 +80,11 @@ class ShardingRule:
 
     @cached_property
     def leaders(self) -> frozenset[str]:
-        """The factors that see others through windows: they are cut plainly."""
+        """The factors that see others through windows: they are sharded plainly."""
         return frozenset(seen.leader for seen in self.windows.values())
 
     def kin(self, factor: str) -> frozenset[str]:
-        """The factors that are cut together with one: a leader and what it sees."""
+        """The factors that are sharded together with one: a leader and what it sees."""
         leader = self.windows[factor].leader if factor in self.windows else factor
         return frozenset({leader, *(f for f, seen in self.windows.items() if seen.leader == leader)})
 

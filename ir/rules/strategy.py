@@ -1,4 +1,4 @@
-"""From cuts of factors to the placements of all tensors of a node, and back."""
+"""From shardings of factors to the placements of all tensors of a node, and back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 
-from shardfx.ir.cut import WHOLE, Cut, Part, Window, compound, in_stretches, project
+from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part, Window, compound, in_stretches, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
@@ -15,17 +15,17 @@ from shardfx.ir.spec import Spec
 
 from .sharding_rule import SAME, Dim, ShardingRule
 
-Cuts = Mapping[str, Cut]
+FactorShardings = Mapping[str, DimSharding]
 Partial = Mapping[str, tuple[str, frozenset[int]]]
 """By axis the reduction, and the operands that are partial over it."""
 
 
-def cut_of(factor: str, cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> Cut:
-    """How a factor is held: as it is cut, or in the rows that the chunks of its leader need."""
+def sharding_of(factor: str, shardings: FactorShardings, rule: ShardingRule, mesh: Mesh) -> DimSharding:
+    """How a factor is held: as it is sharded, or in the rows that the chunks of its leader need."""
     seen = rule.windows.get(factor)
-    if seen is None or factor in cuts:
-        return cuts.get(factor, WHOLE)
-    leader = cuts.get(seen.leader, WHOLE)
+    if seen is None or factor in shardings:
+        return shardings.get(factor, WHOLE)
+    leader = shardings.get(seen.leader, WHOLE)
     if leader.rows is None:
         return rows_for(leader.axes, seen.window, rule.sizes[factor], mesh)
     made = rows_for(leader.axes, seen.window.within(leader.rows), rule.sizes[factor], mesh)
@@ -39,7 +39,7 @@ def cut_of(factor: str, cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> Cut:
 
 
 @lru_cache(maxsize=4096)
-def _covers(made: Cut, size: int, window: Window, leader: Cut, leaders: int, mesh: Mesh) -> bool:
+def _covers(made: DimSharding, size: int, window: Window, leader: DimSharding, leaders: int, mesh: Mesh) -> bool:
     """Whether ranks hold what the leader's rows are made of, the one row also that a rank has where its chunk needs
     none."""
     for coords in mesh.along(dict.fromkeys(mesh.names, 0), leader.axes):
@@ -50,95 +50,98 @@ def _covers(made: Cut, size: int, window: Window, leader: Cut, leaders: int, mes
     return True
 
 
-def wishes(rule: ShardingRule, cuts: Cuts) -> dict[str, Cut]:
-    """The cuts, and for what is seen through windows tiles over the same axes: how it is best held."""
-    seen = {f: Cut(cuts[each.leader].axes) for f, each in rule.windows.items() if each.leader in cuts}
-    return {**cuts, **seen}
+def wishes(rule: ShardingRule, shardings: FactorShardings) -> dict[str, DimSharding]:
+    """The shardings, and for what is seen through windows tiles over the same axes: how it is best held."""
+    seen = {f: DimSharding(shardings[each.leader].axes) for f, each in rule.windows.items() if each.leader in shardings}
+    return {**shardings, **seen}
 
 
-def wished(rule: ShardingRule, factor: str, cut: Cut) -> tuple[str, Cut]:
-    """The factor that is to be cut where a tensor holds a cut of one, and how: a leader in tiles over the same axes."""
+def wished(rule: ShardingRule, factor: str, sharding: DimSharding) -> tuple[str, DimSharding]:
+    """The factor that is to be sharded where a tensor holds a sharding of one, and how: a leader in tiles over the same
+    axes."""
     seen = rule.windows.get(factor)
     if seen is None and factor not in rule.leaders:
-        return factor, cut
-    return factor if seen is None else seen.leader, WHOLE if in_stretches(cut) else Cut(cut.axes)
+        return factor, sharding
+    return factor if seen is None else seen.leader, WHOLE if in_stretches(sharding) else DimSharding(sharding.axes)
 
 
-def implied(rule: ShardingRule, factor: str, cut: Cut, mesh: Mesh) -> tuple[str, Cut] | None:
-    """The factor that is cut where a tensor holds this cut of one, and how; None where that follows from no cut."""
+def implied(rule: ShardingRule, factor: str, sharding: DimSharding, mesh: Mesh) -> tuple[str, DimSharding] | None:
+    """The factor that is sharded where a tensor holds this sharding of one, and how; None where that follows from no
+    sharding."""
     seen = rule.windows.get(factor)
     if seen is None:
-        return factor, cut
-    made = rows_for(cut.axes, seen.window, rule.sizes[factor], mesh)
-    return (seen.leader, Cut(cut.axes)) if cut == made else None
+        return factor, sharding
+    made = rows_for(sharding.axes, seen.window, rule.sizes[factor], mesh)
+    return (seen.leader, DimSharding(sharding.axes)) if sharding == made else None
 
 
-def place(dims: tuple[Dim, ...], cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> tuple[Cut, ...]:
-    """The cuts of a tensor's dims that follow from the cuts of the factors."""
+def place(dims: tuple[Dim, ...], shardings: FactorShardings, rule: ShardingRule, mesh: Mesh) -> tuple[DimSharding, ...]:
+    """The shardings of a tensor's dims that follow from the shardings of the factors."""
     placed = []
     for dim in dims:
         if len(dim) == 1:
-            placed.append(cut_of(dim[0], cuts, rule, mesh))
-        elif not any(f in cuts for f in dim):
+            placed.append(sharding_of(dim[0], shardings, rule, mesh))
+        elif not any(f in shardings for f in dim):
             placed.append(WHOLE)
         else:
-            placed.append(_joined(dim, cuts, rule, mesh))
+            placed.append(_joined(dim, shardings, rule, mesh))
     return tuple(placed)
 
 
-def _joined(dim: Dim, cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> Cut:
-    """The cut of a dim of several factors; rows that overlap are rows of the dim where the others are of size one."""
+def _joined(dim: Dim, shardings: FactorShardings, rule: ShardingRule, mesh: Mesh) -> DimSharding:
+    """The sharding of a dim of several factors; rows that overlap are rows of the dim where the others are of size
+    one."""
     parts: list[Part] = []
     for f in dim:
-        cut = cuts.get(f, WHOLE)
-        if cut.rows is not None and math.prod(rule.dim_sizes(dim)) == rule.sizes[f]:
-            return cut
-        if cut.rows is not None:
+        sharding = shardings.get(f, WHOLE)
+        if sharding.rows is not None and math.prod(rule.dim_sizes(dim)) == rule.sizes[f]:
+            return sharding
+        if sharding.rows is not None:
             raise Error(
                 f"rows of the factor {f!r} that overlap are no rows of a dim of several factors",
                 expected="tiles",
-                got=cut.text(rule.sizes[f]),
+                got=sharding.text(rule.sizes[f]),
             )
-        parts.extend(cut.sub(rule.sizes[f]))
+        parts.extend(sharding.sub(rule.sizes[f]))
     return compound(parts, mesh)
 
 
 def strategy(
     rule: ShardingRule,
-    cuts: Cuts,
+    shardings: FactorShardings,
     mesh: Mesh,
     partial: Partial | None = None,
 ) -> Strategy:
-    """How a node is computed when its factors are cut so, and operands are partial so.
+    """How a node is computed when its factors are sharded so, and operands are partial so.
 
     Args:
-        cuts: factor -> cut. Over all factors, an axis at most once.
+        shardings: factor -> sharded. Over all factors, an axis at most once.
         partial: axis -> (reduction, the operands that are partial over it), one of ``rule.linear``'s groups. An axis
             that shards a factor as well is one along which the rule lets them be.
 
     Raises:
-        Error: a factor that sees others through windows is not cut plainly; rows that overlap would count twice in a
-            sum; an axis stands twice in one placement; it shards a factor, and operands are partial over it for which
+        Error: a factor that sees others through windows is not sharded plainly; rows that overlap would count twice in
+            a sum; an axis stands twice in one placement; it shards a factor, and operands are partial over it for which
             the rule does not say so.
     """
     partial = partial or {}
-    for factor in (rule.leaders | rule.alone) & cuts.keys():
-        if cuts[factor].parts:
+    for factor in (rule.leaders | rule.alone) & shardings.keys():
+        if shardings[factor].parts:
             raise Error(
                 f"the factor {factor!r} sees others through windows",
                 expected="one chunk of it for each rank",
-                got=cuts[factor].text(rule.sizes[factor]),
+                got=shardings[factor].text(rule.sizes[factor]),
             )
     operands = []
     for i, dims in enumerate(rule.operands):
         held = tuple((axis, op) for axis, (op, group) in partial.items() if i in group)
-        operands.append(Spec(place(dims, cuts, rule, mesh), held))
-    along = {axis: factor for factor, cut in cuts.items() for axis in cut.axes}
+        operands.append(Spec(place(dims, shardings, rule, mesh), held))
+    along = {axis: factor for factor, sharding in shardings.items() for axis in sharding.axes}
     passed = []
     for axis, (op, group) in partial.items():
         factor = along.get(axis, "")
         numbers = rule.passes(op, group, factor)
-        if factor and (numbers is None or not _alike(cuts[factor], axis, partial, rule)):
+        if factor and (numbers is None or not _alike(shardings[factor], axis, partial, rule)):
             raise Error(
                 f"mesh axis {axis!r} shards the factor {factor!r}, and operands are partial over it",
                 expected="one of both, or operands that are partial sums over all axes of the factor",
@@ -151,33 +154,35 @@ def strategy(
             continue
         present = rule.result_factors[i]
         through = tuple((axis, op) for axis, op, numbers in passed if numbers is None or i in numbers)
-        lost = {f: c for f, c in cuts.items() if f not in present and i not in rule.unread.get(f, ()) and kind != SAME}
-        twice = next((f for f, cut in lost.items() if cut.rows is not None), None)
+        lost = {
+            f: c for f, c in shardings.items() if f not in present and i not in rule.unread.get(f, ()) and kind != SAME
+        }
+        twice = next((f for f, sharding in lost.items() if sharding.rows is not None), None)
         if twice is not None:
-            expected, got = "tiles, in which each row is once", cuts[twice].text(rule.sizes[twice])
+            expected, got = "tiles, in which each row is once", shardings[twice].text(rule.sizes[twice])
             raise Error(f"a {kind} over the factor {twice!r} counts rows twice", expected=expected, got=got)
-        made = tuple((axis, kind) for cut in lost.values() for axis in cut.axes)
+        made = tuple((axis, kind) for sharding in lost.values() for axis in sharding.axes)
         ordered = sorted({*through, *made}, key=lambda pair: mesh.order(pair[0]))
-        results.append(Spec(place(made_dims, cuts, rule, mesh), tuple(ordered)))
-    return Strategy(tuple(operands), tuple(results), tuple((f, c.axes) for f, c in cuts.items() if c.axes))
+        results.append(Spec(place(made_dims, shardings, rule, mesh), tuple(ordered)))
+    return Strategy(tuple(operands), tuple(results), tuple((f, c.axes) for f, c in shardings.items() if c.axes))
 
 
-def _alike(cut: Cut, axis: str, partial: Partial, rule: ShardingRule) -> bool:
+def _alike(sharding: DimSharding, axis: str, partial: Partial, rule: ShardingRule) -> bool:
     """Whether operands that are read are partial over all axes of a factor as they are over one."""
-    groups = {partial[each][1] - rule.ignored if each in partial else frozenset() for each in cut.axes}
+    groups = {partial[each][1] - rule.ignored if each in partial else frozenset() for each in sharding.axes}
     return groups == {partial[axis][1] - rule.ignored}
 
 
-def factor_cuts(rule: ShardingRule, node: Node, mesh: Mesh) -> dict[str, Cut]:
-    """The cuts of the factors by which a node's strategy was made: the inverse of :func:`strategy`.
+def factor_shardings(rule: ShardingRule, node: Node, mesh: Mesh) -> dict[str, DimSharding]:
+    """The shardings of the factors by which a node's strategy was made: the inverse of :func:`strategy`.
 
-    The strategy names the axes of each factor; where they cut a sub-dim of it, that is read off a tensor that has it.
+    The strategy names the axes of each factor; where they shard a sub-dim of it, that is read off a tensor that has it.
     """
     made = node.strategy
     assert made is not None
-    cuts = {}
-    for factor, axes in made.cuts:
-        cuts[factor] = Cut(axes)
+    shardings = {}
+    for factor, axes in made.shardings:
+        shardings[factor] = DimSharding(axes)
         for is_operand, t, d, place in rule.factors[factor]:
             specs, dims = (made.operands, rule.operands) if is_operand else (_specs(rule, made), rule.results)
             tensor, spec = dims[t], specs[t]
@@ -185,9 +190,9 @@ def factor_cuts(rule: ShardingRule, node: Node, mesh: Mesh) -> dict[str, Cut]:
             sizes = rule.dim_sizes(tensor[d])
             found = project(spec.dims[d], math.prod(sizes), sizes, mesh)
             if found is not None and found[place].axes == axes:
-                cuts[factor] = found[place]
+                shardings[factor] = found[place]
                 break
-    return cuts
+    return shardings
 
 
 def _specs(rule: ShardingRule, made: Strategy) -> list[Spec | None]:

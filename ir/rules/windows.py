@@ -1,7 +1,8 @@
 """Rules that see a dim through a window, and how a rank pads and crops what it holds of it.
 
 For output rows [o0, o1) a convolution reads input rows [o0 s - p, (o1 - 1) s - p + d (k - 1) + 1). What there is of
-these the rank holds (:class:`shardfx.ir.cut.Window`); the rest is padding, at the border of the whole and nowhere else.
+these the rank holds (:class:`shardfx.ir.dim_sharding.Window`); the rest is padding, at the border of the whole and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardfx.ir.cut import Window
+from shardfx.ir.dim_sharding import Window
 
 from .local import Emit
 from .sharding_rule import Seen, ShardingRule

@@ -1,4 +1,4 @@
-"""Schedules as data: what each rank does for which stage and turn, in which order; checked, simulated."""
+"""Schedules as data: what each rank does for which stage and micro-batch, in which order; checked, simulated."""
 
 from shardfx.ir.schedule.actions import Pipelined
 from shardfx.ir.schedule.simulation import ScheduleReport, check_schedule

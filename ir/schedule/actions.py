@@ -28,23 +28,24 @@ KINDS = {
     "W": "backward for weights",
     "U": "update",
 }
-"""What can be done for a stage; ``I`` and ``W`` are the halves of ``B``. All but the update are done once a turn."""
+"""What can be done for a stage; ``I`` and ``W`` are the halves of ``B``. All but the update are done once a
+micro-batch."""
 WORD = re.compile(r"([FBIW])(\d+)\.(\d+)|(U)(\d+)", re.ASCII)
 NEAR = 3
 
 
 class Action(NamedTuple):
-    """One kind of work for one stage and one turn; ``F0.3`` is the forward of stage 0, turn 3.
+    """One kind of work for one stage and one micro-batch; ``F0.3`` is the forward of stage 0, micro-batch 3.
 
-    An update (``U0``) is of no turn; its ``turn`` is 0.
+    An update (``U0``) is of no micro-batch; its ``microbatch`` is 0.
     """
 
     kind: str
     stage: int
-    turn: int = 0
+    microbatch: int = 0
 
     def __str__(self) -> str:
-        return f"U{self.stage}" if self.kind == "U" else f"{self.kind}{self.stage}.{self.turn}"
+        return f"U{self.stage}" if self.kind == "U" else f"{self.kind}{self.stage}.{self.microbatch}"
 
     def __repr__(self) -> str:
         return str(self)
@@ -59,7 +60,7 @@ class Schedule:
 
     Raises:
         Error: there are no rows, a row is empty, or something in it is no action: no :class:`Action`, of another kind,
-            or of a stage or turn that is no number from 0.
+            or of a stage or micro-batch that is no number from 0.
     """
 
     rows: tuple[tuple[Action, ...], ...]
@@ -72,16 +73,16 @@ class Schedule:
                 where="Schedule(...)",
                 expected="Schedule(((Action(...), ...), ...)): for each rank the actions in order",
                 got=repr(self.rows)[:200],
-                remedy="take one of sx.make_schedule, or write rows and read them by Schedule.parse",
+                remedy="take one of sx.schedules.make_schedule, or write rows and read them by Schedule.parse",
             )
         wrong = next(((rank, each) for rank, row in enumerate(rows) for each in row if not _is_action(each)), None)
         if wrong:
             raise Error(
                 "this is no action",
                 where=f"row {wrong[0]}",
-                expected="an Action of a kind F, B, I, W or U, with a stage and a turn from 0 (U: turn 0)",
+                expected="an Action of a kind F, B, I, W or U, with a stage and a micro-batch from 0 (U: micro-batch 0)",
                 got=f"Action{tuple(wrong[1])}" if type(wrong[1]) is Action else repr(wrong[1])[:200],
-                remedy="write sx.Action(kind, stage, turn)",
+                remedy="write sx.schedules.Action(kind, stage, micro-batch)",
             )
         object.__setattr__(self, "rows", tuple(tuple(row) for row in rows))
 
@@ -120,9 +121,9 @@ class Schedule:
         return range(1 + max(action.stage for action in self))
 
     @cached_property
-    def turns(self) -> range:
+    def microbatches(self) -> range:
         """The turns up to the highest that is named."""
-        return range(1 + max(action.turn for action in self))
+        return range(1 + max(action.microbatch for action in self))
 
     @cached_property
     def _homes(self) -> dict[int, int]:
@@ -167,9 +168,9 @@ def _is_sequence(value: object) -> bool:
 
 
 def _is_action(value: object) -> bool:
-    if type(value) is not Action or value.kind not in KINDS or (value.kind == "U" and value.turn):
+    if type(value) is not Action or value.kind not in KINDS or (value.kind == "U" and value.microbatch):
         return False
-    return type(value.stage) is type(value.turn) is int and value.stage >= 0 <= value.turn
+    return type(value.stage) is type(value.microbatch) is int and value.stage >= 0 <= value.microbatch
 
 
 def _read(word: str, rank: int, index: int) -> Action:
@@ -178,12 +179,12 @@ def _read(word: str, rank: int, index: int) -> Action:
         raise Error(
             f"{word!r} is no action",
             where=f"row {rank}, word {index}",
-            expected="a kind F, B, I or W, a stage, a dot and a turn, such as F0.3; or U and a stage, such as U0",
+            expected="a kind F, B, I or W, a stage, a dot and a micro-batch, such as F0.3; or U and a stage, such as U0",
             got=word,
             remedy="write a row for each rank, and blanks between the actions",
         )
-    kind, stage, turn, update, updated = match.groups()
-    return Action(update, int(updated)) if update else Action(kind, int(stage), int(turn))
+    kind, stage, microbatch, update, updated = match.groups()
+    return Action(update, int(updated)) if update else Action(kind, int(stage), int(microbatch))
 
 
 @dataclass(frozen=True)
@@ -192,12 +193,12 @@ class Pipelined:
 
     Args:
         axis: the axis of ranks that stages lie along.
-        time: the axis of turns that the schedule is of; empty where there are no turns.
+        microbatches: the axis of micro-batches that the schedule is of; empty where there are no micro-batches.
         schedule: a row for each coordinate of the axis.
     """
 
     axis: str
-    time: str
+    microbatches: str
     schedule: Schedule
 
     @cached_property

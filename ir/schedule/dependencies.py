@@ -11,27 +11,29 @@ from shardfx.ir.errors import Error
 from .actions import Action, Schedule
 
 
-def check_complete(schedule: Schedule, stages: int, turns: int) -> None:
+def check_complete(schedule: Schedule, stages: int, microbatches: int) -> None:
     """See that each action stands once, on one rank for each stage, and that none is missing.
 
     Raises:
-        Error: one is missing, stands twice, on another rank than its stage, or is of no stage or turn that there is; a
-            backward is there whole and in halves; some stages are updated and others not.
+        Error: one is missing, stands twice, on another rank than its stage, or is of no stage or micro-batch that there
+            is; a backward is there whole and in halves; some stages are updated and others not.
     """
-    _once(schedule, stages, turns)
-    _complete(schedule, stages, turns)
+    _once(schedule, stages, microbatches)
+    _complete(schedule, stages, microbatches)
 
 
-def _once(schedule: Schedule, stages: int, turns: int) -> None:
-    """Each action is of a stage and turn that there are, and stands once, on the rank of its stage."""
+def _once(schedule: Schedule, stages: int, microbatches: int) -> None:
+    """Each action is of a stage and micro-batch that there are, and stands once, on the rank of its stage."""
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.rows):
         for index, action in enumerate(row):
             what, expected, remedy = "", "", ""
-            if action.stage >= stages or action.turn >= turns:
-                what = f"{action} is of a stage or turn that is not there"
-                expected = f"stages 0 .. {stages - 1} and turns 0 .. {turns - 1}"
-                remedy = f"make the schedule for {stages} stages and {turns} turns, or leave {action} out"
+            if action.stage >= stages or action.microbatch >= microbatches:
+                what = f"{action} is of a stage or micro-batch that is not there"
+                expected = f"stages 0 .. {stages - 1} and micro-batches 0 .. {microbatches - 1}"
+                remedy = (
+                    f"make the schedule for {stages} stages and {microbatches} micro-batches, or leave {action} out"
+                )
             elif action in seen:
                 what, expected = f"{action} stands twice", f"each action once; it is {schedule.where(*seen[action])}"
                 remedy = "leave one of them out"
@@ -45,12 +47,12 @@ def _once(schedule: Schedule, stages: int, turns: int) -> None:
             seen[action] = rank, index
 
 
-def _complete(schedule: Schedule, stages: int, turns: int) -> None:
-    """All that is to be done stands somewhere: a forward and a backward, whole or in halves, of each turn."""
+def _complete(schedule: Schedule, stages: int, microbatches: int) -> None:
+    """All that is to be done stands somewhere: a forward and a backward, whole or in halves, of each micro-batch."""
     there = frozenset(schedule)
     updated = any(action.kind == "U" for action in there)
-    for stage, turn in product(range(stages), range(turns)):
-        forward, whole, half, rest = (Action(kind, stage, turn) for kind in "FBIW")
+    for stage, microbatch in product(range(stages), range(microbatches)):
+        forward, whole, half, rest = (Action(kind, stage, microbatch) for kind in "FBIW")
         halves = half in there or rest in there
         if whole in there and halves:
             raise _two_backwards(schedule, whole, half if half in there else rest)
@@ -65,7 +67,7 @@ def _complete(schedule: Schedule, stages: int, turns: int) -> None:
 def _two_backwards(schedule: Schedule, whole: Action, half: Action) -> Error:
     rank = schedule.rank_of(whole.stage)
     return Error(
-        f"the backward of stage {whole.stage}, turn {whole.turn} stands there whole and in halves: {whole} and {half}",
+        f"the backward of stage {whole.stage}, micro-batch {whole.microbatch} stands there whole and in halves: {whole} and {half}",
         where=schedule.where(rank, schedule.rows[rank].index(half)),
         expected="B, or I and W",
         got=f"{whole} and {half}",
@@ -77,18 +79,18 @@ def _missing(schedule: Schedule, action: Action) -> Error:
     rank = next((rank for rank in schedule.ranks if action.stage in schedule.stages_of(rank)), None)
     row = "no rank has that stage" if rank is None else f"rank {rank}, the row  {_row(schedule, rank)}"
     needed = {
-        "F": "F of each stage and turn",
-        "B": "B, or I and W, of each stage and turn",
+        "F": "F of each stage and micro-batch",
+        "B": "B, or I and W, of each stage and micro-batch",
         "I": "I beside each W",
         "W": "W beside each I",
         "U": "U of each stage, or of none",
     }
-    last, end = schedule.stages[-1], schedule.turns[-1]
+    last, end = schedule.stages[-1], schedule.microbatches[-1]
     return Error(
         f"{action} is missing",
         where=row,
         expected=needed[action.kind],
-        got=f"rows of stages 0 .. {last} and turns 0 .. {end}, without it",
+        got=f"rows of stages 0 .. {last} and micro-batches 0 .. {end}, without it",
         remedy=f"add {action}",
     )
 
@@ -103,13 +105,16 @@ def dependencies(schedule: Schedule) -> Mapping[Action, tuple[Action, ...]]:
 
     Those of :func:`needs`; ``U`` waits for all ``B`` and ``W`` of its stage.
     """
-    split = {(action.stage, action.turn) for action in schedule if action.kind == "I"}
+    split = {(action.stage, action.microbatch) for action in schedule if action.kind == "I"}
 
     def ends(stage: int) -> tuple[Action, ...]:
-        return tuple(Action("W" if (stage, turn) in split else "B", stage, turn) for turn in schedule.turns)
+        return tuple(
+            Action("W" if (stage, microbatch) in split else "B", stage, microbatch)
+            for microbatch in schedule.microbatches
+        )
 
-    def back(stage: int, turn: int) -> Action:
-        return Action("I" if (stage, turn) in split else "B", stage, turn)
+    def back(stage: int, microbatch: int) -> Action:
+        return Action("I" if (stage, microbatch) in split else "B", stage, microbatch)
 
     last = schedule.stages[-1]
     return {action: ends(action.stage) if action.kind == "U" else needs(action, last, back) for action in schedule}
@@ -124,14 +129,14 @@ def needs(action: Action, last: int, back: Callable[[int, int], Action]) -> tupl
     Args:
         action: what waits.
         last: the last stage.
-        back: the action that makes the gradients of a stage's inputs in a turn, ``B`` or ``I``.
+        back: the action that makes the gradients of a stage's inputs in a micro-batch, ``B`` or ``I``.
     """
-    kind, stage, turn = action
+    kind, stage, microbatch = action
     if kind == "F":
-        return (Action("F", stage - 1, turn),) if stage else ()
+        return (Action("F", stage - 1, microbatch),) if stage else ()
     if kind == "W":
-        return (Action("I", stage, turn),)
-    return (Action("F", stage, turn), *((back(stage + 1, turn),) if stage < last else ()))
+        return (Action("I", stage, microbatch),)
+    return (Action("F", stage, microbatch), *((back(stage + 1, microbatch),) if stage < last else ()))
 
 
 def executable_order(schedule: Schedule) -> tuple[Action, ...]:
@@ -181,5 +186,5 @@ def _deadlock(schedule: Schedule, stuck: Mapping[int, int], missing: Mapping[int
         where="\n            ".join(lines),
         expected="rows in whose order each action finds done what it waits for",
         got=", ".join(f"{schedule.rows[each][stuck[each]]} before {missing[each]}" for each in circle),
-        remedy=f"{earlier}, or take a schedule of sx.make_schedule",
+        remedy=f"{earlier}, or take a schedule of sx.schedules.make_schedule",
     )

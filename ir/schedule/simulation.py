@@ -51,7 +51,7 @@ class Simulation:
         Raises:
             Error: the schedule is not complete, or cannot be done; a cost is missing, unknown, negative or not finite.
         """
-        check_complete(schedule, len(schedule.stages), len(schedule.turns))
+        check_complete(schedule, len(schedule.stages), len(schedule.microbatches))
         table = cost_table(costs, {action.kind for action in schedule}, len(schedule.stages))
         if not _is_time(comm):
             raise Error(
@@ -184,9 +184,9 @@ def _is_time(value: object) -> bool:
 
 
 KEEPS = {"F": 1, "B": -1, "W": -1, "I": 0, "U": 0}
-"""How many turns more a rank keeps for the backward when an action is done."""
+"""How many micro-batches more a rank keeps for the backward when an action is done."""
 
-NUMBERS = {"stages": "stages", "turns": "turns", "ranks": "ranks", "live": "live turns"}
+NUMBERS = {"stages": "stages", "microbatches": "microbatches", "ranks": "ranks", "live": "live micro-batches"}
 """What is counted, by the option that says it."""
 
 
@@ -194,17 +194,17 @@ NUMBERS = {"stages": "stages", "turns": "turns", "ranks": "ranks", "live": "live
 class ScheduleReport:
     """What a checked schedule keeps and costs.
 
-    A turn is *live* at a stage from its ``F`` until its ``B`` or ``W`` is done. A rank with several stages counts a
-    turn once for each of them.
+    A micro-batch is *live* at a stage from its ``F`` until its ``B`` or ``W`` is done. A rank with several stages
+    counts a micro-batch once for each of them.
     """
 
     live: tuple[tuple[int, ...], ...]
-    """For each rank and each of its actions, how many turns are live while it is done."""
+    """For each rank and each of its actions, how many micro-batches are live while it is done."""
     simulation: Simulation
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """For each rank the most turns that are live at a time."""
+        """For each rank the most micro-batches that are live at a time."""
         return tuple(map(max, self.live))
 
     @property
@@ -224,43 +224,43 @@ class ScheduleReport:
 
     def __str__(self) -> str:
         return (
-            f"live turns {', '.join(map(str, self.peaks))} at most on ranks 0 .. {len(self.peaks) - 1}; "
+            f"live micro-batches {', '.join(map(str, self.peaks))} at most on ranks 0 .. {len(self.peaks) - 1}; "
             f"step {self.step:g}, bubble {self.bubble:.1%}"
         )
 
 
-def check_schedule(schedule: Schedule, *, stages: int, turns: int, costs: Costs = COSTS) -> ScheduleReport:
+def check_schedule(schedule: Schedule, *, stages: int, microbatches: int, costs: Costs = COSTS) -> ScheduleReport:
     """Check that a schedule does all that is to be done, once, where and when it can be done.
 
     Args:
         schedule: what is done where, in which order.
         stages: how many stages there are.
-        turns: how many turns (micro-batches) there are.
+        micro-batches: how many micro-batches (micro-batches) there are.
         costs: how long an action takes, by kind; for the report alone.
 
     Raises:
         Error: it is no schedule; an action is missing, stands twice, on another rank than others of its stage, or is of
-            a stage or turn that is not there; a backward is there whole and in halves; some stages are updated and
-            others not; an action stands before one for which it waits, or ranks wait for one another. It names rank,
-            action and row.
+            a stage or micro-batch that is not there; a backward is there whole and in halves; some stages are updated
+            and others not; an action stands before one for which it waits, or ranks wait for one another. It names
+            rank, action and row.
     """
     if not isinstance(schedule, Schedule):
         raise Error(
             "this is no schedule",
             where="check_schedule(schedule, ...)",
-            expected="an sx.Schedule",
+            expected="an sx.schedules.Schedule",
             got=f"{schedule!r:.100} of type {type(schedule).__name__}",
-            remedy="sx.Schedule.parse reads a text, sx.make_schedule makes one by its name",
+            remedy="sx.schedules.Schedule.parse reads a text, sx.schedules.make_schedule makes one by its name",
         )
     check_number("stages", stages)
-    check_number("turns", turns)
-    check_complete(schedule, stages, turns)
+    check_number("microbatches", microbatches)
+    check_complete(schedule, stages, microbatches)
     simulation = Simulation.of(schedule, costs)
     return ScheduleReport(tuple(tuple(_live(row)) for row in schedule.rows), simulation)
 
 
 def _live(row: tuple[Action, ...]) -> Iterator[int]:
-    """How many turns are live while each action is done: what is given up is there until the action is done."""
+    """How many micro-batches are live while each action is done: what is given up is there until the action is done."""
     after = accumulate(KEEPS[action.kind] for action in row)
     return (kept - min(KEEPS[action.kind], 0) for kept, action in zip(after, row, strict=True))
 

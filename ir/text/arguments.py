@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.cut import Cut, Part, Window
+from shardfx.ir.dim_sharding import DimSharding, Part, Window
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Value
 from shardfx.ir.spec import Spec, TensorType
@@ -159,21 +159,21 @@ def read_spec(line: Line, scope: ReadScope) -> tuple[tuple[int, ...], Spec]:
         reduce = "sum" if line.token == "+" else line.token
         line.next()
         partial += [(axis, reduce) for axis in read_axes(line, scope)]
-    spec = checked(line, lambda: Spec(tuple(cut for _, cut in dims), tuple(partial)))
+    spec = checked(line, lambda: Spec(tuple(sharding for _, sharding in dims), tuple(partial)))
     return tuple(size for size, _ in dims), spec
 
 
-def _dim(line: Line, scope: ReadScope) -> tuple[int, Cut]:
+def _dim(line: Line, scope: ReadScope) -> tuple[int, DimSharding]:
     if not line.accept("("):
         part = _part(line, scope)
         if not line.accept("for"):
-            return part.size, Cut(part.axes)
+            return part.size, DimSharding(part.axes)
         other = _part(line, scope)
-        return part.size, Cut(other.axes, rows=_window(line, other.size))
+        return part.size, DimSharding(other.axes, rows=_window(line, other.size))
     parts = []
     while not line.accept(")"):
         parts.append(_part(line, scope))
-    return math.prod(p.size for p in parts), Cut(tuple(a for p in parts for a in p.axes), tuple(parts))
+    return math.prod(p.size for p in parts), DimSharding(tuple(a for p in parts for a in p.axes), tuple(parts))
 
 
 def _part(line: Line, scope: ReadScope) -> Part:

@@ -1,6 +1,6 @@
 """What a node, a value, an input or an output has beside its types, as one table: word, writer, reader.
 
-    %1 = aten.mm(%x, %0) : f32[8{dp}, 4] hint [8, 4] "layers.*"  cuts m{dp}  {lane=1}  at{2}  by "my-pass"  @ layers.0
+    %1 = aten.mm(%x, %0) : f32[8{dp}, 4] hint [8, 4] "layers.*"  shards m{dp}  {lane=1}  at{2}  by "my-pass"  @ layers.0
     parameter %tok.weight : f32[64, 8] also lm_head.weight
     loss loss = %7 : []
 
@@ -74,12 +74,12 @@ def read_attributes(table: Sequence[Attribute[S]], subject: S, line: Line, scope
 # ---- nodes -------------------------------------------------------------------------------------------------
 
 
-def _write_cuts(node: Node, scope: PrintScope) -> str | None:
-    """``cuts m{dp} k{tp}  needs [...], [...]``: what is not said is as the values are placed."""
+def _write_shardings(node: Node, scope: PrintScope) -> str | None:
+    """``shardings m{dp} k{tp}  needs [...], [...]``: what is not said is as the values are placed."""
     strategy = node.strategy
     if strategy is None or (isinstance(node.op, OwnOp) and _says_nothing(node, strategy)):
         return None
-    text = " ".join(_factor(factor) + write_axes(axes) for factor, axes in strategy.cuts) or "-"
+    text = " ".join(_factor(factor) + write_axes(axes) for factor, axes in strategy.shardings) or "-"
     for word, specs, values in (
         ("needs", strategy.operands, node.operands),
         ("gives", strategy.results, node.outs),
@@ -91,17 +91,17 @@ def _write_cuts(node: Node, scope: PrintScope) -> str | None:
     return f" {text}"
 
 
-def _read_cuts(node: Node, line: Line, scope: ReadScope) -> None:
-    cuts = []
+def _read_shardings(node: Node, line: Line, scope: ReadScope) -> None:
+    shardings = []
     if not line.accept("-"):
         while line.kind == "string" or (line.kind == "word" and line.token not in RESERVED):
-            cuts.append((line.name("a factor"), read_axes(line, scope)))
+            shardings.append((line.name("a factor"), read_axes(line, scope)))
     given: dict[str, tuple[Any, ...]] = {}
     for word, values in (("needs", node.operands), ("gives", node.outs)):
         given[word] = tuple(value.spec for value in values)
         if line.accept(word):
             given[word] = () if line.accept("-") else tuple(line.many(lambda: read_spec(line, scope)[1], ""))
-    node.strategy = Strategy(given["needs"], given["gives"], tuple(cuts))
+    node.strategy = Strategy(given["needs"], given["gives"], tuple(shardings))
 
 
 def _write_pin(node: Node, scope: PrintScope) -> str | None:
@@ -113,8 +113,8 @@ def _write_pin(node: Node, scope: PrintScope) -> str | None:
 
 
 def _said(pin: Pin) -> str:
-    cuts = " ".join(_factor(factor) + write_axes(axes) for factor, axes in pin.cuts)
-    return f"{json.dumps(pin.by)}{f' {pin.op}:' if pin.op else ''} {cuts}"
+    shardings = " ".join(_factor(factor) + write_axes(axes) for factor, axes in pin.shardings)
+    return f"{json.dumps(pin.by)}{f' {pin.op}:' if pin.op else ''} {shardings}"
 
 
 def _read_pin(node: Node, line: Line, scope: ReadScope) -> None:
@@ -124,14 +124,14 @@ def _read_pin(node: Node, line: Line, scope: ReadScope) -> None:
 def _pin(line: Line, scope: ReadScope) -> Pin:
     by = json.loads(line.take("string", "in quotes who pins it"))
     op = ""
-    cuts: list[tuple[str, tuple[str, ...]]] = []
+    shardings: list[tuple[str, tuple[str, ...]]] = []
     while line.kind == "string" or (line.kind == "word" and line.token not in RESERVED):
         name = line.name("a factor")
-        if not cuts and not op and line.accept(":"):
+        if not shardings and not op and line.accept(":"):
             op = name
         else:
-            cuts.append((name, read_axes(line, scope)))
-    return Pin(tuple(cuts), by, op, _pin(line, scope) if line.accept(",") else None)
+            shardings.append((name, read_axes(line, scope)))
+    return Pin(tuple(shardings), by, op, _pin(line, scope) if line.accept(",") else None)
 
 
 def _factor(name: str) -> str:
@@ -139,7 +139,7 @@ def _factor(name: str) -> str:
 
 
 def _says_nothing(node: Node, strategy: Strategy) -> bool:
-    """Whether the strategy is that of a comm op: no factor is cut, operands and results are as they are placed."""
+    """Whether the strategy is that of a comm op: no factor is sharded, operands and results are as they are placed."""
     return strategy == strategy_of_comm(node)
 
 
@@ -206,7 +206,7 @@ def _read_source(node: Node, line: Line, scope: ReadScope) -> None:
 
 
 NODE: tuple[Attribute[Node], ...] = (
-    Attribute("cuts", _write_cuts, _read_cuts),
+    Attribute("shards", _write_shardings, _read_shardings),
     Attribute("pinned", _write_pin, _read_pin),
     Attribute("{", _write_attrs, _read_attrs),
     Attribute("at", _write_at, _read_at),

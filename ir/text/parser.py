@@ -25,7 +25,7 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value, op_name
-from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.mesh import Link, Loop, Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.computing.batch_gradient import batch_norm_gradient, batch_norm_sums
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
@@ -159,7 +159,7 @@ class _Reader:
             self._repeat(line)
         elif word == "pipeline":
             line.next()
-            self.pipeline = tuple(line.many(lambda: line.word("the axis of stages, and that of turns"), ""))
+            self.pipeline = tuple(line.many(lambda: line.word("the axis of stages, and that of iterations"), ""))
         elif word == "row":
             line.next()
             self.rows.append(json.loads(line.take("string", "a row of the schedule in quotes")))
@@ -167,19 +167,19 @@ class _Reader:
             words = "mesh, link, unplaced, established, note, repeat, pipeline, row, source"
             line.fail(f"{words}, {', '.join(kinds)} or forward:")
 
-    def _axis(self, line: Line) -> tuple[str, int | Time]:
+    def _axis(self, line: Line) -> tuple[str, int | Loop]:
         name = line.word("a mesh axis such as dp=2")
         line.expect("=")
-        if not line.accept("Time"):
-            return name, line.number_of(int, "a number of ranks, or Time(turns)")
+        if not line.accept("Loop"):
+            return name, line.number_of(int, "a number of ranks, or Loop(iterations)")
         line.expect("(")
-        turns, interleave = line.number_of(int, "a number of turns"), False
+        iterations, interleave = line.number_of(int, "a number of iterations"), False
         if line.accept(","):
             for each in ("interleave", "=", "True"):
                 line.expect(each)
             interleave = True
         line.expect(")")
-        return name, Time(turns, interleave)
+        return name, Loop(iterations, interleave)
 
     def _link(self, line: Line) -> None:
         name = line.word("a mesh axis")

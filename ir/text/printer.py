@@ -15,14 +15,14 @@
       result results.0 = %1 : [64{dp}, 512{tp}]
 
 A type without braces is whole. Before anything is placed the header says ``unplaced``; a ``?`` marks one value that is
-not. A node with a strategy says ``cuts m{dp} k{tp}`` (``cuts -`` for none) and, where they differ from the specs of its
-operands and results, what it ``needs`` and ``gives``; a placed comm op always has a strategy, and need not say so.
-``hint`` says how somebody wants a value, and who; an output's ``: [...]`` how it must leave. All that a line may say is
-the table in :mod:`.attributes`. ``repeat layers 2..77`` leaves out equal blocks (see :mod:`shardfx.ir.repeat`).
-``at{1}`` are the stages of a node or an input, where the header says ``pipeline pp, mb``, and in a ``row`` for each
-coordinate what is done when. A comment begins with ``#``. Not in the text: the contents of large constants and the code
-of a source line; on request only: which pass made a node (``by``), and ``why``; and at the end the ``reasons`` of cuts
-(:mod:`.reason_lines`).
+not. A node with a strategy says ``shardings m{dp} k{tp}`` (``shardings -`` for none) and, where they differ from the
+specs of its operands and results, what it ``needs`` and ``gives``; a placed comm op always has a strategy, and need not
+say so. ``hint`` says how somebody wants a value, and who; an output's ``: [...]`` how it must leave. All that a line
+may say is the table in :mod:`.attributes`. ``repeat layers 2..77`` leaves out equal blocks (see
+:mod:`shardfx.ir.repeat`). ``at{1}`` are the stages of a node or an input, where the header says ``pipeline pp, mb``,
+and in a ``row`` for each coordinate what is done when. A comment begins with ``#``. Not in the text: the contents of
+large constants and the code of a source line; on request only: which pass made a node (``by``), and ``why``; and at the
+end the ``reasons`` of shardings (:mod:`.reason_lines`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .scope import BARE_NAME, BARE_SOURCE, PrintScope, quoted
 
 def print_graph(graph: Graph, *, sources: bool = True, reasons: bool = False) -> str:
     """The text of ``graph``; without ``sources`` it leaves out where the files lie (for texts that are kept), with
-    ``reasons`` it says which pass made each node, and why; and why each value is cut as it is.
+    ``reasons`` it says which pass made each node, and why; and why each value is sharded as it is.
 
     Raises:
         Error: an argument or attribute of a node has no text.
@@ -144,7 +144,7 @@ class Printer:
 
 def write_pipeline(pipeline: Pipelined) -> Iterable[str]:
     """``pipeline pp, mb``, and a line for each row of its schedule: ``row "F0.0 F0.1 B0.0 B0.1"``."""
-    yield f"pipeline {', '.join(filter(None, (pipeline.axis, pipeline.time)))}"
+    yield f"pipeline {', '.join(filter(None, (pipeline.axis, pipeline.microbatches)))}"
     for row in str(pipeline.schedule).splitlines():
         yield f"row {json.dumps(row)}"
 

@@ -1,11 +1,11 @@
-"""The reasons of a graph as lines of its text, both ways: why each value is cut as it is.
+"""The reasons of a graph as lines of its text, both ways: why each value is sharded as it is.
 
 reasons:
   gone %gone.0 : f32[512, 256]
   0: %layers.0.w1.weight 0 [512{tp}] "by layers.*.w1.weight" hint "layers.*.w1.weight"
   1: %0 1 [512{tp}] "elementwise" from tp %layers.0.w1.weight 0 behind 0 through aten.t @ layers.0.w1  model.py:42
 
-A line says which dim of which value is cut how; ``from`` which dims of which tensors an axis came, ``behind`` which
+A line says which dim of which value is sharded how; ``from`` which dims of which tensors an axis came, ``behind`` which
 decisions, and what was turned ``down``. What is ``gone`` was taken out of the graph since.
 """
 
@@ -38,8 +38,8 @@ def write_reasons(reasons: Reasons, scope: PrintScope) -> Iterator[str]:
         yield f"gone {name} : {write_type(value, scope)}"
     scope.numbers = {each: number for number, each in enumerate(made)}
     for each, number in scope.numbers.items():
-        cut = write_spec(Spec((each.cut,)), (each.value.shape[each.dim],))
-        line = f"{number}: {scope.use(each.value)} {each.dim} {cut} {json.dumps(each.level)}"
+        sharding = write_spec(Spec((each.sharding,)), (each.value.shape[each.dim],))
+        line = f"{number}: {scope.use(each.value)} {each.dim} {sharding} {json.dumps(each.level)}"
         yield write_attributes(line, DECISION, each, scope)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Value, Where
-from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.mesh import Link, Loop, Mesh
 from shardfx.ir.reasons import Decision
 
 from .lexer import Line, T
@@ -52,7 +52,7 @@ class ReadScope:
     """What a text has said so far: its mesh, its files, and the values that may be used."""
 
     mesh: Mesh | None = None
-    sizes: dict[str, int | Time] = field(default_factory=dict)
+    sizes: dict[str, int | Loop] = field(default_factory=dict)
     links: dict[str, Link] = field(default_factory=dict)
     placed: bool = True
     files: dict[str, str] = field(default_factory=dict)

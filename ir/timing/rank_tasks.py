@@ -1,10 +1,10 @@
 """The tasks of a rank, as the simulator sees its program: compute, start, wait, send and receive, each with its action.
 
-    unit = time.unit(%turns, "F0")
+    unit = loop.action(%micro-batches, "F0")
     mm = aten.mm(%piece, %w)                     ComputeTask of F0
-    unit_1 = time.unit(%turns, "B0")
+    unit_1 = loop.action(%micro-batches, "B0")
     mm_1 = aten.mm(%wait_tensor, %w)             ComputeTask of B0
-    done = time.done(...)
+    done = loop.end(...)
     sum = c10d.all_reduce(%grad, "sum", ...)     StartTask of U0
 
 Loops in schedule actions name their actions themselves. Other programs are split where the phases of the planned nodes
@@ -33,14 +33,14 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_heavy
-from shardfx.ir.program.loops.loop_regions import end_of, name_of, part_in_turns, regions
+from shardfx.ir.program.loops.loop_regions import end_of, name_of, part_in_iterations, regions
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.schedule.actions import KINDS
 
 from .stream_order import link_of, source
 
 BEFORE = ""
-"""What is done once, in front of all turns."""
+"""What is done once, in front of all micro-batches."""
 RECEIVED = "R"
 """What only takes in what others send."""
 
@@ -52,8 +52,9 @@ class Purpose(NamedTuple):
     stage: int = 0
 
 
-def main_turns(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The first call of the turns in which most of a program's forward and backward is done; None where none are."""
+def main_iterations(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The first call of the micro-batches in which most of a program's forward and backward is done; None where none
+    are."""
     inside = regions(nodes)
     in_units = next((inside[node][0] for node in nodes if _names_action(node)), None)
     if in_units is not None:
@@ -70,12 +71,12 @@ def main_turns(nodes: Sequence[fx.Node]) -> fx.Node | None:
 def purposes(nodes: Iterable[fx.Node]) -> dict[fx.Node, Purpose]:
     """What each call is done for, in the order of the program."""
     calls = [node for node in nodes if node.op == "call_function"]
-    turns, inside = main_turns(calls), regions(calls)
+    microbatches, inside = main_iterations(calls), regions(calls)
     stage = _stage(calls)
-    if turns is None:
+    if microbatches is None:
         return _parted(calls, stage)
-    first = calls.index(turns)
-    behind = [place for place, node in enumerate(calls) if turns in inside[node]][-1] + 1
+    first = calls.index(microbatches)
+    behind = [place for place, node in enumerate(calls) if microbatches in inside[node]][-1] + 1
     found = dict.fromkeys(calls[: first + 1], Purpose(BEFORE, stage))
     here = calls[first + 1 : behind]
     found |= _in_units(here) if any(map(_names_action, here)) else _parted(here, stage)
@@ -90,8 +91,9 @@ def _stage(calls: Sequence[fx.Node]) -> int:
 
 
 def _names_action(node: fx.Node) -> bool:
-    """Whether a unit begins that is an action of a schedule; others are stretches of a turn that is interleaved."""
-    return part_in_turns(node) == "unit" and re.fullmatch(rf"R?[{''.join(KINDS)}]\d+|O", name_of(node)) is not None
+    """Whether a unit begins that is an action of a schedule; others are stretches of a micro-batch that is
+    interleaved."""
+    return part_in_iterations(node) == "unit" and re.fullmatch(rf"R?[{''.join(KINDS)}]\d+|O", name_of(node)) is not None
 
 
 def _in_units(calls: Sequence[fx.Node]) -> dict[fx.Node, Purpose]:
@@ -145,17 +147,18 @@ def _is_comm(node: fx.Node) -> bool:
 
 
 Message = tuple[int, int, int, int]
-"""From one place along the axis of stages to another: these, what it is (its tag), and the turn."""
+"""From one place along the axis of stages to another: these, what it is (its tag), and the micro-batch."""
 
 
 @dataclass(frozen=True)
 class Doing:
-    """One thing that a rank does for a purpose in a turn; it takes so many seconds, of the rank or of a link. ``at``:
-    the turns of all loops around, outermost first."""
+    """One thing that a rank does for a purpose in a micro-batch; it takes so many seconds, of the rank or of a link.
+    ``at``:
+    the micro-batches of all loops around, outermost first."""
 
     purpose: Purpose
     seconds: float = 0.0
-    turn: int = 0
+    microbatch: int = 0
     at: tuple[int, ...] = field(default=(), kw_only=True)
 
 
@@ -202,7 +205,7 @@ class _Word(NamedTuple):
     """A turn of all units of a loop, or of one of them."""
 
     unit: str
-    turn: int
+    microbatch: int
 
 
 def doings(program: RankProgram, footprint: Footprint, machine: Machine, mesh: Mesh) -> list[Doing]:
@@ -221,7 +224,7 @@ class _Walk:
         self.costs: Mapping[fx.Node, Cost] = dict(zip(footprint.calls, footprint.costs, strict=True))
         self.machine, self.mesh, self.coords = machine, mesh, mesh.coords(program.rank)
         self.inside, self.purposes = regions(self.nodes), purposes(self.nodes)
-        self.main = main_turns(self.nodes)
+        self.main = main_iterations(self.nodes)
 
     def all(self) -> Iterator[Doing]:
         """The program from its first call to its last."""
@@ -231,30 +234,30 @@ class _Walk:
         at = start
         while at < end:
             node = self.nodes[at]
-            if part_in_turns(node) == "opens":
+            if part_in_iterations(node) == "opens":
                 closed = end_of(self.nodes, at)
-                yield from self._in_turns(node, at + 1, closed)
+                yield from self._in_iterations(node, at + 1, closed)
                 at = closed
             elif doing := self._read(node):
                 yield doing
             at += 1
 
-    def _in_turns(self, turns: fx.Node, start: int, end: int) -> Iterator[Doing]:
-        """What is done in turns, each of their units read once."""
-        words, units = _words(turns), dict[str, list[Doing]]()
+    def _in_iterations(self, microbatches: fx.Node, start: int, end: int) -> Iterator[Doing]:
+        """What is done in micro-batches, each of their units read once."""
+        words, units = _words(microbatches), dict[str, list[Doing]]()
         for unit in {word.unit for word in words}:
-            units[unit] = list(_joined(self._within(*self._unit(turns, start, end, unit))))
+            units[unit] = list(_joined(self._within(*self._unit(microbatches, start, end, unit))))
         for word in words:
             for each in units[word.unit]:
-                made = replace(each, at=(word.turn, *each.at))
-                yield replace(made, turn=word.turn) if turns is self.main else made
+                made = replace(each, at=(word.microbatch, *each.at))
+                yield replace(made, microbatch=word.microbatch) if microbatches is self.main else made
 
-    def _unit(self, turns: fx.Node, start: int, end: int, name: str) -> tuple[int, int]:
-        """The calls of a unit of turns; of no name: all."""
+    def _unit(self, microbatches: fx.Node, start: int, end: int, name: str) -> tuple[int, int]:
+        """The calls of a unit of micro-batches; of no name: all."""
         if not name:
             return start, end
-        units = (i for i in range(start, end) if part_in_turns(self.nodes[i]) == "unit")
-        begins = [i for i in units if self.nodes[i].args[0] is turns]
+        units = (i for i in range(start, end) if part_in_iterations(self.nodes[i]) == "unit")
+        begins = [i for i in units if self.nodes[i].args[0] is microbatches]
         at = next(place for place, i in enumerate(begins) if self.nodes[i].args[1] == name)
         return begins[at] + 1, [*begins, end][at + 1]
 
@@ -267,7 +270,7 @@ class _Walk:
         cost = self.costs.get(node)
         if cost is None:
             return None
-        times = prod(len(_turns(each)) for each in self.inside[node] if part_in_turns(each) == "opens")
+        times = prod(len(_iterations(each)) for each in self.inside[node] if part_in_iterations(each) == "opens")
         if row is not None and row.message:
             (axis,) = self.mesh.group_axes(str(args[row.group or 0]))
             here = self.coords[axis]
@@ -284,28 +287,28 @@ class _Walk:
         return Works(purpose, seconds) if seconds else None
 
 
-def _words(turns: fx.Node) -> Sequence[_Word]:
-    """What is done of which turn, in order."""
-    args: Any = turns.args
+def _words(microbatches: fx.Node) -> Sequence[_Word]:
+    """What is done of which micro-batch, in order."""
+    args: Any = microbatches.args
     if len(args) > 3 and args[3]:
         parts = (word.rpartition(".") for word in args[3].split())
-        return [_Word(unit, int(turn)) for unit, _, turn in parts]
-    return [_Word("", turn) for turn in _turns(turns)]
+        return [_Word(unit, int(microbatch)) for unit, _, microbatch in parts]
+    return [_Word("", microbatch) for microbatch in _iterations(microbatches)]
 
 
-def _turns(turns: fx.Node) -> range:
-    args: Any = turns.args
+def _iterations(microbatches: fx.Node) -> range:
+    args: Any = microbatches.args
     return range(args[1])
 
 
 def _joined(doings: Iterator[Doing]) -> Iterator[Doing]:
-    """Works that follow one another for one purpose in one turn, as one."""
+    """Works that follow one another for one purpose in one micro-batch, as one."""
     last: Doing | None = None
     for each in doings:
         if (
             isinstance(last, Works)
             and isinstance(each, Works)
-            and (last.purpose, last.turn) == (each.purpose, each.turn)
+            and (last.purpose, last.microbatch) == (each.purpose, each.microbatch)
         ):
             last = replace(last, seconds=last.seconds + each.seconds)
             continue

@@ -50,7 +50,7 @@ class Course:
         transfers: what goes over its links, by when that is given to them.
         stalls: its waits, one behind the other.
         end: when it is done.
-        before: what is done once, in front of all turns.
+        before: what is done once, in front of all micro-batches.
         exposed: seconds in which it waits for communication that no computing hides: of what others send, no more than
             the transfer takes.
     """
@@ -117,7 +117,7 @@ class _Clock:
     free: dict[str, float] = field(default_factory=dict)
     """From when a link has nothing to do."""
     done: dict[tuple[fx.Node, tuple[int, ...]], float] = field(default_factory=dict)
-    """When what was started in a turn is done."""
+    """When what was started in a micro-batch is done."""
     expected: dict[fx.Node, Message] = field(default_factory=dict)
     pieces: dict[Action, list[Span]] = field(default_factory=dict)
     transfers: list[Transfer] = field(default_factory=list)
@@ -150,11 +150,11 @@ class _Clock:
                 self._carry(doing.link, what, doing.seconds)
         elif isinstance(doing, Sends):
             origin, to, tag, _ = doing.message
-            mail.setdefault((origin, to, tag, doing.turn), deque()).append(self._sent(doing))
+            mail.setdefault((origin, to, tag, doing.microbatch), deque()).append(self._sent(doing))
         elif isinstance(doing, Receives):
             assert doing.call is not None
             origin, to, tag, _ = doing.message
-            self.expected[doing.call] = origin, to, tag, doing.turn
+            self.expected[doing.call] = origin, to, tag, doing.microbatch
         elif isinstance(doing, Waits):
             assert doing.call is not None
             if (message := self.expected.get(doing.call)) is not None:
@@ -208,7 +208,7 @@ class _Clock:
         if kind not in KINDS:
             self.before = Span(self.before.start, self.now) if not kind else self.before
             return
-        action = Action(kind, stage, 0 if kind == "U" else doing.turn)
+        action = Action(kind, stage, 0 if kind == "U" else doing.microbatch)
         known = self.pieces.setdefault(action, [])
         if known and action == self.last:
             begin = known.pop().start

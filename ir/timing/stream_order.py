@@ -22,7 +22,7 @@ from torch import fx
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.traits import is_view
-from shardfx.ir.program.loops.loop_regions import part_in_turns
+from shardfx.ir.program.loops.loop_regions import part_in_iterations
 
 COMPUTE = "compute"
 
@@ -68,7 +68,7 @@ def moves_only(call: fx.Node) -> bool:
     """Whether a call takes no time of its own worth telling: views, memory, what unpacks what came."""
     row = row_of(call.target)
     if row is not None and row.name != "update.segment":
-        return row.moves or row.memory or row.shares or bool(part_in_turns(call))
+        return row.moves or row.memory or row.shares or bool(part_in_iterations(call))
     planned = call.meta.get("shardfx")
     return isinstance(planned, Node) and planned.op is call.target and is_view(planned)
 

@@ -146,13 +146,15 @@ class Definitions:
                 expected=f"one of {', '.join(known)}",
                 got=unknown,
             )
-        for dim, cut in enumerate(spec.dims):
-            if cut.parts:
-                product = math.prod(part.size for part in cut.parts)
-                if product != shape[dim] or cut.axes != tuple(axis for part in cut.parts for axis in part.axes):
+        for dim, sharding in enumerate(spec.dims):
+            if sharding.parts:
+                product = math.prod(part.size for part in sharding.parts)
+                if product != shape[dim] or sharding.axes != tuple(
+                    axis for part in sharding.parts for axis in part.axes
+                ):
                     self.wrong.fail(
                         f"the placement of {self.wrong.name(value)} does not fit dim {dim}",
                         place,
-                        expected=f"parts whose product is {shape[dim]}, cut over {{{','.join(cut.axes)}}}",
-                        got=cut.text(shape[dim]),
+                        expected=f"parts whose product is {shape[dim]}, sharded over {{{','.join(sharding.axes)}}}",
+                        got=sharding.text(shape[dim]),
                     )

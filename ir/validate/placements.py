@@ -1,4 +1,4 @@
-"""Do a node's placements follow from how it is cut, by its op's rule; and do its values have them?"""
+"""Do a node's placements follow from how it is sharded, by its op's rule; and do its values have them?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.as_placed import passes_partial
 from shardfx.ir.rules.book import RuleBook, replicated
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.strategy import factor_cuts, partial_operands, strategy
+from shardfx.ir.rules.strategy import factor_shardings, partial_operands, strategy
 from shardfx.ir.spec import Spec
 
 from .complaint import Complaint
@@ -34,26 +34,30 @@ def check_values(node: Node, operands: list[Value], made: Strategy, explicit: bo
             wrong.fail(what, node, expected=spec, got=value.spec or "no placement")
 
 
-def check_cuts(node: Node, made: Strategy, rules: RuleBook, mesh: Mesh, wrong: Complaint) -> None:
-    """The strategy is one that the op's rule allows: the placements follow from the cuts of its factors."""
+def check_shardings(node: Node, made: Strategy, rules: RuleBook, mesh: Mesh, wrong: Complaint) -> None:
+    """The strategy is one that the op's rule allows: the placements follow from the shardings of its factors."""
     name = op_name(node.op)
     entry = rules.entry(node.op)
     rule = (entry.make(node) if entry is not None else None) or replicated(node)
     partial = partial_operands(made)
-    cut_by = {axis: factor for factor, axes in made.cuts for axis in axes}
-    for factor, axes in made.cuts:
+    sharding_by = {axis: factor for factor, axes in made.shardings for axis in axes}
+    for factor, axes in made.shardings:
         groups = [partial.get(axis, ("sum", frozenset[int]()))[1] for axis in axes]
         if factor not in rule.factors:
             known = ", ".join(rule.factors) or "none: it is computed whole"
-            wrong.fail(f"{name} is cut by a factor that its rule lacks", node, expected=f"one of {known}", got=factor)
+            wrong.fail(
+                f"{name} is sharded by a factor that its rule lacks", node, expected=f"one of {known}", got=factor
+            )
         if axes and factor in rule.windows.keys() - rule.alone:
             leader = rule.windows[factor].leader
-            wrong.fail(f"{name} is cut by a factor that follows another", node, expected=leader, got=factor)
+            wrong.fail(f"{name} is sharded by a factor that follows another", node, expected=leader, got=factor)
         if axes and factor in rule.whole and not all(rule.together(factor, group) for group in groups):
             free = ", ".join(f for f in rule.factors if f not in rule.whole) or "none"
-            wrong.fail(f"{name} is cut where its rule needs the whole", node, expected=f"cuts of {free}", got=factor)
+            wrong.fail(
+                f"{name} is sharded where its rule needs the whole", node, expected=f"shardings of {free}", got=factor
+            )
     for axis, (kind, group) in partial.items():
-        if not passes_partial(rule, node, kind, group, cut_by.get(axis, "")):
+        if not passes_partial(rule, node, kind, group, sharding_by.get(axis, "")):
             wrong.fail(
                 f"{name} cannot be computed on these partial operands",
                 node,
@@ -61,17 +65,17 @@ def check_cuts(node: Node, made: Strategy, rules: RuleBook, mesh: Mesh, wrong: C
                 got=f"partial ({kind}) over {axis}: operands {_numbers(group)}",
             )
     try:
-        follows = strategy(rule, factor_cuts(rule, node, mesh), mesh, partial)
+        follows = strategy(rule, factor_shardings(rule, node, mesh), mesh, partial)
     except Error as error:
-        wrong.fail(f"the cuts of {name} contradict one another", node, expected=error.expected, got=error.got)
+        wrong.fail(f"the shardings of {name} contradict one another", node, expected=error.expected, got=error.got)
     for word, said, found in (
         ("operand", made.operands, follows.operands),
         ("result", made.results, follows.results),
     ):
         for index, (a, b) in enumerate(zip(said, found, strict=True)):
             if a != b:
-                what = f"{word} {index} of {name} is not placed as its cuts say"
-                wrong.fail(what, node, expected=f"{b}, with {_cuts(made)}", got=a)
+                what = f"{word} {index} of {name} is not placed as its shardings say"
+                wrong.fail(what, node, expected=f"{b}, with {_shardings(made)}", got=a)
 
 
 def check_outputs(graph: Graph, wrong: Complaint) -> None:
@@ -92,8 +96,8 @@ def _wrong_output(output: Output, spec: Spec, wrong: Complaint) -> None:
     )
 
 
-def _cuts(made: Strategy) -> str:
-    return "cuts " + factors_text(made.cuts)
+def _shardings(made: Strategy) -> str:
+    return "shardings " + factors_text(made.shardings)
 
 
 def _groups(rule: ShardingRule) -> str:

@@ -3,7 +3,7 @@
 It runs after every pass, so it is one walk; nodes alike are looked into once, and text is written only for the node
 that is wrong::
 
-    the graph is wrong after pass 'fuse-comm': %3 is used before it is defined
+    the graph is wrong after pass 'bucket-comm': %3 is used before it is defined
       where:    %4 = aten.relu(%3) : f32[64{dp}, 512]    @ layers.0.act  model.py:42
       expected: a value that an input or an earlier node defines
       got:      %3, which a later node defines
@@ -23,7 +23,7 @@ from .comm_nodes import check_comm
 from .complaint import Complaint
 from .definitions import Definitions
 from .node_types import check_types
-from .placements import check_cuts, check_outputs, check_values
+from .placements import check_outputs, check_shardings, check_values
 from .stages import check_stages
 
 SHARDED = "SHARDED"
@@ -35,7 +35,7 @@ COMM_EXPLICIT = "COMM_EXPLICIT"
 def validate_graph(graph: Graph, after: str | None = None, rules: RuleBook | None = None) -> None:
     """Raise for the first thing that is wrong with ``graph``; ``after`` names the pass that has just run.
 
-    With ``rules`` the cuts and placements of nodes are held to the rules of their ops.
+    With ``rules`` the shardings and placements of nodes are held to the rules of their ops.
 
     Raises:
         Error: a value is used before it is defined, two nodes share a result, a result is not what its op gives, a
@@ -97,12 +97,12 @@ class Validator:
         if made is not None:
             check_values(node, operands, made, explicit, wrong)
         elif placed:
-            expected = "a strategy: how it is cut, what it needs and gives"
+            expected = "a strategy: how it is sharded, what it needs and gives"
             wrong.fail("a node has no strategy", node, expected=expected, got="none")
         if isinstance(node.op, OwnOp):
             check_comm(node, node.op, operands, graph.mesh, wrong)
         elif made is not None and placed and self._rules is not None:
-            check_cuts(node, made, self._rules, graph.mesh, wrong)
+            check_shardings(node, made, self._rules, graph.mesh, wrong)
 
 
 def _objects(value: Value) -> Hashable:

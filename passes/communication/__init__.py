@@ -2,8 +2,8 @@
 
 from .cast_placement import CastPlacement
 from .duplicate_views import DuplicateViews
-from .fuse import FuseComm
+from .fuse import BucketComm
 from .order import Order
 from .partition import Partition
 
-__all__ = ["CastPlacement", "DuplicateViews", "FuseComm", "Order", "Partition"]
+__all__ = ["BucketComm", "CastPlacement", "DuplicateViews", "Order", "Partition"]

@@ -46,7 +46,7 @@ class CastPlacement(Pass):
         return changed
 
     def _place(self, node: Node, spec: Spec, graph: Graph, context: Context) -> bool:
-        """Compute a cast on its tensor as it is placed so; says whether it was otherwise."""
+        """MixedPrecision a cast on its tensor as it is placed so; says whether it was otherwise."""
         made = as_placed(context.cache.rule(node), node, graph.mesh, lambda value: spec)
         changed = made != node.strategy
         node.strategy = made

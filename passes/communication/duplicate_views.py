@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardfx.ir.cut import Cut, project
+from shardfx.ir.dim_sharding import DimSharding, project
 from shardfx.ir.graph import Graph, Node, Output, Strategy, Value
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -86,20 +86,20 @@ def produce(rule: ShardingRule, spec: Spec, node: Node, context: Context) -> Str
     """The strategy by which a one-operand move gives its result as ``spec``, if there is one; not in rows that overlap,
     which are exchanged last."""
     mesh = context.planner.mesh
-    if any(cut.rows is not None for cut in spec.dims):
+    if any(sharding.rows is not None for sharding in spec.dims):
         return None
     dims = rule.results[0]
     assert dims is not None
-    cuts: dict[str, Cut] = {}
+    shardings: dict[str, DimSharding] = {}
     for d, dim in enumerate(dims):
         projected = project(spec.dims[d], node.outs[0].shape[d], rule.dim_sizes(dim), mesh)
         if projected is None:
             return None
-        for factor, cut in zip(dim, projected, strict=True):
-            if cut.axes:
+        for factor, sharding in zip(dim, projected, strict=True):
+            if sharding.axes:
                 if factor in rule.whole or factor not in {f for dims in rule.operands for dim in dims for f in dim}:
                     return None
-                cuts[factor] = cut
+                shardings[factor] = sharding
     partial = {axis: (op, frozenset({0})) for axis, op in spec.partial}
-    made = context.cache.strategy(rule, cuts, partial)
+    made = context.cache.strategy(rule, shardings, partial)
     return made if made.results[0] == spec else None

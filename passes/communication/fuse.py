@@ -1,4 +1,4 @@
-"""fuse-comm: collectives of one kind, group and dtype travel together.
+"""bucket-comm: collectives of one kind, group and dtype travel together.
 
     %5 = comm.all_reduce(%3, axes=[dp])
     %8 = comm.all_reduce(%7, axes=[dp])       ->    %5, %8 = comm.all_reduce(%3, %7, axes=[dp])
@@ -48,7 +48,7 @@ class CommGroup:
 
 
 @dataclass(frozen=True)
-class FuseComm(Pass):
+class BucketComm(Pass):
     """Fuse collectives of one kind, group and dtype up to ``mb`` megabytes.
 
     Where that would leave fewer than four buckets they are smaller (but not below 1 MB), so that the first ones travel
@@ -59,7 +59,7 @@ class FuseComm(Pass):
     whatever their size; what is in no set is fused by size.
     """
 
-    name: ClassVar[str] = "fuse-comm"
+    name: ClassVar[str] = "bucket-comm"
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
     mb: float = 25.0
@@ -110,7 +110,7 @@ class FuseComm(Pass):
         """What must be equal within a bucket; None if the node cannot be fused."""
         if named.get(node) == BESIDE or node.op not in FUSED or not _simple(node, graph):
             return None
-        if any(graph.mesh[axis].time for axis in node.kwargs["axes"]):
+        if any(graph.mesh[axis].loop for axis in node.kwargs["axes"]):
             return None
         group = named.get(node, "")
         if not group and self.mb <= 0:
@@ -123,7 +123,7 @@ class FuseComm(Pass):
             value.type.dtype,
             kind,
             group or node.phase.value,
-            _turns(value, graph),
+            _iterations(value, graph),
             node.at,
         )
 
@@ -238,23 +238,23 @@ def _of_batch(graph: Graph) -> list[Node]:
     return found
 
 
-def _turns(value: Value, graph: Graph) -> tuple[str, ...]:
-    """The axes of time over which each turn has another piece or share of a value: then it travels in each."""
+def _iterations(value: Value, graph: Graph) -> tuple[str, ...]:
+    """The loop axes over which each iteration has another piece or share of a value: then it travels in each."""
     spec = value.spec
     return (
         ()
         if spec is None
-        else tuple(a.name for a in graph.mesh.axes if a.time and a.name in (*spec.axes, *spec.partial_axes))
+        else tuple(a.name for a in graph.mesh.axes if a.loop and a.name in (*spec.axes, *spec.partial_axes))
     )
 
 
 def _collect_last(graph: Graph) -> None:
-    """What is collected over turns is collected just before it is used: until then sums may travel together."""
+    """What is collected over iterations is collected just before it is used: until then sums may travel together."""
     waiting: dict[Node, int] = {}
     made: dict[Value, Node] = {}
     nodes: list[Node] = []
     for place, node in enumerate(graph.nodes):
-        if node.op is comm.all_reduce and any(graph.mesh[axis].time for axis in node.kwargs["axes"]):
+        if node.op is comm.all_reduce and any(graph.mesh[axis].loop for axis in node.kwargs["axes"]):
             waiting[node] = place
             made.update(dict.fromkeys(node.outs, node))
             continue
@@ -274,14 +274,14 @@ def _simple(node: Node, graph: Graph) -> bool:
     """Whether the collective works on equal pieces of dim 0 (an all-reduce always does)."""
     if node.op is comm.all_reduce:
         return True
-    whole, cut = node.outs[0].spec, node.operands[0].spec
+    whole, sharding = node.outs[0].spec, node.operands[0].spec
     if node.op is comm.reduce_scatter:
-        whole, cut = cut, whole
-    assert whole is not None and cut is not None
+        whole, sharding = sharding, whole
+    assert whole is not None and sharding is not None
     if node.kwargs.get("dim") != 0 or "view" in node.kwargs:
         return False
     size = node.outs[0].shape[0]
-    return size % graph.mesh.extent(cut.dims[0].axes) == 0 and math.prod(node.outs[0].shape) > 0
+    return size % graph.mesh.extent(sharding.dims[0].axes) == 0 and math.prod(node.outs[0].shape) > 0
 
 
 def _cast_before(first: Node, members: list[Node], rewriter: Rewriter) -> None:

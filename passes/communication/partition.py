@@ -86,7 +86,7 @@ class Copies:
         """Give every user the copy that it needs; those that keep the partial sum first, then the rest."""
         wanted = sorted(needs, key=lambda spec: self._cost(spec))
         for spec in wanted:
-            wider = [each for each in wanted if self._has(each, spec) and any(cut.rows for cut in each.dims)]
+            wider = [each for each in wanted if self._has(each, spec) and any(sharding.rows for sharding in each.dims)]
             widest = next((each for each in wider if all(self._has(each, other) for other in wider)), spec)
             if widest != spec and widest not in self._at and not self._has(self.value.spec, spec):
                 self._make(widest)
@@ -100,7 +100,7 @@ class Copies:
     def _sources(self, target: Spec) -> list[Spec]:
         """Copies to start from: once the value is reduced, never the partial sum again; of rows that overlap those that
         have the target's, or the value as it is made."""
-        tiles = [s for s in self._at if self._has(s, target) or not any(cut.rows for cut in s.dims)]
+        tiles = [s for s in self._at if self._has(s, target) or not any(sharding.rows for sharding in s.dims)]
         reduced = [s for s in tiles if len(s.partial) <= len(target.partial)]
         return reduced or tiles or list(self._at)[:1]
 

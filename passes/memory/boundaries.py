@@ -1,4 +1,4 @@
-"""What waits for the backward, cut over an axis on which every rank would hold the same."""
+"""What waits for the backward, sharded over an axis on which every rank would hold the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardfx.ir.rewriter import Rewriter
 
 @dataclass
 class Slices:
-    """Stores ``values`` cut over ``axis`` (Korthikanti et al., Reducing Activation Recomputation, 2022).
+    """Stores ``values`` sharded over ``axis`` (Korthikanti et al., Reducing Activation Recomputation, 2022).
 
     %1 = aten.add(%x, %0)                              %1 = aten.add(%x, %0) : [8, 6]
                                                  ->    %2 = comm.slice(%1, axes=[tp], dim=0) : [8{tp}, 6]
@@ -46,12 +46,12 @@ class Slices:
         return {output.value for output in self.graph.outputs}
 
     def _dim(self, value: Value) -> int | None:
-        """The first dim that the axis cuts evenly; None where it cuts the value already, or none."""
+        """The first dim that the axis shards evenly; None where it shards the value already, or none."""
         spec, mesh = value.spec, self.graph.mesh
         if spec is None or spec.partial or self.axis in spec.axes:
             return None
-        for dim, (cut, size) in enumerate(zip(spec.dims, value.shape, strict=True)):
-            n = mesh.extent((*cut.axes, self.axis))
-            if not cut.parts and size % n == 0 and size >= n:
+        for dim, (sharding, size) in enumerate(zip(spec.dims, value.shape, strict=True)):
+            n = mesh.extent((*sharding.axes, self.axis))
+            if not sharding.parts and size % n == 0 and size >= n:
                 return dim
         return None

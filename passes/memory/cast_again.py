@@ -1,4 +1,4 @@
-"""cast-again: parameters are cast once more for the backward, so that the casts need not wait between.
+"""rematerialize-casts: parameters are cast once more for the backward, so that the casts need not wait between.
 
     forward:                                             forward:
       %1 = aten._to_copy(%w, bf16)                         %1 = aten._to_copy(%w, bf16)
@@ -7,7 +7,7 @@
       %9 = aten.mm(%8, %1)                                 %9 = aten._to_copy(%w, bf16)
                                                            %10 = aten.mm(%8, %9)
 
-What was gathered stays, unless ``gather-again`` fetches it once more; then so are its casts.
+What was gathered stays, unless ``rematerialize-gathers`` fetches it once more; then so are its casts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .made_again import Repeats
 
 
 @dataclass(frozen=True)
-class CastAgain(Pass):
+class RematerializeCasts(Pass):
     """Cast parameters once more for the backward: a copy in fewer bits does not wait beside its master.
 
-    ``Hints(compute=...)`` says so.
+    ``Hints(mixed_precision=...)`` says so.
     """
 
-    name: ClassVar[str] = "cast-again"
+    name: ClassVar[str] = "rematerialize-casts"
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
     def run(self, graph: Graph, context: Context) -> bool:

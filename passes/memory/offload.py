@@ -74,13 +74,13 @@ class Offload(Pass):
 
     what: str | tuple[str, ...] = USUAL
     to: str = "host"
-    ahead: int = 8
-    least: int = 2**14
+    prefetch: int = 8
+    min_numel: int = 2**14
     modules: str | tuple[str, ...] = "**"
     only: str | tuple[str, ...] = ()
     count: int = 0
     skip: int = 0
-    folder: str = ""
+    directory: str = ""
 
     def __post_init__(self) -> None:
         if not self.whats:
@@ -98,9 +98,11 @@ class Offload(Pass):
                 got=f"to={self.to!r}",
                 remedy="put them there, and the rest elsewhere: (sx.Offload('rows'), sx.Offload(..., to='disk'))",
             )
-        if self.folder and self.to != "disk":
-            raise Error("only files lie in a folder", where=WHERE, expected="to='disk'", got=f"folder={self.folder!r}")
-        for name in ("ahead", "least", "count", "skip"):
+        if self.directory and self.to != "disk":
+            raise Error(
+                "only files lie in a folder", where=WHERE, expected="to='disk'", got=f"folder={self.directory!r}"
+            )
+        for name in ("prefetch", "min_numel", "count", "skip"):
             number = getattr(self, name)
             if type(number) is not int or number < 0:
                 raise Error(f"offload{{{name}=...}} is no number", where=WHERE, expected="0 or more", got=number)
@@ -122,18 +124,18 @@ class Offload(Pass):
                 continue
             count = self._activations(graph) if what == ACTIVATIONS else self._stored(graph, what)
             if not count and trains:
-                graph.notes.append(f"nothing of {what} is put away: of {self.least} elements and more none waits")
+                graph.notes.append(f"nothing of {what} is put away: of {self.min_numel} elements and more none waits")
             changed |= bool(count)
         return changed
 
     def _activations(self, graph: Graph) -> int:
         of = regions(graph, self.modules, self.skip, self.count, where=WHERE, root=True)
         named = set(of_ops(of, self.only, where=WHERE) if self.only else of)
-        return put_away_waiting(graph, self._pool, lambda v: v.node in named and v.type.numel >= self.least)
+        return put_away_waiting(graph, self._pool, lambda v: v.node in named and v.type.numel >= self.min_numel)
 
     def _stored(self, graph: Graph, what: str) -> int:
         found = [given for given in graph.of_kind(STORED[what]) if given.value.type.ndim and not given.pool]
-        large = [given for given in found if given.value.type.numel >= self.least]
+        large = [given for given in found if given.value.type.numel >= self.min_numel]
         if large:
             if what == OPTIMIZER:
                 update_early(graph, large)
@@ -142,7 +144,7 @@ class Offload(Pass):
 
     @property
     def _pool(self) -> Pool:
-        return Pool(self.to, self.folder, self.ahead)
+        return Pool(self.to, self.directory, self.prefetch)
 
 
 def _unknown(what: str, known: Iterable[str], got: object) -> Error:

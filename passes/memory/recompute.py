@@ -40,7 +40,7 @@ class Recompute(Pass):
             ``"layers.*.mlp:aten.mm"``.
         comm: whether collectives are repeated; if not, their results stay.
         gathers: whether stored parameters are gathered again too; if not, they stay whole.
-        slice: a mesh axis: what stays waits cut over it, and is gathered where it is needed.
+        slice: a mesh axis: what stays waits sharded over it, and is gathered where it is needed.
         count: only so many of the modules that match, the first ones; 0 for all.
         skip: and none of so many before these.
         together: so many modules that follow one another are one: what they give each other is made again too, and so
@@ -57,49 +57,49 @@ class Recompute(Pass):
     repeats: ClassVar[bool] = True
 
     modules: str | tuple[str, ...] = ()
-    keep: str | tuple[str, ...] = ()
+    save: str | tuple[str, ...] = ()
     comm: bool = True
-    gathers: bool = True
-    slice: str = ""
+    regather: bool = True
+    shard_saved: str = ""
     count: int = 0
     skip: int = 0
-    together: int = 1
+    segment: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("modules", "keep"):
+        for name in ("modules", "save"):
             given = getattr(self, name)
             if not (isinstance(given, str) or (isinstance(given, (tuple, list)) and all(map(_is_text, given)))):
                 raise _of_another_kind(name, given, "a pattern, such as 'layers.*', or a tuple of such")
-        for name, least in (("count", 0), ("skip", 0), ("together", 1)):
+        for name, least in (("count", 0), ("skip", 0), ("segment", 1)):
             number = getattr(self, name)
             if type(number) is not int or number < least:
                 raise _of_another_kind(name, number, f"a number of modules, {least} or more")
-        for name in ("comm", "gathers"):
+        for name in ("comm", "regather"):
             if not isinstance(getattr(self, name), bool):
                 raise _of_another_kind(name, getattr(self, name), "True or False")
-        if not isinstance(self.slice, str):
-            raise _of_another_kind("slice", self.slice, "the name of a mesh axis")
+        if not isinstance(self.shard_saved, str):
+            raise _of_another_kind("shard_saved", self.shard_saved, "the name of a mesh axis")
 
     def run(self, graph: Graph, context: Context) -> bool:
         of = regions(graph, self.modules, self.skip, self.count, where=WHERE)
         if not of:
             return False
-        if self.slice and self.slice not in graph.mesh.names:
+        if self.shard_saved and self.shard_saved not in graph.mesh.names:
             raise Error(
-                f"unknown mesh axis {self.slice!r}",
+                f"unknown mesh axis {self.shard_saved!r}",
                 where=f"{WHERE}: slice",
                 expected=f"one of {', '.join(graph.mesh.names)}",
-                got=self.slice,
-                remedy="name the axis over which what stays waits cut, such as that of tensor parallelism",
+                got=self.shard_saved,
+                remedy="name the axis over which what stays waits sharded, such as that of tensor parallelism",
             )
-        if self.together > 1:
-            of = joined(graph, of, successive(list(dict.fromkeys(of.values())), self.together))
+        if self.segment > 1:
+            of = joined(graph, of, successive(list(dict.fromkeys(of.values())), self.segment))
         stays = self._staying(graph, of)
         again = {v for node in of for v in node.outs if v not in stays}
-        if not self.slice:
+        if not self.shard_saved:
             return Repeats(graph, again.__contains__).run()
         of_regions = {value for node in of for value in (*node.outs, *node.operands)}
-        return Repeats(graph, again.__contains__, Slices(graph, self.slice, of_regions).of).run()
+        return Repeats(graph, again.__contains__, Slices(graph, self.shard_saved, of_regions).of).run()
 
     def _staying(self, graph: Graph, of: dict[Node, str]) -> set[Value]:
         """What is not made again: what leaves a module, or the graph, and what the options say."""
@@ -107,10 +107,10 @@ class Recompute(Pass):
         for node in graph.nodes:
             if node.phase is Phase.FORWARD:
                 stays |= {v for v in node.operands if v.node in of and of[v.node] != of.get(node)}
-        stays |= {value for node in of_ops(of, self.keep, where=WHERE) for value in node.outs}
+        stays |= {value for node in of_ops(of, self.save, where=WHERE) for value in node.outs}
         if not self.comm:
             stays |= {value for node in of if is_comm(node) for value in node.outs}
-        if not self.gathers:
+        if not self.regather:
             whole = fetched(graph)
             stays |= {value for node in of if is_comm(node) for value in node.outs if value in whole}
         return stays

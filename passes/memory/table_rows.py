@@ -50,7 +50,7 @@ class TableRows(Pass):
 
     Args:
         modules: tables that are looked up in these modules (patterns of paths, as in ``Hints(recompute=...)``).
-        least: tables of fewer elements stay where they are.
+        min_numel: tables of fewer elements stay where they are.
 
     Raises:
         Error: a pattern matches nothing; a table is used otherwise, too, as one that is tied to the head is.
@@ -66,21 +66,21 @@ class TableRows(Pass):
     repeats: ClassVar[bool] = True
 
     modules: str | tuple[str, ...] = "**"
-    least: int = 2**14
+    min_numel: int = 2**14
 
     def run(self, graph: Graph, context: Context) -> bool:
         tables = list(self._tables(graph))
-        turns = [axis.name for axis in graph.mesh.axes if axis.time]
-        if tables and turns:
+        iterations = [axis.name for axis in graph.mesh.axes if axis.loop]
+        if tables and iterations:
             raise Error(
-                "gradients of turns are added up on the device, and a table in the host's memory has its own there",
+                "gradients of iterations are added up on the device, and a table in the host's memory has its own there",
                 where=WHERE,
                 expected="a plan whose batch is done at once",
-                got=f"turns over {', '.join(turns)}",
-                remedy="leave out Hints(accumulate=...) and Hints(pipeline=...), or put 'parameters' away",
+                got=f"iterations over {', '.join(iterations)}",
+                remedy="leave out Hints(grad_accumulation=...) and Hints(pipeline=...), or put 'parameters' away",
             )
         if not tables:
-            graph.notes.append(f"no rows are put away: of {self.least} elements and more no table is looked up in")
+            graph.notes.append(f"no rows are put away: of {self.min_numel} elements and more no table is looked up in")
         for table in tables:
             _Course(graph, table).put_away()
         return bool(tables)
@@ -90,7 +90,7 @@ class TableRows(Pass):
         named = regions(graph, self.modules, where=WHERE, root=True)
         looked_up = {_source(node.operands[0]) for node in named if node.op in LOOKUPS}
         for given in graph.of_kind(InputKind.PARAMETER):
-            if given.value in looked_up and given.value.type.numel >= self.least and not given.pool:
+            if given.value in looked_up and given.value.type.numel >= self.min_numel and not given.pool:
                 yield given
 
 

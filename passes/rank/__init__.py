@@ -13,7 +13,7 @@ from .own_outputs import OwnOutputs
 from .rank_pass import RankContext, RankPass, run_rank_passes
 from .rematerialize import Rematerialize
 from .segments import Segments
-from .unpack_again import UnpackAgain
+from .unpack_again import RematerializeUnpacks
 from .waits import Waits
 from .write_back import WriteBack
 
@@ -21,7 +21,7 @@ ORDER: tuple[type[RankPass], ...] = (
     AttentionLayout,
     Rematerialize,
     Waits,
-    UnpackAgain,
+    RematerializeUnpacks,
     Buckets,
     AddInto,
     GatherInto,
@@ -41,7 +41,7 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     """The rank passes for a kind of device. ``compiled``: torch plans memory."""
     if compiled:
         return (AttentionLayout(), Rematerialize(), Waits(), MaterializeScalars(), WriteBack(), OwnOutputs())
-    kept = (Waits(), UnpackAgain(), Buckets(), AddInto(), GatherInto(), InPlace(), Overwrite())
+    kept = (Waits(), RematerializeUnpacks(), Buckets(), AddInto(), GatherInto(), InPlace(), Overwrite())
     return (*kept, OwnOutputs(), Segments(), Interleave())
 
 
@@ -60,8 +60,8 @@ __all__ = [
     "RankContext",
     "RankPass",
     "Rematerialize",
+    "RematerializeUnpacks",
     "Segments",
-    "UnpackAgain",
     "Waits",
     "WriteBack",
     "built_in",

@@ -1,10 +1,10 @@
-"""add-into: what a turn adds to a sum is computed into it.
+"""add-into: what an iteration adds to a sum is computed into it.
 
-    grad = aten.mm(t, x)                            sum = time.add_product(total, t, x)
-    sum = time.add(total, grad)               ->
+    grad = aten.mm(t, x)                            sum = loop.addmm(total, t, x)
+    sum = loop.add(total, grad)               ->
 
-A weight's gradient is then never there twice, and is gone through once a turn in place of three times. The gradient of
-a table (``aten.embedding_dense_backward``) is added row by row: only rows that were looked up are touched.
+A weight's gradient is then never there twice, and is gone through once an iteration in place of three times. The
+gradient of a table (``aten.embedding_dense_backward``) is added row by row: only rows that were looked up are touched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import ADDING
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
 
@@ -26,7 +26,7 @@ from .rank_pass import RankContext, RankPass
 
 @dataclass(frozen=True)
 class AddInto(RankPass):
-    """Compute what is used for nothing but a sum over turns into that sum."""
+    """MixedPrecision what is used for nothing but a sum over turns into that sum."""
 
     name: ClassVar[str] = "add-into"
 
@@ -34,7 +34,7 @@ class AddInto(RankPass):
         """Do so where the sum has the dtype and the shape of what is added."""
         inside, changed = regions(program.graph.nodes), False
         for node in list(program.graph.nodes):
-            if node.target is not turns.add:
+            if node.target is not loop_ops.add:
                 continue
             args: Any = node.args
             total, x = args
@@ -56,7 +56,7 @@ def _alike(x: fx.Node, node: fx.Node) -> bool:
 
 def _fits(x: fx.Node, total: fx.Node) -> bool:
     """Whether a sum lies as its rows do: a table's in one piece, of a gradient that is no mean by frequency."""
-    if ADDING[x.target] is not turns.add_rows:
+    if ADDING[x.target] is not loop_ops.index_add:
         return True
     if total.target is memory_ops.part and total.args[1] != 1:
         return False

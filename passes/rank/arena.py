@@ -8,8 +8,9 @@
                                                     mm = aten.mm.out(x, w, out=place)
 
 Buckets, what is gathered into, and temporaries of ops whose kernels compute into memory that they are given. What
-leaves the program has memory of its own, and so has what is made in turns, or used by units of them. Without an arena
-buckets are kept between steps, each for itself, and idle where activations are many; here these lie in their place.
+leaves the program has memory of its own, and so has what is made in iterations, or used by units of them. Without an
+arena buckets are kept between steps, each for itself, and idle where activations are many; here these lie in their
+place.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Arena(RankPass):
         found = {}
         for node in (each for each in nodes if each.target is memory_ops.empty):
             arguments: Any = node.args
-            if tenancy.of(node, 0) is None:  # also what has another size in each turn
+            if tenancy.of(node, 0) is None:  # also what has another size in each iteration
                 continue
             block = tenancy.of(node, nbytes_of(*arguments[:2]))
             if block is not None and block.nbytes:

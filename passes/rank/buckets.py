@@ -21,10 +21,10 @@ from torch import fx
 
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.pools.pool_ops import computed_beside
-from shardfx.ir.ops.time import turns
 from shardfx.ir.program.aliasing import destination
-from shardfx.ir.program.loops.loop_nest import time_axes
+from shardfx.ir.program.loops.loop_nest import loop_axes
 from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
 
@@ -36,7 +36,7 @@ REDUCTIONS = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 
 @dataclass(frozen=True)
 class Buckets(RankPass):
-    """Compute what is reduced together into one memory."""
+    """MixedPrecision what is reduced together into one memory."""
 
     name: ClassVar[str] = "buckets"
 
@@ -70,22 +70,22 @@ class Buckets(RankPass):
 
 
 def _shape(value: Value, program: RankProgram) -> tuple[int, ...] | None:
-    """What a rank holds of a value, in each turn; None where turns have unequal parts."""
+    """What a rank holds of a value, in each iteration; None where iterations have unequal parts."""
     spec, mesh = value.spec, program.mesh
-    over = [axis for axis in time_axes(mesh) if spec is not None and axis in spec.axes]
-    coords = {**dict.fromkeys(time_axes(mesh), 0), **mesh.coords(program.rank)}
+    over = [axis for axis in loop_axes(mesh) if spec is not None and axis in spec.axes]
+    coords = {**dict.fromkeys(loop_axes(mesh), 0), **mesh.coords(program.rank)}
     held = {spec.local_shape(value.shape, mesh, at) for at in mesh.along(coords, over)} if spec is not None else set()
     return held.pop() if len(held) == 1 else None
 
 
 def _made(tensor: fx.Node) -> fx.Node:
-    """Where the memory of a tensor is made: that of a sum over turns is there before them."""
-    into = destination(tensor) if tensor.target is turns.add else None
+    """Where the memory of a tensor is made: that of a sum over iterations is there before them."""
+    into = destination(tensor) if tensor.target is loop_ops.add else None
     return tensor if into is None else into
 
 
 def _collected(tensor: fx.Node, flat: fx.Node) -> bool:
-    """Whether a tensor is a sum over turns, in memory of its own, that is used for nothing but ``flat``."""
+    """Whether a tensor is a sum over iterations, in memory of its own, that is used for nothing but ``flat``."""
     into = _made(tensor)
     return into is not tensor and into.target is memory_ops.filled and list(tensor.users) == [flat]
 

@@ -1,16 +1,16 @@
-"""interleave: where an axis of turns says so, a turn goes on while another one waits for other ranks.
+"""interleave: where an axis of iterations says so, an iteration goes on while another one waits for other ranks.
 
-    turns = time.turns('mb', 2, [w, b])             turns = time.turns('mb', 2, [w, b], 's0.0 s0.1 s1.0 s1.1')
-    mm = aten.mm(piece, w)                          unit = time.unit(turns, 's0')
+    iterations = loop.begin('mb', 2, [w, b])             iterations = loop.begin('mb', 2, [w, b], 's0.0 s0.1 s1.0 s1.1')
+    mm = aten.mm(piece, w)                          unit = loop.action(iterations, 's0')
     sent = c10d.all_reduce(mm, ...)                     mm = aten.mm(piece, w)
     done = c10d.wait_tensor(sent)              ->       sent = c10d.all_reduce(mm, ...)
-    sum = aten.add(done, b)                         unit_1 = time.unit(turns, 's1')
+    sum = aten.add(done, b)                         unit_1 = loop.action(iterations, 's1')
                                                         done = c10d.wait_tensor(sent)
                                                         sum = aten.add(done, b)
 
-Turns are cut into units where they wait for what they started; all else of them stays as it is. The order of the units
-is that of a clock: what can begin first is done first, and of several the earliest turn. It knows rough costs alone,
-which are the same on all ranks, so that all come to one order.
+Iterations are split into units where they wait for what they started; all else of them stays as it is. The order of the
+units is that of a clock: what can begin first is done first, and of several the earliest iteration. It knows rough
+costs alone, which are the same on all ranks, so that all come to one order.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.sends import is_comm
-from shardfx.ir.ops.time import turns
 from shardfx.ir.ops.traits import is_view
-from shardfx.ir.program.loops.loop_regions import UnitOrder, Word, end_of, order_of, part_in_turns, regions
+from shardfx.ir.program.loops.loop_regions import UnitOrder, Word, end_of, order_of, part_in_iterations, regions
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -38,7 +38,7 @@ from .rank_pass import RankContext, RankPass
 
 @dataclass(frozen=True)
 class Interleave(RankPass):
-    """Do turns of an axis ``Time(..., interleave=True)`` side by side, at most ``copies`` at a time."""
+    """Do iterations of an axis ``Loop(..., interleave=True)`` side by side, at most ``copies`` at a time."""
 
     name: ClassVar[str] = "interleave"
     requires: ClassVar[frozenset[str]] = frozenset({"WAITS_LATE"})
@@ -49,30 +49,30 @@ class Interleave(RankPass):
     def __post_init__(self) -> None:
         if not isinstance(self.copies, int) or self.copies < 1:
             raise Error(
-                "so many turns cannot be under way",
+                "so many iterations cannot be under way",
                 where="interleave{copies=...}",
                 expected="an int of at least 1",
                 got=self.copies,
             )
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Put units into turns, and an order on them."""
+        """Put units into iterations, and an order on them."""
         mesh, changed = context.machine.connect(program.mesh), False
         for begin in list(program.graph.nodes):
-            if part_in_turns(begin) != "opens" or order_of(begin) or not mesh[str(begin.args[0])].interleave:
+            if part_in_iterations(begin) != "opens" or order_of(begin) or not mesh[str(begin.args[0])].interleave:
                 continue
             if _between_stages(begin):
                 axis = begin.args[0]
-                context.notes.append(f"turns of {axis!r} are done one behind the other: stages send within them")
+                context.notes.append(f"iterations of {axis!r} are done one behind the other: stages send within them")
                 continue
-            head, parts = _cut(begin, context, mesh)
+            head, parts = _sharding(begin, context, mesh)
             if len(parts) == 1:
                 continue
             for number in reversed(head):
                 begin.append(number)
             for place, part in enumerate(parts):
                 with program.graph.inserting_before(part.nodes[0]):
-                    program.graph.call_function(turns.unit, (begin, f"s{place}"))
+                    program.graph.call_function(loop_ops.action, (begin, f"s{place}"))
             order = _order(parts, mesh[str(begin.args[0])].size, self.copies)
             begin.args = (*begin.args[:3], str(order))
             changed = True
@@ -80,7 +80,7 @@ class Interleave(RankPass):
 
 
 def _between_stages(begin: fx.Node) -> bool:
-    """Whether stages of a pipeline send one another something within turns: they agreed on its order."""
+    """Whether stages of a pipeline send one another something within iterations: they agreed on its order."""
     nodes = list(begin.graph.nodes)
     nodes = nodes[nodes.index(begin) :]
     rows = (row_of(node.target) for node in nodes[: end_of(nodes, 0)])
@@ -89,7 +89,7 @@ def _between_stages(begin: fx.Node) -> bool:
 
 @dataclass
 class _Part:
-    """A stretch of a turn: what it waits for first, for how long it computes, and what it starts meanwhile."""
+    """A stretch of an iteration: what it waits for first, for how long it computes, and what it starts meanwhile."""
 
     nodes: list[fx.Node] = field(default_factory=list)
     waits: list[fx.Node] = field(default_factory=list)
@@ -98,10 +98,11 @@ class _Part:
     """By what is started: the link that it goes over, and for how long."""
 
 
-def _cut(begin: fx.Node, context: RankContext, mesh: Mesh) -> tuple[list[fx.Node], list[_Part]]:
-    """The numbers of the turns, which stand first, and the turns cut where they wait for what they started.
+def _sharding(begin: fx.Node, context: RankContext, mesh: Mesh) -> tuple[list[fx.Node], list[_Part]]:
+    """The numbers of the iterations, which stand first, and the iterations sharding where they wait for what they
+    started.
 
-    Where that was started before all that is computed since the last cut, nothing would be won by one more.
+    Where that was started before all that is computed since the last sharding, nothing would be won by one more.
     """
     nodes = list(begin.graph.nodes)
     nodes = nodes[nodes.index(begin) :]
@@ -110,8 +111,8 @@ def _cut(begin: fx.Node, context: RankContext, mesh: Mesh) -> tuple[list[fx.Node
     head: list[fx.Node] = []
     parts = [_Part()]
     for node in nodes[1:]:
-        around = [loop for loop in inside[node][1:] if part_in_turns(loop) == "opens"]
-        if not around and part_in_turns(node) == "number":
+        around = [loop for loop in inside[node][1:] if part_in_iterations(loop) == "opens"]
+        if not around and part_in_iterations(node) == "number":
             head.append(node)
             continue
         row = row_of(node.target)
@@ -141,7 +142,7 @@ class _Prices:
         self._counted: set[Node] = set()
 
     def add(self, node: fx.Node, part: _Part, around: Iterable[fx.Node]) -> None:
-        """A call is done in a part, in turns within."""
+        """A call is done in a part, in iterations within."""
         planned, row = node.meta.get("shardfx"), row_of(node.target)
         if not isinstance(planned, Node):
             return
@@ -158,7 +159,8 @@ class _Prices:
 
 
 def _order(parts: Sequence[_Part], count: int, copies: int) -> UnitOrder:
-    """Which part of which turn is done next, by a clock: what can begin first; of several, that of the first turn."""
+    """Which part of which iteration is done next, by a clock: what can begin first; of several, that of the first
+    iteration."""
     words: list[Word] = []
     left = list(range(count))
     place = dict.fromkeys(left, 0)
@@ -166,18 +168,18 @@ def _order(parts: Sequence[_Part], count: int, copies: int) -> UnitOrder:
     free: dict[object, float] = {}
     now = 0.0
 
-    def ready(turn: int) -> float:
-        return max((done.get((each, turn), 0.0) for each in parts[place[turn]].waits), default=0.0)
+    def ready(iteration: int) -> float:
+        return max((done.get((each, iteration), 0.0) for each in parts[place[iteration]].waits), default=0.0)
 
     while left:
-        turn = min(left[:copies], key=lambda each: (max(now, ready(each)), each))
-        part = parts[place[turn]]
-        now = max(now, ready(turn)) + part.seconds
+        iteration = min(left[:copies], key=lambda each: (max(now, ready(each)), each))
+        part = parts[place[iteration]]
+        now = max(now, ready(iteration)) + part.seconds
         for started, (link, seconds) in part.starts.items():
             free[link] = max(now, free.get(link, 0.0)) + seconds
-            done[started, turn] = free[link]
-        words.append(Word(f"s{place[turn]}", turn))
-        place[turn] += 1
-        if place[turn] == len(parts):
-            left.remove(turn)
+            done[started, iteration] = free[link]
+        words.append(Word(f"s{place[iteration]}", iteration))
+        place[iteration] += 1
+        if place[iteration] == len(parts):
+            left.remove(iteration)
     return UnitOrder(tuple(words))

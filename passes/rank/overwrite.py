@@ -38,7 +38,7 @@ from .rank_pass import RankContext, RankPass
 
 @dataclass(frozen=True)
 class Overwrite(RankPass):
-    """Compute pointwise ops of the step over an operand that is used there last."""
+    """MixedPrecision pointwise ops of the step over an operand that is used there last."""
 
     name: ClassVar[str] = "overwrite"
 

@@ -9,9 +9,10 @@
                                                      gu = aten.mul.Tensor(gh, silu_1)
 
 For programs that ``torch.compile`` runs: it fuses the copies into the kernels of the backward. Which values are saved
-is a minimum cut of the forward, by bytes, between what is not pointwise and what the backward reads, as in the
-partitioner of AOTAutograd (``torch._functorch.partitioners.min_cut_rematerialization_partition``); among cuts of equal
-bytes the one that recomputes least. What a product of the backward reads lies in memory in any case, and is saved.
+is a minimum-cut of the forward, by bytes, between what is not pointwise and what the backward reads, as in the
+partitioner of AOTAutograd (``torch._functorch.partitioners.min_cut_rematerialization_partition``); among shardings of
+equal bytes the one that recomputes least. What a product of the backward reads lies in memory in any case, and is
+saved.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from .rank_pass import RankContext, RankPass
 
 TOTAL = 2**29
 """All capacities of a flow together, of the 32 bits that scipy computes in."""
-UNCUT = 2**30
-"""A capacity that no cut has."""
+UNSHARDED = 2**30
+"""A capacity that no sharding has."""
 SOURCE, SINK = 0, 1
 """Vertices of the flow; each value has two more, with its bytes between them."""
 CAST = torch.ops.aten._to_copy.default
@@ -48,7 +49,7 @@ CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class Rematerialize(RankPass):
-    """Recompute pointwise values in the backward, as a minimum cut of the bytes that are saved for it says."""
+    """Recompute pointwise values in the backward, as a minimum-cut of the bytes that are saved for it says."""
 
     name: ClassVar[str] = "rematerialize"
 
@@ -96,20 +97,20 @@ def _recomputed(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
         stays = late and any(user.op == "output" for user in node.users)
         edges[into, into + 1] = 0 if stays or _lies_in_input(node) else 1 + nbytes[node] // unit
         if any(user.op != "output" for user in late):
-            edges[into + 1, SINK] = UNCUT
+            edges[into + 1, SINK] = UNSHARDED
         free = _is_pointwise(node) and not (node not in views and _is_materialized(node, views))
         if free and all(inside[user] == inside[node] for user in late):
-            edges |= {(number[used] + 1, into): UNCUT for used in node.all_input_nodes if used in number}
+            edges |= {(number[used] + 1, into): UNSHARDED for used in node.all_input_nodes if used in number}
         else:
-            edges[SOURCE, into] = UNCUT
+            edges[SOURCE, into] = UNSHARDED
     if not any(end == SINK for _, end in edges) or not any(start == SOURCE for start, _ in edges):
         return set()
-    behind = _behind_cut(edges, 2 + 2 * len(forward))
+    behind = _behind_sharding(edges, 2 + 2 * len(forward))
     return {node for node, into in number.items() if into in behind and into + 1 in behind}
 
 
-def _behind_cut(edges: dict[tuple[int, int], int], size: int) -> set[int]:
-    """The vertices on the sink's side of the minimum cut that is nearest to it."""
+def _behind_sharding(edges: dict[tuple[int, int], int], size: int) -> set[int]:
+    """The vertices on the sink's side of the minimum-cut that is nearest to it."""
     starts, ends = np.array([*edges], dtype=np.int32).T
     capacity = csr_array((np.array([*edges.values()], dtype=np.int32), (starts, ends)), shape=(size, size))
     left = csr_array(capacity - maximum_flow(capacity, SOURCE, SINK).flow)

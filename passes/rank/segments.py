@@ -56,7 +56,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Segments(RankPass):
-    """Compute elementwise steps of parameters that are stepped alike by one call."""
+    """MixedPrecision elementwise steps of parameters that are stepped alike by one call."""
 
     name: ClassVar[str] = "segments"
 

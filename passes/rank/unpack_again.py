@@ -1,4 +1,5 @@
-"""unpack-again: received rows are laid beside a tile once more for the backward, where the tile waits for it anyway.
+"""rematerialize-unpacks: received rows are laid beside a tile once more for the backward, where the tile waits for it
+anyway.
 
     rows = pack.unpack_rows(x, got, ...)             rows = pack.unpack_rows(x, got, ...)
     y = aten.convolution(rows, w)                    y = aten.convolution(rows, w)         rows are gone behind it
@@ -33,10 +34,10 @@ LEAST = 2
 
 
 @dataclass(frozen=True)
-class UnpackAgain(RankPass):
+class RematerializeUnpacks(RankPass):
     """Lay received rows beside a tile once more where the backward needs them, and the tile itself later."""
 
-    name: ClassVar[str] = "unpack-again"
+    name: ClassVar[str] = "rematerialize-unpacks"
     requires: ClassVar[frozenset[str]] = frozenset({"WAITS_LATE"})
 
     def run(self, program: RankProgram, context: RankContext) -> bool:

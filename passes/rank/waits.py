@@ -28,7 +28,7 @@ from torch import fx
 
 from shardfx.ir.graph import Node as PlannedNode
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.loops.loop_regions import part_in_turns, regions
+from shardfx.ir.program.loops.loop_regions import part_in_iterations, regions
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -65,7 +65,7 @@ class Waits(RankPass):
             if not users:
                 continue
             later = [behind[sent] for sent in node.all_input_nodes if sent in behind]
-            first = _before_turns(min([*users, *later], key=place.__getitem__), node, inside)
+            first = _before_iterations(min([*users, *later], key=place.__getitem__), node, inside)
             if chain[-1].next is first or first in chain:
                 continue
             for each in chain:
@@ -76,7 +76,8 @@ class Waits(RankPass):
 
 
 def _numbers_last(program: RankProgram) -> bool:
-    """Compute at the end what is one number, made of others that collectives bring, and needed for nothing else."""
+    """MixedPrecision at the end what is one number, made of others that collectives bring, and needed for nothing
+    else."""
     nodes, end = list(program.graph.nodes), program.result()
     inside = regions(nodes)
     behind: set[fx.Node] = set()
@@ -118,12 +119,13 @@ def _nbytes(started: fx.Node, program: RankProgram) -> int:
     return sum(value.local_bytes(program.mesh) for value in planned.operands)
 
 
-def _before_turns(first: fx.Node, wait: fx.Node, inside: Mapping[fx.Node, tuple[fx.Node, ...]]) -> fx.Node:
-    """Where to wait at the latest for what started before turns, or in them: not in others, where it would be done in
+def _before_iterations(first: fx.Node, wait: fx.Node, inside: Mapping[fx.Node, tuple[fx.Node, ...]]) -> fx.Node:
+    """Where to wait at the latest for what started before iterations, or in them: not in others, where it would be done
+    in
     each, and in a unit at its end."""
     here, there = inside[wait], inside[first]
     if there[: len(here)] != here:
-        return _end(wait, inside) if part_in_turns(here[-1]) == "unit" else wait  # its turns are over by then
+        return _end(wait, inside) if part_in_iterations(here[-1]) == "unit" else wait  # its iterations are over by then
     return there[len(here)] if len(there) > len(here) else first
 
 

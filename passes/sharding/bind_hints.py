@@ -2,14 +2,14 @@
 
 Names are those of ``named_parameters()``, ``args.N``, ``kwargs.NAME``, ``targets.N``, and a module's path for its
 output; ``*`` stands for one part of a name, ``**`` for any. A spec is text (``"dp tp, -"``), a :class:`Spec`, or
-DTensor placements, one per mesh axis. Text and placements say which dims are cut, and a fused parameter is then stored
-by its parts; a :class:`Spec`, as a plan has it, says how a parameter is stored, and wins over them.
+DTensor placements, one per mesh axis. Text and placements say which dims are sharded, and a fused parameter is then
+stored by its parts; a :class:`Spec`, as a plan has it, says how a parameter is stored, and wins over them.
 
     before   parameter %qkv.weight : f32[192, 64]                   hints: "qkv.weight": "tp, dp"
     after    parameter %qkv.weight : f32[(3 64{tp}), 64{dp}] hint [(3 64{tp}), 64] "qkv.weight"
 
-Hints on ops (``Hints(cuts=...)``) are written onto nodes by :mod:`.bind_cuts`. An axis that cuts the leading dim of an
-input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
+Hints on ops (``Hints(strategies=...)``) are written onto nodes by :mod:`.bind_strategies`. An axis that shards the
+leading dim of an input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardfx.ir.cut import Cut
+from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Value
 from shardfx.ir.mesh import Mesh
@@ -27,7 +27,7 @@ from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, Context, Pass
 
-from .bind_cuts import pin_nodes
+from .bind_strategies import pin_nodes
 from .fused_layout import fused_layout
 from .seeds import BY_PASS, as_used, data_axes
 
@@ -63,8 +63,8 @@ def store(graph: Graph, parameters: Iterable[Value], context: Context, exact: Co
         assert value.hint is not None
         check_stored(value, mesh)
         layouts = list(value.hint.dims)
-        for d, cut in enumerate(layouts) if value not in exact else ():
-            layouts[d] = fused_layout(value, d, cut, set(cut.axes) - data, context.cache, users, mesh)
+        for d, sharding in enumerate(layouts) if value not in exact else ():
+            layouts[d] = fused_layout(value, d, sharding, set(sharding.axes) - data, context.cache, users, mesh)
         value.spec = Spec(tuple(layouts))
         value.hint = as_used(value.spec, data, value, mesh)
 
@@ -73,16 +73,16 @@ def check_stored(value: Value, mesh: Mesh) -> None:
     """What is stored is stored by ranks.
 
     Raises:
-        Error: a parameter is cut over an axis of time.
+        Error: a parameter is sharded over a loop axis.
     """
-    over = [axis for axis in value.hint.axes if mesh[axis].time] if value.hint is not None else []
+    over = [axis for axis in value.hint.axes if mesh[axis].loop] if value.hint is not None else []
     if over:
         raise Error(
-            f"a parameter is cut over {over[0]!r}, an axis of time",
+            f"a parameter is sharded over {over[0]!r}, a loop axis",
             where=f"hint {value.hinted_by!r}",
-            expected="axes of ranks: each rank has what it stores in all turns",
+            expected="axes of ranks: each rank has what it stores in all iterations",
             got=str(value.hint),
-            remedy=f"cut an input, or the output of a module, over {over[0]!r}",
+            remedy=f"sharded an input, or the output of a module, over {over[0]!r}",
         )
 
 
@@ -166,7 +166,9 @@ def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
     if len(spec.dims) != ndim:
         raise Error("a spec does not have one entry per dim", where=where, expected=f"{ndim} dims", got=str(spec))
     if spec.partial:
-        raise Error("a hint cannot ask for a partial value", where=where, expected="cut or whole dims", got=str(spec))
+        raise Error(
+            "a hint cannot ask for a partial value", where=where, expected="sharded or whole dims", got=str(spec)
+        )
     return spec
 
 
@@ -195,4 +197,4 @@ def from_placements(placements: Iterable[Placement], mesh: Mesh, ndim: int, wher
             axes[placement.dim % ndim] = (*axes[placement.dim % ndim], axis.name)
         elif not isinstance(placement, Replicate):
             raise Error("a hint takes Shard and Replicate only", where=where, got=repr(placement))
-    return Spec(tuple(Cut(a) for a in axes))
+    return Spec(tuple(DimSharding(a) for a in axes))

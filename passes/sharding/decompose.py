@@ -1,8 +1,8 @@
-"""Taking an op apart where a cut that is wanted stands in its way.
+"""Taking an op apart where a sharding that is wanted stands in its way.
 
-A softmax whose dim is cut, a bias inside a product whose sum is cut, a batch norm over a cut batch: the fused op
-cannot do it, its decomposition can, with small reductions inside. The op is replaced only where that happens, so
-that elsewhere the fused kernel stays.
+A softmax whose dim is sharded, a bias inside a product whose sum is sharded, a batch norm over a sharded batch: the
+fused op cannot do it, its decomposition can, with small reductions inside. The op is replaced only where that happens,
+so that elsewhere the fused kernel stays.
 
     %3 = aten._log_softmax(%2{tp on dim 1})  ->  amax, sub, exp, sum, log, sub, with two all-reduces of a column
 """
@@ -16,7 +16,7 @@ import torch
 from torch._decomp import decomposition_table
 
 from shardfx.ir.capture.canonical.patterns import splice, trace_function
-from shardfx.ir.cut import Cut
+from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
@@ -49,12 +49,12 @@ class Expander:
         entry = self._book.entry(node.op)
         return entry is not None and bool(entry.expand)
 
-    def helps(self, node: Node, cuts: Callable[[Value], Sequence[Cut]], mesh: Mesh) -> bool:
-        """Whether the decomposition is another one than the op itself, where operands are held in these cuts."""
+    def helps(self, node: Node, shardings: Callable[[Value], Sequence[DimSharding]], mesh: Mesh) -> bool:
+        """Whether the decomposition is another one than the op itself, where operands are held in these shardings."""
         expand = self._expand(node)
         if not isinstance(expand, ByPieces) or not expand.apart:
             return True
-        made = in_pieces(expand, node, cuts(node.operands[0]), mesh)
+        made = in_pieces(expand, node, shardings(node.operands[0]), mesh)
         return bool(made.pieces)
 
     def parts(self, node: Node) -> list[Any]:
@@ -62,19 +62,23 @@ class Expander:
         nodes = self._trace(node, self._expand(node)).graph.nodes
         return list(dict.fromkeys(each.target for each in nodes if each.op == "call_function"))
 
-    def apply(self, graph: Graph, nodes: list[Node], cuts: Callable[[Value], Sequence[Cut]]) -> list[Parted]:
-        """Replace the nodes, whose operands are held in these cuts; gives of each what stands for it."""
+    def apply(
+        self, graph: Graph, nodes: list[Node], shardings: Callable[[Value], Sequence[DimSharding]]
+    ) -> list[Parted]:
+        """Replace the nodes, whose operands are held in these shardings; gives of each what stands for it."""
         rewriter = Rewriter(graph)
-        parted = [self._replace(graph, node, rewriter, cuts) for node in nodes]
+        parted = [self._replace(graph, node, rewriter, shardings) for node in nodes]
         rewriter.apply()
         return parted
 
-    def _replace(self, graph: Graph, node: Node, rewriter: Rewriter, cuts: Callable[[Value], Sequence[Cut]]) -> Parted:
-        traced = self._trace(node, in_pieces(self._expand(node), node, cuts(node.operands[0]), graph.mesh))
+    def _replace(
+        self, graph: Graph, node: Node, rewriter: Rewriter, shardings: Callable[[Value], Sequence[DimSharding]]
+    ) -> Parted:
+        traced = self._trace(node, in_pieces(self._expand(node), node, shardings(node.operands[0]), graph.mesh))
         made, given = splice(traced, node.operands, like=node, mesh=graph.mesh)
         whole = self._parts_of.get(node, frozenset()) | {node.op}
         for each in made:
-            each.why = f"part of {op_name(node.op)}, taken apart because a cut stands in its way"
+            each.why = f"part of {op_name(node.op)}, taken apart because a sharding stands in its way"
             rewriter.before(node, each)
             self._parts_of[each] = whole
         swapped = [(o, n) for o, n in zip(node.results, given, strict=False) if o is not None and n is not None]

@@ -1,10 +1,10 @@
-"""How a fused weight is best laid out: ``3 * 64`` rows of q, k and v cut over heads are ``(3 64{tp})``."""
+"""How a fused weight is best laid out: ``3 * 64`` rows of q, k and v sharded over heads are ``(3 64{tp})``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardfx.ir.cut import Cut, Part, compound, project
+from shardfx.ir.dim_sharding import DimSharding, Part, compound, project
 from shardfx.ir.graph import Node, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -17,38 +17,38 @@ MOST_STEPS = 12
 def fused_layout(
     value: Value,
     dim: int,
-    cut: Cut,
+    sharding: DimSharding,
     operator: set[str],
     rules: RuleCache,
     users: Mapping[Value, list[Node]],
     mesh: Mesh,
-) -> Cut:
-    """The cut of a stored dim for which a hint says ``cut``; ``operator`` are its axes that cut ops.
+) -> DimSharding:
+    """The sharding of a stored dim for which a hint says ``sharding``; ``operator`` are its axes that shard ops.
 
-    Follows the dim to the first op that takes it apart (a split, a view); where the plain cut does not survive
-    that, but a cut of one of its parts does, each rank stores its share of every part.
+    Follows the dim to the first op that takes it apart (a split, a view); where the plain sharding does not survive
+    that, but a sharding of one of its parts does, each rank stores its share of every part.
     """
     if not operator:
-        return cut
+        return sharding
     size, at = value.shape[dim], dim
     for _ in range(MOST_STEPS):
         step = _follow(value, at, rules, users)
         if step is None:
-            return cut
+            return sharding
         factors, rule, value, at = step
         if len(factors) == 1:
             continue
         sizes = rule.dim_sizes(factors)
-        plain = project(cut, size, sizes, mesh)
+        plain = project(sharding, size, sizes, mesh)
         if plain is not None and not any(c.axes and f in rule.whole for f, c in zip(factors, plain, strict=True)):
-            return cut
-        extent = mesh.extent(cut.axes)
+            return sharding
+        extent = mesh.extent(sharding.axes)
         for i, factor in enumerate(factors):
             if factor not in rule.whole and sizes[i] % extent == 0:
-                parts = [Part(s, cut.axes if j == i else ()) for j, s in enumerate(sizes)]
+                parts = [Part(s, sharding.axes if j == i else ()) for j, s in enumerate(sizes)]
                 return compound(parts, mesh)
-        return cut
-    return cut
+        return sharding
+    return sharding
 
 
 def _follow(

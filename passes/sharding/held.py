@@ -1,4 +1,4 @@
-"""What every value holds while hints are handed on: a cut per dim, and the hint that each axis of it came from."""
+"""What every value holds while hints are handed on: a sharding per dim, and the hint that each axis of it came from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from shardfx.ir.cut import WHOLE, Cut, smallest
+from shardfx.ir.dim_sharding import WHOLE, DimSharding, smallest
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value, Where
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
@@ -28,7 +28,7 @@ class NodeTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """The hint that an axis came from; ``operator``: a parameter's or an op's, which says how ops are cut.
+    """The hint that an axis came from; ``operator``: a parameter's or an op's, which says how ops are sharded.
 
     ``pinned`` is where the op stands that is pinned so.
     """
@@ -43,15 +43,15 @@ WEAK = Origin("", False)
 
 @dataclass
 class Held:
-    """The cuts that values hold, and the rules of the nodes between them.
+    """The shardings that values hold, and the rules of the nodes between them.
 
-    A ``closed`` value has a hint, and is never changed, but by axes of turns, which say when it is made.
+    A ``closed`` value has a hint, and is never changed, but by axes of iterations, which say when it is made.
     """
 
     graph: Graph
     cache: RuleCache
     rules: dict[Node, ShardingRule] = field(default_factory=dict)
-    cuts: dict[Value, list[Cut]] = field(default_factory=dict)
+    shardings: dict[Value, list[DimSharding]] = field(default_factory=dict)
     closed: set[Value] = field(default_factory=set)
     origin: dict[tuple[Value, str], Origin] = field(default_factory=dict)
     _tensors: dict[Node, list[NodeTensor]] = field(default_factory=dict)
@@ -72,15 +72,16 @@ class Held:
             if node not in self.rules:
                 self.rules[node] = self.cache.rule(node)
 
-    def feeds(self, cut: Cut, size: int) -> bool:
-        """Whether a dim may be cut so: every rank gets something, or it is cut over axes of space alone, and there is
+    def feeds(self, sharding: DimSharding, size: int) -> bool:
+        """Whether a dim may be sharded so: every rank gets something, or it is sharded over axes of space alone, and
+        there is
         something to be shared. A rank may have nothing of a small map, where its tile of the image is none of it."""
-        parts = [part for part in cut.sub(size) if smallest(part.size, part.axes, self.mesh) == 0]
+        parts = [part for part in sharding.sub(size) if smallest(part.size, part.axes, self.mesh) == 0]
         return all(part.size > 1 and self.space.issuperset(part.axes) for part in parts)
 
     @cached_property
     def space(self) -> frozenset[str]:
-        """The axes that cut an image."""
+        """The axes that shard an image."""
         return frozenset(space_axes(self.graph))
 
     def tensors(self, node: Node) -> list[NodeTensor]:
@@ -96,19 +97,19 @@ class Held:
 
     def take_over(self, old: Value, new: Value) -> None:
         """``new`` stands for ``old`` from now on: it holds the same."""
-        if old in self.cuts:
-            self.cuts[new] = self.cuts.pop(old)
+        if old in self.shardings:
+            self.shardings[new] = self.shardings.pop(old)
         if old in self.closed:
             self.closed.add(new)
         for axis in self.mesh.names:
             if (old, axis) in self.origin:
                 self.origin[new, axis] = self.origin.pop((old, axis))
 
-    def of(self, value: Value) -> list[Cut]:
-        """The cut of each dim; the list may be changed."""
-        held = self.cuts.get(value)
+    def of(self, value: Value) -> list[DimSharding]:
+        """The sharding of each dim; the list may be changed."""
+        held = self.shardings.get(value)
         if held is None:
-            held = self.cuts[value] = [WHOLE] * value.type.ndim
+            held = self.shardings[value] = [WHOLE] * value.type.ndim
         return held
 
     def spec(self, value: Value) -> Spec:
@@ -124,40 +125,41 @@ class Held:
                 found.setdefault(parameters[output.name], []).append(output.value)
         return found
 
-    def in_turns(self, value: Value, cuts: Mapping[str, Cut], node: Node) -> dict[str, Cut]:
-        """Of the cuts of a node's factors, what may be said of a closed value: what it holds, and in which turns it is
-        made, into which the hints cut inputs."""
-        have = {axis for cut in self.of(value) for axis in cut.axes}
-        others = {axis for axis in self.mesh.names if axis not in have | self.turns}
+    def in_iterations(self, value: Value, shardings: Mapping[str, DimSharding], node: Node) -> dict[str, DimSharding]:
+        """Of the shardings of a node's factors, what may be said of a closed value: what it holds, and in which turns
+        it is
+        made, into which the hints shard inputs."""
+        have = {axis for sharding in self.of(value) for axis in sharding.axes}
+        others = {axis for axis in self.mesh.names if axis not in have | self.iterations}
         sizes = self.rules[node].sizes
-        return {factor: strip(cut, others, sizes[factor], self.mesh) for factor, cut in cuts.items()}
+        return {factor: strip(sharding, others, sizes[factor], self.mesh) for factor, sharding in shardings.items()}
 
     @cached_property
-    def turns(self) -> frozenset[str]:
-        """The axes of turns into which the hints cut inputs."""
-        return frozenset(each.name for each in self.mesh.axes if each.time and each.name not in self.chunks.modules)
+    def iterations(self) -> frozenset[str]:
+        """The axes of turns into which the hints shard inputs."""
+        return frozenset(each.name for each in self.mesh.axes if each.loop and each.name not in self.chunks.modules)
 
-    def turns_of(self, cut: Cut, size: int) -> Cut:
-        """What of a cut of a factor says in which turns a value is made."""
-        return strip(cut, set(self.mesh.names) - self.turns, size, self.mesh)
+    def loop_of(self, sharding: DimSharding, size: int) -> DimSharding:
+        """What of a sharding of a factor says in which turns a value is made."""
+        return strip(sharding, set(self.mesh.names) - self.iterations, size, self.mesh)
 
     def having(self, node: Node, axis: str, factor: str) -> list[Value]:
-        """The tensors of a node that hold a cut of a factor over an axis."""
+        """The tensors of a node that hold a sharding of a factor over an axis."""
         found, kin = [], self.rules[node].kin(factor)
         for value, dims, _ in self.tensors(node):
-            held = self.cuts.get(value, ())
-            if any(axis in cut.axes and not kin.isdisjoint(dims[d]) for d, cut in enumerate(held)):
+            held = self.shardings.get(value, ())
+            if any(axis in sharding.axes and not kin.isdisjoint(dims[d]) for d, sharding in enumerate(held)):
                 found.append(value)
         return found
 
     def follows(self, node: Node, value: Value, axis: str) -> bool:
-        """Whether a value's cut over an axis comes from the pin of the op whose backward a node belongs to."""
+        """Whether a value's sharded over an axis comes from the pin of the op whose backward a node belongs to."""
         return node.phase is not Phase.FORWARD and self.origin.get((value, axis), WEAK).pinned == node.where
 
     def is_pinned(self, value: Value, axis: str) -> bool:
-        """Whether a value's cut over an axis comes from a pin."""
+        """Whether a value's sharded over an axis comes from a pin."""
         return self.origin.get((value, axis), WEAK).pinned is not None
 
     def is_strong(self, value: Value, axis: str) -> bool:
-        """Whether a value's cut over an axis comes from a hint on a parameter or an op."""
+        """Whether a value's sharded over an axis comes from a hint on a parameter or an op."""
         return self.origin.get((value, axis), WEAK).operator

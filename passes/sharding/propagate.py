@@ -1,8 +1,8 @@
 """propagate: from a few hints to a strategy for every op.
 
-Hints flow both ways through the graph (:mod:`.fixpoint`), ops that stand in the way of a wanted cut are taken apart
-(:mod:`.decompose`), and then every node is settled in order. Partial sums are reduced where they are made: where else
-they may be is decided afterwards (:mod:`.reassociate`, :mod:`.sum_placement`).
+Hints flow both ways through the graph (:mod:`.fixpoint`), ops that stand in the way of a wanted sharding are taken
+apart (:mod:`.decompose`), and then every node is settled in order. Partial sums are reduced where they are made: where
+else they may be is decided afterwards (:mod:`.reassociate`, :mod:`.sum_placement`).
 
     before   %3 = aten.mm(%1, %2)                                hints: %1 "dp, -", %2 "-, tp"
     after    %3 = aten.mm(%1, %2) : f32[64{dp}, 512{tp}]         each node has a strategy, each value a spec
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shardfx.ir.cut import Cut
+from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, InputKind, Node, op_name
 from shardfx.ir.ops.traits import is_heavy
@@ -38,8 +38,8 @@ from .seeds import as_used, data_axes, seeds_of, stored_by_hints
 class Propagate(Pass):
     """Give every op a strategy, from hints on a few values.
 
-    With ``strict`` an op without a sharding rule is an error, and one that gathers a cut of space; else it is computed
-    whole on every rank, and said so.
+    With ``strict`` an op without a sharding rule is an error, and one that gathers a sharding of space; else it is
+    computed whole on every rank, and said so.
     """
 
     name: ClassVar[str] = "propagate"
@@ -74,7 +74,8 @@ class Propagate(Pass):
         graph.rename()
 
     def _take_apart(self, graph: Graph, expander: Expander, state: Propagation) -> None:
-        """Take apart what stands in the way of a cut, and hand on what that lets through, as long as there is any."""
+        """Take apart what stands in the way of a sharding, and hand on what that lets through, as long as there is
+        any."""
         held = state.held
 
         def parts(node: Node) -> bool:
@@ -116,14 +117,14 @@ class Propagate(Pass):
 
 
 def is_blocked(node: Node, state: Held) -> bool:
-    """Whether some operand holds a cut of a factor that the op needs whole, or somebody wants it cut."""
+    """Whether some operand holds a sharding of a factor that the op needs whole, or somebody wants it sharded."""
     rule = state.rules[node]
     if must_part(node, rule):
         return True
     if node.pin is not None and not is_heavy(node):
         return False  # its parts are other ops, of which the pin says nothing: those of a product are products
     for value, dims in zip(node.operands, rule.operands, strict=True):
-        held = state.cuts.get(value)
+        held = state.shardings.get(value)
         if held is None:
             continue
         for d, dim in enumerate(dims):
@@ -139,39 +140,41 @@ def unique_ops(nodes: Iterable[Node]) -> list[Node]:
     return list({op_name(node.op): node for node in reversed(list(nodes))}.values())[::-1]
 
 
-def sweep(held: Held, conflicts: Conflicts) -> dict[Node, dict[str, Cut]]:
-    """Settle every node's strategy in order, now that all cuts are known; open values take what is made of them."""
-    settled: dict[Node, dict[str, Cut]] = {}
+def sweep(held: Held, conflicts: Conflicts) -> dict[Node, dict[str, DimSharding]]:
+    """Settle every node's strategy in order, now that all shardings are known; open values take what is made of
+    them."""
+    settled: dict[Node, dict[str, DimSharding]] = {}
     for node in held.graph.nodes:
-        cuts, _ = conflicts.resolve(node, with_results=True)
-        settled[node] = cuts
-        made = held.cache.strategy(held.rules[node], cuts)
+        shardings, _ = conflicts.resolve(node, with_results=True)
+        settled[node] = shardings
+        made = held.cache.strategy(held.rules[node], shardings)
         for value, spec in zip(node.outs, made.results, strict=True):
             if value not in held.closed:
                 wished = held.of(value)
                 if tuple(wished) != spec.dims:
-                    held.cuts[value] = list(scattered(spec, wished))
+                    held.shardings[value] = list(scattered(spec, wished))
     return settled
 
 
-def scattered(made: Spec, wish: Iterable[Cut]) -> tuple[Cut, ...]:
+def scattered(made: Spec, wish: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
     """What an open value is held as: as it is made, but a partial sum may be scattered as was wished."""
     waiting = set(made.partial_axes)
     result = []
-    for cut, wished in zip(made.dims, wish, strict=True):
-        extra = set(wished.axes) - set(cut.axes)
-        fits = extra and extra <= waiting and set(cut.axes) <= set(wished.axes)
-        result.append(wished if fits else cut)
+    for sharding, wished in zip(made.dims, wish, strict=True):
+        extra = set(wished.axes) - set(sharding.axes)
+        fits = extra and extra <= waiting and set(sharding.axes) <= set(wished.axes)
+        result.append(wished if fits else sharding)
         waiting -= set(result[-1].axes)
     return tuple(result)
 
 
-def write(held: Held, cuts: Mapping[Node, dict[str, Cut]]) -> None:
-    """Write strategies on nodes and specs on values and outputs; a parameter lies as it is stored: in all turns, though
+def write(held: Held, shardings: Mapping[Node, dict[str, DimSharding]]) -> None:
+    """Write strategies on nodes and specs on values and outputs; a parameter lies as it is stored: in all iterations,
+    though
     each may read a part of it alone."""
-    turns = {axis.name for axis in held.mesh.axes if axis.time}
+    iterations = {axis.name for axis in held.mesh.axes if axis.loop}
     for node in held.graph.nodes:
-        node.strategy = held.cache.strategy(held.rules[node], cuts[node])
+        node.strategy = held.cache.strategy(held.rules[node], shardings[node])
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
             value.spec = spec
             value.hint = held.spec(value) if value.hint is not None else None  # with the turns it is made in
@@ -179,6 +182,6 @@ def write(held: Held, cuts: Mapping[Node, dict[str, Cut]]) -> None:
         if given.value.spec is None or given.kind is not InputKind.PARAMETER:
             given.value.spec = held.spec(given.value)
         if given.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            given.value.spec = as_used(given.value.spec, turns, given.value, held.mesh)
+            given.value.spec = as_used(given.value.spec, iterations, given.value, held.mesh)
     for output, spec in held.graph.output_specs().items():
         output.spec = spec

@@ -1,9 +1,9 @@
 """Where propagation starts: the values that have a hint, and the gradients of parameters that have one.
 
-An axis that cuts the leading dim of an input of the model is a *data axis*: on a parameter it says how the parameter
+An axis that shards the leading dim of an input of the model is a *data axis*: on a parameter it says how the parameter
 is stored, not how it computes (gathered at use, its gradient reduce-scattered), and is no part of the seed.
 
-An axis of time that cuts no input makes chunks of a step (``head "dp, chunk, -"``). It reaches from what is hinted to
+An loop axis that shards no input makes chunks of a step (``head "dp, chunk, -"``). It reaches from what is hinted to
 what follows, and into the backward of these: chunks that came back along the residual stream to an attention would have
 to meet there, layer by layer.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardfx.ir.cut import Cut, Part, compound
+from shardfx.ir.dim_sharding import DimSharding, Part, compound
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Pin, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.reasons import Decision
@@ -26,9 +26,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Seed:
-    """A value, how it is cut, and who says so.
+    """A value, how it is sharded, and who says so.
 
-    ``operator`` seeds are parameters: their cuts decide conflicts. A ``closed`` value is never changed.
+    ``operator`` seeds are parameters: their shardings decide conflicts. A ``closed`` value is never changed.
     """
 
     value: Value
@@ -72,13 +72,13 @@ def stored_by_hints(graph: Graph) -> Iterator[Decision]:
         if value.hint is None or value.spec is None:
             continue
         seed = Seed(value, value.hint, value.hinted_by)
-        for dim, cut in enumerate(value.spec.dims):
-            if axes := tuple(axis for axis in cut.axes if axis not in value.hint.axes):
-                yield Decision(value, dim, Cut(axes), f"by {seed.name}", "" if seed.by_pass else seed.name)
+        for dim, sharding in enumerate(value.spec.dims):
+            if axes := tuple(axis for axis in sharding.axes if axis not in value.hint.axes):
+                yield Decision(value, dim, DimSharding(axes), f"by {seed.name}", "" if seed.by_pass else seed.name)
 
 
 def data_axes(graph: Graph) -> set[str]:
-    """The axes that cut the leading dim of an input of the model, by the hints."""
+    """The axes that shard the leading dim of an input of the model, by the hints."""
     return {
         axis
         for given in graph.of_kind(InputKind.ARGUMENT)
@@ -89,19 +89,19 @@ def data_axes(graph: Graph) -> set[str]:
 
 def as_used(stored: Spec, data: set[str], value: Value, mesh: Mesh) -> Spec:
     """How a parameter is held where it is used: without the data axes."""
-    return Spec(tuple(strip(cut, data, value.shape[d], mesh) for d, cut in enumerate(stored.dims)))
+    return Spec(tuple(strip(sharding, data, value.shape[d], mesh) for d, sharding in enumerate(stored.dims)))
 
 
-def strip(cut: Cut, axes: set[str], size: int, mesh: Mesh) -> Cut:
-    """The cut without some axes."""
-    if not axes & set(cut.axes):
-        return cut
-    return compound([Part(p.size, tuple(a for a in p.axes if a not in axes)) for p in cut.sub(size)], mesh)
+def strip(sharding: DimSharding, axes: set[str], size: int, mesh: Mesh) -> DimSharding:
+    """The sharding without some axes."""
+    if not axes & set(sharding.axes):
+        return sharding
+    return compound([Part(p.size, tuple(a for a in p.axes if a not in axes)) for p in sharding.sub(size)], mesh)
 
 
 @dataclass(frozen=True)
 class ChunkReach:
-    """By axis of time that cuts no input, the modules whose ops may be cut over it."""
+    """By loop axis that shards no input, the modules whose ops may be sharded over it."""
 
     modules: Mapping[str, frozenset[str]]
 
@@ -109,11 +109,11 @@ class ChunkReach:
     def of(graph: Graph) -> ChunkReach:
         """What the hints of a graph say."""
         given = {axis for each in graph.of_kind(InputKind.ARGUMENT) for axis in _hinted(each.value, graph.mesh)}
-        axes = [axis.name for axis in graph.mesh.axes if axis.time and axis.name not in given]
+        axes = [axis.name for axis in graph.mesh.axes if axis.loop and axis.name not in given]
         return ChunkReach({axis: _modules(graph, axis) for axis in axes})
 
     def has(self, node: Node, axis: str) -> bool:
-        """Whether a node may be cut over an axis. The sum of two gradients is no module's: both must be so made."""
+        """Whether a node may be sharded over an axis. The sum of two gradients is no module's: both must be so made."""
         if axis not in self.modules:
             return True
         known = self.modules[axis]
@@ -122,7 +122,7 @@ class ChunkReach:
 
 
 def _modules(graph: Graph, axis: str) -> frozenset[str]:
-    """Those whose output a hint cuts, or one of whose ops is pinned so, and all that use what they make."""
+    """Those whose output a hint shardings, or one of whose ops is pinned so, and all that use what they make."""
     forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
     found = {node.where.module for node in forward if any(axis in _hinted(value, graph.mesh) for value in node.outs)}
     found |= {node.where.module for node in forward if node.pin and axis in _pinned(node.pin)}
@@ -134,9 +134,9 @@ def _modules(graph: Graph, axis: str) -> frozenset[str]:
 
 
 def _pinned(pin: Pin) -> set[str]:
-    return {axis for each in pin.each() for _, axes in each.cuts for axis in axes}
+    return {axis for each in pin.each() for _, axes in each.shardings for axis in axes}
 
 
 def _hinted(value: Value, mesh: Mesh) -> tuple[str, ...]:
-    """The axes of time in the hint on a value."""
-    return tuple(axis for axis in value.hint.axes if mesh[axis].time) if value.hint is not None else ()
+    """The loop axes in the hint on a value."""
+    return tuple(axis for axis in value.hint.axes if mesh[axis].loop) if value.hint is not None else ()

@@ -3,7 +3,7 @@
 ``dq @ wq' + dk @ wk' + dv @ wv'`` are three partial sums over tp: adding them before reducing sends a third.
 A value that is made partial may stay so (its consumers compute on the partial sums) or be reduced where it is
 made. Staying costs nothing at the value itself, but something at every value further on where it ends. The
-cheapest choice is a minimum cut between "stays partial" and "is reduced", solved exactly, per mesh axis.
+cheapest choice is a minimum sharding between "stays partial" and "is reduced", solved exactly, per mesh axis.
 
     %3 = mm(%1, %2) : [64, 512] +{tp}     %3 = mm(%1, %2) : [64, 512] +{tp}
     %4 = mm(%5, %6) : [64, 512] +{tp}     %4 = mm(%5, %6) : [64, 512] +{tp}
@@ -24,11 +24,11 @@ from typing import ClassVar
 
 import networkx as nx
 
-from shardfx.ir.cut import without
+from shardfx.ir.dim_sharding import without
 from shardfx.ir.graph import Graph, InputKind, Node, Value, op_name
 from shardfx.ir.rules.as_placed import SUMS_BEHIND
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.strategy import factor_cuts, partial_operands
+from shardfx.ir.rules.strategy import factor_shardings, partial_operands
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
 from shardfx.passes.finite import keeps_terms_finite, sure_facts
@@ -78,12 +78,12 @@ class _Sums:
         self.ends |= {value for value in self.graph.values() if value.hint is not None}
         self.late = {node for node in self.graph.nodes if node.attrs.get(SUMS_BEHIND)}
         self.of_batch = _of_batch(self.graph) if self.late else set()
-        changed = [self._axis(axis.name) for axis in self.graph.mesh.axes if axis.size > 1 or axis.time]
+        changed = [self._axis(axis.name) for axis in self.graph.mesh.axes if axis.size > 1 or axis.loop]
         self._report_early()
         return any(changed)
 
     def _needed(self, value: Value) -> Spec:
-        """How a value is held when it is reduced: as its hint says; as it is made, but cut as the first user that
+        """How a value is held when it is reduced: as its hint says; as it is made, but sharded as the first user that
         wants its partial sum scattered; or, where it is whole, as all its users want it."""
         made = value.spec
         assert made is not None
@@ -100,7 +100,7 @@ class _Sums:
         return wanted.pop() if len(wanted) == 1 and not made.axes else made
 
     def _axis(self, axis: str) -> bool:
-        """Find the values that may be partial over ``axis``, and cut the graph that they form."""
+        """Find the values that may be partial over ``axis``, and shard the graph that they form."""
         reach: dict[Value, str] = {}
         passing: dict[Node, frozenset[int]] = {}
         joining: dict[Node, frozenset[int]] = {}
@@ -114,7 +114,7 @@ class _Sums:
                 made_partial = self.rules[node].passes(kind, group) or ()
                 reach.update((value, kind) for value in node.outs if value.index in made_partial)
                 continue
-            if any(axis in axes for _, axes in made.cuts):
+            if any(axis in axes for _, axes in made.shardings):
                 joining.update(self._joined(node, axis, reach))
                 for value, spec in zip(node.outs, made.results, strict=True):
                     kind = dict(spec.partial).get(axis, "")
@@ -126,13 +126,14 @@ class _Sums:
         return bool(chosen)
 
     def _let_pass(self, node: Node, axis: str, kind: str, group: frozenset[int], joined: bool) -> None:
-        """Compute a node on the partial sums of some operands, and not sharded over the axis unless that is joined."""
+        """MixedPrecision a node on the partial sums of some operands, and not sharded over the axis unless that is
+        joined."""
         mesh, rule = self.graph.mesh, self.rules[node]
         assert node.strategy is not None
-        cuts = factor_cuts(rule, node, mesh)
-        cuts = cuts if joined else {f: without(cut, axis, mesh) for f, cut in cuts.items()}
+        shardings = factor_shardings(rule, node, mesh)
+        shardings = shardings if joined else {f: without(sharding, axis, mesh) for f, sharding in shardings.items()}
         partial = partial_operands(node.strategy) | {axis: (kind, group)}
-        node.strategy = self.context.cache.strategy(rule, {f: c for f, c in cuts.items() if c.axes}, partial)
+        node.strategy = self.context.cache.strategy(rule, {f: c for f, c in shardings.items() if c.axes}, partial)
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
             value.spec = spec
 
@@ -144,7 +145,7 @@ class _Sums:
         if len(kinds) != 1 or rule.passes(min(kinds), group) is None:
             return None
         assert node.strategy is not None
-        using = {f for f, axes in node.strategy.cuts if axis in axes}
+        using = {f for f, axes in node.strategy.shardings if axis in axes}
         for i, dims in enumerate(rule.operands):
             if i not in group and any(f in using for dim in dims for f in dim):
                 return None
@@ -155,16 +156,16 @@ class _Sums:
     def _joined(self, node: Node, axis: str, reach: dict[Value, str]) -> dict[Node, frozenset[int]]:
         """The node with the operands that may be partial sums over the axis, which shards a factor of it by itself."""
         assert node.strategy is not None
-        rule, found = self.rules[node], [(f, axes) for f, axes in node.strategy.cuts if axis in axes]
+        rule, found = self.rules[node], [(f, axes) for f, axes in node.strategy.shardings if axis in axes]
         group = frozenset(i for i, v in enumerate(node.operands) if reach.get(v) == "sum")
         alone = found[0][1] == (axis,) and group and rule.together(found[0][0], group) is not None
         fits = alone and not self._met(node, axis, group) and keeps_terms_finite(node, rule, group, self.facts)
         return {node: group} if fits else {}
 
     def _met(self, node: Node, axis: str, group: frozenset[int]) -> bool:
-        """Whether turns around those of an axis meet before the node: then those within them have met, too."""
+        """Whether iterations around those of an axis meet before the node: then those within them have met, too."""
         mesh = self.graph.mesh
-        around = {each.name for each in mesh.axes[: mesh.order(axis)] if each.time} if mesh[axis].time else set()
+        around = {each.name for each in mesh.axes[: mesh.order(axis)] if each.time} if mesh[axis].loop else set()
         assert node.strategy is not None
         pairs = [(node.operands[i].spec, node.strategy.operands[i]) for i in group if around]
         hung = [({*a.axes, *a.partial_axes}, {*b.axes, *b.partial_axes}) for a, b in pairs if a is not None]
@@ -177,7 +178,7 @@ class _Sums:
         passing: dict[Node, frozenset[int]],
         joining: dict[Node, frozenset[int]],
     ) -> list[tuple[Node, frozenset[int]]]:
-        """The nodes that compute on partial sums, by a minimum cut of each connected part. What is made by nodes that
+        """The nodes that compute on partial sums, by a minimum-cut of each connected part. What is made by nodes that
         are joined is partial in any case."""
         taking = passing | joining
         flow, later = nx.DiGraph(), self._leads_behind(list(reach), passing.get)
@@ -250,7 +251,7 @@ class _Sums:
     def _seconds(self, value: Value, axis: str, kind: str) -> float:
         """The time to reduce a value over ``axis`` to what it is needed as."""
         held = self.reduced[value]
-        dims = tuple(without(cut, axis, self.graph.mesh) for cut in held.dims)
+        dims = tuple(without(sharding, axis, self.graph.mesh) for sharding in held.dims)
         return self.context.planner.seconds(value.type, Spec(dims, ((axis, kind),)), held)
 
 
@@ -276,7 +277,7 @@ def _needs(node: Node, value: Value) -> list[Spec]:
 
 
 def add_capacity(flow: nx.DiGraph, a: object, b: object, seconds: float) -> None:
-    """An edge of at least this capacity; an integer, so that the cut is exact."""
+    """An edge of at least this capacity; an integer, so that the sharding is exact."""
     capacity = int(seconds * 1e12)
     if flow.has_edge(a, b):
         capacity += flow[a][b].get("capacity", 0)

@@ -1,4 +1,5 @@
-"""From where on small maps are no longer cut by space: each rank then has whole maps of some samples, or some channels.
+"""From where on small maps are no longer sharded by space: each rank then has whole maps of some samples, or some
+channels.
 
     4{h} of a map of 4 rows, halos of 2 more     ->     a map of 4 rows, of 8{h} samples
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from shardfx.ir.cut import Cut, smallest, without
+from shardfx.ir.dim_sharding import DimSharding, smallest, without
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.rules.strategy import partial_operands
@@ -19,12 +20,13 @@ from shardfx.ir.spec import Spec
 
 from .placing import Placing
 
-SAID = {"batch": "maps are cut by samples", "channels": "maps are cut by channels", "nothing": "maps are whole"}
+SAID = {"batch": "maps are sharded by samples", "channels": "maps are sharded by channels", "nothing": "maps are whole"}
 """What the ranks of a map may share then, in words: its samples, its channels, or nothing, and all do the same."""
 
 
 def left(base: Placing, where: str, axes: Collection[str]) -> tuple[Placing, str]:
-    """The placements in which small maps are no longer cut over the ``axes`` of space, and what is to be said of it.
+    """The placements in which small maps are no longer sharded over the ``axes`` of space, and what is to be said of
+    it.
 
     Args:
         where: the module from which on; or ``"cost"``: from where it takes least time, if that is less than to stay.
@@ -40,22 +42,22 @@ def left(base: Placing, where: str, axes: Collection[str]) -> tuple[Placing, str
     for region in regions:
         for by in SAID:
             trial = _moved(base, region, by, axes)
-            if by != "nothing" and not any(set(trial.strategy(node).cuts) - _kept(base, node) for node in region):
+            if by != "nothing" and not any(set(trial.strategy(node).shardings) - _kept(base, node) for node in region):
                 continue  # too few to share
             values = {value for node in trial.changed for value in (*node.operands, *node.outs)}
             more = trial.seconds(values, trial.changed) - base.seconds(values, trial.changed)
             if more < least:
                 first = next((node.where.module for node in region if node.where.module), "the loss")
-                best, least, said = trial, more, f"{SAID[by]}, and not cut by space, from {first} on"
+                best, least, said = trial, more, f"{SAID[by]}, and not sharded by space, from {first} on"
     return best, said
 
 
 def _kept(placing: Placing, node: Node) -> set[tuple[str, tuple[str, ...]]]:
-    return set(placing.strategy(node).cuts)
+    return set(placing.strategy(node).shardings)
 
 
 def _placed(placing: Placing, node: Node, axes: Collection[str]) -> Iterator[tuple[Value, Spec]]:
-    """The tensors of a node that are cut over axes of space, and how."""
+    """The tensors of a node that are sharded over axes of space, and how."""
     made = placing.strategy(node)
     for value, spec in (*zip(node.operands, made.operands, strict=True), *zip(node.outs, made.results, strict=True)):
         if set(spec.axes) & set(axes):
@@ -63,10 +65,10 @@ def _placed(placing: Placing, node: Node, axes: Collection[str]) -> Iterator[tup
 
 
 def _map(placing: Placing, node: Node, axes: Collection[str]) -> int:
-    """The places of the largest map that a node works on which is cut over axes of space; 0 if there is none."""
+    """The places of the largest map that a node works on which is sharded over axes of space; 0 if there is none."""
     found = 0
     for value, spec in _placed(placing, node, axes):
-        sizes = [size for size, cut in zip(value.shape, spec.dims, strict=True) if set(cut.axes) & set(axes)]
+        sizes = [size for size, sharding in zip(value.shape, spec.dims, strict=True) if set(sharding.axes) & set(axes)]
         found = max(found, math.prod(sizes))
     return found
 
@@ -112,12 +114,13 @@ def _behind(graph: Graph, maps: dict[Node, int], module: str) -> list[Node]:
 
 
 def _moved(base: Placing, region: Collection[Node], by: str, axes: Collection[str]) -> Placing:
-    """The nodes of a region cut otherwise than by space; where an operand was a partial sum, and is none any more, a
+    """The nodes of a region sharded otherwise than by space; where an operand was a partial sum, and is none any more,
+    a
     node is computed on the sum."""
     trial, chosen = base.copy(), set(region)
     for node in base.costs.graph.nodes:
         if node in chosen:
-            _cut_otherwise(trial, node, by, axes)
+            _sharding_otherwise(trial, node, by, axes)
         made = trial.strategy(node)
         pairs = list(zip(node.operands, made.operands, strict=True))
         gone = {axis for value, need in pairs for axis in need.partial_axes} - {
@@ -125,30 +128,35 @@ def _moved(base: Placing, region: Collection[Node], by: str, axes: Collection[st
         }
         if gone:
             stay = {axis: group for axis, group in partial_operands(made).items() if axis not in gone}
-            trial.changed[node] = trial.costs.cache.strategy(trial.rule(node), trial.cuts(node), stay)
+            trial.changed[node] = trial.costs.cache.strategy(trial.rule(node), trial.shardings(node), stay)
     return trial
 
 
-def _cut_otherwise(trial: Placing, node: Node, by: str, axes: Collection[str]) -> None:
+def _sharding_otherwise(trial: Placing, node: Node, by: str, axes: Collection[str]) -> None:
     """Take the axes of space from a node's maps, and give them to its samples or channels as far as these suffice."""
-    mesh, cuts = trial.costs.graph.mesh, dict(trial.cuts(node))
-    free = [axis for cut in cuts.values() for axis in cut.axes if axis in axes]
+    mesh, shardings = trial.costs.graph.mesh, dict(trial.shardings(node))
+    free = [axis for sharding in shardings.values() for axis in sharding.axes if axis in axes]
     for axis in free:
-        cuts = {factor: without(cut, axis, mesh) for factor, cut in cuts.items()}
-    shared = (_shared(trial, node, factor, cuts.get(factor, Cut()), free) for factor in _sharing(trial, node, by, axes))
-    options = ({**cuts, factor: cut} for factor, cut in shared if cut is not None)
-    made = next((made for each in (*options, cuts) if (made := trial.cut(node, each)) is not None), None)
+        shardings = {factor: without(sharding, axis, mesh) for factor, sharding in shardings.items()}
+    shared = (
+        _shared(trial, node, factor, shardings.get(factor, DimSharding()), free)
+        for factor in _sharing(trial, node, by, axes)
+    )
+    options = ({**shardings, factor: sharding} for factor, sharding in shared if sharding is not None)
+    made = next((made for each in (*options, shardings) if (made := trial.sharding(node, each)) is not None), None)
     if made is not None:
         trial.changed[node] = made
 
 
-def _shared(trial: Placing, node: Node, factor: str, held: Cut, free: list[str]) -> tuple[str, Cut | None]:
-    """A factor, and its cut over as many of these axes too as leave each rank something; None if that is none."""
+def _shared(
+    trial: Placing, node: Node, factor: str, held: DimSharding, free: list[str]
+) -> tuple[str, DimSharding | None]:
+    """A factor, and its sharded over as many of these axes too as leave each rank something; None if that is none."""
     mesh, size, more = trial.costs.graph.mesh, trial.rule(node).sizes[factor], held.axes
     for axis in free if not held.parts else ():
         if smallest(size, (*more, axis), mesh) > 0:
             more = (*more, axis)
-    return factor, Cut(more) if more != held.axes else None
+    return factor, DimSharding(more) if more != held.axes else None
 
 
 def _sharing(trial: Placing, node: Node, by: str, axes: Collection[str]) -> Iterator[str]:
@@ -158,7 +166,7 @@ def _sharing(trial: Placing, node: Node, by: str, axes: Collection[str]) -> Iter
     assert now is not None
     results = zip((dims for dims in rule.results if dims is not None), now.results, strict=True)
     for dims, spec in (*results, *zip(rule.operands, now.operands, strict=True)) if by != "nothing" else ():
-        space = [d for d, cut in enumerate(spec.dims) if set(cut.axes) & set(axes)]
+        space = [d for d, sharding in enumerate(spec.dims) if set(sharding.axes) & set(axes)]
         for d in range(len(dims)) if space else ():
             if d not in space and (d == 0) == (by == "batch"):
                 yield from (factor for factor in dims[d] if factor not in rule.whole and factor not in rule.windows)

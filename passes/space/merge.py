@@ -10,7 +10,7 @@ A value whose tiles overlap is another placement of it. Who needs tiles of it, o
 
 from __future__ import annotations
 
-from shardfx.ir.cut import Cut, project
+from shardfx.ir.dim_sharding import DimSharding, project
 from shardfx.ir.graph import Node, Strategy, Value
 from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.shards import has_rows
@@ -50,7 +50,7 @@ def _may_overlap(value: Value, placing: Placing) -> bool:
         and not spec.partial
         and node.pin is None
         and draw_slot(node) is None
-        and not any(placing.costs.graph.mesh[axis].time for axis in spec.axes)
+        and not any(placing.costs.graph.mesh[axis].loop for axis in spec.axes)
     )
 
 
@@ -83,16 +83,16 @@ def _wider(placing: Placing, value: Value) -> tuple[Placing, set[Value], set[Nod
 
 def _all_rows(placing: Placing, value: Value) -> Spec | None:
     """The rows that have all those in which a value is used, and its tiles; None if there are none such, or an axis
-    that cuts one dim where it is made cuts another where it is used."""
+    that shards one dim where it is made shards another where it is used."""
     mesh, made = placing.costs.graph.mesh, placing.spec(value)
     needs = [made, *placing.exchanges(value)]
-    if any({*need.dims[dim].axes} - {*cut.axes} for need in needs for dim, cut in enumerate(made.dims)):
+    if any({*need.dims[dim].axes} - {*sharding.axes} for need in needs for dim, sharding in enumerate(made.dims)):
         return None
     dims = []
-    for dim, cut in enumerate(made.dims):
-        options = [cut, *(need.dims[dim] for need in needs if need.dims[dim] != cut)]
+    for dim, sharding in enumerate(made.dims):
+        options = [sharding, *(need.dims[dim] for need in needs if need.dims[dim] != sharding)]
         elsewhere = {axis for other, held in enumerate(made.dims) if other != dim for axis in held.axes}
-        if any(elsewhere & set(each.axes) for each in options):  # no exchange of rows: another dim is cut
+        if any(elsewhere & set(each.axes) for each in options):  # no exchange of rows: another dim is sharded
             return None
         widest = (
             each
@@ -108,7 +108,7 @@ def _all_rows(placing: Placing, value: Value) -> Spec | None:
 def _made_in(placing: Placing, node: Node, value: Value, rows: Spec) -> Strategy | None:
     """How a node is computed that makes a value in these rows; None if it cannot be."""
     rule, mesh = placing.rule(node), placing.costs.graph.mesh
-    dims, now, cuts = rule.results[value.index], placing.spec(value), dict(placing.cuts(node))
+    dims, now, shardings = rule.results[value.index], placing.spec(value), dict(placing.shardings(node))
     assert dims is not None
     for d, dim in enumerate(dims):
         if rows.dims[d] == now.dims[d]:
@@ -116,9 +116,9 @@ def _made_in(placing: Placing, node: Node, value: Value, rows: Spec) -> Strategy
         pieces = project(rows.dims[d], value.shape[d], rule.dim_sizes(dim), mesh)
         if pieces is None:
             return None
-        for factor, cut in zip(dim, pieces, strict=True):
-            if cut.axes and cuts.get(factor, Cut()).axes != cut.axes:
+        for factor, sharding in zip(dim, pieces, strict=True):
+            if sharding.axes and shardings.get(factor, DimSharding()).axes != sharding.axes:
                 return None
-            cuts[factor] = cut
-    made = placing.cut(node, cuts)
+            shardings[factor] = sharding
+    made = placing.sharding(node, shardings)
     return made if made is not None and made.results[node.outs.index(value)] == rows else None

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 import torch
 
-from shardfx.ir.cut import Cut, Window
+from shardfx.ir.dim_sharding import DimSharding, Window
 from shardfx.ir.graph import Node, Strategy, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.comm import join
 from shardfx.ir.ops.comm_local import pieces_of
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.sharding_rule import Seen
-from shardfx.ir.rules.strategy import Cuts
+from shardfx.ir.rules.strategy import FactorShardings
 from shardfx.ir.shards import has_rows
 
 from .placing import Placing
@@ -34,7 +34,7 @@ SPLIT = frozenset({torch.ops.aten.convolution.default})
 
 
 def overlapped(placing: Placing, by_cost: bool) -> int:
-    """Compute the inner part of each op whose operand is exchanged by itself (``by_cost``: where that takes
+    """MixedPrecision the inner part of each op whose operand is exchanged by itself (``by_cost``: where that takes
     less time); gives of how many ops."""
     graph = placing.costs.graph
     rewriter, count = Rewriter(graph), 0
@@ -76,7 +76,7 @@ class Pieces:
         """Make them; says whether that is possible, and of use: an operand is exchanged, and every rank has inner rows
         that need nothing of it."""
         splits = self._splits()
-        return bool(splits) and self._in_pieces(splits, self.placing.cuts(self.node)) is not None
+        return bool(splits) and self._in_pieces(splits, self.placing.shardings(self.node)) is not None
 
     def saved(self) -> float:
         """The seconds in which an exchange travels beside the inner piece, without what pieces take more than the whole
@@ -92,7 +92,7 @@ class Pieces:
 
     def _splits(self) -> list[Split]:
         """The dims to be split; none where the node's operands move otherwise than by exchanges of rows."""
-        rule, cuts, found = self.placing.rule(self.node), self.placing.cuts(self.node), list[Split]()
+        rule, shardings, found = self.placing.rule(self.node), self.placing.shardings(self.node), list[Split]()
         made = self.placing.strategy(self.node)
         for value, need, dims in zip(self.node.operands, made.operands, rule.operands, strict=True):
             spec = self.placing.spec(value)
@@ -103,7 +103,7 @@ class Pieces:
             if spec.partial != need.partial or any(d not in seen or len(dims[d]) > 1 for d in differ):
                 return []
             for d in differ:
-                split = self._split(seen[d], cuts.get(seen[d].leader, Cut()), spec.dims[d], value.shape[d])
+                split = self._split(seen[d], shardings.get(seen[d].leader, DimSharding()), spec.dims[d], value.shape[d])
                 if split is None:
                     return []
                 found += [split] if split.rims else []
@@ -113,16 +113,17 @@ class Pieces:
     def _mesh(self) -> Mesh:
         return self.placing.costs.graph.mesh
 
-    def _split(self, seen: Seen, cut: Cut, held: Cut, whole: int) -> Split | None:
-        """How a dim that is cut so is split, where ranks hold tiles of what it needs; None if it cannot be: pieces are
+    def _split(self, seen: Seen, sharding: DimSharding, held: DimSharding, whole: int) -> Split | None:
+        """How a dim that is sharded so is split, where ranks hold tiles of what it needs; None if it cannot be: pieces
+        are
         the same rows of every tile."""
         rule = self.placing.rule(self.node)
         dims = [d for d, dim in enumerate(rule.results[0] or ()) if dim == (seen.leader,)]
-        if not dims or not cut.axes or cut.rows or held.axes != cut.axes:
+        if not dims or not sharding.axes or sharding.rows or held.axes != sharding.axes:
             return None
-        ranks = self._mesh.along(dict.fromkeys(self._mesh.names, 0), cut.axes)
+        ranks = self._mesh.along(dict.fromkeys(self._mesh.names, 0), sharding.axes)
         size = rule.sizes[seen.leader]
-        tiles = [cut.span(size, self._mesh, at) for at in ranks]
+        tiles = [sharding.span(size, self._mesh, at) for at in ranks]
         per = tiles[0][1]
         if any(start != number * per or not length for number, (start, length) in enumerate(tiles)):
             return None
@@ -137,18 +138,20 @@ class Pieces:
         last = tiles[-1][1] - 1  # a rim has a row that there is, also of the last tile, which may be smaller
         stretches = ((first, end), (0, first), (min(end, last), per if end < per else 0))
         inner, *rims = (Window(len(ranks), per, 1, a, b - 1) for a, b in stretches if a < b)
-        pieces = [[Cut(cut.axes, rows=w).span(size, self._mesh, at) for w in (inner, *rims)] for at in ranks]
+        pieces = [
+            [DimSharding(sharding.axes, rows=w).span(size, self._mesh, at) for w in (inner, *rims)] for at in ranks
+        ]
         if any(pieces_of(tile, each) is None for tile, each in zip(tiles, pieces, strict=True)):
             return None
         return Split(seen.leader, dims[0], inner, tuple(rims))
 
-    def _in_pieces(self, splits: Sequence[Split], cuts: Cuts) -> Value | None:
-        """The value, with the factors cut so, and its dims split; None where a piece cannot be computed so."""
+    def _in_pieces(self, splits: Sequence[Split], shardings: FactorShardings) -> Value | None:
+        """The value, with the factors sharding so, and its dims split; None where a piece cannot be computed so."""
         if not splits:
-            return self._piece(cuts)
-        (leader, dim, inner, rims), axes = splits[0], cuts[splits[0].leader].axes
-        parts = [self._in_pieces(splits[1:], {**cuts, leader: Cut(axes, rows=inner)})]
-        parts += [self._piece({**cuts, leader: Cut(axes, rows=rim)}) for rim in rims]
+            return self._piece(shardings)
+        (leader, dim, inner, rims), axes = splits[0], shardings[splits[0].leader].axes
+        parts = [self._in_pieces(splits[1:], {**shardings, leader: DimSharding(axes, rows=inner)})]
+        parts += [self._piece({**shardings, leader: DimSharding(axes, rows=rim)}) for rim in rims]
         values = tuple(value for value in parts if value is not None)
         if len(values) < len(parts):
             return None
@@ -158,11 +161,11 @@ class Pieces:
         made.why = "computed in pieces: the inner one while rows are exchanged"
         return self._add(made, Strategy(specs, (spec,)))
 
-    def _piece(self, cuts: Cuts) -> Value | None:
+    def _piece(self, shardings: FactorShardings) -> Value | None:
         """The node's result in some rows; None where it cannot be computed so, or the first piece, which is the inner
         one, needs rows of others."""
         node = self.node
-        made = self.placing.cut(node, cuts)
+        made = self.placing.sharding(node, shardings)
         if made is None:
             return None
         moved = zip(node.operands, self.placing.strategy(node).operands, made.operands, strict=True)

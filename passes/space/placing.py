@@ -11,7 +11,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Strategy, Value
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.strategy import Cuts, factor_cuts, partial_operands
+from shardfx.ir.rules.strategy import FactorShardings, factor_shardings, partial_operands
 from shardfx.ir.shards import has_rows
 from shardfx.ir.spec import Spec
 from shardfx.passes.rule_cache import RuleCache
@@ -86,9 +86,9 @@ class Placing:
 
     def exchanges(self, value: Value) -> list[Spec]:
         """Those of them that are fetched from tiles beside a rank's own."""
-        if not any(cut.rows is not None for need in self.needs(value) for cut in need.dims):
+        if not any(sharding.rows is not None for need in self.needs(value) for sharding in need.dims):
             return []
-        return [need for need in self.moves(value) if any(cut.rows is not None for cut in need.dims)]
+        return [need for need in self.moves(value) if any(sharding.rows is not None for sharding in need.dims)]
 
     def seconds(self, values: Iterable[Value], nodes: Iterable[Node]) -> float:
         """The time that it takes to move the values, and to compute the nodes."""
@@ -111,15 +111,15 @@ class Placing:
         """The rule of a node's op."""
         return self.costs.cache.rule(node)
 
-    def cuts(self, node: Node) -> Cuts:
-        """How the factors of a node's rule are cut."""
-        return factor_cuts(self.rule(node), replace(node, strategy=self.strategy(node)), self.costs.graph.mesh)
+    def shardings(self, node: Node) -> FactorShardings:
+        """How the factors of a node's rule are sharded."""
+        return factor_shardings(self.rule(node), replace(node, strategy=self.strategy(node)), self.costs.graph.mesh)
 
-    def cut(self, node: Node, cuts: Cuts) -> Strategy | None:
-        """How the node is computed when its factors are cut so; None where its rule does not allow it."""
-        cuts = {factor: cut for factor, cut in cuts.items() if cut.axes}
+    def sharding(self, node: Node, shardings: FactorShardings) -> Strategy | None:
+        """How the node is computed when its factors are sharded so; None where its rule does not allow it."""
+        shardings = {factor: sharding for factor, sharding in shardings.items() if sharding.axes}
         try:
-            return self.costs.cache.strategy(self.rule(node), cuts, partial_operands(self.strategy(node)))
+            return self.costs.cache.strategy(self.rule(node), shardings, partial_operands(self.strategy(node)))
         except Error:  # a factor that must be in tiles, or an axis twice in one placement
             return None
 

@@ -1,4 +1,4 @@
-"""spatial: how an image that is cut by height and width is computed, beyond the cut itself.
+"""spatial: how an image that is sharded by height and width is computed, beyond the sharding itself.
 
     64{h} of a map is exchanged before each convolution   ->   once for two of them, and a rim is computed twice
 
@@ -33,16 +33,16 @@ class Spatial(Pass):
         merge: one wider exchange for several convolutions, whose rims ranks then compute twice: ``"cost"`` where that
             takes less time by the mesh's links and the machine, ``"always"`` where it saves an exchange, or
             ``"never"``.
-        leave: the layer from which on maps that are no larger than what goes into it are cut by samples or channels, or
-            not at all, whichever takes least time: the path of a module; or ``"cost"``, for the maps for which that
-            takes less time than to stay.
+        leave: the layer from which on maps that are no larger than what goes into it are sharded by samples or
+            channels, or not at all, whichever takes least time: the path of a module; or ``"cost"``, for the maps for
+            which that takes less time than to stay.
         overlap: an exchange under way while a convolution computes the rows that need nothing of it. Its result is made
             in pieces, which are joined: that is worth it where a link takes longer than to copy the result once more.
             ``"cost"``: for the convolutions for which it is, by the mesh's links and the machine.
 
     Example::
 
-        Hints(args=(x,), specs={"args.0": "-, -, h, w"}, passes=[sx.Spatial(merge="never")])
+        Hints(args=(x,), specs={"args.0": "-, -, h, w"}, passes=[sx.images.Spatial(merge="never")])
     """
 
     name: ClassVar[str] = "spatial"

@@ -1,4 +1,4 @@
-"""Passes that cut a graph into the stages of a pipeline."""
+"""Passes that split a graph into the stages of a pipeline."""
 
 from .pipeline_pass import Pipeline
 from .stage_blocks import Found, stages_as_planned

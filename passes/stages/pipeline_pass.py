@@ -23,11 +23,11 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.schedule import COSTS, Costs, Pipelined, Schedule, check_schedule
 from shardfx.ir.schedule.actions import WORD as ACTION
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
-from shardfx.passes.time import check_live, make_schedule
+from shardfx.passes.loops import check_live, make_schedule
 
 from .assignment import Assignment, At, places
 from .homes import keep_homes
-from .shared_sums import sum_behind_turns
+from .shared_sums import sum_behind_iterations
 from .stage_blocks import AsPlanned, Blocks, Found, Stages
 
 STAGED = "STAGED"
@@ -42,43 +42,51 @@ def _is_count(given: Any) -> bool:
 
 FIELDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "axis": (lambda given: isinstance(given, str) and given != "", "the name of an axis of the mesh", 'axis="pp"'),
-    "time": (lambda given: isinstance(given, str), "the name of an axis of time; empty: no turns", 'time="mb"'),
+    "microbatches": (
+        lambda given: isinstance(given, str),
+        "the name of a loop axis; empty: no iterations",
+        'time="mb"',
+    ),
     "schedule": (
         lambda given: isinstance(given, str) or callable(given),
-        "a name, a text (a row for each rank), or a function (stages, turns, ranks, costs) -> sx.Schedule",
-        'schedule="1f1b"; of an sx.Schedule its text: schedule=str(made)',
+        "a name, a text (a row for each rank), or a function (stages, iterations, ranks, costs) -> sx.schedules.Schedule",
+        'schedule="1f1b"; of an sx.schedules.Schedule its text: schedule=str(made)',
     ),
-    "chunks": (_is_count, "an int of at least 1", "chunks=1, or 2 for schedules with several stages on a rank"),
+    "stages_per_rank": (
+        _is_count,
+        "an int of at least 1",
+        "chunks=1, or 2 for schedules with several stages on a rank",
+    ),
     "stages": (
         lambda given: given is None or (isinstance(given, Sequence) and not isinstance(given, str)),
         "None, or a tuple with an entry for each stage",
         'stages=(1, 3), or ("layers.0", "layers.1"), or (("emb", "layers.0"), ("layers.1", "head"))',
     ),
-    "live": (lambda given: given is None or _is_count(given), "an int of at least 1, or None", "leave it out"),
+    "max_in_flight": (lambda given: given is None or _is_count(given), "an int of at least 1, or None", "leave it out"),
 }
 """Of each option what fits, in words, and a remedy."""
 
 
 @dataclass(frozen=True)
 class Pipeline(Pass):
-    """Cut the graph into stages.
+    """Shard the graph into stages.
 
     Args:
         axis: of the mesh, the ranks that stages lie on.
-        time: the axis of turns (micro-batches); empty: there are none.
-        schedule: the name of one (:func:`shardfx.make_schedule`), its text (a row for each rank), or a function
-            ``(stages, turns, ranks, costs) -> Schedule``.
+        time: the axis of iterations (micro-batches); empty: there are none.
+        schedule: the name of one (:func:`shardfx.schedules.make_schedule`), its text (a row for each rank), or a
+            function ``(stages, iterations, ranks, costs) -> Schedule``.
         chunks: how many stages a rank has.
         stages: None, for stages that cost about the same, or as near to it as ranks may hold
             (``Hints(memory=...)``); how many blocks each has, ``(1, 3)``; their first modules,
             ``("layers.0", "layers.2")``; or patterns of the modules of each, ``(("emb", "layers.0"), ("layers.1",))``.
-        live: how many turns may be live on a rank at most, each counted for every stage of it; None: any number, but
-            with schedule ``"auto"`` as many as fit, where ``Hints(memory=...)`` or ``machine`` says what a rank may
+        live: how many iterations may be live on a rank at most, each counted for every stage of it; None: any number,
+            but with schedule ``"auto"`` as many as fit, where ``Hints(memory=...)`` or ``machine`` says what a rank may
             hold.
 
     Example::
 
-        mesh = sx.Mesh(pp=2, dp=2, mb=sx.Time(8))
+        mesh = sx.Mesh(pp=2, dp=2, mb=sx.Loop(8))
         sx.Hints(args=(x,), loss=loss, targets=(y,), specs={"args.0": "mb dp, -"}, pipeline=sx.Pipeline())
     """
 
@@ -87,11 +95,11 @@ class Pipeline(Pass):
     establishes: ClassVar[frozenset[str]] = frozenset({STAGED})
 
     axis: str = "pp"
-    time: str = "mb"
+    microbatches: str = "mb"
     schedule: str | Maker = "1f1b"
-    chunks: int = 1
+    stages_per_rank: int = 1
     stages: Stages = None
-    live: int | None = None
+    max_in_flight: int | None = None
 
     def __post_init__(self) -> None:
         for name, (fits, expected, remedy) in FIELDS.items():
@@ -107,11 +115,11 @@ class Pipeline(Pass):
 
     def run(self, graph: Graph, context: Context) -> bool:
         self._check(graph)
-        count = graph.mesh[self.axis].size * self.chunks
+        count = graph.mesh[self.axis].size * self.stages_per_rank
         own = Blocks(graph).stage_of(self.stages, count)
         told = self.stages is not None and not isinstance(self.stages, (AsPlanned, Found))
         assigned = Assignment(graph, own, count - 1, told=told)
-        if self.time and sum_behind_turns(graph, assigned.at, self.time, context.rules):
+        if self.microbatches and sum_behind_iterations(graph, assigned.at, self.microbatches, context.rules):
             assigned = Assignment(graph, own, count - 1, told=told)
         if isinstance(self.stages, AsPlanned):
             keep_homes(graph, assigned, self.stages.held, context.rules)
@@ -127,50 +135,56 @@ class Pipeline(Pass):
             node.at = assigned.at[node]
         for given in graph.inputs:
             given.at = assigned.inputs[given.value]
-        graph.pipeline = Pipelined(self.axis, self.time, self._schedule(graph, count))
+        graph.pipeline = Pipelined(self.axis, self.microbatches, self._schedule(graph, count))
         _Sends(graph, graph.pipeline, assigned).write()
         return True
 
     def _check(self, graph: Graph) -> None:
         mesh = graph.mesh
-        for what, axis, time in (("axis", self.axis, False), ("time", self.time, True)):
-            if axis and (axis not in mesh.names or mesh[axis].time is not time):
-                kind = "turns" if time else "ranks"
+        for what, axis, time in (("axis", self.axis, False), ("microbatches", self.microbatches, True)):
+            if axis and (axis not in mesh.names or mesh[axis].loop is not time):
+                kind = "iterations" if time else "ranks"
                 raise Error(
                     f"the mesh has no axis {axis!r} of {kind}",
                     where=f"Pipeline({what}={axis!r})",
-                    expected=f"Mesh({axis}={'sx.Time(8)' if time else '2'}, ...)",
+                    expected=f"Mesh({axis}={'sx.Loop(8)' if time else '2'}, ...)",
                     got=repr(mesh),
                     remedy="add it to the mesh" + (", and to the specs of inputs: 'mb dp, -'" if time else ""),
                 )
-        if self.time and mesh[self.time].interleave:
+        if self.microbatches and mesh[self.microbatches].interleave:
             raise Error(
-                f"the turns of {self.time!r} are those of stages, whose order a schedule says",
-                where=f"Pipeline(time={self.time!r})",
-                expected=f"Mesh({self.time}=sx.Time({mesh[self.time].size}), ...)",
+                f"the iterations of {self.microbatches!r} are those of stages, whose order a schedule says",
+                where=f"Pipeline(microbatches={self.microbatches!r})",
+                expected=f"Mesh({self.microbatches}=sx.Loop({mesh[self.microbatches].size}), ...)",
                 got=repr(mesh),
-                remedy="interleave turns of another axis, within these",
+                remedy="interleave iterations of another axis, within these",
             )
-        cut = next((v for v in graph.values() if v.spec and self.axis in (*v.spec.axes, *v.spec.partial_axes)), None)
-        if cut is not None:
+        split = next((v for v in graph.values() if v.spec and self.axis in (*v.spec.axes, *v.spec.partial_axes)), None)
+        if split is not None:
             raise Error(
-                f"a value is cut over {self.axis!r}, the axis of stages",
-                where=str(cut.where),
-                expected="cuts over other axes",
-                got=str(cut.spec),
-                remedy=f"take {self.axis!r} out of specs, cuts and zero_axis",
+                f"a value is split over {self.axis!r}, the axis of stages",
+                where=str(split.where),
+                expected="splits over other axes",
+                got=str(split.spec),
+                remedy=f"take {self.axis!r} out of specs, splits and zero_axis",
             )
 
     def _schedule(self, graph: Graph, count: int) -> Schedule:
         mesh: Mesh = graph.mesh
-        ranks, turns = mesh[self.axis].size, mesh[self.time].size if self.time else 1
+        ranks, iterations = mesh[self.axis].size, mesh[self.microbatches].size if self.microbatches else 1
         costs = stage_costs(graph, count)
         if callable(self.schedule):
-            made = _called(self.schedule, count, turns, ranks, costs)
+            made = _called(self.schedule, count, iterations, ranks, costs)
         elif not ACTION.match(self.schedule.strip()):
             homes = self.stages.homes if isinstance(self.stages, AsPlanned) else None
             return make_schedule(
-                self.schedule, stages=count, turns=turns, ranks=ranks, costs=costs, live=self.live, homes=homes
+                self.schedule,
+                stages=count,
+                microbatches=iterations,
+                ranks=ranks,
+                costs=costs,
+                max_in_flight=self.max_in_flight,
+                homes=homes,
             )
         else:
             made = Schedule.parse(self.schedule)
@@ -182,29 +196,29 @@ class Pipeline(Pass):
                 got=len(made.rows),
                 remedy=f"write {ranks} rows, or Mesh({self.axis}={len(made.rows)}, ...)",
             )
-        report = check_schedule(made, stages=count, turns=turns)
-        if self.live is not None:
-            check_live("the schedule", report, self.live)
+        report = check_schedule(made, stages=count, microbatches=iterations)
+        if self.max_in_flight is not None:
+            check_live("the schedule", report, self.max_in_flight)
         return made
 
 
-def _called(make: Maker, stages: int, turns: int, ranks: int, costs: Costs) -> Schedule:
+def _called(make: Maker, stages: int, iterations: int, ranks: int, costs: Costs) -> Schedule:
     """What somebody's function makes.
 
     Raises:
         Error: it raises, or makes something else.
     """
-    where, remedy = f"Pipeline(schedule={getattr(make, '__name__', make)})", "return sx.make_schedule(...)"
-    expected = f"an sx.Schedule of {stages} stages and {turns} turns on {ranks} ranks"
+    where, remedy = f"Pipeline(schedule={getattr(make, '__name__', make)})", "return sx.schedules.make_schedule(...)"
+    expected = f"an sx.schedules.Schedule of {stages} stages and {iterations} turns on {ranks} ranks"
     try:
-        made: object = make(stages, turns, ranks, costs)
+        made: object = make(stages, iterations, ranks, costs)
     except Error:
         raise
     except Exception as error:
         raise Error(
             "the function that is to make a schedule raises",
             where=where,
-            expected=f"a function (stages, turns, ranks, costs) that gives {expected}",
+            expected=f"a function (stages, iterations, ranks, costs) that gives {expected}",
             got=f"{type(error).__name__}: {error}",
             remedy=f"see its traceback above; or {remedy}",
         ) from error

@@ -1,10 +1,10 @@
-"""Gradients that several stages have a part of are summed over turns first, and then over the stages.
+"""Gradients that several stages have a part of are summed over iterations first, and then over the stages.
 
     %5 = aten.add(%3, %4) : [64, 8] +{mb}         %5 = comm.all_reduce(%3, axes=[mb])    at{0}
     %6 = comm.all_reduce(%5, axes=[mb])      ->   %6 = comm.all_reduce(%4, axes=[mb])    at{1}
                                                   %7 = aten.add(%5, %6)
 
-So a tied weight's gradient is sent once a step, and no turn waits for it.
+So a tied weight's gradient is sent once a step, and no iteration waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardfx.ir.rules.book import RuleBook
 aten = torch.ops.aten
 
 
-def sum_behind_turns(graph: Graph, at: Mapping[Node, tuple[int, ...]], time: str, rules: RuleBook) -> bool:
+def sum_behind_iterations(graph: Graph, at: Mapping[Node, tuple[int, ...]], time: str, rules: RuleBook) -> bool:
     """Rewrite such sums; says whether there were any."""
     users = graph.users()
     rewriter = Rewriter(graph, rules)
@@ -42,7 +42,7 @@ def sum_behind_turns(graph: Graph, at: Mapping[Node, tuple[int, ...]], time: str
                 (value,) = rewriter.before(way[-1], made).outs
             parts.append(value)
         total = rewriter.before(way[-1], rewriter.call(aten.add.Tensor, *parts, like=node))
-        total.why = "each stage sums its share over the turns first"
+        total.why = "each stage sums its share over the iterations first"
         rewriter.replace(way[-1].outs[0], total.outs[0])
         for gone in (node, *way):
             rewriter.erase(gone)
@@ -50,7 +50,8 @@ def sum_behind_turns(graph: Graph, at: Mapping[Node, tuple[int, ...]], time: str
 
 
 def _to_the_whole(value: Value, users: Mapping[Value, list[Node]], graph: Graph, time: str) -> list[Node]:
-    """The communication by which a partial value becomes whole over the turns; nothing where that is not all of it."""
+    """The communication by which a partial value becomes whole over the iterations; nothing where that is not all of
+    it."""
     found: list[Node] = []
     while True:
         if len(users[value]) != 1 or any(output.value is value for output in graph.outputs):

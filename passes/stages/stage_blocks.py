@@ -17,7 +17,7 @@ from shardfx.ir.graph import Graph, Node, Phase
 from shardfx.ir.names import block_of, pattern, prefixes, within
 
 from .assignment import OF_WEIGHTS
-from .best_cut import best_cut
+from .best_split import best_split
 
 Stages = tuple[int, ...] | tuple[str, ...] | tuple[tuple[str, ...], ...] | None
 """Counts of blocks, first modules, or patterns of modules for each stage; None: as they are balanced."""
@@ -107,7 +107,7 @@ class Blocks:
                 remedy="take fewer ranks along the axis or fewer chunks, or say patterns of modules for each stage",
             )
         if stages is None:
-            firsts = best_cut(self.costs(), count) or []
+            firsts = best_split(self.costs(), count) or []
         elif _are(int, stages):
             firsts = self._by_counts(stages)  # type: ignore[arg-type]
         else:
@@ -198,8 +198,8 @@ class Blocks:
 
 
 def stages_as_planned(graph: Graph) -> AsPlanned:
-    """The blocks of each stage of a graph in stages, and where it holds weights: what ``stages=`` takes to cut another
-    graph of the model so.
+    """The blocks of each stage of a graph in stages, and where it holds weights: what ``stages=`` takes to split
+    another graph of the model so.
 
     Example::
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map_only
 
-from shardfx.ir.cut import Coords, Cut, bounds
+from shardfx.ir.dim_sharding import Coords, DimSharding, bounds
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
@@ -63,14 +63,14 @@ class DTensorShard:
         """How the shard of the rank at ``coords`` is shown: as a plain DTensor, as one of several boxes, or guarded
         where DTensor has no such placement. ``device_mesh`` has the axes of ranks of ``mesh``."""
         shard = torch.empty(spec.local_shape(shape, mesh, coords), dtype=dtype, device="meta")
-        held = [runs(cut, size, mesh, coords) for cut, size in zip(spec.dims, shape, strict=True)]
+        held = [runs(sharding, size, mesh, coords) for sharding, size in zip(spec.dims, shape, strict=True)]
         found = placements(spec, shape, mesh)
         if found is None:
-            dims = {axis: dim for dim, cut in enumerate(spec.dims) for axis in cut.axes}
+            dims = {axis: dim for dim, sharding in enumerate(spec.dims) for axis in sharding.axes}
             nearest = [Shard(dims[a.name]) if a.name in dims else Replicate() for a in mesh.space]
             return DTensorShard("guarded", _dtensor_spec(shard, shape, device_mesh, nearest), _boxes(held))
         template = _dtensor_spec(shard, shape, device_mesh, found)
-        if any(cut.parts for cut in spec.dims):
+        if any(sharding.parts for sharding in spec.dims):
             return DTensorShard("boxes", template, _boxes(held))
         return DTensorShard("plain", template)
 
@@ -152,18 +152,18 @@ def placements(spec: Spec, shape: Sequence[int], mesh: Mesh) -> tuple[Placement,
     ``(3 64{tp,dp})``, without a word): the others count as what DTensor cannot say.
     """
     found: dict[str, Placement] = {}
-    for dim, (cut, size) in enumerate(zip(spec.dims, shape, strict=True)):
-        chosen = _of_dim(cut, size, dim, mesh)
+    for dim, (sharding, size) in enumerate(zip(spec.dims, shape, strict=True)):
+        chosen = _of_dim(sharding, size, dim, mesh)
         if chosen is None:
             return None
         found |= chosen
     return tuple(found.get(axis.name, Replicate()) for axis in mesh.space)
 
 
-def runs(cut: Cut, size: int, mesh: Mesh, coords: Coords) -> list[Span]:
+def runs(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> list[Span]:
     """The consecutive rows of a dim that a rank holds, in the order in which it holds them."""
     result = [(0, 1)]
-    for part in cut.sub(size):
+    for part in sharding.sub(size):
         start, length = bounds(part.size, part.axes, mesh, coords)
         whole = length == part.size
         grown = []
@@ -176,17 +176,17 @@ def runs(cut: Cut, size: int, mesh: Mesh, coords: Coords) -> list[Span]:
     return [(start, length) for start, length in result if length]
 
 
-def _of_dim(cut: Cut, size: int, dim: int, mesh: Mesh) -> dict[str, Placement] | None:
-    axes = mesh.sort(cut.axes)
-    if not cut.parts and axes == cut.axes and size % mesh.extent(axes) == 0:
+def _of_dim(sharding: DimSharding, size: int, dim: int, mesh: Mesh) -> dict[str, Placement] | None:
+    axes = mesh.sort(sharding.axes)
+    if not sharding.parts and axes == sharding.axes and size % mesh.extent(axes) == 0:
         return {axis: Shard(dim) for axis in axes}
     made: dict[str, Any] = {}
     done: set[str] = set()
     for axis in axes:
-        factor = _split_factor(cut, size, axis, done, mesh)
+        factor = _split_factor(sharding, size, axis, done, mesh)
         made[axis] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
         done.add(axis)
-    if cut.parts and any(type(made[axis]) is not Shard for axis in axes[:-1]):
+    if sharding.parts and any(type(made[axis]) is not Shard for axis in axes[:-1]):
         return None
     first = {
         axis: Shard(0) if type(p) is Shard else _StridedShard(0, split_factor=p.split_factor)
@@ -198,21 +198,21 @@ def _of_dim(cut: Cut, size: int, dim: int, mesh: Mesh) -> dict[str, Placement] |
         held = rows
         for axis in axes:
             held = first[axis]._split_tensor(held, mesh[axis].size, with_padding=False)[0][coords[axis]]
-        wanted = [torch.arange(start, start + length) for start, length in runs(cut, size, mesh, coords)]
+        wanted = [torch.arange(start, start + length) for start, length in runs(sharding, size, mesh, coords)]
         if not torch.equal(held, torch.cat(wanted) if wanted else rows[:0]):
             return None
     return made
 
 
-def _split_factor(cut: Cut, size: int, axis: str, done: set[str], mesh: Mesh) -> int:
+def _split_factor(sharding: DimSharding, size: int, axis: str, done: set[str], mesh: Mesh) -> int:
     """How many parts ``axis`` splits: the product of what is more major, and not sharded by ``done`` already."""
     factor = 1
-    for part in cut.sub(size):
+    for part in sharding.sub(size):
         if axis in part.axes:
             before = part.axes[: part.axes.index(axis)]
             return factor * mesh.extent(a for a in before if a not in done)
         factor *= math.ceil(part.size / mesh.extent(a for a in part.axes if a in done))
-    raise AssertionError(f"{axis} does not cut {cut}")
+    raise AssertionError(f"{axis} does not sharded {sharding}")
 
 
 # ---- local tensors of several boxes

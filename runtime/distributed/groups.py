@@ -153,7 +153,7 @@ def check_backend(kind: str) -> None:
 def axes_of(graph: Graph) -> list[Axes]:
     """The sets of axes of ranks over which a graph talks, each once, in an order that is the same on all ranks."""
     over = {tuple(n.kwargs["axes"]) for n in graph.nodes if isinstance(n.op, OwnOp) and n.kwargs.get("axes")}
-    return sorted(axes for axes in over if not any(graph.mesh[axis].time for axis in axes))
+    return sorted(axes for axes in over if not any(graph.mesh[axis].loop for axis in axes))
 
 
 def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]], suffix: str = "") -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.ops.time import handover
+from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms, Source, write_source
 from shardfx.runtime.engine import Probe, on_device, seed_tensor
@@ -153,9 +153,9 @@ class ProcessEngine:
         share = not self._by_stream and any_share_memory()
         pool = self._pools.setdefault(program, MemoryPool(shared_bytes if share else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
-        instead |= {handover.send: self._outbox.send, c10d.wait_tensor.default: wait}
+        instead |= {stage_transfer.send: self._outbox.send, c10d.wait_tensor.default: wait}
         inbox = self._inboxes.setdefault(program, messages.Inbox(self._by_stream))
-        instead[handover.receive] = inbox.receive
+        instead[stage_transfer.receive] = inbox.receive
         if not self._by_stream:
             instead |= {c10d.reduce_scatter_tensor.default: reduce_scatter, memory_ops.all_reduce_: all_reduce_}
         return Forms(instead)

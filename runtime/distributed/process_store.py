@@ -2,7 +2,7 @@
 
 Parameters are DTensors (see :mod:`.dtensor_shard`), so that optimizers, ``clip_grad_norm_`` and
 ``torch.distributed.checkpoint`` work as they do elsewhere; of a pipeline, those of this rank's stages, on the mesh
-without the axis of stages. Where a plan cuts none of them they are plain tensors: each rank that holds one has the
+without the axis of stages. Where a plan shards none of them they are plain tensors: each rank that holds one has the
 whole, and nothing is to be asked of the others. (Some plain, some DTensors would not do: ``foreach``
 optimizers, norms and averages take no mixture; so buffers are as parameters are.) What is asked of all ranks
 (``load``, ``whole``, ``assemble``) must be called on all of them.
@@ -25,7 +25,7 @@ from shardfx.ir.graph import Graph, Input, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.store_layout import neighbours, side_by_side, stepped_together
-from shardfx.ir.shards import Shards, cut_local
+from shardfx.ir.shards import Shards, sharding_local
 from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.store import Store, laid_as, norm_of, spec_of
 
@@ -100,7 +100,7 @@ class ProcessStore(Store):
         self.is_staged, self.is_loaded_anew = graph.pipeline is not None, False
         self.history: Counter[str] = Counter()
         """What this rank did to parameters since all ranks last made a call together, and how often."""
-        self._cuts = any(spec_of(given).axes for given in self._inputs)
+        self._shardings = any(spec_of(given).axes for given in self._inputs)
         self._here = {given.name for given in self._given.values() if self._homes.is_here(given)}
         self._loaded: set[str] = set()
         self._shards: dict[str, DTensorShard] = {}
@@ -261,7 +261,7 @@ class ProcessStore(Store):
         self._loaded.add(name)
         type_, shape = given.value.type, spec_of(given).local_shape(given.value.shape, self.mesh, self._homes.coords)
         if isinstance(start, str):
-            shard = cut_local(self.whole(start).to(type_.dtype), spec_of(given), self.mesh, self.rank)
+            shard = sharding_local(self.whole(start).to(type_.dtype), spec_of(given), self.mesh, self.rank)
         else:
             shard = torch.full(shape, start, dtype=type_.dtype)
         if name not in self._here:
@@ -284,7 +284,7 @@ class ProcessStore(Store):
     def as_gradient(self, name: str, shard: Tensor, number: int = 0) -> Tensor:
         """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is sharded, in the strides of the
         parameter, which kernels of optimizers rely on, and torch sees to for plain tensors."""
-        if not self._cuts:
+        if not self._shardings:
             return shard
         if name in self.parameters:
             shard = laid_as(shard, self.shard(name, self.rank))
@@ -292,7 +292,7 @@ class ProcessStore(Store):
 
     def shown(self, name: str) -> DTensorShard | None:
         """As a DTensor, where some parameter is sharded."""
-        return self._shards[name] if self._cuts else None
+        return self._shards[name] if self._shardings else None
 
     def _mine(self, given: Input, whole: Tensor) -> Tensor | None:
         """This rank's shard of rank 0's tensor; None where it holds none."""
@@ -307,9 +307,9 @@ class ProcessStore(Store):
             dist.broadcast(tensor, 0)
         if given.name not in self._here:
             return None
-        return cut_local(tensor, spec_of(given), self.mesh, self.rank)
+        return sharding_local(tensor, spec_of(given), self.mesh, self.rank)
 
-    def cut(self, name: str, whole: Tensor) -> list[Tensor]:
+    def sharding(self, name: str, whole: Tensor) -> list[Tensor]:
         """This rank's shard, as its parameter is; none where it holds none."""
         shard = self._mine(self._given[name], whole)
         return [] if shard is None else [self.as_gradient(name, shard.clone())]
@@ -343,7 +343,7 @@ class ProcessStore(Store):
         """Every rank's shard, padded to one size, then put where it belongs. All ranks call it alike."""
         shard = own_shards[0].to(self.device)
         shards = Shards.of(spec, shape, self.mesh)
-        axes = tuple(axis for axis in self.mesh.sort(spec.axes) if not self.mesh[axis].time)
+        axes = tuple(axis for axis in self.mesh.sort(spec.axes) if not self.mesh[axis].loop)
         if not axes:
             return shards.join([shard]).clone()
         largest = max(torch.Size(local).numel() for local in shards.local_shapes)

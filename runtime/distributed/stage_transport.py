@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
-from shardfx.ir.ops.time.handover import number, peers
+from shardfx.ir.ops.loop.stage_transfer import number, peers
 
 from .groups import shares_memory
 
@@ -47,8 +47,8 @@ class StreamOutbox:
     def __init__(self) -> None:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
-    def send(self, x: Tensor, to: int, tag: int, turn: int, group: str) -> None:
-        """Start to send (:func:`shardfx.ir.ops.time.handover.send`), behind what was sent before."""
+    def send(self, x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
+        """Start to send (:func:`shardfx.ir.ops.loop.stage_transfer.send`), behind what was sent before."""
         held = x.contiguous()
         work = dist.isend(held, group=one_way(group, peers(group).rank(), to), group_dst=to)
         assert work is not None
@@ -71,16 +71,16 @@ class StreamOutbox:
 
 
 Asked = tuple[Sequence[int], torch.dtype, str, int, int, int, str]
-"""What is received: shape, dtype, device, from which place of the group, tag, turn, group."""
+"""What is received: shape, dtype, device, from which place of the group, tag, iteration, group."""
 
 
 def _started(asked: Asked, by_stream: bool) -> Receipt:
-    shape, dtype, device, origin, tag, turn, group = asked
+    shape, dtype, device, origin, tag, iteration, group = asked
     into = torch.empty(shape, dtype=dtype, device=device)
     if by_stream:  # NCCL has no tags
         work = dist.irecv(into, group=one_way(group, origin, peers(group).rank()), group_src=origin)
     else:
-        work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, turn))
+        work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, iteration))
     assert work is not None
     return Receipt(into, work)
 
@@ -133,10 +133,10 @@ class Inbox:
             self._under_way.append(_started(asked, self._by_stream))
 
     def receive(
-        self, shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, turn: int, group: str
+        self, shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, iteration: int, group: str
     ) -> Receipt:
-        """Start to receive (:func:`shardfx.ir.ops.time.handover.receive`), if that is not under way."""
-        asked = (shape, dtype, device, origin, tag, turn, group)
+        """Start to receive (:func:`shardfx.ir.ops.loop.stage_transfer.receive`), if that is not under way."""
+        asked = (shape, dtype, device, origin, tag, iteration, group)
         if shares_memory(group) and not self._by_stream:
             return _started(asked, False)
         self._at += 1
@@ -157,10 +157,10 @@ class Outbox:
         self._changed = threading.Condition()
         self._waits, self._failed = False, list[RuntimeError]()
 
-    def send(self, x: Tensor, to: int, tag: int, turn: int, group: str) -> None:
-        """Start to send (:func:`shardfx.ir.ops.time.handover.send`)."""
+    def send(self, x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
+        """Start to send (:func:`shardfx.ir.ops.loop.stage_transfer.send`)."""
         held = x.contiguous()
-        work = dist.isend(held, group=peers(group), group_dst=to, tag=number(tag, turn))
+        work = dist.isend(held, group=peers(group), group_dst=to, tag=number(tag, iteration))
         assert work is not None
         if shares_memory(group):  # a copy is on its way
             return

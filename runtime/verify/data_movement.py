@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.ops import pack
-from shardfx.ir.ops.time import handover
+from shardfx.ir.ops.loop import stage_transfer
 
 from .proof.elements import Elements, cat
 
@@ -45,5 +45,5 @@ COLLECTIVES = {
     c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default,
 }
-MESSAGES = {handover.send, handover.receive}
+MESSAGES = {stage_transfer.send, stage_transfer.receive}
 """From one rank to another."""

@@ -20,9 +20,9 @@ from torch import fx
 from shardfx.ir.graph import Graph, Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.ops.time.handover import Message
-from shardfx.ir.program.loops.loop_regions import FRAMES, Turns, executed, gives_number, part_in_turns
-from shardfx.ir.program.loops.unrolled import NotTurns, as_ranks, unrolled
+from shardfx.ir.ops.loop.stage_transfer import Message
+from shardfx.ir.program.loops.loop_regions import FRAMES, Loops, executed, gives_number, part_in_iterations
+from shardfx.ir.program.loops.unrolled import NotALoop, as_ranks, unrolled
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.rendezvous import Request
 
@@ -55,7 +55,7 @@ def of_iteration(fault: Fault, mesh: Mesh) -> Fault:
         return fault
     ranks = as_ranks(mesh)
     at = ranks.coords(fault.rank)
-    iteration = ", ".join(f"iteration {at[axis.name]} of {axis.name}" for axis in mesh.axes if axis.time)
+    iteration = ", ".join(f"iteration {at[axis.name]} of {axis.name}" for axis in mesh.axes if axis.loop)
     where = "; ".join(filter(None, (iteration, fault.where)))
     seen = None if fault.seen is None else (fault.seen[0], mesh.rank(ranks.coords(fault.seen[1])))
     return replace(fault, rank=mesh.rank(at), where=where, seen=seen)
@@ -127,7 +127,7 @@ class _Unrolled:
         looped = self._looped(graph)
         changed = self.given.changed(looped)
         first = changed[0] if 0 in changed else self.given.program(looped, 0)
-        if not any(part_in_turns(n) == "unit" for each in (first, *changed.values()) for n in each.graph.nodes):
+        if not any(part_in_iterations(n) == "unit" for each in (first, *changed.values()) for n in each.graph.nodes):
             return
         own = tuple(rank for rank in range(self.mesh.size) if rank not in changed)
         self.families[graph] = list(families(lambda rank: self.given.program(looped, rank), [own] if own else []))
@@ -157,7 +157,7 @@ class _Unrolled:
             raise Malformed(replace(fault, rank=rank))
         try:
             return unrolled(program, graph, rank)
-        except NotTurns as wrong:
+        except NotALoop as wrong:
             raise Malformed(_fault(wrong.what, rank, wrong.node)) from wrong
 
 
@@ -241,8 +241,8 @@ def _fault(what: str, rank: int, node: fx.Node) -> Fault:
     return Fault(what, "", rank, node.name, place(made) if isinstance(made, Node) else "", certain=True)
 
 
-def _iterations(turns: Turns) -> str:
-    return " ".join(f"iteration {number} of {axis}" for axis, number in turns) or "no iteration"
+def _iterations(iterations: Loops) -> str:
+    return " ".join(f"iteration {number} of {axis}" for axis, number in iterations) or "no iteration"
 
 
 def _texts(family: Family) -> Iterator[tuple[Sequence[int], fx.Graph]]:
@@ -261,17 +261,17 @@ def _calls_by_end(graph: fx.Graph) -> dict[tuple[str, str, int], list[CallOf]]:
     """What groups are asked for, in the order and as often as it runs; by whether a call sends, receives, or (empty)
     meets all of a group, by the group, and by the place of the other rank."""
     asks = {node: request for node in graph.nodes if (request := Request.of(node)) is not None}
-    frames = [node for node in graph.nodes if node in asks or part_in_turns(node) in FRAMES]
+    frames = [node for node in graph.nodes if node in asks or part_in_iterations(node) in FRAMES]
     found: dict[tuple[str, str, int], list[CallOf]] = {}
-    for node, turns in executed(frames):
+    for node, iterations in executed(frames):
         request = asks.get(node)
         if request is None:
             continue
         if request.message:
-            other, tag, turn = request.of_turn(_numbers(node, dict(turns))).args[-3:]
-            found.setdefault((request.message, request.group, other), []).append(((tag, turn), node))
+            other, tag, iteration = request.of_iteration(_numbers(node, dict(iterations))).args[-3:]
+            found.setdefault((request.message, request.group, other), []).append(((tag, iteration), node))
         else:
-            found.setdefault(("", request.group, 0), []).append((turns, node))
+            found.setdefault(("", request.group, 0), []).append((iterations, node))
     return found
 
 
@@ -281,14 +281,14 @@ def _numbers_behind(node: fx.Node) -> set[fx.Node]:
     return found.union(*map(_numbers_behind, found))
 
 
-def _numbers(node: fx.Node, turns: Mapping[str, int]) -> dict[str, int]:
+def _numbers(node: fx.Node, iterations: Mapping[str, int]) -> dict[str, int]:
     """The numbers of an iteration that a call takes, by their names."""
 
     def number(each: fx.Node) -> int:
         row = row_of(each.target)
         assert row is not None
-        if row.turns == "opens":
-            return turns[str(each.args[0])]
+        if row.loop == "opens":
+            return iterations[str(each.args[0])]
         return int(row.function(*fx.map_arg(each.args, number)))
 
     return {each.name: number(each) for each in node.all_input_nodes if gives_number(each)}

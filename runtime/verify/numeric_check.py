@@ -23,8 +23,8 @@ from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.program.loops.schedule_actions import ends_here
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.rules.local import Share, is_cut
-from shardfx.ir.shards import Shards, cut_local, wide
+from shardfx.ir.rules.local import Share, is_sharded
+from shardfx.ir.shards import Shards, sharding_local, wide
 from shardfx.ir.spec import Spec
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
@@ -80,7 +80,9 @@ def compare(
     one = interpret(sample.before, sample.inputs, draw_masks(sample.after), wanted_of)
     expected = {(o.kind, o.name): one[o.value] for o in sample.before.outputs}
     ends = {r: ends_here(after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
-    shards = {r: [cut_local(sample.inputs[g.name], _spec(g.value), mesh, r).clone() for g in ends[r][0]] for r in ends}
+    shards = {
+        r: [sharding_local(sample.inputs[g.name], _spec(g.value), mesh, r).clone() for g in ends[r][0]] for r in ends
+    }
     programs = {r: _widened(modules[r]) if sample.wide else modules[r] for r in ends}
     try:
         got = VirtualEngine(mesh).run(programs, shards)
@@ -95,7 +97,7 @@ def compare(
             if output not in given:
                 continue
             value = got[rank][given.index(output)]
-            wanted = cut_local(expected[output.kind, output.name], _spec(output.value), mesh, rank)
+            wanted = sharding_local(expected[output.kind, output.name], _spec(output.value), mesh, rank)
             error_size = distance(value, wanted)
             if not error_size <= TOLERANCE:
                 what = f"a relative error of {error_size:.1e} on random float64 inputs"
@@ -222,8 +224,8 @@ def draw_masks(after: Graph) -> Draw:
         made = []
         for i in range(shards.count):
             share = Share(planned, after.mesh, after.mesh.coords(shards.first_rank(i)))
-            box = [share.result_held(0, d).first for d in range(x.dim())] if is_cut(planned) else args[4]
-            made.append(dropout(shards.cut(x, i), p, seed, number, box))
+            box = [share.result_held(0, d).first for d in range(x.dim())] if is_sharded(planned) else args[4]
+            made.append(dropout(shards.sharding(x, i), p, seed, number, box))
         return shards.join([a for a, _ in made]), shards.join([b for _, b in made])
 
     return draw

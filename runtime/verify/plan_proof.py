@@ -17,7 +17,7 @@ from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import observers, row_of
-from shardfx.ir.ops.time.handover import turn_number
+from shardfx.ir.ops.loop.stage_transfer import iteration_number
 from shardfx.ir.oracle.shrink import shrink_plan
 from shardfx.ir.program.loops.schedule_actions import ends_here, made_at
 from shardfx.ir.program.lower import lower, select
@@ -283,8 +283,8 @@ class PlanProof:
         """Number the messages of an op that stands alone as those of the iteration that a rank is."""
         for node in program.graph.nodes:
             if node.target in MESSAGES:
-                turn = turn_number(node.meta["shardfx"].operands[0].spec, self.mesh, coords)
-                node.args = (*node.args[:-2], turn, node.args[-1])
+                iteration = iteration_number(node.meta["shardfx"].operands[0].spec, self.mesh, coords)
+                node.args = (*node.args[:-2], iteration, node.args[-1])
 
     def _of_families(self, task: Task) -> many_ranks.FamilyRequest:
         """The programs of a task; those of iterations are written together, whoever gave them."""

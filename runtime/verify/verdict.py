@@ -14,7 +14,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.oracle.shrink import shrink_plan
 from shardfx.ir.program.devices import CPU
-from shardfx.ir.program.loops.loop_nest import time_axes
+from shardfx.ir.program.loops.loop_nest import loop_axes
 from shardfx.ir.rules.book import RuleBook
 
 from .fault import Fault
@@ -42,7 +42,7 @@ class Verdict:
     ``status`` is ``"proven"``, ``"refuted"`` (some output differs: ``fault.numbers`` has a counterexample where one was
     found) or ``"unknown"`` (the proof does not come to its end, and random numbers do not differ). ``why`` names the
     output, the rank, the node and the source line; ``programs`` are those that were proven, ``checked`` says how much
-    was checked, ``given`` what is assumed.
+    was checked, ``assumptions`` what is assumed.
     """
 
     status: Status
@@ -52,7 +52,7 @@ class Verdict:
     fault: Fault | None = None
     claim: str = "the ranks compute what the model computes"
     programs: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
     @staticmethod
     def of(fault: Fault | None, **more: Any) -> Verdict:
@@ -67,19 +67,19 @@ class Verdict:
         return replace(self, why=why, programs=tuple(f"{form}: {each}" for each in self.programs))
 
     @property
-    def ok(self) -> bool:
+    def proven(self) -> bool:
         """Whether it is proven."""
         return self.status is Status.PROVEN
 
     def __bool__(self) -> bool:
-        return self.ok
+        return self.proven
 
     def __str__(self) -> str:
         looked = ", ".join(f"{count:,} {what}" for what, count in self.checked.items())
-        if self.ok:
+        if self.proven:
             of = f" in {', '.join(self.programs)}" if self.programs else ""
-            given = "".join(f"\n  {'given:':<10}{each}" for each in self.given)
-            return f"{self.how}: {self.claim}{of} ({looked}){given}"
+            assumptions = "".join(f"\n  {'assumes:':<10}{each}" for each in self.assumptions)
+            return f"{self.how}: {self.claim}{of} ({looked}){assumptions}"
         return f"{self.status}: not {self.how}\n{self.why}\n  {'checked:':<10}{looked}"
 
 
@@ -92,8 +92,10 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
     for each in verdicts:
         counts.update({what: count for what, count in each.checked.items() if what != "ranks"})
     checked = {"ranks": verdicts[0].checked["ranks"], **counts}
-    programs, given = (sum((getattr(each, name) for each in verdicts), ()) for name in ("programs", "given"))
-    return replace(verdicts[0], checked=checked, programs=programs, given=tuple(dict.fromkeys(given)))
+    programs, assumptions = (
+        sum((getattr(each, name) for each in verdicts), ()) for name in ("programs", "assumptions")
+    )
+    return replace(verdicts[0], checked=checked, programs=programs, assumptions=tuple(dict.fromkeys(assumptions)))
 
 
 def text(fault: Fault) -> str:
@@ -130,7 +132,7 @@ def verify(
     if unknown:
         raise Error(f"no rank {unknown[0]} on this mesh", where="verify(modules=...)", expected=f"0 .. {mesh.size - 1}")
     how = "shown on random float64 numbers" if run else "proven"
-    loops = bool(time_axes(mesh))
+    loops = bool(loop_axes(mesh))
     try:
         if loops:
             before, after, requests = unrolled_plan(before, after, requests)
@@ -157,4 +159,4 @@ def verify(
         fault = of_iteration(fault, mesh)
     assumed = tuple(f"the observer {name} has no side effect on tensors of the program" for name in proof.observers)
     programs = () if fault is not None else tuple(each.name for each in requests)
-    return Verdict.of(fault, how=how, checked=dict(counts), programs=programs, given=assumed)
+    return Verdict.of(fault, how=how, checked=dict(counts), programs=programs, assumptions=assumed)

@@ -43,7 +43,7 @@ class VirtualStore(Store):
             if given.name not in whole:
                 continue
             layout, tensor = self._shards[given.name], whole[given.name].detach()
-            own_shards = [layout.cut(tensor, i) for i in range(layout.count)]
+            own_shards = [layout.sharding(tensor, i) for i in range(layout.count)]
             own_shards = [
                 place.copy_(shard) if place is not None else self._settled(given.name, shard)
                 for place, shard in zip(memory.get(given.name, [None] * layout.count), own_shards, strict=True)
@@ -97,7 +97,7 @@ class VirtualStore(Store):
         dtype = self._given[name].value.type.dtype
         if isinstance(start, str):
             whole = self.whole(start).to(dtype)
-            own_shards = [layout.cut(whole, i) for i in range(layout.count)]
+            own_shards = [layout.sharding(whole, i) for i in range(layout.count)]
         else:
             shapes = [layout.local_shapes[i] for i in range(layout.count)]
             own_shards = [torch.full(shape, start, dtype=dtype) for shape in shapes]
@@ -107,12 +107,12 @@ class VirtualStore(Store):
         """Shard a global state into the stored shards."""
         finish(self.device)
         for i, shard in enumerate(self.states[name]):
-            shard.copy_(self._shards[name].cut(whole, i))
+            shard.copy_(self._shards[name].sharding(whole, i))
 
-    def cut(self, name: str, whole: Tensor) -> list[Tensor]:
+    def sharding(self, name: str, whole: Tensor) -> list[Tensor]:
         """All shards."""
         layout = self._shards[name]
-        return [layout.cut(whole.detach(), i).to(self.device, copy=True) for i in range(layout.count)]
+        return [layout.sharding(whole.detach(), i).to(self.device, copy=True) for i in range(layout.count)]
 
     def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The global tensor from its shards, in memory of its own."""

@@ -1,7 +1,7 @@
 """The demo's model: a small Llama-like decoder over bytes, in ordinary PyTorch, and the hints of somebody who knows it.
 
-Nothing in the model knows of ranks. The hints are Megatron's: the heads and the hidden units are cut over ``tp``, the
-batch over ``dp``, and between the blocks the tokens over ``tp`` (sequence parallelism).
+Nothing in the model knows of ranks. The hints are Megatron's: the heads and the hidden units are sharded over ``tp``,
+the batch over ``dp``, and between the blocks the tokens over ``tp`` (sequence parallelism).
 """
 
 from __future__ import annotations

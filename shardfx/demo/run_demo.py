@@ -1,7 +1,7 @@
 """``shardfx demo``: a small decoder, trained on four virtual ranks beside the same training on one device.
 
 What it shows is what it checks: both losses step by step, all gradients of one step in float64, what the plan costs,
-why a weight is cut as it is, and the pictures.
+why a weight is sharded as it is, and the pictures.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def demo(out: Console, folder: Path, steps: int = 40) -> int:
     started = time.perf_counter()
     with out.status("capturing and planning"):
         pm = plan(model, mesh)
-    _done(out, f"planned in {seconds_text(time.perf_counter() - started)}: {len(pm.after.nodes)} ops per rank")
+    _done(out, f"planned in {seconds_text(time.perf_counter() - started)}: {len(pm.planned.nodes)} ops per rank")
     good = train(out, pm, copy.deepcopy(model), steps)
     with out.status("one step in float64"):
         error, worst = double_step(model, mesh)

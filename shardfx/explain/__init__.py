@@ -1,4 +1,4 @@
-"""Why something is cut as it is."""
+"""Why something is sharded as it is."""
 
 from .explanation import Explanation, explain
 

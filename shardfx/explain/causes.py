@@ -1,7 +1,7 @@
-"""Trails: from a value that is cut over an axis back to the hint, one decision after the other.
+"""Trails: from a value that is sharded over an axis back to the hint, one decision after the other.
 
 >>> [link.text for link in Trails(graph.reasons, rules, Printer(graph)).follow(value, "tp", 1)]
-['%10 dim 1 is cut over tp, and goes into aten.mm @ layers.0.wq',
+['%10 dim 1 is sharded over tp, and goes into aten.mm @ layers.0.wq',
  '%layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)',
  "the hint 'layers.*.wq.weight' (step 5)"]
 """
@@ -24,7 +24,7 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Because:
-    """One link of a trail: ``value`` is cut over an axis because of what ``text`` says, decided at ``step``."""
+    """One link of a trail: ``value`` is sharded over an axis because of what ``text`` says, decided at ``step``."""
 
     value: str
     text: str
@@ -44,7 +44,7 @@ class Trails:
     printer: Printer
 
     def follow(self, value: Value, axis: str, dim: int | None) -> Iterator[Because]:
-        """Why ``value`` is cut over ``axis`` on ``dim`` (None: why it is a partial sum over it), link by link."""
+        """Why ``value`` is sharded over ``axis`` on ``dim`` (None: why it is a partial sum over it), link by link."""
         before = NEVER
         seen: set[tuple[Value, int | None]] = set()
         while (value, dim) not in seen:
@@ -67,7 +67,7 @@ class Trails:
                     yield Because(name, self._made(node))
                     return
                 near, dim = found
-                state = f"cut over {axis}" if dim is not None else f"partial over {axis}"
+                state = f"sharded over {axis}" if dim is not None else f"partial over {axis}"
                 yield Because(name, f"{self._dim(near, dim)} is {state}, and goes into {self.op(node)}")
             value = near
 
@@ -79,14 +79,14 @@ class Trails:
 
     def _decided(self, value: Value, axis: str, dim: int | None) -> str:
         """All that brought an axis to a dim of a value by themselves: a hint, and ``zero``."""
-        brought = (d for d in self.reasons.of(value) if d.dim == dim and axis in d.cut.axes)
+        brought = (d for d in self.reasons.of(value) if d.dim == dim and axis in d.sharding.axes)
         made = (d for d in brought if not d.op or self._carrier(d, axis) is None)
         return ", and ".join(dict.fromkeys(f"{each.how} (step {each.step})" for each in made))
 
     def _decision(self, value: Value, axis: str, dim: int | None, before: int = NEVER) -> Decision | None:
         """The decision that brought an axis to a dim of a value."""
         made = self.reasons.of(value)
-        return next((d for d in made if d.dim == dim and axis in d.cut.axes and d.step < before), None)
+        return next((d for d in made if d.dim == dim and axis in d.sharding.axes and d.step < before), None)
 
     def _carrier(self, made: Decision, axis: str) -> Carrier | None:
         """The tensor and dim from which a decision took the axis; or another axis, where it had that before."""
@@ -96,7 +96,7 @@ class Trails:
         return f"{made.op}{f' @ {made.where.module}' if made.where.module else ''}"
 
     def _operand(self, value: Value, axis: str, dim: int | None) -> tuple[Value, int | None] | None:
-        """The operand that is cut over the axis where the value's node computes with it, or is partial over it."""
+        """The operand that is sharded over the axis where the value's node computes with it, or is partial over it."""
         node = value.node
         if node is None:
             return None
@@ -105,14 +105,16 @@ class Trails:
             spec = source.spec
             if spec is None or axis not in (*spec.axes, *spec.partial_axes):
                 return None
-            return source, next((d for d, cut in enumerate(spec.dims) if axis in cut.axes), None)
-        cuts = {f for f, axes in (node.strategy.cuts if node.strategy is not None else ()) if axis in axes}
+            return source, next((d for d, sharding in enumerate(spec.dims) if axis in sharding.axes), None)
+        shardings = {f for f, axes in (node.strategy.shardings if node.strategy is not None else ()) if axis in axes}
         found: list[tuple[Value, int | None]] = []
         for operand, (_, dims) in zip(node.operands, self._tensors(node), strict=False):
             spec = operand.spec
-            if spec is not None and axis in spec.partial_axes and dim is None and not cuts:
+            if spec is not None and axis in spec.partial_axes and dim is None and not shardings:
                 return operand, None
-            at = [d for d, factors in enumerate(dims) if spec and axis in spec.dims[d].axes and cuts & set(factors)]
+            at = [
+                d for d, factors in enumerate(dims) if spec and axis in spec.dims[d].axes and shardings & set(factors)
+            ]
             found += [(operand, d) for d in at]
         decided = [(v, d) for v, d in found if self._decision(source_of(v), axis, d) is not None]
         return next(iter([*decided, *found]), None)

@@ -1,10 +1,10 @@
-"""Why is this cut so? The decisions behind a parameter, an input, a module's ops or one value, back to the hints.
+"""Why is this sharding so? The decisions behind a parameter, an input, a module's ops or one value, back to the hints.
 
 >>> print(pm.explain("%59"))
 forward %59 = aten.mm(%58, %57) : f64[128, 48] +{tp}  @ layers.0.wo  model.py:108
-  cuts k over tp, of the rule m k, k n -> m n
+  shards k over tp, of the rule m k, k n -> m n
   tp: the result is a partial sum, for the op adds up over the factor k
-      %58 dim 1 is cut over tp, and goes into aten.mm @ layers.0.wo
+      %58 dim 1 is sharded over tp, and goes into aten.mm @ layers.0.wo
       %56 dim 2 is, through aten.view @ layers.0.wo (step 178, elementwise)
       ... 10 links: %55 %53 %27 %23 %21 %19 %18 %17 %16 %15
       %layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)
@@ -65,13 +65,13 @@ class Entry:
     """One input or op: its line in the graph, how it is computed, why, and the communication behind it."""
 
     title: str
-    cuts: str = ""
+    shardings: str = ""
     trails: tuple[Trail, ...] = ()
     communication: tuple[str, ...] = ()
 
     def text(self, brief: bool = False) -> str:
         """As it is printed; ``brief``: one line for each axis."""
-        lines = [self.cuts] if self.cuts else []
+        lines = [self.shardings] if self.shardings else []
         for trail in self.trails:
             lines += trail.lines(brief)
         return "\n".join([self.title, *(f"  {line}" for line in (*lines, *self.communication))])
@@ -164,15 +164,15 @@ class _Explainer:
             if output.name == given.name and made.node is not None:
                 entry = self.op(made.node, made)
                 kind = "gradient" if output.kind is OutputKind.GRADIENT else "new content"
-                yield Entry(f"its {kind}: {entry.title}", entry.cuts, entry.trails, entry.communication)
+                yield Entry(f"its {kind}: {entry.title}", entry.shardings, entry.trails, entry.communication)
 
     # ---- one input, one op ----------------------------------------------------------------------------------
 
     def input(self, given: Input) -> Entry:
         trails = self._trails(given.value)
-        cuts = "" if trails else "whole on every rank"
+        shardings = "" if trails else "whole on every rank"
         title = f"{given.kind.value} {self.printer.use(given.value)} : {self.printer.type(given.value)}"
-        return Entry(title, cuts, trails, tuple(self._after(given.value)))
+        return Entry(title, shardings, trails, tuple(self._after(given.value)))
 
     def op(self, node: Node, value: Value | None = None) -> Entry:
         """The entry of a node; its trails are those of ``value`` (the first result, if not said)."""
@@ -182,39 +182,43 @@ class _Explainer:
         elif node.why:
             lines.insert(0, node.why)
         title = f"{node.phase.value} {self._line(node)}" + (f"  @ {node.where}" if str(node.where) else "")
-        return Entry(title, self._cuts(node), self._trails(value or node.outs[0]), (*self._wishes(node), *lines))
+        return Entry(title, self._shardings(node), self._trails(value or node.outs[0]), (*self._wishes(node), *lines))
 
     def _line(self, node: Node) -> str:
         """The node as the graph's text has it, without strategy and source; of many collectives as one the number."""
         if isinstance(node.op, OwnOp) and len(node.operands) > MOST_USERS:
             count, axes = len(node.operands), ", ".join(node.kwargs["axes"])
             return f"%{node.name} and {count - 1} more = {node.op}({count} values, axes=[{axes}])"
-        return self.printer.node(node).partition("  cuts ")[0].partition("  @ ")[0].rstrip()
+        return self.printer.node(node).partition("  shardings ")[0].partition("  @ ")[0].rstrip()
 
-    def _cuts(self, node: Node) -> str:
+    def _shardings(self, node: Node) -> str:
         if node.strategy is None or isinstance(node.op, OwnOp):
             return ""
         entry = self.rules.entry(node.op)
         rule = f", of the rule {entry.text}" if entry is not None and "->" in entry.text else ""
         if entry is not None and entry.discovered and (made := entry.make(node)) is not None:
             rule = f", of the rule {rule_text(made)}, which was found by running the op"
-        cuts = ", ".join(f"{factor} over {' and '.join(axes)}" for factor, axes in node.strategy.cuts)
-        said = f"cuts {cuts}{rule}" if cuts else "cuts nothing: every rank that has the operands does the same"
-        return said if node.pin is None else f"{said}; the hint {node.pin.by!r} says {factors_text(node.pin.cuts)}"
+        shardings = ", ".join(f"{factor} over {' and '.join(axes)}" for factor, axes in node.strategy.shardings)
+        said = (
+            f"shardings {shardings}{rule}"
+            if shardings
+            else "shardings nothing: every rank that has the operands does the same"
+        )
+        return said if node.pin is None else f"{said}; the hint {node.pin.by!r} says {factors_text(node.pin.shardings)}"
 
     def _trails(self, value: Value) -> tuple[Trail, ...]:
-        """One trail for every axis that cuts the value, or over which it is partial."""
+        """One trail for every axis that shards the value, or over which it is partial."""
         spec, node = value.spec, value.node
         if spec is None:
             return ()
         factors = (
-            {} if node is None or node.strategy is None else {a: f for f, axes in node.strategy.cuts for a in axes}
+            {} if node is None or node.strategy is None else {a: f for f, axes in node.strategy.shardings for a in axes}
         )
         found = []
         for axis in self.graph.mesh.sort([*spec.axes, *spec.partial_axes]):
-            dim = next((d for d, cut in enumerate(spec.dims) if axis in cut.axes), None)
+            dim = next((d for d, sharding in enumerate(spec.dims) if axis in sharding.axes), None)
             if dim is not None:
-                role = f"cuts dim {dim}"
+                role = f"shards dim {dim}"
             else:
                 adds = (
                     f"for the op adds up over the factor {factors[axis]}" if axis in factors else "as its operands are"
@@ -228,8 +232,8 @@ class _Explainer:
         for value in node.outs:
             for made in self.graph.reasons.of(value):
                 kept = value.spec.dims[made.dim].axes if value.spec is not None else ()
-                if not set(made.cut.axes) <= set(kept):
-                    wish = f"dim {made.dim} as {made.cut.text(value.shape[made.dim])} (step {made.step})"
+                if not set(made.sharding.axes) <= set(kept):
+                    wish = f"dim {made.dim} as {made.sharding.text(value.shape[made.dim])} (step {made.step})"
                     yield f"wished for: {wish}; it is made as {self.printer.type(value)}"
 
     # ---- communication --------------------------------------------------------------------------------------

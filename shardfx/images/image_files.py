@@ -154,7 +154,7 @@ class ImageFile:
 class GeoTiff(ImageFile):
     """A GeoTIFF, or any other file that rasterio opens, as an array (C, H, W) that reads windows of itself::
 
-        scene = (sx.GeoTiff("image.tif"), sx.GeoTiff("mask.tif", channel=0))
+        scene = (sx.images.GeoTiff("image.tif"), sx.images.GeoTiff("mask.tif", channel=0))
 
     Args:
         path: of the file.
@@ -186,7 +186,7 @@ class Nifti(ImageFile):
     """A NIfTI volume, or any other file that nibabel opens, as an array (C, D, H, W) that reads windows of itself:
     D, H, W are its third, second and first axes, C the fourth one, or one. ::
 
-        scene = (sx.Nifti("scan.nii"), sx.Nifti("label.nii", channel=0))
+        scene = (sx.images.Nifti("scan.nii"), sx.images.Nifti("label.nii", channel=0))
 
     A compressed file (``.nii.gz``) is decompressed up to the window each time.
 

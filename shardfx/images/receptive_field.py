@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardfx.ir.cut import Window
+from shardfx.ir.dim_sharding import Window
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value, op_name
 from shardfx.ir.rules.book import RuleBook
@@ -372,7 +372,7 @@ def draw_tiles(pm: ParallelModule, path: str | Path, name: str = "args.0") -> Pa
     """Draw tiles and halos on the image as one SVG file: each rank's tile, the messages of each halo exchange with
     their bytes, and the receptive field of each layer. ::
 
-        sx.draw_tiles(pm, "out/tiles.svg")
+        sx.images.draw_tiles(pm, "out/tiles.svg")
 
     Args:
         pm: a plan that shards an image.
@@ -384,7 +384,7 @@ def draw_tiles(pm: ParallelModule, path: str | Path, name: str = "args.0") -> Pa
     """
     from shardfx.visualize import draw_tiles as draw
 
-    value = input_value(pm.after, name, "draw_tiles(pm, path, name)")
+    value = input_value(pm.planned, name, "draw_tiles(pm, path, name)")
     if value.spec is None or not any(dim.axes for dim in value.spec.dims[2:]):
         raise Error(
             f"{name} is not sharded into tiles",
@@ -393,7 +393,7 @@ def draw_tiles(pm: ParallelModule, path: str | Path, name: str = "args.0") -> Pa
             got=value.spec.text(value.shape) if value.spec is not None else "no placement",
             remedy="pm.draw(folder) draws other plans",
         )
-    return draw(pm.after, name, layer_margins(pm), path)
+    return draw(pm.planned, name, layer_margins(pm), path)
 
 
 def layer_margins(pm: ParallelModule, name: str = "args.0") -> list[LayerMargin]:
@@ -401,14 +401,14 @@ def layer_margins(pm: ParallelModule, name: str = "args.0") -> list[LayerMargin]
     layer, up to the first that takes the full image."""
     from shardfx.visualize import LayerMargin
 
-    image = input_value(pm.after, name, "layer_margins(pm, name)")
+    image = input_value(pm.planned, name, "layer_margins(pm, name)")
     space = range(2, image.type.ndim)
     try:
         window, whole = (
-            pm.traced(torch.empty((1, image.shape[1], *sizes), dtype=image.type.dtype, device="meta"))
+            pm._traced(torch.empty((1, image.shape[1], *sizes), dtype=image.type.dtype, device="meta"))
             for sizes in ([size * by for size in image.shape[2:]] for by in LARGE)
         )
-        found = follow(window, whole, pm.rule_book, space, None)
+        found = follow(window, whole, pm._rule_book, space, None)
     except Error as error:
         return [LayerMargin(error.where or "the model", 0.0, f"not known: {error.what}")]
     made: list[LayerMargin] = []

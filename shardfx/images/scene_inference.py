@@ -40,7 +40,7 @@ def predict_scene(
 
         pm.eval()
         out = np.lib.format.open_memmap("classes.npy", "w+", np.float32, shape=(5, 40_000, 30_000))
-        sx.predict_scene(pm, sx.GeoTiff("scene.tif"), out)
+        sx.images.predict_scene(pm, sx.images.GeoTiff("scene.tif"), out)
 
     The result is that of the full scene, to rounding: the receptive field (the margin) is derived from the model's
     graph, and windows overlap by it, begin where strides fall as in the full scene, and are padded at the border of the
@@ -62,7 +62,7 @@ def predict_scene(
             of the batch), and where it stands; a window that is smaller than the margin; shapes that do not fit; a
             ``state`` of another run.
     """
-    image = pm.after.input(IMAGE).value
+    image = pm.planned.input(IMAGE).value
     sizes = _sizes(pm, scene, window)
     place, locality = _followed(pm, scene, sizes, result)
     parts, rows = locality.dims, {part.axis: part for part in locality.dims if isinstance(part, SceneRows)}
@@ -88,10 +88,10 @@ def predict_scene(
         raise not_local(ends.ragged, "gives another share of rows at the end of the scene than at that of a window")
     from rich.progress import Progress
 
-    done = ProgressFile(state, {} if state is None else _run_of(pm, scene.shape, wanted, sizes), bool(pm.this_rank))
-    pm.agree_on("predicting a scene", {"scene": str(tuple(scene.shape)), "window": str(sizes), "done": str(done)})
+    done = ProgressFile(state, {} if state is None else _run_of(pm, scene.shape, wanted, sizes), bool(pm._this_rank))
+    pm._agree_on("predicting a scene", {"scene": str(tuple(scene.shape)), "window": str(sizes), "done": str(done)})
     left = [each for each in windows if each.number not in done]
-    with Progress(transient=True, disable=not progress or bool(pm.this_rank)) as bar:
+    with Progress(transient=True, disable=not progress or bool(pm._this_rank)) as bar:
         task = bar.add_task("windows", total=len(windows), completed=len(windows) - len(left))
         for batch in batches(left, image.shape[0]):
             made = _computed(pm, scene, batch, place)
@@ -107,8 +107,8 @@ def _sizes(pm: ParallelModule, scene: ArrayLike, window: Sequence[int] | None) -
     Raises:
         Error: the model takes other inputs; the scene does not fit.
     """
-    image = pm.after.input(IMAGE).value.shape
-    arguments = [given.name for given in pm.after.of_kind(InputKind.ARGUMENT)]
+    image = pm.planned.input(IMAGE).value.shape
+    arguments = [given.name for given in pm.planned.of_kind(InputKind.ARGUMENT)]
     if arguments != [IMAGE]:
         raise Error(
             "the model takes other inputs than one image",
@@ -135,9 +135,9 @@ def _followed(pm: ParallelModule, scene: ArrayLike, sizes: Sequence[int], result
     Raises:
         Error: it is not local, or there is none of this name.
     """
-    image = pm.after.input(IMAGE).value
+    image = pm.planned.input(IMAGE).value
     window, whole = (
-        pm.traced(torch.empty((*image.shape[:2], *space), dtype=image.type.dtype, device="meta"))
+        pm._traced(torch.empty((*image.shape[:2], *space), dtype=image.type.dtype, device="meta"))
         for space in (sizes, scene.shape[1:])
     )
     names = [output.name for output in window.outputs if output.kind is OutputKind.RESULT]
@@ -152,12 +152,12 @@ def _followed(pm: ParallelModule, scene: ArrayLike, sizes: Sequence[int], result
     name = result or names[0]
     axes = [dim for dim, (a, b) in enumerate(zip(sizes, scene.shape[1:], strict=True), 2) if a != b]
     batch = [0] if image.shape[0] > 1 else []
-    return names.index(name), follow(window, whole, pm.rule_book, [*batch, *axes], name)
+    return names.index(name), follow(window, whole, pm._rule_book, [*batch, *axes], name)
 
 
 def _computed(pm: ParallelModule, scene: ArrayLike, batch: Sequence[SceneWindow], place: int) -> torch.Tensor:
     """The model's result for some windows; the batch is filled up with the last one."""
-    image = pm.after.input(IMAGE).value
+    image = pm.planned.input(IMAGE).value
     channels, device = slice(0, image.shape[1]), next((p.device for p in pm.parameters()), None)
     read = [read_window(scene, (channels, *each.source), "the scene").to(image.type.dtype) for each in batch]
     read += [read[-1]] * (image.shape[0] - len(read))

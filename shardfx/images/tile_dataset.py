@@ -168,7 +168,7 @@ class InputTiles(NamedTuple):
 class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
     """Scenes of which each rank reads its own tiles::
 
-        data = sx.TileDataset([(image, mask)] * 64, pm, crop=(1024, 1024), augment=("hflip", "rot90"))
+        data = sx.images.TileDataset([(image, mask)] * 64, pm, crop=(1024, 1024), augment=("hflip", "rot90"))
         sampler = data.sampler(shuffle=True, seed=0)
         for epoch in range(10):
             sampler.set_epoch(epoch)
@@ -177,8 +177,8 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
 
     A scene is a tuple of arrays without a batch dim (C, H, W or C, D, H, W; a mask H, W; a label has no such dims), one
     for each of ``names``. An array is anything with ``shape`` and slicing: numpy, a memmap, zarr, h5py,
-    :class:`shardfx.GeoTiff`, :class:`shardfx.Nifti`; or a :class:`shardfx.WholeImage`, which can only decode all of
-    itself.
+    :class:`shardfx.images.GeoTiff`, :class:`shardfx.images.Nifti`; or a :class:`shardfx.images.WholeImage`, which can
+    only decode all of itself.
 
     On virtual ranks a sample is the full crop; under ``torchrun`` it is this rank's tile of it, which ``pm(...)``
     takes as well, and ``batch_size`` is this rank's share of the batch: so the loop above is the same. ``data[3]`` is
@@ -216,7 +216,7 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
         labels: Sequence[str] = (),
     ) -> None:
         self._scenes, self._augment, self._pm = [tuple(scene) for scene in scenes], tuple(augment), pm
-        self._rank = pm.this_rank if rank is None else rank
+        self._rank = pm._this_rank if rank is None else rank
         self._names, self._inputs = tuple(names), _input_tiles(pm, names, self._rank)
         self._batch, shape = self._inputs[0].batch, self._inputs[0].shape
         self._crop = shape[1:]
@@ -327,10 +327,10 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
 
     def _begin(self, said: str) -> int:
         """The number of the first sample of an epoch that begins; the ranks agree on it."""
-        if self._pm is not None and self._rank == self._pm.this_rank:
+        if self._pm is not None and self._rank == self._pm._this_rank:
             shapes = [tuple(getattr(part, "shape", ())) for scene in self._scenes for part in scene]
             told = {"samples": said, "scenes": f"{len(self)} of shapes {shapes}", "augment": ", ".join(self._augment)}
-            self._pm.agree_on("reading the tiles of an epoch", told)
+            self._pm._agree_on("reading the tiles of an epoch", told)
         self._passes += 1
         return self._passes << 32
 
@@ -412,7 +412,7 @@ def _input_tiles(pm: ParallelModule, names: Sequence[str], rank: int | None) -> 
     Raises:
         Error: there is no such input; a rank's samples are others of one input than of another.
     """
-    values = [input_value(pm.after, name, "TileDataset(names=...)") for name in names]
+    values = [input_value(pm.planned, name, "TileDataset(names=...)") for name in names]
     tiles = {0: [tuple(slice(0, size) for size in value.shape) for value in values]}
     if rank is not None:
         tiles = {each: [pm.tile(name, each) for name in names] for each in range(pm.mesh.size)}

@@ -34,9 +34,9 @@ PATIENCE = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class WholeImage:
-    """An image that is decoded as a whole (a PNG, a JPEG), for :class:`shardfx.TileDataset`::
+    """An image that is decoded as a whole (a PNG, a JPEG), for :class:`shardfx.images.TileDataset`::
 
-        sx.WholeImage(lambda: np.asarray(Image.open(path)).transpose(2, 0, 1), shape=(3, 5000, 4000))
+        sx.images.WholeImage(lambda: np.asarray(Image.open(path)).transpose(2, 0, 1), shape=(3, 5000, 4000))
 
     Under ``torchrun`` one rank of those that share a sample decodes it, and sends the others their windows.
 

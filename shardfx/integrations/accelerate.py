@@ -60,7 +60,7 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
         options: those of ``Accelerator``.
 
     Raises:
-        Error: accelerate is configured for FSDP, DeepSpeed or the like, which would cut the model as well, or for
+        Error: accelerate is configured for FSDP, DeepSpeed or the like, which would shard the model as well, or for
             ``torch.compile``.
     """
 
@@ -80,11 +80,11 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
     def _begin(self) -> None:
         if self.state.distributed_type not in PLAIN:
             raise Error(
-                "accelerate is configured to cut or wrap the model itself",
+                "accelerate is configured to shard or wrap the model itself",
                 where="ParallelAccelerator(...)",
                 expected="a configuration for one process, or for several CPUs or GPUs",
                 got=str(self.state.distributed_type),
-                remedy="leave FSDP, DeepSpeed and the like out of it; say how the model is cut by Hints(...)",
+                remedy="leave FSDP, DeepSpeed and the like out of it; say how the model is sharded by Hints(...)",
             )
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise Error(

@@ -49,9 +49,9 @@ class ParallelTrainer(Trainer):
 
     Args:
         mesh: as for :func:`shardfx.parallelize`.
-        hints: how values are cut, and more; inputs, targets and loss are those of the trainer's batches. Names of the
-            inputs are ``kwargs.input_ids`` and the like.
-        data: mesh axes (major first, as in ``"dp ep"``) over which the batch is cut, where ``hints`` do not say
+        hints: how values are sharded, and more; inputs, targets and loss are those of the trainer's batches. Names of
+            the inputs are ``kwargs.input_ids`` and the like.
+        data: mesh axes (major first, as in ``"dp ep"``) over which the batch is sharded, where ``hints`` do not say
             otherwise; by default ``dp``, if there is such an axis.
         given, options: those of ``Trainer``.
 

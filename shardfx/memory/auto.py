@@ -156,7 +156,7 @@ class _Search:
         options = self.course.offload
         all_away = () if options is None else (replace(options, what=ACTIVATIONS),)
         patterns = (*repeated_modules(self.compiled), "*")
-        named = [(Recompute(pattern, together=several),) for pattern in patterns for several in (1, *TOGETHER)]
+        named = [(Recompute(pattern, segment=several),) for pattern in patterns for several in (1, *TOGETHER)]
         ways = [(again, away) for again in ((), all_again, *named) for away in dict.fromkeys(((), all_away))][1:]
         fit = [made for made in (self._planned(*way) for way in ways) if self._held(made) <= self.budget]
         self.said = "nothing between was found"
@@ -215,7 +215,7 @@ def _keeps(group: Group, choice: Choice, index: int, count: int) -> bool:
 def _pass(course: Course, kind: Kind, start: int, length: int, kept: frozenset[Group]) -> Recompute:
     modules, skip, count, keep = _named(course, kind, start, length, kept)
     together = len(kind.stretches[start].paths)
-    return Recompute(modules, keep, gathers=False, skip=skip, count=count, together=together)
+    return Recompute(modules, keep, regather=False, skip=skip, count=count, segment=together)
 
 
 def _named(

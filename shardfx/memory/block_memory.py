@@ -1,8 +1,8 @@
 """What each block of a model keeps, so that it is known what any stage would hold that has some of them.
 
 Counted on the planned graph, as if each block were a stage of its own: parameters and states as they are stored, their
-gradients, what each turn that is live keeps for the backward, and the most that a turn makes in passing. What several
-blocks use is there once in each stage that has one of them.
+gradients, what each iteration that is live keeps for the backward, and the most that an iteration makes in passing.
+What several blocks use is there once in each stage that has one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardfx.ir.schedule.actions import Pipelined
 from shardfx.ir.schedule.simulation import KEEPS
 from shardfx.ir.shards import held_shape
 from shardfx.passes.stages.assignment import OF_WEIGHTS, Assignment
-from shardfx.passes.stages.best_cut import Held
+from shardfx.passes.stages.best_split import Held
 from shardfx.passes.stages.stage_blocks import Blocks
 
 from .stretches import sources
@@ -37,21 +37,21 @@ class BlockMemory:
         self.graph, self.pipeline = graph, pipeline
         self.blocks = Blocks(graph)
         self.count = len(self.blocks.names)
-        self.live = live_turns(pipeline)
+        self.live = in_flight_microbatches(pipeline)
         self._assigned = Assignment(graph, self.blocks.of, self.count - 1, told=False)
-        kept = {v for v in self._kept if pipeline.time in (v.spec.axes if v.spec is not None else ())}
+        kept = {v for v in self._kept if pipeline.microbatches in (v.spec.axes if v.spec is not None else ())}
         self._once = Stretches(self.count, [*self._stored(), *self._uses(self._kept - kept)])
-        self._in_turns = Stretches(self.count, self._uses(kept))
+        self._in_iterations = Stretches(self.count, self._uses(kept))
         self._passing = self._in_passing(self._kept)
 
     def held(self, stage: int, first: int, end: int) -> Held:
         """What a stage with the blocks from ``first`` to before ``end`` holds."""
-        stays = self._once.there(first, end) + self.live[stage] * self._in_turns.there(first, end)
+        stays = self._once.there(first, end) + self.live[stage] * self._in_iterations.there(first, end)
         return Held(stays, max(self._passing[first:end]))
 
     @cached_property
     def costs(self) -> list[float]:
-        """The operations of each block, forward and backward, in all turns; so that each costs something."""
+        """The operations of each block, forward and backward, in all iterations; so that each costs something."""
         found = [1.0] * self.count
         for node, at in self._assigned.at.items():
             for block in at if node.phase is not Phase.UPDATE else ():
@@ -60,7 +60,8 @@ class BlockMemory:
 
     @cached_property
     def sent(self) -> list[float]:
-        """What is sent in a turn if a stage begins at a block: what is made before it and used from it on, or so in
+        """What is sent in an iteration if a stage begins at a block: what is made before it and used from it on, or so
+        in
         the backward."""
         steps = [0.0] * (self.count + 2)
         for value, nodes in self._users.items():
@@ -113,7 +114,7 @@ class BlockMemory:
                 yield self._adding_up(output.value), self._assigned.inputs[mine.value]
 
     def _adding_up(self, value: Value) -> int:
-        """The bytes of what a gradient is summed in, before it is cut."""
+        """The bytes of what a gradient is summed in, before it is sharded."""
         return max(each.local_bytes(self.graph.mesh) for each in before_communication(value))
 
     def _in_passing(self, kept: set[Value]) -> list[int]:
@@ -177,8 +178,8 @@ def before_communication(value: Value) -> Iterator[Value]:
         yield value
 
 
-def live_turns(pipeline: Pipelined) -> list[int]:
-    """How many turns are live at each stage when most are live on its rank."""
+def in_flight_microbatches(pipeline: Pipelined) -> list[int]:
+    """How many iterations are live at each stage when most are live on its rank."""
     found = [0] * len(pipeline.homes)
     for row in pipeline.schedule.rows:
         now, most = Counter[int](), Counter[int]()
@@ -186,6 +187,6 @@ def live_turns(pipeline: Pipelined) -> list[int]:
             now[action.stage] += max(KEEPS[action.kind], 0)
             most = now.copy() if now.total() > most.total() else most
             now[action.stage] += min(KEEPS[action.kind], 0)
-        for stage, turns in most.items():
-            found[stage] = turns
+        for stage, iterations in most.items():
+            found[stage] = iterations
     return found

@@ -121,9 +121,9 @@ def what_fits(compiled: Compiled, foresight: Foresight, budget: int) -> str:
         if tried[said] <= budget:
             return f"{said} holds {size_text(tried[said])}"
     if not tried:
-        return "cut parameters or the batch over more ranks"
+        return "sharded parameters or the batch over more ranks"
     best = min(tried, key=tried.__getitem__)
-    return f"cut parameters or the batch over more ranks; {best} comes to {size_text(tried[best])}, which is not enough"
+    return f"sharded parameters or the batch over more ranks; {best} comes to {size_text(tried[best])}, which is not enough"
 
 
 def _features(compiled: Compiled) -> Iterator[dict[str, Any]]:
@@ -132,7 +132,7 @@ def _features(compiled: Compiled) -> Iterator[dict[str, Any]]:
     if not any(output.kind is OutputKind.GRADIENT for output in graph.outputs):
         return
     data = data_axes(compiled.after)
-    axes = tuple(axis.name for axis in graph.mesh.axes if axis.name in data and not axis.time)
+    axes = tuple(axis.name for axis in graph.mesh.axes if axis.name in data and not axis.loop)
     stored: list[dict[str, Any]] = [{}]
     if axes and not hints.zero:
         axis: dict[str, Any] = {} if axes == ("dp",) else {"zero_axis": axes if len(axes) > 1 else axes[0]}

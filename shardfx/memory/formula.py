@@ -3,7 +3,7 @@
 What a storage's bytes depend on is found out by planning again: with three times the batch, with half the sequence
 (or another length, where another plan is cheaper for that), and with both. Each storage of the peak is then a number
 times powers of batch and sequence, or a sum ``a + b*batch + c*sequence + d*batch*sequence`` (a bucket); the axes that
-cut the value stand below.
+sharded the value stand below.
 
     >>> pm.memory().formula
     8192*batch*sequence/dp + 3145728/tp + ...
@@ -105,7 +105,7 @@ class Sizes:
 
 
 def formula(here: Sequence[Term], changed: Sequence[Sequence[Term]], sizes: Sizes, mesh: Mesh) -> sympy.Expr:
-    """The sum of the terms, in batch and sequence, over the axes that cut each.
+    """The sum of the terms, in batch and sequence, over the axes that shard each.
 
     Args:
         here: the storages of a peak.

@@ -1,8 +1,8 @@
-"""``Pipeline(stages=None)`` under a budget: the cut into stages whose slowest is fastest, of those that fit.
+"""``Pipeline(stages=None)`` under a budget: the split into stages whose slowest is fastest, of those that fit.
 
 The plan whose stages cost about the same is made first. Where what its blocks keep (:mod:`.block_memory`) says that a
-rank holds more than it may, the best cut that fits is sought (:mod:`shardfx.passes.stages.best_cut`), planned, and its
-ranks' programs replayed; by how much they hold more or less than was thought the next one is sought with.
+rank holds more than it may, the best split that fits is sought (:mod:`shardfx.passes.stages.best_split`), planned, and
+its ranks' programs replayed; by how much they hold more or less than was thought the next one is sought with.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from shardfx.compile import default_passes, plan_graph
 from shardfx.compiled import Compiled
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.text.printer import size_text
+from shardfx.passes.loops.make_schedule import AUTO
 from shardfx.passes.stages import Found, stages_as_planned
-from shardfx.passes.stages.best_cut import Room, best_cut, roomiest_cut
-from shardfx.passes.time.make_schedule import AUTO
+from shardfx.passes.stages.best_split import Room, best_split, roomiest_split
 
 from .block_memory import BlockMemory
 from .budget import Foresight, budget_of, first_ranks
 
 TRIES = 4
-"""So many cuts are planned at most."""
+"""So many splits are planned at most."""
 HOPED = 0.2
 """Before a plan is known, ranks are taken to hold less by so much of the budget than was counted, for what is there in
-passing is counted as if a turn held most of it beside all that it keeps."""
+passing is counted as if an iteration held most of it beside all that it keeps."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimSharding:
     """A plan, where its stages begin, how long the slowest takes, and what each rank along the axis holds."""
 
     plan: Compiled
@@ -47,8 +47,8 @@ class Cut:
 def staged(compiled: Compiled, foresight: Foresight) -> Compiled:
     """The plan whose stages fit into what a rank may hold; itself, where nothing is to be chosen, or all fits.
 
-    Where no cut fits, the plan is the one whose fullest rank holds least; but where it is also to be chosen what is
-    made again, or how many turns are live, it is left to that.
+    Where no split fits, the plan is the one whose fullest rank holds least; but where it is also to be chosen what is
+    made again, or how many iterations are live, it is left to that.
     """
     pipeline, planned, budget = compiled.hints.pipeline, compiled.after.pipeline, budget_of(compiled.hints)
     trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
@@ -67,7 +67,7 @@ def staged(compiled: Compiled, foresight: Foresight) -> Compiled:
 
 
 class _Search:
-    """The cuts that were planned, and what was learnt of them."""
+    """The splits that were planned, and what was learnt of them."""
 
     def __init__(self, compiled: Compiled, foresight: Foresight, budget: int) -> None:
         assert compiled.after.pipeline is not None
@@ -76,7 +76,7 @@ class _Search:
         self.blocks = BlockMemory(compiled.after, compiled.after.pipeline)
         self.more = [-HOPED * budget] * (max(self.homes) + 1)
         """By rank: what it holds beyond what was thought."""
-        self.known: dict[tuple[int, ...], Cut] = {}
+        self.known: dict[tuple[int, ...], DimSharding] = {}
 
     @property
     def room(self) -> Room:
@@ -88,14 +88,14 @@ class _Search:
         """Where the stages begin of the plan that is given; empty where they are no stretches of blocks."""
         return first_blocks(self.compiled.after, self.blocks.blocks.names)
 
-    def found(self) -> Cut | None:
-        """The fastest cut that fits, of those that were planned."""
+    def found(self) -> DimSharding | None:
+        """The fastest split that fits, of those that were planned."""
         thought = self.room.of(self.balanced, self.blocks.count)
         fits = all(held <= budget for held, budget in zip(thought, self.room.budgets, strict=True))
         if fits and (made := self._planned(self.balanced)).fits(self.budget):
             return made
         for _ in range(TRIES):
-            firsts = best_cut(self.blocks.costs, len(self.homes), self.blocks.sent, self.room)
+            firsts = best_split(self.blocks.costs, len(self.homes), self.blocks.sent, self.room)
             if firsts is None or tuple(firsts) in self.known:
                 break
             fitting = self._fitting()
@@ -104,23 +104,23 @@ class _Search:
             self._planned(tuple(firsts))
         return self._fitting()
 
-    def _fitting(self) -> Cut | None:
-        fitting = (cut for cut in self.known.values() if cut.fits(self.budget))
-        return min(fitting, key=lambda cut: cut.seconds, default=None)
+    def _fitting(self) -> DimSharding | None:
+        fitting = (split for split in self.known.values() if split.fits(self.budget))
+        return min(fitting, key=lambda split: split.seconds, default=None)
 
     def roomiest(self) -> Compiled:
-        """The cut whose fullest rank holds least."""
-        firsts, _ = roomiest_cut(self.blocks.costs, len(self.homes), self.room)
+        """The split whose fullest rank holds least."""
+        firsts, _ = roomiest_split(self.blocks.costs, len(self.homes), self.room)
         made = self.known.get(tuple(firsts)) or self._planned(tuple(firsts))
-        return min((made, *self.known.values()), key=lambda cut: max(cut.peaks)).plan
+        return min((made, *self.known.values()), key=lambda split: max(split.peaks)).plan
 
-    def _planned(self, firsts: tuple[int, ...]) -> Cut:
-        """Plan a cut, and learn from it what ranks hold."""
+    def _planned(self, firsts: tuple[int, ...]) -> DimSharding:
+        """Plan a split, and learn from it what ranks hold."""
         plan = self.compiled if firsts == self.balanced else self._with(firsts)
         held = self.foresight.peaks(plan)
         thought = self.room.of(firsts, self.blocks.count)
         self.more = [a - b for a, b in zip(held, thought, strict=True)]
-        self.known[firsts] = Cut(plan, firsts, self._seconds(firsts), held)
+        self.known[firsts] = DimSharding(plan, firsts, self._seconds(firsts), held)
         return self.known[firsts]
 
     def _with(self, firsts: Sequence[int]) -> Compiled:
@@ -136,14 +136,14 @@ class _Search:
         """What the slowest stage takes."""
         return max(sum(self.blocks.costs[a:b]) for a, b in pairwise((*firsts, self.blocks.count)))
 
-    def note(self, cut: Cut) -> str:
+    def note(self, split: DimSharding) -> str:
         """What each stage takes and holds."""
-        total, edges = sum(self.blocks.costs), [*pairwise((*cut.firsts, self.blocks.count))]
+        total, edges = sum(self.blocks.costs), [*pairwise((*split.firsts, self.blocks.count))]
         counts = ", ".join(str(b - a) for a, b in edges)
         shares = ", ".join(f"{sum(self.blocks.costs[a:b]) / total:.0%}" for a, b in edges)
         ranks = ", ".join(map(str, first_ranks(self.compiled.after)))
-        held = ", ".join(map(size_text, cut.peaks))
-        longer = cut.seconds / self._seconds(self.balanced)
+        held = ", ".join(map(size_text, split.peaks))
+        longer = split.seconds / self._seconds(self.balanced)
         return (
             f"stages of {counts} blocks, so that no rank holds more than {size_text(self.budget)}: "
             f"ranks {ranks} hold {held}, where a rank would hold {size_text(self.unbounded)}; "

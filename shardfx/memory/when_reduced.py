@@ -1,4 +1,4 @@
-"""``Hints(reduce="auto")``: gradients of turns are reduced once, or in each turn: what is faster and fits.
+"""``Hints(reduce="auto")``: gradients of iterations are reduced once, or in each iteration: what is faster and fits.
 
 Behind the last turn a gradient is sent once, but until then the rank adds up all of it; in each turn it is sent as
 often, and the rank adds up its piece alone. Where gradients leave in pieces (``zero``) and it is known what a rank may
@@ -15,12 +15,12 @@ from shardfx.compiled import Compiled
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import OutputKind
 from shardfx.ir.ops import comm
-from shardfx.ir.program.loops.loop_nest import time_axes
+from shardfx.ir.program.loops.loop_nest import loop_axes
 from shardfx.ir.text.printer import size_text
 
 from .budget import Foresight, budget_of
 
-WAYS = {"last": "once, behind the last turn", "each": "in each turn"}
+WAYS = {"last": "once, behind the last iteration", "each": "in each iteration"}
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,13 @@ class Candidate:
 
 
 def reduced(compiled: Compiled, foresight: Foresight) -> Compiled:
-    """The plan in which gradients of turns are reduced when that is cheapest; itself, where nothing is to be chosen."""
+    """The plan in which gradients of iterations are reduced when that is cheapest; itself, where nothing is to be
+    chosen."""
     hints, mesh = compiled.hints, compiled.after.mesh
     budget = budget_of(hints)
     trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
     asked = hints.reduce == "auto"
-    if not asked or not time_axes(mesh) or not hints.zero or not trains or budget is None:
+    if not asked or not loop_axes(mesh) or not hints.zero or not trains or budget is None:
         return compiled
     machine = Machine.of(hints.machine)
     made = [_candidate(compiled, way, foresight, machine) for way in WAYS]
@@ -50,7 +51,7 @@ def reduced(compiled: Compiled, foresight: Foresight) -> Compiled:
     best = min(fitting, key=lambda each: each.seconds) if fitting else min(made, key=lambda each: each.peak)
     (other,) = (each for each in made if each is not best)
     fits = "which is faster" if other in fitting else f"for a rank may hold {size_text(budget)}"
-    why = f"gradients of turns are reduced {best}; {fits} ({other})"
+    why = f"gradients of iterations are reduced {best}; {fits} ({other})"
     graph = best.plan.after
     graph.notes.append(why)
     gradients = {output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}

@@ -278,7 +278,7 @@ def contents(step: ProgramRunner, call: Call, local: bool) -> list[RankInput]:
     for given, tensor in taken(step, call):
         shards, whole = step.shards(given), _passed(step, given, tensor) is Passed.WHOLE or not local
         piece, part = shards.by_rank[rank], tuple(shards.local_shapes[shards.by_rank[rank]])
-        cut = given.value.spec.axes if given.value.spec is not None and not whole else ()
-        axes = tuple(axis for axis in space if axis not in cut)
+        sharding = given.value.spec.axes if given.value.spec is not None and not whole else ()
+        axes = tuple(axis for axis in space if axis not in sharding)
         found.append(RankInput(given.name, tensor, given.value.shape, part, -1 if whole else piece, axes))
     return found

@@ -26,7 +26,7 @@ from .forms.weights_as_were import WeightsAsWere
 from .held.carry_over import carry_over
 from .held.clipping import watch_norms
 from .held.like import STATE
-from .held.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, cut, joined
+from .held.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, joined, sharding
 from .held.original import Watch
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
@@ -79,12 +79,12 @@ class ParallelModule(SteppedModule):
         if optimizer is not None:
             carry_over(optimizer, model, self._state)
 
-    def watch_model(self, model: nn.Module, watch: Watch | None) -> None:
+    def _watch_model(self, model: nn.Module, watch: Watch | None) -> None:
         """Have each call look whether the model that this one was made of is as it was."""
         self._tree.watched.append(OriginalAsWas(model, self._variants.names))
         if watch is not None:
-            ranks = range(self.mesh.size) if self.this_rank is None else (self.this_rank,)
-            self._tree.watched.append(WeightsAsWere(model, self.after, self._state, ranks, watch))
+            ranks = range(self.mesh.size) if self._this_rank is None else (self._this_rank,)
+            self._tree.watched.append(WeightsAsWere(model, self.planned, self._state, ranks, watch))
 
     def _register(self) -> None:
         self._tree.register(self._state)
@@ -145,7 +145,7 @@ class ParallelModule(SteppedModule):
         enabled, has them ready for ``backward()``), without them the model's results, whole.
 
         A call in another form than the captured one (mode, shapes, numbers, what wants a gradient) is planned when it
-        is first seen, which a line of the log says; the most recent ``Hints(shapes=8)`` are kept.
+        is first seen, which a line of the log says; the most recent ``Hints(max_specializations=8)`` are kept.
 
         Results have a gradient, as those of any module: a loss of them, or a part of it, may be computed outside. (That
         costs a second forward.) ``pm(x, y, with_results=True)`` gives the loss, and beside it the results, without one.
@@ -185,7 +185,7 @@ class ParallelModule(SteppedModule):
         Raises:
             Error: a program is not the model, or of another plan; an unknown rank.
         """
-        self._programs.use(modules, proven, self.known_inputs())
+        self._programs.use(modules, proven, self._known_inputs())
 
     def compile(self, *, cuda_graphs: bool = False, **options: Any) -> None:
         """Run programs through ``torch.compile(**options)`` from now on. ::
@@ -198,7 +198,8 @@ class ParallelModule(SteppedModule):
         ``materialize-scalars``, ``write-back`` and ``own-outputs`` alone, and ``rank_module``, ``verify`` and
         ``report`` speak of them. ``pm.step`` writes parameters and states in place. What :meth:`use` put in runs on as
         it is. What is put away and fetched (``Hints(offload=...)``) is so between what is compiled, as planned. Of a
-        pipeline's stages on real ranks what is between sends, receives and collectives is compiled, once for all turns.
+        pipeline's stages on real ranks what is between sends, receives and collectives is compiled, once for all
+        iterations.
 
         Args:
             cuda_graphs: record ``pm.step`` as a CUDA graph, forward, backward and update in one; it is launched as one
@@ -259,8 +260,8 @@ class ParallelModule(SteppedModule):
         ``pm.optimizer`` is one of them.
 
         Raises:
-            Error: a state is no piece as its parameter is (Adafactor's, where a parameter is cut); it is the optimizer
-                of another plan.
+            Error: a state is no piece as its parameter is (Adafactor's, where a parameter is sharded); it is the
+                optimizer of another plan.
         """
         with self._together("full_optimizer_state_dict(...)"):
             if own := self._in_program(optimizer, SAVED):
@@ -273,14 +274,14 @@ class ParallelModule(SteppedModule):
         ranks call it, and rank 0's tensors are loaded. ``pm.optimizer`` is one of them.
 
         Raises:
-            Error: the groups are others; a state cannot be cut as its parameter is; it is the optimizer of another
+            Error: the groups are others; a state cannot be sharded as its parameter is; it is the optimizer of another
                 plan.
         """
         with self._together("load_full_optimizer_state_dict(...)"):
             if own := self._in_program(optimizer, LOADED):
                 own.load_full_state_dict(by_name([group["params"] for group in own.named_groups()], state_dict))
                 return
-            optimizer.load_state_dict(cut(self._state, self._walk, optimizer, state_dict))
+            optimizer.load_state_dict(sharding(self._state, self._walk, optimizer, state_dict))
 
     @property
     def _walk(self) -> Walk:

@@ -61,7 +61,7 @@ class PlannedModule(Root):
     _measured: Recording | None
 
     @property
-    def store(self) -> Store:
+    def _store(self) -> Store:
         """The pieces of parameters and buffers in this process."""
         return self._state.store
 
@@ -71,12 +71,12 @@ class PlannedModule(Root):
         return self._variants.known[0][1]
 
     @property
-    def before(self) -> Graph:
+    def captured(self) -> Graph:
         """The program as it was captured."""
         return self._compiled.before
 
     @property
-    def after(self) -> Graph:
+    def planned(self) -> Graph:
         """The program after all passes."""
         return self._compiled.after
 
@@ -121,10 +121,10 @@ class PlannedModule(Root):
         """
         if every_pass and not (verdict := verify_every_pass(self._compiled)):
             return verdict
-        return self._variants.verify(modules, run, self.known_inputs())
+        return self._variants.verify(modules, run, self._known_inputs())
 
-    def known_inputs(self) -> dict[str, torch.Tensor]:
-        """Whole inputs whose content is known: real example inputs, and buffers that are not cut."""
+    def _known_inputs(self) -> dict[str, torch.Tensor]:
+        """Whole inputs whose content is known: real example inputs, and buffers that are not sharded."""
         return self._state.known_inputs()
 
     @property
@@ -173,8 +173,8 @@ class PlannedModule(Root):
 
     @property
     def schedule(self) -> Schedule | None:
-        """What each rank does for which stage and turn, in which order; None of a plan without stages."""
-        return self.after.pipeline.schedule if self.after.pipeline is not None else None
+        """What each rank does for which stage and iteration, in which order; None of a plan without stages."""
+        return self.planned.pipeline.schedule if self.planned.pipeline is not None else None
 
     def timeline(self, machine: Machine | str | None = None, *, training: bool | None = None) -> PlanTimeline:
         """What each rank does when in a step, predicted from the cost of its program: on the stream on which it
@@ -200,7 +200,7 @@ class PlannedModule(Root):
         device = planned if machine is None else Machine.of(machine)
         with no_collection():
             return plan_timeline(
-                self.after, lambda rank: self._programs.running(rank, kinds), device, planned, replayed
+                self.planned, lambda rank: self._programs.running(rank, kinds), device, planned, replayed
             )
 
     def _replays(self) -> Callable[[RankProgram], Footprint]:
@@ -221,19 +221,19 @@ class PlannedModule(Root):
         return self._place.transport_here if self._compiling is None else PLAIN
 
     @property
-    def this_rank(self) -> int | None:
+    def _this_rank(self) -> int | None:
         """The rank that this process is; None where all ranks are virtual, in this process."""
         return None if self._place.virtual else dist.get_rank()
 
     @property
-    def rule_book(self) -> RuleBook:
+    def _rule_book(self) -> RuleBook:
         """The op rules by which it was planned."""
         return self._compiled.context.rules
 
-    def agree_on(self, what: str, words: Mapping[str, str]) -> None:
+    def _agree_on(self, what: str, words: Mapping[str, str]) -> None:
         """All ranks are about to do the same, said in words by subject; all of them call it. ::
 
-            pm.agree_on("reading", {"seed": "0"})
+            pm._agree_on("reading", {"seed": "0"})
 
         Raises:
             Error: on every rank, with both sides, where ranks say different words.
@@ -242,31 +242,31 @@ class PlannedModule(Root):
             self._peers.agree((what, *words.items()), lambda: {"runs": what, **words})
 
     def tile(self, name: str, rank: int | None = None, halo: int = 0) -> tuple[slice, ...]:
-        """The part of an input that a rank reads, as slices of the whole: its tile of an image that is cut. ::
+        """The part of an input that a rank reads, as slices of the whole: its tile of an image that is sharded. ::
 
             window = scene[pm.tile("args.0")]  # what the whole batch would be, read in part
 
         Args:
             name: ``args.0``, ``kwargs.image``, ``targets.0``, ...
             rank: any rank; None: that of this process.
-            halo: so many rows more on each side of every dim that is cut, but the first, as far as there are any.
+            halo: so many rows more on each side of every dim that is sharded, but the first, as far as there are any.
 
         Raises:
             Error: no input has this name; the rank reads several stretches of a dim; no rank is named, and there are
                 virtual ones.
         """
-        rank = self.this_rank if rank is None else rank
+        rank = self._this_rank if rank is None else rank
         if rank is None:
             raise Error(
                 "virtual ranks read a tile each",
                 where=f"pm.tile({name!r})",
-                expected=f"a rank, 0 .. {self.after.mesh.size - 1}",
+                expected=f"a rank, 0 .. {self.planned.mesh.size - 1}",
                 got="none",
                 remedy=f"pm.tile({name!r}, rank=0)",
             )
-        return tile_of(self.after, name, rank, halo)
+        return tile_of(self.planned, name, rank, halo)
 
-    def traced(self, *args: Any) -> Graph:
+    def _traced(self, *args: Any) -> Graph:
         """The captured program of the model's results for other arguments (tensors on ``meta`` will do), in the mode
         that the model is in now. Nothing is planned.
 
@@ -277,24 +277,24 @@ class PlannedModule(Root):
             return self._variants.trace(args, self._tree.training)
 
     def explain(self, name: str) -> Explanation:
-        """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.
+        """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are sharded as they are, back to the hints.
 
         Raises:
             Error: nothing has this name.
         """
-        return explain(self.after, self.rule_book, name)
+        return explain(self.planned, self._rule_book, name)
 
     def draw(self, folder: str | Path, every_pass: bool = False) -> list[Path]:
         """Draw the program as ``before.svg`` and ``after.svg``, if wished also after each pass; gives the paths."""
         from shardfx.visualize import draw_folder
 
         between = after_each_pass(self._compiled) if every_pass else {}
-        return draw_folder({"before": self.before, **between, "after": self.after}, folder)
+        return draw_folder({"before": self.captured, **between, "after": self.planned}, folder)
 
     def diff(self, name: str) -> str:
         """What a pass changed, as a unified diff of the graph's text (see :func:`shardfx.rerun.diff`)::
 
-            print(pm.diff("fuse-comm"))
+            print(pm.diff("bucket-comm"))
 
         Raises:
             Error: no pass of the plan has this name.

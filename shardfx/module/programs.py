@@ -169,7 +169,7 @@ class Programs:
             count = len(compiled.captured.compared)
             verdict = replace(verdict, checked={**verdict.checked, "parts of the step compared with torch": count})
         if compiled.hints.batch_stats is not None:
-            whose = "rank" if compiled.hints.batch_stats == "local" else "turn"
+            whose = "rank" if compiled.hints.batch_stats == "local" else "microbatch"
             verdict = replace(verdict, claim=f"{verdict.claim} with batch norms of each {whose}'s part of the batch")
         return with_rules(verdict, compiled.after, compiled.context)
 

@@ -54,7 +54,7 @@ def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
     verdict = replace(
         verdict,
         checked={**verdict.checked, **{what: count for what, count in counts.items() if count}},
-        given=(*GIVEN, *verdict.given, *left_out),
+        given=(*GIVEN, *verdict.assumptions, *left_out),
     )
     if not found.wrong:
         return verdict
@@ -73,5 +73,5 @@ def _checked(graph: Graph, context: Context, own: Sequence[RuleEntry] | None = N
 def _is_wrong(node: Node, why: str) -> str:
     made = node.strategy
     assert made is not None
-    cuts = f"cut {factors_text(made.cuts)}" if made.cuts else "cut not at all"
-    return f"the rule of {op_name(node.op)} is wrong, {cuts}: {why}"
+    shardings = f"sharding {factors_text(made.shardings)}" if made.shardings else "sharded not at all"
+    return f"the rule of {op_name(node.op)} is wrong, {shardings}: {why}"

@@ -16,7 +16,7 @@ from shardfx.ir.rules.book import RuleEntry
 
 
 def check_rule(rule: RuleEntry, *args: Any, op: Any = None, **kwargs: Any) -> None:
-    """Execute all that a rule allows of one call of its op: every cut, every partial sum, and some together.
+    """Execute all that a rule allows of one call of its op: every sharding, every partial sum, and some together.
 
     Each is tried on values of both signs, zeros, ties, indices over their whole range, and pieces that lie in memory
     in several ways; and without numbers, by the op's fake version. It runs in a process of its own.
@@ -27,7 +27,8 @@ def check_rule(rule: RuleEntry, *args: Any, op: Any = None, **kwargs: Any) -> No
         op: the op, where the rule is of several.
 
     Raises:
-        Error: the rule allows something that is wrong: it names op, cut, and the two numbers; or it has no op to call.
+        Error: the rule allows something that is wrong: it names op, sharded, and the two numbers; or it has no op to
+            call.
 
     Example::
 
@@ -38,7 +39,7 @@ def check_rule(rule: RuleEntry, *args: Any, op: Any = None, **kwargs: Any) -> No
         raise Error(
             f"the rule of {op_name(_op_of(rule, op))} is wrong",
             where=f"check_rule({rule.text})" if rule.text else "check_rule(...)",
-            expected="what the whole op gives, of every cut and partial sum that the rule allows",
+            expected="what the whole op gives, of every sharded and partial sum that the rule allows",
             got="\n".join(found),
             remedy="mark what must stay whole with !, say linear= of fewer operands, or write local=",
         )

@@ -80,7 +80,7 @@ class SteppedModule(WatchedModule):
         Raises:
             RuntimeError: ``error_if_nonfinite``, and the norm is not finite.
         """
-        grads = gradients_here(self.store)
+        grads = gradients_here(self._store)
         total = checked(self._norm(grads, norm_type), error_if_nonfinite)
         clip(total, grads, max_norm)
         return total
@@ -88,7 +88,7 @@ class SteppedModule(WatchedModule):
     def _norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
         """The norm of gradients, of which each rank gives its own."""
         with self._together("the norm of gradients"):
-            return self.store.norm(grads, kind)
+            return self._store.norm(grads, kind)
 
     @property
     def optimizer(self) -> ProgramOptimizer:

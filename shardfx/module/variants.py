@@ -240,7 +240,7 @@ class Variants:
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))
         self._anew.see(form, [known for known, _ in self.known])
-        if len(self.known) > self.hints.shapes:
+        if len(self.known) > self.hints.max_specializations:
             del self.known[1]
         self.known.append((form, made))
         return made

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardfx.ir.cost.amounts import Cost
-from shardfx.ir.cost.footprint import Peak, TurnMemory
+from shardfx.ir.cost.footprint import IterationMemory, Peak
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.arena_layout import ArenaUse
@@ -36,8 +36,8 @@ class Memory:
     """Of an optimizer in the program."""
     beside: int = 0
     """At most in other memory than the device's: what is put away."""
-    turns: tuple[TurnMemory, ...] = ()
-    """What a turn of each axis of time holds at its peak."""
+    iterations: tuple[IterationMemory, ...] = ()
+    """What a turn of each loop axis holds at its peak."""
     arena: ArenaUse | None = None
     """Where the program's own buffers and temporaries lie in one memory: of what size."""
     measured: int | None = None

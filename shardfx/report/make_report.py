@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
-from shardfx.ir.cost.footprint import Footprint, Peak, turn_memory
+from shardfx.ir.cost.footprint import Footprint, Peak, iteration_memory
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.node_cost import Prices
 from shardfx.ir.cost.replay import source_of
-from shardfx.ir.cost.traffic import Turns, comm_name, over_time, traffic
+from shardfx.ir.cost.traffic import Loops, comm_name, over_time, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm, is_part
@@ -56,7 +56,7 @@ def make_report(
         (len(compiled.before.nodes), len(graph.nodes)),
         replace(
             memory_of(graph, footprint.peak, max(footprint.beside, default=0), program.rank),
-            turns=turn_memory(footprint),
+            iterations=iteration_memory(footprint),
             arena=use_of_arena(program),
         ),
         communication,
@@ -101,24 +101,24 @@ def comm_rows(
     inputs = {given.value: given.name for given in graph.inputs}
     rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
     _, chosen, wanted = select(graph, kinds)
-    turns = Turns.among(chosen, wanted, mesh)
+    iterations = Loops.among(chosen, wanted, mesh)
     for node in chosen:
         between = is_comm(node) and not node.op.stays and not over_time(node, mesh) and not is_part(node, mesh)
         if between and is_of_rank(node, graph, rank):
             rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node, mesh)), []).append(node)
     made = []
     for (axes, kind), nodes in rows.items():
-        sent = [replace(traffic(node, mesh), turns=turns.times.get(node, 1)) for node in nodes]
+        sent = [replace(traffic(node, mesh), iterations=iterations.times.get(node, 1)) for node in nodes]
         causes = [
             cause
             for node, one in zip(nodes, sent, strict=True)
             for cause in causes_of(node, one.total, mesh, inputs, outputs)
         ]
         causes.sort(key=lambda cause: -cause.nbytes)
-        calls = sum(one.turns for one in sent)
+        calls = sum(one.iterations for one in sent)
         link = mesh.link(axes)
         seconds = sum(
-            link.seconds(*node.op.sends(node, mesh)) * one.turns for node, one in zip(nodes, sent, strict=True)
+            link.seconds(*node.op.sends(node, mesh)) * one.iterations for node, one in zip(nodes, sent, strict=True)
         )
         made.append(CommRow(axes, kind, calls, sum(one.total for one in sent), seconds, tuple(causes)))
     return sorted(made, key=lambda row: ([mesh.order(axis) for axis in row.axes], -row.nbytes))
@@ -142,7 +142,7 @@ def what(operand: Value, result: Value, inputs: Mapping[Value, str], outputs: Ma
     """In words, what a value is whose placement changes."""
     source = first(operand)
     if source in inputs:
-        return f"{inputs[source]} is stored cut"
+        return f"{inputs[source]} is stored sharded"
     output = outputs.get(result)
     if output is not None and output.kind is OutputKind.GRADIENT:
         return f"gradient of {output.name}"

@@ -24,7 +24,7 @@ class StageRow:
     nbytes: int
     """Of its parameters, as a rank stores them."""
     sent: int
-    """What a rank sends to other stages in a turn."""
+    """What a rank sends to other stages in an iteration."""
     flops: float
 
 
@@ -54,7 +54,7 @@ def stage_rows(graph: Graph) -> tuple[StageRow, ...]:
 
 
 def _is_sent_by(stage: int, node: Node) -> bool:
-    """Whether a stage sends in each turn, for the work of others."""
+    """Whether a stage sends in each iteration, for the work of others."""
     maker = node.operands[0].node
     return maker is not None and maker.at[:1] == (stage,) and bool(node.at)
 

@@ -31,7 +31,7 @@ def stage_tables(report: Report) -> list[RenderableType]:
 
 
 def _stages(report: Report) -> RenderableType:
-    columns = "stage", "ranks", "modules", "parameters", "on a rank", "sent a turn", "operations"
+    columns = "stage", "ranks", "modules", "parameters", "on a rank", "sent an iteration", "operations"
     made = table("Stages", *columns, right=[0, 3, 4, 5, 6])
     for row in report.stages:
         ranks = f"{row.ranks[0]}" if len(row.ranks) == 1 else f"{row.ranks[0]} .. {row.ranks[-1]}"
@@ -41,13 +41,13 @@ def _stages(report: Report) -> RenderableType:
 
 
 def _schedule(timing: Timing, staged: bool) -> list[RenderableType]:
-    """The rows, and the live turns of each."""
+    """The rows, and the live iterations of each."""
     if not staged:
         return []
     schedule = timing.foreseen.planned
     assert schedule is not None
-    report = check_schedule(schedule, stages=len(schedule.stages), turns=len(schedule.turns))
-    made = table("Schedule", "place", "live turns", "actions", right=[0, 1])
+    report = check_schedule(schedule, stages=len(schedule.stages), microbatches=len(schedule.microbatches))
+    made = table("Schedule", "place", "live iterations", "actions", right=[0, 1])
     for place, row in enumerate(schedule.rows[:MOST_ROWS]):
         more = f" ... ({len(row)})" if len(row) > SHOWN else ""
         made.add_row(f"{place}", f"{report.peaks[place]}", Text(" ".join(map(str, row[:SHOWN])) + more, "dim"))

@@ -74,12 +74,18 @@ def _memory(report: Report) -> list[RenderableType]:
     made.add_section()
     how = f"their sum, {at}".rstrip(", ") if memory.measured is None else "measured; the rows above are predicted"
     made.add_row(Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(how))
-    for turn in memory.turns:
-        name, held = f"a turn of {turn.axis}", f"at its peak: made in each of {turn.count} turns, and gone with it"
-        if turn.under_way > 1:
-            name, held = f"turns of {turn.axis}", f"at the peak of {turn.under_way} under way, of {turn.count}"
-        stays = f"{held}; beside it {size_text(turn.stays)} stay"
-        made.add_row(name, size_text(turn.own), Text(stays, "dim"))
+    for iteration in memory.iterations:
+        name, held = (
+            f"a turn of {iteration.axis}",
+            f"at its peak: made in each of {iteration.count} iterations, and gone with it",
+        )
+        if iteration.under_way > 1:
+            name, held = (
+                f"iterations of {iteration.axis}",
+                f"at the peak of {iteration.under_way} under way, of {iteration.count}",
+            )
+        stays = f"{held}; beside it {size_text(iteration.stays)} stay"
+        made.add_row(name, size_text(iteration.own), Text(stays, "dim"))
     if memory.beside:
         made.add_row("put away", size_text(memory.beside), Text("in other memory than the device's, at most", "dim"))
     machine = report.time.machine

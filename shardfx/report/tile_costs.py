@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from shardfx.ir.cost.node_cost import Prices
 from shardfx.ir.cost.traffic import traffic
-from shardfx.ir.cut import Cut
+from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.comm import halo
-from shardfx.ir.ops.sends import turns_of
+from shardfx.ir.ops.sends import loop_of
 from shardfx.ir.spec import Spec
 
 
@@ -52,9 +52,9 @@ def tile_rows(nodes: Iterable[Node], mesh: Mesh, prices: Prices) -> list[TileRow
         if node.op is halo:
             taker = takers.get(node.outs[0], node)
             sent = traffic(node, mesh)
-            more = TileRow(taker.where.module, sent.turns if sent.nbytes else 0, sent.total, 0.0, 0.0)
+            more = TileRow(taker.where.module, sent.iterations if sent.nbytes else 0, sent.total, 0.0, 0.0)
         else:
-            flops = prices.of(node).flops * turns_of(node, mesh)
+            flops = prices.of(node).flops * loop_of(node, mesh)
             more = TileRow(node.where.module, 0, 0.0, flops, flops * rim(node, mesh))
         found[more.module] = found[more.module] + more if more.module in found else more
     return [row for row in found.values() if row.exchanges or row.rim_flops]
@@ -65,10 +65,15 @@ def rim(node: Node, mesh: Mesh) -> float:
     most = 0.0
     for value in node.outs:
         spec = value.spec
-        if spec is None or not any(cut.rows for cut in spec.dims):
+        if spec is None or not any(sharding.rows for sharding in spec.dims):
             continue
-        tiles = Spec(tuple(Cut(cut.axes) if cut.rows else cut for cut in spec.dims), spec.partial)
-        first, over = dict.fromkeys(mesh.names, 0), [axis for cut in spec.dims if cut.rows for axis in cut.axes]
+        tiles = Spec(
+            tuple(DimSharding(sharding.axes) if sharding.rows else sharding for sharding in spec.dims), spec.partial
+        )
+        first, over = (
+            dict.fromkeys(mesh.names, 0),
+            [axis for sharding in spec.dims if sharding.rows for axis in sharding.axes],
+        )
         ranks = mesh.along(first, over)
         sizes = [(_numel(spec, value.shape, mesh, at), _numel(tiles, value.shape, mesh, at)) for at in ranks]
         most = max(most, max(made - own for made, own in sizes) / max(sizes[0][0], 1))

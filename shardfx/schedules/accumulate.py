@@ -1,11 +1,11 @@
-"""``Hints(accumulate=4)``: an axis of time that cuts the batch, outermost, as if mesh and hints had said so.
+"""``Hints(grad_accumulation=4)``: a loop axis that shards the batch, outermost, as if mesh and hints had said so.
 
-The turns of ``Hints(pipeline=...)`` cut the batch too, where no hint says what they cut.
+The micro-batches of ``Hints(pipeline=...)`` sharded the batch too, where no hint says what they shard.
 
 >>> hints = Hints(args=(x,), specs={"args.0": "dp, -"}, accumulate=4)
 >>> mesh = with_turns(Mesh(dp=2), hints)
 >>> mesh, specs_in_turns(mesh, hints)["args.0"]
-(Mesh(mb=Time(4), dp=2), [.{mb,dp}, .])
+(Mesh(mb=Loop(4), dp=2), [.{mb,dp}, .])
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 from shardfx.hints import Hints
 from shardfx.ir.capture.model_and_loss import leaf_names
-from shardfx.ir.cut import Cut
+from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.errors import Error
-from shardfx.ir.mesh import Mesh, Time
+from shardfx.ir.mesh import Loop, Mesh
 from shardfx.ir.names import pattern
 from shardfx.ir.spec import Spec
 from shardfx.passes.sharding.bind_hints import as_spec
@@ -28,21 +28,21 @@ NAMES = ("mb", "micro_batch", "accumulate")
 """What the axis is called: the first of these that the mesh does not have."""
 
 
-def with_turns(mesh: Mesh, hints: Hints) -> Mesh:
+def with_iterations(mesh: Mesh, hints: Hints) -> Mesh:
     """The mesh with the axis that ``accumulate`` asks for, outermost."""
-    if hints.accumulate == 1:
+    if hints.grad_accumulation == 1:
         return mesh
-    axes: dict[str, Any] = {next(name for name in NAMES if name not in mesh.names): Time(hints.accumulate)}
+    axes: dict[str, Any] = {next(name for name in NAMES if name not in mesh.names): Loop(hints.grad_accumulation)}
     axes |= {each.name: each.extent for each in mesh.axes}
     return Mesh(links={each.name: each.link for each in mesh.axes}, **axes)
 
 
-def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
-    """The specs of hints on such a mesh: the axis of turns stands in front of those that cut the leading dim of an
-    input, or else cuts that of the first input.
+def specs_in_iterations(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
+    """The specs of hints on such a mesh: the axis of micro-batches stands in front of those that shard the leading dim
+    of an input, or else shardings that of the first input.
 
     Raises:
-        Error: no input has a batch to cut.
+        Error: no input has a batch to shard.
     """
     leaves = leaf_names(hints.args, hints.kwargs, hints.targets)
     inputs = {name: leaf.ndim for name, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
@@ -60,11 +60,13 @@ def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
     first = next((name for name in inputs if not name.startswith("targets.")), None)
     if first is None:
         raise Error(
-            "there is no batch to cut into turns",
-            where=f"Hints(accumulate={hints.accumulate})" if hints.accumulate > 1 else "Hints(pipeline=...)",
+            "there is no batch to split into micro-batches",
+            where=f"Hints(grad_accumulation={hints.grad_accumulation})"
+            if hints.grad_accumulation > 1
+            else "Hints(pipeline=...)",
             expected="an input of the model whose leading dim is the batch",
             got=f"inputs {', '.join(inputs) or 'without dims'}",
-            remedy="say which dim it is: Mesh(mb=sx.Time(4), ...), and mb in the specs of inputs",
+            remedy="say which dim it is: Mesh(mb=sx.Loop(4), ...), and mb in the specs of inputs",
         )
     by = next((text for text in specs if pattern(text).fullmatch(first)), first)
     given = as_spec(specs[by], mesh, inputs[first], by) if by in specs else Spec.whole(inputs[first])
@@ -72,12 +74,12 @@ def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
 
 
 def _unsaid(mesh: Mesh, hints: Hints, inputs: Mapping[str, int]) -> str:
-    """The axis of turns of which no hint says what it cuts; empty where there is none."""
-    if hints.accumulate > 1:
+    """The axis of micro-batches of which no hint says what it shardings; empty where there is none."""
+    if hints.grad_accumulation > 1:
         return mesh.axes[0].name
-    time = hints.pipeline.time if hints.pipeline is not None else ""
-    if time not in mesh.names or not mesh[time].time:
-        return ""  # or it is no axis of turns, which the pass will say
+    time = hints.pipeline.microbatches if hints.pipeline is not None else ""
+    if time not in mesh.names or not mesh[time].loop:
+        return ""  # or it is no axis of micro-batches, which the pass will say
     said = (as_spec(given, mesh, dims, text) for text, given in hints.specs.items() for dims in _fitting(text, inputs))
     return "" if any(time in spec.axes for spec in said) else time
 
@@ -87,4 +89,4 @@ def _fitting(text: str, inputs: Mapping[str, int]) -> list[int]:
 
 
 def _before(axis: str, spec: Spec) -> Spec:
-    return spec.with_dim(0, Cut((axis, *spec.dims[0].axes)))
+    return spec.with_dim(0, DimSharding((axis, *spec.dims[0].axes)))

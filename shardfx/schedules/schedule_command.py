@@ -1,4 +1,5 @@
-"""``shardfx schedule 1f1b --stages 4 --turns 8 --out 1f1b.svg``: the rows, what they keep and cost, and a picture."""
+"""``shardfx schedule 1f1b --stages 4 --microbatches 8 --out 1f1b.svg``: the rows, what they keep and cost, and a
+picture."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from shardfx.ir.errors import Error
 from shardfx.ir.schedule.actions import Schedule
 from shardfx.ir.schedule.simulation import COSTS, Costs, ScheduleReport, check_schedule
-from shardfx.passes.time import SCHEDULES, make_schedule
+from shardfx.passes.loops import SCHEDULES, make_schedule
 from shardfx.report.console import table
 
 from .timeline import Timeline, simulate
@@ -23,9 +24,11 @@ def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(SCHEDULES)}, auto, or a file of rows")
     parser.add_argument("--stages", type=int, required=True, metavar="N", help="stages on all ranks together")
-    parser.add_argument("--turns", type=int, required=True, metavar="N", help="turns (micro-batches) of a step")
+    parser.add_argument(
+        "--microbatches", type=int, required=True, metavar="N", help="micro-batches (micro-batches) of a step"
+    )
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default: as many as the stages need)")
-    parser.add_argument("--live", type=int, metavar="N", help="how many turns may be live on a rank")
+    parser.add_argument("--live", type=int, metavar="N", help="how many micro-batches may be live on a rank")
     parser.add_argument("--costs", default="", metavar="F=1,B=2,...", help="how long each kind of action takes")
     parser.add_argument("--comm", type=float, default=0.0, metavar="TIME", help="how long a transfer takes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw it, as SVG")
@@ -36,7 +39,7 @@ def run_schedule(arguments: argparse.Namespace, out: Console) -> int:
     """Print the rows, and for each rank what it keeps and how long it waits; draw on request."""
     costs = {**COSTS, **parse_costs(arguments.costs)}
     schedule = _schedule(arguments, costs)
-    report = check_schedule(schedule, stages=arguments.stages, turns=arguments.turns, costs=costs)
+    report = check_schedule(schedule, stages=arguments.stages, microbatches=arguments.microbatches, costs=costs)
     timeline = simulate(schedule, costs, arguments.comm)
     out.print(str(schedule), markup=False, soft_wrap=True)
     out.print()
@@ -76,12 +79,12 @@ def _schedule(arguments: argparse.Namespace, costs: Costs) -> Schedule:
                 got=f"--ranks {arguments.ranks} --live {arguments.live}",
             )
         return Schedule.parse(path.read_text(encoding="utf-8"))
-    numbers = {each: getattr(arguments, each) for each in ("stages", "turns", "ranks", "live")}
+    numbers = {each: getattr(arguments, each) for each in ("stages", "microbatches", "ranks", "live")}
     return make_schedule(arguments.name, costs=costs, **numbers)
 
 
 def _print_ranks(report: ScheduleReport, timeline: Timeline, out: Console) -> None:
-    made = table("Ranks", "rank", "stages", "live turns", "works", "waits inside", right=(2, 3, 4))
+    made = table("Ranks", "rank", "stages", "live micro-batches", "works", "waits inside", right=(2, 3, 4))
     for rank in timeline.schedule.ranks:
         stages = ", ".join(map(str, timeline.schedule.stages_of(rank)))
         numbers = f"{report.peaks[rank]}", f"{timeline.busy[rank]:.4g}", f"{timeline.waits[rank]:.4g}"

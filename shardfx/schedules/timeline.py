@@ -34,7 +34,7 @@ class Timeline(Simulation):
     """When each action of a schedule starts and ends, with a picture and a trace."""
 
     before: tuple[Span, ...] = ()
-    """For each row what is done once, before all turns."""
+    """For each row what is done once, before all micro-batches."""
     places: tuple[int, ...] = ()
     """For each rank its row; none: the ranks are the rows."""
     courses: tuple[Course, ...] = ()
@@ -79,7 +79,7 @@ class Timeline(Simulation):
 
 def trace_event(action: Action, span: Span, rank: int) -> dict[str, Any]:
     """An action on the stream on which a rank computes."""
-    return complete_event(str(action), KINDS[action.kind], span, rank, stage=action.stage, turn=action.turn)
+    return complete_event(str(action), KINDS[action.kind], span, rank, stage=action.stage, microbatch=action.microbatch)
 
 
 def complete_event(name: str, category: str, span: Span, track: int, **args: Any) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class PlanTimeline(Timeline):
     planned: Schedule | None = None
     """The schedule of the plan: ``schedule`` is what ranks really do, with their updates."""
     interrupted: Mapping[Action, tuple[Span, ...]] = field(default_factory=dict)
-    """When actions are done that others interrupt: turns that are interleaved."""
+    """When actions are done that others interrupt: micro-batches that are interleaved."""
 
     def pieces(self, action: Action) -> tuple[Span, ...]:
         """From when to when an action is done."""
@@ -202,7 +202,7 @@ class PlanTimeline(Timeline):
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each row how long it works, what is done before all turns included."""
+        """For each row how long it works, what is done before all micro-batches included."""
         return tuple(
             sum(piece.length for action in row for piece in self.pieces(action)) + before.length
             for row, before in zip(self.schedule.rows, self.before, strict=True)
@@ -274,7 +274,7 @@ class Watched(Protocol):
     _measured: Recording | None
 
     @property
-    def this_rank(self) -> int | None:
+    def _this_rank(self) -> int | None:
         """The rank of this process; None where all ranks are here."""
 
 
@@ -288,13 +288,13 @@ def recorded(module: Watched, path: str | Path) -> Iterator[Recording]:
     finally:
         module._watch = before
     everybody: list[Any] = [recording.rows()]
-    if module.this_rank is not None and not is_dry_run():
+    if module._this_rank is not None and not is_dry_run():
         mine, everybody = everybody[0], [None] * dist.get_world_size()
         dist.all_gather_object(everybody, mine)
     recording.close(everybody)
     if recording.steps:
         module._measured = recording
-    if not module.this_rank or is_dry_run():
+    if not module._this_rank or is_dry_run():
         ranks, done = trace_of(recording)
         write_trace(path, rank_tracks(ranks), done)
 

@@ -48,7 +48,7 @@ class Net:
     skips: tuple[tuple[int, int], ...] = ()
     """Between layers of one shape, of a model that is a chain of blocks."""
     blocks: bool = False
-    """Each layer is a module of a list, so that a pipeline can cut the model."""
+    """Each layer is a module of a list, so that a pipeline can shard the model."""
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
         time, dim, there = self.time, self.start, 0
@@ -118,7 +118,7 @@ class Case:
     net: Net
     mesh: tuple[int, ...]
     specs: tuple[tuple[str, str], ...]
-    fuse_mb: float
+    bucket_mb: float
     passes: tuple[str, ...]
     strict: bool
     memory: tuple[tuple[str, object], ...] = ()
@@ -143,7 +143,7 @@ class Case:
             + plugins
             + self.net.source()
             + f"\n\nMESH = sx.Mesh({mesh})\nSPECS = {{\n{specs}}}\n"
-            + f"OPTIONS = dict(fuse_mb={self.fuse_mb}, passes=[{passes}], strict={self.strict}{memory})\n"
+            + f"OPTIONS = dict(bucket_mb={self.bucket_mb}, passes=[{passes}], strict={self.strict}{memory})\n"
             + f"MODE = {self.net.mode!r}\nBY_USER = {self.by_user!r}\n"
             + (WHOLE_TENSOR if self.by_user else "")
             + FOOTER
@@ -165,7 +165,7 @@ def draw(seed: int) -> Case:
             specs[name] = spec(rng, axes, ndim)
     if pipeline is not None and pipeline.chunk:
         specs["head"] = f"{specs.get('head', '-, -, -').partition(',')[0]}, chunk, -"
-    passes = rng.choice(((), (), (), ("identity",), ("fuse-comm{mb=0.0001}",), ("identity", "fuse-comm{mb=1}")))
+    passes = rng.choice(((), (), (), ("identity",), ("bucket-comm{mb=0.0001}",), ("identity", "bucket-comm{mb=1}")))
     fuse = rng.choice((0, 1e-5, 25))
     strict = rng.random() < 0.1
     held = {k: v for k, v in memory(seed, net, axes).items() if pipeline is None or k != "accumulate"}
@@ -184,12 +184,12 @@ def memory(seed: int, net: Net, axes: str) -> dict[str, object]:
     rng, found = random.Random(f"memory {seed}"), dict[str, object]()
     if rng.random() < 0.2 and axes:
         level, count = rng.choice((1, 2, 3)), rng.choice((1, 1, len(axes)))
-        found = {"zero": level, "zero_axis": tuple(rng.sample(axes, count)), "zero_min": rng.choice((0, 12))}
+        found = {"zero": level, "zero_axis": tuple(rng.sample(axes, count)), "zero_min_numel": rng.choice((0, 12))}
     modules = sorted({name.rpartition(".")[0] for name, ndim, _ in named(net) if name.endswith(".weight") and ndim > 1})
     if rng.random() < 0.2 and modules and net.mode != "inference":
         found["recompute"] = tuple(rng.sample(modules, rng.randint(1, len(modules))))
     found |= step(seed, net)
-    return found | put_away(seed, net, "optimizer" in found) | precision(seed) | turns(seed) | arena(seed)
+    return found | put_away(seed, net, "optimizer" in found) | precision(seed) | iterations(seed) | arena(seed)
 
 
 def step(seed: int, net: Net) -> dict[str, object]:
@@ -202,12 +202,12 @@ def step(seed: int, net: Net) -> dict[str, object]:
     return found
 
 
-def turns(seed: int) -> dict[str, object]:
+def iterations(seed: int) -> dict[str, object]:
     """Micro-batches in every sixth case."""
-    rng = random.Random(f"turns {seed}")
+    rng = random.Random(f"iterations {seed}")
     if rng.random() >= 0.17:
         return {}
-    return {"accumulate": rng.choice((2, 2, 3, 5)), "reduce": rng.choice(("auto", "last", "each"))}
+    return {"grad_accumulation": rng.choice((2, 2, 3, 5)), "reduce": rng.choice(("auto", "last", "each"))}
 
 
 class Text(str):
@@ -238,7 +238,7 @@ def precision(seed: int) -> dict[str, object]:
     if rng.random() >= 0.1:
         return {}
     sums = rng.choice(("", "", ", reduce=torch.float64"))
-    return {"compute": Text(f"sx.Compute(torch.float32{sums})" if sums else "torch.float32")}
+    return {"mixed_precision": Text(f"sx.MixedPrecision(torch.float32{sums})" if sums else "torch.float32")}
 
 
 def draw_net(seed: int) -> Net:

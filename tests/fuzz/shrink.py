@@ -33,12 +33,12 @@ def shrink(case: Case, fails: Fails, tries: int = 150) -> Case:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Simpler cases, those that leave out most first."""
-    simple = replace(case, passes=(), fuse_mb=0, strict=False, memory=())
+    simple = replace(case, passes=(), bucket_mb=0, strict=False, memory=())
     yield replace(simple, specs=(), mesh=(2,), staged=None)
     for i in range(len(case.net.layers)):
         yield with_net(case, replace(case.net, layers=(case.net.layers[i],)))
     yield replace(case, specs=())
-    for field in ("passes", "fuse_mb", "strict", "memory"):
+    for field in ("passes", "bucket_mb", "strict", "memory"):
         yield replace(case, **{field: getattr(simple, field)})
     for i in range(len(case.passes)):
         yield replace(case, passes=case.passes[:i] + case.passes[i + 1 :])
@@ -71,7 +71,7 @@ def in_fewer_stages(case: Case, staged: Staged) -> Iterator[Case]:
         yield replace(case, staged=replace(staged, chunk=0), specs=specs)
     else:
         yield replace(case, staged=simple)
-    for field in ("ranks", "turns", "schedule", "chunks", "stages", "inner"):
+    for field in ("ranks", "iterations", "schedule", "chunks", "stages", "inner"):
         if getattr(staged, field) != getattr(simple, field):
             yield replace(case, staged=replace(staged, **{field: getattr(simple, field)}))
 

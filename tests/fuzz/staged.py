@@ -14,7 +14,7 @@ Layer = tuple[str, tuple[int, ...]]
 EVERY = 5
 """Of so many models one is a chain of blocks, and its cases are in stages."""
 MIXING = ("BatchNorm", "(0, 1)", "(0, 2)", "y.sum()", ".detach()", "Dropout", "Identity")
-"""Words of layers that have statistics of the batch, which turns cannot have, or that are none."""
+"""Words of layers that have statistics of the batch, which iterations cannot have, or that are none."""
 SCHEDULES = {
     1: ("gpipe", "1f1b", "1f1b", "breadth-first", "zb-h1", "zb-h2", "auto"),
     2: ("interleaved", "interleaved", "breadth-first", "zb-v", "dualpipev", "auto"),
@@ -37,22 +37,22 @@ BLOCK = """class {name}(nn.Module):
 
 @dataclass(frozen=True)
 class Staged:
-    """A pipeline: ``Mesh(pp=ranks, mb=sx.Time(turns))``, with the axes of the case between them or outside."""
+    """A pipeline: ``Mesh(pp=ranks, mb=sx.Loop(iterations))``, with the axes of the case between them or outside."""
 
     ranks: int
-    turns: int
+    iterations: int
     schedule: str = "1f1b"
     chunks: int = 1
     stages: tuple[int, ...] | tuple[str, ...] | None = None
     inner: bool = False
     """The axis of stages is the innermost."""
     chunk: int = 0
-    """So many parts of what the head makes, over an axis of time of its own; 0: whole."""
+    """So many parts of what the head makes, over a loop axis of its own; 0: whole."""
 
     def mesh(self, others: str) -> str:
         """The mesh's axes, with those beside."""
         axes = [f"pp={self.ranks}", *([others] if others else [])]
-        times = [f"mb=sx.Time({self.turns})", *([f"chunk=sx.Time({self.chunk})"] if self.chunk else [])]
+        times = [f"mb=sx.Loop({self.iterations})", *([f"chunk=sx.Loop({self.chunk})"] if self.chunk else [])]
         return ", ".join([*(reversed(axes) if self.inner else axes), *times])
 
     def option(self) -> str:
@@ -93,14 +93,14 @@ def staged(seed: int, blocks: int, batch: int) -> Staged:
     rng = random.Random(f"staged {seed}")
     ranks = rng.choice([n for n in (2, 2, 3, 4) if n <= blocks] or [2])
     chunks = rng.choice((1, 1, 2)) if 2 * ranks <= blocks else 1
-    turns, many = rng.choice([n for n in (1, 2, 3, 4, 4, 5, 8) if n <= batch]), ranks * chunks
+    iterations, many = rng.choice([n for n in (1, 2, 3, 4, 4, 5, 8) if n <= batch]), ranks * chunks
     stages: tuple[int, ...] | None = None
     if rng.random() < 0.4 and many <= blocks:
         firsts = [0, *sorted(rng.sample(range(1, blocks), many - 1)), blocks]
         stages = tuple(end - start for start, end in pairwise(firsts))
     schedule, inner = rng.choice(SCHEDULES[chunks]), rng.random() < 0.3
     in_parts = random.Random(f"chunk {seed}").random() < 0.15
-    return Staged(ranks, turns, schedule, chunks, stages, inner, 2 * in_parts)
+    return Staged(ranks, iterations, schedule, chunks, stages, inner, 2 * in_parts)
 
 
 def in_blocks(pieces: Sequence[Piece], skips: Sequence[tuple[int, int]]) -> tuple[str, str, list[str]]:

@@ -17,9 +17,9 @@ def written_buffer(p: Pick, t: int, d: int) -> Piece:
         f"copy_({value})",
         f"[: {d // 2}].add_(({value})[0])",
     )
-    cut = p.flag()
-    before = ["    self.{n}.detach_()"] if cut else []
-    read = p.text("y = y - self.{n}", "y = y + self.{n}.tanh()") if cut else "y = y * self.{n}.detach()"
+    sharding = p.flag()
+    before = ["    self.{n}.detach_()"] if sharding else []
+    read = p.text("y = y - self.{n}", "y = y + self.{n}.tanh()") if sharding else "y = y * self.{n}.detach()"
     write = write if write.startswith("[") else f".{write}"
     lines = ("if self.training:", *before, f"    self.{{n}}{write}", p.text(read, read, "y = y * 0.5"))
     return Piece(t, d, lines, (("", f"nn.Buffer(torch.zeros({d}))"),))

@@ -108,7 +108,7 @@ CLOSE = 1e-3 if "compute" in OPTIONS else 1e-9
 def cast(tree):
     """The floating tensors of a nest as the hints say that is computed."""
     asked = OPTIONS.get("compute")
-    dtype = asked.dtype if isinstance(asked, sx.Compute) else asked
+    dtype = asked.dtype if isinstance(asked, sx.MixedPrecision) else asked
     floating = lambda x: dtype is not None and isinstance(x, torch.Tensor) and x.dtype.is_floating_point
     return torch.utils._pytree.tree_map(lambda x: x.to(dtype) if floating(x) else x, tree)
 

@@ -4,10 +4,10 @@
 ``capture`` for the first one), so that all the state of a plan is in these texts. Hints stand in comments::
 
     # hint layers.*.fc1.weight: tp, -
-    # cut layers.*.fc1: n{tp}
+    # sharded layers.*.fc1: n{tp}
 
 Other files are small cases written by hand: the graph that goes in, a line ``becomes:``, and what comes out. They may
-name their pass with options (``# pass fuse-comm{mb=1}``) and hints. ``python -m tests.golden`` writes all of it anew;
+name their pass with options (``# pass bucket-comm{mb=1}``) and hints. ``python -m tests.golden`` writes all of it anew;
 the texts of ``capture`` only with ``--capture``, for they take the models, and change with torch.
 """
 
@@ -29,7 +29,7 @@ FOLDER = Path(__file__).parent
 CAPTURE = "capture"
 BECOMES = "\nbecomes:\n"
 HINT = re.compile(r"^# hint (\S+): (.*)$", re.MULTILINE)
-CUT = re.compile(r"^# cut (\S+): (.*)$", re.MULTILINE)
+SHARDING = re.compile(r"^# strategy (\S+): (.*)$", re.MULTILINE)
 PASS = re.compile(r"^# pass (.*)$", re.MULTILINE)
 ALWAYS = tuple(name for name in BUILT_IN if name not in ON_REQUEST)
 ORDER = (CAPTURE, *ALWAYS)
@@ -96,8 +96,8 @@ def after(each: Pass, text: str) -> str:
 
 def given(graph: Graph, text: str) -> Context:
     """What the passes begin with: the hints that a text names."""
-    specs, cuts = (dict(kind.findall(text)) for kind in (HINT, CUT))
-    return Context(default_rules(), Redistribution(graph.mesh), specs=specs, cuts=cuts)
+    specs, shardings = (dict(kind.findall(text)) for kind in (HINT, SHARDING))
+    return Context(default_rules(), Redistribution(graph.mesh), specs=specs, strategies=shardings)
 
 
 def printed(graph: Graph) -> str:

@@ -10,14 +10,14 @@ from tests.plans import MESHES, specs_of
 from tests.zoo import make
 
 STORED = {"layers.*.fc1.weight": "tp, dp", "layers.*.proj.weight": "dp, tp", "head.weight": "tp, dp"}
-"""Parameters of the GPT that are stored cut over the data axis, too."""
+"""Parameters of the GPT that are stored sharded over the data axis, too."""
 MODELS: dict[str, tuple[str, str, bool, dict[str, str]]] = {
     "gpt": ("gpt_fused", "dp2tp2", True, STORED),
     "bert": ("hf_bert", "dp2tp2", False, {}),
     "resnet": ("resnet", "dp2tp2", False, {}),
     "unet": ("unet", "2x2x2", False, {}),
 }
-"""File name -> case of the zoo, mesh, whether tokens are cut, further hints."""
+"""File name -> case of the zoo, mesh, whether tokens are sharded, further hints."""
 
 
 def captured(name: str) -> str:

@@ -26,7 +26,7 @@ class Projected(nn.Module):
         return self.o(x.transpose(1, 2).flatten(2))
 
 
-@odd(*ALIKE, targets=ALIKE, tp=QKV, more={"zero": 3, "zero_min": 0})
+@odd(*ALIKE, targets=ALIKE, tp=QKV, more={"zero": 3, "zero_min_numel": 0})
 class Alibi(Projected):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(x)

@@ -42,7 +42,7 @@ def run(odd: Odd, way: str, **more: Any) -> Found:
 
 
 def one_rank(odd: Odd, given: Given) -> sx.ParallelModule:
-    """A plan that cuts nothing."""
+    """A plan that shardings nothing."""
     hints = sx.Hints(given.args, given.kwargs, odd.loss, given.targets)
     return sx.parallelize(given.alone, sx.Mesh(dp=1), hints, virtual=True)
 

@@ -38,7 +38,7 @@ class Couplings(TwoLayers):
     *ROWS,
     loss=lambda out: -(out[1] - (out[0] ** 2).sum(-1) / 2).mean(),
     tp={"mix": "tp, -"},
-    more={"zero": 3, "zero_min": 0},
+    more={"zero": 3, "zero_min_numel": 0},
 )
 class Determinants(nn.Module):
     """A free matrix with its log determinant, norms of activations, planar steps (Glow)."""
@@ -146,7 +146,7 @@ class Straight(nn.Module):
     *ROWS,
     loss=lambda out: out,
     tp={"up.weight": "tp, -"},
-    more={"zero": 1, "zero_min": 1},
+    more={"zero": 1, "zero_min_numel": 1},
     warns="no gradient for 1 of 4",
 )
 class ScoreMatching(TwoLayers):

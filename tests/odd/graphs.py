@@ -166,7 +166,7 @@ class SetPairs(nn.Module):
 
 @odd(normal(4, 6, 3), normal(4, 6, 3), targets=(normal(4, 6, 3),), dp={"args.0": "dp, -, -", "args.1": "dp, -, -"})
 class Equivariant(nn.Module):
-    """Points and vectors that turn with their input: distances, a gate, cross products."""
+    """Points and vectors that iteration with their input: distances, a gate, cross products."""
 
     def __init__(self) -> None:
         super().__init__()

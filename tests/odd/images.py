@@ -108,7 +108,7 @@ class TurnedKernels(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.lift(x)
-        ways = [F.conv2d(x, self.kernel.rot90(turn, (2, 3))) for turn in range(4)]
+        ways = [F.conv2d(x, self.kernel.rot90(iteration, (2, 3))) for iteration in range(4)]
         return self.head(torch.stack(ways).amax(0).sum((-1, -2)))
 
 

@@ -1,9 +1,10 @@
-"""What an odd model is: a module, the shapes of its data, a loss, and the ways in which it is cut.
+"""What an odd model is: a module, the shapes of its data, a loss, and the ways in which it is sharded.
 
     @odd(normal(4, 6, 8), targets=(ids(5, 4),), loss=F.cross_entropy, tp={"up.weight": "tp, -"}, more={"zero": 3})
     class Model(nn.Module): ...
 
-Each is run on ``dp=2`` (the first argument's rows), on ``tp=2`` where a weight can be cut, and on both with ``more``.
+Each is run on ``dp=2`` (the first argument's rows), on ``tp=2`` where a weight can be sharded, and on both with
+``more``.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Odd:
-    """An entry of the table: how it is made, and how it is cut."""
+    """An entry of the table: how it is made, and how it is sharded."""
 
     name: str
     made_by: Callable[[], nn.Module]
@@ -132,7 +133,7 @@ def odd(
 
     Args:
         args, kwargs, targets: what draws each tensor, in any tuples and dicts.
-        dp, tp: hints on the axes; without ``dp`` the first argument's rows are cut.
+        dp, tp: hints on the axes; without ``dp`` the first argument's rows are sharded.
         more: further hints, on the last mesh; ``always``: on all.
         warns: words of the warning that is right for it.
         draws: it draws random numbers, so that one device is a plan for one.

@@ -66,7 +66,7 @@ class LinearRecurrence(nn.Module):
     normal(4, 6),
     targets=(normal(4, 6),),
     tp={"up.weight": "tp, -", "down.weight": "-, tp"},
-    more={"zero": 1, "zero_min": 1},
+    more={"zero": 1, "zero_min_numel": 1},
 )
 class RungeKutta(nn.Module):
     """An ordinary differential equation in three steps of four."""
@@ -137,7 +137,7 @@ class ModernHopfield(nn.Module):
         return x
 
 
-@odd(normal(4, 5, 2, 6, 6), targets=(normal(4, 3, 6, 6),), more={"zero": 3, "zero_min": 0})
+@odd(normal(4, 5, 2, 6, 6), targets=(normal(4, 3, 6, 6),), more={"zero": 3, "zero_min_numel": 0})
 class ConvolutionalCell(nn.Module):
     """Gates of images, from one convolution over input and state."""
 

@@ -25,7 +25,7 @@ class Heads(NamedTuple):
     loss=lambda out, y: F.cross_entropy(out.kind, y["kind"]) + F.huber_loss(out.values[0], y["value"]) + out.values[1],
     dp={"args.0.x": "dp, -"},
     tp=MLP,
-    more={"zero": 3, "zero_min": 0},
+    more={"zero": 3, "zero_min_numel": 0},
 )
 class Nested(TwoLayers):
     """A dict with a list goes in, a named tuple with a tuple comes out; three losses."""
@@ -201,7 +201,7 @@ class SizesOfOne(TwoLayers):
     normal(3, 5),
     targets=(normal(3, 7),),
     tp={"up.weight": "tp, -", "down.weight": "-, tp"},
-    more={"zero": 3, "zero_min": 0},
+    more={"zero": 3, "zero_min_numel": 0},
 )
 class OddSizes(TwoLayers):
     """Nothing divides: three rows, five, seven and three features."""
@@ -251,8 +251,8 @@ class Drops(TwoLayers):
 
 
 @odd(normal(4, 6), normal(4, 6), targets=(normal(4, 6),), dp={"args.0": "dp, -", "args.1": "-, dp"}, tp=MLP)
-class CutOtherwise(TwoLayers):
-    """Two inputs, cut along two dims, meet in an outer sum, a swap of halves and a running mean over rows."""
+class OtherSharding(TwoLayers):
+    """Two inputs, sharded along two dims, meet in an outer sum, a swap of halves and a running mean over rows."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         h = self.both(a + b.flip(0))

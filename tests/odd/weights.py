@@ -109,7 +109,7 @@ class Reflections(nn.Module):
         return x @ torch.linalg.solve(one + a, one - a)
 
 
-@odd(*ROWS, targets=GOAL, tp={"base.weight": "tp, -", "b": "tp, -"}, more={"zero": 3, "zero_min": 0})
+@odd(*ROWS, targets=GOAL, tp={"base.weight": "tp, -", "b": "tp, -"}, more={"zero": 3, "zero_min_numel": 0})
 class LowRank(nn.Module):
     """A frozen weight with two factors beside it, merged in evaluation."""
 

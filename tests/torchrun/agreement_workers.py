@@ -26,7 +26,7 @@ from .workers import WORKERS, worker
 __all__ = ["WORKERS"]
 
 APART = "the ranks' parameters are no longer the same"
-CUT = {**BATCH, "0.weight": "dp, -", "0.bias": "dp", "3.weight": "dp, -", "3.bias": "dp"}
+SHARDING = {**BATCH, "0.weight": "dp, -", "0.bias": "dp", "3.weight": "dp, -", "3.bias": "dp"}
 """No other rank holds the same."""
 
 
@@ -65,7 +65,7 @@ def plan(
 def ranks_that_plan_otherwise_are_told_where() -> None:
     """The first thing that is another one, on all ranks; and they go on."""
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    zero = {"zero": 3, "zero_min": 0} if rank else {}
+    zero = {"zero": 3, "zero_min_numel": 0} if rank else {}
     other: list[tuple[Callable[[], object], str, str]] = [
         (lambda: plan(Scaled(activation=nn.Tanh if rank else nn.ReLU)), "aten.relu(", "aten.tanh("),
         (lambda: plan(Scaled(), loss=F.l1_loss if rank else F.mse_loss), "aten.pow", "aten.abs("),
@@ -133,7 +133,7 @@ def lasts(pm: sx.ParallelModule, x: Tensor, y: Tensor, said: str, whole: dict[st
 def what_is_done_between_calls_is_compared() -> None:
     """A rate, a scale, gradients that stay, a step that one rank leaves out: also of pieces that no other one holds."""
     rank = dist.get_rank()
-    for specs in (BATCH, CUT):
+    for specs in (BATCH, SHARDING):
         model, _, x, y = planned(True, dp=2)
         hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=specs)
         pm = sx.parallelize(deepcopy(model), sx.Mesh(dp=2), hints)
@@ -197,7 +197,7 @@ def a_step_that_one_stage_leaves_out_is_noticed() -> None:
     with planning_anew():
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
         hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=rows, pipeline=sx.Pipeline())
-        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), hints)
+        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Loop(2)), hints)
     optimizer, whole = torch.optim.SGD(pm.parameters(), lr=0.1), pm.full_state_dict()
     for _ in range(3):
         pm(x, y).backward()

@@ -257,7 +257,7 @@ def inputs_are_compared_at_every_call() -> None:
 
 @worker
 def inputs_of_the_first_rank_are_taken() -> None:
-    """Of what each rank draws for itself: where no axis cuts it, and where one of two does."""
+    """Of what each rank draws for itself: where no axis shards it, and where one of two does."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x, y, noise = torch.randn(8, 6).double(), torch.randn(8, 4).double(), torch.randn(size, 8, 6).double()
@@ -268,8 +268,8 @@ def inputs_of_the_first_rank_are_taken() -> None:
         (sx.Mesh(dp=size), own[rank], torch.cat(own)),  # parts are not the same, and stay
     ):
         model = nn.Sequential(nn.Linear(6, 4)).double()
-        cut = {"args.0": "dp, -"} if mesh.axes[0].name == "dp" else {"0.weight": "tp, -"}
-        hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=cut, check_inputs="broadcast")
+        sharding = {"args.0": "dp, -"} if mesh.axes[0].name == "dp" else {"0.weight": "tp, -"}
+        hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=sharding, check_inputs="broadcast")
         pm, targets = sx.parallelize(model, mesh, hints), y if len(mine) == 8 else y.chunk(size)[rank]
         before, leaf = mine.clone(), mine.clone().requires_grad_()
         for _ in range(3):

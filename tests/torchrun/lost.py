@@ -133,7 +133,7 @@ def planned(mode: str) -> sx.ParallelModule:
     if mode.endswith("stage_raises"):
         rows = {"args.0": "mb dp, -", "targets.0": "mb dp"}
         return sx.parallelize(
-            model, sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), replace(hints, specs=rows, pipeline=sx.Pipeline())
+            model, sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)), replace(hints, specs=rows, pipeline=sx.Pipeline())
         )
     return sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints)
 

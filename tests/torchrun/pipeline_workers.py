@@ -26,16 +26,16 @@ from .workers import same_state, worker
 __all__ = ["WORKERS"]
 
 PIPELINES = {
-    "pp2": sx.Mesh(pp=2, mb=sx.Time(4)),
-    "pp4": sx.Mesh(pp=4, mb=sx.Time(4)),
-    "pp2dp2": sx.Mesh(pp=2, dp=2, mb=sx.Time(2)),
-    "pp2tp2": sx.Mesh(pp=2, tp=2, mb=sx.Time(2)),
-    "dp2pp2": sx.Mesh(dp=2, pp=2, mb=sx.Time(2)),
+    "pp2": sx.Mesh(pp=2, mb=sx.Loop(4)),
+    "pp4": sx.Mesh(pp=4, mb=sx.Loop(4)),
+    "pp2dp2": sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)),
+    "pp2tp2": sx.Mesh(pp=2, tp=2, mb=sx.Loop(2)),
+    "dp2pp2": sx.Mesh(dp=2, pp=2, mb=sx.Loop(2)),
 }
 
 
-def in_turns(name: str, mesh: sx.Mesh) -> dict[str, str]:
-    """The batch of a case in turns, before the ranks cut it."""
+def in_iterations(name: str, mesh: sx.Mesh) -> dict[str, str]:
+    """The batch of a case in iterations, before the ranks sharding it."""
     case = make(name)
     named = [(f"args.{i}", t) for i, t in enumerate(case.args)]
     named += [(f"targets.{i}", t) for i, t in enumerate(case.targets)]
@@ -45,7 +45,12 @@ def in_turns(name: str, mesh: sx.Mesh) -> dict[str, str]:
 
 def hints_of(name: str, mesh: str, zero: str = "0") -> dict[str, Any]:
     """The hints of a case on one of these meshes."""
-    return {"specs": in_turns(name, PIPELINES[mesh]), "pipeline": sx.Pipeline(), "zero": int(zero), "zero_min": 0}
+    return {
+        "specs": in_iterations(name, PIPELINES[mesh]),
+        "pipeline": sx.Pipeline(),
+        "zero": int(zero),
+        "zero_min_numel": 0,
+    }
 
 
 @worker
@@ -57,10 +62,10 @@ def pipelines_train_like_one_device(name: str, mesh: str, zero: str = "0") -> No
 
 
 @worker
-def interleaved_turns_train_like_one_device(name: str) -> None:
-    """Collectives of two turns are under way at once."""
-    mesh = sx.Mesh(mb=sx.Time(2, interleave=True), tp=dist.get_world_size())
-    difference = train_beside(name, mesh, specs=in_turns(name, mesh))
+def interleaved_iterations_train_like_one_device(name: str) -> None:
+    """Collectives of two iterations are under way at once."""
+    mesh = sx.Mesh(mb=sx.Loop(2, interleave=True), tp=dist.get_world_size())
+    difference = train_beside(name, mesh, specs=in_iterations(name, mesh))
     assert difference.worst < 1e-9, difference
 
 
@@ -98,20 +103,20 @@ def loss_of(out: Tensor, labels: Tensor) -> Tensor:
 
 PLANS: dict[str, tuple[sx.Mesh, dict[str, str], dict[str, Any]]] = {
     "dp2": (sx.Mesh(dp=2), {"args.0": "dp, -", "targets.0": "dp, -"}, {"zero": 3}),
-    "pp2": (sx.Mesh(pp=2, mb=sx.Time(4)), {"args.0": "mb, -", "targets.0": "mb, -"}, {"pipeline": sx.Pipeline()}),
+    "pp2": (sx.Mesh(pp=2, mb=sx.Loop(4)), {"args.0": "mb, -", "targets.0": "mb, -"}, {"pipeline": sx.Pipeline()}),
     "pp2uneven": (
-        sx.Mesh(pp=2, mb=sx.Time(2)),
+        sx.Mesh(pp=2, mb=sx.Loop(2)),
         {"args.0": "mb, -", "targets.0": "mb, -"},
         {"pipeline": sx.Pipeline(stages=(1, 3))},
     ),
     "pp2chunks": (
-        sx.Mesh(pp=2, mb=sx.Time(2)),
+        sx.Mesh(pp=2, mb=sx.Loop(2)),
         {"args.0": "mb, -", "targets.0": "mb, -"},
-        {"pipeline": sx.Pipeline(schedule="interleaved", chunks=2)},
+        {"pipeline": sx.Pipeline(schedule="interleaved", stages_per_rank=2)},
     ),
-    "pp4": (sx.Mesh(pp=4, mb=sx.Time(4)), {"args.0": "mb, -", "targets.0": "mb, -"}, {"pipeline": sx.Pipeline()}),
+    "pp4": (sx.Mesh(pp=4, mb=sx.Loop(4)), {"args.0": "mb, -", "targets.0": "mb, -"}, {"pipeline": sx.Pipeline()}),
     "pp2dp2": (
-        sx.Mesh(pp=2, dp=2, mb=sx.Time(2)),
+        sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)),
         {"args.0": "mb dp, -", "targets.0": "mb dp, -"},
         {"pipeline": sx.Pipeline(), "zero": 3},
     ),
@@ -128,17 +133,17 @@ def data() -> tuple[Tensor, Tensor]:
 def tied(name: str, seed: int = 0, **hints: Any) -> tuple[nn.Module, sx.ParallelModule]:
     torch.manual_seed(seed)
     model, (x, y), (mesh, specs, more) = Tied().double(), data(), PLANS[name]
-    given = sx.Hints((x,), loss=loss_of, targets=(y,), specs=specs, zero_min=0, **more, **hints)
+    given = sx.Hints((x,), loss=loss_of, targets=(y,), specs=specs, zero_min_numel=0, **more, **hints)
     return model, sx.parallelize(model, mesh, given)
 
 
-def trained(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int, clip: Any) -> list[float]:
+def trained(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int, clip_grad_norm: Any) -> list[float]:
     losses, (x, y) = [], data()
     for _ in range(steps):
         optimizer.zero_grad()
         loss = module(x, y) if isinstance(module, sx.ParallelModule) else loss_of(module(x), y)
         loss.backward()
-        losses.append(float(clip(module)))
+        losses.append(float(clip_grad_norm(module)))
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -235,7 +240,7 @@ def pipelines_give_inputs_gradients() -> None:
         x = x.detach().requires_grad_(wants)
         rows = {"args.0": "mb, -", "targets.0": "mb, -"}
         hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=rows, pipeline=sx.Pipeline())
-        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), hints)
+        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Loop(2)), hints)
         pm(x, y).backward()
         mine, x.grad = x.grad, None
         F.mse_loss(model(x), y).backward()
@@ -250,7 +255,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 
 
-STEPPED: dict[str, Any] = {"optimizer": adamw, "clip": 0.5}
+STEPPED: dict[str, Any] = {"optimizer": adamw, "clip_grad_norm": 0.5}
 
 
 @worker

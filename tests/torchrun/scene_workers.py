@@ -22,7 +22,7 @@ AUGMENT = ("hflip", "vflip", "rot90")
 
 
 def planned(virtual: bool | None = None) -> sx.ParallelModule:
-    """A model of images and masks, on tiles of a batch that is cut unevenly."""
+    """A model of images and masks, on tiles of a batch that is sharded unevenly."""
     torch.manual_seed(0)
     x = torch.zeros(BATCH, 3, CROP, CROP, dtype=torch.float64)
     y = torch.zeros(BATCH, CROP, CROP, dtype=torch.int64)
@@ -44,7 +44,7 @@ def scenes(folder: str) -> list[tuple[Any, Any]]:
     return found
 
 
-def losses(pm: sx.ParallelModule, data: sx.TileDataset, workers: int) -> list[float]:
+def losses(pm: sx.ParallelModule, data: sx.images.TileDataset, workers: int) -> list[float]:
     """Of two epochs of the loop that everyone writes."""
     sampler, found = data.sampler(seed=3), []
     for epoch in range(2):
@@ -61,7 +61,7 @@ def the_loop_is_that_of_virtual_ranks(folder: str) -> None:
     """Losses and gradients of tiles, read by each rank, are those of whole samples on virtual ranks."""
     real, virtual = planned(), planned(virtual=True)
     given = scenes(folder)
-    mine, all_of_it = (sx.TileDataset(given, pm, crop=(CROP, CROP), augment=AUGMENT) for pm in (real, virtual))
+    mine, all_of_it = (sx.images.TileDataset(given, pm, crop=(CROP, CROP), augment=AUGMENT) for pm in (real, virtual))
     assert losses(real, mine, 1) == pytest.approx(losses(virtual, all_of_it, 0), abs=1e-12)
     wanted = virtual.full_grads()
     for name, gradient in real.full_grads().items():
@@ -82,10 +82,10 @@ def images_are_decoded_once() -> None:
         return image
 
     mask = np.random.default_rng(1).integers(0, 4, (700, 900))
-    scene = (sx.WholeImage(decode, image.shape), mask)
+    scene = (sx.images.WholeImage(decode, image.shape), mask)
     real, virtual = planned(), planned(virtual=True)
-    data = sx.TileDataset([scene] * 4, real, crop=(CROP, CROP), augment=AUGMENT)
-    plain = sx.TileDataset([(image, mask)] * 4, virtual, crop=(CROP, CROP), augment=AUGMENT)
+    data = sx.images.TileDataset([scene] * 4, real, crop=(CROP, CROP), augment=AUGMENT)
+    plain = sx.images.TileDataset([(image, mask)] * 4, virtual, crop=(CROP, CROP), augment=AUGMENT)
     wanted = losses(virtual, plain, 0)
     assert losses(real, data, 1) == pytest.approx(wanted, abs=1e-12)
     assert decoded == [0] and losses(real, data, 0) == pytest.approx(wanted, abs=1e-12)
@@ -103,8 +103,8 @@ def what_is_decoded_badly_is_an_error() -> None:
         raise OSError("no image")
 
     pm = planned()
-    scene = (sx.WholeImage(decode, (3, 20, 20)), np.zeros((20, 20), np.int64))
-    data = sx.TileDataset([scene] * 3, pm, crop=(CROP, CROP))
+    scene = (sx.images.WholeImage(decode, (3, 20, 20)), np.zeros((20, 20), np.int64))
+    data = sx.images.TileDataset([scene] * 3, pm, crop=(CROP, CROP))
     reads = DataLoader(data, data.batch_size, sampler=data.sampler())
     if dist.get_rank() % 2:
         with pytest.raises(sx.Error, match="could not be read") as caught:
@@ -125,26 +125,26 @@ def a_scene_is_predicted_by_all(folder: str) -> None:
     pm = sx.parallelize(model, sx.Mesh(h=2, w=2), sx.Hints(args=(x,), specs={"args.0": "-, -, h, w"}))
     scene = torch.randn(3, 46, 24, dtype=torch.float64)
     out, state = np.zeros((2, 23, 12)) if dist.get_rank() == 0 else None, Path(folder) / "state"
-    sx.predict_scene(pm, scene, out, state=state, progress=False)
+    sx.images.predict_scene(pm, scene, out, state=state, progress=False)
     if out is not None:
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(out), model(scene[None])[0], rtol=1e-9, atol=1e-9)
     missing = Path(folder) / ("state" if dist.get_rank() else "none")
     with pytest.raises(sx.Error, match="windows"):
-        sx.predict_scene(pm, scene, out, state=missing, progress=False)
+        sx.images.predict_scene(pm, scene, out, state=missing, progress=False)
 
 
 @worker
 def draws_that_differ_are_an_error() -> None:
-    """Crops and turns of another seed on one rank would be another image's tiles."""
+    """Crops and iterations of another seed on one rank would be another image's tiles."""
     pm = planned()
     scene = (np.zeros((3, 20, 20)), np.zeros((20, 20), np.int64))
-    data = sx.TileDataset([scene] * 3, pm, crop=(CROP, CROP))
+    data = sx.images.TileDataset([scene] * 3, pm, crop=(CROP, CROP))
     with pytest.raises(sx.Error, match=r"seed") as caught:
         next(iter(data.sampler(seed=dist.get_rank() // 3)))
     assert "seed 1" in str(caught.value) and "seed 0" in str(caught.value)
     augment = ("hflip",) if dist.get_rank() == 2 else ()
-    other = sx.TileDataset([scene], pm, crop=(CROP, CROP), augment=augment)
+    other = sx.images.TileDataset([scene], pm, crop=(CROP, CROP), augment=augment)
     with pytest.raises(sx.Error, match="hflip"):
         next(iter(other.sampler()))
     with pytest.raises(sx.Error, match="ranks share the batch"):

@@ -21,29 +21,31 @@ from .workers import same_state, worker
 __all__ = ["WORKERS"]
 
 MESHES = {
-    "pp2": sx.Mesh(pp=2, mb=sx.Time(5)),
-    "pp4": sx.Mesh(pp=4, mb=sx.Time(9)),
-    "pp2dp2": sx.Mesh(pp=2, dp=2, mb=sx.Time(5)),
-    "dp2pp2": sx.Mesh(dp=2, pp=2, mb=sx.Time(5)),
-    "pp2tp2": sx.Mesh(pp=2, tp=2, mb=sx.Time(5)),
+    "pp2": sx.Mesh(pp=2, mb=sx.Loop(5)),
+    "pp4": sx.Mesh(pp=4, mb=sx.Loop(9)),
+    "pp2dp2": sx.Mesh(pp=2, dp=2, mb=sx.Loop(5)),
+    "dp2pp2": sx.Mesh(dp=2, pp=2, mb=sx.Loop(5)),
+    "pp2tp2": sx.Mesh(pp=2, tp=2, mb=sx.Loop(5)),
 }
-"""Turns are no multiple of the stages' ranks."""
+"""Iterations are no multiple of the stages' ranks."""
 HOW: dict[str, dict[str, Any]] = {
     "": {},
-    "zero3": {"zero": 3, "zero_min": 0},
-    "zero1": {"zero": 1, "zero_min": 0},
+    "zero3": {"zero": 3, "zero_min_numel": 0},
+    "zero1": {"zero": 1, "zero_min_numel": 0},
     "recompute": {},
-    "zero3 recompute": {"zero": 3, "zero_min": 0},
+    "zero3 recompute": {"zero": 3, "zero_min_numel": 0},
 }
 
 
 def staged(name: str, mesh: str, how: str, schedule: str) -> tuple[Case, sx.ParallelModule]:
-    """A model by a schedule; the batch is no multiple of the turns."""
+    """A model by a schedule; the batch is no multiple of the iterations."""
     over, chunks = MESHES[mesh], CHUNKS[schedule]
-    turns = over["mb"].size
-    case = deep(name, over["pp"].size * chunks, turns, over["dp"].size if "dp" in over.names else 1)
+    iterations = over["mb"].size
+    case = deep(name, over["pp"].size * chunks, iterations, over["dp"].size if "dp" in over.names else 1)
     again = {"recompute": AGAIN[name]} if "recompute" in how else {}
-    return case, in_stages(case, over, pipeline=sx.Pipeline(schedule=schedule, chunks=chunks), **HOW[how], **again)
+    return case, in_stages(
+        case, over, pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=chunks), **HOW[how], **again
+    )
 
 
 @worker
@@ -84,8 +86,8 @@ def compiled_steps_are_the_same(backend: str, mesh: str, how: str, schedule: str
     """With the optimizer in the program, and recorded meanwhile."""
     case, _ = staged("mlp", mesh, how, schedule)
     model, x, y = deepcopy(case.model), *case.args, *case.targets
-    optimizer = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "clip": 0.5}
-    pipeline = sx.Pipeline(schedule=schedule, chunks=CHUNKS[schedule])
+    optimizer = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "clip_grad_norm": 0.5}
+    pipeline = sx.Pipeline(schedule=schedule, stages_per_rank=CHUNKS[schedule])
     pm = in_stages(case, MESHES[mesh], pipeline=pipeline, **HOW[how], **optimizer)
     pm.compile(backend=backend)
     theirs = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

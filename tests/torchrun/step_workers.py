@@ -28,7 +28,7 @@ def steps_like_one_device(mesh: str, zero: str, *kinds: str) -> None:
     """Losses, and the parameters behind five steps, with clipped gradients."""
     for kind in kinds:
         losses, params, _ = alone(KINDS[kind], 5, 0.1)
-        pm = small_plan(KINDS[kind], MESHES[mesh], zero=int(zero), clip=0.1)
+        pm = small_plan(KINDS[kind], MESHES[mesh], zero=int(zero), clip_grad_norm=0.1)
         assert apart(pm, losses, params) < 1e-9, kind
         assert pm.verify(), (kind, pm.verify().why)
 
@@ -36,7 +36,7 @@ def steps_like_one_device(mesh: str, zero: str, *kinds: str) -> None:
 @worker
 def steps_are_the_same_put_away(to: str) -> None:
     """To the bit, and each pool holds what was foreseen."""
-    away = (sx.Offload(to=to, ahead=2, least=0),)
+    away = (sx.Offload(to=to, prefetch=2, min_numel=0),)
     plain, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **m) for m in ({}, {"offload": away}))
     for x, y in batches(5):
         assert torch.equal(plain.step(x, y), other.step(x, y))
@@ -56,7 +56,7 @@ def steps_are_the_same_put_away(to: str) -> None:
 @worker
 def steps_are_compiled_around_what_is_put_away(backend: str) -> None:
     """Copies between pools, and collectives, stand between what torch compiles."""
-    away = (sx.Offload(ahead=2, least=0),)
+    away = (sx.Offload(prefetch=2, min_numel=0),)
     plain, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **m) for m in ({}, {"offload": away}))
     other.compile(backend=backend)
     for x, y in batches(3):
@@ -68,8 +68,8 @@ def steps_are_compiled_around_what_is_put_away(backend: str) -> None:
 @worker
 def tables_stay_in_the_host(mesh: str, zero: str) -> None:
     """To the bit, and each pool holds what was foreseen."""
-    away, case = (sx.Offload("rows", least=0),), make("gpt_separate")
-    hints: dict[str, Any] = {"zero": int(zero), "zero_min": 0, "optimizer": KINDS["AdamW"]}
+    away, case = (sx.Offload("rows", min_numel=0),), make("gpt_separate")
+    hints: dict[str, Any] = {"zero": int(zero), "zero_min_numel": 0, "optimizer": KINDS["AdamW"]}
     plain, other = (plan(make("gpt_separate"), MESHES[mesh], offload=o, **hints) for o in ((), away))
     for _ in range(3):
         assert torch.equal(*(pm.step(*case.args, *case.targets) for pm in (plain, other)))

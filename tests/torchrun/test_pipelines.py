@@ -19,7 +19,7 @@ def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
         "pipelines_serve_torchs_tools:pp2",
         "pipelines_step_like_one_device:pp2",
         "pipelines_train_by_stream:gpt_fused,pp2",
-        "interleaved_turns_train_like_one_device:gpt_fused",
+        "interleaved_iterations_train_like_one_device:gpt_fused",
         f"checkpoints_move_between_pipelines:{tmp_path}/whole,pp2,dp2",
         "compiled_stages_on_gloo:eager,mlp,pp2,,1f1b",
     )

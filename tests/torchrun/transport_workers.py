@@ -29,7 +29,7 @@ from .pipeline_workers import (
     Tied,
     data,
     hints_of,
-    in_turns,
+    in_iterations,
     loss_of,
     pipelines_train_like_one_device,
 )
@@ -66,7 +66,9 @@ def pipelines_hold_what_is_predicted(name: str, mesh: str, schedule: str = "1f1b
         with on_gloo():
             pipelines_hold_what_is_predicted(name, mesh, schedule)
         return
-    pm = plan(case, PIPELINES[mesh], specs=in_turns(name, PIPELINES[mesh]), pipeline=sx.Pipeline(schedule=schedule))
+    pm = plan(
+        case, PIPELINES[mesh], specs=in_iterations(name, PIPELINES[mesh]), pipeline=sx.Pipeline(schedule=schedule)
+    )
     ((rank, held),) = held_in_a_step(pm, case).items()
     found = check_footprint(pm.rank_program(rank), held, exact=False, transport=pm._place.transport_here)
     assert pm.memory(rank).footprint.peak.nbytes == found.peak.nbytes
@@ -97,15 +99,15 @@ def ranks_hold_their_own_stages(name: str, weights: str) -> None:
     before = real_bytes({})
     own = {each.data_ptr() for each in (*model.parameters(), *model.buffers())}
     before = {place: nbytes for place, nbytes in before.items() if place not in own}
-    hints = sx.Hints((x,), loss=loss_of, targets=(y,), specs=specs, zero_min=0, **more)
+    hints = sx.Hints((x,), loss=loss_of, targets=(y,), specs=specs, zero_min_numel=0, **more)
     pm = sx.parallelize(model, mesh, hints)
     del model, own
     if weights == "later":
         whole = alone.state_dict() if rank == 0 else {n: t.to("meta") for n, t in alone.state_dict().items()}
         pm.load_full_state_dict(whole)
         del whole
-    stored = [pm.after.input(n) for n in (*pm._state.store.parameters, *pm._state.store.buffers)]
-    assert all(pm.after.is_here(given.at, mesh.coords(rank)) for given in stored)
+    stored = [pm.planned.input(n) for n in (*pm._state.store.parameters, *pm._state.store.buffers)]
+    assert all(pm.planned.is_here(given.at, mesh.coords(rank)) for given in stored)
     expected = sum(given.value.local_bytes(mesh) for given in stored)
     every = sum(each.nbytes for each in (*alone.parameters(), *alone.buffers()))
     held = sum(real_bytes(before).values())

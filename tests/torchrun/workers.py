@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 import shardfx as sx
 import shardfx.api
-from shardfx.ir.cut import Cut, Part
+from shardfx.ir.dim_sharding import DimSharding, Part
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.shards import cut_local
+from shardfx.ir.shards import sharding_local
 from shardfx.ir.spec import Spec
 from shardfx.runtime.collective_counts import count_collectives
 from tests.plans import MESHES, plan, train_beside
@@ -59,29 +59,31 @@ def trains_like_one_device(name: str, mesh: str, tolerance: str = "1e-9", traine
 @worker
 def trains_in_less_memory(name: str, mesh: str, *modules: str) -> None:
     """Parameters in pieces, and activations made again."""
-    difference = train_beside(name, MESHES[mesh], zero=3, zero_min=0, recompute=modules)
+    difference = train_beside(name, MESHES[mesh], zero=3, zero_min_numel=0, recompute=modules)
     assert difference.worst < 1e-9, difference
 
 
 @worker
 def counts_equal_the_graph(name: str, mesh: str) -> None:
     """What runs is what the graph says, and nothing else; gradients are DTensors placed as their parameters, or both
-    are plain tensors where no parameter is cut."""
+    are plain tensors where no parameter is sharded."""
     case = make(name)
     pm = plan(case, MESHES[mesh])
     with count_collectives() as counts:
         loss = pm(*case.args, *case.targets, **case.kwargs)
     expected: Counter[tuple[str, str]] = Counter()
-    for node in pm.after.nodes:
+    for node in pm.planned.nodes:
         if isinstance(node.op, OwnOp) and not node.op.stays:
             op = CALLED[node.op.kind]
             expected[op, pm.mesh.group_name(dist.get_rank(), node.kwargs["axes"])] += 1
     assert {key: count.calls for key, count in counts.items()} == dict(expected)
     loss.backward()
-    inputs = {given.name: given.value for given in pm.after.inputs}
-    cut = any(value.spec is not None and value.spec.axes for n, _ in pm.named_parameters() for value in [inputs[n]])
+    inputs = {given.name: given.value for given in pm.planned.inputs}
+    sharding = any(
+        value.spec is not None and value.spec.axes for n, _ in pm.named_parameters() for value in [inputs[n]]
+    )
     for name, parameter in pm.named_parameters():
-        assert isinstance(parameter.data, DTensor) == isinstance(parameter.grad, DTensor) == cut, name
+        assert isinstance(parameter.data, DTensor) == isinstance(parameter.grad, DTensor) == sharding, name
         assert getattr(parameter.grad, "placements", ()) == getattr(parameter, "placements", ()), name
         assert parameter.grad is not None and parameter.grad.shape == parameter.shape, name
     whole = pm.full_state_dict()
@@ -89,7 +91,7 @@ def counts_equal_the_graph(name: str, mesh: str) -> None:
         assert torch.equal(whole_of(parameter), whole[name]), name
     total = torch.stack([grad.norm() for grad in pm.full_grads().values()]).norm()
     norm = torch.nn.utils.clip_grad_norm_(pm.parameters(), 0.5)
-    assert isinstance(norm, DTensor) == cut
+    assert isinstance(norm, DTensor) == sharding
     assert rel_err(whole_of(norm), total) < 1e-12
     clipped = torch.stack([grad.norm() for grad in pm.full_grads().values()]).norm()
     assert rel_err(clipped, total * min(1.0, 0.5 / (float(total) + 1e-6))) < 1e-12  # as torch writes it
@@ -99,7 +101,8 @@ def counts_equal_the_graph(name: str, mesh: str) -> None:
 
 
 class Gated(nn.Module):
-    """A fused projection in heads (so that its cut is a compound one), batch norm, sizes that 2 and 4 do not divide."""
+    """A fused projection in heads (so that its sharding is a compound one), batch norm, sizes that 2 and 4 do not
+    divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,13 +116,13 @@ class Gated(nn.Module):
 
 
 BATCH = {"args.0": "dp, -", "targets.0": "dp, -"}
-ODD = Spec((Cut(("tp", "dp"), (Part(3), Part(7, ("tp",)), Part(5, ("dp",)))), Cut()))
+ODD = Spec((DimSharding(("tp", "dp"), (Part(3), Part(7, ("tp",)), Part(5, ("dp",)))), DimSharding()))
 PLANS = {
     "megatron": (sx.Mesh(dp=2, tp=2), {**BATCH, "qkv.weight": "tp, -", "out.weight": "-, tp"}),
     "crossed": (sx.Mesh(dp=2, tp=2), {**BATCH, "qkv.weight": "tp dp, -", "out.weight": ODD, "norm.weight": "tp"}),
     "tp": (sx.Mesh(tp=4), {"qkv.weight": "tp, -", "out.weight": "-, tp", "norm.weight": "tp"}),
     "dp": (sx.Mesh(dp=4), {**BATCH, "qkv.weight": "-, dp", "out.weight": "dp, -"}),
-    "uncut": (sx.Mesh(dp=4), BATCH),
+    "unsharded": (sx.Mesh(dp=4), BATCH),
 }
 
 
@@ -204,8 +207,8 @@ def takes_global_or_local_batches() -> None:
     with torch.no_grad():
         whole = model(x)
         assert rel_err(inference(x), whole) < 1e-12
-        spec = inference.after.outputs[0].value.spec
-        assert rel_err(inference(x[rows]), cut_local(whole, spec, mesh, dist.get_rank())) < 1e-12
+        spec = inference.planned.outputs[0].value.spec
+        assert rel_err(inference(x[rows]), sharding_local(whole, spec, mesh, dist.get_rank())) < 1e-12
 
 
 @worker

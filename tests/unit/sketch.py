@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.cut import Cut
+from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value, Where
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.comm import all_gather, all_reduce, reduce_scatter
@@ -67,7 +67,7 @@ class Sketch:
 
 
 def mlp(specs: bool = True) -> Graph:
-    """Two linear layers, cut as Megatron-LM does, forward only; or the same with nothing cut yet."""
+    """Two linear layers, sharded as Megatron-LM does, forward only; or the same with nothing sharded yet."""
     s = Sketch(dp=2, tp=4)
 
     def p(text: str) -> str | None:
@@ -138,7 +138,7 @@ def _backward(s: Sketch, kept: list[tuple[str, dict[str, Value]]], norm: int, he
     def weight_grad(path: str, left: Value, right: Value, weight: Value, spec: str) -> None:
         module = path and weight.name.removesuffix(".weight")
         wide = s.op(aten.mm.default, (left, right), weight.shape, f"{spec} + dp", module)
-        if weight.spec is not None and weight.spec.dims[0] == Cut(("dp",)):
+        if weight.spec is not None and weight.spec.dims[0] == DimSharding(("dp",)):
             given = s.comm(reduce_scatter, wide, "dp", f"dp{spec.removeprefix('-')}", module, dim=0, reduce="sum")
         else:
             given = s.comm(all_reduce, wide, "dp", spec, module, reduce="sum")

@@ -11,7 +11,7 @@ from torch import fx
 
 import shardfx as sx
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.aliasing import Sharing
 from shardfx.ir.program.arena_layout import ALIGNMENT, Block, Tenancy, at_once, pack, rooms, use_of_arena
 from shardfx.ir.program.loops.loop_regions import regions
@@ -71,7 +71,7 @@ def test_steps_are_the_same_to_the_bit_and_proven(zero: int) -> None:
     assert use is not None and use.places > 5 and use.at_once <= use.nbytes
     verdict = pm.verify()
     assert verdict and verdict.status == "proven"
-    assert parse_program(str(program), pm.after).graph.nodes.__len__() == len(program.graph.nodes)
+    assert parse_program(str(program), pm.planned).graph.nodes.__len__() == len(program.graph.nodes)
 
 
 @pytest.mark.long
@@ -96,18 +96,23 @@ def test_the_report_says_how_large_it_is_and_could_be() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_made_in_turns_has_no_place() -> None:
-    turned = small_plan(KINDS["AdamW"], sx.Mesh(dp=2), zero=1, rank_passes=[Arena(least=16)], accumulate=2)
+def test_what_is_made_in_iterations_has_no_place() -> None:
+    turned = small_plan(KINDS["AdamW"], sx.Mesh(dp=2), zero=1, rank_passes=[Arena(least=16)], grad_accumulation=2)
     x, y = batches(1)[0]
     program = turned.rank_program(0)
     inside = regions(program.graph.nodes)
     assert slots(program) and not any(inside[node] for node in slots(program))
     assert turned.verify()
-    assert torch.equal(turned.step(x, y), small_plan(KINDS["AdamW"], sx.Mesh(dp=2), zero=1, accumulate=2).step(x, y))
-    units = sx.Mesh(mb=sx.Time(2, interleave=True), tp=2)
+    assert torch.equal(
+        turned.step(x, y), small_plan(KINDS["AdamW"], sx.Mesh(dp=2), zero=1, grad_accumulation=2).step(x, y)
+    )
+    units = sx.Mesh(mb=sx.Loop(2, interleave=True), tp=2)
     specs = {"args.0": "mb, -", "targets.0": "mb, -"}
-    cut = small_plan(KINDS["AdamW"], units, rank_passes=[Arena(least=16)], specs=specs)
-    assert torch.equal(cut.step(x, y), small_plan(KINDS["AdamW"], units, specs=specs).step(x, y)) and cut.verify()
+    sharding = small_plan(KINDS["AdamW"], units, rank_passes=[Arena(least=16)], specs=specs)
+    assert (
+        torch.equal(sharding.step(x, y), small_plan(KINDS["AdamW"], units, specs=specs).step(x, y))
+        and sharding.verify()
+    )
 
 
 @pytest.mark.long
@@ -215,10 +220,10 @@ def test_what_lies_in_it_at_the_peak_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:redundant compute", "ignore:turns of")
-def test_what_turns_put_side_by_side_may_lie_in_it() -> None:
-    """Where turns are gone through twice, for all must have come to a place before any goes on."""
-    pm = plan(make("mlp3"), sx.Mesh(dp=3), optimizer=torch.optim.AdamW, accumulate=3, arena=True)
+@pytest.mark.filterwarnings("ignore:redundant compute", "ignore:iterations of")
+def test_what_iterations_put_side_by_side_may_lie_in_it() -> None:
+    """Where iterations are gone through twice, for all must have come to a place before any goes on."""
+    pm = plan(make("mlp3"), sx.Mesh(dp=3), optimizer=torch.optim.AdamW, grad_accumulation=3, arena=True)
     program = pm.rank_program(0)
-    assert any(node.target is turns.put and node.args[0].target is memory_ops.slot for node in program.graph.nodes)
+    assert any(node.target is loop_ops.write and node.args[0].target is memory_ops.slot for node in program.graph.nodes)
     assert pm.verify(), pm.verify().why

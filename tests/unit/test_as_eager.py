@@ -174,7 +174,7 @@ def test_a_model_that_does_not_run_in_another_dtype_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x - self.centre)
 
-    hints = sx.Hints(args=(torch.randn(4, 4, dtype=torch.float64),), compute=torch.float32)
+    hints = sx.Hints(args=(torch.randn(4, 4, dtype=torch.float64),), mixed_precision=torch.float32)
     with pytest.raises(sx.Error, match="does not run in the dtype in which it is to compute"):
         sx.parallelize(Centred(), MESH, hints)
 

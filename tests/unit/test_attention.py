@@ -67,7 +67,7 @@ def test_it_is_torchs_attention_in_float64(
             assert (logsumexp.cpu() - rows).abs().max() < CLOSE[dtype]
 
 
-def test_dropout_leaves_the_same_however_the_whole_is_cut() -> None:
+def test_dropout_leaves_the_same_however_the_whole_is_sharded() -> None:
     q, k, seed = torch.zeros(4, 4, 16, 1), torch.zeros(4, 4, 32, 1), torch.tensor(7)
     whole = drawn(q, k, 0.25, seed, 3, [])
     piece = drawn(q[:2, :2, :8], k[:2, :2, :16], 0.25, seed, 3, [2, 1, 8, 16])
@@ -232,7 +232,7 @@ def test_a_text_has_its_defaults_left_out() -> None:
 
 def code_on(model: nn.Module, device: str) -> str:
     given = sx.Hints(args=(torch.rand(1, dtype=torch.float64),), loss=lambda out: out.sum())
-    planned = sx.parallelize(model, Mesh(dp=2), given).after
+    planned = sx.parallelize(model, Mesh(dp=2), given).planned
     assert attentions(planned)
     kinds = {OutputKind.LOSS, OutputKind.GRADIENT}
     return lower(planned, 0, default_rules(), kinds, torch.device(device)).module().code

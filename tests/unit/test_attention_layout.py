@@ -39,8 +39,8 @@ def test_queries_and_keys_lie_row_by_row_and_gradients_are_right(mesh: sx.Mesh, 
     torch.manual_seed(0)
     model, x = Attention().double(), torch.rand(2, 6, 8, dtype=torch.float64)
     pm = sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=torch.sum, specs=specs), virtual=True)
-    program = lower(pm.after, 0, pm.rule_book, TRAIN, torch.device("cpu"))
-    laid = run_rank_passes(program, [AttentionLayout()], RankContext(pm.after))
+    program = lower(pm.planned, 0, pm._rule_book, TRAIN, torch.device("cpu"))
+    laid = run_rank_passes(program, [AttentionLayout()], RankContext(pm.planned))
     lies, calls = values(laid), [n for n in laid.graph.nodes if "attention" in str(n.target)]
     assert len(calls) == 2
     for call, first in zip(calls, (0, 1), strict=True):  # in the backward the gradient is in front

@@ -241,12 +241,12 @@ def test_the_plan_and_its_reasons_are_the_same(
     monkeypatch.setattr("shardfx.compile.capture", partial(capture, fold=False))
     whole = planned(specs, variant)
     assert short._compiled.captured.graph.repeats and not whole._compiled.captured.graph.repeats
-    assert not short.after.notes
-    assert str(short.before) == str(whole.before)
-    assert str(short.after) == str(whole.after)
+    assert not short.planned.notes
+    assert str(short.captured) == str(whole.captured)
+    assert str(short.planned) == str(whole.planned)
     assert short.plan == whole.plan
-    assert [node.why for node in short.after.nodes] == [node.why for node in whole.after.nodes]
-    for value in [*(given.name for given in short.after.inputs), *(f"%{node.name}" for node in short.after.nodes)]:
+    assert [node.why for node in short.planned.nodes] == [node.why for node in whole.planned.nodes]
+    for value in [*(given.name for given in short.planned.inputs), *(f"%{node.name}" for node in short.planned.nodes)]:
         assert str(short.explain(value)) == str(whole.explain(value))
 
 
@@ -258,7 +258,7 @@ def test_the_plan_and_its_reasons_are_the_same(
     ],
 )
 def test_blocks_that_hints_tell_apart_are_planned_whole(more: dict[str, str], why: str) -> None:
-    (note,) = planned({**MEGATRON, **more}).after.notes
+    (note,) = planned({**MEGATRON, **more}).planned.notes
     assert why in note
 
 
@@ -279,8 +279,8 @@ class LookedAt(sx.Pass):
 def test_somebodys_own_pass_sees_all_blocks() -> None:
     hints = sx.Hints(**given(True), specs=MEGATRON, passes=[LookedAt()])  # type: ignore[arg-type]
     pm = sx.parallelize(Stack(), Mesh(dp=2, tp=2), hints, virtual=True)
-    assert pm._compiled.captured.graph.repeats and not pm.after.notes
-    assert str(pm.after) == str(planned(MEGATRON).after)
+    assert pm._compiled.captured.graph.repeats and not pm.planned.notes
+    assert str(pm.planned) == str(planned(MEGATRON).planned)
 
 
 @captured_once("test_blocks")
@@ -303,7 +303,7 @@ def test_a_hint_for_each_block_is_one_for_all() -> None:
     each = {f"blocks.{i}.up.weight": "tp, -" for i in range(DEPTH)}
     specs = {**{name: spec for name, spec in MEGATRON.items() if "up" not in name}, **each}
     pm = planned(specs)
-    assert not pm.after.notes
+    assert not pm.planned.notes
     assert "the hint 'blocks.3.up.weight'" in str(pm.explain("blocks.3.up.weight"))
 
 

@@ -123,7 +123,7 @@ def test_on_a_gpu_random_allocations_reserve_as_much(seed: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "offload", [(), (sx.Offload(("activations", "optimizer"), least=0),)], ids=["plain", "offload"]
+    "offload", [(), (sx.Offload(("activations", "optimizer"), min_numel=0),)], ids=["plain", "offload"]
 )
 def test_on_a_gpu_a_step_reserves_what_is_predicted(offload: tuple[sx.Offload, ...]) -> None:
     """Within 10 %, and allocates it within 2 %; beside what libraries of kernels take once."""

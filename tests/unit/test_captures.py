@@ -62,8 +62,8 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
 def test_what_is_alike_is_captured_once(captures: list[Captured]) -> None:
     first, second = plan(Net()), plan(Net(), tp=4)
     assert not captures
-    assert first.mesh == sx.Mesh(dp=2) and second.before.mesh == sx.Mesh(tp=4)
-    assert first.before is not second.before
+    assert first.mesh == sx.Mesh(dp=2) and second.captured.mesh == sx.Mesh(tp=4)
+    assert first.captured is not second.captured
 
 
 @pytest.mark.parametrize(

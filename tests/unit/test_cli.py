@@ -107,15 +107,15 @@ def test_where_a_users_function_failed_is_said(target: str) -> None:
 
 def test_meshes_as_text() -> None:
     assert parse_mesh("dp=2, tp=4") == sx.Mesh(dp=2, tp=4)
-    assert parse_mesh("pp=2,mb=Time(8)") == sx.Mesh(pp=2, mb=sx.Time(8))
-    assert parse_mesh("mb=Time(2, interleave=True),tp=2") == sx.Mesh(mb=sx.Time(2, interleave=True), tp=2)
+    assert parse_mesh("pp=2,mb=Loop(8)") == sx.Mesh(pp=2, mb=sx.Loop(8))
+    assert parse_mesh("mb=Loop(2, interleave=True),tp=2") == sx.Mesh(mb=sx.Loop(2, interleave=True), tp=2)
 
 
 @pytest.mark.long
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardfx", "passes"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0 and "fuse-comm" in run.stdout and not run.stderr
+    assert run.returncode == 0 and "bucket-comm" in run.stdout and not run.stderr
 
 
 def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfx.ir.cut import WHOLE, Cut, Part, compound
+from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part, compound
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh
 from shardfx.ir.ops import comm, redistribute
@@ -132,7 +132,7 @@ def test_coarsen_is_the_inverse_of_refine(case: Case) -> None:
         view, seen = refined
         assert math.prod(view) == math.prod(shape)
         for given_spec, on in zip(together, seen, strict=True):
-            assert not any(cut.parts for cut in on.dims)
+            assert not any(sharding.parts for sharding in on.dims)
             assert coarsen(shape, view, on, MESH) == given_spec
             assert on_view(shape, view, given_spec, MESH) == on
 
@@ -171,7 +171,7 @@ def test_the_cheapest_steps(source: Spec, target: Spec, expected: list[tuple[Own
     assert plan(f32(64, 64), source, target) == expected
 
 
-def test_what_is_cut_is_sliced_before_it_is_reduced() -> None:
+def test_what_is_sharded_is_sliced_before_it_is_reduced() -> None:
     steps = Redistribution(TP).steps(f32(64, 64), spec(TP, "-, -", tp="sum"), spec(TP, "dp, -"))
     assert [step.op for step in steps] == [comm.shard, comm.all_reduce]
     steps = Redistribution(TP).steps(f32(64, 64), spec(TP, "-, -", tp="sum"), spec(TP, "dp, tp"))
@@ -179,15 +179,15 @@ def test_what_is_cut_is_sliced_before_it_is_reduced() -> None:
 
 
 def test_a_fused_weight_becomes_plain() -> None:
-    """Where the parts nest, sub-dims are exchanged; where they do not, the dim is gathered and cut anew."""
+    """Where the parts nest, sub-dims are exchanged; where they do not, the dim is gathered and shard anew."""
     exchanged, by_three = Redistribution(Mesh(tp=3)), Mesh(tp=3)
     (step,) = exchanged.steps(f32(192), Spec((compound([Part(3), Part(64, ("tp",))], by_three),)), spec(by_three, "tp"))
     assert (step.op, step.dim, step.to, step.view) == (comm.all_to_all, 1, 0, (3, 64))
     by_two = Mesh(tp=2)
     fused = Spec((compound([Part(3), Part(64, ("tp",))], by_two),))
-    gather, cut = Redistribution(by_two).steps(f32(192), fused, spec(by_two, "tp"))
+    gather, sharding = Redistribution(by_two).steps(f32(192), fused, spec(by_two, "tp"))
     assert (gather.op, gather.dim, gather.view, gather.spec) == (comm.all_gather, 1, (3, 64), Spec((WHOLE,)))
-    assert (cut.op, cut.dim, cut.view, cut.spec) == (comm.shard, 0, None, spec(by_two, "tp"))
+    assert (sharding.op, sharding.dim, sharding.view, sharding.spec) == (comm.shard, 0, None, spec(by_two, "tp"))
     back = Redistribution(by_two).steps(f32(192), spec(by_two, "tp"), fused)
     assert [step.op for step in back] == [comm.all_gather, comm.shard]
 
@@ -198,7 +198,7 @@ def test_the_slower_link_decides() -> None:
     for slow, fast in (("dp", "tp"), ("tp", "dp")):
         mesh = Mesh(dp=4, tp=4, links={slow: Link(1e9), fast: Link(1e12)})
         planner = Redistribution(mesh)
-        over_slow, over_fast = (planner.seconds(type, Spec((Cut((x,)),)), Spec((WHOLE,))) for x in (slow, fast))
+        over_slow, over_fast = (planner.seconds(type, Spec((DimSharding((x,)),)), Spec((WHOLE,))) for x in (slow, fast))
         assert over_slow > 100 * over_fast
 
 
@@ -234,16 +234,21 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
 
 
 def test_a_comm_op_that_cannot_start_says_why() -> None:
-    cut, whole = spec(TP, "dp tp, -"), spec(TP, "-, -")
+    sharding, whole = spec(TP, "dp tp, -"), spec(TP, "-, -")
     for op, source, kwargs, why in (
-        (comm.all_gather, cut, {"axes": ["dp"], "dim": 0}, "a dim 0 whose minor axes are axes {dp}"),
-        (comm.all_gather, cut, {"axes": ["tp"], "dim": 2}, "a dim of 0 .. 1"),
-        (comm.all_gather, cut, {"axes": ["tp"]}, "a dim of 0 .. 1"),
-        (comm.all_to_all, cut, {"axes": ["tp"], "dim": 0, "to": 0}, "a dim of 0 .. 1 for each of dim, to"),
-        (comm.all_reduce, cut, {"axes": ["tp"]}, "a value that is partial (sum) over axes {tp}"),
+        (comm.all_gather, sharding, {"axes": ["dp"], "dim": 0}, "a dim 0 whose minor axes are axes {dp}"),
+        (comm.all_gather, sharding, {"axes": ["tp"], "dim": 2}, "a dim of 0 .. 1"),
+        (comm.all_gather, sharding, {"axes": ["tp"]}, "a dim of 0 .. 1"),
+        (comm.all_to_all, sharding, {"axes": ["tp"], "dim": 0, "to": 0}, "a dim of 0 .. 1 for each of dim, to"),
+        (comm.all_reduce, sharding, {"axes": ["tp"]}, "a value that is partial (sum) over axes {tp}"),
         (comm.reduce_scatter, whole, {"axes": ["tp"], "dim": 0}, "a value that is partial (sum) over axes {tp}"),
-        (comm.shard, cut, {"axes": ["tp"], "dim": 1}, "axes {tp} that nothing else is cut by"),
-        (comm.all_gather, cut, {"axes": ["tp"], "dim": 0, "view": [3, 3, 8]}, "plain cuts of the view (3, 3, 8)"),
+        (comm.shard, sharding, {"axes": ["tp"], "dim": 1}, "axes {tp} that nothing else is sharded by"),
+        (
+            comm.all_gather,
+            sharding,
+            {"axes": ["tp"], "dim": 0, "view": [3, 3, 8]},
+            "plain shardings of the view (3, 3, 8)",
+        ),
     ):
         with pytest.raises(Error, match=f"{op} cannot start") as caught:
             op.place(source, (8, 8), TP, **kwargs)

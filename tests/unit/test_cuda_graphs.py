@@ -124,7 +124,7 @@ def refused(pm: sx.ParallelModule, match: str, device: str = "cuda", **options: 
     [
         ("without optimizer", ALONE, {"optimizer": None}),
         ("2 virtual ranks", MESHES["dp2"], {}),
-        ("plan with offload", ALONE, {"offload": [sx.Offload("optimizer", least=0)]}),
+        ("plan with offload", ALONE, {"offload": [sx.Offload("optimizer", min_numel=0)]}),
         ("guards, which", ALONE, {"guard": True}),
     ],
 )

@@ -17,7 +17,7 @@ from shardfx.ir.cost.curve import Curve
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import changed_by, kind_of
 from shardfx.ir.ops.fused_attention import attention, attention_backward
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.traits import base_name_of
 from shardfx.ir.timing import foreseen
 from shardfx.ir.timing.rank_tasks import Purpose, Receives, Sends, Starts, Waits, Works
@@ -83,7 +83,7 @@ def test_what_a_call_writes_over_is_read_and_written() -> None:
     step = graph.call_function(aten._fused_sgd_.default, ([w], [g], [m]), {"lr": 0.1})
     product = graph.call_function(aten.mm.out, (w, g), {"out": m})
     assert changed_by(step) == [w, g, m] and changed_by(product) == []
-    total = graph.call_function(turns.add, (m, g))
+    total = graph.call_function(loop_ops.add, (m, g))
     assert changed_by(total) == [m] and changed_by(graph.call_function(aten.add.Tensor, (w, g))) == []
 
 
@@ -204,7 +204,7 @@ def test_a_machine_that_does_not_send_by_itself_hides_nothing() -> None:
     call, purpose = fx.Graph().placeholder("a"), Purpose("B", 0)
     row = [Works(purpose, 1.0), Starts(purpose, 3.0, 0, call, "dp", hidden=False), Works(purpose, 2.0)]
     (course,) = foreseen([[*row, Waits(purpose, 0, 0, call)]])
-    assert course.exposed == 3.0 and tuple(course.spans[sx.Action("B", 0, 0)]) == (0.0, 6.0)
+    assert course.exposed == 3.0 and tuple(course.spans[sx.schedules.Action("B", 0, 0)]) == (0.0, 6.0)
 
 
 def test_who_sends_lays_out_and_who_receives_takes_in() -> None:
@@ -213,5 +213,5 @@ def test_who_sends_lays_out_and_who_receives_takes_in() -> None:
     sender = [Works(forward, 1.0), Sends(forward, 4.0, 0, message, hidden=False), Works(forward, 1.0)]
     taker = [Receives(received, 0, 0, message, call), Waits(received, 0, 0, call), Works(Purpose("F", 1), 1.0)]
     first, second = foreseen([sender, taker])
-    assert tuple(first.spans[sx.Action("F", 0, 0)]) == (0.0, 4.0) and first.exposed == 2.0
-    assert tuple(second.spans[sx.Action("F", 1, 0)]) == (5.0, 6.0) and second.exposed == 2.0
+    assert tuple(first.spans[sx.schedules.Action("F", 0, 0)]) == (0.0, 4.0) and first.exposed == 2.0
+    assert tuple(second.spans[sx.schedules.Action("F", 1, 0)]) == (5.0, 6.0) and second.exposed == 2.0

@@ -35,7 +35,7 @@ def trail(entry: Entry, axis: str) -> Trail:
 
 def op_of(pm: sx.ParallelModule, module: str, op: str) -> str:
     """The name of the first value that an op of a module makes."""
-    found = (n for n in pm.after.nodes if n.where.module == module and str(n.op).startswith(op))
+    found = (n for n in pm.planned.nodes if n.where.module == module and str(n.op).startswith(op))
     return f"%{next(found).name}"
 
 
@@ -53,15 +53,15 @@ def test_a_parameter_and_its_gradient(pm: sx.ParallelModule) -> None:
 
 
 def test_an_input_and_a_whole_parameter(pm: sx.ParallelModule) -> None:
-    assert str(pm.explain("args.0")).splitlines()[1:] == ["  dp: cuts dim 0", "      the hint 'args.0' (step 1)"]
+    assert str(pm.explain("args.0")).splitlines()[1:] == ["  dp: shards dim 0", "      the hint 'args.0' (step 1)"]
     bias, *_ = pm.explain("layers.0.proj.bias").entries
-    assert bias.cuts == "whole on every rank" and not bias.trails
+    assert bias.shardings == "whole on every rank" and not bias.trails
 
 
 def test_an_op_its_strategy_and_its_trail(pm: sx.ParallelModule) -> None:
-    """The projection adds up over its cut input; that cut comes from the heads, and they from q, k and v."""
+    """The projection adds up over its sharded input; that shard comes from the heads, and they from q, k and v."""
     entry = only(pm, op_of(pm, "layers.0.proj", "aten.mm"))
-    assert "k over tp" in entry.cuts and entry.cuts.endswith("of the rule m k, k n -> m n")
+    assert "k over tp" in entry.shardings and entry.shardings.endswith("of the rule m k, k n -> m n")
     found = trail(entry, "tp")
     assert found.role == "the result is a partial sum, for the op adds up over the factor k"
     assert len(found.because) > 3
@@ -77,8 +77,8 @@ def test_what_was_turned_down_is_said(pm: sx.ParallelModule) -> None:
     assert "turned down: axis tp on factor m" in text
 
 
-def test_the_trail_follows_the_factor_that_was_cut(pm: sx.ParallelModule) -> None:
-    """q is cut by its weight's rows, not by the tokens, which lie over the same axis and are as near."""
+def test_the_trail_follows_the_factor_that_was_sharded(pm: sx.ParallelModule) -> None:
+    """q is sharded by its weight's rows, not by the tokens, which lie over the same axis and are as near."""
     found = trail(only(pm, op_of(pm, "layers.0.q", "aten.addmm")), "tp")
     assert "layers.*.q." in found.because[-1].text
 
@@ -99,25 +99,25 @@ def test_a_long_trail_is_shortened_in_the_middle(pm: sx.ParallelModule) -> None:
 
 
 def test_communication_explains_itself(pm: sx.ParallelModule) -> None:
-    comm = next(n for n in pm.after.nodes if str(n.op) == "comm.reduce_scatter")
+    comm = next(n for n in pm.planned.nodes if str(n.op) == "comm.reduce_scatter")
     text = str(pm.explain(comm.name))
     assert "reduce_scatter over tp sends 12.3 kB per rank" in text and "is needed as" in text
 
 
 @pytest.mark.long
 def test_the_reasons_of_a_text_are_those_of_its_graph(pm: sx.ParallelModule) -> None:
-    read = parse_graph(print_graph(pm.after, reasons=True))
+    read = parse_graph(print_graph(pm.planned, reasons=True))
     names = [*(given.name for given in read.inputs), *(f"%{node.name}" for node in read.nodes), "layers.1"]
     for name in names:
         assert str(explain(read, pm._compiled.context.rules, name)) == str(pm.explain(name))
-    assert "the hint" not in str(explain(parse_graph(str(pm.after)), pm._compiled.context.rules, names[0]))
+    assert "the hint" not in str(explain(parse_graph(str(pm.planned)), pm._compiled.context.rules, names[0]))
 
 
 def test_every_op_ends_at_a_hint(pm: sx.ParallelModule) -> None:
     """No trail breaks off, for any value of the program."""
-    for node in pm.after.nodes:
+    for node in pm.planned.nodes:
         if str(node.op) in ("comm.slice", "comm.all_to_all"):
-            continue  # these are cut where they stand, for their users
+            continue  # these are sharded where they stand, for their users
         for found in only(pm, f"%{node.name}").trails:
             assert "the hint" in found.because[-1].text, (node, found)
 
@@ -126,7 +126,7 @@ def test_every_op_ends_at_a_hint(pm: sx.ParallelModule) -> None:
 def test_batch_norm_taken_apart_says_so() -> None:
     pm = plan(make("resnet"), MESHES["dp2"])
     text = str(pm.explain("bn"))
-    assert "taken apart because a cut stands in its way" in text
+    assert "taken apart because a sharding stands in its way" in text
     content = [entry.title for entry in pm.explain("bn.running_mean").entries]
     assert content[1].startswith("its new content: ")
 
@@ -167,12 +167,12 @@ def test_who_decided_how_a_parameter_is_stored(by: str) -> None:
     hints, name, axis, expected = STORED[by]
     specs = {"args.0": "dp, -", "0.w*": "tp, -", **hints.get("specs", {})}
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    given = {"args": (torch.randn(8, 8),), "loss": lambda out: out.sum(), "zero_min": 1, **hints, "specs": specs}
+    given = {"args": (torch.randn(8, 8),), "loss": lambda out: out.sum(), "zero_min_numel": 1, **hints, "specs": specs}
     pm = sx.parallelize(model, sx.Mesh(dp=2, tp=2), sx.Hints(**given))
     text = trail(pm.explain(name).entries[0], axis).because[-1].text
     said = ["hint '0.w*'", "hint '2.*t'", "hint '2.weight'", "zero=1", "zero=3", "pass search"]
     assert [each for each in said if each in text] == expected, text
-    for each in pm.after.inputs:
+    for each in pm.planned.inputs:
         assert all(
             "its op" not in link.text for found in pm.explain(each.name).entries[0].trails for link in found.because
         )

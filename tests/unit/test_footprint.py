@@ -41,7 +41,7 @@ def running(pm: sx.ParallelModule, rank: int = 0) -> RankProgram:
 
 def lowered(pm: sx.ParallelModule, rank: int = 0) -> RankProgram:
     """The program before any rank pass."""
-    return lower(pm.after, rank, pm._compiled.context.rules, TRAIN)
+    return lower(pm.planned, rank, pm._compiled.context.rules, TRAIN)
 
 
 # ---- against a run
@@ -60,7 +60,7 @@ SLOW: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{f"{name} dp2tp2": (name, "dp2tp2", {}) for name in ZOO},
     **{f"{name} stored": (name, "dp2", {"specs": stored_specs}) for name in ZOO},
     "hf_bert tp4": ("hf_bert", "tp4", {}),
-    "stored, not fused": ("gpt_separate", "dp2tp2", {"specs": {"layers.*.q.weight": "tp dp, -"}, "fuse_mb": 0}),
+    "stored, not fused": ("gpt_separate", "dp2tp2", {"specs": {"layers.*.q.weight": "tp dp, -"}, "bucket_mb": 0}),
 }
 
 
@@ -115,11 +115,11 @@ def test_what_is_sent_is_what_a_run_counts(case: str) -> None:
 @pytest.mark.parametrize("case", ["mlp3", "dropout", "sequence", "resnet", "stored"])
 def test_the_prices_of_the_nodes_are_the_cost_of_the_program(case: str) -> None:
     pm = planned(case)
-    prices = Prices(pm.after.mesh, pm._compiled.context.rules)
-    added, cost = total(prices.of(node) for node in pm.after.nodes), replay(lowered(pm)).cost
+    prices = Prices(pm.planned.mesh, pm._compiled.context.rules)
+    added, cost = total(prices.of(node) for node in pm.planned.nodes), replay(lowered(pm)).cost
     assert added.flops == cost.flops > 0 and added.sent == cost.sent
     assert added.touched == pytest.approx(cost.touched, rel=0.15), "operands are not always dense"
-    assert len(prices) < len(pm.after.nodes)
+    assert len(prices) < len(pm.planned.nodes)
 
 
 def test_a_node_is_priced_by_its_strategy_before_communication_is_explicit() -> None:
@@ -130,7 +130,7 @@ established SHARDED
 argument %x : f32[64{dp}, 32]
 parameter %w : f32[32, 16]
 forward:
-  %0 = aten.mm(%x, %w) : f32[64{dp}, 16] +{tp}  cuts m{dp} k{tp}  needs [64{dp}, 32{tp}], [32{tp}, 16]
+  %0 = aten.mm(%x, %w) : f32[64{dp}, 16] +{tp}  shards m{dp} k{tp}  needs [64{dp}, 32{tp}], [32{tp}, 16]
 outputs:
   result results.0 = %0
 """)

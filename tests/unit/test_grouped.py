@@ -157,7 +157,7 @@ class Forms(nn.Module):
 
 def test_each_form_of_torch_is_one_of_two_ops() -> None:
     args = (torch.randn(16, 16, dtype=torch.bfloat16), torch.tensor([2, 8, 8, 16], dtype=torch.int32))
-    graph = sx.trace(Forms(), sx.Hints(args=args))
+    graph = sx.api.trace(Forms(), sx.Hints(args=args))
     called = [op_name(node.op) for node in graph.nodes]
     assert [called.count(f"shardfx.{name}") for name in ("grouped_mm", "grouped_outer")] == [2, 1]
     assert "aten.bmm" in called and "aten._grouped_mm" not in called

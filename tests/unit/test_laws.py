@@ -248,7 +248,7 @@ def test_a_law_holds(op: Any) -> None:
                 torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-def test_what_commutes_does_and_what_turns_back_does() -> None:
+def test_what_commutes_does_and_what_iterations_back_does() -> None:
     torch.manual_seed(0)
     for op in COMMUTE:
         a, b = (torch.randint(-2, 3, (50,)) for _ in range(2))

@@ -27,7 +27,7 @@ MAY_IMPORT = {
 """The folders at the top; ``shardfx`` may import all of them."""
 FOLDERS = ("shardfx", *MAY_IMPORT)
 
-RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
+RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.loop")
 ONE_OP = (*GRAPHS, "ir.rules")
 CAPTURE = (*ONE_OP, "ir.capture.canonical", "ir.capture.frontend")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.loops")
@@ -36,7 +36,7 @@ CLOCKS = ("ir.cost", "ir.rules", "ir.schedule", "ir.timing", "runtime", "visuali
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
     "ir.rules": ("ir",),
-    "ir.ops": ("ir", "ir.ops.computing", "ir.ops.pools", "ir.ops.time"),
+    "ir.ops": ("ir", "ir.ops.computing", "ir.ops.pools", "ir.ops.loop"),
     "ir.ops.pools": ("ir", "ir.ops"),
     "ir.schedule": ("ir",),
     "ir.text": (*GRAPHS, "ir.schedule"),
@@ -65,15 +65,15 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "passes.sharding",
         "passes.space",
         "passes.stages",
-        "passes.time",
+        "passes.loops",
     ),
     "passes.communication": (*ONE_OP, "passes"),
     "passes.memory": (*ONE_OP, "passes"),
     "passes.sharding": (*ONE_OP, "ir.capture.canonical", "passes"),
     "passes.rank": (*PROGRAMS, "ir.cost", "passes"),
     "passes.space": (*ONE_OP, "ir.cost", "passes"),
-    "passes.stages": (*ONE_OP, "ir.cost", "ir.schedule", "passes", "passes.time"),
-    "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
+    "passes.stages": (*ONE_OP, "ir.cost", "ir.schedule", "passes", "passes.loops"),
+    "passes.loops": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
     "runtime": (*PROGRAMS, "ir.cost", "ir.schedule", "ir.timing", "runtime.distributed"),
     "runtime.virtual": (*PROGRAMS, "runtime"),
     "runtime.distributed": (*PROGRAMS, "ir.text", "runtime"),
@@ -95,12 +95,12 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "passes.rank",
         "passes.sharding",
         "passes.stages",
-        "passes.time",
+        "passes.loops",
         "report",
         "visualize",
     ),
     "schedules": (
-        *("shardfx", *PROGRAMS, *CLOCKS, "ir.capture", "memory", "passes.sharding", "passes.time", "report"),
+        *("shardfx", *PROGRAMS, *CLOCKS, "ir.capture", "memory", "passes.sharding", "passes.loops", "report"),
         "runtime.distributed",
     ),
     "images": (*RULES, "passes", "visualize", "module", "module.held", "runtime.distributed"),

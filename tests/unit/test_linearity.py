@@ -116,7 +116,7 @@ BY_KEYWORD = {
 
 @pytest.mark.parametrize("case", BY_KEYWORD.values(), ids=BY_KEYWORD)
 def test_rows_that_are_reduced_together(case: tuple[Instance, list[str]]) -> None:
-    """Rows beside them may be cut; counts of parts are added; and what is linear is linear on all draws."""
+    """Rows beside them may be sharded; counts of parts are added; and what is linear is linear on all draws."""
     of, linear = case
     made, entry = rule_of(of), BOOK.entry(of.node.op)
     assert list(map(str, made.linear)) == linear

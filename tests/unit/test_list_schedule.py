@@ -8,32 +8,32 @@ import pytest
 
 import shardfx as sx
 from shardfx.ir.schedule import COSTS
-from shardfx.passes.time import SCHEDULES, list_schedule
+from shardfx.passes.loops import SCHEDULES, list_schedule
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("turns", [1, 6, 11])
-def test_known_schedules_are_bounds_on_live_turns(ranks: int, turns: int) -> None:
-    homes, known = [(rank,) for rank in range(ranks)], {"stages": ranks, "turns": turns}
+@pytest.mark.parametrize("microbatches", [1, 6, 11])
+def test_known_schedules_are_bounds_on_live_iterations(ranks: int, microbatches: int) -> None:
+    homes, known = [(rank,) for rank in range(ranks)], {"stages": ranks, "microbatches": microbatches}
     ahead = [ranks - rank for rank in range(ranks)]
-    assert list_schedule(homes, turns, COSTS, ahead, "BF") == sx.make_schedule("1f1b", **known)
-    if turns >= 2 * ranks - 1:
-        deep = list_schedule(homes, turns, COSTS, [2 * ranks - 1] * ranks)
-        handmade = sx.make_schedule("zb-h2", **known)
-        assert sx.simulate(deep).step == sx.simulate(handmade).step
+    assert list_schedule(homes, microbatches, COSTS, ahead, "BF") == sx.schedules.make_schedule("1f1b", **known)
+    if microbatches >= 2 * ranks - 1:
+        deep = list_schedule(homes, microbatches, COSTS, [2 * ranks - 1] * ranks)
+        handmade = sx.schedules.make_schedule("zb-h2", **known)
+        assert sx.schedules.simulate(deep).step == sx.schedules.simulate(handmade).step
 
 
 def test_what_the_list_scheduler_makes_keeps_to_its_bound_and_is_no_deadlock() -> None:
     for seed in range(120):
         draw = random.Random(seed)
-        ranks, chunks, turns = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 6)
+        ranks, chunks, microbatches = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 6)
         order = [*range(ranks * chunks)]
         draw.shuffle(order)  # ranks may have any stages
         homes = [tuple(sorted(order[rank::ranks])) for rank in range(ranks)]
         costs = {kind: [draw.choice([0, 0.5, 1, 2.5]) for _ in order] for kind in "FBIW"}
         live = [draw.randint(chunks, chunks + 4) for _ in range(ranks)]
-        schedule = list_schedule(homes, turns, costs, live, draw.choice(["BF", "FB", "IFW", "WIF", "FIW"]))
-        report = sx.check_schedule(schedule, stages=len(order), turns=turns, costs=costs)
+        schedule = list_schedule(homes, microbatches, costs, live, draw.choice(["BF", "FB", "IFW", "WIF", "FIW"]))
+        report = sx.schedules.check_schedule(schedule, stages=len(order), microbatches=microbatches, costs=costs)
         assert all(peak <= most for peak, most in zip(report.peaks, live, strict=True)), f"seed {seed}"
 
 
@@ -42,16 +42,20 @@ def test_auto_is_never_longer_than_a_known_schedule() -> None:
     shorter = 0
     for seed in range(30):
         draw = random.Random(seed)
-        ranks, chunks, turns = draw.randint(2, 4), draw.randint(1, 2), draw.randint(2, 9)
+        ranks, chunks, microbatches = draw.randint(2, 4), draw.randint(1, 2), draw.randint(2, 9)
         stages, live = ranks * chunks, draw.choice([None, ranks * chunks])
         costs = {kind: [draw.choice([1, 1.5, 2]) for _ in range(stages)] for kind in "FIW"}
         costs["B"] = [i + w for i, w in zip(costs["I"], costs["W"], strict=True)]
-        numbers = {"stages": stages, "ranks": ranks, "turns": turns}
-        step = sx.simulate(sx.make_schedule("auto", **numbers, costs=costs, live=live), costs).step
+        numbers = {"stages": stages, "ranks": ranks, "microbatches": microbatches}
+        step = sx.schedules.simulate(
+            sx.schedules.make_schedule("auto", **numbers, costs=costs, max_in_flight=live), costs
+        ).step
         known = []
         for name, maker in SCHEDULES.items():
-            if maker.takes(chunks) and turns >= maker.turns(ranks):
-                report = sx.check_schedule(sx.make_schedule(name, **numbers), stages=stages, turns=turns, costs=costs)
+            if maker.takes(chunks) and microbatches >= maker.microbatches(ranks):
+                report = sx.schedules.check_schedule(
+                    sx.schedules.make_schedule(name, **numbers), stages=stages, microbatches=microbatches, costs=costs
+                )
                 known += [report.step] * (live is None or max(report.peaks) <= live)
         assert step <= min(known, default=step)
         shorter += step < min(known, default=step)
@@ -59,27 +63,33 @@ def test_auto_is_never_longer_than_a_known_schedule() -> None:
 
 
 def test_auto_looks_at_what_costs_there_are() -> None:
-    numbers = {"stages": 4, "turns": 8}
-    assert {action.kind for action in sx.make_schedule("auto", **numbers, costs={"F": 1, "B": 2})} == {"F", "B"}
-    assert {action.kind for action in sx.make_schedule("auto", **numbers)} == {"F", "I", "W"}
-    few = sx.make_schedule("auto", **numbers, live=2)
-    assert sx.check_schedule(few, **numbers).peaks == (2, 2, 2, 2)
+    numbers = {"stages": 4, "microbatches": 8}
+    assert {action.kind for action in sx.schedules.make_schedule("auto", **numbers, costs={"F": 1, "B": 2})} == {
+        "F",
+        "B",
+    }
+    assert {action.kind for action in sx.schedules.make_schedule("auto", **numbers)} == {"F", "I", "W"}
+    few = sx.schedules.make_schedule("auto", **numbers, max_in_flight=2)
+    assert sx.schedules.check_schedule(few, **numbers).peaks == (2, 2, 2, 2)
 
 
 def test_auto_keeps_stages_where_they_are() -> None:
     """What another form of call is planned for finds weights where the first stores them."""
     for homes in ((0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2), (2, 0, 1, 1, 0, 2)):
-        made = sx.make_schedule("auto", stages=6, turns=4, ranks=3, homes=homes)
+        made = sx.schedules.make_schedule("auto", stages=6, microbatches=4, ranks=3, homes=homes)
         assert tuple(map(made.rank_of, made.stages)) == homes
-        sx.check_schedule(made, stages=6, turns=4)
+        sx.schedules.check_schedule(made, stages=6, microbatches=4)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"name": "1f1b", "stages": 4, "live": 3}, "more turns live than may be\n  where:    rank 0, action 3"),
-        ({"name": "1f1b", "stages": 4, "live": 0}, "this is no number of live"),
-        ({"name": "auto", "stages": 8, "ranks": 4, "live": 1}, "no schedule has so few turns live"),
+        (
+            {"name": "1f1b", "stages": 4, "max_in_flight": 3},
+            "more micro-batches live than may be\n  where:    rank 0, action 3",
+        ),
+        ({"name": "1f1b", "stages": 4, "max_in_flight": 0}, "this is no number of live"),
+        ({"name": "auto", "stages": 8, "ranks": 4, "max_in_flight": 1}, "no schedule has so few micro-batches live"),
         ({"name": "auto", "stages": 4, "costs": {"F": 1, "W": 1}}, "there are no costs of a backward"),
         ({"name": "auto", "stages": 4, "costs": {"B": 1}}, "there is no cost of F"),
         ({"name": "auto", "stages": 4, "costs": {"F": (1, 2), "B": 1}}, "a number, or 4 of them"),
@@ -88,5 +98,5 @@ def test_auto_keeps_stages_where_they_are() -> None:
 )
 def test_mistakes_are_errors(options: dict[str, object], words: str) -> None:
     with pytest.raises(sx.Error) as error:
-        sx.make_schedule(**{"turns": 8, **options})  # type: ignore[arg-type]
+        sx.schedules.make_schedule(**{"microbatches": 8, **options})  # type: ignore[arg-type]
     assert words in str(error.value), error.value

@@ -135,7 +135,7 @@ def test_one_rank_on_nccl_trains_as_one_device(backend: str | None) -> None:
             targets=(y,),
             device="cuda",
             zero=3,
-            zero_min=1,
+            zero_min_numel=1,
             specs={"args.0": "dp, -"},
         )
         pm = sx.parallelize(model, sx.Mesh(dp=1, tp=1), hints)

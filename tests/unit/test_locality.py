@@ -60,14 +60,14 @@ def right(seed: int) -> bool:
     window, scene = draw.randint(30, 60), draw.randint(61, 150)
 
     def traced(rows: int) -> Graph:
-        return sx.trace(model, sx.Hints(args=(torch.zeros(1, 2, rows, COLUMNS, dtype=torch.float64),)))
+        return sx.api.trace(model, sx.Hints(args=(torch.zeros(1, 2, rows, COLUMNS, dtype=torch.float64),)))
 
     try:
         found = follow(traced(window), traced(scene), all_rules(()), [2], "results.0")
         (rows,) = (part for part in found.dims if isinstance(part, SceneRows))
-        cut = spans(rows, window, scene, found.grid[2], 1)
-        if cut[-1].size != window:
-            found = follow(traced(cut[-1].size), traced(scene), all_rules(()), [2], "results.0")
+        sharding = spans(rows, window, scene, found.grid[2], 1)
+        if sharding[-1].size != window:
+            found = follow(traced(sharding[-1].size), traced(scene), all_rules(()), [2], "results.0")
         if found.ragged is not None:
             return False
     except sx.Error as error:
@@ -78,7 +78,7 @@ def right(seed: int) -> bool:
     x = torch.randn(1, 2, scene, COLUMNS, dtype=torch.float64)
     whole = model(x)
     made = torch.full_like(whole, torch.nan)
-    for each in cut:
+    for each in sharding:
         made[:, :, each.into] = model(x[:, :, each.first : each.first + each.size])[:, :, each.kept]
     torch.testing.assert_close(made, whole, rtol=1e-9, atol=1e-9, msg=lambda text: f"seed {seed}: {model}\n{text}")
     return True

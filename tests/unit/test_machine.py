@@ -41,7 +41,7 @@ def test_an_axis_has_the_nearest_link_that_reaches_over_its_groups() -> None:
         return [axis.link for axis in h100.connect(mesh).axes]
 
     assert links(sx.Mesh(dp=4, tp=8)) == [far, near]
-    assert links(sx.Mesh(dp=2, mb=sx.Time(3), tp=4)) == [near, near, near], "turns take no ranks"
+    assert links(sx.Mesh(dp=2, mb=sx.Loop(3), tp=4)) == [near, near, near], "iterations take no ranks"
     assert links(sx.Mesh(dp=8, tp=2)) == [far, near]
     assert links(sx.Mesh(tp=6)) == [far], "groups of 6 do not fill nodes of 8"
     own = sx.Link(1e9, 1e-6)
@@ -97,8 +97,8 @@ def test_plans_are_made_for_the_machine() -> None:
     pm = sx.parallelize(
         torch.nn.Linear(16, 8), mesh, sx.Hints(args=(x,), specs={"args.0": "dp, -"}, machine="h100-dgx")
     )
-    assert pm.after.mesh["tp"].link.bandwidth == 450e9 and pm.after.mesh["dp"].link.bandwidth == 50e9
-    assert "link tp bandwidth=450000000000.0" in str(pm.after) and mesh == sx.Mesh(dp=2, tp=8)
+    assert pm.planned.mesh["tp"].link.bandwidth == 450e9 and pm.planned.mesh["dp"].link.bandwidth == 50e9
+    assert "link tp bandwidth=450000000000.0" in str(pm.planned) and mesh == sx.Mesh(dp=2, tp=8)
     assert torch.allclose(pm(x), pm(x))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardfx.ir.errors import Error
-from shardfx.ir.mesh import Axis, Link, Mesh, Time
+from shardfx.ir.mesh import Axis, Link, Loop, Mesh
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
@@ -50,24 +50,24 @@ def test_the_last_axis_varies_fastest() -> None:
 
 
 def test_an_axis_of_time_has_no_ranks() -> None:
-    mesh = Mesh(pp=2, mb=Time(8), tp=2)
+    mesh = Mesh(pp=2, mb=Loop(8), tp=2)
     assert mesh.size == 4
     assert mesh.extent(["mb", "tp"]) == 16
     assert mesh.space == (Axis("pp", 2), Axis("tp", 2))
     assert mesh.coords(3) == {"pp": 1, "tp": 1}
     assert mesh.signature == "pp2.tp2"
-    assert repr(mesh) == "Mesh(pp=2, mb=Time(8), tp=2)"
+    assert repr(mesh) == "Mesh(pp=2, mb=Loop(8), tp=2)"
 
 
 def test_equal_meshes_are_equal() -> None:
     assert Mesh(dp=2, tp=2) == Mesh(dp=2, tp=2)
     assert hash(Mesh(dp=2, tp=2)) == hash(Mesh(dp=2, tp=2))
     assert Mesh(dp=2, tp=2) != Mesh(tp=2, dp=2)
-    assert Mesh(dp=2) != Mesh(dp=Time(2))
-    side_by_side = Mesh(mb=Time(2, interleave=True), tp=2)
-    assert side_by_side != Mesh(mb=Time(2), tp=2)
+    assert Mesh(dp=2) != Mesh(dp=Loop(2))
+    side_by_side = Mesh(mb=Loop(2, interleave=True), tp=2)
+    assert side_by_side != Mesh(mb=Loop(2), tp=2)
     assert side_by_side.with_links({}) == side_by_side
-    assert repr(side_by_side) == "Mesh(mb=Time(2, interleave=True), tp=2)"
+    assert repr(side_by_side) == "Mesh(mb=Loop(2, interleave=True), tp=2)"
     assert Mesh(dp=2) != Mesh(dp=2, links={"dp": Link(1e9)})
 
 
@@ -77,7 +77,7 @@ def test_planning_for_many_ranks_is_free() -> None:
     assert mesh.coords(16383) == {"dp": 127, "tp": 127}
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", Time(0)])
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", Loop(0)])
 def test_a_size_must_be_a_count(size: object) -> None:
     with pytest.raises(Error, match="'dp' has no valid size") as caught:
         Mesh(dp=size)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def six_ranks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("six_ranks")
 def test_a_device_mesh_there_and_back() -> None:
-    mesh = Mesh(dp=2, mb=Time(4), tp=3)
+    mesh = Mesh(dp=2, mb=Loop(4), tp=3)
     device_mesh = mesh.to_device_mesh()
     assert device_mesh.mesh_dim_names == ("dp", "tp")
     assert device_mesh.mesh.tolist() == [list(mesh.group(0, ["tp"])), list(mesh.group(3, ["tp"]))]

@@ -21,7 +21,7 @@ SHAPE = (4,)
 
 
 def share(made: int) -> Fact:
-    """A share of a sum over all ranks; ``made`` says of which sum, by which cut."""
+    """A share of a sum over all ranks; ``made`` says of which sum, by which shard."""
     return Fact(0, Spec(Spec.whole(1).dims, (("a", "sum"), ("b", "sum"))), (("a", made), ("b", made)))
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shardfx.ir.cut import Cut, Window
+from shardfx.ir.dim_sharding import DimSharding, Window
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
@@ -23,7 +23,7 @@ from .test_windows import KINDS, drawn
 aten = torch.ops.aten
 BOOK = default_rules()
 THREE = Mesh(h=3)
-WIDE = Cut(("h",), rows=Window(12, 1, 1, -1, 1))
+WIDE = DimSharding(("h",), rows=Window(12, 1, 1, -1, 1))
 
 
 def test_a_window_of_a_window_has_the_rows_of_both() -> None:
@@ -46,14 +46,14 @@ def test_a_window_of_a_window_has_the_rows_of_both() -> None:
 
 
 def test_who_has_more_rows_has_fewer() -> None:
-    tiles, wide = Spec((Cut(("h",)),)), Spec((WIDE,))
+    tiles, wide = Spec((DimSharding(("h",)),)), Spec((WIDE,))
     assert has_rows(wide, tiles, (12,), THREE) and not has_rows(tiles, wide, (12,), THREE)
-    assert not has_rows(wide, Spec((Cut(),)), (12,), THREE)
+    assert not has_rows(wide, Spec((DimSharding(),)), (12,), THREE)
     steps = Redistribution(THREE).steps(TensorType((12,), torch.float32), wide, tiles)
     assert [str(step.op) for step in steps] == ["comm.halo"]
     moved = RowExchange(wide, tiles, (12,), THREE, {"h": 0}, (0,))
     assert moved.most == 0 and not any(any(moved.sends(rank)) for rank in range(3))
-    whole = Redistribution(THREE).steps(TensorType((12,), torch.float32), wide, Spec((Cut(),)))
+    whole = Redistribution(THREE).steps(TensorType((12,), torch.float32), wide, Spec((DimSharding(),)))
     assert [str(step.op) for step in whole] == ["comm.halo", "comm.all_gather"]
 
 
@@ -64,7 +64,7 @@ def test_a_sum_over_rows_that_overlap_is_refused() -> None:
     rule = entry.make(of.node)
     assert rule is not None
     (factor,) = rule.operands[0][1]
-    assert strategy(rule, {factor: Cut(("h",))}, THREE).results[0].partial == (("h", "sum"),)
+    assert strategy(rule, {factor: DimSharding(("h",))}, THREE).results[0].partial == (("h", "sum"),)
     with pytest.raises(Error, match="counts rows twice"):
         strategy(rule, {factor: WIDE}, THREE)
 
@@ -81,7 +81,7 @@ def test_ops_on_windows_are_right_in_rows_that_overlap(kind: str) -> None:
         if of is None or entry is None or rule is None or not rule.leaders:
             continue
         leader, mesh = draw.choice(sorted(rule.leaders)), Mesh(a=draw.randint(2, 3))
-        rows = Cut(("a",), rows=Window(rule.sizes[leader], 1, 1, -draw.randint(0, 2), draw.randint(0, 2)))
+        rows = DimSharding(("a",), rows=Window(rule.sizes[leader], 1, 1, -draw.randint(0, 2), draw.randint(0, 2)))
         if rule.sizes[leader] < 2 * mesh.size:
             continue
         if any(leader not in factors for factors in rule.result_factors):

@@ -102,7 +102,7 @@ def test_memory_that_may_be_one_with_other_memory_meets_it() -> None:
 def test_gradients_of_biases_travel_with_those_of_weights(level: int) -> None:
     """A sum over the batch passes the view to the bias's own shape, and is scattered with the others behind it."""
     pm = small_plan(KINDS["AdamW"], Mesh(dp=2), zero=level)
-    scattered = [node for node in pm.after.nodes if node.op is comm.reduce_scatter]
+    scattered = [node for node in pm.planned.nodes if node.op is comm.reduce_scatter]
     assert len(scattered) < len([name for name, _ in pm.named_parameters()])
     assert {node.kwargs["dim"] for node in scattered} == {0}
 

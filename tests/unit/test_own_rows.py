@@ -1,24 +1,24 @@
-"""Which rows are a turn's own: by the formula, and by what is cut of a whole tensor."""
+"""Which rows are an iteration's own: by the formula, and by what is sharded of a whole tensor."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from shardfx.ir.mesh import Mesh, Time
+from shardfx.ir.mesh import Loop, Mesh
 from shardfx.ir.program.loops.loop_nest import own_place, own_rows
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
 
-MESH = Mesh(mb=Time(3), dp=2, chunk=Time(2))
+MESH = Mesh(mb=Loop(3), dp=2, chunk=Loop(2))
 
 
 @pytest.mark.parametrize("text", ["mb dp, -", "dp mb, chunk", "mb chunk, dp", "chunk, mb", "-, dp mb chunk"])
 @pytest.mark.parametrize("shape", [(12, 12), (7, 13), (13, 7)])
-def test_a_turns_rows_lie_where_shards_put_them(text: str, shape: tuple[int, int]) -> None:
+def test_a_iterations_rows_lie_where_shards_put_them(text: str, shape: tuple[int, int]) -> None:
     spec, whole = Spec.parse(text, MESH), torch.arange(shape[0] * shape[1]).reshape(shape)
     shards = Shards.of(spec, shape, MESH)
-    pieces = [shards.cut(whole, piece) for piece in range(shards.count)]
+    pieces = [shards.sharding(whole, piece) for piece in range(shards.count)]
     assert torch.equal(shards.join(pieces), whole)
     for rank in range(MESH.size):
         held = pieces[shards.by_rank[rank]]
@@ -27,10 +27,10 @@ def test_a_turns_rows_lie_where_shards_put_them(text: str, shape: tuple[int, int
             for dim, (start, length) in own_place(spec, shape, MESH, at).items():
                 part = part.narrow(dim, start, length)
             for axis in ("mb", "chunk"):
-                for dim, cut in enumerate(spec.dims):
-                    if axis in cut.axes:
+                for dim, sharding in enumerate(spec.dims):
+                    if axis in sharding.axes:
                         left = left.narrow(dim, *own_rows(spec, shape, MESH, at, axis, dim))
-            spans = [cut.spans(size, MESH, at)[0] for cut, size in zip(spec.dims, shape, strict=True)]
+            spans = [sharding.spans(size, MESH, at)[0] for sharding, size in zip(spec.dims, shape, strict=True)]
             expected = whole
             for dim, span in enumerate(spans):
                 expected = expected.narrow(dim, *span)

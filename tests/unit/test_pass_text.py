@@ -85,12 +85,12 @@ def test_the_form() -> None:
     assert parse_pass("needs{budget=8GiB}", find) == Needs("8GiB")
     assert str(Needs("8GiB")) == "needs{budget=8GiB}"
     assert str(Needs("a, b")) == "needs{budget='a, b'}"
-    assert parse_pass(" fuse-comm ", find) == BUILT_IN["fuse-comm"]()
+    assert parse_pass(" bucket-comm ", find) == BUILT_IN["bucket-comm"]()
     assert parse_pass("every-kind{ratio = 2, names=[['a.*', 'b'], ()],}", find) == Every(
         ratio=2.0, names=[["a.*", "b"], ()]
     )
     assert options_text(Needs) == "budget: str"
-    assert options_text(BUILT_IN["fuse-comm"]).startswith("mb: float = 25.0")
+    assert options_text(BUILT_IN["bucket-comm"]).startswith("mb: float = 25.0")
 
 
 @pytest.mark.parametrize(

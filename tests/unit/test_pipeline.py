@@ -15,7 +15,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rulebook import default_rules
-from shardfx.ir.rules.strategy import factor_cuts, partial_operands, strategy
+from shardfx.ir.rules.strategy import factor_shardings, partial_operands, strategy
 from shardfx.ir.text import parse_graph
 from shardfx.passes import BUILT_IN, ON_REQUEST, Context, Order, Propagate, hint_value
 from tests.golden import FOLDER
@@ -37,7 +37,7 @@ def planned(*passes: sx.Pass | str) -> sx.ParallelModule:
 
 
 def names(*passes: sx.Pass | str, **more: object) -> list[str]:
-    return [each.name for each in sx.default_passes(hints(*passes, **more))]
+    return [each.name for each in sx.passes.default_passes(hints(*passes, **more))]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Nothing(sx.Pass):
 
 @dataclass(frozen=True)
 class AutoTp(Nothing):
-    """Cuts the first weight over tp, as somebody's own search might."""
+    """Shardings the first weight over tp, as somebody's own search might."""
 
     name: ClassVar[str] = "auto-tp"
     before: ClassVar[str] = "propagate"
@@ -111,19 +111,19 @@ class Fails(sx.Pass):
 
 def test_the_built_in_order() -> None:
     assert names() == [name for name in BUILT_IN if name not in ON_REQUEST]
-    assert sx.default_passes(hints(strict=True, fuse_mb=1))[1] == Propagate(strict=True)
+    assert sx.passes.default_passes(hints(strict=True, bucket_mb=1))[1] == Propagate(strict=True)
 
 
 def test_passes_that_stand_there_on_request() -> None:
-    asked = sx.default_passes(hints(zero=3, zero_axis=("dp",), recompute=("0", sx.Recompute("2", comm=False))))
+    asked = sx.passes.default_passes(hints(zero=3, zero_axis=("dp",), recompute=("0", sx.Recompute("2", comm=False))))
     line = [each.name for each in asked if each.name in ON_REQUEST]
-    assert line == ["zero", "recompute", "recompute", "gather-again"]
-    assert [each.name for each in sx.default_passes(hints(zero=1)) if each.name in ON_REQUEST] == ["zero"]
-    given = sx.default_passes(hints("zero{level=1}", "recompute{modules='0'}", sx.Recompute("2")))
+    assert line == ["zero", "recompute", "recompute", "rematerialize-gathers"]
+    assert [each.name for each in sx.passes.default_passes(hints(zero=1)) if each.name in ON_REQUEST] == ["zero"]
+    given = sx.passes.default_passes(hints("zero{level=1}", "recompute{modules='0'}", sx.Recompute("2")))
     places = {each.name: i for i, each in enumerate(given)}
     assert places["propagate"] + 1 == places["zero"] and places["unfold-repeats"] + 2 == places["recompute"]
     with pytest.raises(sx.Error, match="'zero' is given twice"):
-        sx.default_passes(hints("zero{level=1}", "zero{level=3}"))
+        sx.passes.default_passes(hints("zero{level=1}", "zero{level=3}"))
 
 
 def test_slots() -> None:
@@ -135,9 +135,9 @@ def test_slots() -> None:
 
 
 def test_a_built_in_pass_that_is_given_takes_its_place() -> None:
-    passes = sx.default_passes(hints("order{ahead=2}", "fuse-comm{mb=1}"))
+    passes = sx.passes.default_passes(hints("order{ahead=2}", "bucket-comm{mb=1}"))
     assert [each.name for each in passes] == names()
-    assert passes[-1] == Order(ahead=2) and str(passes[-3]) == "fuse-comm{mb=1.0,groups=()}"
+    assert passes[-1] == Order(ahead=2) and str(passes[-3]) == "bucket-comm{mb=1.0,groups=()}"
 
 
 def test_with_propagate_it_is_the_whole_pipeline() -> None:
@@ -153,7 +153,7 @@ def test_with_propagate_it_is_the_whole_pipeline() -> None:
         (["order", "order"], {}, "'order' is given twice"),
         (["propagate", "partition"], {}, "'propagate' stands too early"),
         (["bind-hints", "propagate"], {}, "the pipeline is not whole"),
-        (["bind-hints", "propagate", "partition"], {"fuse_mb": 1.0}, "Hints(fuse_mb=...) says nothing"),
+        (["bind-hints", "propagate", "partition"], {"bucket_mb": 1.0}, "Hints(bucket_mb=...) says nothing"),
         (["bind-hints", "propagate", "partition"], {"strict": True}, "Hints(strict=...) says nothing"),
         (["bind-hints", "propagate", "partition"], {"zero": 3}, "Hints(zero=...) says nothing"),
         ([object()], {}, "not a pass"),
@@ -161,13 +161,13 @@ def test_with_propagate_it_is_the_whole_pipeline() -> None:
 )
 def test_what_is_no_pipeline(passes: list[sx.Pass], more: dict[str, object], what: str) -> None:
     with pytest.raises(sx.Error) as caught:
-        sx.default_passes(hints(*passes, **more))
+        sx.passes.default_passes(hints(*passes, **more))
     assert what in caught.value.what
 
 
 def test_a_slot_that_is_nearly_right_is_said() -> None:
     with pytest.raises(sx.Error, match="did you mean 'propagate'"):
-        sx.default_passes(hints(Lost()))
+        sx.passes.default_passes(hints(Lost()))
 
 
 # ---- what a pass does
@@ -175,15 +175,15 @@ def test_a_slot_that_is_nearly_right_is_said() -> None:
 
 def test_a_hint_of_a_pass_is_explained_by_its_name() -> None:
     pm = planned(AutoTp())
-    assert "cuts dim 0\n      by pass auto-tp (step" in str(pm.explain("0.weight"))
-    assert str(pm.after.input("0.weight").value.spec) == "[.{tp}, .]"
+    assert "shards dim 0\n      by pass auto-tp (step" in str(pm.explain("0.weight"))
+    assert str(pm.planned.input("0.weight").value.spec) == "[.{tp}, .]"
     assert pm.verify()
 
 
 def test_a_users_hint_stays() -> None:
     given = sx.Hints(args=(X,), specs={"0.weight": "-, tp"}, passes=[AutoTp()])
     pm = sx.parallelize(model(), sx.Mesh(dp=2, tp=2), given, virtual=True)
-    assert str(pm.after.input("0.weight").value.spec) == "[., .{tp}]"
+    assert str(pm.planned.input("0.weight").value.spec) == "[., .{tp}]"
 
 
 def test_a_pass_that_raises_is_named_with_its_line() -> None:
@@ -198,7 +198,7 @@ def test_a_pass_that_raises_is_named_with_its_line() -> None:
 
 
 def test_what_a_pass_made_is_on_its_nodes() -> None:
-    made = {node.made_by for node in planned(AutoTp()).after.nodes}
+    made = {node.made_by for node in planned(AutoTp()).planned.nodes}
     assert {"", "partition"} <= made <= {"", *BUILT_IN}
 
 
@@ -234,12 +234,12 @@ outputs:
 
 
 def test_graphs_are_proven_the_same_or_not() -> None:
-    assert sx.prove(GRAPH, parse_graph(GRAPH))
-    assert str(sx.prove(GRAPH, GRAPH)).startswith("proven: both graphs compute the same (2 nodes")
-    assert sx.prove(GRAPH, GRAPH.replace("(%0, %x)", "(%x, %0)")), "sums may be reordered"
-    wrong = sx.prove(GRAPH, GRAPH.replace("aten.relu", "aten.neg"))
+    assert sx.proving.prove(GRAPH, parse_graph(GRAPH))
+    assert str(sx.proving.prove(GRAPH, GRAPH)).startswith("proven: both graphs compute the same (2 nodes")
+    assert sx.proving.prove(GRAPH, GRAPH.replace("(%0, %x)", "(%x, %0)")), "sums may be reordered"
+    wrong = sx.proving.prove(GRAPH, GRAPH.replace("aten.relu", "aten.neg"))
     assert not wrong and "another function" in wrong.why and "result results.0" in wrong.why
-    other = sx.prove(GRAPH, GRAPH.replace("results.0", "results.1"))
+    other = sx.proving.prove(GRAPH, GRAPH.replace("results.0", "results.1"))
     assert not other and "lacks an output" in other.why
 
 
@@ -248,14 +248,14 @@ def test_graphs_are_proven_the_same_or_not() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "resnet", "unet"])
 def test_strategies_are_made_again_from_their_text(name: str) -> None:
-    """What sum-placement starts from: the cuts of factors, read off placements, give the same placements."""
+    """What sum-placement starts from: the shardings of factors, read off placements, give the same placements."""
     graph = parse_graph((FOLDER / "sum-placement" / f"{name}.txt").read_text(encoding="utf-8"))
     context = Context(default_rules(), Redistribution(graph.mesh))
     for node in graph.nodes:
         rule = context.cache.rule(node)
         assert node.strategy is not None
-        cuts = factor_cuts(rule, node, graph.mesh)
-        assert strategy(rule, cuts, graph.mesh, partial_operands(node.strategy)) == node.strategy
+        shardings = factor_shardings(rule, node, graph.mesh)
+        assert strategy(rule, shardings, graph.mesh, partial_operands(node.strategy)) == node.strategy
 
 
 def test_order_is_done_once() -> None:

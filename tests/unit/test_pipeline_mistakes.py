@@ -14,16 +14,16 @@ import shardfx as sx
 from tests.captures import captured_once
 
 X, Y = torch.randn(8, 4), torch.randint(4, (8,))
-MESH = sx.Mesh(pp=2, mb=sx.Time(4))
-TEXT = str(sx.make_schedule("1f1b", stages=2, turns=4))
+MESH = sx.Mesh(pp=2, mb=sx.Loop(4))
+TEXT = str(sx.schedules.make_schedule("1f1b", stages=2, microbatches=4))
 
 
 def made(rows: object) -> Callable[..., Any]:
-    return lambda stages, turns, ranks, costs: rows
+    return lambda stages, microbatches, ranks, costs: rows
 
 
-def raises(stages: int, turns: int, ranks: int, costs: object) -> sx.Schedule:
-    raise ZeroDivisionError("no turns")
+def raises(stages: int, microbatches: int, ranks: int, costs: object) -> sx.schedules.Schedule:
+    raise ZeroDivisionError("no micro-batches")
 
 
 def planned(mesh: sx.Mesh = MESH, hints: dict[str, Any] | None = None, **pipeline: Any) -> sx.ParallelModule:
@@ -47,16 +47,16 @@ def refused(make: Callable[[], object], words: str) -> None:
     [
         ({"axis": ""}, "Pipeline(axis=...) is of another kind"),
         ({"axis": None}, "Pipeline(axis=...) is of another kind"),
-        ({"time": None}, "Pipeline(time=...) is of another kind"),
+        ({"microbatches": None}, "Pipeline(microbatches=...) is of another kind"),
         ({"axis": "mb"}, "the mesh has no axis 'mb' of ranks"),
-        ({"time": "pp"}, "the mesh has no axis 'pp' of turns"),
-        ({"chunks": 0}, "Pipeline(chunks=...) is of another kind"),
-        ({"chunks": -1}, "Pipeline(chunks=...) is of another kind"),
-        ({"chunks": 1.0}, "Pipeline(chunks=...) is of another kind"),
-        ({"chunks": True}, "Pipeline(chunks=...) is of another kind"),
-        ({"chunks": 2}, "1f1b has 1 stage on each rank"),
-        ({"chunks": 1, "schedule": "zb-v"}, "zb-v has 2 stages on each rank"),
-        ({"chunks": 3, "schedule": "interleaved"}, "there are more stages than blocks: 6 and 4"),
+        ({"microbatches": "pp"}, "the mesh has no axis 'pp' of micro-batches"),
+        ({"stages_per_rank": 0}, "Pipeline(chunks=...) is of another kind"),
+        ({"stages_per_rank": -1}, "Pipeline(chunks=...) is of another kind"),
+        ({"stages_per_rank": 1.0}, "Pipeline(chunks=...) is of another kind"),
+        ({"stages_per_rank": True}, "Pipeline(chunks=...) is of another kind"),
+        ({"stages_per_rank": 2}, "1f1b has 1 stage on each rank"),
+        ({"stages_per_rank": 1, "schedule": "zb-v"}, "zb-v has 2 stages on each rank"),
+        ({"stages_per_rank": 3, "schedule": "interleaved"}, "there are more stages than blocks: 6 and 4"),
         ({"stages": 2}, "Pipeline(stages=...) is of another kind"),
         ({"stages": "layers.1"}, "Pipeline(stages=...) is of another kind"),
         ({"stages": {"1": 2}}, "Pipeline(stages=...) is of another kind"),
@@ -68,11 +68,11 @@ def refused(make: Callable[[], object], words: str) -> None:
         ({"stages": (("0", "1"), ("1", "2", "3"))}, "is in two stages"),
         ({"stages": (("0", "1"), ("2",))}, "is in no stage"),
         ({"stages": (("0", "2"), ("1", "3"))}, "stages need one another in a circle"),
-        ({"live": 0}, "Pipeline(live=...) is of another kind"),
-        ({"live": 1}, "1f1b has more turns live than may be"),
-        ({"live": 1, "schedule": TEXT}, "the schedule has more turns live than may be"),
+        ({"max_in_flight": 0}, "Pipeline(live=...) is of another kind"),
+        ({"max_in_flight": 1}, "1f1b has more micro-batches live than may be"),
+        ({"max_in_flight": 1, "schedule": TEXT}, "the schedule has more micro-batches live than may be"),
         ({"schedule": None}, "Pipeline(schedule=...) is of another kind"),
-        ({"schedule": sx.Schedule.parse(TEXT)}, "schedule=str(made)"),
+        ({"schedule": sx.schedules.Schedule.parse(TEXT)}, "schedule=str(made)"),
         ({"schedule": ""}, "no schedule is called ''"),
         ({"schedule": "1f1"}, "no schedule is called '1f1'"),
         ({"schedule": TEXT + "\nF2.0"}, "a schedule has a row for each rank"),
@@ -85,21 +85,30 @@ def refused(make: Callable[[], object], words: str) -> None:
         ({"schedule": TEXT + " W1.3"}, "whole and in halves: B1.3 and W1.3"),
         ({"schedule": TEXT + " U1"}, "U0 is missing"),
         ({"schedule": TEXT.replace("F1.0", "F0.0")}, "F0.0 stands twice"),
-        ({"schedule": str(sx.make_schedule("1f1b", stages=2, turns=3))}, "F0.3 is missing"),
-        ({"schedule": str(sx.make_schedule("1f1b", stages=2, turns=5))}, "F0.4 is of a stage or turn"),
+        ({"schedule": str(sx.schedules.make_schedule("1f1b", stages=2, microbatches=3))}, "F0.3 is missing"),
+        (
+            {"schedule": str(sx.schedules.make_schedule("1f1b", stages=2, microbatches=5))},
+            "F0.4 is of a stage or micro-batch",
+        ),
         ({"schedule": made(None)}, "a function makes no schedule"),
         ({"schedule": made(TEXT)}, "a function makes no schedule"),
-        ({"schedule": made(sx.make_schedule("1f1b", stages=3, turns=4))}, "a schedule has a row for each rank"),
-        ({"schedule": raises}, "ZeroDivisionError: no turns"),
+        (
+            {"schedule": made(sx.schedules.make_schedule("1f1b", stages=3, microbatches=4))},
+            "a schedule has a row for each rank",
+        ),
+        ({"schedule": raises}, "ZeroDivisionError: no micro-batches"),
         ({"schedule": lambda stages: None}, "the function that is to make a schedule raises"),
         ({"schedule": "auto", "hints": {"memory": 100}}, "no schedule fits into what a rank may hold"),
-        ({"hints": {"specs": {"3.0.weight": "pp, -"}}}, "a value is cut over 'pp', the axis of stages"),
-        ({"hints": {"specs": {"3.0.weight": "mb, -"}}}, "a parameter is cut over 'mb', an axis of time"),
-        ({"hints": {"zero": 3, "zero_min": 0, "zero_axis": "pp"}}, "a value is cut over 'pp', the axis of stages"),
-        ({"hints": {"zero": 3, "zero_min": 0, "zero_axis": "mb"}}, "cut over 'mb', an axis of time"),
-        ({"mesh": sx.Mesh(pp=5, mb=sx.Time(4))}, "there are more stages than blocks: 5 and 4"),
-        ({"mesh": sx.Mesh(pp=2, mb=4)}, "the mesh has no axis 'mb' of turns"),
-        ({"mesh": sx.Mesh(pp=sx.Time(2), mb=sx.Time(4))}, "the mesh has no axis 'pp' of ranks"),
+        ({"hints": {"specs": {"3.0.weight": "pp, -"}}}, "a value is sharded over 'pp', the axis of stages"),
+        ({"hints": {"specs": {"3.0.weight": "mb, -"}}}, "a parameter is sharded over 'mb', a loop axis"),
+        (
+            {"hints": {"zero": 3, "zero_min_numel": 0, "zero_axis": "pp"}},
+            "a value is sharded over 'pp', the axis of stages",
+        ),
+        ({"hints": {"zero": 3, "zero_min_numel": 0, "zero_axis": "mb"}}, "sharded over 'mb', a loop axis"),
+        ({"mesh": sx.Mesh(pp=5, mb=sx.Loop(4))}, "there are more stages than blocks: 5 and 4"),
+        ({"mesh": sx.Mesh(pp=2, mb=4)}, "the mesh has no axis 'mb' of micro-batches"),
+        ({"mesh": sx.Mesh(pp=sx.Loop(2), mb=sx.Loop(4))}, "the mesh has no axis 'pp' of ranks"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -110,12 +119,18 @@ def test_what_no_pipeline_can_be(pipeline: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: sx.Schedule.parse(None), "this is no text of a schedule"),  # type: ignore[arg-type]
-        (lambda: sx.check_schedule(TEXT, stages=2, turns=4), "this is no schedule"),  # type: ignore[arg-type]
-        (lambda: sx.simulate(sx.Schedule.parse(TEXT), {"F": 1}), "there is no cost of B"),
-        (lambda: sx.make_schedule("auto", stages=2, turns=4, costs={"F": 1}), "there are no costs of a backward"),
-        (lambda: sx.make_schedule("auto", stages=2, turns=4, costs={"F": float("nan")}), "this is no cost"),
-        (lambda: sx.make_schedule(["1f1b"], stages=2, turns=4), "no schedule is called"),  # type: ignore[arg-type]
+        (lambda: sx.schedules.Schedule.parse(None), "this is no text of a schedule"),  # type: ignore[arg-type]
+        (lambda: sx.schedules.check_schedule(TEXT, stages=2, microbatches=4), "this is no schedule"),  # type: ignore[arg-type]
+        (lambda: sx.schedules.simulate(sx.schedules.Schedule.parse(TEXT), {"F": 1}), "there is no cost of B"),
+        (
+            lambda: sx.schedules.make_schedule("auto", stages=2, microbatches=4, costs={"F": 1}),
+            "there are no costs of a backward",
+        ),
+        (
+            lambda: sx.schedules.make_schedule("auto", stages=2, microbatches=4, costs={"F": float("nan")}),
+            "this is no cost",
+        ),
+        (lambda: sx.schedules.make_schedule(["1f1b"], stages=2, microbatches=4), "no schedule is called"),  # type: ignore[arg-type]
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )

@@ -10,16 +10,16 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardfx import Mesh, Spec
-from shardfx.ir.cut import Cut, Part, compound
-from shardfx.ir.shards import cut_local
+from shardfx.ir.dim_sharding import DimSharding, Part, compound
+from shardfx.ir.shards import sharding_local
 from shardfx.runtime.distributed.dtensor_shard import MultiBoxTensor, placements, runs
 
 MESH = Mesh(dp=2, tp=2)
-CUTS = [
-    (8, Cut(("dp", "tp")), (Shard(0), Shard(0))),
-    (7, Cut(("dp", "tp")), (Shard(0), Shard(0))),
-    (8, Cut(("tp",)), (Replicate(), Shard(0))),
-    (8, Cut(("tp", "dp")), (_StridedShard(0, split_factor=2), Shard(0))),
+SHARDINGS = [
+    (8, DimSharding(("dp", "tp")), (Shard(0), Shard(0))),
+    (7, DimSharding(("dp", "tp")), (Shard(0), Shard(0))),
+    (8, DimSharding(("tp",)), (Replicate(), Shard(0))),
+    (8, DimSharding(("tp", "dp")), (_StridedShard(0, split_factor=2), Shard(0))),
     (192, compound([Part(3), Part(64, ("tp",))], MESH), (Replicate(), _StridedShard(0, split_factor=3))),
     (21, compound([Part(3), Part(7, ("tp",))], MESH), (Replicate(), _StridedShard(0, split_factor=3))),
     (96, compound([Part(4, ("dp",)), Part(24, ("tp",))], MESH), (Shard(0), _StridedShard(0, split_factor=2))),
@@ -29,9 +29,11 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize(("size", "cut", "expected"), CUTS, ids=lambda x: str(x) if isinstance(x, int) else "")
-def test_placements(size: int, cut: Cut, expected: object) -> None:
-    assert placements(Spec((cut,)), (size,), MESH) == expected
+@pytest.mark.parametrize(
+    ("size", "sharding", "expected"), SHARDINGS, ids=lambda x: str(x) if isinstance(x, int) else ""
+)
+def test_placements(size: int, sharding: DimSharding, expected: object) -> None:
+    assert placements(Spec((sharding,)), (size,), MESH) == expected
 
 
 @pytest.mark.parametrize("size", [5, 7, 8, 13, 16])
@@ -40,7 +42,7 @@ def test_any_order_of_axes_is_said_rightly_or_not_at_all(size: int) -> None:
     said = 0
     for count in (1, 2, 3):
         for axes in itertools.permutations("abc", count):
-            spec = Spec((Cut(axes),))
+            spec = Spec((DimSharding(axes),))
             found = placements(spec, (size,), mesh)
             if found is None:
                 continue
@@ -51,16 +53,16 @@ def test_any_order_of_axes_is_said_rightly_or_not_at_all(size: int) -> None:
                     if not isinstance(placement, Replicate):
                         pieces, _ = placement._split_tensor(rows, axis.size, with_padding=False)  # type: ignore[attr-defined]
                         rows = pieces[mesh.coords(rank)[axis.name]]
-                assert torch.equal(rows, cut_local(torch.arange(size), spec, mesh, rank))
+                assert torch.equal(rows, sharding_local(torch.arange(size), spec, mesh, rank))
     assert said >= 7
 
 
-@pytest.mark.parametrize(("size", "cut"), [(size, cut) for size, cut, _ in CUTS])
-def test_runs_are_the_rows_that_a_rank_holds(size: int, cut: Cut) -> None:
+@pytest.mark.parametrize(("size", "sharding"), [(size, sharding) for size, sharding, _ in SHARDINGS])
+def test_runs_are_the_rows_that_a_rank_holds(size: int, sharding: DimSharding) -> None:
     whole = torch.arange(size)
     for rank in range(MESH.size):
-        held = cut_local(whole, Spec((cut,)), MESH, rank)
-        rows = [whole[start : start + length] for start, length in runs(cut, size, MESH, MESH.coords(rank))]
+        held = sharding_local(whole, Spec((sharding,)), MESH, rank)
+        rows = [whole[start : start + length] for start, length in runs(sharding, size, MESH, MESH.coords(rank))]
         assert torch.equal(torch.cat(rows), held)
 
 

@@ -93,7 +93,7 @@ def test_a_plan_given_back_is_the_same_program(name: str, mesh: str, sequence: b
     loaded = sx.Plan.load(pm.plan.save(tmp_path / "plan.json"))
     assert loaded == pm.plan
     other = again(case, loaded)
-    assert unhinted(other.after) == unhinted(pm.after)
+    assert unhinted(other.planned) == unhinted(pm.planned)
     assert other.plan == loaded
     assert not other.report().warnings
 
@@ -113,7 +113,7 @@ def test_what_is_in_a_plan(saved: Path) -> None:
     assert loaded.hinted == {"fc2": "[8{dp}, 4]"}
     assert loaded.strategies["forward fc1 aten.addmm 0"] == "n{tp} m{dp}"
     assert loaded.passes[0] == "bind-hints" and loaded.passes[-1] == "order{ahead=1}"
-    assert loaded.passes[-3:-1] == ("fuse-comm{mb=25.0,groups=()}", "turns{fetch=False,strict=False}")
+    assert loaded.passes[-3:-1] == ("bucket-comm{mb=25.0,groups=()}", "loops{fetch=False,strict=False}")
     assert loaded.torch == torch.__version__
     assert loaded.specs["fc1.weight"] == sx.Spec.parse("tp, -", MESH)
 
@@ -160,7 +160,7 @@ class Two(nn.Module):
 @pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
-    ("specs", "cuts"),
+    ("specs", "shardings"),
     [
         ({"fc2.weight": "tp, -"}, {"fc2": "k{tp}"}),
         ({}, {"fc1:addmm": "n{tp} m{dp}", ":mm": "k{dp}"}),
@@ -168,22 +168,24 @@ class Two(nn.Module):
         ({"fc*.weight": (Shard(0), Shard(1))}, {":cumsum": "d0{tp dp}"}),
     ],
 )
-def test_what_followed_from_hints_is_no_hint(specs: dict[str, Any], cuts: dict[str, Any], tmp_path: Path) -> None:
-    def planned(specs: Any, cuts: Any) -> sx.ParallelModule:
-        hints = sx.Hints(args=(torch.randn(8, 8),), loss=F.cross_entropy, targets=(Y,), specs=specs, cuts=cuts)
+def test_what_followed_from_hints_is_no_hint(specs: dict[str, Any], shardings: dict[str, Any], tmp_path: Path) -> None:
+    def planned(specs: Any, shardings: Any) -> sx.ParallelModule:
+        hints = sx.Hints(
+            args=(torch.randn(8, 8),), loss=F.cross_entropy, targets=(Y,), specs=specs, strategies=shardings
+        )
         return sx.parallelize(Two(), MESH, hints)
 
-    pm = planned(specs, cuts)
+    pm = planned(specs, shardings)
     loaded = sx.Plan.load(pm.plan.save(tmp_path / "plan.json"))
-    for given in ({}, loaded.cuts):
+    for given in ({}, loaded.hinted_strategies):
         again = planned(loaded.specs, given)
-        assert unhinted(again.after) == unhinted(pm.after) and again.plan == loaded
+        assert unhinted(again.planned) == unhinted(pm.planned) and again.plan == loaded
 
 
 def test_the_fingerprint_is_the_models_own() -> None:
     one, two = small({"args.0": "dp, -"}), small({"args.0": "-, -"}, mesh=sx.Mesh(tp=4))
-    assert fingerprint(one.before) == fingerprint(two.before)
-    assert fingerprint(one.before) != fingerprint(small({}, Net(hidden=12)).before)
+    assert fingerprint(one.captured) == fingerprint(two.captured)
+    assert fingerprint(one.captured) != fingerprint(small({}, Net(hidden=12)).captured)
 
 
 # ---- files
@@ -196,7 +198,7 @@ def broken(saved: Path, folder: Path, **changes: object) -> Path:
     return path
 
 
-def test_a_file_that_is_cut_short(saved: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_sharded_short(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "short.json"
     for length in (0, 1, 100, len(saved.read_text()) - 3):
         path.write_text(saved.read_text()[:length])

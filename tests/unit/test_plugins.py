@@ -85,8 +85,8 @@ def test_a_pass_of_a_plugin_is_found_by_its_text(installed: Path, site: Path, mo
 BROKEN = {
     "import": ("import not_there", "cannot be imported"),
     "no pass": ("Broken = 3", "is not a pass"),
-    "instance": ("from shardfx.passes import FuseComm\nBroken = FuseComm()", "is not a pass"),
-    "name": ("from shardfx.passes import FuseComm as Broken", "is called otherwise than its entry point"),
+    "instance": ("from shardfx.passes import BucketComm\nBroken = BucketComm()", "is not a pass"),
+    "name": ("from shardfx.passes import BucketComm as Broken", "is called otherwise than its entry point"),
 }
 
 
@@ -101,9 +101,9 @@ def test_a_broken_pass_names_its_distribution(site: Path, case: str, capsys: pyt
     # The others are listed all the same.
     assert main(["passes"]) == 2
     listed = capsys.readouterr()
-    assert "fuse-comm" in listed.out and "see below" in listed.out
+    assert "bucket-comm" in listed.out and "see below" in listed.out
     assert what in listed.err
-    assert plugins.find_pass("fuse-comm").name == "fuse-comm"
+    assert plugins.find_pass("bucket-comm").name == "bucket-comm"
 
 
 BROKEN_RULES = {
@@ -148,4 +148,4 @@ def test_two_passes_of_one_name_are_an_error(site: Path) -> None:
 def test_an_unknown_pass_is_told_what_comes_near() -> None:
     with pytest.raises(sx.Error, match="unknown pass 'fuse-com'") as caught:
         plugins.as_passes(["fuse-com{mb=2}"])
-    assert caught.value.remedy == "did you mean 'fuse-comm'?"
+    assert caught.value.remedy == "did you mean 'bucket-comm'?"

@@ -64,7 +64,7 @@ def test_the_text_of_a_program_is_read_back(name: str) -> None:
     pm = plan(make(name), sx.Mesh(dp=2, tp=2))
     for rank in (0, 3):
         text = str(pm.rank_program(rank))
-        again = parse_program(text, pm.after)
+        again = parse_program(text, pm.planned)
         assert str(again) == text and again.module().code == pm.rank_module(rank).code
         validate_program(again)
 
@@ -80,7 +80,7 @@ def test_a_text_that_is_no_program_of_the_plan_is_an_error() -> None:
         (text.partition("return")[0], "cut short"),
     ):
         with pytest.raises(sx.Error, match=what):
-            parse_program(damaged, pm.after)
+            parse_program(damaged, pm.planned)
 
 
 def test_fresh_memory_is_reduced_where_it_lies() -> None:
@@ -241,7 +241,7 @@ def test_what_a_program_may_not_do() -> None:
 
 @dataclass(frozen=True)
 class Spoil(RankPass):
-    """Reads what was reduced in place, or turns two collectives round."""
+    """Reads what was reduced in place, or iterations two collectives round."""
 
     name: ClassVar[str] = "spoil"
     how: str = "read"
@@ -250,7 +250,7 @@ class Spoil(RankPass):
         calls = [n for n in program.graph.nodes if n.target is memory_ops.all_reduce_]
         if self.how == "raise":
             raise KeyError("no such node")
-        if self.how == "turn":
+        if self.how == "iteration":
             first, second = calls[:2]
             first.args, second.args = (first.args[0], *second.args[1:]), (second.args[0], *first.args[1:])
             second.update_arg(2, "dp2/tp@0")
@@ -261,7 +261,11 @@ class Spoil(RankPass):
 
 
 def test_a_rank_pass_that_breaks_a_program_is_named() -> None:
-    for how, what in (("read", "after rank pass 'spoil'"), ("turn", "order of collectives"), ("raise", "KeyError")):
+    for how, what in (
+        ("read", "after rank pass 'spoil'"),
+        ("iteration", "order of collectives"),
+        ("raise", "KeyError"),
+    ):
         pm = plan(make("mlp3"), MESH, rank_passes=[Spoil(how)])
         with pytest.raises(sx.Error, match=what) as caught:
             pm.rank_module(1)
@@ -300,7 +304,7 @@ def test_a_rank_pass_that_stands_too_early_is_named() -> None:
         name: ClassVar[str] = "late"
         requires: ClassVar[frozenset[str]] = frozenset({"WAITED"})
 
-    graph = plan(make("mlp3"), sx.Mesh(dp=2)).after
+    graph = plan(make("mlp3"), sx.Mesh(dp=2)).planned
     with pytest.raises(sx.Error, match="rank pass 'late' stands too early") as caught:
         run_rank_passes(RankProgram(0, graph.mesh, fx.Graph(), (), ()), [Late()], RankContext(graph))
     assert (caught.value.expected, caught.value.got) == ("WAITED established before it", "nothing before it")

@@ -1,4 +1,4 @@
-"""rematerialize: pointwise values of the forward are recomputed in the backward, by a minimum cut."""
+"""rematerialize: pointwise values of the forward are recomputed in the backward, by a minimum-cut."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def saved(program: RankProgram) -> set[str]:
 
 def rematerialized(pm: sx.ParallelModule) -> tuple[RankProgram, RankProgram]:
     before, after = (
-        lower(pm.after, 0, pm.rule_book, TRAIN, torch.device("cpu")),
-        lower(pm.after, 0, pm.rule_book, TRAIN, torch.device("cpu")),
+        lower(pm.planned, 0, pm._rule_book, TRAIN, torch.device("cpu")),
+        lower(pm.planned, 0, pm._rule_book, TRAIN, torch.device("cpu")),
     )
-    return before, run_rank_passes(after, [Rematerialize()], RankContext(pm.after))
+    return before, run_rank_passes(after, [Rematerialize()], RankContext(pm.planned))
 
 
 def test_activations_are_recomputed_and_operands_of_products_are_saved() -> None:
@@ -99,7 +99,7 @@ def test_what_is_drawn_is_saved() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "hints", [{}, {"specs": {"args.0": "dp, -"}}, {"specs": {"args.0": "dp, -"}, "zero": 3, "zero_min": 0}]
+    "hints", [{}, {"specs": {"args.0": "dp, -"}}, {"specs": {"args.0": "dp, -"}, "zero": 3, "zero_min_numel": 0}]
 )
 def test_compiled_programs_are_proven_and_right(hints: dict[str, object]) -> None:
     model, x, pm = plan(mesh=sx.Mesh(dp=2) if hints else None, **hints)

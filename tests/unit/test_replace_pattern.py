@@ -170,14 +170,14 @@ def test_in_a_placed_graph_the_new_nodes_are_placed() -> None:
         established COMM_EXPLICIT, SHARDED
         argument %x : f32[4{tp}, 6]
         forward:
-          %0 = aten.relu(%x) : f32[4{tp}, 6]  cuts d0{tp}
+          %0 = aten.relu(%x) : f32[4{tp}, 6]  shards d0{tp}
         outputs:
           result results.0 = %0 : [4{tp}, 6]
     """)
     rules = default_rules()
     assert replace_pattern(graph, lambda x: torch.relu(x), lambda x: x * (x > 0), rules, why="no kinks")
     validate_graph(graph, rules=rules)
-    assert [node.strategy is not None and node.strategy.cuts for node in graph.nodes] == [(("d0", ("tp",)),)] * 2
+    assert [node.strategy is not None and node.strategy.shardings for node in graph.nodes] == [(("d0", ("tp",)),)] * 2
     with pytest.raises(Error, match="without a rule"):
         replace_pattern(graph, lambda x, y: x * y, lambda x, y: y * x)
 

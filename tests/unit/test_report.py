@@ -92,14 +92,14 @@ def measured_peak(program: RankProgram) -> int:
 def test_the_peak_is_what_a_run_holds(name: str, mesh: sx.Mesh) -> None:
     pm = plan(make(name), mesh)
     for rank in (0, pm.mesh.size - 1):
-        program = lower(pm.after, rank, pm._compiled.context.rules, TRAIN)
+        program = lower(pm.planned, rank, pm._compiled.context.rules, TRAIN)
         assert replay(program).peak.nbytes == measured_peak(program)
 
 
 @pytest.mark.long
 def test_memory_by_category(pm: sx.ParallelModule) -> None:
     memory = pm.report().memory
-    named = {given.name: given.value for given in pm.after.inputs}
+    named = {given.name: given.value for given in pm.planned.inputs}
     coords = pm.mesh.coords(0)
 
     def local(name: str) -> int:
@@ -130,11 +130,11 @@ parameter %w : f32[1024{tp,dp}, 8]
 argument %x : f32[64{dp}, 1024{tp}]
 forward:
   %0 = comm.all_gather(%w, axes=[dp], dim=0) : f32[1024{tp}, 8]  @ fc
-  %1 = aten.mm(%x, %0) : f32[64{dp}, 8] +{tp}  cuts m{dp} k{tp}  @ fc
+  %1 = aten.mm(%x, %0) : f32[64{dp}, 8] +{tp}  shards m{dp} k{tp}  @ fc
   %2 = comm.all_reduce(%1, axes=[tp], reduce=sum) : f32[64{dp}, 8]  @ fc
-  %3 = aten.relu(%2) : f32[64{dp}, 8]  cuts d0{dp}
+  %3 = aten.relu(%2) : f32[64{dp}, 8]  shards d0{dp}
   %4 = comm.all_to_all(%3, axes=[dp], dim=0, to=1) : f32[64, 8{dp}]
-  %5 = aten.sum.default(%4) : f32[] +{dp}  cuts d1{dp}
+  %5 = aten.sum.default(%4) : f32[] +{dp}  shards d1{dp}
   %6 = comm.all_reduce(%5, axes=[dp], reduce=sum) : f32[]
 outputs:
   loss loss = %6
@@ -150,7 +150,7 @@ def test_communication_is_counted_by_the_formulas() -> None:
     assert rows[("dp",), "all-to-all"].nbytes == 3 / 4 * 16 * 8 * 4
     link = graph.mesh["dp"].link
     assert gather.seconds == pytest.approx(2 * link.latency + gather.nbytes / link.bandwidth)
-    assert [cause.what for cause in gather.causes] == ["w is stored cut"]
+    assert [cause.what for cause in gather.causes] == ["w is stored sharded"]
     assert [(cause.what, cause.module) for cause in reduce.causes] == [("partial sums of aten.mm", "fc")]
     assert rows[("dp",), "all-reduce"].causes[0].what == "loss"
 
@@ -240,11 +240,11 @@ def deep(layers: int) -> str:
     last = "x"
     for i in range(layers):
         lines += [
-            f"  %t{i} = aten.t(%l.{i}.w) : f32[512{{tp}}, 512]  cuts d1{{tp}}",
+            f"  %t{i} = aten.t(%l.{i}.w) : f32[512{{tp}}, 512]  shards d1{{tp}}",
             f"  %s{i} = comm.slice(%{last}, axes=[tp], dim=1) : f32[64{{dp}}, 512{{tp}}]",
-            f"  %m{i} = aten.mm(%s{i}, %t{i}) : f32[64{{dp}}, 512] +{{tp}}  cuts m{{dp}} k{{tp}}  @ l.{i}",
+            f"  %m{i} = aten.mm(%s{i}, %t{i}) : f32[64{{dp}}, 512] +{{tp}}  shards m{{dp}} k{{tp}}  @ l.{i}",
             f"  %r{i} = comm.all_reduce(%m{i}, axes=[tp], reduce=sum) : f32[64{{dp}}, 512]",
-            f"  %a{i} = aten.add.Tensor(%{last}, %r{i}) : f32[64{{dp}}, 512]  cuts d0{{dp}}",
+            f"  %a{i} = aten.add.Tensor(%{last}, %r{i}) : f32[64{{dp}}, 512]  shards d0{{dp}}",
         ]
         last = f"a{i}"
     return "\n".join([*lines, "outputs:", f"  result results.0 = %{last}"])

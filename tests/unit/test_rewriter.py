@@ -24,8 +24,8 @@ argument %x : f32[8{dp}, 16]
 argument %w : f32[16, 12{tp}]
 argument %y : f32[12{tp}, 6]
 backward:
-  %0 = aten.mm(%x, %w) : f32[8{dp}, 12{tp}]  cuts m{dp} n{tp}  at{1}  @ layers.0  model.py:42
-  %1 = aten.mm(%0, %y) : f32[8{dp}, 6] +{tp}  cuts m{dp} k{tp}
+  %0 = aten.mm(%x, %w) : f32[8{dp}, 12{tp}]  shards m{dp} n{tp}  at{1}  @ layers.0  model.py:42
+  %1 = aten.mm(%0, %y) : f32[8{dp}, 6] +{tp}  shards m{dp} k{tp}
   %2 = comm.all_reduce(%1, axes=[tp], reduce=sum) : f32[8{dp}, 6]
 outputs:
   result results.0 = %2 : [8{dp}, 6]
@@ -59,24 +59,24 @@ def test_a_call_before_placement_has_types_and_a_source() -> None:
     assert line(graph, node) == "%1 = aten.mm(%x, %0) : f32[4, 4] @ a b.py:1"
 
 
-def test_a_call_in_a_placed_graph_is_cut_as_its_operands() -> None:
+def test_a_call_in_a_placed_graph_is_sharded_as_its_operands() -> None:
     graph = planned()
     product = graph.nodes[0]
     node = Rewriter(graph, RULES).call(aten.mul.Tensor, product.outs[0], 2.0, attrs={"lane": 1})
     assert (node.phase, node.at) == (Phase.BACKWARD, (1,))
     assert line(graph, node) == (
-        "%3 = aten.mul.Tensor(%0, 2.0) : f32[8{dp}, 12{tp}] cuts d0{dp} d1{tp} {lane=1} at{1} @ layers.0 model.py:42"
+        "%3 = aten.mul.Tensor(%0, 2.0) : f32[8{dp}, 12{tp}] shards d0{dp} d1{tp} {lane=1} at{1} @ layers.0 model.py:42"
     )
     graph = planned()
     half = Rewriter(graph, RULES).call(aten.mul.Tensor, graph.nodes[1].outs[0], 0.5, like=product)
     assert half.where == product.where
-    assert line(graph, half).startswith("%3 = aten.mul.Tensor(%1, 0.5) : f32[8{dp}, 6] +{tp} cuts d0{dp}")
+    assert line(graph, half).startswith("%3 = aten.mul.Tensor(%1, 0.5) : f32[8{dp}, 6] +{tp} shards d0{dp}")
 
 
 def test_a_call_of_several_results() -> None:
     graph = planned()
     node = Rewriter(graph, RULES).call(aten.max.dim, graph.nodes[2].outs[0], 1)
-    assert line(graph, node) == "%3, %4 = aten.max.dim(%2, 1) : f32[8{dp}], i64[8{dp}] cuts d0{dp}"
+    assert line(graph, node) == "%3, %4 = aten.max.dim(%2, 1) : f32[8{dp}], i64[8{dp}] shards d0{dp}"
 
 
 def test_a_call_that_needs_its_operands_elsewhere_says_where() -> None:
@@ -97,7 +97,7 @@ def test_partial_sums_pass_a_rounding_only_if_a_pass_says_so() -> None:
     rounds = {"approximate": True}
     node = Rewriter(graph, RULES).call(aten._to_copy.default, partial, dtype=torch.bfloat16, attrs=rounds)
     assert line(graph, node) == (
-        "%3 = aten._to_copy(%1, dtype=torch.bfloat16) : bf16[8{dp}, 6] +{tp} cuts d0{dp} {approximate=True}"
+        "%3 = aten._to_copy(%1, dtype=torch.bfloat16) : bf16[8{dp}, 6] +{tp} shards d0{dp} {approximate=True}"
     )
     node.attrs = {}
     with pytest.raises(Error, match="partial operands"):

@@ -1,4 +1,4 @@
-"""Every rule is right: each cut and each partial sum that it allows is executed, and gives what the whole op gives.
+"""Every rule is right: each sharded and each partial sum that it allows is executed, and gives what the whole op gives.
 
 The quick tier runs hand-picked instances, one model, and a sample of PyTorch's operator database; the slow one the
 models of the zoo, and the whole database, of which ``make coverage`` prints the figures.
@@ -69,14 +69,14 @@ def total(scores: Iterable[Score]) -> Total:
 
 def test_a_sample_of_the_operator_database() -> None:
     made = total(measure(instances(record(3, 2, every=EVERY)), jobs=1, dtensor=False))
-    assert made.cuts[1] > 30 and made.cuts[0] >= 0.97 * made.cuts[1]
+    assert made.shardings[1] > 30 and made.shardings[0] >= 0.97 * made.shardings[1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2700)
 def test_the_operator_database() -> None:
     made = total(measure(instances(record(10, 10)), jobs=2, dtensor=False))
-    assert made.cuts[0] >= 0.98 * made.cuts[1], made.cuts
+    assert made.shardings[0] >= 0.98 * made.shardings[1], made.shardings
     assert made.sums[0] >= 0.95 * made.sums[1], made.sums
 
 

@@ -12,53 +12,53 @@ from hypothesis import strategies as st
 
 import shardfx as sx
 from shardfx.ir.schedule.dependencies import dependencies
-from shardfx.passes.time import SCHEDULES
+from shardfx.passes.loops import SCHEDULES
 
 SMALL = """
 F0.0 F0.1 B0.0 B0.1
 F1.0 B1.0 F1.1 B1.1
 """
-ACTIONS = st.builds(sx.Action, st.sampled_from("FBIW"), st.integers(0, 20), st.integers(0, 300)) | st.builds(
-    sx.Action, st.just("U"), st.integers(0, 20), st.just(0)
+ACTIONS = st.builds(sx.schedules.Action, st.sampled_from("FBIW"), st.integers(0, 20), st.integers(0, 300)) | st.builds(
+    sx.schedules.Action, st.just("U"), st.integers(0, 20), st.just(0)
 )
 
 
-def checked(name: str, ranks: int, turns: int, chunks: int | None = None) -> sx.ScheduleReport:
+def checked(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> sx.schedules.ScheduleReport:
     stages = ranks * (chunks or SCHEDULES[name].fewest)
-    schedule = sx.make_schedule(name, stages=stages, turns=turns, ranks=ranks)
-    return sx.check_schedule(schedule, stages=stages, turns=turns)
+    schedule = sx.schedules.make_schedule(name, stages=stages, microbatches=microbatches, ranks=ranks)
+    return sx.schedules.check_schedule(schedule, stages=stages, microbatches=microbatches)
 
 
-def drawn(seed: int) -> tuple[sx.Schedule, int, int]:
-    """A random known schedule, with its stages and turns."""
+def drawn(seed: int) -> tuple[sx.schedules.Schedule, int, int]:
+    """A random known schedule, with its stages and micro-batches."""
     draw = random.Random(seed)
     name, ranks = draw.choice([*SCHEDULES]), draw.randint(1, 6)
     maker = SCHEDULES[name]
     stages = ranks * draw.randint(maker.fewest, maker.most or 3)
-    turns = maker.turns(ranks) + draw.randint(0, 7)
-    return sx.make_schedule(name, stages=stages, turns=turns, ranks=ranks), stages, turns
+    microbatches = maker.microbatches(ranks) + draw.randint(0, 7)
+    return sx.schedules.make_schedule(name, stages=stages, microbatches=microbatches, ranks=ranks), stages, microbatches
 
 
 @given(st.lists(st.lists(ACTIONS, min_size=1, max_size=9), min_size=1, max_size=5))
-def test_the_text_of_a_schedule_is_that_schedule(rows: list[list[sx.Action]]) -> None:
-    schedule = sx.Schedule(tuple(map(tuple, rows)))
-    assert sx.Schedule.parse(str(schedule)) == schedule
+def test_the_text_of_a_schedule_is_that_schedule(rows: list[list[sx.schedules.Action]]) -> None:
+    schedule = sx.schedules.Schedule(tuple(map(tuple, rows)))
+    assert sx.schedules.Schedule.parse(str(schedule)) == schedule
     assert str(schedule).splitlines() == [" ".join(map(str, row)) for row in rows]
 
 
-def test_rows_stages_and_turns() -> None:
-    schedule = sx.Schedule.parse(SMALL).with_updates()
+def test_rows_stages_and_iterations() -> None:
+    schedule = sx.schedules.Schedule.parse(SMALL).with_updates()
     assert schedule.rows[1] == (("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("B", 1, 1), ("U", 1, 0))
-    assert (schedule.stages, schedule.turns, schedule.rank_of(1)) == (range(2), range(2), 1)
+    assert (schedule.stages, schedule.microbatches, schedule.rank_of(1)) == (range(2), range(2), 1)
     assert str(schedule).splitlines()[0] == "F0.0 F0.1 B0.0 B0.1 U0"
-    report = sx.check_schedule(schedule, stages=2, turns=2)
+    report = sx.schedules.check_schedule(schedule, stages=2, microbatches=2)
     assert report.live == ((1, 2, 2, 1, 0), (1, 1, 1, 1, 0))
-    assert str(report) == "live turns 2, 1 at most on ranks 0 .. 1; step 9, bubble 33.3%"
+    assert str(report) == "live micro-batches 2, 1 at most on ranks 0 .. 1; step 9, bubble 33.3%"
 
 
 def test_ranks_have_stages_in_loops_or_folds() -> None:
-    loop = sx.make_schedule("interleaved", stages=6, ranks=3, turns=3)
-    fold = sx.make_schedule("zb-v", stages=6, turns=3)
+    loop = sx.schedules.make_schedule("interleaved", stages=6, ranks=3, microbatches=3)
+    fold = sx.schedules.make_schedule("zb-v", stages=6, microbatches=3)
     assert [loop.rank_of(stage) for stage in loop.stages] == [0, 1, 2, 0, 1, 2]
     assert [fold.rank_of(stage) for stage in fold.stages] == [0, 1, 2, 2, 1, 0]
     assert fold.stages_of(1) == (1, 4)
@@ -66,19 +66,19 @@ def test_ranks_have_stages_in_loops_or_folds() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
 @pytest.mark.parametrize("more", [0, 3])
-def test_live_turns_are_those_of_the_papers(ranks: int, more: int) -> None:
-    turns = 2 * ranks + more
+def test_live_iterations_are_those_of_the_papers(ranks: int, more: int) -> None:
+    microbatches = 2 * ranks + more
     full: dict[str, Callable[[int], int]] = {
-        "gpipe": lambda rank: turns,
+        "gpipe": lambda rank: microbatches,
         "1f1b": lambda rank: ranks - rank,
-        "breadth-first": lambda rank: turns,
+        "breadth-first": lambda rank: microbatches,
         "zb-h1": lambda rank: ranks,
         "zb-h2": lambda rank: 2 * ranks - 1,
         "zb-v": lambda rank: 2 * ranks,
         "dualpipev": lambda rank: 2 * ranks + 1,
     }
     for name, most in full.items():
-        assert checked(name, ranks, turns).peaks == tuple(map(most, range(ranks))), name
+        assert checked(name, ranks, microbatches).peaks == tuple(map(most, range(ranks))), name
     assert checked("1f1b", 4, 8).peaks == (4, 3, 2, 1) and checked("gpipe", 4, 8).peaks == (8, 8, 8, 8)
     for chunks in (2, 3):
         most = tuple(2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1 for rank in range(ranks))
@@ -86,29 +86,29 @@ def test_live_turns_are_those_of_the_papers(ranks: int, more: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("turns", [12, 13, 17])
-def test_bubbles_are_those_of_the_papers(ranks: int, turns: int) -> None:
+@pytest.mark.parametrize("microbatches", [12, 13, 17])
+def test_bubbles_are_those_of_the_papers(ranks: int, microbatches: int) -> None:
     for name in ("gpipe", "1f1b"):
-        assert checked(name, ranks, turns).bubble == pytest.approx((ranks - 1) / (turns + ranks - 1))
+        assert checked(name, ranks, microbatches).bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
     for name in ("interleaved", "breadth-first"):
         for chunks in (2, 3):
-            bubble = (ranks - 1) / (chunks * turns + ranks - 1)
-            assert checked(name, ranks, turns, chunks).bubble == pytest.approx(bubble)
+            bubble = (ranks - 1) / (chunks * microbatches + ranks - 1)
+            assert checked(name, ranks, microbatches, chunks).bubble == pytest.approx(bubble)
     # A forward and each half of a backward take 1; the first rank waits for (ranks - 1) x (F + I - W), and for nothing.
-    assert checked("zb-h1", ranks, turns).simulation.waits == tuple(range(ranks - 1, -1, -1))
-    assert checked("zb-h1", ranks, turns).bubble == pytest.approx((ranks - 1) / (3 * turns + ranks - 1))
+    assert checked("zb-h1", ranks, microbatches).simulation.waits == tuple(range(ranks - 1, -1, -1))
+    assert checked("zb-h1", ranks, microbatches).bubble == pytest.approx((ranks - 1) / (3 * microbatches + ranks - 1))
     for name, parts in (("zb-h2", 3), ("zb-v", 6)):
-        simulation = checked(name, ranks, turns).simulation
-        assert simulation.period == parts * turns and set(simulation.waits) == {0}
+        simulation = checked(name, ranks, microbatches).simulation
+        assert simulation.period == parts * microbatches and set(simulation.waits) == {0}
     # At most (ranks - 1) x (F & B + B - 3 W): there a forward beside a backward is one thing, here they follow.
-    assert max(checked("dualpipev", ranks, turns).simulation.waits) == ranks - 1 <= (ranks - 1) * (3 + 2 - 3)
+    assert max(checked("dualpipev", ranks, microbatches).simulation.waits) == ranks - 1 <= (ranks - 1) * (3 + 2 - 3)
 
 
 @pytest.mark.long
 def test_random_schedules_are_complete_and_free_of_deadlocks() -> None:
     for seed in range(500):
-        schedule, stages, turns = drawn(seed)
-        order = sx.check_schedule(schedule, stages=stages, turns=turns).order
+        schedule, stages, microbatches = drawn(seed)
+        order = sx.schedules.check_schedule(schedule, stages=stages, microbatches=microbatches).order
         assert sorted(order) == sorted(schedule)
         place = {action: i for i, action in enumerate(order)}
         wanted = dependencies(schedule)
@@ -120,17 +120,19 @@ def test_rows_in_random_order_are_deadlocks_or_run() -> None:
     counts = {True: 0, False: 0}
     for seed in range(200):
         draw = random.Random(seed)
-        schedule = sx.make_schedule(draw.choice(["1f1b", "zb-h1"]), stages=draw.randint(1, 3), turns=draw.randint(1, 2))
+        schedule = sx.schedules.make_schedule(
+            draw.choice(["1f1b", "zb-h1"]), stages=draw.randint(1, 3), microbatches=draw.randint(1, 2)
+        )
         rows = [list(row) for row in schedule.rows]
         for row in rows:
             i, j = draw.randrange(len(row)), draw.randrange(len(row))
             row[i], row[j] = row[j], row[i]
-        changed = sx.Schedule(tuple(map(tuple, rows)))
+        changed = sx.schedules.Schedule(tuple(map(tuple, rows)))
         done, rest = set[str](), [[*map(str, row)] for row in rows]
         while moving := [row for row in rest if row and not waits_for(row[0], len(rows), rest) - done]:
             done.add(moving[0].pop(0))
         try:
-            sx.check_schedule(changed, stages=len(rows), turns=len(schedule.turns))
+            sx.schedules.check_schedule(changed, stages=len(rows), microbatches=len(schedule.microbatches))
             stuck = False
         except sx.Error:
             stuck = True
@@ -141,12 +143,12 @@ def test_rows_in_random_order_are_deadlocks_or_run() -> None:
 
 def waits_for(action: str, stages: int, rows: list[list[str]]) -> set[str]:
     """The dependencies, said once more, of schedules whose backwards are all whole or all in halves."""
-    kind, (stage, turn) = action[0], map(int, action[1:].split("."))
+    kind, (stage, microbatch) = action[0], map(int, action[1:].split("."))
     if kind == "W":
-        return {f"I{stage}.{turn}"}
+        return {f"I{stage}.{microbatch}"}
     if kind == "F":
-        return {f"F{stage - 1}.{turn}"} if stage else set()
-    return {f"F{stage}.{turn}"} | ({f"{kind}{stage + 1}.{turn}"} if stage + 1 < stages else set())
+        return {f"F{stage - 1}.{microbatch}"} if stage else set()
+    return {f"F{stage}.{microbatch}"} | ({f"{kind}{stage + 1}.{microbatch}"} if stage + 1 < stages else set())
 
 
 WRONG = {
@@ -154,8 +156,8 @@ WRONG = {
     "F0.0 B0.0 F0.1 B0.1": ("F1.0 is missing", "no rank has that stage"),
     "F0.0 F0.1 B0.0 B0.1 F1.0 B1.0 F1.1\nB1.1": ("B1.1 stands on another rank", "rank 1, action 0 (B1.1)"),
     "F0.0 F0.1 F0.0 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1": ("F0.0 stands twice", "rank 0, action 2 (F0.0)"),
-    "F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1 F2.0": ("F2.0 is of a stage or turn", "rank 1, action 4 (F2.0)"),
-    "F0.0 F0.2 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1": ("F0.2 is of a stage or turn", "rank 0, action 1 (F0.2)"),
+    "F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1 F2.0": ("F2.0 is of a stage or micro-batch", "rank 1, action 4 (F2.0)"),
+    "F0.0 F0.2 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1": ("F0.2 is of a stage or micro-batch", "rank 0, action 1 (F0.2)"),
     "F0.0 F0.1 B0.0 I0.0 W0.0 B0.1\nF1.0 B1.0 F1.1 B1.1": ("whole and in halves: B0.0 and I0.0", "action 3 (I0.0)"),
     "F0.0 F0.1 I0.0 B0.1\nF1.0 B1.0 F1.1 B1.1": ("W0.0 is missing", "add W0.0"),
     "F0.0 F0.1 B0.0 B0.1 U0\nF1.0 B1.0 F1.1 B1.1": ("U1 is missing", "U of each stage, or of none"),
@@ -171,7 +173,7 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_schedules_are_errors_that_name_rank_and_action(text: str) -> None:
     with pytest.raises(sx.Error) as error:
-        sx.check_schedule(sx.Schedule.parse(text), stages=2, turns=2)
+        sx.schedules.check_schedule(sx.schedules.Schedule.parse(text), stages=2, microbatches=2)
     assert all(words in str(error.value) for words in WRONG[text]), error.value
     assert all(f"  {part}:" in str(error.value) for part in ("where", "expected", "got", "remedy")), error.value
 
@@ -179,27 +181,48 @@ def test_wrong_schedules_are_errors_that_name_rank_and_action(text: str) -> None
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: sx.Schedule.parse("F0.0\nF1.0 G1.0"), "'G1.0' is no action\n  where:    row 1, word 1"),
-        (lambda: sx.Schedule.parse("F0"), "'F0' is no action"),
-        (lambda: sx.Schedule.parse("U0.1"), "'U0.1' is no action"),
-        (lambda: sx.Schedule.parse("\n\n"), "a schedule has a row for each rank"),
-        (lambda: sx.Schedule(((),)), "a schedule has a row for each rank"),
-        (lambda: sx.Schedule((("F0.0",),)), "got:      'F0.0'"),  # type: ignore[arg-type]
-        (lambda: sx.Schedule(((sx.Action("X", 0),),)), "this is no action\n  where:    row 0"),
-        (lambda: sx.Schedule(((sx.Action("F", -1),),)), "got:      Action('F', -1, 0)"),
-        (lambda: sx.Schedule(((sx.Action("U", 0, 1),),)), "this is no action"),
-        (lambda: sx.Schedule.parse("F0.0 B0.0").rank_of(1), "no rank has an action of stage 1"),
-        (lambda: sx.make_schedule("2f2b", stages=4, turns=8), "no schedule is called '2f2b'"),
-        (lambda: sx.make_schedule("1f1b", stages=0, turns=8), "this is no number of stages"),
-        (lambda: sx.check_schedule(sx.Schedule.parse("F0.0 B0.0"), stages=1.5, turns=1), "this is no number of stages"),  # type: ignore[arg-type]
-        (lambda: sx.make_schedule("1f1b", stages=4, turns=0), "this is no number of turns"),
-        (lambda: sx.make_schedule("1f1b", stages=4, turns=8, ranks=0), "this is no number of ranks"),
-        (lambda: sx.make_schedule("1f1b", stages=4, turns=8, ranks=3), "1f1b has 1 stage on each rank"),
-        (lambda: sx.make_schedule("1f1b", stages=4, turns=8, ranks=2), "or interleaved or breadth-first or zb-v"),
-        (lambda: sx.make_schedule("zb-v", stages=12, turns=8, ranks=4), "take 8 stages, or interleaved or breadth"),
-        (lambda: sx.make_schedule("interleaved", stages=4, turns=8, ranks=4), "take 8 stages, or gpipe or 1f1b"),
-        (lambda: sx.make_schedule("dualpipev", stages=8, turns=7), "dualpipev needs more turns"),
-        (lambda: sx.make_schedule("1f1b", stages=4, turns=8, costs={"G": 1}), "no action is of kind 'G'"),
+        (lambda: sx.schedules.Schedule.parse("F0.0\nF1.0 G1.0"), "'G1.0' is no action\n  where:    row 1, word 1"),
+        (lambda: sx.schedules.Schedule.parse("F0"), "'F0' is no action"),
+        (lambda: sx.schedules.Schedule.parse("U0.1"), "'U0.1' is no action"),
+        (lambda: sx.schedules.Schedule.parse("\n\n"), "a schedule has a row for each rank"),
+        (lambda: sx.schedules.Schedule(((),)), "a schedule has a row for each rank"),
+        (lambda: sx.schedules.Schedule((("F0.0",),)), "got:      'F0.0'"),  # type: ignore[arg-type]
+        (lambda: sx.schedules.Schedule(((sx.schedules.Action("X", 0),),)), "this is no action\n  where:    row 0"),
+        (lambda: sx.schedules.Schedule(((sx.schedules.Action("F", -1),),)), "got:      Action('F', -1, 0)"),
+        (lambda: sx.schedules.Schedule(((sx.schedules.Action("U", 0, 1),),)), "this is no action"),
+        (lambda: sx.schedules.Schedule.parse("F0.0 B0.0").rank_of(1), "no rank has an action of stage 1"),
+        (lambda: sx.schedules.make_schedule("2f2b", stages=4, microbatches=8), "no schedule is called '2f2b'"),
+        (lambda: sx.schedules.make_schedule("1f1b", stages=0, microbatches=8), "this is no number of stages"),
+        (
+            lambda: sx.schedules.check_schedule(sx.schedules.Schedule.parse("F0.0 B0.0"), stages=1.5, microbatches=1),
+            "this is no number of stages",
+        ),  # type: ignore[arg-type]
+        (lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=0), "this is no number of micro-batches"),
+        (lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=8, ranks=0), "this is no number of ranks"),
+        (
+            lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=8, ranks=3),
+            "1f1b has 1 stage on each rank",
+        ),
+        (
+            lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=8, ranks=2),
+            "or interleaved or breadth-first or zb-v",
+        ),
+        (
+            lambda: sx.schedules.make_schedule("zb-v", stages=12, microbatches=8, ranks=4),
+            "take 8 stages, or interleaved or breadth",
+        ),
+        (
+            lambda: sx.schedules.make_schedule("interleaved", stages=4, microbatches=8, ranks=4),
+            "take 8 stages, or gpipe or 1f1b",
+        ),
+        (
+            lambda: sx.schedules.make_schedule("dualpipev", stages=8, microbatches=7),
+            "dualpipev needs more micro-batches",
+        ),
+        (
+            lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=8, costs={"G": 1}),
+            "no action is of kind 'G'",
+        ),
     ],
 )
 def test_mistakes_are_errors(make: Callable[[], object], words: str) -> None:
@@ -210,9 +233,9 @@ def test_mistakes_are_errors(make: Callable[[], object], words: str) -> None:
 
 
 def test_one_missing_action_of_a_known_schedule_is_named() -> None:
-    schedule, stages, turns = drawn(7)
+    schedule, stages, microbatches = drawn(7)
     for rank, row in enumerate(schedule.rows):
         for i, action in enumerate(row):
             rows = (*schedule.rows[:rank], (*row[:i], *row[i + 1 :]), *schedule.rows[rank + 1 :])
             with pytest.raises(sx.Error, match=rf"^{action} is missing"):
-                sx.check_schedule(replace(schedule, rows=rows), stages=stages, turns=turns)
+                sx.schedules.check_schedule(replace(schedule, rows=rows), stages=stages, microbatches=microbatches)

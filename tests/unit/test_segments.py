@@ -111,7 +111,7 @@ def found(pm: sx.ParallelModule) -> list[fx.Node]:
 
 
 ALL = ["AdamW", "momentum", "Adam", "Adagrad", "NAdam", "Lion", "Adafactor", "Lamb", "two"]
-HINTS: list[dict[str, Any]] = [{"zero": 1}, {"zero": 3}, {"clip": 0.1}]
+HINTS: list[dict[str, Any]] = [{"zero": 1}, {"zero": 3}, {"clip_grad_norm": 0.1}]
 MORE = [(kind, hints) for kind in ("AdamW", "momentum") for hints in HINTS]
 
 
@@ -124,7 +124,7 @@ def test_steps_are_the_same_in_segments(kind: str, hints: dict[str, Any], monkey
     losses = [pm.step(x, y) for x, y in batches(3)]
     assert pm.verify(), pm.verify().why
     far = 1e-12 if any(len(one.args) == 6 for one in found(pm)) else 0.0
-    if kind in ("AdamW", "Adam"):  # all four, and what is cut of them is computed where it is stored
+    if kind in ("AdamW", "Adam"):  # all four, and what is sharded of them is computed where it is stored
         assert [one.args[2] for one in found(pm)] == [4]
     monkeypatch.setattr(Segments, "run", lambda *_: False)
     other = small_plan(KINDS[kind], MESHES["dp2"], **hints)
@@ -150,7 +150,7 @@ def test_rows_of_whole_parameters_are_stepped_and_sent_as_one(zero: int) -> None
     assert all(got.target is pack.take for got in brought.args[0])
     (sent,) = (node for node in step.graph.nodes if node.target is memory_ops.adjoin)
     assert all(got.args[0] is step for got in sent.args[0])
-    names = [given.name.removesuffix(".exp_avg") for given in stepped_together(pm.after)[1]]
+    names = [given.name.removesuffix(".exp_avg") for given in stepped_together(pm.planned)[1]]
     assert [str(got.args[0]).removesuffix("_weight").removesuffix("_bias") for got in brought.args[0]] == [
         f"_{name.rpartition('.')[0]}" for name in names
     ]

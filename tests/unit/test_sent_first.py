@@ -9,7 +9,7 @@ from torch import nn
 
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.ops.time import handover, turns
+from shardfx.ir.ops.loop import loop_ops, stage_transfer
 from shardfx.ir.program.loops import schedule_actions as of_stages
 from shardfx.ir.program.rank_program import RankProgram
 
@@ -19,7 +19,7 @@ def programs(width: int, schedule: str = "1f1b") -> list[RankProgram]:
     layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)]
     x = torch.randn(32, width)
     hints = sx.Hints(args=(x,), loss=F.mse_loss, targets=(x,), pipeline=sx.Pipeline(schedule=schedule))
-    pm = sx.parallelize(nn.Sequential(*layers), sx.Mesh(pp=3, mb=sx.Time(4)), hints, virtual=True)
+    pm = sx.parallelize(nn.Sequential(*layers), sx.Mesh(pp=3, mb=sx.Loop(4)), hints, virtual=True)
     assert pm.verify()
     return [pm.rank_program(rank) for rank in range(3)]
 
@@ -27,10 +27,12 @@ def programs(width: int, schedule: str = "1f1b") -> list[RankProgram]:
 def behind(program: RankProgram, unit: str) -> int:
     """How many products for weights stand behind what a unit sends."""
     nodes = list(program.graph.nodes)
-    begin = next(i for i, node in enumerate(nodes) if node.target is turns.unit and node.args[1] == unit)
-    end = next((i for i in range(begin + 1, len(nodes)) if nodes[i].target in (turns.unit, turns.done)), len(nodes))
-    sends = [i for i in range(begin, end) if nodes[i].target is handover.send]
-    return sum(node.target is turns.add_product for node in nodes[max(sends, default=end) : end])
+    begin = next(i for i, node in enumerate(nodes) if node.target is loop_ops.action and node.args[1] == unit)
+    end = next(
+        (i for i in range(begin + 1, len(nodes)) if nodes[i].target in (loop_ops.action, loop_ops.end)), len(nodes)
+    )
+    sends = [i for i in range(begin, end) if nodes[i].target is stage_transfer.send]
+    return sum(node.target is loop_ops.addmm for node in nodes[max(sends, default=end) : end])
 
 
 @pytest.mark.long

@@ -1,4 +1,5 @@
-"""Placements: the ranks' boxes tile the tensor, views of a cut are the same cut, and torch splits as we do."""
+"""Placements: the ranks' boxes tile the tensor, views of a sharding are the same sharding, and torch splits as we
+do."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from shardfx.ir.cut import WHOLE, Cut, Part, bounds, chunk, compound, project
+from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part, bounds, chunk, compound, project
 from shardfx.ir.errors import Error
-from shardfx.ir.mesh import Mesh, Time
+from shardfx.ir.mesh import Loop, Mesh
 from shardfx.ir.spec import Spec, TensorType, as_it_lies
 
-MESH = Mesh(a=2, b=3, c=2, t=Time(2), one=1)
+MESH = Mesh(a=2, b=3, c=2, t=Loop(2), one=1)
 
 
 def all_coords(mesh: Mesh) -> Iterator[dict[str, int]]:
-    """Every rank at every turn."""
+    """Every rank at every iteration."""
     for index in itertools.product(*(range(axis.size) for axis in mesh.axes)):
         yield dict(zip(mesh.names, index, strict=True))
 
@@ -42,7 +43,7 @@ def same(a: Spec, a_shape: Sequence[int], b: Spec, b_shape: Sequence[int]) -> bo
 
 @st.composite
 def parts(draw: st.DrawFn, smallest: int = 1) -> list[Part]:
-    """Some sub-dims, each cut over axes of its own."""
+    """Some sub-dims, each sharded over axes of its own."""
     sizes = draw(st.lists(st.integers(smallest, 7), min_size=1, max_size=4))
     axes = draw(st.permutations(MESH.names))
     places = draw(st.lists(st.integers(0, 2 * len(sizes)), min_size=len(axes), max_size=len(axes)))
@@ -94,26 +95,30 @@ def test_a_chunk_is_torchs_unless_that_leaves_nothing_to_some(size: int, count: 
     assert [start for start, length in ours if length] == [sum(lengths[:i]) for i in range(count) if lengths[i]]
 
 
-def cut_as_torch_does(size: int, counts: list[int]) -> bool:
-    """Whether torch leaves nothing for some only where there is not enough, cutting by one count after the other."""
+def sharding_as_torch_does(size: int, counts: list[int]) -> bool:
+    """Whether torch leaves nothing for some only where there is not enough, sharding by one count after the other."""
     if not counts:
         return True
     count, *rest = counts
     lengths = {len(piece) for piece in torch.arange(size).chunk(count)}
     if size >= count > len(torch.arange(size).chunk(count)):
         return False
-    return all(cut_as_torch_does(length, rest) for length in lengths)
+    return all(sharding_as_torch_does(length, rest) for length in lengths)
 
 
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=3), st.data())
-def test_a_plain_cut_is_dtensors(shape: list[int], data: st.DataObject) -> None:
-    """DTensor nests the cuts of a dim in the mesh's own order."""
+def test_a_plain_sharding_is_dtensors(shape: list[int], data: st.DataObject) -> None:
+    """DTensor nests the shardings of a dim in the mesh's own order."""
     mesh = Mesh(a=2, b=3, c=2)
     dims = [data.draw(st.none() | st.integers(0, len(shape) - 1)) for _ in mesh.axes]
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    cuts = tuple(Cut(tuple(n for n, d in zip(mesh.names, dims, strict=True) if d == i)) for i in range(len(shape)))
-    spec = Spec(cuts)
-    assume(all(cut_as_torch_does(n, [mesh[a].size for a in c.axes]) for n, c in zip(shape, cuts, strict=True)))
+    shardings = tuple(
+        DimSharding(tuple(n for n, d in zip(mesh.names, dims, strict=True) if d == i)) for i in range(len(shape))
+    )
+    spec = Spec(shardings)
+    assume(
+        all(sharding_as_torch_does(n, [mesh[a].size for a in c.axes]) for n, c in zip(shape, shardings, strict=True))
+    )
     for coords in all_coords(mesh):
         local, offset = _compute_local_shape_and_global_offset(
             tuple(shape), tuple(axis.size for axis in mesh.axes), list(coords.values()), placements
@@ -123,7 +128,7 @@ def test_a_plain_cut_is_dtensors(shape: list[int], data: st.DataObject) -> None:
             assert tuple(start for start, _ in spec.box(shape, mesh, coords)) == tuple(offset)
 
 
-def test_nested_axes_cut_one_after_the_other() -> None:
+def test_nested_axes_sharded_one_after_the_other() -> None:
     mesh = Mesh(dp=2, tp=3)
     lengths = [bounds(7, ("dp", "tp"), mesh, mesh.coords(rank)) for rank in range(6)]
     assert lengths == [(0, 2), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]
@@ -131,8 +136,8 @@ def test_nested_axes_cut_one_after_the_other() -> None:
     assert lengths == [(0, 2), (3, 2), (6, 1), (2, 1), (5, 1), (7, 0)]
 
 
-def test_a_fused_weight_is_cut_by_heads() -> None:
-    spec = Spec((Cut(("b",), (Part(3), Part(6, ("b",)))), WHOLE))
+def test_a_fused_weight_is_sharded_by_heads() -> None:
+    spec = Spec((DimSharding(("b",), (Part(3), Part(6, ("b",)))), WHOLE))
     assert spec.text((18, 4), "f32") == "f32[(3 6{b}), 4]"
     assert spec.sub_shape((18, 4)) == (3, 6, 4)
     assert spec.local_shape((18, 4), MESH, {"b": 2}) == (6, 4)
@@ -145,7 +150,7 @@ def test_a_fused_weight_is_cut_by_heads() -> None:
 @given(parts())
 def test_a_compound_is_its_parts(found: list[Part]) -> None:
     sizes = [part.size for part in found]
-    apart = Spec(tuple(Cut(part.axes) for part in found))
+    apart = Spec(tuple(DimSharding(part.axes) for part in found))
     whole = math.prod(sizes)
     assert same(apart, sizes, Spec((compound(found, MESH),)), [whole])
 
@@ -153,18 +158,18 @@ def test_a_compound_is_its_parts(found: list[Part]) -> None:
 @given(parts(smallest=2))
 def test_project_is_the_inverse_of_compound(found: list[Part]) -> None:
     sizes = [part.size for part in found]
-    cut = compound(found, MESH)
-    projected = project(cut, math.prod(sizes), sizes, MESH)
+    sharding = compound(found, MESH)
+    projected = project(sharding, math.prod(sizes), sizes, MESH)
     assert projected is not None
     back = [part for c, size in zip(projected, sizes, strict=True) for part in c.sub(size)]
-    assert compound(back, MESH) == cut
-    if all(MESH[axis].size > 1 for axis in cut.axes):
-        assert projected == tuple(Cut(part.axes) for part in found)
+    assert compound(back, MESH) == sharding
+    if all(MESH[axis].size > 1 for axis in sharding.axes):
+        assert projected == tuple(DimSharding(part.axes) for part in found)
 
 
 @given(parts(), st.data())
 def test_a_projection_holds_the_same(found: list[Part], data: st.DataObject) -> None:
-    """Of any factors of the dim: a projection is the same cut, or there is none."""
+    """Of any factors of the dim: a projection is the same sharding, or there is none."""
     size = math.prod(part.size for part in found)
     factors: list[int] = []
     left = size
@@ -172,16 +177,16 @@ def test_a_projection_holds_the_same(found: list[Part], data: st.DataObject) -> 
         factors.append(data.draw(st.sampled_from([f for f in range(2, left + 1) if left % f == 0])))
         left //= factors[-1]
     factors.append(left)
-    cut = compound(found, MESH)
-    projected = project(cut, size, factors, MESH)
+    sharding = compound(found, MESH)
+    projected = project(sharding, size, factors, MESH)
     assume(projected is not None)
     assert projected is not None
-    assert same(Spec((cut,)), [size], Spec(projected), factors)
+    assert same(Spec((sharding,)), [size], Spec(projected), factors)
 
 
 def test_projections() -> None:
     mesh = Mesh(dp=2, tp=2)
-    dp, tp, both = Cut(("dp",)), Cut(("tp",)), Cut(("dp", "tp"))
+    dp, tp, both = DimSharding(("dp",)), DimSharding(("tp",)), DimSharding(("dp", "tp"))
     assert project(dp, 8, (2, 4), mesh) == (dp, WHOLE)
     assert project(both, 8, (2, 4), mesh) == (dp, tp)
     assert project(both, 8, (4, 2), mesh) == (both, WHOLE)
@@ -190,11 +195,11 @@ def test_projections() -> None:
     assert project(tp, 5, (1, 5), mesh) == (WHOLE, tp)
     assert project(WHOLE, 6, (3, 2), mesh) == (WHOLE, WHOLE)
     assert project(dp, 0, (0, 4), mesh) is None
-    qkv = Cut(("tp",), (Part(3), Part(64, ("tp",))))
+    qkv = DimSharding(("tp",), (Part(3), Part(64, ("tp",))))
     assert compound([Part(3), Part(64, ("tp",))], mesh) == qkv
     assert project(qkv, 192, (3, 64), mesh) == (WHOLE, tp)
     assert project(qkv, 192, (3, 4, 16), mesh) == (WHOLE, tp, WHOLE)
-    assert project(qkv, 192, (12, 16), mesh) == (Cut(("tp",), (Part(3), Part(4, ("tp",)))), WHOLE)
+    assert project(qkv, 192, (12, 16), mesh) == (DimSharding(("tp",), (Part(3), Part(4, ("tp",)))), WHOLE)
     assert compound([Part(2, ("dp",)), Part(4, ("tp",))], mesh) == both
     assert compound([Part(1), Part(4, ("tp",)), Part(1)], mesh) == tp
     assert compound([Part(1), Part(1)], mesh) == WHOLE
@@ -205,9 +210,9 @@ def test_projections() -> None:
 
 def test_an_axis_is_used_once() -> None:
     with pytest.raises(Error, match="'tp' is used twice"):
-        Spec((Cut(("tp",)), Cut(("tp",))))
+        Spec((DimSharding(("tp",)), DimSharding(("tp",))))
     with pytest.raises(Error, match="'tp' is used twice"):
-        Spec((Cut(("tp",)),), (("tp", "sum"),))
+        Spec((DimSharding(("tp",)),), (("tp", "sum"),))
     with pytest.raises(Error, match="'dp' is used twice"):
         Spec((WHOLE,), (("dp", "sum"), ("dp", "max")))
 
@@ -224,30 +229,32 @@ def test_the_order_of_partial_sums_means_nothing() -> None:
 
 
 def test_texts() -> None:
-    spec = Spec((Cut(("dp", "tp")), WHOLE), (("a", "sum"), ("b", "sum"), ("c", "max")))
+    spec = Spec((DimSharding(("dp", "tp")), WHOLE), (("a", "sum"), ("b", "sum"), ("c", "max")))
     assert spec.text((64, 256), "f32") == "f32[64{dp,tp}, 256] +{a,b} max{c}"
     assert str(spec) == "[.{dp,tp}, .] +{a,b} max{c}"
     assert str(Spec.whole(0)) == "[]"
 
 
 def test_small_questions() -> None:
-    spec = Spec((Cut(("dp",)), WHOLE), (("tp", "sum"),))
+    spec = Spec((DimSharding(("dp",)), WHOLE), (("tp", "sum"),))
     assert spec.axes == ("dp",)
     assert spec.partial_axes == ("tp",)
     assert not spec.is_whole
     assert Spec.whole(2).is_whole
     assert Spec.whole(2) is Spec.whole(2)
-    assert spec.reduced() == Spec((Cut(("dp",)), WHOLE))
-    assert spec.with_dim(1, Cut(("pp",))) == Spec((Cut(("dp",)), Cut(("pp",))), (("tp", "sum"),))
+    assert spec.reduced() == Spec((DimSharding(("dp",)), WHOLE))
+    assert spec.with_dim(1, DimSharding(("pp",))) == Spec(
+        (DimSharding(("dp",)), DimSharding(("pp",))), (("tp", "sum"),)
+    )
     assert not WHOLE
-    assert Cut(("dp",))
+    assert DimSharding(("dp",))
     kind = TensorType((2, 3), torch.bfloat16)
     assert (kind.ndim, kind.numel, kind.nbytes) == (2, 6, 12)
 
 
 def test_parse() -> None:
     mesh = Mesh(dp=2, tp=2, pp=2)
-    assert Spec.parse("dp tp, -", mesh) == Spec((Cut(("dp", "tp")), WHOLE))
+    assert Spec.parse("dp tp, -", mesh) == Spec((DimSharding(("dp", "tp")), WHOLE))
     assert Spec.parse("", mesh, 0) == Spec(())
     assert Spec.parse(" - ", mesh, 1) == Spec.whole(1)
     with pytest.raises(Error, match="one entry per dim") as caught:

@@ -1,4 +1,4 @@
-"""Which stage does what, and what cannot be cut into stages."""
+"""Which stage does what, and what cannot be split into stages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import shardfx as sx
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.names import block_of
 from shardfx.ir.ops import comm
-from shardfx.passes.stages.best_cut import best_cut
+from shardfx.passes.stages.best_split import best_split
 from shardfx.passes.stages.stage_blocks import Blocks
 
 X, Y = torch.randn(12, 6), torch.randint(0, 4, (12,))
-T = sx.Time
+T = sx.Loop
 
 
 class Net(nn.Module):
@@ -49,7 +49,7 @@ def planned(model: nn.Module | None = None, mesh: sx.Mesh | None = None, **pipel
 
 def stages(pm: sx.ParallelModule) -> dict[str, tuple[int, ...]]:
     """The stages of weights, the blocks' by the first of each."""
-    at = {given.name.removesuffix(".weight"): given.at for given in pm.after.inputs if given.name.endswith(".weight")}
+    at = {given.name.removesuffix(".weight"): given.at for given in pm.planned.inputs if given.name.endswith(".weight")}
     return {name: each for name, each in at.items() if not name.endswith(".2")}
 
 
@@ -68,7 +68,7 @@ def halves(first: int) -> dict[str, tuple[int, ...]]:
 def test_blocks_are_the_members_of_lists() -> None:
     assert [block_of(path) for path in ("encoder.block.3.layer.0", "head", "0", "")] == ["encoder.block.3", "", "0", ""]
     assert block_of("head.parametrizations.weight.0") == ""
-    graph = sx.trace(Net(), sx.Hints(args=(X,)))
+    graph = sx.api.trace(Net(), sx.Hints(args=(X,)))
     assert Blocks(graph).names == ("layers.0", "layers.1", "layers.2", "layers.3")
 
 
@@ -82,7 +82,7 @@ def test_a_model_without_lists_has_blocks_by_its_own_modules() -> None:
             return self.out(torch.relu(self.up(x)))
 
     pm = planned(Plain())
-    assert Blocks(pm.after).names == ("up", "out")
+    assert Blocks(pm.planned).names == ("up", "out")
     assert stages(pm) == {"up": (0,), "out": (1,)}
 
 
@@ -91,7 +91,7 @@ def test_a_model_without_lists_has_blocks_by_its_own_modules() -> None:
     [([1, 1, 1, 3], 2, [0, 3]), ([3, 1, 1, 1], 2, [0, 1]), ([1, 2, 3, 4, 5], 3, [0, 3, 4]), ([1, 1], 2, [0, 1])],
 )
 def test_the_dearest_stage_costs_least(costs: list[float], count: int, firsts: list[int]) -> None:
-    assert best_cut(costs, count) == firsts
+    assert best_split(costs, count) == firsts
 
 
 @pytest.mark.one_in(3)
@@ -116,15 +116,15 @@ def test_a_dear_block_has_a_stage_of_its_own() -> None:
 
 
 def test_chunks_give_a_rank_several_stages() -> None:
-    pm = planned(chunks=2, schedule="interleaved")
+    pm = planned(stages_per_rank=2, schedule="interleaved")
     assert [stages(pm)[f"layers.{i}.0"] for i in range(4)] == [(0,), (1,), (2,), (3,)]
-    assert pm.after.pipeline is not None
-    assert pm.after.pipeline.homes == (0, 1, 0, 1)
+    assert pm.planned.pipeline is not None
+    assert pm.planned.pipeline.homes == (0, 1, 0, 1)
 
 
 def test_what_a_stage_needs_of_itself_alone_is_not_sent() -> None:
     """Activations go forward and their gradients back; weights' gradients are made where the weights are."""
-    graph = planned().after
+    graph = planned().planned
     sends = [node for node in graph.nodes if node.op is comm.send and node.at]
     assert [(node.kwargs["origin"], node.kwargs["places"], node.phase) for node in sends] == [
         (0, [1], Phase.FORWARD),
@@ -139,9 +139,9 @@ def test_what_a_stage_needs_of_itself_alone_is_not_sent() -> None:
 @pytest.mark.parametrize("made", [torch.optim.AdamW, torch.optim.Adafactor])
 def test_a_weight_is_updated_in_its_own_stage(made: Callable[[Any], torch.optim.Optimizer], zero: int) -> None:
     """Its states lie there, and the update sends nothing: rates and counts of steps are reckoned in each stage."""
-    pipeline, more = sx.Pipeline(stages=(2, 2)), sx.Hints(zero=zero, zero_axis="dp", zero_min=0, optimizer=made)
+    pipeline, more = sx.Pipeline(stages=(2, 2)), sx.Hints(zero=zero, zero_axis="dp", zero_min_numel=0, optimizer=made)
     hints = replace(more, args=(X,), loss=F.cross_entropy, targets=(Y,), pipeline=pipeline)
-    graph = sx.parallelize(Net(), sx.Mesh(pp=2, dp=2, mb=T(2)), hints, virtual=True).after
+    graph = sx.parallelize(Net(), sx.Mesh(pp=2, dp=2, mb=T(2)), hints, virtual=True).planned
     for each in graph.inputs:
         first = ("emb", "layers.0", "layers.1")
         if not (each.kind.is_of_optimizer and each.value.type.numel == 1) and each.name not in ("args.0", "targets.0"):
@@ -152,7 +152,7 @@ def test_a_weight_is_updated_in_its_own_stage(made: Callable[[Any], torch.optim.
 def test_a_weight_of_two_stages_has_one_gradient() -> None:
     model = Net()
     model.layers[3][0].weight = model.layers[0][0].weight
-    graph = planned(model).after
+    graph = planned(model).planned
     assert graph.input("layers.0.0.weight").at == (0, 1)
     (gradient,) = (o for o in graph.outputs if o.kind.value == "gradient" and o.name == "layers.0.0.weight")
     node = gradient.value.node
@@ -162,21 +162,21 @@ def test_a_weight_of_two_stages_has_one_gradient() -> None:
 
 
 def test_a_buffer_that_only_counts_is_beside_its_module() -> None:
-    pm = planned(Net(norm=nn.BatchNorm1d), sx.Mesh(pp=2), time="", schedule="gpipe")
-    assert pm.after.input("norm.num_batches_tracked").at == (1,)
+    pm = planned(Net(norm=nn.BatchNorm1d), sx.Mesh(pp=2), microbatches="", schedule="gpipe")
+    assert pm.planned.input("norm.num_batches_tracked").at == (1,)
     assert pm.verify()
 
 
-# ---- turns of a pipeline
+# ---- iterations of a pipeline
 
 
 @pytest.mark.long
-def test_turns_cut_the_batch_where_no_hint_says_so() -> None:
+def test_iterations_sharded_the_batch_where_no_hint_says_so() -> None:
     pm = planned()
-    assert [str(pm.after.input(name).value.spec) for name in ("args.0", "targets.0")] == ["[.{mb}, .]", "[.{mb}]"]
+    assert [str(pm.planned.input(name).value.spec) for name in ("args.0", "targets.0")] == ["[.{mb}, .]", "[.{mb}]"]
     said = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), specs={"args.0": "dp mb, -"}, pipeline=sx.Pipeline())
     pm = sx.parallelize(Net(), sx.Mesh(pp=2, dp=2, mb=T(2)), said, virtual=True)
-    assert str(pm.after.input("args.0").value.spec) == "[.{dp,mb}, .]"
+    assert str(pm.planned.input("args.0").value.spec) == "[.{dp,mb}, .]"
 
 
 @pytest.mark.long
@@ -184,13 +184,13 @@ def test_a_schedule_is_a_name_a_text_or_a_function() -> None:
     text = "F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1"
     mesh = sx.Mesh(pp=2, mb=T(2))
 
-    def made(stages: int, turns: int, ranks: int, costs: Any) -> sx.Schedule:
-        assert (stages, turns, ranks) == (2, 2, 2)
+    def made(stages: int, iterations: int, ranks: int, costs: Any) -> sx.schedules.Schedule:
+        assert (stages, iterations, ranks) == (2, 2, 2)
         assert len(costs["F"]) == len(costs["B"]) == 2
-        return sx.Schedule.parse(text)
+        return sx.schedules.Schedule.parse(text)
 
     for schedule in (text, made):
-        pipeline = planned(mesh=mesh, schedule=schedule).after.pipeline
+        pipeline = planned(mesh=mesh, schedule=schedule).planned.pipeline
         assert pipeline is not None
         assert str(pipeline.schedule) == text
 
@@ -207,11 +207,16 @@ PATTERNS = ("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "he
     ("mesh", "pipeline", "what", "got"),
     [
         (sx.Mesh(pp=5, mb=T(4)), {}, "more stages than blocks: 5 and 4", 5),
-        (sx.Mesh(pp=2, mb=T(2)), {"schedule": "dualpipev", "chunks": 2}, "dualpipev needs more turns", "turns=2"),
-        (sx.Mesh(dp=2, mb=T(4)), {}, "the mesh has no axis 'pp' of ranks", "Mesh(dp=2, mb=Time(4))"),
-        (sx.Mesh(pp=2), {}, "the mesh has no axis 'mb' of turns", "Mesh(pp=2)"),
-        (sx.Mesh(pp=2, mb=T(4, True)), {}, "order a schedule says", "Mesh(pp=2, mb=Time(4, interleave=True))"),
-        (sx.Mesh(pp=2, mb=4), {}, "the mesh has no axis 'mb' of turns", "Mesh(pp=2, mb=4)"),
+        (
+            sx.Mesh(pp=2, mb=T(2)),
+            {"schedule": "dualpipev", "stages_per_rank": 2},
+            "dualpipev needs more iterations",
+            "iterations=2",
+        ),
+        (sx.Mesh(dp=2, mb=T(4)), {}, "the mesh has no axis 'pp' of ranks", "Mesh(dp=2, mb=Loop(4))"),
+        (sx.Mesh(pp=2), {}, "the mesh has no axis 'mb' of iterations", "Mesh(pp=2)"),
+        (sx.Mesh(pp=2, mb=T(4, True)), {}, "order a schedule says", "Mesh(pp=2, mb=Loop(4, interleave=True))"),
+        (sx.Mesh(pp=2, mb=4), {}, "the mesh has no axis 'mb' of iterations", "Mesh(pp=2, mb=4)"),
         (None, {"stages": (("emb", "layers.0"), ("layers.*", "norm", "head"))}, "'layers.0.0' is in two stages", None),
         (None, {"stages": (PATTERNS[0], PATTERNS[1][:-1])}, "module 'head' is in no stage", None),
         (None, {"schedule": DEADLOCK}, "a deadlock: ranks 0, 1 wait for one another", None),
@@ -220,10 +225,10 @@ PATTERNS = ("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "he
         (None, {"stages": ("layers.3", "layers.2")}, "do not begin one behind the other", ("layers.3", "layers.2")),
         (None, {"stages": ("layers.9",)}, "no stage can begin at 'layers.9'", "layers.9"),
         (None, {"stages": (1, "layers.1")}, "said in more than one way", (1, "layers.1")),
-        (None, {"schedule": "F0.0 F1.0 B1.0 B0.0", "time": ""}, "a row for each rank", 1),
+        (None, {"schedule": "F0.0 F1.0 B1.0 B0.0", "microbatches": ""}, "a row for each rank", 1),
     ],
 )
-def test_what_cannot_be_cut_into_stages(mesh: sx.Mesh | None, pipeline: Any, what: str, got: object) -> None:
+def test_what_cannot_be_sharded_into_stages(mesh: sx.Mesh | None, pipeline: Any, what: str, got: object) -> None:
     mesh = mesh or (sx.Mesh(pp=2, mb=T(2)) if pipeline.get("time", "mb") else sx.Mesh(pp=2))
     with pytest.raises(sx.Error) as caught:
         planned(mesh=mesh, **pipeline)
@@ -245,19 +250,21 @@ def test_stages_that_need_one_another_are_named_with_two_nodes() -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_norm_over_turns_is_none_of_a_pipeline() -> None:
+def test_a_batch_norm_over_iterations_is_none_of_a_pipeline() -> None:
     model = Net(norm=nn.BatchNorm1d)
-    with pytest.raises(sx.Error, match="all turns of 'mb' must have come to this place") as caught:
+    with pytest.raises(sx.Error, match="all iterations of 'mb' must have come to this place") as caught:
         planned(model)
     assert str(caught.value.where).startswith("norm  ")
-    assert 'Hints(batch_stats="turn")' in str(caught.value.remedy)
-    hints = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), batch_stats="turn", pipeline=sx.Pipeline())
+    assert 'Hints(batch_stats="microbatch")' in str(caught.value.remedy)
+    hints = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), batch_stats="microbatch", pipeline=sx.Pipeline())
     assert sx.parallelize(model, sx.Mesh(pp=2, mb=T(4)), hints, virtual=True).verify()
 
 
-def test_a_value_that_is_cut_over_stages_is_named() -> None:
-    hints = sx.Hints(args=(X,), specs={"head.weight": "pp, -"}, pipeline=sx.Pipeline(time="", schedule="F0.0\nF1.0"))
-    with pytest.raises(sx.Error, match="a value is cut over 'pp'") as caught:
+def test_a_value_that_is_sharded_over_stages_is_named() -> None:
+    hints = sx.Hints(
+        args=(X,), specs={"head.weight": "pp, -"}, pipeline=sx.Pipeline(microbatches="", schedule="F0.0\nF1.0")
+    )
+    with pytest.raises(sx.Error, match="a value is sharded over 'pp'") as caught:
         sx.parallelize(Net(), sx.Mesh(pp=2), hints, virtual=True)
     assert "'pp'" in str(caught.value.remedy)
 

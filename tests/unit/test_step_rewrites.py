@@ -12,7 +12,7 @@ from torch import nn
 
 import shardfx as sx
 from shardfx.ir.capture.canonical.batch_norms import NormByParts
-from shardfx.ir.capture.canonical.mixed_precision import Compute
+from shardfx.ir.capture.canonical.mixed_precision import MixedPrecision
 from shardfx.ir.capture.optimizer import gradient_scaling, training_step
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import OutputKind
@@ -53,9 +53,9 @@ def never_skips(graph: Any) -> Any:
 ADAPT, SKIP = gradient_scaling.adapt, gradient_scaling.skip_overflow
 ASKED: dict[str, dict[str, Any]] = {
     "clip": {"clip": 1.0},
-    "scale": {"compute": sx.Compute(torch.float16, output=torch.float32, scale=2.0**10)},
+    "scale": {"compute": sx.MixedPrecision(torch.float16, output_dtype=torch.float32, loss_scale=2.0**10)},
     "adapts": {
-        "compute": sx.Compute(torch.bfloat16, scale=sx.LossScale()),
+        "compute": sx.MixedPrecision(torch.bfloat16, loss_scale=sx.LossScale()),
         "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
     },
     "parts": {"batch_stats": "local"},
@@ -63,7 +63,7 @@ ASKED: dict[str, dict[str, Any]] = {
 WRONG: list[tuple[str, Any, str, Callable[..., Any], str]] = [
     ("clip", gradient_scaling, "SMALL", 1.0, "gradient w"),  # type: ignore[list-item]
     ("scale", training_step, "unscale_gradients", lambda graph, scale: None, "gradient w"),
-    ("scale", Compute, "results", lambda self, tree: tree, "loss"),
+    ("scale", MixedPrecision, "results", lambda self, tree: tree, "loss"),
     ("adapts", training_step, "skip_overflow", never_skips, "parameter w"),
     ("adapts", training_step, "adapt", never_smaller, "state optimizer.loss_scale"),
     ("parts", NormByParts, "_kept", lambda self, old, by_part, momentum: by_part[0], "running_mean"),
@@ -122,5 +122,5 @@ def test_gpus_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "manual_seed", seeded.append)
     model, x = nn.Linear(4, 4), torch.ones(4, 4)
     before = torch.get_rng_state()
-    sx.parallelize(model, sx.Mesh(dp=2), sx.Hints((x,), loss=torch.sum, specs={"args.0": "dp, -"}, clip=1.0))
+    sx.parallelize(model, sx.Mesh(dp=2), sx.Hints((x,), loss=torch.sum, specs={"args.0": "dp, -"}, clip_grad_norm=1.0))
     assert not seeded and torch.equal(torch.get_rng_state(), before)

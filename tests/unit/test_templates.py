@@ -95,7 +95,7 @@ def test_a_function_of_the_node_gives_a_template() -> None:
     assert entry.text == "flipped" and not refutations(entry, of)
 
 
-def test_sized_arguments_follow_a_cut() -> None:
+def test_sized_arguments_follow_a_sharding() -> None:
     text, call = "n (g c!) s..!, (g c), (g c) -> n (g c) s.., n g, n g", (f(4, 6, 5), f(6), f(6), 4, 6, 5, 3, 1e-5)
     of, sized = instance(aten.native_group_norm.default, call), {"N": "n", "C": "(g c)", "group": "g"}
     assert refutations(rule(of.node.op, text, contiguous=Contiguous.ALL), of)

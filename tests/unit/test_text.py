@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfx.ir.cut import WHOLE, Cut, Part
+from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Strategy, Value, Where
-from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.mesh import Link, Loop, Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.spec import Spec, TensorType
@@ -23,7 +23,7 @@ from shardfx.ir.text.printer import print_graph
 aten = torch.ops.aten
 
 EXAMPLE = """\
-mesh dp=2, tp=2, mb=Time(4)
+mesh dp=2, tp=2, mb=Loop(4)
 link tp bandwidth=300000000000.0, latency=2e-06
 established COMM_EXPLICIT, SHARDED
 note "a \\"block\\" was traced once"
@@ -39,9 +39,9 @@ constant %constant.6 : f64[64, 64]
 seed %seed : i64[]
 forward:
   %0 = aten.t(%layers.0.w1.weight) : bf16[16, (3 64{tp})]
-  %1 = aten.mm(%args.0, %0) : bf16[8{dp}, (3 64{tp})] hint [8, 192] ""  cuts m{dp} n{tp}  @ layers.0  model.py:42
+  %1 = aten.mm(%args.0, %0) : bf16[8{dp}, (3 64{tp})] hint [8, 192] ""  shards m{dp} n{tp}  @ layers.0  model.py:42
   %2, _, %4 = aten.native_layer_norm_backward(%1, %1, [192], %1, %1, None, None, [True, False, True]) : \
-bf16[8{dp}, 192] +{tp}, _, bf16[192] +{dp,tp}  cuts -  \
+bf16[8{dp}, 192] +{tp}, _, bf16[192] +{dp,tp}  shards -  \
 needs [8{dp}, 192], [8, (3 64{tp})], [8, 192], [8, 192]  {lane=1, "a b"="x", half=0.5, on=True}  at{1}  @ model.py:7
   %5 = comm.all_reduce(%2, axes=[tp], reduce=sum) : bf16[8{dp}, 192]  @ layers.0  losses/model.py:1  # 1.5 kB
 backward:
@@ -89,7 +89,7 @@ def test_the_documented_form_reads_back() -> None:
     assert (
         parse_graph(print_graph(graph)).mesh
         == graph.mesh
-        == Mesh(dp=2, tp=2, mb=Time(4), links={"tp": Link(3e11, 2e-6)})
+        == Mesh(dp=2, tp=2, mb=Loop(4), links={"tp": Link(3e11, 2e-6)})
     )
     assert graph.established == {"COMM_EXPLICIT", "SHARDED"}
     assert graph.notes == ['a "block" was traced once']
@@ -99,7 +99,7 @@ def test_the_documented_form_reads_back() -> None:
     assert (weight.value.hint, weight.value.hinted_by) == (weight.value.spec, "layers.*")
     assert (weight.kind, weight.name) == (InputKind.PARAMETER, "layers.0.w1.weight")
     assert weight.value.type == TensorType((192, 16), torch.bfloat16)
-    assert weight.value.spec == Spec((Cut(("tp",), (Part(3), Part(64, ("tp",)))), WHOLE))
+    assert weight.value.spec == Spec((DimSharding(("tp",), (Part(3), Part(64, ("tp",)))), WHOLE))
     assert bare.name == bare.value.name == "0"
     small, large = graph.of_kind(InputKind.CONSTANT)
     assert small.constant is not None
@@ -110,10 +110,10 @@ def test_the_documented_form_reads_back() -> None:
     assert mm.op is aten.mm.default
     assert (mm.outs[0].hint, mm.outs[0].hinted_by) == (Spec.whole(2), "")
     assert norm.attrs == {"lane": 1, "a b": "x", "half": 0.5, "on": True}
-    assert [output.spec for output in graph.outputs] == [Spec((Cut(("dp",)), WHOLE)), None, None, None]
+    assert [output.spec for output in graph.outputs] == [Spec((DimSharding(("dp",)), WHOLE)), None, None, None]
     assert mm.where == Where("layers.0", "/models/gpt/model.py", 42)
     assert mm.strategy == Strategy(
-        (Spec((Cut(("mb", "dp")), WHOLE)), Spec((WHOLE, Cut(("tp",), (Part(3), Part(64, ("tp",))))))),
+        (Spec((DimSharding(("mb", "dp")), WHOLE)), Spec((WHOLE, DimSharding(("tp",), (Part(3), Part(64, ("tp",))))))),
         (mm.outs[0].spec,),  # type: ignore[arg-type]
         (("m", ("dp",)), ("n", ("tp",))),
     )
@@ -194,7 +194,7 @@ def specs(draw: st.DrawFn) -> tuple[tuple[int, ...], Spec]:
         ]
         sizes.append(math.prod(part.size for part in parts))
         axes = tuple(axis for part in parts for axis in part.axes)
-        dims.append(Cut(axes, tuple(parts) if len(parts) > 1 else ()))
+        dims.append(DimSharding(axes, tuple(parts) if len(parts) > 1 else ()))
     partial = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
     ops = st.sampled_from(["sum", "max", "min", "avg", "product"])
     return tuple(sizes), Spec(tuple(dims), tuple((axis, draw(ops)) for axis in partial))

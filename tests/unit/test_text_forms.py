@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfx.ir.cut import WHOLE, Cut
+from shardfx.ir.dim_sharding import WHOLE, DimSharding
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Guard, Node, Output, OutputKind, Strategy, Where
 from shardfx.ir.mesh import Mesh
@@ -99,27 +99,28 @@ def test_a_node_without_results() -> None:
 
 
 def test_the_bytes_of_a_comm_op_are_a_comment() -> None:
-    x = argument("x", 1000, 1000, spec=Spec((Cut(("tp",)), WHOLE)))
+    x = argument("x", 1000, 1000, spec=Spec((DimSharding(("tp",)), WHOLE)))
     node = make(comm.all_gather, (x.value,), 1000, 1000, axes=["tp"], dim=0)
     assert str(Graph(Mesh(tp=2), [x], [node])).endswith("  # 2.0 MB")
 
 
 def test_a_strategy_comes_back() -> None:
-    """Of a comm op without a word; of another op by what it cuts, and what it needs where that is not there yet."""
-    cut, whole = Spec((Cut(("tp",)), WHOLE)), Spec.whole(2)
-    x = argument("x", 4, 4, spec=cut)
+    """Of a comm op without a word; of another op by what it shardings, and what it needs where that is not there
+    yet."""
+    sharding, whole = Spec((DimSharding(("tp",)), WHOLE)), Spec.whole(2)
+    x = argument("x", 4, 4, spec=sharding)
     gather, relu = (
         make(comm.all_gather, (x.value,), 4, 4, axes=["tp"], dim=0),
         make(aten.relu.default, (x.value,), 4, 4),
     )
-    gather.outs[0].spec, gather.strategy = whole, Strategy((cut,), (whole,))
+    gather.outs[0].spec, gather.strategy = whole, Strategy((sharding,), (whole,))
     graph = Graph(Mesh(tp=2), [x], [gather, relu])
     relu.outs[0].spec, relu.strategy = whole, Strategy((whole,), (whole,))
-    assert "cuts" not in str(graph).splitlines()[-2]
-    assert str(graph).endswith("f32[4, 4]  cuts -  needs [4, 4]")
+    assert "shardings" not in str(graph).splitlines()[-2]
+    assert str(graph).endswith("f32[4, 4]  shards -  needs [4, 4]")
     assert [node.strategy for node in there_and_back(graph).nodes] == [gather.strategy, relu.strategy]
-    relu.strategy = Strategy((cut,), (cut,), (("d0", ("tp",)), ("a factor", ())))
-    assert str(graph).endswith('f32[4, 4]  cuts d0{tp} "a factor"{}  gives [4{tp}, 4]')
+    relu.strategy = Strategy((sharding,), (sharding,), (("d0", ("tp",)), ("a factor", ())))
+    assert str(graph).endswith('f32[4, 4]  shards d0{tp} "a factor"{}  gives [4{tp}, 4]')
     assert [node.strategy for node in there_and_back(graph).nodes] == [gather.strategy, relu.strategy]
 
 
@@ -133,10 +134,10 @@ def test_any_attribute_comes_back(attrs: dict[str, Any], made_by: str, why: str,
     (node,) = graph.nodes
     node.attrs, node.made_by, node.why = attrs, made_by, why
     node.outs[0].spec = graph.inputs[0].value.spec = Spec.whole(2)
-    node.outs[0].hint, node.outs[0].hinted_by = Spec((Cut(("tp",)), WHOLE)), why
+    node.outs[0].hint, node.outs[0].hinted_by = Spec((DimSharding(("tp",)), WHOLE)), why
     node.strategy = Strategy((Spec.whole(2),), (Spec.whole(2),), (("by", ()), ("needs", ("tp",)), ("stage", ())))
     graph.inputs[0].aliases = tuple(names)
-    graph.outputs = [Output(OutputKind.LOSS, made_by, node.outs[0], Spec((WHOLE, Cut(("tp",)))))]
+    graph.outputs = [Output(OutputKind.LOSS, made_by, node.outs[0], Spec((WHOLE, DimSharding(("tp",)))))]
     graph.notes = [made_by, why]
     text = print_graph(graph, reasons=True)
     for back in (parse_graph(text), graph.copy()):
@@ -184,9 +185,9 @@ HEAD = "mesh dp=2, tp=2\nargument %x : f32[8{dp}, 4]\nforward:\n"
     ("text", "line", "expected", "got"),
     [
         ("argument %x : f32[8]", 1, "", ""),
-        ("mesh dp=two", 1, "a number of ranks, or Time(turns)", "two"),
-        ("mesh dp=2.5", 1, "a number of ranks, or Time(turns)", "2.5"),
-        ("mesh dp=0", 1, "an int of at least 1, or Time(turns)", 0),
+        ("mesh dp=two", 1, "a number of ranks, or Loop(iterations)", "two"),
+        ("mesh dp=2.5", 1, "a number of ranks, or Loop(iterations)", "2.5"),
+        ("mesh dp=0", 1, "an int of at least 1, or Loop(iterations)", 0),
         ("mesh dp=2\nlink tp bandwidth=1.0, latency=0.0", 2, "among ['dp']", ["tp"]),
         (
             "mesh dp=2\nnonsense",

@@ -15,11 +15,11 @@ from shardfx.visualize.schedule_chart import tint
 from shardfx.visualize.svg import ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
-TWO = sx.Schedule.parse("F0.0 F0.1 B0.0 B0.1 U0\nF1.0 B1.0 F1.1 B1.1 U1")
+TWO = sx.schedules.Schedule.parse("F0.0 F0.1 B0.0 B0.1 U0\nF1.0 B1.0 F1.1 B1.1 U1")
 
 
 def test_times_follow_from_costs_and_transfers() -> None:
-    timeline = sx.simulate(TWO, {"F": (1, 3), "B": 2, "U": 0.5}, comm=0.25)
+    timeline = sx.schedules.simulate(TWO, {"F": (1, 3), "B": 2, "U": 0.5}, comm=0.25)
     spans = {str(action): tuple(span) for action, span in timeline.spans.items()}
     assert spans == {
         "F0.0": (0, 1),
@@ -39,14 +39,14 @@ def test_times_follow_from_costs_and_transfers() -> None:
 
 
 def test_stages_on_one_rank_send_nothing() -> None:
-    fold = sx.make_schedule("zb-v", stages=4, turns=1)
-    spans = sx.simulate(fold, comm=10).spans
-    assert spans[sx.Action("F", 2, 0)].start - spans[sx.Action("F", 1, 0)].end == 0
-    assert spans[sx.Action("F", 1, 0)].start - spans[sx.Action("F", 0, 0)].end == 10
+    fold = sx.schedules.make_schedule("zb-v", stages=4, microbatches=1)
+    spans = sx.schedules.simulate(fold, comm=10).spans
+    assert spans[sx.schedules.Action("F", 2, 0)].start - spans[sx.schedules.Action("F", 1, 0)].end == 0
+    assert spans[sx.schedules.Action("F", 1, 0)].start - spans[sx.schedules.Action("F", 0, 0)].end == 10
 
 
 def test_what_costs_nothing_takes_no_time() -> None:
-    timeline = sx.simulate(TWO, {"F": 0, "B": 0, "U": 0})
+    timeline = sx.schedules.simulate(TWO, {"F": 0, "B": 0, "U": 0})
     assert timeline.step == 0 and timeline.bubble == 0 and len(timeline.order) == 10
 
 
@@ -66,19 +66,21 @@ def test_what_costs_nothing_takes_no_time() -> None:
 )
 def test_what_are_no_costs(costs: dict[str, float], comm: float, words: str) -> None:
     with pytest.raises(sx.Error) as error:
-        sx.simulate(TWO, costs, comm)
+        sx.schedules.simulate(TWO, costs, comm)
     assert words in str(error.value)
 
 
 def test_what_is_not_complete_is_not_simulated() -> None:
     with pytest.raises(sx.Error, match=r"B1\.0 is missing"):
-        sx.simulate(sx.Schedule.parse("F0.0 B0.0\nF1.0"))
+        sx.schedules.simulate(sx.schedules.Schedule.parse("F0.0 B0.0\nF1.0"))
     with pytest.raises(sx.Error, match="stands twice"):
-        sx.simulate(sx.Schedule.parse("F0.0 F0.0 B0.0"))
+        sx.schedules.simulate(sx.schedules.Schedule.parse("F0.0 F0.0 B0.0"))
 
 
 def test_the_picture_has_each_action_where_it_is(tmp_path: Path) -> None:
-    timeline = sx.simulate(sx.make_schedule("zb-v", stages=4, turns=5).with_updates(), {**dict.fromkeys("FIWU", 1)})
+    timeline = sx.schedules.simulate(
+        sx.schedules.make_schedule("zb-v", stages=4, microbatches=5).with_updates(), {**dict.fromkeys("FIWU", 1)}
+    )
     root = ElementTree.parse(timeline.draw(tmp_path / "deep" / "zb-v.svg", "A V")).getroot()
     assert root.findtext(f"{SVG}title") == "A V"
     texts = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
@@ -110,35 +112,35 @@ def test_times_below_the_picture_are_round() -> None:
 
 
 def test_the_trace_has_a_track_for_each_rank(tmp_path: Path) -> None:
-    path = sx.simulate(TWO, {"F": 1e-3, "B": 2e-3, "U": 5e-4}).trace(tmp_path / "trace.json")
+    path = sx.schedules.simulate(TWO, {"F": 1e-3, "B": 2e-3, "U": 5e-4}).trace(tmp_path / "trace.json")
     events = json.loads(path.read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
     actions = [event for event in events if event["ph"] == "X"]
     assert len(actions) == 10
     (one,) = (event for event in actions if event["name"] == "F1.0")
-    assert (one["tid"], one["ts"], one["dur"], one["args"]) == (1, 1000, 1000, {"stage": 1, "turn": 0})
+    assert (one["tid"], one["ts"], one["dur"], one["args"]) == (1, 1000, 1000, {"stage": 1, "microbatch": 0})
 
 
 def test_the_command_prints_rows_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = tmp_path / "a.svg", tmp_path / "a.json"
-    options = ["--stages", "4", "--turns", "8", "--out", str(files[0]), "--trace", str(files[1])]
+    options = ["--stages", "4", "--microbatches", "8", "--out", str(files[0]), "--trace", str(files[1])]
     assert main(["schedule", "1f1b", *options]) == 0
     out = capsys.readouterr().out
-    rows = sx.make_schedule("1f1b", stages=4, turns=8)
+    rows = sx.schedules.make_schedule("1f1b", stages=4, microbatches=8)
     assert out.startswith(f"{rows}\n")
     ranks = re.findall(r"^\d +\d +(\d+) +24 +(\d+)", out, re.MULTILINE)
     assert ranks == [("4", "9"), ("3", "6"), ("2", "3"), ("1", "0")]
     assert "A step takes 33, of which 27.3% is bubble" in out
     assert all(file.stat().st_size for file in files)
     (tmp_path / "rows.txt").write_text(str(rows))
-    own = ["--stages", "4", "--turns", "8", "--costs", "F=2, B=4.0", "--comm", "0.5"]
+    own = ["--stages", "4", "--microbatches", "8", "--costs", "F=2, B=4.0", "--comm", "0.5"]
     assert main(["schedule", str(tmp_path / "rows.txt"), *own]) == 0
     assert "A step takes 74" in capsys.readouterr().out
     assert main(["schedule", str(tmp_path / "rows.txt"), *own, "--live", "3"]) == 2
     assert "no --ranks and no --live" in capsys.readouterr().err
     assert main(["schedule", "auto", *own[:4], "--live", "3"]) == 0
     assert re.findall(r"^\d +\d +(\d+) +24 ", capsys.readouterr().out, re.MULTILINE) == ["3", "3", "3", "3"]
-    assert main(["schedule", "1f1b", "--stages", "4", "--turns", "8", "--costs", "F:1"]) == 2
+    assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--costs", "F:1"]) == 2
     assert "the costs cannot be read" in capsys.readouterr().err
-    assert main(["schedule", "2f2b", "--stages", "4", "--turns", "8"]) == 2
+    assert main(["schedule", "2f2b", "--stages", "4", "--microbatches", "8"]) == 2
     assert "no schedule is called '2f2b'" in capsys.readouterr().err

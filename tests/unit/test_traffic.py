@@ -6,7 +6,7 @@ import pytest
 
 from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.graph import InputKind
-from shardfx.ir.mesh import Mesh, Time
+from shardfx.ir.mesh import Loop, Mesh
 from shardfx.ir.ops.comm import all_gather, all_reduce, all_to_all, reduce_scatter, shard
 from shardfx.ir.ops.table import OwnOp
 from tests.unit.sketch import Sketch
@@ -24,13 +24,13 @@ from tests.unit.sketch import Sketch
 )
 def test_bytes_that_a_rank_sends(op: OwnOp, source: str, target: str, kwargs: dict[str, int], sent: float) -> None:
     s = Sketch()
-    s.mesh = s.graph.mesh = Mesh(dp=2, tp=4, mb=Time(8))
+    s.mesh = s.graph.mesh = Mesh(dp=2, tp=4, mb=Loop(8))
     value = s.input(InputKind.ARGUMENT, "args.0", (64,), source)
     result = s.comm(op, value, "tp", target, "", **kwargs)
     assert result.node is not None
     found = traffic(result.node, s.mesh)
     assert found.nbytes == sent
-    assert found.turns == (8 if "mb" in source else 1)
+    assert found.iterations == (8 if "mb" in source else 1)
 
 
 def test_an_all_to_all_sends_what_it_does_not_keep() -> None:

@@ -14,7 +14,7 @@ from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph, Output, OutputKind, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import write_source
 from shardfx.ir.program.validate_program import ProgramError, validate_program
@@ -27,16 +27,17 @@ Units = dict[str, Callable[..., Any]]
 
 
 def program(order: str, **units: Callable[[fx.Graph, dict[str, fx.Node]], fx.Node]) -> RankProgram:
-    """Two turns; each unit writes calls of what is there by name, ``w`` and ``total`` to begin with, and names one."""
+    """Two iterations; each unit writes calls of what is there by name, ``w`` and ``total`` to begin with, and names
+    one."""
     graph = fx.Graph()
     w = graph.call_function(aten.full.default, ([4], 1.0), {"dtype": torch.float64})
     total = graph.call_function(memory_ops.filled, ([4], 0.0, torch.float64, "cpu"))
-    begin = graph.call_function(turns.turns, ("mb", 2, [w, total], order))
+    begin = graph.call_function(loop_ops.begin, ("mb", 2, [w, total], order))
     there = {"w": w, "total": total}
     for name, write in units.items():
-        graph.call_function(turns.unit, (begin, name))
+        graph.call_function(loop_ops.action, (begin, name))
         there[name] = write(graph, there)
-    graph.call_function(turns.done, (begin, [w], [total]))
+    graph.call_function(loop_ops.end, (begin, [w], [total]))
     graph.output((next(reversed(there.values())),))
     output = Output(OutputKind.GRADIENT, "w", Value(TensorType((4,), torch.float64)))
     return RankProgram(0, Mesh(dp=2), graph, (), (output,))
@@ -51,11 +52,11 @@ def doubled(graph: fx.Graph, there: dict[str, fx.Node]) -> fx.Node:
 
 
 def summed(name: str) -> Callable[[fx.Graph, dict[str, fx.Node]], fx.Node]:
-    return lambda graph, there: called(graph, turns.add, there["total"], there[name])
+    return lambda graph, there: called(graph, loop_ops.add, there["total"], there[name])
 
 
 THREE = "F0.0 I0.0 W0.0 F0.1 W0.1 I0.1"
-"""Of one turn I0 is done first, of the other W0."""
+"""Of one iteration I0 is done first, of the other W0."""
 
 
 def overwriting(order: str) -> RankProgram:
@@ -65,12 +66,12 @@ def overwriting(order: str) -> RankProgram:
         F0=doubled,
         I0=lambda graph, there: called(graph, aten.neg.default, there["F0"]),
         W0=lambda graph, there: called(
-            graph, turns.add, there["total"], called(graph, aten.neg.out, there["F0"], out=there["F0"])
+            graph, loop_ops.add, there["total"], called(graph, aten.neg.out, there["F0"], out=there["F0"])
         ),
     )
 
 
-def test_what_is_written_over_is_read_before_in_every_turn() -> None:
+def test_what_is_written_over_is_read_before_in_every_iteration() -> None:
     validate_program(overwriting("F0.0 I0.0 W0.0 F0.1 I0.1 W0.1"), ends=False)
     with pytest.raises(ProgramError, match="W0 uses it before I0 in turn 1"):
         validate_program(overwriting(THREE), ends=False)
@@ -100,7 +101,7 @@ def test_a_value_is_let_go_by_the_unit_that_uses_it_last() -> None:
     assert "in (1,)" in source.text and "in (0,)" in source.text
 
 
-def test_what_turns_collect_into_is_made_by_the_first_that_does() -> None:
+def test_what_iterations_collect_into_is_made_by_the_first_that_does() -> None:
     """In a run, and as it is foreseen."""
     made = program("F0.0 F0.1 W0.1 W0.0", F0=doubled, W0=summed("F0"))
     done: list[str] = []
@@ -137,7 +138,7 @@ def test_a_wait_stays_in_its_unit() -> None:
 def test_what_another_unit_made_is_not_reduced_where_it_lies() -> None:
     def reduced(graph: fx.Graph, there: dict[str, fx.Node]) -> fx.Node:
         arrived = called(graph, c10d.wait_tensor.default, all_reduced(graph, there["F0"]))
-        return called(graph, turns.add, there["total"], arrived)
+        return called(graph, loop_ops.add, there["total"], arrived)
 
     def made_and_reduced(graph: fx.Graph, there: dict[str, fx.Node]) -> fx.Node:
         return called(graph, c10d.wait_tensor.default, all_reduced(graph, doubled(graph, there)))

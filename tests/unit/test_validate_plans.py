@@ -18,13 +18,13 @@ parameter %w : f32[16{dp}, 12{tp}]
 argument %x : f32[8{dp}, 16]
 forward:
   %0 = comm.all_gather(%w, axes=[dp], dim=0) : f32[16, 12{tp}]
-  %1 = aten.mm(%x, %0) : f32[8{dp}, 12{tp}]  cuts m{dp} n{tp}  @ layers.0  model.py:42
-  %2 = aten.relu(%1) : f32[8{dp}, 12{tp}]  cuts d0{dp} d1{tp}
-  %3 = aten.sum(%2) : f32[] +{dp,tp}  cuts k0{dp} k1{tp}
+  %1 = aten.mm(%x, %0) : f32[8{dp}, 12{tp}]  shards m{dp} n{tp}  @ layers.0  model.py:42
+  %2 = aten.relu(%1) : f32[8{dp}, 12{tp}]  shards d0{dp} d1{tp}
+  %3 = aten.sum(%2) : f32[] +{dp,tp}  shards k0{dp} k1{tp}
   %4 = comm.all_reduce(%3, axes=[dp, tp], reduce=sum) : f32[]
 backward:
-  %5 = aten.t(%x) : f32[16, 8{dp}]  cuts d0{dp}
-  %6 = aten.mm(%5, %2) : f32[16, 12{tp}] +{dp}  cuts n{tp} k{dp}
+  %5 = aten.t(%x) : f32[16, 8{dp}]  shards d0{dp}
+  %6 = aten.mm(%5, %2) : f32[16, 12{tp}] +{dp}  shards n{tp} k{dp}
   %7 = comm.reduce_scatter(%6, axes=[dp], dim=0, reduce=sum) : f32[16{dp}, 12{tp}]
 outputs:
   loss loss = %4 : []
@@ -47,21 +47,21 @@ def test_a_planned_graph_passes() -> None:
     ("old", "new", "what", "expected", "got"),
     [
         # without strategy, without placement
-        ("  cuts d0{dp} d1{tp}\n  %3", "\n  %3", "a node has no strategy", "how it is cut", "none"),
+        ("  shards d0{dp} d1{tp}\n  %3", "\n  %3", "a node has no strategy", "how it is sharded", "none"),
         ("= aten.relu(%1) : f32[8{dp}, 12{tp}]", "= aten.relu(%1) : f32[8, 12]?", "%2 has no placement", "", "none"),
         # another result than the op gives: dtype, shape, number; operands that it does not take
         ("%2 = aten.relu(%1) : f32", "%2 = aten.relu(%1) : bf16", "result 0 is not what", "torch.float32", "bfloat16"),
-        ("f32[8{dp}, 12{tp}]  cuts m", "f32[8{dp}, 13{tp}]  cuts m", "result 0 is not what", "[8, 12]", "[8, 13]"),
+        ("f32[8{dp}, 12{tp}]  shards m", "f32[8{dp}, 13{tp}]  shards m", "result 0 is not what", "[8, 12]", "[8, 13]"),
         ("%4 = comm", "%9, %10 = aten.relu(%2) : f32[], f32[]\n  %4 = comm", "another number of results", "1", "2 res"),
         ("aten.mm(%x, %0)", "aten.mm(%0, %0)", "does not take these arguments", "aten::mm(Tensor self", "RuntimeError"),
         # keywords
         ("dim=0) : f32[16, 12", "dim=0, way=1) : f32[16, 12", "does not take the keyword way", "axes, dim", "way"),
-        # cuts of factors that the rule lacks, or needs whole
-        ("cuts m{dp} n{tp}", "cuts m{dp} q{tp}", "cut by a factor that its rule lacks", "one of m, k, n", "q"),
-        # placements that do not follow from the cuts
-        ("cuts m{dp} n{tp}", "cuts m{dp}", "operand 1 of aten.mm is not", "[., .], with cuts m{dp}", "[., .{tp}]"),
-        ("cuts m{dp} n{tp}", "cuts m{tp} n{dp}", "is not placed as its cuts say", "", ""),
-        ("f32[16, 12{tp}] +{dp}  cuts", "f32[16, 12{tp}]  cuts", "is not placed as", "[., .{tp}] +{dp}", "[., .{tp}]"),
+        # shardings of factors that the rule lacks, or needs whole
+        ("shards m{dp} n{tp}", "shards m{dp} q{tp}", "sharded by a factor that its rule lacks", "one of m, k, n", "q"),
+        # placements that do not follow from the shardings
+        ("shards m{dp} n{tp}", "shards m{dp}", "operand 1 of aten.mm is not", "[., .], with shards m{dp}", "[., .{tp}]"),
+        ("shards m{dp} n{tp}", "shards m{tp} n{dp}", "is not placed as its shardings say", "", ""),
+        ("f32[16, 12{tp}] +{dp}  shardings", "f32[16, 12{tp}]  shardings", "is not placed as", "[., .{tp}] +{dp}", "[., .{tp}]"),
         # an output that leaves otherwise than it must
         ("gradient w = %7", "gradient w = %6", "otherwise than it must as a partial sum", "[16{dp}, 12{tp}]", "+{dp}"),
         ("loss loss = %4 : []", "loss loss = %3", "loss 'loss' leaves", "[]", "[] +{dp,tp}"),
@@ -95,20 +95,20 @@ def test_a_type_that_hangs_on_the_device_is_right_as_any_device_gives_it() -> No
         validate_graph(parse_graph(text.replace("N", "f32[5]")))
 
 
-def test_an_op_is_not_cut_where_its_rule_needs_the_whole() -> None:
+def test_an_op_is_not_sharded_where_its_rule_needs_the_whole() -> None:
     text = """
         mesh tp=2
         established SHARDED
         argument %x : f32[8, 4{tp}]
         forward:
-          %0 = aten._softmax(%x, 1, False) : f32[8, 4{tp}]  cuts SOFT{tp}
+          %0 = aten._softmax(%x, 1, False) : f32[8, 4{tp}]  shards SOFT{tp}
     """
     node = parse_graph(text).nodes[0]
     entry = default_rules().entry(node.op)
     rule = entry.make(node) if entry is not None else None
     assert rule is not None
     (whole,) = rule.whole
-    with pytest.raises(Error, match="is cut where its rule needs the whole"):
+    with pytest.raises(Error, match="is sharded where its rule needs the whole"):
         validate_graph(parse_graph(text.replace("SOFT", whole)), rules=default_rules())
 
 
@@ -118,7 +118,7 @@ def test_a_partial_operand_where_the_op_is_not_linear() -> None:
         established SHARDED
         argument %x : f32[8] +{tp}
         forward:
-          %0 = aten.relu(%x) : f32[8] +{tp}  cuts -
+          %0 = aten.relu(%x) : f32[8] +{tp}  shards -
     """
     with pytest.raises(Error, match="cannot be computed on these partial operands") as caught:
         validate_graph(parse_graph(text), rules=default_rules())
@@ -129,7 +129,7 @@ def test_a_partial_operand_where_the_op_is_not_linear() -> None:
 
 
 def test_a_large_planned_graph_is_verified_in_less_than_a_second() -> None:
-    head, line, tail = PLANNED.partition("  %2 = aten.relu(%1) : f32[8{dp}, 12{tp}]  cuts d0{dp} d1{tp}\n")
+    head, line, tail = PLANNED.partition("  %2 = aten.relu(%1) : f32[8{dp}, 12{tp}]  shards d0{dp} d1{tp}\n")
     graph = parse_graph(head + line + "backward:\noutputs:\n  result results.0 = %2\n")
     assert tail
     last = graph.nodes[-1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfx.ir.cut import WHOLE, Cut, Part
+from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Strategy, Value, Where
 from shardfx.ir.mesh import Mesh
@@ -30,9 +30,9 @@ parameter %v : f32[(3 4{tp}), 12]
 argument %x : f32[8{dp}, 16]
 forward:
   %0 = comm.all_gather(%w, axes=[dp], dim=0) : f32[16, (3 4{tp})]
-  %1 = aten.mm(%x, %0) : f32[8{dp}, (3 4{tp})]  cuts m{dp} n{tp}
-  %2 = aten.mm(%1, %v) : f32[8{dp}, 12] +{tp}  cuts m{dp} k{tp}
-  %4 = aten.sum.dim_IntList(%2, [0]) : f32[12] +{dp,tp}  cuts k0{dp}
+  %1 = aten.mm(%x, %0) : f32[8{dp}, (3 4{tp})]  shards m{dp} n{tp}
+  %2 = aten.mm(%1, %v) : f32[8{dp}, 12] +{tp}  shards m{dp} k{tp}
+  %4 = aten.sum.dim_IntList(%2, [0]) : f32[12] +{dp,tp}  shards k0{dp}
   %5 = comm.reduce_scatter(%2, axes=[tp], dim=1, reduce=sum) : f32[8{dp}, 12{tp}]
   %6 = comm.all_to_all(%5, axes=[tp], dim=1, to=0) : f32[8{dp,tp}, 12]
   %7 = comm.all_gather(%1, axes=[tp], dim=2, view=[8, 3, 4]) : f32[8{dp}, 12]
@@ -165,18 +165,18 @@ def test_inputs_are_inputs() -> None:
     ("spec", "what", "expected", "got"),
     [
         (Spec((WHOLE,)), "another number of dims", "2 dims, for shape (8, 4)", "1 dims, [.]"),
-        (Spec((Cut(("pp",)), WHOLE)), "an unknown mesh axis", "one of dp, tp", "pp"),
+        (Spec((DimSharding(("pp",)), WHOLE)), "an unknown mesh axis", "one of dp, tp", "pp"),
         (Spec((WHOLE, WHOLE), (("pp", "sum"),)), "an unknown mesh axis", "one of dp, tp", "pp"),
         (
-            Spec((Cut(("tp",), (Part(3), Part(2, ("tp",)))), WHOLE)),
+            Spec((DimSharding(("tp",), (Part(3), Part(2, ("tp",)))), WHOLE)),
             "does not fit dim 0",
-            "parts whose product is 8, cut over {tp}",
+            "parts whose product is 8, sharded over {tp}",
             "(3 2{tp})",
         ),
         (
-            Spec((Cut(("dp",), (Part(4), Part(2, ("tp",)))), WHOLE)),
+            Spec((DimSharding(("dp",), (Part(4), Part(2, ("tp",)))), WHOLE)),
             "does not fit dim 0",
-            "parts whose product is 8, cut over {dp}",
+            "parts whose product is 8, sharded over {dp}",
             "(4 2{tp})",
         ),
     ],
@@ -201,28 +201,28 @@ def test_a_placement_that_fits_one_tensor_may_not_fit_another() -> None:
 
 
 def test_a_strategy_fits_its_node() -> None:
-    graph, whole, cut = chain(1), Spec.whole(2), Spec((Cut(("dp",)), WHOLE))
+    graph, whole, sharding = chain(1), Spec.whole(2), Spec((DimSharding(("dp",)), WHOLE))
     (node,) = graph.nodes
     node.strategy = Strategy((), (whole,))
     assert refused(graph).got == "placements of 0 operands and 1 results"
-    node.strategy = Strategy((whole,), (cut,))
+    node.strategy = Strategy((whole,), (sharding,))
     validate_graph(graph)
     node.outs[0].spec = whole
     error = refused(graph)
     assert "%0 is placed otherwise than its node's strategy gives it" in error.what
-    assert (error.expected, error.got) == (cut, whole)
+    assert (error.expected, error.got) == (sharding, whole)
 
 
 def test_operands_are_as_needed_once_communication_is_explicit() -> None:
-    graph, whole, cut = chain(1), Spec.whole(2), Spec((Cut(("dp",)), WHOLE))
+    graph, whole, sharding = chain(1), Spec.whole(2), Spec((DimSharding(("dp",)), WHOLE))
     (node,) = graph.nodes
-    graph.inputs[0].value.spec, node.outs[0].spec = cut, whole
+    graph.inputs[0].value.spec, node.outs[0].spec = sharding, whole
     node.strategy = Strategy((whole,), (whole,))
     validate_graph(graph)
     graph.established = frozenset({"COMM_EXPLICIT"})
     error = refused(graph)
     assert "operand %x is placed otherwise than the node needs it" in error.what
-    assert (error.expected, error.got) == (whole, cut)
+    assert (error.expected, error.got) == (whole, sharding)
     graph.inputs[0].value.spec = None
     assert refused(graph).got == "no placement"
 
@@ -243,7 +243,7 @@ def test_operands_are_as_needed_once_communication_is_explicit() -> None:
         ("axes=[dp], dim=0", "axes=[dp, dp], dim=0", "the axes of comm.all_gather", "of dp, tp"),
         ("reduce=sum", "reduce=max", "cannot start from %2", "a value that is partial (max) over axes {tp}"),
         ("dim=1, to=0", "dim=1, to=1", "cannot start from %5", "for each of dim, to"),
-        ("view=[8, 3, 4]", "view=[8, 4, 3]", "cannot start from %1", "plain cuts of the view (8, 4, 3)"),
+        ("view=[8, 3, 4]", "view=[8, 4, 3]", "cannot start from %1", "plain shardings of the view (8, 4, 3)"),
         ("dim=1) : f32[8{dp}, 12{tp}]", "dim=0) : f32[8{dp}, 12{tp}]", "does not lead to %8", "[8{dp,tp}, 12]"),
         ("dim=1) : f32[8{dp}, 12{tp}]", "dim=1) : f32[8{dp}, 24{tp}]", "changes the type of %7", ""),
         ("f32[12] +{dp}\n", "f32[12]\n", "does not lead to %10", "[12] +{dp}"),
@@ -276,16 +276,16 @@ def test_a_comm_op_before_placement_has_axes_at_least() -> None:
 
 def large(count: int) -> Graph:
     """A chain of adds with placements, strategies and here and there a comm op."""
-    cut, whole = Spec((Cut(("dp",)), WHOLE)), Spec.whole(2)
+    sharding, whole = Spec((DimSharding(("dp",)), WHOLE)), Spec.whole(2)
     graph = Graph(MESH, [argument("x", 8, 4)], established=frozenset({"COMM_EXPLICIT"}))
     x = value = graph.inputs[0].value
-    x.spec = cut
+    x.spec = sharding
     for i in range(count):
         op: Any = aten.add.Tensor
         args: tuple[Any, ...] = (value, x)
         node = Rewriter.make(op, args, x.type)
-        node.outs[0].spec = Spec(cut.dims)
-        node.strategy = Strategy((cut, cut), (Spec(cut.dims),))
+        node.outs[0].spec = Spec(sharding.dims)
+        node.strategy = Strategy((sharding, sharding), (Spec(sharding.dims),))
         graph.nodes.append(node)
         value = node.outs[0]
         if i % 20 == 0:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfx.ir.cut import Cut, Part, Window, compound, project
+from shardfx.ir.dim_sharding import DimSharding, Part, Window, compound, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
@@ -45,21 +45,21 @@ TWO = Mesh(h=2)
     ],
 )
 def test_the_text_of_rows_is_read_back(window: Window, text: str) -> None:
-    spec = Spec((Cut(("h",), rows=window), Cut()))
+    spec = Spec((DimSharding(("h",), rows=window), DimSharding()))
     assert spec.text((64, 3)) == f"[{text}, 3]"
     assert parse_spec(f"[{text}, 3]", TWO) == ((64, 3), spec)
 
 
 def test_a_rank_holds_what_there_is_of_its_rows() -> None:
-    cut = rows_for(("h",), Window(32, 2, 1, -1, 1), 64, TWO)
-    assert [cut.span(64, TWO, {"h": rank}) for rank in range(2)] == [(0, 32), (31, 33)]
-    assert Spec((cut,)).local_numel((64,), TWO) == 33
-    assert not cut.is_even(64, TWO)
+    sharding = rows_for(("h",), Window(32, 2, 1, -1, 1), 64, TWO)
+    assert [sharding.span(64, TWO, {"h": rank}) for rank in range(2)] == [(0, 32), (31, 33)]
+    assert Spec((sharding,)).local_numel((64,), TWO) == 33
+    assert not sharding.is_even(64, TWO)
 
 
-def test_rows_that_are_a_ranks_own_are_a_plain_cut() -> None:
-    assert rows_for(("h",), Window(64, 1, 1, 0, 0), 64, TWO) == Cut(("h",))
-    assert rows_for(("h",), Window(32, 2, 1, 0, 1), 64, TWO) == Cut(("h",))
+def test_rows_that_are_a_ranks_own_are_a_plain_sharding() -> None:
+    assert rows_for(("h",), Window(64, 1, 1, 0, 0), 64, TWO) == DimSharding(("h",))
+    assert rows_for(("h",), Window(32, 2, 1, 0, 1), 64, TWO) == DimSharding(("h",))
     assert rows_for(("h",), Window(7, 2, 1, 0, 1), 14, TWO).text(14) == "(7{h} 2)"
 
 
@@ -81,7 +81,7 @@ def drawn(kind: str, seed: int) -> Instance | None:
 
 
 def difference(kind: str, seed: int) -> str | None:
-    """How a case differs from the whole op, or ""; None if there is nothing to be cut."""
+    """How a case differs from the whole op, or ""; None if there is nothing to be sharded."""
     of = drawn(kind, seed)
     entry = None if of is None else BOOK.entry(of.node.op)
     if of is None or entry is None:
@@ -93,7 +93,7 @@ def difference(kind: str, seed: int) -> str | None:
         return None
     ranks = Draw(seed).randint(2, 5)  # of which some have nothing of a small image
     mesh = Mesh(a=ranks)
-    made = strategy(rule, {leaders[0]: Cut(("a",))}, mesh)
+    made = strategy(rule, {leaders[0]: DimSharding(("a",))}, mesh)
     return Execution(
         entry, made, of, mesh, shard_operands(made, of, mesh, torch.Generator().manual_seed(seed))
     ).difference()
@@ -120,7 +120,7 @@ def test_thousands_of_tiles_are_those_of_the_whole(kind: str) -> None:
     check(kind, iter(range(1000, 3000)), 1000)
 
 
-def test_a_factor_that_sees_others_is_cut_into_chunks_alone() -> None:
+def test_a_factor_that_sees_others_is_sharded_into_chunks_alone() -> None:
     node = instance(aten.convolution.default, (f(1, 2, 12), f(2, 2, 3), None, [1], [1], [1], False, [0], 1)).node
     entry = BOOK.entry(node.op)
     assert entry is not None
@@ -138,10 +138,10 @@ def test_rows_that_a_rank_has_none_of_are_not_made_of_others() -> None:
     entry, four = BOOK.entry(node.op), Mesh(a=2, b=2)
     rule = entry.make(node) if entry is not None else None
     assert rule is not None
-    rows = Cut(("a", "b"), rows=Window(6, 1, 1, 0, 0))
+    rows = DimSharding(("a", "b"), rows=Window(6, 1, 1, 0, 0))
     with pytest.raises(Error, match="a rank has no rows"):
         strategy(rule, {"o": rows}, four)
-    made = strategy(rule, {"o": Cut(("a",), rows=Window(6, 1, 1, 0, 0))}, four)
+    made = strategy(rule, {"o": DimSharding(("a",), rows=Window(6, 1, 1, 0, 0))}, four)
     assert made.operands[0].text((2, 6, 3)) == "[2, 6{a}, 3]"
 
 
@@ -172,8 +172,8 @@ def test_an_exchange_sends_the_rows_that_others_need() -> None:
 def test_an_exchange_starts_from_tiles_or_from_all_rows_that_it_makes() -> None:
     window = Window(12, 1, 1, -1, 1)
     for text, axes, why in (
-        ("[12{h}, 4]", ["w"], "dims 0 that are cut over {w}"),
-        ("[12, 4]", [], "dims 0 that are cut over {}"),
+        ("[12{h}, 4]", ["w"], "dims 0 that are sharded over {w}"),
+        ("[12, 4]", [], "dims 0 that are sharded over {}"),
         ("[(2 6{h}), 4]", ["h"], "one stretch of dim 0"),
         ("[12 for 12{h} by o to o+1, 4]", ["h"], "rows that have those"),
     ):
@@ -190,10 +190,10 @@ def test_what_is_no_window_is_refused(text: str) -> None:
 
 def test_uneven_tiles_that_are_tiles_of_blocks_are_one_placement() -> None:
     three = Mesh(h=3)
-    assert compound([Part(8, ("h",)), Part(2)], three) == Cut(("h",))  # 6, 6 and 4 of 16
-    assert project(Cut(("h",)), 16, (8, 2), three) == (Cut(("h",)), Cut())
+    assert compound([Part(8, ("h",)), Part(2)], three) == DimSharding(("h",))  # 6, 6 and 4 of 16
+    assert project(DimSharding(("h",)), 16, (8, 2), three) == (DimSharding(("h",)), DimSharding())
     assert compound([Part(4, ("h",)), Part(4)], three).parts  # 8, 4 and 4 of 16
-    assert project(Cut(("h",)), 16, (4, 4), three) is None
+    assert project(DimSharding(("h",)), 16, (4, 4), three) is None
 
 
 @pytest.mark.parametrize("step", [-2, -1, 1, 2])

@@ -1,4 +1,4 @@
-"""``Hints(accumulate=4)``: turns of the batch beside what hints say, or why there are none."""
+"""``Hints(grad_accumulation=4)``: iterations of the batch beside what hints say, or why there are none."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from tests.zoo import make
 def test_a_batch_that_has_too_few_rows_says_how_many_it_needs() -> None:
     case = make("gpt_fused")
     x, y = case.args[0][:6], case.targets[0][:6]
-    hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs={"args.0": "dp, -"}, accumulate=4)
-    with pytest.raises(sx.Error, match="too few rows to be done in turns") as error:
+    hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=4)
+    with pytest.raises(sx.Error, match="too few rows to be done in iterations") as error:
         sx.parallelize(case.model, sx.Mesh(dp=2), hints, virtual=True)
-    assert "args.0" in str(error.value) and "at least 8 rows, one for each of 4 turns by 2 ranks" in str(error.value)
+    assert "args.0" in str(error.value) and "at least 8 rows, one for each of 4 iterations by 2 ranks" in str(
+        error.value
+    )
 
 
 @pytest.mark.long
-def test_turns_of_the_batch_stand_beside_turns_of_another_dim() -> None:
-    """What cuts another dim over time already is cut into turns of the batch all the same."""
+def test_iterations_of_the_batch_stand_beside_iterations_of_another_dim() -> None:
+    """What shards another dim over time already is split into iterations of the batch all the same."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     x, y = torch.randn(8, 4, 6, dtype=torch.float64), torch.randn(8, 4, 3, dtype=torch.float64)
     for mesh, spec, expected in (
-        (sx.Mesh(chunk=sx.Time(2)), "-, chunk, -", "[.{mb}, .{chunk}, .]"),
-        (sx.Mesh(chunk=sx.Time(2)), "chunk, -, -", "[.{mb,chunk}, ., .]"),
+        (sx.Mesh(chunk=sx.Loop(2)), "-, chunk, -", "[.{mb}, .{chunk}, .]"),
+        (sx.Mesh(chunk=sx.Loop(2)), "chunk, -, -", "[.{mb,chunk}, ., .]"),
     ):
-        hints = sx.Hints(args=(x,), loss=F.mse_loss, targets=(y,), specs={"args.0": spec}, accumulate=2)
+        hints = sx.Hints(args=(x,), loss=F.mse_loss, targets=(y,), specs={"args.0": spec}, grad_accumulation=2)
         pm = sx.parallelize(copy.deepcopy(model), mesh, hints, virtual=True)
-        assert str(pm.after.input("args.0").value.spec) == expected
+        assert str(pm.planned.input("args.0").value.spec) == expected
         made, alone = pm(x, y), F.mse_loss(model(x), y)
         made.backward()
         model.zero_grad()
@@ -49,7 +51,7 @@ def test_turns_of_the_batch_stand_beside_turns_of_another_dim() -> None:
 
 
 class Experts(nn.Module):
-    """A mixture of dense experts, whose columns are what goes through it in turns where the rows are too few."""
+    """A mixture of dense experts, whose columns are what goes through it in iterations where the rows are too few."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,11 +65,13 @@ class Experts(nn.Module):
         return out
 
 
-@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")  # eight rows are too few for three turns by three ranks
+@pytest.mark.filterwarnings(
+    "ignore::shardfx.ShardfxWarning"
+)  # eight rows are too few for three iterations by three ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["last", "each"])
-def test_a_parameter_of_which_a_turn_reads_a_part_is_stored_in_all_of_them(reduce: str) -> None:
-    """It was stored cut over turns, and the optimizer's step of it could not be placed: KeyError 'mb'."""
+def test_a_parameter_of_which_a_iteration_reads_a_part_is_stored_in_all_of_them(reduce: str) -> None:
+    """It was stored sharded over iterations, and the optimizer's step of it could not be placed: KeyError 'mb'."""
     torch.manual_seed(0)
     model = Experts().double()
     x, y = torch.randint(12, (8, 8)), torch.randint(5, (8, 8))
@@ -77,12 +81,12 @@ def test_a_parameter_of_which_a_turn_reads_a_part_is_stored_in_all_of_them(reduc
 
     specs = {"args.0": "a, -", "gate.weight": "a, -", "head.weight": "-, a", "head.bias": "a"}
     hints = sx.Hints(
-        args=(x,), loss=loss, targets=(y,), specs=specs, accumulate=3, reduce=reduce,
+        args=(x,), loss=loss, targets=(y,), specs=specs, grad_accumulation=3, reduce=reduce,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     )  # fmt: skip
     pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(a=3), hints, virtual=True)
-    cut = [given.name for given in pm.after.inputs if given.name == "weight" and "mb" in given.value.spec.axes]
-    assert not cut
+    sharding = [given.name for given in pm.planned.inputs if given.name == "weight" and "mb" in given.value.spec.axes]
+    assert not sharding
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         optimizer.zero_grad()
@@ -95,13 +99,13 @@ def test_a_parameter_of_which_a_turn_reads_a_part_is_stored_in_all_of_them(reduc
     assert pm.verify()
 
 
-def test_sums_that_are_fused_may_be_as_long_as_a_turns_rows() -> None:
-    """The check of a program took the lengths of turns that are not alike for numbers: TypeError of torch.Size."""
+def test_sums_that_are_fused_may_be_as_long_as_a_iterations_rows() -> None:
+    """The check of a program took the lengths of iterations that are not alike for numbers: TypeError of torch.Size."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)).double()
     x = torch.randn(5, 4, dtype=torch.float64)
     specs = {"0.weight": "a, -", "1.weight": "a", "2.weight": "-, a"}
-    hints = sx.Hints(args=(x,), loss=lambda out: out.pow(2).mean(), specs=specs, accumulate=2)
+    hints = sx.Hints(args=(x,), loss=lambda out: out.pow(2).mean(), specs=specs, grad_accumulation=2)
     pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(a=2), hints, virtual=True)
     pm(x).backward()
     assert any(node.target is pack.unflatten for node in pm._programs.running(0, TRAIN).graph.nodes)

@@ -1,4 +1,4 @@
-"""What a turn adds to a sum is computed into it: gradients are the same, and never there twice."""
+"""What an iteration adds to a sum is computed into it: gradients are the same, and never there twice."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def planned(model: nn.Module, **hints: Any) -> sx.ParallelModule:
     x, y = batch()
-    given = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "dp, -"}, accumulate=3, **hints)
+    given = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=3, **hints)
     return sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), given, virtual=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("table", [{}, {"padding_idx": 5}, {"padding_idx": 0}, {"words": 60}], ids=str)
-@pytest.mark.parametrize("hints", [{}, {"zero": 2, "zero_min": 0, "reduce": "last"}], ids=str)
+@pytest.mark.parametrize("hints", [{}, {"zero": 2, "zero_min_numel": 0, "reduce": "last"}], ids=str)
 @pytest.mark.one_in(9)
 def test_gradients_are_those_of_one_device(table: dict[str, Any], hints: dict[str, Any]) -> None:
     torch.manual_seed(1)
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_one_device(table: dict[str, Any], hints: dict[st
         assert (grads[name] - parameter.grad).abs().max() < 1e-12
     text = str(pm.rank_program(1))
     in_pieces = "zero" in hints and "words" in table  # rows of both ranks stand together: so is a product added
-    assert "time.add_product" in text and ("time.add_rows" in text) != in_pieces
+    assert "loop.addmm" in text and ("loop.index_add" in text) != in_pieces
     assert pm.verify()
 
 
@@ -83,7 +83,7 @@ def test_a_gradient_is_never_there_twice() -> None:
 def test_a_damaged_product_is_refused(damage: str) -> None:
     pm = planned(Language().double())
     program = pm.rank_program(1)
-    node = next(n for n in program.graph.nodes if n.target is BY_NAME["time.add_product"].function)
+    node = next(n for n in program.graph.nodes if n.target is BY_NAME["loop.addmm"].function)
     total, a, b = node.args
     if damage == "other operand":
         with program.graph.inserting_before(node):

@@ -56,7 +56,7 @@ WEIGHTS = {"q.weight": "tp, -", "k.weight": "tp, -", "v.weight": "tp, -", "out.w
 DATA = {"args.0": "dp, -, -", "args.1": "dp, -, -"}
 CASES = [
     *((kind, sx.Mesh(dp=2, tp=2), {**DATA, **WEIGHTS}) for kind in ("plain", "causal", "bool", "bias", "groups")),
-    ("plain", sx.Mesh(cp=3), {"args.0": "-, cp, -"}),  # queries are cut, keys are whole
+    ("plain", sx.Mesh(cp=3), {"args.0": "-, cp, -"}),  # queries are sharded, keys are whole
     ("bias", sx.Mesh(cp=3), {"args.0": "-, cp, -"}),
     ("bool", sx.Mesh(cp=3), {"args.0": "-, cp, -"}),
     ("few heads", sx.Mesh(tp=4), WEIGHTS),  # two ranks hold none
@@ -85,7 +85,8 @@ def test_gradients_are_those_of_one_device(kind: str, mesh: sx.Mesh, specs: dict
 
 @pytest.mark.slow
 def test_dropout_is_the_same_on_every_mesh() -> None:
-    """What is dropped is a function of the place in the whole: ranks may cut it in any way, the backward in another."""
+    """What is dropped is a function of the place in the whole: ranks may shard it in any way, the backward in
+    another."""
     found = []
     for mesh, specs in (
         (sx.Mesh(dp=1), {}),

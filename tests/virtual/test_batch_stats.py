@@ -93,9 +93,9 @@ def test_running_statistics_alone_are_sent() -> None:
     """In one piece, and not where the norms stand."""
     mesh, specs, _ = PLANS["dp"]
     _, pm = made(mesh, specs)
-    sent = [n for n in pm.after.nodes if str(n.op).startswith("comm.") and n.phase.value == "forward"]
+    sent = [n for n in pm.planned.nodes if str(n.op).startswith("comm.") and n.phase.value == "forward"]
     assert [[value.shape for value in node.outs] for node in sent] == [[(8,)] * 4 + [()], [()]]  # and the loss
-    assert "batch norms normalise each of 2 parts of the batch apart" in pm.after.notes
+    assert "batch norms normalise each of 2 parts of the batch apart" in pm.planned.notes
 
 
 @pytest.mark.long
@@ -108,7 +108,7 @@ def test_parts_are_equal() -> None:
     hints = sx.Hints(args=(torch.randn(2, 3),), specs={"args.0": "dp, -"}, loss=torch.sum, batch_stats="local")
     with pytest.raises(sx.Error, match=r"has one value per channel(.|\n)*more than 2 rows"):
         sx.parallelize(flat, sx.Mesh(dp=2), hints)
-    with pytest.raises(sx.Error, match="None, for the whole batch's, 'local' or 'turn'"):
+    with pytest.raises(sx.Error, match="None, for the whole batch's, 'local' or 'iteration'"):
         sx.Hints(batch_stats="rank")
 
 
@@ -157,7 +157,7 @@ def test_whole_statistics_are_one_collective_each_way(name: str) -> None:
     assert all(near(state[key].double(), b.double()) for key, b in model.named_buffers())
     assert pm.verify()
     if each is not None:
-        sent = [n for n in pm.after.nodes if str(n.op).startswith("comm.") and n.where.module in ("first", "second")]
+        sent = [n for n in pm.planned.nodes if str(n.op).startswith("comm.") and n.where.module in ("first", "second")]
         assert sum(n.phase.value == "forward" and n.kwargs["axes"] != ["tp"] for n in sent) == 2 * each
         assert len([n for n in sent if n.phase.value == "backward"]) <= 2
 
@@ -186,7 +186,7 @@ def test_norms_in_bf16_have_statistics_in_float32(norm: nn.Module, stats: str | 
     pm(x).backward()
     verdict = pm.verify()
     assert verdict, verdict
-    assert {v.type.dtype for n in pm.after.nodes if "moments" in str(n.op) for v in n.outs} <= {torch.float32}
+    assert {v.type.dtype for n in pm.planned.nodes if "moments" in str(n.op) for v in n.outs} <= {torch.float32}
     assert {name: each.dtype for name, each in pm.named_buffers()} == {
         name: each.dtype for name, each in model.named_buffers()
     }

@@ -1,4 +1,5 @@
-"""Accumulation by hand, as training loops have it, beside turns: whose loss and gradients are the whole batch's?"""
+"""Accumulation by hand, as training loops have it, beside iterations: whose loss and gradients are the whole
+batch's?"""
 
 from __future__ import annotations
 
@@ -63,8 +64,8 @@ def by_the_rank_s_count(model: nn.Module, x: Tensor, y: Tensor) -> Number:
     return total, {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-def in_turns(model: nn.Module, x: Tensor, y: Tensor) -> Number:
-    hints = sx.Hints(args=(x,), loss=mean, targets=(y,), specs={"args.0": "dp, -"}, accumulate=STEPS)
+def in_iterations(model: nn.Module, x: Tensor, y: Tensor) -> Number:
+    hints = sx.Hints(args=(x,), loss=mean, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=STEPS)
     pm = sx.parallelize(model, sx.Mesh(dp=RANKS), hints, virtual=True)
     loss = pm(x, y)
     loss.backward()
@@ -78,12 +79,12 @@ def off(made: Number, right: Number) -> tuple[float, float]:
     return loss, worst
 
 
-@pytest.mark.parametrize("how", [means_of_means, by_the_rank_s_count, in_turns])
+@pytest.mark.parametrize("how", [means_of_means, by_the_rank_s_count, in_iterations])
 def test_whose_number_is_that_of_the_whole_batch(how: Callable[[nn.Module, Tensor, Tensor], Number]) -> None:
     model, x, y = uneven()
     right = whole(copy.deepcopy(model), x, y)
     loss, gradients = off(how(copy.deepcopy(model), x, y), right)
-    if how is in_turns:
+    if how is in_iterations:
         assert loss < 1e-12 and gradients < 1e-9
     else:
         assert loss > 1e-4 and gradients > 1e-2
@@ -94,5 +95,5 @@ def test_where_all_tokens_count_they_agree() -> None:
     model, x, y = uneven()
     y = y.where(y != IGNORED, 0)
     right = whole(copy.deepcopy(model), x, y)
-    for how in (means_of_means, by_the_rank_s_count, in_turns):
+    for how in (means_of_means, by_the_rank_s_count, in_iterations):
         assert max(off(how(copy.deepcopy(model), x, y), right)) < 1e-9

@@ -17,7 +17,7 @@ import shardfx as sx
 from .test_calls import batch, mlp, near, parallel, same_step
 
 X, Y = batch()
-CUT = {"args.0": "dp, -", "targets.0": "dp", "0.weight": "dp, -"}
+SHARDING = {"args.0": "dp, -", "targets.0": "dp", "0.weight": "dp, -"}
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "append": lambda pm: pm.append(nn.Linear(4, 4)),
     "another one": lambda pm: pm._modules.__setitem__("1", nn.GELU()),
@@ -52,7 +52,7 @@ def test_other_modules_in_a_parallel_module_are_an_error(what: str) -> None:
 )
 def test_a_weight_in_pieces_is_not_missing(change: Callable[[Any], Any]) -> None:
     with pytest.raises(sx.Error, match=r"(?s)'weight' is in 2 pieces.*@0.weight, @1.weight"):
-        change(parallel(mlp(), specs=CUT)[0])
+        change(parallel(mlp(), specs=SHARDING)[0])
 
 
 def test_marks_of_parameters_go_along() -> None:
@@ -65,7 +65,7 @@ def test_marks_of_parameters_go_along() -> None:
     model = Marked(nn.Linear(8, 16), nn.Linear(16, 4)).double()
     model[0].weight.scale = 2.0  # type: ignore[assignment]
     for specs in ({}, {"0.weight": "dp, -"}):
-        pm = parallel(model, specs=CUT | specs)
+        pm = parallel(model, specs=SHARDING | specs)
         marked = [name for name, p in pm.named_parameters() if getattr(p, "scale", 1.0) == 2.0]
         assert marked and all(name.endswith("weight") and name.startswith("0.") for name in marked)
     for rows in (8, 6):
@@ -81,7 +81,7 @@ def test_what_a_state_dict_has_beside() -> None:
             assert state == {"version": 2}
 
     model = nn.Sequential(Says(8, 4)).double()
-    pm = parallel(model, specs=CUT)
+    pm = parallel(model, specs=SHARDING)
     state = pm.full_state_dict()
     assert set(state) == set(model.state_dict()) and state["0._extra_state"] == {"version": 2}
     pm.load_full_state_dict(model.state_dict()), model.load_state_dict(state)

@@ -51,7 +51,7 @@ def test_they_equal_one_device_and_raise_where_it_raises(name: str) -> None:
     alone = copy.deepcopy(model)
     hints = sx.Hints(args=(x,), loss=loss, targets=(scale,), specs={"args.0": "dp, -"})
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
-    text = print_graph(pm.after)
+    text = print_graph(pm.planned)
     assert "expects False for " in text and print_graph(parse_graph(text)) == text
     ours, theirs = pm(x, scale), loss(alone(x), scale)
     ours.backward()

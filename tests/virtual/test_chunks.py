@@ -1,4 +1,4 @@
-"""Any dim cut over time: logits a chunk at a time, whole steps in turns, results put together again."""
+"""Any dim sharded over time: logits a chunk at a time, whole steps in iterations, results put together again."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def language() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     x = torch.randint(300, (4, 15))
     y = torch.randint(300, (4, 15))
-    y[0, :11] = -100  # turns and ranks count otherwise
+    y[0, :11] = -100  # iterations and ranks count otherwise
     return Language().double(), x, y
 
 
 CHUNKS = {
-    "chunk": (sx.Mesh(dp=2, chunk=sx.Time(5)), {"args.0": "dp, -", "head": "dp, chunk, -"}),
-    "uneven": (sx.Mesh(dp=2, chunk=sx.Time(4)), {"args.0": "dp, -", "head": "dp, chunk, -"}),
-    "turns and chunks": (
-        sx.Mesh(dp=2, mb=sx.Time(2), chunk=sx.Time(5)),
+    "chunk": (sx.Mesh(dp=2, chunk=sx.Loop(5)), {"args.0": "dp, -", "head": "dp, chunk, -"}),
+    "uneven": (sx.Mesh(dp=2, chunk=sx.Loop(4)), {"args.0": "dp, -", "head": "dp, chunk, -"}),
+    "iterations and chunks": (
+        sx.Mesh(dp=2, mb=sx.Loop(2), chunk=sx.Loop(5)),
         {"args.0": "mb dp, -", "head": "mb dp, chunk, -"},
     ),
 }
@@ -71,7 +71,7 @@ def test_logits_exist_a_chunk_at_a_time(how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 0])
-def test_a_whole_step_in_turns(zero: int) -> None:
+def test_a_whole_step_in_iterations(zero: int) -> None:
     model, x, y = language()
     alone = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3)
@@ -83,10 +83,10 @@ def test_a_whole_step_in_turns(zero: int) -> None:
             loss=next_tokens,
             targets=(y,),
             specs={"args.0": "dp, -"},
-            accumulate=2,
+            grad_accumulation=2,
             zero=zero,
-            zero_min=0,
-            clip=0.1,
+            zero_min_numel=0,
+            clip_grad_norm=0.1,
             optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
         ),
         virtual=True,
@@ -105,7 +105,7 @@ def test_a_whole_step_in_turns(zero: int) -> None:
 
 def test_results_are_put_together_again() -> None:
     model, x, y = language()
-    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "dp, -"}, accumulate=2)
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=2)
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
     with torch.no_grad():
         assert (pm(x) - model(x)).abs().max() < 1e-12
@@ -130,9 +130,9 @@ class Attending(nn.Module):
 
 
 STAGED = {
-    "tied": (sx.Mesh(dp=2, chunk=sx.Time(3)), None),
-    "1f1b": (sx.Mesh(pp=2, mb=sx.Time(4), chunk=sx.Time(3)), sx.Pipeline()),
-    "zb-h1": (sx.Mesh(pp=2, mb=sx.Time(8), chunk=sx.Time(3)), sx.Pipeline(schedule="zb-h1")),
+    "tied": (sx.Mesh(dp=2, chunk=sx.Loop(3)), None),
+    "1f1b": (sx.Mesh(pp=2, mb=sx.Loop(4), chunk=sx.Loop(3)), sx.Pipeline()),
+    "zb-h1": (sx.Mesh(pp=2, mb=sx.Loop(8), chunk=sx.Loop(3)), sx.Pipeline(schedule="zb-h1")),
 }
 
 
@@ -147,8 +147,8 @@ def test_chunks_of_the_head_stay_behind_the_attentions(how: str) -> None:
     specs = {"head": "-, chunk, -"} if pipeline else {"args.0": "dp, -", "head": "dp, chunk, -"}
     hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs, pipeline=pipeline)
     pm = sx.parallelize(model, mesh, hints, virtual=True)
-    cut = [node for node in pm.after.nodes if any(v.spec and "chunk" in v.spec.axes for v in node.outs)]
-    assert {node.where.module for node in cut if not str(node.op).startswith("comm.")} == {"head", "loss"}
+    sharding = [node for node in pm.planned.nodes if any(v.spec and "chunk" in v.spec.axes for v in node.outs)]
+    assert {node.where.module for node in sharding if not str(node.op).startswith("comm.")} == {"head", "loss"}
     made, loss = pm(x, y), next_tokens(model(x), y)
     made.backward(), loss.backward()
     torch.testing.assert_close(made, loss)
@@ -158,12 +158,12 @@ def test_chunks_of_the_head_stay_behind_the_attentions(how: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 5), (4, 3)])
-def test_turns_within_turns_end_first(sizes: tuple[int, int]) -> None:
-    """Whichever of the axes has more turns, and in whatever order a set of their names is."""
+def test_iterations_within_iterations_end_first(sizes: tuple[int, int]) -> None:
+    """Whichever of the axes has more iterations, and in whatever order a set of their names is."""
     model, x, y = language()
-    mesh = sx.Mesh(dp=1, mb=sx.Time(sizes[0]), chunk=sx.Time(sizes[1]))
+    mesh = sx.Mesh(dp=1, mb=sx.Loop(sizes[0]), chunk=sx.Loop(sizes[1]))
     hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "mb, -", "head": "mb, chunk, -"})
-    graph = sx.parallelize(model, mesh, hints, virtual=True).after
+    graph = sx.parallelize(model, mesh, hints, virtual=True).planned
     over = [node.kwargs["axes"][0] for node in graph.nodes if str(node.op) == "comm.all_reduce"]
     assert {"mb", "chunk"} == set(over)
     for node in graph.nodes:

@@ -47,7 +47,7 @@ def test_a_wrong_node_is_named_with_numbers(name: str) -> None:
     pm = planned(ChangesFirst(WRONG[name]))
     verdict = pm.verify()
     assert verdict.status == "refuted" and verdict.fault is not None
-    made = [node for node in pm.after.nodes if node.made_by == "changes-first"]
+    made = [node for node in pm.planned.nodes if node.made_by == "changes-first"]
     assert verdict.fault.node in {value.name for node in made for value in node.outs}
     assert "element [" in verdict.why and "of the model" in verdict.why
 
@@ -78,9 +78,9 @@ outputs:
 def test_sums_and_fusions_are_proven(other: str) -> None:
     at = GRAPH.index("  %0")
     text = GRAPH[:at] + other + GRAPH[GRAPH.index("outputs:") :]
-    verdict = sx.prove(GRAPH, text)
+    verdict = sx.proving.prove(GRAPH, text)
     assert verdict, verdict.why
-    assert sx.prove(text, GRAPH)
+    assert sx.proving.prove(text, GRAPH)
 
 
 def test_what_cannot_be_followed_is_unknown() -> None:
@@ -88,7 +88,7 @@ def test_what_cannot_be_followed_is_unknown() -> None:
     before = GRAPH.replace("aten.add.Tensor(%1, %x)", "aten.expm1(%1)")
     exp = "%3 = aten.exp(%1) : f32[8, 4]\n  %2 = aten.sub.Scalar(%3, 1)"
     after = GRAPH.replace("%2 = aten.add.Tensor(%1, %x)", exp)
-    verdict = sx.prove(before, after)
+    verdict = sx.proving.prove(before, after)
     assert not verdict and verdict.status == "unknown"
     assert verdict.fault is not None and verdict.fault.node == "3" and not verdict.fault.numbers
 

@@ -58,8 +58,8 @@ X = torch.linspace(-1, 1, 16, dtype=torch.float64).cos().reshape(4, 4)
 SHARDED: dict[str, dict[str, Any]] = {
     "replicated": {"specs": {"args.0": "dp, -"}},
     "sharded": {"specs": {"args.0": "dp, -", "wave": "tp, -"}},
-    "zero": {"specs": {"args.0": "dp, -"}, "zero": 3, "zero_min": 1},
-    "accumulated": {"specs": {"args.0": "dp, -"}, "accumulate": 2},
+    "zero": {"specs": {"args.0": "dp, -"}, "zero": 3, "zero_min_numel": 1},
+    "accumulated": {"specs": {"args.0": "dp, -"}, "grad_accumulation": 2},
 }
 
 
@@ -98,7 +98,7 @@ def clipped(most: float, kind: float = 2.0) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("most", [0.5, 1e6])
 @pytest.mark.one_in(2)
 def test_clip_of_complex_parameters_matches_single_device(most: float, how: str) -> None:
-    pm = sx.parallelize(Waves(), sx.Mesh(dp=2, tp=2), sx.Hints((X,), loss=squares, clip=most, **SHARDED[how]))
+    pm = sx.parallelize(Waves(), sx.Mesh(dp=2, tp=2), sx.Hints((X,), loss=squares, clip_grad_norm=most, **SHARDED[how]))
     pm(X).backward()
     torch.testing.assert_close(pm.full_grads(), clipped(most)[1])
     assert pm.verify().checked["parts of the step compared with torch"] == 1
@@ -121,8 +121,10 @@ def test_step_with_complex_parameters_loss_scale_and_clip_matches_single_device(
     def optimizer(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
-    compute = sx.Compute(torch.float64, scale=sx.LossScale(2.0**10))
-    hints = sx.Hints((X,), loss=squares, clip=0.5, compute=compute, optimizer=optimizer, **SHARDED["sharded"])
+    compute = sx.MixedPrecision(torch.float64, loss_scale=sx.LossScale(2.0**10))
+    hints = sx.Hints(
+        (X,), loss=squares, clip_grad_norm=0.5, mixed_precision=compute, optimizer=optimizer, **SHARDED["sharded"]
+    )
     pm, model = sx.parallelize(Waves(), sx.Mesh(dp=2, tp=2), hints), Waves()
     own = optimizer(model.parameters())
     for _ in range(2):

@@ -42,12 +42,12 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
 
 
-NORM: dict[str, Any] = {"zero": 2, "zero_min": 1, "optimizer": adamw, "clip": 1.0}
+NORM: dict[str, Any] = {"zero": 2, "zero_min_numel": 1, "optimizer": adamw, "clip_grad_norm": 1.0}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "hints", [{}, {"zero": 3, "zero_min": 1}, {"dropout": 0.5}, NORM], ids=["plain", "zero-3", "dropout", "clip"]
+    "hints", [{}, {"zero": 3, "zero_min_numel": 1}, {"dropout": 0.5}, NORM], ids=["plain", "zero-3", "dropout", "clip"]
 )
 @pytest.mark.one_in(4)
 def test_a_changed_program_of_many_ranks_is_refuted_with_numbers(hints: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def test_a_changed_program_of_many_ranks_is_refuted_with_numbers(hints: dict[str
 
 def test_a_changed_program_of_ranks_too_many_to_run_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     pm = plan()
-    monkeypatch.setattr(numeric_check, "MOST_CALLS", 12 * len(pm.after.nodes))
+    monkeypatch.setattr(numeric_check, "MOST_CALLS", 12 * len(pm.planned.nodes))
     changed = pm.rank_module(CHANGED)
     gelu = next(node for node in changed.graph.nodes if node.target is aten.gelu.default)
     gelu.target = aten.relu.default

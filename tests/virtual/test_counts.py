@@ -17,7 +17,7 @@ from tests.zoo import make
 def large_collectives(pm: sx.ParallelModule) -> Counter[tuple[str, str]]:
     """How many collectives over tp move a whole activation, by kind and phase."""
     counts: Counter[tuple[str, str]] = Counter()
-    for node in pm.after.nodes:
+    for node in pm.planned.nodes:
         large = str(node.op).startswith("comm.") and node.operands[0].type.numel >= 8 * 16 * 48
         if large and node.kwargs["axes"] == ["tp"]:
             counts[str(node.op), node.phase.value] += 1
@@ -57,7 +57,7 @@ def test_with_the_sequence_hint_they_become_pairs_of_the_same_bytes(name: str) -
 
 
 def test_the_published_propagation_example() -> None:
-    """First matmul cut ((2,1),(1,4)): bias add ((2,4),(4)), ReLU ((2,4)), second matmul ((2,4),(4,1))."""
+    """First matmul sharded ((2,1),(1,4)): bias add ((2,4),(4)), ReLU ((2,4)), second matmul ((2,4),(4,1))."""
     model = MLP3().double()
     x = torch.randn(8, model.fc1.in_features, dtype=torch.float64)
     y = torch.randint(0, model.fc3.out_features, (8,))
@@ -67,7 +67,7 @@ def test_the_published_propagation_example() -> None:
     )
 
     def first(op: str, module: str = "") -> sx.ir.graph.Node:  # type: ignore[name-defined]
-        return next(n for n in pm.after.nodes if str(n.op).startswith(op) and n.where.module.startswith(module))
+        return next(n for n in pm.planned.nodes if str(n.op).startswith(op) and n.where.module.startswith(module))
 
     linear = first("aten.addmm", "fc1")
     bias, left, right = linear.strategy.operands
@@ -81,19 +81,19 @@ def test_the_published_propagation_example() -> None:
 
 def test_a_stored_placement_with_more_axes_is_gathered_at_use_and_its_gradient_scattered() -> None:
     case = make("mlp3")
-    pm = plan(case, sx.Mesh(dp=4), specs={"**.weight": "dp, -"}, fuse_mb=0)
-    kinds = Counter(str(n.op) for n in pm.after.nodes if str(n.op).startswith("comm."))
+    pm = plan(case, sx.Mesh(dp=4), specs={"**.weight": "dp, -"}, bucket_mb=0)
+    kinds = Counter(str(n.op) for n in pm.planned.nodes if str(n.op).startswith("comm."))
     assert kinds["comm.all_gather"] == 3
     assert kinds["comm.reduce_scatter"] == 3
-    gathered = {n.operands[0].name for n in pm.after.nodes if str(n.op) == "comm.all_gather"}
+    gathered = {n.operands[0].name for n in pm.planned.nodes if str(n.op) == "comm.all_gather"}
     assert gathered == {"fc1.weight", "fc2.weight", "fc3.weight"}
 
 
 def test_fusing_keeps_the_bytes_and_makes_fewer_calls() -> None:
-    alone, fused = (plan(make("gpt_fused"), sx.Mesh(dp=2), fuse_mb=mb) for mb in (0, 25))
+    alone, fused = (plan(make("gpt_fused"), sx.Mesh(dp=2), bucket_mb=mb) for mb in (0, 25))
 
     def total(pm: sx.ParallelModule) -> tuple[int, int]:
-        nodes = [n for n in pm.after.nodes if str(n.op).startswith("comm.")]
+        nodes = [n for n in pm.planned.nodes if str(n.op).startswith("comm.")]
         return len(nodes), sum(v.type.nbytes for n in nodes for v in n.operands)
 
     (calls, sent), (fewer, same) = total(alone), total(fused)

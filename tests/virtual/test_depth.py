@@ -49,12 +49,17 @@ def test_the_plan_is_the_same(name: str, how: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("shardfx.compile.capture", partial(capture, fold=False))
     whole = planned(name, how)
     assert short._compiled.captured.graph.repeats and not whole._compiled.captured.graph.repeats
-    assert short.after.notes == whole.after.notes
-    assert str(short.before) == str(whole.before)
-    assert str(short.after) == str(whole.after)
-    assert [(node.made_by, node.why) for node in short.after.nodes] == [(n.made_by, n.why) for n in whole.after.nodes]
+    assert short.planned.notes == whole.planned.notes
+    assert str(short.captured) == str(whole.captured)
+    assert str(short.planned) == str(whole.planned)
+    assert [(node.made_by, node.why) for node in short.planned.nodes] == [
+        (n.made_by, n.why) for n in whole.planned.nodes
+    ]
     assert short.plan == whole.plan
-    for value in [*(given.name for given in short.after.inputs), *(f"%{node.name}" for node in short.after.nodes[::9])]:
+    for value in [
+        *(given.name for given in short.planned.inputs),
+        *(f"%{node.name}" for node in short.planned.nodes[::9]),
+    ]:
         assert str(short.explain(value)) == str(whole.explain(value))
 
 
@@ -89,22 +94,26 @@ def by_layer(params: Any) -> torch.optim.Optimizer:
 
 X, Y = torch.linspace(-1, 1, 32).reshape(8, 4).double(), torch.linspace(0, 1, 16).reshape(8, 2).double()
 STEPPED: dict[str, dict[str, Any]] = {
-    "clip": {"clip": 0.1},
-    "products alone": {"clip": 0.1},
-    "AdamW, clip, zero 1": {"optimizer": KINDS["AdamW"], "clip": 0.1, "zero": 1},
-    "two groups, zero 3": {"optimizer": decayed, "zero": 3, "clip": 0.1},
+    "clip_grad_norm": {"clip_grad_norm": 0.1},
+    "products alone": {"clip_grad_norm": 0.1},
+    "AdamW, clip, zero 1": {"optimizer": KINDS["AdamW"], "clip_grad_norm": 0.1, "zero": 1},
+    "two groups, zero 3": {"optimizer": decayed, "zero": 3, "clip_grad_norm": 0.1},
     "another first step": {"optimizer": KINDS["dampening"]},
     "norms": {"optimizer": KINDS["Lamb"], "zero": 1},
-    "a scale": {"optimizer": KINDS["AdamW"], "clip": 0.1, "compute": sx.Compute(torch.float16, scale=64.0)},
+    "a scale": {
+        "optimizer": KINDS["AdamW"],
+        "clip_grad_norm": 0.1,
+        "mixed_precision": sx.MixedPrecision(torch.float16, loss_scale=64.0),
+    },
     "offload": {"optimizer": KINDS["AdamW"], "zero": 1, "offload": ("optimizer", "parameters")},
 }
 
 
 def deep_step(kind: Callable[[], torch.nn.Module] = Block, mesh: str = "dp2tp2", **more: Any) -> sx.ParallelModule:
-    cut = kind is Block and "tp" in mesh
-    specs = {"args.0": "dp, -", "targets.0": "dp, -"} | ({"1.*.fc.weight": "tp, -"} if cut else {})
+    sharding = kind is Block and "tp" in mesh
+    specs = {"args.0": "dp, -", "targets.0": "dp, -"} | ({"1.*.fc.weight": "tp, -"} if sharding else {})
     loss = torch.nn.functional.mse_loss
-    hints = sx.Hints(args=(X,), targets=(Y,), loss=loss, specs=specs, zero_min=0, **more)
+    hints = sx.Hints(args=(X,), targets=(Y,), loss=loss, specs=specs, zero_min_numel=0, **more)
     return sx.parallelize(chain(kind), MESHES[mesh], hints, virtual=True)
 
 
@@ -120,18 +129,18 @@ def test_the_update_of_equal_blocks_is_planned_once(how: str, monkeypatch: pytes
     whole = deep_step(of, **STEPPED[how])
     graphs = short._compiled.captured, whole._compiled.captured
     assert graphs[0].graph.repeats and graphs[0].update == graphs[1].update
-    assert str(short.before) == str(whole.before)
-    plans = [re.sub(r"^note .*\n", "", str(pm.after), flags=re.MULTILINE) for pm in (short, whole)]
+    assert str(short.captured) == str(whole.captured)
+    plans = [re.sub(r"^note .*\n", "", str(pm.planned), flags=re.MULTILINE) for pm in (short, whole)]
     assert plans[0] == plans[1]
-    assert not any("one by one" in note for note in short.after.notes)
+    assert not any("one by one" in note for note in short.planned.notes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [decayed, by_layer])
 def test_deep_models_are_stepped_as_on_one_device(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Also where the optimizer tells blocks apart."""
-    pm, alone = deep_step(mesh="dp2", optimizer=optimizer, clip=0.1, zero=1), chain(Block)
-    apart = any("one by one" in note and "stepped differently" in note for note in pm.after.notes)
+    pm, alone = deep_step(mesh="dp2", optimizer=optimizer, clip_grad_norm=0.1, zero=1), chain(Block)
+    apart = any("one by one" in note and "stepped differently" in note for note in pm.planned.notes)
     assert apart is (optimizer is by_layer) is not bool(pm._compiled.captured.graph.repeats)
     named = Parameters(dict(alone.named_parameters()))
     stepped = optimizer(named)
@@ -151,8 +160,8 @@ def test_deep_models_are_stepped_as_on_one_device(optimizer: Callable[[Any], tor
 @pytest.mark.long
 def test_the_norm_of_all_gradients_is_a_few_transfers_however_deep_the_model() -> None:
     """The sums of squares travel together, those over the same axes."""
-    pm = deep_step(optimizer=KINDS["AdamW"], clip=0.1, zero=1)
-    sums = [n for n in pm.after.nodes if str(n.op) == "comm.all_reduce" and n.phase.value == "update"]
+    pm = deep_step(optimizer=KINDS["AdamW"], clip_grad_norm=0.1, zero=1)
+    sums = [n for n in pm.planned.nodes if str(n.op) == "comm.all_reduce" and n.phase.value == "update"]
     assert len(sums) == len({tuple(node.kwargs["axes"]) for node in sums}) > 0
 
 
@@ -161,7 +170,7 @@ WHOLE = (torch.ops.aten._native_batch_norm_legit_functional.default, torch.ops.a
 
 
 def test_batch_norms_one_behind_the_other_are_taken_apart_however_many() -> None:
-    """Each is in the way of the cut of the batch, which the next one sees only when it is out of it."""
+    """Each is in the way of the sharding of the batch, which the next one sees only when it is out of it."""
     torch.manual_seed(0)
     model, x = (
         torch.nn.Sequential(*[torch.nn.BatchNorm1d(2) for _ in range(10)]).double(),
@@ -169,7 +178,7 @@ def test_batch_norms_one_behind_the_other_are_taken_apart_however_many() -> None
     )
     hints = sx.Hints(args=(x,), loss=lambda out: (out**3).sum(), specs={"args.0": "dp, -"})
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
-    assert not [node for node in pm.after.nodes if node.op in WHOLE]
+    assert not [node for node in pm.planned.nodes if node.op in WHOLE]
     alone, together = (model(x) ** 3).sum(), pm(x)
     alone.backward()
     together.backward()

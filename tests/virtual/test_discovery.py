@@ -140,9 +140,9 @@ def test_a_users_op_trains_as_on_one_device(tmp_path: Path, monkeypatch: pytest.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
-    forward = next(n for n in pm.after.nodes if n.op is ops.row_softmax.default)
+    forward = next(n for n in pm.planned.nodes if n.op is ops.row_softmax.default)
     assert str(forward.outs[0].spec) == "[.{dp}, .]"
-    backward = next(n for n in pm.after.nodes if n.op is ops.row_softmax_backward.default)
+    backward = next(n for n in pm.planned.nodes if n.op is ops.row_softmax_backward.default)
     assert [str(v.spec) for v in backward.outs] == ["[.{dp}, .]", "[.] +{dp}"]
     model = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, pm)]
@@ -265,7 +265,7 @@ def test_a_backward_of_torch_that_does_not_check_is_survived() -> None:
 
 
 def test_an_index_is_drawn_over_all_that_it_may_be() -> None:
-    """By ends of 0 and 1 alone rows might be cut."""
+    """By ends of 0 and 1 alone rows might be sharded."""
     x, ends = Value(TensorType((12, 4), torch.float64), name="x"), Value(TensorType((4,), torch.int64), name="ends")
     made = Node(ops.in_groups.default, (x, ends), {})
     made.results = [Value(TensorType((12, 4), torch.float64), made, 0, "y")]

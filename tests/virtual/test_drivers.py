@@ -24,7 +24,7 @@ from tests.zoo import make
 
 def one_rank(order: str) -> tuple[RankProgram, list[Tensor]]:
     case = make("mlp3")
-    pm = plan(case, sx.Mesh(one=1), accumulate=4)
+    pm = plan(case, sx.Mesh(one=1), grad_accumulation=4)
     state = {**pm.full_state_dict(), "args.0": case.args[0], "targets.0": case.targets[0]}
     made = program(pm, 0, order)
     return made, [state[given.name] for given in made.inputs]
@@ -38,7 +38,7 @@ def test_a_driver_runs_as_it_stands(order: str) -> None:
     module = made.module()
     called = [node.name for node in module.graph.nodes if node.op == "call_module"]
     assert called == [word.lower().replace(".", "_") for word in order.split()]
-    whole = [each.clone() for each in plan(make("mlp3"), sx.Mesh(one=1), accumulate=4).rank_module(0)(*inputs)]
+    whole = [each.clone() for each in plan(make("mlp3"), sx.Mesh(one=1), grad_accumulation=4).rank_module(0)(*inputs)]
     again = pickle.loads(pickle.dumps(module))
     assert again.code == module.code == copy.deepcopy(module).code and again.F0.code == module.F0.code
     for each in (module, again, torch.compile(module, backend="eager")):
@@ -50,7 +50,7 @@ def test_a_driver_runs_as_it_stands(order: str) -> None:
 def test_a_driver_is_text_and_read_back() -> None:
     pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
     made = pm._programs.running(1, TRAIN)
-    assert str(parse_program(str(made), pm.after)) == str(made)
+    assert str(parse_program(str(made), pm.planned)) == str(made)
     read = made.changed(made.module())
     again = read.changed(read.module())
     assert [(n.op, n.target) for n in read.graph.nodes] == [(n.op, n.target) for n in made.graph.nodes]
@@ -60,13 +60,13 @@ def test_a_driver_is_text_and_read_back() -> None:
     whole = case.loss(case.model(*case.args), *case.targets)
     assert abs(pm(*case.args, *case.targets).item() - whole.item()) < 1e-12
     code = functions(made.module(), "forward")
-    assert any(each.startswith("def forward_B0(turn, ") for each in code) and "self." not in "".join(code)
+    assert any(each.startswith("def forward_B0(iteration, ") for each in code) and "self." not in "".join(code)
 
 
 @pytest.mark.slow
 def test_compiled_units_are_the_same_units() -> None:
     case = make("mlp3")
-    pm = plan(case, sx.Mesh(dp=2), accumulate=4)
+    pm = plan(case, sx.Mesh(dp=2), grad_accumulation=4)
     loss = pm(*case.args, *case.targets)
     loss.backward()
     grads = pm.full_grads()
@@ -103,19 +103,19 @@ def done_twice(module: fx.GraphModule) -> None:
         module.graph.node_copy(once)
 
 
-def values_of_another_turn(module: fx.GraphModule) -> None:
+def values_of_another_iteration(module: fx.GraphModule) -> None:
     ours, theirs = call(module.graph, "b0_1"), call(module.graph, "b0_2")
     ours.args = (ours.args[0], *theirs.args[1:])
 
 
-def value_of_another_turn(module: fx.GraphModule) -> None:
-    """The backward of turn 2 reads one value that the forward of turn 1 made."""
+def value_of_another_iteration(module: fx.GraphModule) -> None:
+    """The backward of iteration 2 reads one value that the forward of iteration 1 made."""
     ours, theirs = call(module.graph, "b0_2"), call(module.graph, "b0_1")
     at = next(i for i, (a, b) in enumerate(zip(ours.args, theirs.args, strict=True)) if i and a is not b)
     ours.update_arg(at, theirs.args[at])
 
 
-def turns_exchanged(module: fx.GraphModule) -> None:
+def iterations_exchanged(module: fx.GraphModule) -> None:
     first, second = call(module.graph, "f0_1"), call(module.graph, "f0_2")
     first.update_arg(0, 2)
     second.update_arg(0, 1)
@@ -125,7 +125,7 @@ def backward_before_its_forward(module: fx.GraphModule) -> None:
     call(module.graph, "f0_1").prepend(call(module.graph, "b0_1"))
 
 
-def gradient_of_a_turn_before(module: fx.GraphModule) -> None:
+def gradient_of_a_iteration_before(module: fx.GraphModule) -> None:
     got = next(user for user in call(module.graph, "b0_3").users)
     got.update_arg(0, call(module.graph, "b0_2"))
 
@@ -135,7 +135,7 @@ def without_a_number(module: fx.GraphModule) -> None:
 
 
 def other_weight(module: fx.GraphModule) -> None:
-    """One turn takes another operand of the same shape, from before the turns."""
+    """One iteration takes another operand of the same shape, from before the iterations."""
     node = call(module.graph, "b0_2")
     with module.graph.inserting_before(node):
         at = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and "weight" in arg.name)
@@ -151,8 +151,8 @@ def another_forward(module: fx.GraphModule) -> None:
 
 def kept_value_exchanged(module: fx.GraphModule) -> None:
     """The backward takes two values of its forward the other way round."""
-    for turn in range(4):
-        node = call(module.graph, f"b0_{turn}")
+    for iteration in range(4):
+        node = call(module.graph, f"b0_{iteration}")
         made = [i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.target is operator.getitem]
         a, b = made[0], made[-1]
         first, last = node.args[a], node.args[b]
@@ -164,12 +164,12 @@ MUTANTS: list[tuple[Callable[[fx.GraphModule], None], str]] = [
     (left_out, "B0.1 is done 0 times"),
     (left_out_at_the_end, "B0.3 is done 0 times"),
     (done_twice, "B0.1 is done twice"),
-    (values_of_another_turn, "B0.1 is given what F0.2 makes"),
-    (value_of_another_turn, "B0.2 is given what F0.1 makes"),
-    (turns_exchanged, "B0.1 is given what F0.2 makes"),
-    (backward_before_its_forward, "is used in B0 of turn 1, before F0 makes it"),
-    (gradient_of_a_turn_before, "of turn 2 is used behind the turns"),
-    (without_a_number, "F0 is called without the number of a turn"),
+    (values_of_another_iteration, "B0.1 is given what F0.2 makes"),
+    (value_of_another_iteration, "B0.2 is given what F0.1 makes"),
+    (iterations_exchanged, "B0.1 is given what F0.2 makes"),
+    (backward_before_its_forward, "is used in B0 of iteration 1, before F0 makes it"),
+    (gradient_of_a_iteration_before, "of iteration 2 is used behind the iterations"),
+    (without_a_number, "F0 is called without the number of an iteration"),
     (other_weight, "B0.2 is given another value than B0.0"),
     (another_forward, ""),
     (kept_value_exchanged, ""),

@@ -20,10 +20,10 @@ from torch import Tensor, fx, nn
 
 import shardfx as sx
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.ops.time import handover
+from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.program.loops.loop_regions import executed
 from shardfx.ir.timing.stream_order import moves_only, stream_order
-from shardfx.passes import FuseComm
+from shardfx.passes import BucketComm
 
 RANKS, UNDER_WAY = 8, 2
 X, Y = torch.randn(64, 8), torch.randint(0, 4, (64,))
@@ -44,11 +44,14 @@ TENSOR = {"layers.*.0.weight": "tp, -"}
 PLANS: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
     "zero 3, tp, update": (
         sx.Mesh(dp=4, tp=2),
-        {"zero": 3, "zero_min": 1, "optimizer": torch.optim.AdamW, "specs": {"args.0": "dp, -", **TENSOR}},
+        {"zero": 3, "zero_min_numel": 1, "optimizer": torch.optim.AdamW, "specs": {"args.0": "dp, -", **TENSOR}},
     ),
-    "zero 3, no buckets": (sx.Mesh(dp=8), {"zero": 3, "zero_min": 1, "fuse_mb": 0, "specs": {"args.0": "dp, -"}}),
+    "zero 3, no buckets": (
+        sx.Mesh(dp=8),
+        {"zero": 3, "zero_min_numel": 1, "bucket_mb": 0, "specs": {"args.0": "dp, -"}},
+    ),
     "tp": (sx.Mesh(tp=8), {"specs": TENSOR}),
-    "pipeline": (sx.Mesh(pp=4, dp=2, mb=sx.Time(4)), {"pipeline": sx.Pipeline(), "specs": {"args.0": "mb dp, -"}}),
+    "pipeline": (sx.Mesh(pp=4, dp=2, mb=sx.Loop(4)), {"pipeline": sx.Pipeline(), "specs": {"args.0": "mb dp, -"}}),
 }
 
 
@@ -80,7 +83,7 @@ def test_dry_run_does_what_the_program_of_the_rank_says(name: str, tmp_path: Pat
     rank = 3
     with alone(rank):
         pm = planned(name)
-        assert pm.this_rank == rank
+        assert pm._this_rank == rank
         run(pm, name)
         with pm.record(tmp_path / "step.json") as recording:
             run(pm, name)
@@ -100,7 +103,7 @@ def test_dry_run_does_what_the_program_of_the_rank_says(name: str, tmp_path: Pat
 
 def _is_called(node: fx.Node) -> bool:
     row = row_of(node.target)
-    return row is None or row.turns in ("", "collects")
+    return row is None or row.loop in ("", "collects")
 
 
 def _check_waits(calls: Sequence[fx.Node]) -> None:
@@ -197,16 +200,18 @@ def test_messages_from_rank_to_rank_are_received_in_the_order_in_which_they_are_
     schedule: str, chunks: int
 ) -> None:
     """On NCCL messages have no tags: the n-th that is received is the n-th that was sent."""
-    hints = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), pipeline=sx.Pipeline(schedule=schedule, chunks=chunks))
-    pm = sx.parallelize(Blocks(6), sx.Mesh(pp=3, mb=sx.Time(6)), hints, virtual=True)
+    hints = sx.Hints(
+        (X,), loss=F.cross_entropy, targets=(Y,), pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=chunks)
+    )
+    pm = sx.parallelize(Blocks(6), sx.Mesh(pp=3, mb=sx.Loop(6)), hints, virtual=True)
     sent, received = (defaultdict[tuple[int, int], list[Any]](list) for _ in range(2))
     for rank in range(3):
         program = pm.rank_program(rank)
-        for node, turns in executed([n for n in program.graph.nodes if n.op == "call_function"]):
-            if node.target is handover.send:
-                sent[rank, node.args[1]].append((node.args[2], turns))  # type: ignore[index]
-            elif node.target is handover.receive:
-                received[node.args[3], rank].append((node.args[4], turns))  # type: ignore[index]
+        for node, iterations in executed([n for n in program.graph.nodes if n.op == "call_function"]):
+            if node.target is stage_transfer.send:
+                sent[rank, node.args[1]].append((node.args[2], iterations))  # type: ignore[index]
+            elif node.target is stage_transfer.receive:
+                received[node.args[3], rank].append((node.args[4], iterations))  # type: ignore[index]
     assert sent == received and len(sent) >= 4
 
 
@@ -259,7 +264,7 @@ def test_gathers_on_cuda_send_what_lies_side_by_side_and_keep_no_memory() -> Non
         model = Blocks()
     texts = {}
     for device in ("cpu", "cuda"):
-        together = [FuseComm(groups=[["**.weight", "**.bias"]])]
+        together = [BucketComm(groups=[["**.weight", "**.bias"]])]
         given = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), device=device, passes=together, **hints)
         texts[device] = str(sx.parallelize(model, mesh, given, virtual=True).rank_program(3))
     assert all("memory.adjoin" in text for text in texts.values())

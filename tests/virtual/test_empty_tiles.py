@@ -73,7 +73,7 @@ REST = [name for name in CASES if name != "windows and norms"]
 def test_maps_of_fewer_rows_than_ranks_train_as_on_one_device(name: str, merge: str) -> None:
     torch.manual_seed(0)
     make, shape, mesh = CASES[name]
-    hints = {"passes": [sx.Spatial(merge=merge)], "strict": True}
+    hints = {"passes": [sx.images.Spatial(merge=merge)], "strict": True}
     pm = trained(make(), image(*shape), mesh, len(shape) - 2, **hints)
     assert pm.verify() and "comm.all_gather" not in ops(pm)
 
@@ -82,7 +82,9 @@ def with_nothing() -> tuple[sx.ParallelModule, fx.GraphModule]:
     """A plan of which rank 3 has nothing, and the program of that rank."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv1d(2, 1, 3, padding=1)).double()
-    hints = sx.Hints(args=(image(1, 1, 3),), loss=energy, specs=specs(FOUR, 1), passes=[sx.Spatial(merge="never")])
+    hints = sx.Hints(
+        args=(image(1, 1, 3),), loss=energy, specs=specs(FOUR, 1), passes=[sx.images.Spatial(merge="never")]
+    )
     pm = sx.parallelize(net, FOUR, hints, virtual=True)
     return pm, pm.rank_module(3)
 

@@ -113,7 +113,7 @@ def test_a_number_that_is_a_tensors_is_refused_where_it_is_read() -> None:
 
 @torch.library.custom_op("shardfx_tests::mystery", mutates_args=())
 def mystery(x: torch.Tensor) -> torch.Tensor:
-    """Every element of the result needs every element of x, so that nothing may be cut."""
+    """Every element of the result needs every element of x, so that nothing may be sharded."""
     return x.flatten().cumsum(0).tanh().view_as(x) + x.square().mean()
 
 
@@ -213,14 +213,14 @@ def test_a_collective_that_never_comes_is_no_hang() -> None:
 
 
 def run_modules(pm: sx.ParallelModule, modules: list[torch.fx.GraphModule]) -> None:
-    from shardfx.ir.shards import cut_local
+    from shardfx.ir.shards import sharding_local
 
     state = {**pm.full_state_dict(), "args.0": X}
     inputs = []
     for rank, module in enumerate(modules):
         names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
-        given = {g.name.replace(".", "_"): g for g in pm.after.inputs}
-        inputs.append([cut_local(state[given[n].name], given[n].value.spec, pm.mesh, rank) for n in names])
+        given = {g.name.replace(".", "_"): g for g in pm.planned.inputs}
+        inputs.append([sharding_local(state[given[n].name], given[n].value.spec, pm.mesh, rank) for n in names])
     programs = {rank: pm.rank_program(rank).changed(module) for rank, module in enumerate(modules)}
     VirtualEngine(pm.mesh).run(programs, dict(enumerate(inputs)))
 

@@ -11,7 +11,7 @@ from tests.pairs import FEATURES, MODELS, Names, alone_and_in_pairs, beside_one_
 QUICK = [("gpt_separate", ("clip", "activations"))]
 ALONE = [(model, (name,)) for name in FEATURES for model in MODELS]
 PAIRS = [names for names in alone_and_in_pairs() if len(names) == 2]
-TURNS = [(MODELS[i % len(MODELS)], names) for i, names in enumerate(PAIRS)]
+LOOP_OPS = [(MODELS[i % len(MODELS)], names) for i, names in enumerate(PAIRS)]
 """Each pair on one of the models, each of which meets each feature in some."""
 
 
@@ -25,7 +25,7 @@ def named(case: object) -> str:
 
 @pytest.mark.parametrize(
     ("model", "names"),
-    [*QUICK, *(slow(each) for each in (*ALONE, *TURNS) if each not in QUICK)],
+    [*QUICK, *(slow(each) for each in (*ALONE, *LOOP_OPS) if each not in QUICK)],
     ids=named,
 )
 def test_features_alone_and_in_pairs_equal_one_device(model: str, names: Names) -> None:

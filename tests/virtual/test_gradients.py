@@ -18,7 +18,7 @@ import shardfx as sx
 from .test_calls import batch, parallel, same_step
 
 TP = sx.Mesh(dp=2, tp=2)
-CUT = {"args.0": "dp, -", "targets.0": "dp", "first.weight": "tp, -"}
+SHARDING = {"args.0": "dp, -", "targets.0": "dp", "first.weight": "tp, -"}
 
 
 class Rounded(torch.autograd.Function):
@@ -93,7 +93,7 @@ def test_a_function_has_its_own_gradient(which: str) -> None:
     x, y = batch()
     torch.manual_seed(0)
     model = Net(BETWEEN[which]).double()
-    pm = parallel(model, TP, specs=CUT)
+    pm = parallel(model, TP, specs=SHARDING)
     same_step(pm, copy.deepcopy(model), x, y)
     assert pm.verify()
     assert "__getattribute__" not in vars(type(torch.autograd.Function))
@@ -185,7 +185,7 @@ def test_what_a_model_checkpoints_is_made_again(which: str, count: int) -> None:
     model = Deep(CHECKPOINTS[which], count).double()
     kept, pm = parallel(copy.deepcopy(model), recompute=()), parallel(copy.deepcopy(model))
     assert [str(each) for each in pm._compiled.passes if each.name == "recompute"] == [str(sx.Recompute("layers.*"))]
-    assert any("layers.*: made again in the backward" in note for note in pm.after.notes)
+    assert any("layers.*: made again in the backward" in note for note in pm.planned.notes)
     same_step(pm, model, x, y)
     assert pm.verify() and pm.memory().peak < kept.memory().peak
     assert not [each for each in kept._compiled.passes if each.name == "recompute"]
@@ -202,4 +202,4 @@ def test_a_checkpoint_within_another_one(reentrant: bool) -> None:
 
 def test_a_checkpoint_without_a_module_is_said() -> None:
     pm = parallel(Deep(lambda layer, x: checkpoint(torch.sin, layer(x), use_reentrant=False), 2).double())
-    assert any("checkpoints calls no module" in note for note in pm.after.notes)
+    assert any("checkpoints calls no module" in note for note in pm.planned.notes)

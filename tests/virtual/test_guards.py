@@ -68,7 +68,7 @@ def make(model: nn.Module, args: tuple[Any, ...], mesh: sx.Mesh | None = None, *
 
 
 def guards(pm: sx.ParallelModule) -> list[Guard]:
-    return [output.guard for output in pm.after.outputs if output.guard is not None]
+    return [output.guard for output in pm.planned.outputs if output.guard is not None]
 
 
 @pytest.mark.long
@@ -90,8 +90,8 @@ def test_the_branch_of_the_example_equals_one_device(mesh: sx.Mesh, specs: dict[
     assert pm.full_state_dict()["block.calls"] == 1
     assert [guard.where.module for guard in guards(pm)] == ["block"] * 3
     assert pm.verify()
-    assert parse_graph(print_graph(pm.after)).outputs[-1].name == pm.after.outputs[-1].name
-    assert str(parse_graph(str(pm.after))) == str(pm.after)
+    assert parse_graph(print_graph(pm.planned)).outputs[-1].name == pm.planned.outputs[-1].name
+    assert str(parse_graph(str(pm.planned))) == str(pm.planned)
 
 
 def test_another_branch_is_an_error_and_changes_nothing() -> None:
@@ -188,24 +188,24 @@ def test_a_guard_of_the_loss_does_not_concern_the_results() -> None:
     torch.testing.assert_close(pm(x), model(x))
     with pytest.raises(sx.Error, match=r"loss  test_guards.py(.|\n)*y.sum"):
         pm(x, -y)
-    text = str(pm.after)
+    text = str(pm.planned)
     assert "expects True of loss" in text and str(parse_graph(text)) == text
 
 
 def test_a_proof_takes_no_graph_whose_guards_are_others() -> None:
     pm = make(Net(), batch())
-    assert sx.prove(pm.before, pm.after)
-    gone = pm.after.copy()
+    assert sx.proving.prove(pm.captured, pm.planned)
+    gone = pm.planned.copy()
     gone.outputs = [output for output in gone.outputs if output.name != "guards.1"]
-    assert "lacks an output" in sx.prove(pm.before, gone).why
-    other = pm.after.copy()
+    assert "lacks an output" in sx.proving.prove(pm.captured, gone).why
+    other = pm.planned.copy()
     at = next(output for output in other.outputs if output.name == "guards.1")
     at.guard = Guard(4)
-    assert "expects something else" in sx.prove(pm.before, other).why
-    swapped = pm.after.copy()
+    assert "expects something else" in sx.proving.prove(pm.captured, other).why
+    swapped = pm.planned.copy()
     at, by = (next(o for o in swapped.outputs if o.name == name) for name in ("guards.1", "guards.0"))
     at.value = by.value
-    assert "another function" in sx.prove(pm.before, swapped).why
+    assert "another function" in sx.proving.prove(pm.captured, swapped).why
 
 
 class ByMode(nn.Module):

@@ -42,11 +42,11 @@ def loss(out: Tensor, y: Tensor) -> Tensor:
 def test_evaluation_sends_weights_from_where_training_holds_them(ranks: int, chunks: int, schedule: str) -> None:
     torch.manual_seed(0)
     model, x, y = Turning().double(), torch.randint(24, (8, 5)), torch.randint(24, (8, 5))
-    pipeline = sx.Pipeline(chunks=chunks, schedule=schedule)
+    pipeline = sx.Pipeline(stages_per_rank=chunks, schedule=schedule)
     hints = sx.Hints(args=(x,), loss=loss, targets=(y,), pipeline=pipeline)
-    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(pp=ranks, mb=sx.Time(4)), hints, virtual=True)
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(pp=ranks, mb=sx.Loop(4)), hints, virtual=True)
     pm(x, y).backward()
-    assert pm.after.input("embed.weight").at == pm.after.input("scale").at == (0,)
+    assert pm.planned.input("embed.weight").at == pm.planned.input("scale").at == (0,)
     pm.eval(), model.eval()
     with torch.no_grad():
         assert (pm(x) - model(x)).abs().max() < 1e-12

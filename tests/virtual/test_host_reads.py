@@ -90,8 +90,11 @@ MODELS = {
 }
 PROGRAMS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "bfloat16": {"clip": 1.0, "compute": torch.bfloat16},
-    "scaled": {"clip": 1.0, "compute": sx.Compute(torch.float16, output=torch.float32, scale=sx.LossScale())},
+    "bfloat16": {"clip_grad_norm": 1.0, "mixed_precision": torch.bfloat16},
+    "scaled": {
+        "clip_grad_norm": 1.0,
+        "mixed_precision": sx.MixedPrecision(torch.float16, output_dtype=torch.float32, loss_scale=sx.LossScale()),
+    },
 }
 
 
@@ -196,7 +199,7 @@ def test_a_step_on_a_gpu_does_not_synchronise(name: str, program: str, device: s
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in MODELS), ("mlp", True)])
 def test_a_call_on_a_gpu_does_not_synchronise(name: str, compiled: bool) -> None:
-    pm, batch = planned(name, "cuda", compute=torch.bfloat16), batch_on(name, "cuda")
+    pm, batch = planned(name, "cuda", mixed_precision=torch.bfloat16), batch_on(name, "cuda")
     if compiled:
         pm.compile()
     for number in range(WARM + STEPS):

@@ -44,11 +44,11 @@ def numbered(*shape: int) -> Any:
 
 def test_a_geotiff(tmp_path: Path) -> None:
     image = numbered(3, 45, 50).astype(np.uint16)
-    scene = sx.GeoTiff(tiff(tmp_path / "image.tif", image))
+    scene = sx.images.GeoTiff(tiff(tmp_path / "image.tif", image))
     assert scene.shape == (3, 45, 50)
     window = (slice(1, 3), slice(7, 33), slice(20, 50))
     np.testing.assert_array_equal(scene[window], image[window])
-    band = sx.GeoTiff(tmp_path / "image.tif", channel=2)
+    band = sx.images.GeoTiff(tmp_path / "image.tif", channel=2)
     assert band.shape == (45, 50)
     np.testing.assert_array_equal(band[window[1:]], image[2][window[1:]])
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(scene))[window], image[window])
@@ -57,14 +57,14 @@ def test_a_geotiff(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["scan.nii", "scan.nii.gz"])
 def test_a_nifti_volume(name: str, tmp_path: Path) -> None:
     volume = numbered(6, 7, 8).astype(np.int16)
-    scene = sx.Nifti(nifti(tmp_path / name, volume))
+    scene = sx.images.Nifti(nifti(tmp_path / name, volume))
     assert scene.shape == (1, 8, 7, 6)
     window = (slice(0, 1), slice(2, 7), slice(1, 4), slice(3, 6))
     np.testing.assert_array_equal(scene[window], volume.T[None][window])
-    label = sx.Nifti(tmp_path / name, channel=0)
+    label = sx.images.Nifti(tmp_path / name, channel=0)
     assert label.shape == (8, 7, 6)
     np.testing.assert_array_equal(label[window[1:]], volume.T[window[1:]])
-    several = sx.Nifti(nifti(tmp_path / f"four-{name}", numbered(6, 7, 8, 2).astype(np.float32)))
+    several = sx.images.Nifti(nifti(tmp_path / f"four-{name}", numbered(6, 7, 8, 2).astype(np.float32)))
     assert several.shape == (2, 8, 7, 6)
     window = (slice(1, 2), *window[1:])
     np.testing.assert_array_equal(several[window], numbered(6, 7, 8, 2).T[window])
@@ -83,7 +83,7 @@ def zarred(path: Path, image: Any) -> Any:
 
 
 FILES: dict[str, Callable[[Path, Any], Any]] = {
-    "GeoTIFF": lambda path, image: sx.GeoTiff(tiff(path, image)),
+    "GeoTIFF": lambda path, image: sx.images.GeoTiff(tiff(path, image)),
     "HDF5": hdf5,
     "zarr": zarred,
 }
@@ -97,29 +97,29 @@ def test_tiles_of_a_file(kind: str, tmp_path: Path) -> None:
     pm = sx.parallelize(nn.Conv2d(3, 1, 3, padding=1), sx.Mesh(h=2, w=2), hints, virtual=True)
     scene = FILES[kind](tmp_path / "file", image)
     for rank in range(4):
-        data = sx.TileDataset([(scene,)], pm, names=("args.0",), crop=(20, 20), rank=rank)
+        data = sx.images.TileDataset([(scene,)], pm, names=("args.0",), crop=(20, 20), rank=rank)
         (tile,) = data[0]
         np.testing.assert_array_equal(tile.numpy(), image[:, 5:25, 6:26][pm.tile("args.0", rank)[1:]])
         assert data.bytes_read == image.nbytes * 400 // (990 * 4)
 
 
-def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+def test_a_file_that_is_sharded_short(tmp_path: Path) -> None:
     path = tiff(tmp_path / "image.tif", np.random.default_rng(0).random((1, 256, 256)))
-    whole = sx.GeoTiff(path)
+    whole = sx.images.GeoTiff(path)
     os.truncate(path, path.stat().st_size // 3)
     with pytest.raises(sx.Error, match="the file cannot be read") as caught:
         whole[slice(0, 1), slice(200, 256), slice(0, 256)]
     assert "truncated" in str(caught.value) and "image.tif" in str(caught.value)
 
 
-def test_a_volume_that_is_cut_short(tmp_path: Path) -> None:
+def test_a_volume_that_is_sharded_short(tmp_path: Path) -> None:
     path = nifti(tmp_path / "scan.nii", numbered(20, 20, 20).astype(np.float32))
     os.truncate(path, path.stat().st_size // 3)
     with pytest.raises(sx.Error, match="the file cannot be read"):
-        sx.Nifti(path)[slice(0, 1), slice(15, 20), slice(0, 20), slice(0, 20)]
+        sx.images.Nifti(path)[slice(0, 1), slice(15, 20), slice(0, 20), slice(0, 20)]
 
 
-@pytest.mark.parametrize(("reader", "package"), [(sx.GeoTiff, "rasterio"), (sx.Nifti, "nibabel")])
+@pytest.mark.parametrize(("reader", "package"), [(sx.images.GeoTiff, "rasterio"), (sx.images.Nifti, "nibabel")])
 def test_a_package_that_is_missing(reader: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(sx.Error, match=f"by {package}, which is not installed") as caught:
@@ -129,7 +129,7 @@ def test_a_package_that_is_missing(reader: Any, package: str, monkeypatch: pytes
 
 def test_there_is_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(sx.Error, match="there is no such file"):
-        sx.GeoTiff(tmp_path / "image.tif")
+        sx.images.GeoTiff(tmp_path / "image.tif")
     (tmp_path / "image.tif").write_text("no image")
     with pytest.raises(sx.Error, match="the file cannot be read"):
-        sx.GeoTiff(tmp_path / "image.tif")
+        sx.images.GeoTiff(tmp_path / "image.tif")

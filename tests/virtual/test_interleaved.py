@@ -1,4 +1,4 @@
-"""Turns that are interleaved: one's collectives travel while another one computes; loss and gradients stay."""
+"""Iterations that are interleaved: one's collectives travel while another one computes; loss and gradients stay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import fx
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops.local_ops import BY_NAME
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.loops.loop_regions import UnitOrder, order_of
 from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.validate_program import ProgramError, validate_program
@@ -28,17 +28,17 @@ from tests.zoo import make
 
 
 def side_by_side(
-    name: str, sequence: bool = False, turns: int = 2, interleave: bool = True, zero: int = 0, **axes: int
+    name: str, sequence: bool = False, iterations: int = 2, interleave: bool = True, zero: int = 0, **axes: int
 ) -> sx.ParallelModule:
-    """The plan of a case whose batch is cut into turns, before ranks cut it."""
-    return with_hints(name, {"zero": zero, "zero_min": 0}, sequence, turns, interleave, **axes)
+    """The plan of a case whose batch is split into iterations, before ranks shard it."""
+    return with_hints(name, {"zero": zero, "zero_min_numel": 0}, sequence, iterations, interleave, **axes)
 
 
 def with_hints(
-    name: str, hints: dict[str, Any], sequence: bool = False, turns: int = 2, interleave: bool = True, **axes: int
+    name: str, hints: dict[str, Any], sequence: bool = False, iterations: int = 2, interleave: bool = True, **axes: int
 ) -> sx.ParallelModule:
     case = make(name)
-    mesh = sx.Mesh(mb=sx.Time(turns, interleave=interleave), **axes)
+    mesh = sx.Mesh(mb=sx.Loop(iterations, interleave=interleave), **axes)
     rows = "mb dp" if "dp" in axes else "mb"
     inputs = [(f"args.{i}", t) for i, t in enumerate(case.args)] + [(f"kwargs.{k}", t) for k, t in case.kwargs.items()]
     specs = specs_of(case, mesh, sequence)
@@ -57,7 +57,7 @@ def check(name: str, pm: sx.ParallelModule) -> None:
     grads = pm.full_grads()
     assert rel_err(loss, reference.losses[0]) < 1e-9
     assert max(rel_err(grads[key], each) for key, each in reference.grads.items()) < 1e-9
-    assert "time.unit" in str(pm.rank_program(0))
+    assert "loop.action" in str(pm.rank_program(0))
     verdict = pm.verify()
     assert verdict.status == "proven", verdict
 
@@ -65,16 +65,16 @@ def check(name: str, pm: sx.ParallelModule) -> None:
 PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt, tp": ("gpt_fused", {"tp": 2}, {}),
     "gpt, tokens over tp": ("gpt_fused", {"tp": 2, "sequence": True}, {}),
-    "zero 3": ("gpt_fused", {"dp": 2}, {"zero": 3, "zero_min": 0}),
+    "zero 3": ("gpt_fused", {"dp": 2}, {"zero": 3, "zero_min_numel": 0}),
     "gpt, dp and tp": ("gpt_fused", {"dp": 2, "tp": 2, "sequence": True}, {}),
     "llama, tp": ("llama", {"tp": 2}, {}),
     "llama, tokens over tp": ("llama", {"tp": 2, "sequence": True}, {}),
     "llama, dp and tp": ("llama", {"dp": 2, "tp": 2, "sequence": True}, {}),
-    "zero 2": ("llama", {"dp": 2}, {"zero": 2, "zero_min": 0}),
+    "zero 2": ("llama", {"dp": 2}, {"zero": 2, "zero_min_numel": 0}),
     "recompute": ("gpt_fused", {"tp": 2, "sequence": True}, {"recompute": "layers.*"}),
-    "3 turns of 4 rows": ("gpt_fused", {"tp": 2, "turns": 3}, {}),
-    "4 turns": ("llama", {"tp": 2, "turns": 4}, {}),
-    "sums of each turn": ("gpt_fused", {"dp": 2, "tp": 2}, {"reduce": "each"}),
+    "3 iterations of 4 rows": ("gpt_fused", {"tp": 2, "iterations": 3}, {}),
+    "4 iterations": ("llama", {"tp": 2, "iterations": 4}, {}),
+    "sums of each iteration": ("gpt_fused", {"dp": 2, "tp": 2}, {"reduce": "each"}),
     "put away": ("gpt_fused", {"tp": 2}, {"offload": ("activations",)}),
     "encoder and decoder": ("hf_t5", {"tp": 2}, {}),
 }
@@ -82,7 +82,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", PLANS)
-def test_turns_side_by_side_are_the_whole_batch(which: str) -> None:
+def test_iterations_side_by_side_are_the_whole_batch(which: str) -> None:
     name, axes, hints = PLANS[which]
     check(name, with_hints(name, hints, **axes))
 
@@ -101,7 +101,7 @@ def test_less_communication_is_exposed() -> None:
     assert interleaved.step < behind.step
     for timeline in (behind, interleaved):
         assert 0 <= timeline.bubble < 1e-9
-    first, second = (interleaved.pieces(sx.Action("F", 0, turn)) for turn in range(2))
+    first, second = (interleaved.pieces(sx.schedules.Action("F", 0, iteration)) for iteration in range(2))
     assert len(first) > 1
     assert len(second) > 1
     assert first[0].end <= second[0].start < first[1].start
@@ -116,25 +116,25 @@ def test_what_is_foreseen_is_held() -> None:
         check_footprint(pm._programs.running(rank, TRAIN), held[rank])
     one_by_one, two = (replay(beside(each).rank_program(0)).peak.nbytes for each in (False, True))
     assert one_by_one < two  # activations of both
-    assert "turns of mb" in str(beside(True).report())
+    assert "iterations of mb" in str(beside(True).report())
     assert "of 2 under way, of 2" in str(beside(True).report())
 
 
-def test_a_measured_step_says_which_turn_it_was(tmp_path: Any) -> None:
+def test_a_measured_step_says_which_iteration_it_was(tmp_path: Any) -> None:
     pm, case = beside(True), make("gpt_fused")
     with pm.record(tmp_path / "step.json") as recording:
         pm(*case.args, *case.targets).backward()
     row = [action for action, _ in recording.steps[0].rows[0]]
-    assert row[:2] == [sx.Action("F", 0, 0), sx.Action("F", 0, 1)]
-    assert row.count(sx.Action("F", 0, 0)) > 1
-    assert {each.turn for each in row} == {0, 1}
+    assert row[:2] == [sx.schedules.Action("F", 0, 0), sx.schedules.Action("F", 0, 1)]
+    assert row.count(sx.schedules.Action("F", 0, 0)) > 1
+    assert {each.iteration for each in row} == {0, 1}
 
 
 @pytest.mark.slow
 def test_programs_are_read_back() -> None:
     pm = beside(True)
     made = pm.rank_program(1)
-    assert str(parse_program(str(made), pm.after)) == str(made)
+    assert str(parse_program(str(made), pm.planned)) == str(made)
     assert pm.verify(modules={1: made.module()})
     driver = made.module()
     called = [node.name for node in driver.graph.nodes if node.op == "call_module"]
@@ -142,14 +142,14 @@ def test_programs_are_read_back() -> None:
 
 
 @pytest.mark.long
-def test_so_many_turns_are_under_way_as_the_pass_says() -> None:
+def test_so_many_iterations_are_under_way_as_the_pass_says() -> None:
     case = make("mlp3")
     specs = {"args.0": "mb, -", "targets.0": "mb", "fc1.weight": "tp, -", "fc2.weight": "-, tp"}
-    mesh = sx.Mesh(mb=sx.Time(4, interleave=True), tp=2)
+    mesh = sx.Mesh(mb=sx.Loop(4, interleave=True), tp=2)
     for copies in (1, 2, 3):
         hints = {"specs": specs, "rank_passes": [f"interleave{{copies={copies}}}"]}
         program = plan(case, mesh, **hints).rank_program(0)
-        begin = next(node for node in reversed(program.graph.nodes) if node.target is turns.turns)
+        begin = next(node for node in reversed(program.graph.nodes) if node.target is loop_ops.begin)
         assert UnitOrder.of(order_of(begin).split()).under_way == copies
     with pytest.raises(sx.Error, match="cannot be under way"):
         plan(case, mesh, specs=specs, rank_passes=["interleave{copies=0}"])
@@ -157,16 +157,17 @@ def test_so_many_turns_are_under_way_as_the_pass_says() -> None:
 
 @pytest.mark.slow
 def test_chunks_of_a_block_side_by_side() -> None:
-    """Tokens are cut where nothing hangs on the others; the chunks of one turn of the batch stand side by side."""
+    """Tokens are sharded where nothing hangs on the others; the chunks of one iteration of the batch stand side by
+    side."""
     torch.manual_seed(0)
     model = Language().double()
     x, y = torch.randint(300, (6, 12)), torch.randint(300, (6, 12))
     y[0, :9] = -100
     specs = {"args.0": "mb, -", "inner": "mb, -, -", "head": "mb, chunk, -", "head.weight": "tp, -"}
-    mesh = sx.Mesh(tp=2, mb=sx.Time(3), chunk=sx.Time(2, interleave=True))
+    mesh = sx.Mesh(tp=2, mb=sx.Loop(3), chunk=sx.Loop(2, interleave=True))
     hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs)
     pm = sx.parallelize(copy.deepcopy(model), mesh, hints, virtual=True)
-    assert "time.unit" in str(pm.rank_program(0))
+    assert "loop.action" in str(pm.rank_program(0))
     alone, made = next_tokens(model(x), y), pm(x, y)
     alone.backward()
     made.backward()
@@ -178,19 +179,19 @@ def test_chunks_of_a_block_side_by_side() -> None:
 
 
 @pytest.mark.long
-def test_turns_side_by_side_within_turns() -> None:
+def test_iterations_side_by_side_within_iterations() -> None:
     specs = {"args.0": "mb copy, -", "targets.0": "mb copy", "fc1.weight": "tp, -", "fc2.weight": "-, tp"}
-    mesh = sx.Mesh(mb=sx.Time(2), copy=sx.Time(2, interleave=True), tp=2)
+    mesh = sx.Mesh(mb=sx.Loop(2), copy=sx.Loop(2, interleave=True), tp=2)
     check("mlp3", plan(make("mlp3"), mesh, specs=specs))
 
 
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.slow
-def test_turns_within_those_of_stages_lie_in_a_backward(interleave: bool) -> None:
+def test_iterations_within_those_of_stages_lie_in_a_backward(interleave: bool) -> None:
     """Where they have both forward and backward in them."""
     case, reference = make("gpt_fused"), single_device(make("gpt_fused"), 1)
     specs = {"args.0": "mb copy, -", "targets.0": "mb copy, -"}
-    mesh = sx.Mesh(pp=2, mb=sx.Time(2), copy=sx.Time(2, interleave=interleave))
+    mesh = sx.Mesh(pp=2, mb=sx.Loop(2), copy=sx.Loop(2, interleave=interleave))
     pm = plan(case, mesh, specs=specs, pipeline=sx.Pipeline())
     pm(*case.args, *case.targets).backward()
     grads = pm.full_grads()
@@ -207,18 +208,18 @@ def named(graph: fx.Graph, name: str, last: bool = False) -> fx.Node:
 
 
 def ordered(graph: fx.Graph, change: Callable[[list[str]], list[str]]) -> None:
-    begin = next(node for node in graph.nodes if len(node.args) > 3 and node.target is turns.turns)
+    begin = next(node for node in graph.nodes if len(node.args) > 3 and node.target is loop_ops.begin)
     begin.args = (*begin.args[:3], " ".join(change(begin.args[3].split())))
 
 
-def another_turn_first(graph: fx.Graph) -> None:
-    """One rank comes to a collective with the other turn."""
+def another_iteration_first(graph: fx.Graph) -> None:
+    """One rank comes to a collective with the other iteration."""
     other = {"0": "1", "1": "0"}
     ordered(graph, lambda words: [word[:-1] + other[word[-1]] for word in words])
 
 
 def a_slice_twice(graph: fx.Graph) -> None:
-    at = named(graph, "time.at")
+    at = named(graph, "loop.index")
     at.args = (*at.args[:2], 0)
 
 
@@ -243,16 +244,16 @@ def a_unit_left_out(graph: fx.Graph) -> None:
 
 
 def added_twice(graph: fx.Graph) -> None:
-    node = named(graph, "time.add", last=True)
+    node = named(graph, "loop.add", last=True)
     with graph.inserting_after(node):
-        again = graph.call_function(turns.add, (node, node.args[1]))
+        again = graph.call_function(loop_ops.add, (node, node.args[1]))
     again.meta = dict(node.meta)
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
 
 
 @pytest.mark.long
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("damage", [another_turn_first, a_slice_twice, added_twice])
+@pytest.mark.parametrize("damage", [another_iteration_first, a_slice_twice, added_twice])
 def test_a_wrong_program_is_not_proven(damage: Callable[[fx.Graph], None]) -> None:
     pm = beside(True)
     program = pm.rank_program(1)

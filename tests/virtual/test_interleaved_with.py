@@ -1,4 +1,4 @@
-"""Interleaved turns beside pipelines, and compiled: exact and proven, or an error that says what to do."""
+"""Interleaved iterations beside pipelines, and compiled: exact and proven, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardfx as sx
 
 HINTS = {"*.up.weight": "tp, -", "*.down.weight": "-, tp"}
-SIDE = sx.Time(2, interleave=True)
+SIDE = sx.Loop(2, interleave=True)
 
 
 class Block(nn.Module):
@@ -45,14 +45,14 @@ def check(model: nn.Module, pm: sx.ParallelModule, x: Tensor, y: Tensor) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["mb c, -, -", pytest.param("mb, c, -", marks=pytest.mark.slow)])
-def test_turns_within_those_of_a_pipeline(rows: str) -> None:
-    check(*planned(sx.Mesh(mb=sx.Time(4), c=SIDE, pp=2, tp=2), rows, pipeline=sx.Pipeline()))
+def test_iterations_within_those_of_a_pipeline(rows: str) -> None:
+    check(*planned(sx.Mesh(mb=sx.Loop(4), c=SIDE, pp=2, tp=2), rows, pipeline=sx.Pipeline()))
 
 
 @pytest.mark.long
-def test_turns_of_a_pipeline_are_in_its_schedule() -> None:
+def test_iterations_of_a_pipeline_are_in_its_schedule() -> None:
     with pytest.raises(sx.Error) as caught:
-        planned(sx.Mesh(mb=sx.Time(4, interleave=True), pp=2, tp=2), "mb, -, -", pipeline=sx.Pipeline())
+        planned(sx.Mesh(mb=sx.Loop(4, interleave=True), pp=2, tp=2), "mb, -, -", pipeline=sx.Pipeline())
     assert "interleave" in str(caught.value) and "remedy:" in str(caught.value)
 
 

@@ -37,8 +37,8 @@ def test_what_is_added_to_a_partial_sum_is_reduced_once(name: str) -> None:
     model, x = Adds(ADDED[name]), torch.randn(4, 8, dtype=torch.float64)
     hints = sx.Hints(args=(x,), specs={"args.0": "-, tp", "w": "tp, -", "v": "tp, -"}, loss=lambda y: (y**2).sum())
     pm = sx.parallelize(model, sx.Mesh(tp=2), hints)
-    forward = [node for node in pm.after.nodes if node.phase.name == "FORWARD" and str(node.op).startswith("comm.")]
-    assert len(forward) == 1, pm.after
+    forward = [node for node in pm.planned.nodes if node.phase.name == "FORWARD" and str(node.op).startswith("comm.")]
+    assert len(forward) == 1, pm.planned
     assert pm.verify()
     alone, together = (model(x) ** 2).sum(), pm(x)
     alone.backward()

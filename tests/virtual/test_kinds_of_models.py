@@ -1,4 +1,5 @@
-"""A model may be a module, an ``fx.GraphModule`` or an ``ExportedProgram``, on any device; ``sx.trace`` shows it."""
+"""A model may be a module, an ``fx.GraphModule`` or an ``ExportedProgram``, on any device; ``sx.api.trace`` shows
+it."""
 
 from __future__ import annotations
 
@@ -97,23 +98,23 @@ def test_an_example_given_twice_is_two_inputs() -> None:
 def test_the_graph_names_no_device(device: str) -> None:
     """Planned on fake tensors of a device that need not be there."""
     hints = sx.Hints(args=(X,), loss=loss, specs=SPECS)
-    plain = str(sx.trace(Mixer(), hints))
+    plain = str(sx.api.trace(Mixer(), hints))
     model = Mixer()
     with FakeTensorMode():
         there = {id(p): nn.Parameter(torch.empty(p.shape, device=device)) for p in model.parameters()}
         there |= {id(b): torch.empty(b.shape, device=device) for b in model.buffers()}
         model, x = deepcopy(model, there), torch.empty(X.shape, device=device)
-    text = str(sx.trace(model, sx.Hints(args=(x,), loss=loss, specs=SPECS)))
+    text = str(sx.api.trace(model, sx.Hints(args=(x,), loss=loss, specs=SPECS)))
     assert text == plain
     assert "device" not in text
 
 
 def test_trace_gives_the_captured_graph() -> None:
     hints = sx.Hints(args=(X,), loss=loss)
-    graph = sx.trace(Mixer(), hints)
+    graph = sx.api.trace(Mixer(), hints)
     assert str(parse_graph(str(graph))) == str(graph)
     assert [o.kind for o in graph.outputs].count("gradient") == 4
-    assert str(sx.trace(Mixer(), hints, sx.Mesh(dp=2))).startswith("mesh dp=2\n")
+    assert str(sx.api.trace(Mixer(), hints, sx.Mesh(dp=2))).startswith("mesh dp=2\n")
     assert "shardfx.attention(" in str(graph) and "comm." not in str(graph)
 
 
@@ -128,7 +129,7 @@ def test_trace_gives_the_captured_graph() -> None:
 )
 def test_what_is_no_model(model: object, words: list[str]) -> None:
     for call in (
-        lambda: sx.trace(model, sx.Hints(args=(X,))),  # type: ignore[arg-type]
+        lambda: sx.api.trace(model, sx.Hints(args=(X,))),  # type: ignore[arg-type]
         lambda: sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(X,))),  # type: ignore[arg-type]
     ):
         with pytest.raises(sx.Error) as caught:
@@ -140,7 +141,7 @@ def test_a_program_of_dynamic_shapes_is_refused() -> None:
     dynamic = {"x": {0: torch.export.Dim("batch", min=2, max=8)}}
     program = torch.export.export(nn.Linear(8, 8), (X[0],), dynamic_shapes={"input": dynamic["x"]})
     with pytest.raises(sx.Error, match="this ExportedProgram has dynamic shapes"):
-        sx.trace(program, sx.Hints(args=(X[0],)))
+        sx.api.trace(program, sx.Hints(args=(X[0],)))
 
 
 class Recurrent(nn.Module):

@@ -45,7 +45,7 @@ def case(of_model: bool, of_input: bool) -> Case:
 
 def planned(given: Case, **hints: Any) -> sx.ParallelModule:
     specs = {"args.0": "dp, -, -, -", "targets.0": "dp"}
-    told = sx.Hints(args=given.args, loss=given.loss, targets=given.targets, specs=specs, zero_min=0, **hints)
+    told = sx.Hints(args=given.args, loss=given.loss, targets=given.targets, specs=specs, zero_min_numel=0, **hints)
     return sx.parallelize(copy.deepcopy(given.model), sx.Mesh(dp=2), told, virtual=True)
 
 
@@ -65,10 +65,10 @@ def planned(given: Case, **hints: Any) -> sx.ParallelModule:
 def test_what_is_held_is_foreseen(of_model: bool, of_input: bool, hints: dict[str, Any]) -> None:
     given = case(of_model, of_input)
     pm = planned(given, **hints)
-    assert pm.after.input("args.0").laid == (LAST if of_input else ())
-    assert pm.after.input("head.weight").laid == (1, 0)
+    assert pm.planned.input("args.0").laid == (LAST if of_input else ())
+    assert pm.planned.input("head.weight").laid == (1, 0)
     for name in ("stem.weight", "body.weight", "point.weight"):
-        assert pm.after.input(name).laid == (LAST if of_model else ())
+        assert pm.planned.input(name).laid == (LAST if of_model else ())
     loss = given.loss(given.model(*given.args), *given.targets)
     loss.backward()
     made = pm(*given.args, *given.targets)
@@ -98,16 +98,16 @@ def test_states_lie_as_their_parameters() -> None:
     given = case(True, True)
     pm = planned(given, optimizer=torch.optim.AdamW)
     pm.step(*given.args, *given.targets)
-    assert pm.after.input("body.weight.exp_avg").laid == LAST
-    assert all(piece.stride() == (72, 1, 24, 8) for piece in pm.store.states["body.weight.exp_avg"])
+    assert pm.planned.input("body.weight.exp_avg").laid == LAST
+    assert all(piece.stride() == (72, 1, 24, 8) for piece in pm._store.states["body.weight.exp_avg"])
 
 
 def test_how_an_input_lies_stands_in_the_text() -> None:
     pm = planned(case(True, False))
-    text = print_graph(pm.after)
+    text = print_graph(pm.planned)
     assert "parameter %stem.weight : f32[8, 3, 3, 3] laid [0, 2, 3, 1]".replace("f32", "f64") in text
-    for back in (parse_graph(text), pm.after.copy()):
-        assert [given.laid for given in back.inputs] == [given.laid for given in pm.after.inputs]
+    for back in (parse_graph(text), pm.planned.copy()):
+        assert [given.laid for given in back.inputs] == [given.laid for given in pm.planned.inputs]
     with pytest.raises(sx.Error, match="the dims 0 to 3 in a list, each once"):
         parse_graph(text.replace("laid [0, 2, 3, 1]", "laid [0, 2, 2, 1]", 1))
 

@@ -26,8 +26,8 @@ def planned(scale: sx.LossScale, mesh: sx.Mesh, output: Any = torch.float32, **h
     model, x, y = data()
     given: dict[str, Any] = {"args": (x,), "targets": (y,), "loss": F.cross_entropy, "specs": {"args.0": "dp, -"}}
     given |= {"optimizer": lambda ps: torch.optim.AdamW(ps, lr=1e-2), **hints}
-    compute = sx.Compute(torch.float16, output=output, scale=scale)
-    return sx.parallelize(model, mesh, sx.Hints(**given, compute=compute), virtual=True)
+    compute = sx.MixedPrecision(torch.float16, output_dtype=output, loss_scale=scale)
+    return sx.parallelize(model, mesh, sx.Hints(**given, mixed_precision=compute), virtual=True)
 
 
 def scales_of_torch(scale: sx.LossScale) -> list[float]:
@@ -59,7 +59,9 @@ def overflowing(x: Tensor) -> Tensor:
 
 @pytest.mark.long
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("hints", [{"zero": 1, "zero_min": 0}, {"offload": ("optimizer",)}], ids=["zero", "offload"])
+@pytest.mark.parametrize(
+    "hints", [{"zero": 1, "zero_min_numel": 0}, {"offload": ("optimizer",)}], ids=["zero", "offload"]
+)
 def test_it_goes_as_that_of_a_grad_scaler(hints: dict[str, Any]) -> None:
     scale = sx.LossScale(2.0**12, interval=3)
     pm, (_, x, y) = planned(scale, sx.Mesh(dp=2), **hints), data()
@@ -89,7 +91,7 @@ def test_gradients_are_those_of_the_loss_also_before_the_first_step() -> None:
 @pytest.mark.long
 def test_it_goes_on_under_another_plan() -> None:
     scale, (_, x, y) = sx.LossScale(2.0**10, interval=3), data()
-    pm, other = planned(scale, sx.Mesh(dp=2)), planned(scale, sx.Mesh(dp=4), zero=1, zero_min=0)
+    pm, other = planned(scale, sx.Mesh(dp=2)), planned(scale, sx.Mesh(dp=4), zero=1, zero_min_numel=0)
     for _ in range(4):
         pm.step(x, y)
     other.load_full_state_dict(pm.full_state_dict())

@@ -20,7 +20,7 @@ from .test_calls import F64, SPECS, batch, mlp, near
 X, Y = batch()
 WEIGHT = torch.rand(4, dtype=F64)
 MESH = sx.Mesh(dp=2, tp=2)
-CUT = {**SPECS, "0.weight": "tp, -", "2.weight": "tp, -"}
+SHARDING = {**SPECS, "0.weight": "tp, -", "2.weight": "tp, -"}
 
 
 class Tempered(nn.Module):
@@ -67,7 +67,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 
 
 def given(loss: Callable[..., Any]) -> sx.Hints:
-    return sx.Hints(args=(X,), loss=loss, targets=(Y,), specs=CUT)
+    return sx.Hints(args=(X,), loss=loss, targets=(Y,), specs=SHARDING)
 
 
 @pytest.mark.long
@@ -88,7 +88,7 @@ def test_tensors_of_the_loss(which: str) -> None:
     with pm.gathered() as whole:
         assert type(whole) is nn.Sequential and list(whole.state_dict()) == names
     assert list(model.state_dict()) == names and near(pm.eval()(X[:3]), alone(X[:3])) and pm.verify()
-    assert "loss" in str(sx.trace(mlp(), given(loss)))
+    assert "loss" in str(sx.api.trace(mlp(), given(loss)))
 
 
 @pytest.mark.long
@@ -101,7 +101,7 @@ def test_margins_of_several_labels(reduction: str) -> None:
         return F.multilabel_margin_loss(out, y, reduction=reduction).sum()
 
     model, x = mlp(), X[:4]
-    hints = sx.Hints(args=(x,), loss=loss, targets=(labels,), specs=CUT | {"targets.0": "dp, -"})
+    hints = sx.Hints(args=(x,), loss=loss, targets=(labels,), specs=SHARDING | {"targets.0": "dp, -"})
     alone, pm = copy.deepcopy(model), sx.parallelize(model, MESH, hints)
     ours, theirs = pm(x, labels), loss(alone(x), labels)
     ours.backward(), theirs.backward()

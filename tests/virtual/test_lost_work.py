@@ -48,8 +48,8 @@ def test_what_comes_behind_an_op_that_needs_the_whole_batch_is_shared() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pm = planned(6, mixed=True)
-    products = [node for node in pm.after.nodes if node.where.module == "second" and op_name(node.op) == "aten.addmm"]
-    assert [node.strategy.cuts for node in products] == [(("m", ("dp",)),)]
+    products = [node for node in pm.planned.nodes if node.where.module == "second" and op_name(node.op) == "aten.addmm"]
+    assert [node.strategy.shardings for node in products] == [(("m", ("dp",)),)]
 
 
 class Ranked(nn.Module):
@@ -83,4 +83,4 @@ def test_what_is_shared_equals_one_device() -> None:
 def test_what_is_shared_is_not_spoken_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not any("redundant" in note for note in planned(6, mixed=False).after.notes)
+        assert not any("redundant" in note for note in planned(6, mixed=False).planned.notes)

@@ -1,4 +1,5 @@
-"""Several units of a rank: of several stages, backward in two parts, turns within; and with all that plans may have."""
+"""Several units of a rank: of several stages, backward in two parts, iterations within; and with all that plans may
+have."""
 
 from __future__ import annotations
 
@@ -54,12 +55,14 @@ MANY: dict[str, tuple[UnitOf, str]] = {"stages": (stages, STAGES), "weights": (w
 
 @pytest.mark.long
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize("hints", [{}, {"zero": 2, "zero_min": 0}, {"reduce": "each"}], ids=["plain", "zero2", "each"])
+@pytest.mark.parametrize(
+    "hints", [{}, {"zero": 2, "zero_min_numel": 0}, {"reduce": "each"}], ids=["plain", "zero2", "each"]
+)
 @pytest.mark.parametrize("how", MANY)
 def test_ranks_with_many_units(how: str, hints: dict[str, Any]) -> None:
     unit_of, order = MANY[how]
     case = make("mlp3")
-    pm = plan(case, sx.Mesh(dp=2), accumulate=4, **hints)
+    pm = plan(case, sx.Mesh(dp=2), grad_accumulation=4, **hints)
     put(pm, order, unit_of)
     loss = pm(*case.args, *case.targets)
     loss.backward()
@@ -76,10 +79,10 @@ def test_ranks_with_many_units(how: str, hints: dict[str, Any]) -> None:
 
 UNEVEN = "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 F0.4 B0.2 B0.3 B0.4"
 HOW: dict[str, tuple[str, sx.Mesh, str, dict[str, Any]]] = {
-    "5 turns of 8 rows": ("mlp3", sx.Mesh(one=1), UNEVEN, {"accumulate": 5}),
-    "recompute": ("gpt_fused", sx.Mesh(dp=2), ONE_AHEAD, {"accumulate": 4, "recompute": "layers.*"}),
-    "put away": ("gpt_fused", sx.Mesh(dp=2), ONE_AHEAD, {"accumulate": 4, "offload": ("activations",)}),
-    "tp2": ("gpt_fused", sx.Mesh(tp=2), ONE_AHEAD, {"accumulate": 4}),
+    "5 iterations of 8 rows": ("mlp3", sx.Mesh(one=1), UNEVEN, {"grad_accumulation": 5}),
+    "recompute": ("gpt_fused", sx.Mesh(dp=2), ONE_AHEAD, {"grad_accumulation": 4, "recompute": "layers.*"}),
+    "put away": ("gpt_fused", sx.Mesh(dp=2), ONE_AHEAD, {"grad_accumulation": 4, "offload": ("activations",)}),
+    "tp2": ("gpt_fused", sx.Mesh(tp=2), ONE_AHEAD, {"grad_accumulation": 4}),
 }
 
 
@@ -111,14 +114,14 @@ def from_the_chunks_on(steps: Sequence[Node | Loop]) -> Callable[[Node], str]:
 
 
 @pytest.mark.slow
-def test_turns_lie_within_a_unit() -> None:
+def test_iterations_lie_within_a_unit() -> None:
     torch.manual_seed(0)
     model: nn.Module = Language().double()
     x, y = torch.randint(300, (6, 15)), torch.randint(300, (6, 15))
     y[0, :11] = -100
     specs = {"args.0": "mb dp, -", "inner": "mb dp, -, -", "head": "mb dp, chunk, -"}
     hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs)
-    mesh = sx.Mesh(dp=2, mb=sx.Time(3), chunk=sx.Time(5))
+    mesh = sx.Mesh(dp=2, mb=sx.Loop(3), chunk=sx.Loop(5))
     pm = sx.parallelize(copy.deepcopy(model), mesh, hints, virtual=True)
     put(pm, "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", from_the_chunks_on)
     loss = next_tokens(model(x), y)

@@ -23,10 +23,10 @@ from tests.reference import rel_err, single_device
 from tests.zoo import Case, make
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "zero 1": {"zero": 1, "zero_min": 0},
-    "zero 3": {"zero": 3, "zero_min": 0},
+    "zero 1": {"zero": 1, "zero_min_numel": 0},
+    "zero 3": {"zero": 3, "zero_min_numel": 0},
     "recompute": {"recompute": "**"},
-    "zero 3, recompute": {"zero": 3, "zero_min": 64, "recompute": "**"},
+    "zero 3, recompute": {"zero": 3, "zero_min_numel": 64, "recompute": "**"},
 }
 QUICK = [("gpt_fused", "dp2tp2", "zero 3, recompute")]
 NAMES = ("gpt_separate", "llama", "hf_t5", "resnet", "dropout_mlp")
@@ -139,14 +139,14 @@ def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
     drawn = memory.draw(tmp_path / "memory.svg").read_text()
     assert all(word in drawn for word in ("forward", "backward", "activations", "layers.0.up", "peak"))
     assert pm.memory(rank=1).peak == memory.peak and pm.memory(training=False).peak < memory.peak
-    others = {"recompute": blocks(recompute="layers.*").memory(), "zero 3": blocks(zero=3, zero_min=0).memory()}
+    others = {"recompute": blocks(recompute="layers.*").memory(), "zero 3": blocks(zero=3, zero_min_numel=0).memory()}
     beside = memory.draw(tmp_path / "plans.svg", beside=others).read_text()
     assert all(word in beside for word in ("this plan", "recompute", "zero 3", "backward"))
 
 
 @pytest.mark.slow
 def test_a_formula_is_found_where_half_the_sequence_has_another_plan() -> None:
-    memory = plan(make("gpt_fused"), MESHES["dp2"], zero=1, zero_min=0).memory()
+    memory = plan(make("gpt_fused"), MESHES["dp2"], zero=1, zero_min_numel=0).memory()
     assert memory.formula.subs({"batch": 8, "sequence": 16, "dp": 2}) == memory.peak
 
 
@@ -158,7 +158,7 @@ def test_recompute_keeps_what_goes_into_a_block() -> None:
     assert again.by_category.get("activations", 0) <= 6 * 128 * 16 * 4
     assert again.peak < 0.6 * plain.peak
     half = blocks(recompute=sx.Recompute("layers.*", count=3)).memory()
-    kept = blocks(recompute=sx.Recompute("layers.*", keep="aten.addmm")).memory()
+    kept = blocks(recompute=sx.Recompute("layers.*", save="aten.addmm")).memory()
     assert again.peak < half.peak < plain.peak and again.peak < kept.peak < plain.peak
 
 
@@ -171,25 +171,27 @@ def test_collectives_are_repeated_or_kept_and_boundaries_wait_in_slices() -> Non
         sent[name] = pm.report().communication.over("tp")
         assert pm.verify()
     assert sent["plain"] == sent["kept"] <= sent["again"]
-    sliced = blocks(mesh, tp, recompute=sx.Recompute("layers.*", slice="tp"))
-    assert sliced.verify() and "waits for the backward in slices" in {node.why for node in sliced.after.nodes}
+    sliced = blocks(mesh, tp, recompute=sx.Recompute("layers.*", shard_saved="tp"))
+    assert sliced.verify() and "waits for the backward in slices" in {node.why for node in sliced.planned.nodes}
 
 
 def test_zero_stores_pieces_and_gathers_them_again() -> None:
     whole = sum(p.numel() for p in Blocks().parameters())
-    held = {level: blocks(zero=level, zero_min=0) for level in (0, 1, 2, 3)}
+    held = {level: blocks(zero=level, zero_min_numel=0) for level in (0, 1, 2, 3)}
     for level, pm in held.items():
         mine = pm.memory().by_category["parameters"] / 4
         assert mine == (whole / 2 if level else whole)
         assert sum(p.numel() for p in pm.parameters()) == whole
-    names = {level: [node.op.name for node in pm.after.nodes if hasattr(node.op, "kind")] for level, pm in held.items()}
+    names = {
+        level: [node.op.name for node in pm.planned.nodes if hasattr(node.op, "kind")] for level, pm in held.items()
+    }
     assert "comm.reduce_scatter" in names[1] and "comm.reduce_scatter" not in names[0]
-    twice = [node for node in held[3].after.nodes if getattr(node.op, "name", "") == "comm.all_gather"]
+    twice = [node for node in held[3].planned.nodes if getattr(node.op, "name", "") == "comm.all_gather"]
     assert {node.phase for node in twice} == {Phase.FORWARD, Phase.BACKWARD}
-    assert all(each.phase is Phase.FORWARD for each in held[1].after.nodes if each.op == twice[0].op)
-    small = blocks(zero=3, zero_min=100).after
-    cut = {given.name for given in small.inputs if given.value.spec.axes and given.name.startswith("layers")}
-    assert cut == {f"layers.{i}.{side}.weight" for i in range(6) for side in ("up", "down")}
+    assert all(each.phase is Phase.FORWARD for each in held[1].planned.nodes if each.op == twice[0].op)
+    small = blocks(zero=3, zero_min_numel=100).planned
+    sharding = {given.name for given in small.inputs if given.value.spec.axes and given.name.startswith("layers")}
+    assert sharding == {f"layers.{i}.{side}.weight" for i in range(6) for side in ("up", "down")}
 
 
 @pytest.mark.parametrize("level", [1, 3])
@@ -228,9 +230,9 @@ def test_zero_levels_of_small_models_hold_no_more_than_the_level_below(
         given = sx.Hints((x,), loss=F.mse_loss, targets=(x,), specs={"args.0": "-, dp, -"}, zero=level, **hints)
         return sx.parallelize(make(), sx.Mesh(dp=ranks), given, virtual=True).memory().peak
 
-    peaks = [peak(level, optimizer=torch.optim.AdamW, zero_min=0) for level in range(4)]
+    peaks = [peak(level, optimizer=torch.optim.AdamW, zero_min_numel=0) for level in range(4)]
     assert peaks == sorted(peaks, reverse=True), peaks
-    assert peak(3, zero_min=0) < peak(0)  # of an optimizer elsewhere the states are not counted
+    assert peak(3, zero_min_numel=0) < peak(0)  # of an optimizer elsewhere the states are not counted
 
 
 @pytest.mark.slow
@@ -238,8 +240,8 @@ def test_zero_over_several_axes_and_beside_tensor_parallelism() -> None:
     mesh = sx.Mesh(a=2, b=2, tp=2)
     specs = {"args.0": "a b, -", "targets.0": "a b, -", "layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}
     for axes in ("b", ("a", "b")):
-        pm = blocks(mesh, specs, zero=3, zero_axis=axes, zero_min=0)
-        stored = pm.after.input("layers.1.up.weight").value.spec
+        pm = blocks(mesh, specs, zero=3, zero_axis=axes, zero_min_numel=0)
+        stored = pm.planned.input("layers.1.up.weight").value.spec
         assert stored is not None and set(stored.axes) == {"tp", *axes}
         assert pm.verify(), pm.verify().why
 
@@ -264,7 +266,7 @@ def test_a_budget_that_holds_and_one_that_does_not() -> None:
 @pytest.mark.long
 def test_what_may_be_put_away_is_a_remedy() -> None:
     """Where the other features are asked for already, and it is not; a copy holds its source until it is waited for."""
-    hints: dict[str, Any] = {"recompute": "layers.0", "zero": 3, "zero_min": 0}
+    hints: dict[str, Any] = {"recompute": "layers.0", "zero": 3, "zero_min_numel": 0}
     with pytest.raises(sx.Error, match="more than Hints") as raised:
         blocks(memory="350 kB", **hints)
     assert "Hints(offload=('activations',)) holds" in str(raised.value.remedy)
@@ -299,13 +301,13 @@ def test_parameters_are_put_away_where_nothing_else_fits() -> None:
         ({"zero": True}, "a level"),
         ({"zero": 3, "zero_axis": "pd"}, "unknown mesh axis 'pd'"),
         ({"zero": 3, "zero_axis": ()}, "the name of a mesh axis"),
-        ({"zero_min": -1}, "a number of elements"),
+        ({"zero_min_numel": -1}, "a number of elements"),
         ({"memory": "16 bytes of ram"}, "16GiB"),
         ({"memory": 0}, "a number of bytes"),
         ({"recompute": "layer.*"}, "matches none of the modules"),
-        ({"recompute": sx.Recompute("layers.*", keep="aten.mn")}, "matches none of the ops"),
-        ({"recompute": sx.Recompute("layers.*", slice="sp")}, "unknown mesh axis 'sp'"),
-        ({"recompute": sx.Recompute("layers.*", keep="layers.*.up:aten.mn")}, "did you mean"),
+        ({"recompute": sx.Recompute("layers.*", save="aten.mn")}, "matches none of the ops"),
+        ({"recompute": sx.Recompute("layers.*", shard_saved="sp")}, "unknown mesh axis 'sp'"),
+        ({"recompute": sx.Recompute("layers.*", save="layers.*.up:aten.mn")}, "did you mean"),
         ({"recompute": 3}, "a pattern of modules"),
         ({"recompute": sx.Recompute("layers.*", skip=6)}, "skip= less than 6"),
         ({"zero": 3, "zero_axis": ("dp", "dp")}, "over 'dp' twice"),

@@ -1,4 +1,5 @@
-"""``Hints(compute=...)``: masters in one dtype, the model in another, as one device computes it written by hand."""
+"""``Hints(mixed_precision=...)``: masters in one dtype, the model in another, as one device computes it written by
+hand."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def made(name: str) -> Case:
     return case
 
 
-def alone(case: Case, clip: float | None = None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def alone(case: Case, clip_grad_norm: float | None = None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, the first gradients, and the state after some steps."""
     model = deepcopy(case.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -58,8 +59,8 @@ def alone(case: Case, clip: float | None = None) -> tuple[list[float], dict[str,
         loss = as_hinted(model, case)
         loss.backward()
         losses.append(loss.item())
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
         if step == 0:
             grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
@@ -70,7 +71,7 @@ def beside(name: str, mesh: sx.Mesh, proven: bool = True, **hints: Any) -> sx.Pa
     """Train a case in float64 masters, computed in float32, beside one device."""
     case = made(name)
     losses, grads, state = alone(case, hints.get("clip"))
-    pm = plan(made(name), mesh, compute=F32, **hints)
+    pm = plan(made(name), mesh, mixed_precision=F32, **hints)
     in_program = "optimizer" in hints
     optimizer = None if in_program else torch.optim.SGD(pm.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
@@ -101,7 +102,7 @@ MODELS = ("mlp3", "gpt_fused", "llama", "resnet")
 PIECES: dict[str, dict[str, Any]] = {
     "zero1": {"zero": 1},
     "zero3": {"zero": 3},
-    "zero2-step-clip": {"zero": 2, "optimizer": sgd, "clip": 0.5},
+    "zero2-step-clip": {"zero": 2, "optimizer": sgd, "clip_grad_norm": 0.5},
     "zero3-step": {"zero": 3, "optimizer": sgd},
 }
 QUICK = {("mlp3", "dp2tp2"), ("mlp3", "zero2-step-clip"), ("mlp3", "zero1")}
@@ -122,13 +123,13 @@ def test_equals_one_device(name: str, mesh: str) -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "pieces"), quick_first(PIECES))
 def test_stored_in_pieces(name: str, pieces: str) -> None:
-    beside(name, MESHES["dp2"], zero_min=0, **PIECES[pieces])
+    beside(name, MESHES["dp2"], zero_min_numel=0, **PIECES[pieces])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_fused", "llama"])
 def test_recomputed(name: str) -> None:
-    beside(name, MESHES["dp2tp2"], recompute="layers.*", zero=3, zero_min=0)
+    beside(name, MESHES["dp2tp2"], recompute="layers.*", zero=3, zero_min_numel=0)
 
 
 # ---- what is exact -----------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ def exact_plan(mesh: sx.Mesh, **hints: Any) -> tuple[nn.Module, sx.ParallelModul
     model = whole_numbers(Tied())
     x, y = torch.randint(0, 12, (8,)), torch.randint(-1, 2, (8, 12)).float()
     specs = {"args.0": "dp"} | ({"tok.weight": "tp, -"} if "tp" in mesh.names else {})
-    given: Any = {"args": (x,), "targets": (y,), "loss": inner, "specs": specs, "zero_min": 0}
+    given: Any = {"args": (x,), "targets": (y,), "loss": inner, "specs": specs, "zero_min_numel": 0}
     return model, sx.parallelize(model, mesh, sx.Hints(**given, **hints), virtual=True), x, y
 
 
@@ -171,11 +172,13 @@ def inner(out: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.long
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("compute", [BF16, sx.Compute(BF16, reduce=BF16), sx.Compute(torch.float16, scale=64.0)])
+@pytest.mark.parametrize(
+    "compute", [BF16, sx.MixedPrecision(BF16, reduce_dtype=BF16), sx.MixedPrecision(torch.float16, loss_scale=64.0)]
+)
 @pytest.mark.parametrize("mesh", ["dp2", "dp2tp2"])
-def test_whole_numbers_are_exact(compute: Any, mesh: str) -> None:
-    model, pm, x, y = exact_plan(MESHES[mesh], compute=compute, zero=3)
-    dtype = sx.Compute.of(compute).dtype  # type: ignore[union-attr]
+def test_whole_numbers_are_exact(mixed_precision: Any, mesh: str) -> None:
+    model, pm, x, y = exact_plan(MESHES[mesh], mixed_precision=mixed_precision, zero=3)
+    dtype = sx.MixedPrecision.of(mixed_precision).dtype  # type: ignore[union-attr]
     weights = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
     expected = inner(torch.func.functional_call(model, weights, (x,), tie_weights=True), y)
     expected.backward()

@@ -1,4 +1,5 @@
-"""``Hints(compute=...)``: what is sent in which dtype, what is kept, its further options, and what is refused."""
+"""``Hints(mixed_precision=...)``: what is sent in which dtype, what is kept, its further options, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -36,16 +37,21 @@ def sent(graph: Graph, *ops: str) -> list[tuple[Node, torch.dtype, int]]:
     return [(n, v.type.dtype, v.type.nbytes) for n in found for v in n.operands if v.type.ndim]
 
 
-def big(reduce: torch.dtype | None = None, compute: Any = BF16, **hints: Any) -> sx.ParallelModule:
+def big(reduce: torch.dtype | None = None, mixed_precision: Any = BF16, **hints: Any) -> sx.ParallelModule:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64, bias=False))
-    if compute is None:
-        compute, x = sx.Compute(reduce=reduce), torch.zeros(8, 64, dtype=BF16)
+    if mixed_precision is None:
+        mixed_precision, x = sx.MixedPrecision(reduce_dtype=reduce), torch.zeros(8, 64, dtype=BF16)
         model = model.bfloat16()
     else:
-        compute, x = (compute if reduce is None else sx.Compute(compute, reduce=reduce)), torch.zeros(8, 64)
+        mixed_precision, x = (
+            (mixed_precision if reduce is None else sx.MixedPrecision(mixed_precision, reduce_dtype=reduce)),
+            torch.zeros(8, 64),
+        )
     specs = {"args.0": "dp, -"}
-    given: Any = {"args": (x,), "targets": (x,), "loss": squared, "specs": specs, "zero_min": 0}
-    return sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(**given, compute=compute, **hints), virtual=True)
+    given: Any = {"args": (x,), "targets": (x,), "loss": squared, "specs": specs, "zero_min_numel": 0}
+    return sx.parallelize(
+        model, sx.Mesh(dp=2), sx.Hints(**given, mixed_precision=mixed_precision, **hints), virtual=True
+    )
 
 
 NUMBERS = 64 * 64 * 2 + 64
@@ -58,7 +64,7 @@ def test_gathers_are_of_casts(zero: int, times: int) -> None:
     """Half the bytes, before the forward, and before the backward again; in the ranks' programs too."""
     for hints in ({}, {"optimizer": sgd}):
         pm = big(zero=zero, **hints)
-        gathers = sent(pm.after, "all_gather")
+        gathers = sent(pm.planned, "all_gather")
         assert {dtype for _, dtype, _ in gathers} == {BF16}
         again = (64 * 64) * (times - 1)  # of the first weight and the bias nothing is asked in the backward
         assert sum(nbytes for *_, nbytes in gathers) == 2 * (NUMBERS + again)
@@ -71,15 +77,15 @@ def test_gathers_are_of_casts(zero: int, times: int) -> None:
 @pytest.mark.parametrize(
     ("compute", "reduce", "dtype"), [(BF16, None, F32), (BF16, BF16, BF16), (None, F32, F32), (F32, None, F32)]
 )
-def test_gradients_are_reduced_as_hinted(compute: Any, reduce: Any, dtype: torch.dtype, zero: int) -> None:
-    pm = big(reduce, compute, zero=zero)
-    reductions = [each for each in sent(pm.after, "all_reduce", "reduce_scatter") if each[0].phase != "forward"]
+def test_gradients_are_reduced_as_hinted(mixed_precision: Any, reduce: Any, dtype: torch.dtype, zero: int) -> None:
+    pm = big(reduce, mixed_precision, zero=zero)
+    reductions = [each for each in sent(pm.planned, "all_reduce", "reduce_scatter") if each[0].phase != "forward"]
     assert {str(node.op) for node, *_ in reductions} == {"comm.reduce_scatter" if zero else "comm.all_reduce"}
     assert {each for _, each, _ in reductions} == {dtype}
     assert sum(nbytes for *_, nbytes in reductions) == NUMBERS * dtype.itemsize
     assert len({node for node, *_ in reductions}) == 1  # in one bucket
-    if compute is None:
-        gradients = {output.value.type.dtype for output in pm.after.outputs if output.kind.value == "gradient"}
+    if mixed_precision is None:
+        gradients = {output.value.type.dtype for output in pm.planned.outputs if output.kind.value == "gradient"}
         assert gradients == {BF16} and pm.verify()
 
 
@@ -88,9 +94,9 @@ def test_a_norm_is_taken_apart_in_few_bits() -> None:
     """Its statistics are in the dtype in which the kernel gives them, for its backward takes them so."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)), torch.randn(4, 8)
     specs = {"args.0": "dp, -", "0.weight": "tp, -"}
-    hints = sx.Hints(args=(x,), targets=(x[:, :4],), loss=F.mse_loss, specs=specs, compute=BF16)
+    hints = sx.Hints(args=(x,), targets=(x[:, :4],), loss=F.mse_loss, specs=specs, mixed_precision=BF16)
     pm = sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints, virtual=True)
-    assert not any("layer_norm" in str(node.op) for node in pm.after.nodes) and pm.verify()
+    assert not any("layer_norm" in str(node.op) for node in pm.planned.nodes) and pm.verify()
     torch.testing.assert_close(pm(x, x[:, :4]), F.mse_loss(model(x), x[:, :4]), rtol=0.05, atol=0)
 
 
@@ -98,15 +104,15 @@ def test_what_is_summed_earlier_is_said() -> None:
     """The gradient of a weight that is normalised is no sum of terms behind its norm."""
     model = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
     x = torch.zeros(4, 8)
-    given: Any = {"args": (x,), "targets": (x,), "loss": squared, "specs": {"args.0": "dp, -"}, "compute": BF16}
+    given: Any = {"args": (x,), "targets": (x,), "loss": squared, "specs": {"args.0": "dp, -"}, "mixed_precision": BF16}
     pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(**given), virtual=True)
-    assert any("a gradient is summed in bfloat16, as aten.mm makes it" in note for note in pm.after.notes)
-    assert not any("summed" in note for note in big().after.notes)
+    assert any("a gradient is summed in bfloat16, as aten.mm makes it" in note for note in pm.planned.notes)
+    assert not any("summed" in note for note in big().planned.notes)
 
 
 def test_casts_do_not_wait_beside_their_masters() -> None:
     pm = big()
-    casts = [node for node in pm.after.nodes if is_cast(node) and node.outs[0].shape == (64, 64)]
+    casts = [node for node in pm.planned.nodes if is_cast(node) and node.outs[0].shape == (64, 64)]
     assert [node.phase.value for node in casts if node.outs[0].type.dtype == BF16] == ["forward", "forward", "backward"]
 
 
@@ -116,8 +122,14 @@ def test_error_of_64_ranks(reduce: Any) -> None:
     """Sums of 64 terms in bfloat16 err in the third digit, in float32 as little as one device does."""
     torch.manual_seed(0)
     model, x, y = nn.Linear(16, 16, bias=False), torch.randn(256, 16), torch.randn(256, 16)
-    compute = sx.Compute(BF16, reduce=reduce)
-    given: Any = {"args": (x,), "targets": (y,), "loss": inner, "specs": {"args.0": "dp, -"}, "compute": compute}
+    compute = sx.MixedPrecision(BF16, reduce_dtype=reduce)
+    given: Any = {
+        "args": (x,),
+        "targets": (y,),
+        "loss": inner,
+        "specs": {"args.0": "dp, -"},
+        "mixed_precision": compute,
+    }
     pm = sx.parallelize(model, sx.Mesh(dp=64), sx.Hints(**given), virtual=True)
     pm(x, y).backward()
     exact = y.bfloat16().double().T @ x.bfloat16().double()
@@ -149,14 +161,14 @@ def routed(dtype: torch.dtype = F32, **hints: Any) -> sx.ParallelModule:
 
 @pytest.mark.long
 def test_modules_that_compute_as_they_are() -> None:
-    pm = routed(compute=sx.Compute(BF16, keep="router", output=F32))
+    pm = routed(mixed_precision=sx.MixedPrecision(BF16, keep="router", output_dtype=F32))
     products = {
-        n.where.module: n.outs[0].type.dtype for n in pm.before.nodes if "mm" in str(n.op) and n.phase == "forward"
+        n.where.module: n.outs[0].type.dtype for n in pm.captured.nodes if "mm" in str(n.op) and n.phase == "forward"
     }
     assert products == {"router": F32, "out": BF16}
-    norm = next(node for node in pm.before.nodes if "batch_norm" in str(node.op))
+    norm = next(node for node in pm.captured.nodes if "batch_norm" in str(node.op))
     assert {value.type.dtype for value in (*norm.operands, *norm.outs)} == {F32}
-    assert pm.before.outputs[0].value.type.dtype == F32 and pm.verify()
+    assert pm.captured.outputs[0].value.type.dtype == F32 and pm.verify()
     x, y = torch.randn(8, 6), torch.randint(0, 4, (8,))
     pm(x, y).backward()
     assert pm(x).dtype == F32 and pm.eval()(x).dtype == F32
@@ -167,9 +179,9 @@ def test_a_step_that_overflows_is_none() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(6, 4), torch.randn(8, 6), torch.randint(0, 4, (8,))
     loss = lambda out, y: 1e-6 * F.cross_entropy(out, y)  # noqa: E731
-    compute = sx.Compute(torch.float16, output=F32, scale=2.0**14)
-    given: Any = {"args": (x,), "targets": (y,), "loss": loss, "specs": {"args.0": "dp, -"}, "compute": compute}
-    given |= {"zero": 1, "zero_min": 0, "optimizer": lambda ps: torch.optim.AdamW(ps, lr=1e-2)}
+    compute = sx.MixedPrecision(torch.float16, output_dtype=F32, loss_scale=2.0**14)
+    given: Any = {"args": (x,), "targets": (y,), "loss": loss, "specs": {"args.0": "dp, -"}, "mixed_precision": compute}
+    given |= {"zero": 1, "zero_min_numel": 0, "optimizer": lambda ps: torch.optim.AdamW(ps, lr=1e-2)}
     pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(**given), virtual=True)
     loss(model(x), y).backward()
     pm(x, y).backward()
@@ -189,28 +201,43 @@ def test_a_step_that_overflows_is_none() -> None:
 @pytest.mark.parametrize(
     ("what", "hints"),
     [
-        (r"Hints\(compute=\.\.\.\) is of another kind(.|\n)*torch.bfloat16", lambda: {"compute": "bf16"}),
-        ("nothing to compute in(.|\n)*torch.bfloat16", lambda: {"compute": torch.int32}),
-        ("nothing to compute in", lambda: {"compute": torch.complex64}),
-        ("nothing to compute in", lambda: {"compute": torch.float8_e4m3fn}),
-        ("this is no dtype", lambda: {"compute": sx.Compute("bf16")}),  # type: ignore[arg-type]
+        (r"Hints\(compute=\.\.\.\) is of another kind(.|\n)*torch.bfloat16", lambda: {"mixed_precision": "bf16"}),
+        ("nothing to compute in(.|\n)*torch.bfloat16", lambda: {"mixed_precision": torch.int32}),
+        ("nothing to compute in", lambda: {"mixed_precision": torch.complex64}),
+        ("nothing to compute in", lambda: {"mixed_precision": torch.float8_e4m3fn}),
+        ("this is no dtype", lambda: {"mixed_precision": sx.MixedPrecision("bf16")}),  # type: ignore[arg-type]
         (
             "cannot be summed in torch.bfloat16(.|\n)*leave reduce= out",
-            lambda: {"compute": sx.Compute(F32, reduce=BF16)},
+            lambda: {"mixed_precision": sx.MixedPrecision(F32, reduce_dtype=BF16)},
         ),
-        ("cannot be summed in torch.bfloat16", lambda: {"compute": sx.Compute(torch.float16, reduce=BF16)}),
-        ("'router.weight' in torch.float32 cannot be summed", lambda: {"compute": sx.Compute(reduce=BF16)}),
-        ("'router.weight' is in torch.float32, and cannot be the master weight", lambda: {"compute": F64}),
+        (
+            "cannot be summed in torch.bfloat16",
+            lambda: {"mixed_precision": sx.MixedPrecision(torch.float16, reduce_dtype=BF16)},
+        ),
+        (
+            "'router.weight' in torch.float32 cannot be summed",
+            lambda: {"mixed_precision": sx.MixedPrecision(reduce_dtype=BF16)},
+        ),
+        ("'router.weight' is in torch.float32, and cannot be the master weight", lambda: {"mixed_precision": F64}),
         (
             "'router.weight' is in torch.bfloat16, and cannot be the master weight",
-            lambda: {"compute": F32, "dtype": BF16},
+            lambda: {"mixed_precision": F32, "dtype": BF16},
         ),
-        ("no module is called 'routr'(.|\n)*'router'", lambda: {"compute": sx.Compute(BF16, keep="routr")}),
-        ("keep says nothing(.|\n)*Compute.torch.bfloat16", lambda: {"compute": sx.Compute(keep="router")}),
-        ("no pattern of modules", lambda: {"compute": sx.Compute(BF16, keep=3)}),  # type: ignore[arg-type]
-        ("float16 would vanish(.|\n)*scale=", lambda: {"compute": torch.float16}),
-        ("nothing to scale a loss by", lambda: {"compute": sx.Compute(torch.float16, scale=0.0)}),
-        ("at most 65504(.|\n)*output=torch.float32", lambda: {"compute": sx.Compute(torch.float16, scale=2.0**20)}),
+        (
+            "no module is called 'routr'(.|\n)*'router'",
+            lambda: {"mixed_precision": sx.MixedPrecision(BF16, keep="routr")},
+        ),
+        (
+            "keep says nothing(.|\n)*MixedPrecision.torch.bfloat16",
+            lambda: {"mixed_precision": sx.MixedPrecision(keep="router")},
+        ),
+        ("no pattern of modules", lambda: {"mixed_precision": sx.MixedPrecision(BF16, keep=3)}),  # type: ignore[arg-type]
+        ("float16 would vanish(.|\n)*scale=", lambda: {"mixed_precision": torch.float16}),
+        ("nothing to scale a loss by", lambda: {"mixed_precision": sx.MixedPrecision(torch.float16, loss_scale=0.0)}),
+        (
+            "at most 65504(.|\n)*output=torch.float32",
+            lambda: {"mixed_precision": sx.MixedPrecision(torch.float16, loss_scale=2.0**20)},
+        ),
     ],
 )
 def test_what_is_refused(what: str, hints: Any) -> None:
@@ -224,7 +251,7 @@ def test_a_gradient_of_which_a_rank_has_nothing_is_cast_from_a_share_of_its_sum(
     model = nn.Sequential(nn.Linear(3, 8, bias=False), nn.Linear(8, 4)).double()
     x, y = torch.randn(8, 3), torch.ones(8, 4)
     specs = {"args.0": "b, -", "0.weight": "b, a"}
-    hints = sx.Hints(args=(x.double(),), loss=inner, targets=(y.double(),), specs=specs, compute=F32)
+    hints = sx.Hints(args=(x.double(),), loss=inner, targets=(y.double(),), specs=specs, mixed_precision=F32)
     pm = sx.parallelize(model, sx.Mesh(a=4, b=2), hints, virtual=True)
     assert "aten.new_full" in str(pm.rank_program(6))
     assert pm.verify(), pm.verify().why

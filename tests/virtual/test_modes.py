@@ -139,7 +139,7 @@ def test_the_other_mode_and_a_plan_store_a_fused_layer_as_it_is(specs: dict[str,
     pm = planned({"args.0": "b, -", **specs})
     again = planned(pm.plan.specs)  # type: ignore[arg-type]
     for each in (pm, again):
-        assert [str(each.after.input(f"qkv.{name}").value.spec) for name in ("weight", "bias")] == [weight, bias]
+        assert [str(each.planned.input(f"qkv.{name}").value.spec) for name in ("weight", "bias")] == [weight, bias]
     pm.eval()
     with torch.no_grad():
         torch.testing.assert_close(pm(x), (alone(x) ** 2).sum())

@@ -48,7 +48,7 @@ def planned(name: str, *passes: sx.Pass) -> sx.ParallelModule:
 @pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "Kronecker" else pytest.mark.slow) for n in ODD])
 def test_what_changes_no_value_is_no_alarm(name: str) -> None:
-    """Copies and neutral factors are proven; turns that cancel and the like too, or the verdict is unknown."""
+    """Copies and neutral factors are proven; iterations that cancel and the like too, or the verdict is unknown."""
     verdict = planned(name, Rewritten(FREELY, step=2)).verify()
     assert verdict, verdict
     verdict = planned(name, Rewritten(tuple(REWRITES))).verify()

@@ -48,13 +48,13 @@ def nadam(params: Any) -> torch.optim.Optimizer:
 
 
 CASES: list[tuple[str, str, dict[str, Any], tuple[sx.Offload, ...]]] = [
-    ("mlp3", "dp2", {"zero": 3, "zero_min": 0}, away(ahead=2)),
+    ("mlp3", "dp2", {"zero": 3, "zero_min_numel": 0}, away(ahead=2)),
 ]
 SLOW: list[tuple[str, str, dict[str, Any], tuple[sx.Offload, ...]]] = [
     ("mlp3", "dp2tp2", {}, away("activations", ahead=1)),
-    ("mlp3", "dp2tp2", {"zero": 1, "zero_min": 0, "clip": 0.1}, away("optimizer", to="disk")),
+    ("mlp3", "dp2tp2", {"zero": 1, "zero_min_numel": 0, "clip_grad_norm": 0.1}, away("optimizer", to="disk")),
     ("gpt_fused", "dp2tp2", {"recompute": "layers.*"}, away()),
-    ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min": 0, "recompute": "layers.*"}, away(ahead=4, to="disk")),
+    ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min_numel": 0, "recompute": "layers.*"}, away(ahead=4, to="disk")),
     ("llama", "dp2tp2", {"zero": 1}, away()),
     ("resnet", "dp2", {}, away(ahead=3)),
     ("dropout_mlp", "dp2", {}, away(ahead=0)),
@@ -89,13 +89,13 @@ def test_five_steps_are_the_same_to_the_bit(
         assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key][of])) for of, value in held.items())
     assert other.verify(), other.verify().why
     assert other.memory().host > 0 == plain.memory().host
-    assert parse_graph(print_graph(other.after)).inputs[0].pool == other.after.inputs[0].pool
+    assert parse_graph(print_graph(other.planned)).inputs[0].pool == other.planned.inputs[0].pool
 
 
 @pytest.mark.long
 def test_a_step_by_a_fused_kernel_is_the_same_up_to_rounding() -> None:
     """Its kernel computes a parameter alone, between the fetch of its states and their store."""
-    hints: dict[str, Any] = {"optimizer": adamw, "zero": 3, "zero_min": 0}
+    hints: dict[str, Any] = {"optimizer": adamw, "zero": 3, "zero_min_numel": 0}
     plain, other = (plan(make("mlp3"), MESHES["dp2"], **hints, **m) for m in ({}, {"offload": away(ahead=2)}))
     assert all("_fused_adamw_" in str(pm.rank_program(0)) for pm in (plain, other))
     case = make("mlp3")
@@ -166,7 +166,7 @@ def test_states_of_two_updates_are_on_the_device_at_most() -> None:
     """However small they are beside the two largest: by bytes."""
     pm = blocks(optimizer=adamw, offload=away("optimizer"))
     footprint = pm.memory().footprint
-    states = [given for given in pm.after.of_kind(InputKind.STATE) if given.pool]
+    states = [given for given in pm.planned.of_kind(InputKind.STATE) if given.pool]
     fetched = [s for s in footprint.storages if s.category == "fetched"]
     assert len(fetched) == len(states) and {s.node.phase for s in fetched if s.node} == {Phase.UPDATE}
     largest = 2 * max(given.value.type.nbytes for given in states)  # both states of a parameter
@@ -183,7 +183,7 @@ def test_sources_of_copies_under_way_are_no_more_bytes_than_two_of_the_largest()
     for place, node in enumerate(footprint.calls):
         if node.target in (transfer.to_host, transfer.put):
             source = node.args[-1]
-            under_way[node] = node.meta["shardfx"].outs[0].local_bytes(pm.after.mesh)
+            under_way[node] = node.meta["shardfx"].outs[0].local_bytes(pm.planned.mesh)
             largest = max(largest, under_way[node])
             assert sum(under_way.values()) <= 2 * largest
         elif node.target is transfer.stored:
@@ -203,11 +203,11 @@ def _split_at_the_end_of_the_backward(pm: sx.ParallelModule) -> tuple[list[fx.No
     return [node for i, node in fetches if i < end], [node for i, node in fetches if i > end]
 
 
-@pytest.mark.parametrize("hints", [{}, {"zero": 1, "zero_min": 0}, {"zero": 3, "zero_min": 0}], ids=str)
+@pytest.mark.parametrize("hints", [{}, {"zero": 1, "zero_min_numel": 0}, {"zero": 3, "zero_min_numel": 0}], ids=str)
 def test_states_travel_during_the_backward(hints: dict[str, Any]) -> None:
     """So a step takes less time than what it computes and carries, one behind the other; and it does not wait at once
     for gradients that ranks reduce."""
-    pm = blocks(optimizer=adamw, offload=away("optimizer"), machine="h100-dgx", fuse_mb=0.001, **hints)
+    pm = blocks(optimizer=adamw, offload=away("optimizer"), machine="h100-dgx", bucket_mb=0.001, **hints)
     before, behind = _split_at_the_end_of_the_backward(pm)
     assert len(before) > 2 * len(behind)
     time = pm.report().time
@@ -223,7 +223,7 @@ def test_states_travel_during_the_backward(hints: dict[str, Any]) -> None:
     assert pm.verify()
 
 
-@pytest.mark.parametrize("hints", [{"clip": 0.1}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize("hints", [{"clip_grad_norm": 0.1}, {"grad_accumulation": 2}], ids=str)
 def test_an_update_that_needs_all_gradients_stands_behind_the_backward(hints: dict[str, Any]) -> None:
     pms = [blocks(sx.Mesh(dp=1), optimizer=nadam, **hints, **more) for more in ({}, {"offload": away("optimizer")})]
     before, behind = _split_at_the_end_of_the_backward(pms[1])
@@ -364,21 +364,21 @@ def test_options_that_are_none(options: dict[str, Any]) -> None:
     ("nodes", "gives", "what"),
     [
         (
-            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.add.Tensor(%0, %x) : f32[8]  cuts -",
+            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.add.Tensor(%0, %x) : f32[8]  shards -",
             "result results.0 = %1",
             "takes %0",
         ),
         (
-            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.relu(%0) : f32[8]  cuts -",
+            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.relu(%0) : f32[8]  shards -",
             "result results.0 = %1",
             "%1 leaves in another pool",
         ),
         ("%0 = memory.to_host(%w) : f32[8]", "gradient w = %0 : [8]", "takes %w"),
         ("%0 = memory.to_device(%x) : f32[8]", "result results.0 = %0", "takes %x"),
-        ("%0 = aten.mul.Tensor(%w, %x) : f32[8]  cuts -", "result results.0 = %0", "takes %w"),
-        ("%0 = aten.relu(%w) : f32[8]  cuts -", "result results.0 = %0", "%0 leaves in another pool"),
+        ("%0 = aten.mul.Tensor(%w, %x) : f32[8]  shards -", "result results.0 = %0", "takes %w"),
+        ("%0 = aten.relu(%w) : f32[8]  shards -", "result results.0 = %0", "%0 leaves in another pool"),
         ("%0 = memory.to_host(%x) : f32[8]", "result results.0 = %0", "leaves in another pool"),
-        ("%0 = aten.relu(%x) : f32[8]  cuts -", "gradient w = %0 : [8]", "leaves in another pool"),
+        ("%0 = aten.relu(%x) : f32[8]  shards -", "gradient w = %0 : [8]", "leaves in another pool"),
         ("%0 = memory.to_host(%x, axes=[dp]) : f32[8]", "gradient w = %0 : [8]", "does not take the keyword axes"),
     ],
 )
@@ -420,4 +420,4 @@ def test_other_calls_fetch_what_lies_elsewhere(tmp_path: Path) -> None:
 
 def test_that_nothing_is_large_enough_is_said() -> None:
     pm = blocks(optimizer=adamw, offload=("optimizer",))
-    assert pm.memory().host == 0 and any("nothing of optimizer is put away" in note for note in pm.after.notes)
+    assert pm.memory().host == 0 and any("nothing of optimizer is put away" in note for note in pm.planned.notes)

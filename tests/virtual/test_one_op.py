@@ -84,7 +84,7 @@ def beside_one_device(model: nn.Module, args: tuple[Tensor, ...], mesh: sx.Mesh,
     for name, buffer in alone.named_buffers():
         torch.testing.assert_close(state[name], buffer, rtol=1e-11, atol=1e-11)
     assert pm.verify()
-    return [op_name(node.op) for node in pm.after.nodes]
+    return [op_name(node.op) for node in pm.planned.nodes]
 
 
 @pytest.mark.one_in(6)
@@ -117,7 +117,7 @@ def test_an_index_out_of_a_row_is_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_norm_over_a_cut_batch_calls_kernels() -> None:
+def test_a_batch_norm_over_a_sharding_batch_calls_kernels() -> None:
     x, mesh = torch.randn(6, 8, 5, 5, dtype=torch.float64), sx.Mesh(dp=2, tp=2)
     specs = {"args.0": "dp, -, -, -", "*.conv.weight": "tp, -, -, -"}
     model = nn.Sequential(Normed(affine=True), Normed(affine=False)).double()
@@ -127,7 +127,7 @@ def test_a_batch_norm_over_a_cut_batch_calls_kernels() -> None:
 
 
 @pytest.mark.parametrize(("dim", "spec", "whole"), [(0, "tp, -", True), (0, "-, tp", False), (1, "tp, -", False)])
-def test_a_weight_of_given_norms_is_cut(dim: int, spec: str, whole: bool) -> None:
+def test_a_weight_of_given_norms_is_sharded(dim: int, spec: str, whole: bool) -> None:
     """Along the norms the kernels make each rank's own; across them, of sums that are sent."""
     made = nn.utils.parametrizations.weight_norm(nn.Linear(8, 6), dim=dim)
     model, x = nn.Sequential(made, nn.Tanh()).double(), torch.randn(4, 8, dtype=torch.float64)
@@ -144,7 +144,7 @@ SQUARES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SQUARES)
-def test_a_value_may_be_two_operands_that_are_cut_in_two_ways(name: str) -> None:
+def test_a_value_may_be_two_operands_that_are_sharded_in_two_ways(name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
     hints = sx.Hints(args=(x,), loss=lambda out: out.sin().sum(), specs={"args.0": "dp, -"})
@@ -183,11 +183,11 @@ class Spectral(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.log, self.turn = (nn.Parameter(torch.rand(4, 6, dtype=torch.float64)) for _ in range(2))
+        self.log, self.iteration = (nn.Parameter(torch.rand(4, 6, dtype=torch.float64)) for _ in range(2))
         self.mix = nn.Parameter(torch.randn(4, 6, dtype=torch.complex128))
 
     def forward(self, x: Tensor) -> Tensor:
-        a = -self.log.exp() + 1j * self.turn
+        a = -self.log.exp() + 1j * self.iteration
         kernel = 2 * torch.einsum("hn,hnl->hl", self.mix, torch.exp(a[..., None] * torch.arange(8))).real
         powers = torch.stack([(self.mix**k).sum(-1).imag for k in (1, 2)]).sum(0)
         y = torch.fft.irfft(torch.fft.rfft(kernel, n=16) * torch.fft.rfft(x, n=16), n=16)[..., :8]
@@ -196,7 +196,7 @@ class Spectral(nn.Module):
 
 @pytest.mark.long
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("specs", [{"args.0": "r, -, -"}, {"mix": "r, -"}, {"turn": "-, r"}], ids=str)
+@pytest.mark.parametrize("specs", [{"args.0": "r, -, -"}, {"mix": "r, -"}, {"iteration": "-, r"}], ids=str)
 def test_a_complex_number_may_be_all_that_an_op_is_given(specs: dict[str, str]) -> None:
     """The backward of a product by 1j conjugates the number."""
     model, alone, x = Spectral(), Spectral(), torch.randn(8, 4, 8, dtype=torch.float64)
@@ -333,7 +333,7 @@ OF_ONE_TERM: dict[str, tuple[Any, float]] = {
 
 @pytest.mark.parametrize("name", OF_ONE_TERM)
 def test_what_a_product_takes_zero_times_is_not_looked_at(name: str) -> None:
-    """Of what is infinite it would be NaN, where the sum is taken apart because the product's inner dim is cut."""
+    """Of what is infinite it would be NaN, where the sum is taken apart because the product's inner dim is sharded."""
     made, value = OF_ONE_TERM[name]
     given = (
         torch.full((6,), value, dtype=torch.float64),

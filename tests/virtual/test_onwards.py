@@ -142,11 +142,11 @@ class Spectrum(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turn = nn.Parameter(torch.randn(8, 4, dtype=torch.complex128))
+        self.iteration = nn.Parameter(torch.randn(8, 4, dtype=torch.complex128))
         self.scale = nn.Parameter(torch.randn(8, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.to(torch.complex128) @ self.turn, x * self.scale
+        return x.to(torch.complex128) @ self.iteration, x * self.scale
 
 
 @pytest.mark.one_in(2)

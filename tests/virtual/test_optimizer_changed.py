@@ -160,7 +160,7 @@ def test_copies_have_their_pieces_looked_at() -> None:
 def test_parameters_that_no_optimizer_has_are_told_of() -> None:
     with pytest.warns(sx.ShardfxWarning, match=r"1 of 4 trainable parameters have no optimizer: 2\.bias"):
         pm = small_plan(lambda ps: optim.AdamW(ps[:3]), DP2)
-    assert any("no optimizer: 2.bias" in note for note in pm.after.notes)
+    assert any("no optimizer: 2.bias" in note for note in pm.planned.notes)
     before = pm.full_state_dict()["2.bias"]
     pm.step(*batches(1)[0])
     assert torch.equal(pm.full_state_dict()["2.bias"], before)

@@ -21,7 +21,8 @@ class Product(nn.Module):
         self.weight, self.op = nn.Parameter(torch.randn(6, 8, dtype=F64)), op
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum over k is cut, so ``op`` is given a partial sum, which its own sum would make cheaper to reduce."""
+        """The sum over k is sharded, so ``op`` is given a partial sum, which its own sum would make cheaper to
+        reduce."""
         return self.op(x @ self.weight).double().sum()
 
 
@@ -74,7 +75,11 @@ MEMORY: dict[str, Op] = {
     "complex": lambda y: torch.view_as_real(torch.fft.fft(y)),
 }
 
-CUT_SUM, CUT_ROWS, CUT_COLUMNS = {"args.0": "-, tp", "weight": "tp, -"}, {"args.0": "tp, -"}, {"weight": "-, tp"}
+SHARDING_SUM, SHARDING_ROWS, SHARDING_COLUMNS = (
+    {"args.0": "-, tp", "weight": "tp, -"},
+    {"args.0": "tp, -"},
+    {"weight": "-, tp"},
+)
 
 
 def check(op: Op, specs: dict[str, str]) -> None:
@@ -93,24 +98,24 @@ def check(op: Op, specs: dict[str, str]) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", SPECIAL.values(), ids=SPECIAL)
 def test_no_partial_sum_is_multiplied_by_what_may_be_infinite(op: Op) -> None:
-    check(op, CUT_SUM)
+    check(op, SHARDING_SUM)
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", [*CASTS.values(), *ROUNDED.values()], ids=[*CASTS, *ROUNDED])
 def test_a_sum_is_cast_and_not_its_terms(op: Op) -> None:
-    check(lambda y: op(y.detach() * 3).double().sum() + y.sum(), CUT_SUM)
+    check(lambda y: op(y.detach() * 3).double().sum() + y.sum(), SHARDING_SUM)
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("specs", [CUT_ROWS, CUT_COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("specs", [SHARDING_ROWS, SHARDING_COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("op", CASTS.values(), ids=CASTS)
-def test_casts_of_cut_values(op: Op, specs: dict[str, str]) -> None:
+def test_casts_of_sharded_values(op: Op, specs: dict[str, str]) -> None:
     check(lambda y: op(y.detach() * 3).double().sum() + y.sum(), specs)
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("specs", [CUT_SUM, CUT_ROWS, CUT_COLUMNS], ids=["sum", "rows", "columns"])
+@pytest.mark.parametrize("specs", [SHARDING_SUM, SHARDING_ROWS, SHARDING_COLUMNS], ids=["sum", "rows", "columns"])
 @pytest.mark.parametrize("op", MEMORY.values(), ids=MEMORY)
 def test_ops_that_see_how_a_tensor_lies_in_memory(op: Op, specs: dict[str, str]) -> None:
     check(op, specs)
@@ -118,7 +123,7 @@ def test_ops_that_see_how_a_tensor_lies_in_memory(op: Op, specs: dict[str, str])
 
 def test_what_does_not_lie_in_order_in_memory_is_not_taken_for_it() -> None:
     with pytest.raises(sx.Error, match="does not lie in order in memory"):
-        check(lambda y: y[:, 1:].as_strided((2, 6), (16, 1)), CUT_ROWS)
+        check(lambda y: y[:, 1:].as_strided((2, 6), (16, 1)), SHARDING_ROWS)
 
 
 def test_a_partial_sum_still_passes_what_is_sure_to_be_finite() -> None:
@@ -126,8 +131,8 @@ def test_a_partial_sum_still_passes_what_is_sure_to_be_finite() -> None:
         return y * torch.rsqrt(torch.ones(8, dtype=F64).pow(2).mean() + 1e-6)
 
     x = torch.randn(4, 6, dtype=F64)
-    pm = sx.parallelize(Product(op), sx.Mesh(tp=2), sx.Hints(args=(x,), specs=CUT_SUM), virtual=True)
-    scaled = next(node for node in pm.after.nodes if str(node.op) == "aten.mul.Tensor")
+    pm = sx.parallelize(Product(op), sx.Mesh(tp=2), sx.Hints(args=(x,), specs=SHARDING_SUM), virtual=True)
+    scaled = next(node for node in pm.planned.nodes if str(node.op) == "aten.mul.Tensor")
     assert scaled.strategy is not None and scaled.strategy.results[0].partial
 
 
@@ -135,8 +140,8 @@ def test_a_partial_sum_still_passes_what_is_sure_to_be_finite() -> None:
 def test_what_nobody_looks_at_is_not_reduced(op: Op) -> None:
     x = torch.randn(4, 6, dtype=F64)
     model = Product(lambda y: op(y.detach()).sum() * y.sum())
-    pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints(args=(x,), specs=CUT_SUM, loss=torch.sum), virtual=True)
-    large = [node for node in pm.after.nodes if "all_reduce" in str(node.op) and node.operands[0].type.numel > 1]
+    pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints(args=(x,), specs=SHARDING_SUM, loss=torch.sum), virtual=True)
+    large = [node for node in pm.planned.nodes if "all_reduce" in str(node.op) and node.operands[0].type.numel > 1]
     assert not large
     torch.testing.assert_close(pm(x), model(x))
     assert pm.verify()

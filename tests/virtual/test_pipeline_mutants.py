@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import shardfx as sx
 from shardfx.ir.ops.local_ops import BY_NAME
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 from tests.deep import CHUNKS, deep
 from tests.deep import in_stages as staged
 
@@ -36,20 +36,20 @@ def another_value(graph: fx.Graph) -> None:
     first.args, second.args = (first.args[0], *second.args[1:]), (second.args[0], *first.args[1:])
 
 
-def of_the_turn_before(graph: fx.Graph) -> None:
+def of_the_iteration_before(graph: fx.Graph) -> None:
     node = of(graph, "stage.receive")[0]
     number = node.args[5]
     with graph.inserting_after(number):
-        other = graph.call_function(turns.at, (number.args[0], 3, -1))
+        other = graph.call_function(loop_ops.index, (number.args[0], 3, -1))
     node.args = (*node.args[:5], other, node.args[6])
 
 
 def order(graph: fx.Graph, change: Callable[[list[str]], list[str]]) -> None:
-    node = of(graph, "time.turns")[-1]
+    node = of(graph, "loop.begin")[-1]
     node.args = (*node.args[:3], " ".join(change(str(node.args[3]).split())))
 
 
-def two_turns_exchanged(graph: fx.Graph) -> None:
+def two_iterations_exchanged(graph: fx.Graph) -> None:
     swap = {"1": "2", "2": "1"}
     order(graph, lambda words: [f"{word[:-1]}{swap.get(word[-1], word[-1])}" for word in words])
 
@@ -63,7 +63,7 @@ def a_backward_twice(graph: fx.Graph) -> None:
 
 
 def a_weight_gradient_lost(graph: fx.Graph) -> None:
-    node = of(graph, "time.add")[-1]
+    node = of(graph, "loop.add")[-1]
     node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op == "output")
 
 
@@ -89,7 +89,7 @@ def from_the_wrong_stage(graph: fx.Graph) -> None:
 
 
 def added_twice(graph: fx.Graph) -> None:
-    total = of(graph, "time.add")[-1]
+    total = of(graph, "loop.add")[-1]
     with graph.inserting_after(total):
         again = graph.call_function(total.target, (total, total.args[1]))
     again.meta = dict(total.meta)
@@ -104,7 +104,7 @@ def an_activation_written_over(graph: fx.Graph) -> None:
 
 
 def summed_in_another_shape(graph: fx.Graph) -> None:
-    """What turns are added into is a row for what is a matrix: adding broadcasts, or fails when it runs."""
+    """What iterations are added into is a row for what is a matrix: adding broadcasts, or fails when it runs."""
     node = next(node for node in of(graph, "memory.filled") if len(node.args[0]) == 2)  # type: ignore[arg-type]
     node.update_arg(0, [1, *node.args[0]])  # type: ignore[misc]
 
@@ -115,8 +115,8 @@ MUTANTS = [
     from_the_wrong_stage,
     another_value,
     a_message_taken_for_another,
-    of_the_turn_before,
-    two_turns_exchanged,
+    of_the_iteration_before,
+    two_iterations_exchanged,
     a_backward_left_out,
     a_backward_twice,
     a_backward_before_its_forward,
@@ -153,9 +153,10 @@ def test_damaged_stages_are_refused(damage: Callable[[fx.Graph], None]) -> None:
 
 
 def test_results_put_into_memory_of_fewer_bits_are_refused() -> None:
-    """Each turn copies its part there, and torch would round it without a word; an integer would lose its fraction."""
+    """Each iteration copies its part there, and torch would round it without a word; an integer would lose its
+    fraction."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double(), torch.randn(4, 4).double()
-    pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), sx.Hints((x,), pipeline=sx.Pipeline()), virtual=True)
+    pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Loop(2)), sx.Hints((x,), pipeline=sx.Pipeline()), virtual=True)
     for dtype in (torch.float32, torch.int64):
 
         def fewer(graph: fx.Graph, dtype: torch.dtype = dtype) -> None:
@@ -167,7 +168,7 @@ def test_results_put_into_memory_of_fewer_bits_are_refused() -> None:
 def test_a_bucket_of_fewer_bits_is_refused() -> None:
     """Gradients are laid into it before they are reduced: they would be rounded there."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double(), torch.randn(4, 4).double()
-    hints = sx.Hints((x,), loss=F.mse_loss, targets=(x,), specs={"args.0": "dp, -"}, zero=2, zero_min=0)
+    hints = sx.Hints((x,), loss=F.mse_loss, targets=(x,), specs={"args.0": "dp, -"}, zero=2, zero_min_numel=0)
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
     assert "torch.float64 is written into memory of torch.float32" in refused(
         pm, 1, lambda graph: of(graph, "memory.empty")[0].update_arg(1, torch.float32)
@@ -177,7 +178,7 @@ def test_a_bucket_of_fewer_bits_is_refused() -> None:
 def test_what_says_the_unit_is_no_value() -> None:
     module = three_stages().rank_module(1)
     graph = next(child for name, child in module.named_children() if name.startswith("R")).graph  # type: ignore[union-attr]
-    unit, receive = of(graph, "time.unit")[0], of(graph, "stage.receive")[0]
+    unit, receive = of(graph, "loop.action")[0], of(graph, "stage.receive")[0]
     receive.update_arg(5, unit)
     with pytest.raises(sx.Error, match="a call that cannot be made"):
         three_stages().verify(modules={1: module})
@@ -213,7 +214,7 @@ def stepped() -> sx.ParallelModule:
     torch.manual_seed(0)
     model, (x, y) = Tied().double(), torch.randint(12, (2, 4, 3)).unbind()
     hints = sx.Hints((x,), loss=loss_of, targets=(y,), pipeline=sx.Pipeline(), optimizer=momentum)
-    return sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), hints, virtual=True)
+    return sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Loop(2)), hints, virtual=True)
 
 
 def named(graph: fx.Graph, name: str) -> fx.Node:
@@ -222,7 +223,7 @@ def named(graph: fx.Graph, name: str) -> fx.Node:
 
 def total_of_a_table(graph: fx.Graph) -> tuple[fx.Node, fx.Node]:
     """The gradient of the shared weight from this stage, and the sum of both stages'."""
-    (own,) = of(graph, "time.add_rows")
+    (own,) = of(graph, "loop.index_add")
     return own, next(user for user in own.users if user.target is aten.add.Tensor)
 
 
@@ -241,30 +242,30 @@ def a_tied_gradient_twice(graph: fx.Graph) -> None:
     both.args = (own, own)
 
 
-SUMS = [BY_NAME[name].function for name in ("time.add", "time.add_product", "time.add_rows")]
+SUMS = [BY_NAME[name].function for name in ("loop.add", "loop.addmm", "loop.index_add")]
 
 
-def segment_of_turns(graph: fx.Graph) -> tuple[fx.Node, dict[fx.Node, Any]]:
-    """The segment that takes gradients as turns added them up, and what each of these is added into."""
+def segment_of_iterations(graph: fx.Graph) -> tuple[fx.Node, dict[fx.Node, Any]]:
+    """The segment that takes gradients as iterations added them up, and what each of these is added into."""
     sums = {node: node.args[0] for node in graph.nodes if node.target in SUMS}
     (found,) = (node for node in of(graph, "update.segment") if sums.keys() & set(node.all_input_nodes))
     return found, {each: sums[each] for each in found.all_input_nodes if each in sums}
 
 
-def a_step_before_the_turns(graph: fx.Graph) -> None:
-    segment, _ = segment_of_turns(graph)
-    a_step_without_the_turns(graph)
-    of(graph, "time.turns")[-1].prepend(segment)
+def a_step_before_the_iterations(graph: fx.Graph) -> None:
+    segment, _ = segment_of_iterations(graph)
+    a_step_without_the_iterations(graph)
+    of(graph, "loop.begin")[-1].prepend(segment)
 
 
 def a_step_in_each_backward(graph: fx.Graph) -> None:
-    segment, _ = segment_of_turns(graph)
-    of(graph, "time.done")[-1].prepend(segment)
+    segment, _ = segment_of_iterations(graph)
+    of(graph, "loop.end")[-1].prepend(segment)
 
 
-def a_step_without_the_turns(graph: fx.Graph) -> None:
+def a_step_without_the_iterations(graph: fx.Graph) -> None:
     """It is done with what gradients were before any was added."""
-    segment, sums = segment_of_turns(graph)
+    segment, sums = segment_of_iterations(graph)
     for each, memory in sums.items():
         segment.replace_input_with(each, memory)
 
@@ -272,23 +273,23 @@ def a_step_without_the_turns(graph: fx.Graph) -> None:
 def old_weights_are_sent(graph: fx.Graph) -> None:
     stepped = {user for segment in of(graph, "update.segment") for user in segment.users}
     (new,) = (node for node in of(graph, "stage.send") if node.args[0] in stepped)
-    with graph.inserting_before(of(graph, "time.turns")[-1]):
+    with graph.inserting_before(of(graph, "loop.begin")[-1]):
         old = graph.call_function(aten.clone.default, (named(graph, "emb_weight"),))
     new.update_arg(0, old)
 
 
 def other_rows(graph: fx.Graph, which: int) -> None:
-    piece = of(graph, "time.piece")[which]
+    piece = of(graph, "loop.slice")[which]
     number: Any = piece.args[2]
     with graph.inserting_after(number):
-        piece.update_arg(2, graph.call_function(turns.at, (number.args[0], 2, -2)))
+        piece.update_arg(2, graph.call_function(loop_ops.index, (number.args[0], 2, -2)))
 
 
-def rows_of_another_turn(graph: fx.Graph) -> None:
+def rows_of_another_iteration(graph: fx.Graph) -> None:
     other_rows(graph, 0)
 
 
-def rows_of_another_turn_in_the_backward(graph: fx.Graph) -> None:
+def rows_of_another_iteration_in_the_backward(graph: fx.Graph) -> None:
     other_rows(graph, -1)
 
 
@@ -296,12 +297,12 @@ STEPPED = [
     a_tied_sum_is_this_stages,
     a_tied_sum_is_the_other_stages,
     a_tied_gradient_twice,
-    a_step_before_the_turns,
+    a_step_before_the_iterations,
     a_step_in_each_backward,
-    a_step_without_the_turns,
+    a_step_without_the_iterations,
     old_weights_are_sent,
-    rows_of_another_turn,
-    rows_of_another_turn_in_the_backward,
+    rows_of_another_iteration,
+    rows_of_another_iteration_in_the_backward,
 ]
 
 
@@ -317,10 +318,10 @@ def test_damaged_steps_are_refused(damage: Callable[[fx.Graph], None]) -> None:
 @pytest.mark.parametrize("name", CHUNKS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_orders_that_cannot_be_are_refused(name: str, rank: int) -> None:
-    """Of each unit the first turn is left out, done twice, or (of a backward) done before all others."""
+    """Of each unit the first iteration is left out, done twice, or (of a backward) done before all others."""
     case = deep("mlp", 2 * CHUNKS[name], 4)
-    pm = staged(case, sx.Mesh(pp=2, mb=sx.Time(4)), pipeline=sx.Pipeline(schedule=name, chunks=CHUNKS[name]))
-    words = str(of(pm.rank_program(rank).graph, "time.turns")[-1].args[3]).split()
+    pm = staged(case, sx.Mesh(pp=2, mb=sx.Loop(4)), pipeline=sx.Pipeline(schedule=name, stages_per_rank=CHUNKS[name]))
+    words = str(of(pm.rank_program(rank).graph, "loop.begin")[-1].args[3]).split()
     for unit in dict.fromkeys(word.partition(".")[0] for word in words):
         rest = [word for word in words if word != f"{unit}.0"]
         changed = [rest, [*words, f"{unit}.0"], *([[f"{unit}.0", *rest]] if unit[0] in "BIW" else [])]

@@ -1,4 +1,4 @@
-"""Pipelines of many ranks and turns: proven from a few programs, and a rank that does otherwise is refused."""
+"""Pipelines of many ranks and iterations: proven from a few programs, and a rank that does otherwise is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import shardfx as sx
-from shardfx.ir.ops.time import handover, turns
+from shardfx.ir.ops.loop import loop_ops, stage_transfer
 from shardfx.ir.program.lower import Lowering
 from shardfx.runtime.verify import loop_proof, plan_proof
 from shardfx.runtime.verify.families import many_ranks
@@ -52,9 +52,9 @@ def in_stages(pp: int = 3, dp: int = 1, count: int = 4, schedule: str = "1f1b", 
     x, y = torch.randint(12, (4 * count, 3)), torch.randint(12, (4 * count, 3))
     specs = {"args.0": "mb dp, -", "targets.0": "mb dp, -"}
     specs |= {"layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}
-    stages = sx.Pipeline(schedule=schedule, chunks=chunks)
+    stages = sx.Pipeline(schedule=schedule, stages_per_rank=chunks)
     hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs, pipeline=stages)
-    mesh = sx.Mesh(pp=pp, dp=dp, tp=2, mb=sx.Time(count))
+    mesh = sx.Mesh(pp=pp, dp=dp, tp=2, mb=sx.Loop(count))
     return sx.parallelize(Language(pp * chunks), mesh, hints, virtual=True)
 
 
@@ -90,7 +90,7 @@ def test_one_line_of_ranks_is_interpreted(
 
 
 @pytest.mark.slow
-def test_many_turns_are_proven_from_as_many_programs_as_few() -> None:
+def test_many_iterations_are_proven_from_as_many_programs_as_few() -> None:
     few, many = (in_stages(count=count).verify() for count in (4, 32))
     assert few and many, (few, many)
     for what in ("whole programs", "families", "distinct ops at every rank"):
@@ -106,7 +106,7 @@ def calls(graph: fx.Graph, target: Any) -> Iterator[fx.Node]:
 
 
 def sent(graph: fx.Graph) -> fx.Node:
-    return next(calls(graph, handover.send))
+    return next(calls(graph, stage_transfer.send))
 
 
 def to_the_wrong_place(graph: fx.Graph) -> None:
@@ -122,15 +122,17 @@ def renamed(node: fx.Node) -> None:
     node.args = (*node.args[:-3], 99, *node.args[-2:])
 
 
-def two_turns_exchanged(graph: fx.Graph) -> None:
+def two_iterations_exchanged(graph: fx.Graph) -> None:
     exchanged(sent(graph))
 
 
 def exchanged(node: fx.Node) -> None:
-    turn = node.args[-2]
-    assert isinstance(turn, fx.Node)
-    with node.graph.inserting_after(turn):
-        other = node.graph.call_function(turns.pick, (turn.args[0], [(0, 1, 0), (1, 0, 0), (2, 2, 1)]))
+    iteration = node.args[-2]
+    assert isinstance(iteration, fx.Node)
+    with node.graph.inserting_after(iteration):
+        other = node.graph.call_function(
+            loop_ops.piecewise_index, (iteration.args[0], [(0, 1, 0), (1, 0, 0), (2, 2, 1)])
+        )
     node.args = (*node.args[:-2], other, node.args[-1])
 
 
@@ -140,7 +142,7 @@ def an_add_left_out(graph: fx.Graph) -> None:
 
 
 def something_else_is_sent(graph: fx.Graph) -> None:
-    node, came = sent(graph), next(calls(graph, handover.receive))
+    node, came = sent(graph), next(calls(graph, stage_transfer.receive))
     node.args = (next(iter(came.users)), *node.args[1:])
 
 
@@ -157,7 +159,7 @@ def sent_twice(graph: fx.Graph) -> None:
 DAMAGE = [
     to_the_wrong_place,
     a_wrong_tag,
-    two_turns_exchanged,
+    two_iterations_exchanged,
     an_add_left_out,
     something_else_is_sent,
     not_sent,
@@ -189,7 +191,7 @@ def test_what_is_wrong_on_one_rank_is_refused(
 def test_what_both_ends_name_otherwise_is_proven(change: Callable[[fx.Node], None]) -> None:
     there, here = in_stages().rank_program(OTHER), in_stages().rank_program(OTHER + 2)
     change(sent(there.graph))
-    change(next(calls(here.graph, handover.receive)))
+    change(next(calls(here.graph, stage_transfer.receive)))
     verdict = in_stages().verify(modules={OTHER: there.module(), OTHER + 2: here.module()})
     assert verdict, verdict
     assert verdict.checked["programs read"] < len(verdict.programs) * 24
@@ -201,7 +203,7 @@ def test_a_message_that_one_rank_alone_names_otherwise(monkeypatch: pytest.Monke
     call = Lowering.call
 
     def other(self: Lowering, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if op is handover.send and self.mesh.size == 6 and self.rank == OTHER:
+        if op is stage_transfer.send and self.mesh.size == 6 and self.rank == OTHER:
             args = (*args[:2], args[2] + 1, *args[3:])
         return call(self, op, *args, **kwargs)
 
@@ -219,7 +221,7 @@ def test_a_send_whose_code_does_not_meet_its_receive(monkeypatch: pytest.MonkeyP
     call = Lowering.call
 
     def other(self: Lowering, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if op is handover.receive and self.mesh.size == 24 and self.rank == 13:
+        if op is stage_transfer.receive and self.mesh.size == 24 and self.rank == 13:
             args = (*args[:4], args[4] + 1, *args[5:])
         return call(self, op, *args, **kwargs)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.program_text import parse_program
 from shardfx.module.programs import TRAIN
 from tests.deep import CHUNKS, alone, deep, worst
@@ -67,7 +67,7 @@ def check(pm: sx.ParallelModule, model: nn.Module, x: Tensor, y: Tensor) -> None
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "1f1b" else slow) for n in CHUNKS])
 def test_compiled_stages_of_virtual_ranks_are_the_whole_batch(name: str) -> None:
     case = deep("mlp", 2 * CHUNKS[name], 5)
-    pm = staged(case, sx.Mesh(pp=2, mb=sx.Time(5)), pipeline=sx.Pipeline(schedule=name, chunks=CHUNKS[name]))
+    pm = staged(case, sx.Mesh(pp=2, mb=sx.Loop(5)), pipeline=sx.Pipeline(schedule=name, stages_per_rank=CHUNKS[name]))
     pm.compile(backend="eager")
     assert worst(pm, case, alone(case, 5)) < 1e-9
 
@@ -80,24 +80,24 @@ QUICKLY = ("zb-h1",)
 def test_every_schedule_is_the_whole_batch(name: str, ranks: int) -> None:
     chunks, x, y = SCHEDULES[name], *batch(2 * ranks + 1)
     model = tied(ranks * chunks)
-    mesh = sx.Mesh(pp=ranks, mb=sx.Time(2 * ranks))
-    pm = in_stages(model, x, y, mesh, pipeline=sx.Pipeline(schedule=name, chunks=chunks))
+    mesh = sx.Mesh(pp=ranks, mb=sx.Loop(2 * ranks))
+    pm = in_stages(model, x, y, mesh, pipeline=sx.Pipeline(schedule=name, stages_per_rank=chunks))
     check(pm, model, x, y)
     assert pm.verify()
 
 
 TOGETHER: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
-    "dp": (sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), {}),
-    "tp": (sx.Mesh(pp=2, tp=2, mb=sx.Time(3)), {}),
-    "dp tp": (sx.Mesh(dp=2, pp=2, tp=2, mb=sx.Time(2)), {}),
-    "zero 1": (sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), {"zero": 1, "zero_min": 0}),
-    "zero 2": (sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), {"zero": 2, "zero_min": 0}),
-    "zero 3": (sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), {"zero": 3, "zero_min": 0}),
-    "halves": (sx.Mesh(pp=2, dp=2, mb=sx.Time(4)), {"pipeline": sx.Pipeline(schedule="zb-h1")}),
-    "no turns": (sx.Mesh(pp=2, dp=2), {"pipeline": sx.Pipeline(time="", schedule="gpipe")}),
+    "dp": (sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)), {}),
+    "tp": (sx.Mesh(pp=2, tp=2, mb=sx.Loop(3)), {}),
+    "dp tp": (sx.Mesh(dp=2, pp=2, tp=2, mb=sx.Loop(2)), {}),
+    "zero 1": (sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)), {"zero": 1, "zero_min_numel": 0}),
+    "zero 2": (sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)), {"zero": 2, "zero_min_numel": 0}),
+    "zero 3": (sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)), {"zero": 3, "zero_min_numel": 0}),
+    "halves": (sx.Mesh(pp=2, dp=2, mb=sx.Loop(4)), {"pipeline": sx.Pipeline(schedule="zb-h1")}),
+    "no iterations": (sx.Mesh(pp=2, dp=2), {"pipeline": sx.Pipeline(microbatches="", schedule="gpipe")}),
 }
 NAMES = ["mlp3", "gpt_fused", "llama", "unet", "moe_loop", "hf_gpt2", "hf_t5", "hf_bert", "hf_vit"]
-QUICK = {("mlp3", "dp tp"), ("mlp3", "no turns")}
+QUICK = {("mlp3", "dp tp"), ("mlp3", "no iterations")}
 
 
 @pytest.mark.long
@@ -125,9 +125,18 @@ def test_a_step_of_the_optimizer_is_in_the_programs() -> None:
 
     x, y = batch(6)
     model, alone = tied(2), tied(2)
-    mesh = sx.Mesh(pp=2, dp=2, mb=sx.Time(2))
+    mesh = sx.Mesh(pp=2, dp=2, mb=sx.Loop(2))
     pm = in_stages(
-        model, x, y, mesh, pipeline=sx.Pipeline(), optimizer=adam, clip=0.1, zero=1, zero_min=0, recompute="layers.1"
+        model,
+        x,
+        y,
+        mesh,
+        pipeline=sx.Pipeline(),
+        optimizer=adam,
+        clip_grad_norm=0.1,
+        zero=1,
+        zero_min_numel=0,
+        recompute="layers.1",
     )
     optimizer = adam(list(alone.parameters()))
     for _ in range(3):
@@ -146,7 +155,7 @@ def test_a_step_of_the_optimizer_is_in_the_programs() -> None:
 def test_what_came_from_another_stage_is_not_made_again() -> None:
     """Where a module that is made again lies in several stages."""
     model, (x, y) = tied(2), batch(4)
-    pm = in_stages(model, x, y, sx.Mesh(pp=2, mb=sx.Time(2)), pipeline=sx.Pipeline(), recompute="layers")
+    pm = in_stages(model, x, y, sx.Mesh(pp=2, mb=sx.Loop(2)), pipeline=sx.Pipeline(), recompute="layers")
     check(pm, model, x, y)
     assert pm.verify()
 
@@ -170,10 +179,10 @@ class Shared(nn.Module):
 def test_what_several_stages_share_is_gathered_again_in_each(name: str) -> None:
     torch.manual_seed(0)
     model, (x, y) = Shared().double(), torch.randn(2, 8, 4).double()
-    pipeline = sx.Pipeline(schedule=name, chunks=SCHEDULES[name])
-    hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs={"args.0": "mb dp, -"}, zero=3, zero_min=0)
+    pipeline = sx.Pipeline(schedule=name, stages_per_rank=SCHEDULES[name])
+    hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs={"args.0": "mb dp, -"}, zero=3, zero_min_numel=0)
     hints = replace(hints, pipeline=pipeline, recompute="layers.1")
-    pm = sx.parallelize(model, sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), hints)
+    pm = sx.parallelize(model, sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)), hints)
     found, whole = pm(x, y), F.mse_loss(model(x), y)
     found.backward()
     whole.backward()
@@ -185,7 +194,7 @@ def test_what_several_stages_share_is_gathered_again_in_each(name: str) -> None:
 
 def test_a_message_has_a_tag_of_its_own() -> None:
     pm = three_stages()
-    sent = next(node for node in pm.after.nodes if str(node.op) == "comm.send")
+    sent = next(node for node in pm.planned.nodes if str(node.op) == "comm.send")
     with pytest.raises(sx.Error, match="cannot be told from another"):
         sent.op.place(sent.operands[0].spec, sent.operands[0].shape, pm.mesh, **{**sent.kwargs, "tag": 1 << 14})
 
@@ -198,8 +207,8 @@ def test_stages_put_away_what_waits_and_fetch_what_they_share() -> None:
     found = []
     for what in ((), ("activations", "optimizer", "parameters")):
         model, (x, y) = tied(2), batch(4)
-        away = (sx.Offload(what, least=1),) if what else ()
-        mesh = sx.Mesh(pp=2, mb=sx.Time(2))
+        away = (sx.Offload(what, min_numel=1),) if what else ()
+        mesh = sx.Mesh(pp=2, mb=sx.Loop(2))
         pm = in_stages(model, x, y, mesh, pipeline=sx.Pipeline(), optimizer=adam, offload=away)
         found.append([pm.step(x, y), pm.step(x, y), *pm.full_state_dict().values()])
         assert pm.verify()
@@ -215,7 +224,7 @@ def test_other_forms_of_call_have_the_same_stages() -> None:
     model = nn.Sequential(nn.Sequential(*layers), nn.Dropout(0.1), nn.Linear(8, 5)).double()
     x, y = torch.randn(6, 4, 4).double(), torch.randint(5, (6,))
     hints = sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), pipeline=sx.Pipeline())
-    pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(3)), hints)
+    pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Loop(3)), hints)
     pm(x, y).backward()
     pm.eval()
     assert rel_err(pm(x, y), F.cross_entropy(model.eval()(x), y)) < 1e-9
@@ -227,18 +236,18 @@ def test_other_forms_of_call_have_the_same_stages() -> None:
 def test_tiles_go_through_stages() -> None:
     case = make("unet")
     specs = {"args.0": "mb, -, h, -", "targets.0": "mb, h, -" if case.targets[0].dim() == 3 else "mb, -, h, -"}
-    mesh = sx.Mesh(pp=2, h=2, mb=sx.Time(2))
+    mesh = sx.Mesh(pp=2, h=2, mb=sx.Loop(2))
     assert train_beside("unet", mesh, specs=specs, steps=2, pipeline=sx.Pipeline()).worst < 1e-9
     assert plan(make("unet"), mesh, specs=specs, pipeline=sx.Pipeline()).verify()
 
 
 @slow
-def test_results_evaluation_and_buffers_are_those_of_turns_alone() -> None:
+def test_results_evaluation_and_buffers_are_those_of_iterations_alone() -> None:
     found = []
-    for mesh, pipeline in ((sx.Mesh(one=1, mb=sx.Time(4)), None), (sx.Mesh(pp=2, mb=sx.Time(4)), sx.Pipeline())):
+    for mesh, pipeline in ((sx.Mesh(one=1, mb=sx.Loop(4)), None), (sx.Mesh(pp=2, mb=sx.Loop(4)), sx.Pipeline())):
         case = make("resnet")
         specs = {"args.0": "mb, -, -, -", "targets.0": "mb"}
-        pm = plan(case, mesh, specs=specs, pipeline=pipeline, batch_stats="turn")
+        pm = plan(case, mesh, specs=specs, pipeline=pipeline, batch_stats="microbatch")
         loss, out = pm(*case.args, *case.targets, with_results=True)
         loss.backward()
         pm.eval()
@@ -255,29 +264,29 @@ def test_results_evaluation_and_buffers_are_those_of_turns_alone() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_a_rank_holds_what_a_run_holds(name: str) -> None:
     case = make("mlp3")
-    mesh = sx.Mesh(pp=2, mb=sx.Time(4))
+    mesh = sx.Mesh(pp=2, mb=sx.Loop(4))
     pm = plan(case, mesh, specs={"args.0": "mb, -", "targets.0": "mb"}, pipeline=sx.Pipeline(schedule=name))
     held = held_in_a_step(pm, case)
     for rank in range(pm.mesh.size):
         program = pm._programs.running(rank, TRAIN)
         footprint = replay(program)
-        sent = 4 * 2 * 64 * 8  # what goes to the other stage in four turns, while it is under way
+        sent = 4 * 2 * 64 * 8  # what goes to the other stage in four iterations, while it is under way
         assert footprint.peak.nbytes <= held[rank].peak <= footprint.peak.nbytes + sent
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "live"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])
-def test_so_many_turns_are_live_as_the_schedule_says(name: str, live: list[int]) -> None:
+def test_so_many_iterations_are_live_as_the_schedule_says(name: str, live: list[int]) -> None:
     model, (x, y) = tied(4), batch(8)
-    pm = in_stages(model, x, y, sx.Mesh(pp=4, mb=sx.Time(8)), pipeline=sx.Pipeline(schedule=name))
+    pm = in_stages(model, x, y, sx.Mesh(pp=4, mb=sx.Loop(8)), pipeline=sx.Pipeline(schedule=name))
     found = []
     for rank in range(4):
-        loops = [node for node in pm.rank_program(rank).graph.nodes if node.target is turns.turns]
+        loops = [node for node in pm.rank_program(rank).graph.nodes if node.target is loop_ops.begin]
         begin = next(node for node in loops if len(node.args) > 3)
         words, open_, most = str(begin.args[3]).split(), set[str](), 0
         for word in words:
-            unit, _, turn = word.partition(".")
-            open_ = open_ | {turn} if unit[0] == "F" else open_ - {turn} if unit[0] == "B" else open_
+            unit, _, iteration = word.partition(".")
+            open_ = open_ | {iteration} if unit[0] == "F" else open_ - {iteration} if unit[0] == "B" else open_
             most = max(most, len(open_))
         found.append(most)
     assert found == live
@@ -288,7 +297,7 @@ def test_so_many_turns_are_live_as_the_schedule_says(name: str, live: list[int])
 
 def three_stages() -> sx.ParallelModule:
     case: Case = make("mlp3")
-    mesh, specs = sx.Mesh(pp=3, mb=sx.Time(4)), {"args.0": "mb, -", "targets.0": "mb"}
+    mesh, specs = sx.Mesh(pp=3, mb=sx.Loop(4)), {"args.0": "mb, -", "targets.0": "mb"}
     stages = (("fc1",), ("fc2",), ("fc3",))
     return plan(case, mesh, specs=specs, pipeline=sx.Pipeline(stages=stages))
 
@@ -299,5 +308,5 @@ def test_a_rank_has_what_is_of_its_stages_as_text_and_as_a_driver() -> None:
         program = pm.rank_program(rank)
         names = {given.name for given in program.inputs if given.kind == "parameter"}
         assert names == {f"{layer}.weight", f"{layer}.bias"}
-        assert str(parse_program(str(program), pm.after)) == str(program)
+        assert str(parse_program(str(program), pm.planned)) == str(program)
         assert f"F{rank}_1" in program.module().code.replace("f", "F")

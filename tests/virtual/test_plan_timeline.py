@@ -24,7 +24,7 @@ from shardfx.ir.timing.rank_tasks import Doing, Receives, Sends, Starts, Waits, 
 
 SVG = "{http://www.w3.org/2000/svg}"
 X, Y = torch.randn(64, 8), torch.randint(0, 4, (64,))
-T = sx.Time
+T = sx.Loop
 FAR = Machine("far", {"float32": 1e9}, 1e12, 1e9, (Level("wire", Link(1e6, 1e-4)),))
 NEAR = Machine("near", {"float32": 1e9}, 1e12, 1e9, (Level("wire", Link(1e15, 0.0)),))
 
@@ -48,15 +48,15 @@ def planned(mesh: sx.Mesh, machine: Machine = NEAR, count: int = 4, **more: Any)
 
 
 @cache
-def staged(schedule: str = "1f1b", ranks: int = 2, turns: int = 4, chunks: int = 1) -> sx.ParallelModule:
-    pipeline = sx.Pipeline(schedule=schedule, chunks=chunks)
-    return planned(sx.Mesh(pp=ranks, mb=T(turns)), count=ranks * chunks * 2, pipeline=pipeline)
+def staged(schedule: str = "1f1b", ranks: int = 2, microbatches: int = 4, chunks: int = 1) -> sx.ParallelModule:
+    pipeline = sx.Pipeline(schedule=schedule, stages_per_rank=chunks)
+    return planned(sx.Mesh(pp=ranks, mb=T(microbatches)), count=ranks * chunks * 2, pipeline=pipeline)
 
 
 # ---- clocks
 
 
-def rows_of(schedule: sx.Schedule, seconds: dict[str, float], comm: float) -> list[list[Doing]]:
+def rows_of(schedule: sx.schedules.Schedule, seconds: dict[str, float], comm: float) -> list[list[Doing]]:
     """What ranks do for a schedule: they receive, work, send."""
     calls = (fx.Graph().placeholder(f"x{i}") for i in range(10**6))
     needs = dependencies(schedule)
@@ -64,13 +64,13 @@ def rows_of(schedule: sx.Schedule, seconds: dict[str, float], comm: float) -> li
     rows: list[list[Doing]] = [[] for _ in schedule.ranks]
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            purpose, turn = Purpose(action.kind, action.stage), action.turn
+            purpose, microbatch = Purpose(action.kind, action.stage), action.microbatch
             for made in needs[action]:
                 if (origin := schedule.rank_of(made.stage)) != rank:
                     call, received = next(calls), Purpose("R")
                     message = (origin, rank, tags[made], 0)
                     rows[rank] += [Receives(received, 0, 0, message, call), Waits(received, 0, 0, call)]
-            rows[rank].append(Works(purpose, seconds[action.kind], turn))
+            rows[rank].append(Works(purpose, seconds[action.kind], microbatch))
             users = [user for user, made in needs.items() if action in made]
             for place in sorted({schedule.rank_of(user.stage) for user in users} - {rank}):
                 rows[rank].append(Sends(purpose, comm, 0, (rank, place, tags[action], 0)))
@@ -79,12 +79,17 @@ def rows_of(schedule: sx.Schedule, seconds: dict[str, float], comm: float) -> li
 
 @pytest.mark.parametrize("comm", [0.0, 0.25])
 @pytest.mark.parametrize(
-    ("name", "stages", "ranks", "turns"),
+    ("name", "stages", "ranks", "microbatches"),
     [("gpipe", 4, 4, 6), ("1f1b", 3, 3, 7), ("interleaved", 8, 4, 8), ("zb-h1", 4, 4, 8), ("zb-v", 4, 2, 5)],
 )
-def test_clocks_are_those_of_the_schedule_alone(name: str, stages: int, ranks: int, turns: int, comm: float) -> None:
-    schedule, costs = sx.make_schedule(name, stages=stages, turns=turns, ranks=ranks), {"F": 1, "B": 2, "I": 1, "W": 1}
-    simulated = sx.simulate(schedule, costs, comm)
+def test_clocks_are_those_of_the_schedule_alone(
+    name: str, stages: int, ranks: int, microbatches: int, comm: float
+) -> None:
+    schedule, costs = (
+        sx.schedules.make_schedule(name, stages=stages, microbatches=microbatches, ranks=ranks),
+        {"F": 1, "B": 2, "I": 1, "W": 1},
+    )
+    simulated = sx.schedules.simulate(schedule, costs, comm)
     courses = foreseen(rows_of(schedule, costs, comm))
     spans = {action: span for course in courses for action, span in course.spans.items()}
     assert spans == {action: pytest.approx(span) for action, span in simulated.spans.items()}
@@ -105,7 +110,7 @@ def test_what_computes_meanwhile_hides_communication() -> None:
     ]
     (course,) = foreseen([row])
     assert course.exposed == 2.0
-    assert tuple(course.spans[sx.Action("B", 0, 0)]) == (0.0, 5.5)
+    assert tuple(course.spans[sx.schedules.Action("B", 0, 0)]) == (0.0, 5.5)
     (apart,) = foreseen([[Starts(e.purpose, e.seconds, 0, e.call, "tp") if e is row[2] else e for e in row]])
     assert apart.exposed == 1.0
 
@@ -116,14 +121,18 @@ def test_what_computes_meanwhile_hides_communication() -> None:
 @pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    ("name", "ranks", "turns", "chunks"), [("1f1b", 2, 4, 1), ("gpipe", 3, 5, 1), ("interleaved", 2, 4, 2)]
+    ("name", "ranks", "microbatches", "chunks"), [("1f1b", 2, 4, 1), ("gpipe", 3, 5, 1), ("interleaved", 2, 4, 2)]
 )
-def test_ranks_do_what_the_schedule_says(name: str, ranks: int, turns: int, chunks: int) -> None:
-    pm = staged(name, ranks, turns, chunks)
+def test_ranks_do_what_the_schedule_says(name: str, ranks: int, microbatches: int, chunks: int) -> None:
+    pm = staged(name, ranks, microbatches, chunks)
     timeline = pm.timeline()
     rows = tuple(tuple(action for action in row if action.kind != "U") for row in timeline.schedule.rows)
     assert pm.schedule is not None
-    assert rows == pm.schedule.rows == sx.make_schedule(name, stages=ranks * chunks, turns=turns, ranks=ranks).rows
+    assert (
+        rows
+        == pm.schedule.rows
+        == sx.schedules.make_schedule(name, stages=ranks * chunks, microbatches=microbatches, ranks=ranks).rows
+    )
     for row in timeline.schedule.rows:
         spans = [timeline.spans[action] for action in row]
         assert all(before.end <= after.start for before, after in pairwise(spans))
@@ -136,7 +145,7 @@ def test_the_bubble_is_that_of_equal_stages(name: str) -> None:
     """(p-1)/(m+p-1), but for the loss, and for the gradient of the input, which the first stage does not make; and less
     what the second still does for its weights when the first has what it waits for."""
     timeline = planned(sx.Mesh(pp=2, mb=T(4)), count=16, pipeline=sx.Pipeline(schedule=name)).timeline()
-    last, of_last = (timeline.spans[sx.Action("B", stage, 3)] for stage in (0, 1))
+    last, of_last = (timeline.spans[sx.schedules.Action("B", stage, 3)] for stage in (0, 1))
     overlap = of_last.end - last.start
     assert overlap > 0.1 * (of_last.end - of_last.start)
     assert (timeline.bubble * timeline.step + overlap) / (timeline.step + overlap) == pytest.approx(1 / 5, abs=0.01)
@@ -160,16 +169,16 @@ def test_memory_is_that_of_each_rank() -> None:
 
 
 @pytest.mark.slow
-def test_an_update_is_behind_all_turns() -> None:
-    pipeline = sx.Pipeline(schedule="interleaved", chunks=2)
+def test_an_update_is_behind_all_iterations() -> None:
+    pipeline = sx.Pipeline(schedule="interleaved", stages_per_rank=2)
     adam: Any = lambda p: torch.optim.AdamW(p)  # noqa: E731
     mesh, specs = sx.Mesh(pp=2, dp=2, mb=T(4)), {"args.0": "mb dp, -"}
     timeline = planned(mesh, pipeline=pipeline, specs=specs, optimizer=adam).timeline()
     for row in timeline.schedule.rows:
         assert [action.kind == "U" for action in row] == [False] * 16 + [True]
     assert 0 <= timeline.bubble < 1
-    turns = planned(sx.Mesh(dp=2), accumulate=2, optimizer=adam).timeline()
-    assert str(turns.schedule) == "F0.0 B0.0 F0.1 B0.1 U0"
+    microbatches = planned(sx.Mesh(dp=2), grad_accumulation=2, optimizer=adam).timeline()
+    assert str(microbatches.schedule) == "F0.0 B0.0 F0.1 B0.1 U0"
 
 
 # ---- plans without
@@ -215,8 +224,8 @@ def test_report_and_timeline_agree_on_exposed_communication(machine: Machine | N
 
 
 @pytest.mark.long
-def test_turns_are_numbered() -> None:
-    timeline = planned(sx.Mesh(dp=2), accumulate=3).timeline()
+def test_iterations_are_numbered() -> None:
+    timeline = planned(sx.Mesh(dp=2), grad_accumulation=3).timeline()
     assert str(timeline.schedule).removesuffix(" U0") == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
     alone = planned(sx.Mesh(dp=2)).timeline()
     assert timeline.busy[0] == pytest.approx(alone.busy[0], rel=0.2)
@@ -247,7 +256,7 @@ def test_a_trace_and_a_picture_have_a_row_for_each_rank(tmp_path: Path) -> None:
     assert {name for rank, name in named if rank in (0, 1)} >= {"F0.0", "F0.1", "B0.0", "B0.1"}
     assert {name for rank, name in named if rank in (2, 3)} >= {"F1.0", "F1.1", "B1.0", "B1.1"}
     assert (0, "F1.0") not in named
-    span = timeline.spans[sx.Action("B", 1, 1)]
+    span = timeline.spans[sx.schedules.Action("B", 1, 1)]
     assert named[3, "B1.1"]["ts"] == pytest.approx(span.start * 1e6)
     assert named[3, "B1.1"]["dur"] == pytest.approx(span.length * 1e6)
     texts = [each.text for each in ElementTree.parse(timeline.draw(tmp_path / "step.svg")).iter(f"{SVG}text")]
@@ -255,11 +264,13 @@ def test_a_trace_and_a_picture_have_a_row_for_each_rank(tmp_path: Path) -> None:
     assert {"forward", "backward", "bubble"} <= set(texts)
 
 
-def _stage_turns(names: Iterable[str]) -> list[str]:
+def _stage_iterations(names: Iterable[str]) -> list[str]:
     return [name for name in names if name[0] != "U"]
 
 
-@pytest.mark.parametrize("make", [staged, lambda: planned(sx.Mesh(dp=2), accumulate=3)], ids=["stages", "turns"])
+@pytest.mark.parametrize(
+    "make", [staged, lambda: planned(sx.Mesh(dp=2), grad_accumulation=3)], ids=["stages", "microbatches"]
+)
 def test_measured_steps_are_traced(make: Callable[[], sx.ParallelModule], tmp_path: Path) -> None:
     pm, path = make(), tmp_path / "measured.json"
     with pm.record(path) as recording:
@@ -273,7 +284,7 @@ def test_measured_steps_are_traced(make: Callable[[], sx.ParallelModule], tmp_pa
     for rank in (0, 1):
         row = [str(action) for action in timeline.schedule.rows[timeline.places[rank]]]
         names = [each["name"] for each in done if each["tid"] == rank]
-        assert _stage_turns(names) == _stage_turns(row) * 3
+        assert _stage_iterations(names) == _stage_iterations(row) * 3
         ends = [(each["ts"], each["ts"] + each["dur"]) for each in done if each["tid"] == rank]
         assert all(before[1] <= after[0] + 1 for before, after in pairwise(ends))
     for step in recording.steps:
@@ -303,7 +314,7 @@ def test_the_report_says_what_each_stage_has() -> None:
     assert (first.modules, last.modules) == (("layers.0 .. 1",), ("layers.2 .. 3",))
     assert first.parameters == last.parameters == 2 * (8 * 32 + 32 + 32 * 8 + 8)
     assert first.nbytes == 4 * first.parameters
-    assert first.sent == last.sent == 16 * 8 * 4  # a turn's activations, and their gradients
+    assert first.sent == last.sent == 16 * 8 * 4  # a micro-batch's activations, and their gradients
     assert first.ranks == (0,)
     text = str(pm.report())
     assert "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3" in text

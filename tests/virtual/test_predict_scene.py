@@ -83,8 +83,8 @@ def trained(model: nn.Module, height: int = 40, width: int = 36) -> nn.Module:
 
 def planned(model: nn.Module, *sizes: int, batch: int = 1, mesh: sx.Mesh = MESH) -> sx.ParallelModule:
     x = torch.zeros(batch, 3, *sizes, dtype=torch.float64)
-    cut = ["dp", "-", "h", "w", "d"][: x.ndim]
-    specs = {"args.0": ", ".join(axis if axis in mesh.names else "-" for axis in cut)}
+    sharding = ["dp", "-", "h", "w", "d"][: x.ndim]
+    specs = {"args.0": ", ".join(axis if axis in mesh.names else "-" for axis in sharding)}
     return sx.parallelize(model, mesh, sx.Hints(args=(x,), specs=specs), virtual=True)
 
 
@@ -92,7 +92,7 @@ def check(model: nn.Module, pm: sx.ParallelModule, scene: Tensor, window: Sequen
     with torch.no_grad():
         whole = model(scene[None])[0]
     out = np.full(whole.shape, np.nan)
-    sx.predict_scene(pm, scene.numpy(), out, window=window, progress=False)
+    sx.images.predict_scene(pm, scene.numpy(), out, window=window, progress=False)
     torch.testing.assert_close(torch.from_numpy(out), whole, rtol=1e-9, atol=1e-9)
 
 
@@ -170,21 +170,21 @@ def test_a_scene_goes_on_where_it_was(tmp_path: Path) -> None:
     out = np.zeros((2, 100, 40))
     broken = Ends(out, 2)
     with pytest.raises(OSError, match="no space is left"):
-        sx.predict_scene(pm, scene, broken, state=state, progress=False)
+        sx.images.predict_scene(pm, scene, broken, state=state, progress=False)
     assert broken.flushed == 2 and len(state.read_text().splitlines()) == 4
     state.write_text(state.read_text() + "[7")  # as if it was ended while it was written
     rest = Ends(out, 100)
-    sx.predict_scene(pm, scene, rest, state=state)
+    sx.images.predict_scene(pm, scene, rest, state=state)
     with torch.no_grad():
         np.testing.assert_allclose(out, model(scene[None])[0], rtol=1e-9, atol=1e-9)
     again = Ends(out, 0)
-    sx.predict_scene(pm, scene, again, state=state, progress=False)
+    sx.images.predict_scene(pm, scene, again, state=state, progress=False)
     assert again.flushed == 0 and rest.flushed == 100 - rest.after
     with pytest.raises(sx.Error, match="the state is of another run: window differs"):
-        sx.predict_scene(pm, scene, out, state=state, window=(60, 40), progress=False)
+        sx.images.predict_scene(pm, scene, out, state=state, window=(60, 40), progress=False)
     pm.load_full_state_dict({name: t + 1 for name, t in pm.full_state_dict().items()})
     with pytest.raises(sx.Error, match="the state is of another run: weights differs"):
-        sx.predict_scene(pm, scene, out, state=state, progress=False)
+        sx.images.predict_scene(pm, scene, out, state=state, progress=False)
 
 
 # ---- what is not local -------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_what_is_not_local_is_named(name: str) -> None:
     with torch.no_grad():
         out = np.zeros(model(torch.zeros(2, 3, 48, 40, dtype=torch.float64)).shape[1:])
     with pytest.raises(sx.Error, match=said):
-        sx.predict_scene(pm, image(3, 48, 40), out, progress=False)
+        sx.images.predict_scene(pm, image(3, 48, 40), out, progress=False)
 
 
 def test_what_is_alike_at_all_places_is_local() -> None:
@@ -320,23 +320,23 @@ def test_bad_input(tmp_path: Path) -> None:
     pm = planned(trained(UNet()), 40, 40)
     scene, out = image(3, 80, 80), np.zeros((2, 80, 80))
     with pytest.raises(sx.Error, match="the window is too small") as caught:
-        sx.predict_scene(pm, scene, out, window=(20, 40), progress=False)
+        sx.images.predict_scene(pm, scene, out, window=(20, 40), progress=False)
     assert "the margin is 10 on each side" in str(caught.value)
     with pytest.raises(sx.Error, match="out is of another shape") as caught:
-        sx.predict_scene(pm, scene, np.zeros((3, 80, 80)), progress=False)
+        sx.images.predict_scene(pm, scene, np.zeros((3, 80, 80)), progress=False)
     assert "(2, 80, 80)" in str(caught.value)
     with pytest.raises(sx.Error, match="no image that the model takes"):
-        sx.predict_scene(pm, image(4, 80, 80), out, progress=False)
+        sx.images.predict_scene(pm, image(4, 80, 80), out, progress=False)
     with pytest.raises(sx.Error, match="no image that the model takes"):
-        sx.predict_scene(pm, scene[None], out, progress=False)
+        sx.images.predict_scene(pm, scene[None], out, progress=False)
     with pytest.raises(sx.Error, match="which of the model's results is meant"):
-        sx.predict_scene(pm, scene, out, result="results.1", progress=False)
+        sx.images.predict_scene(pm, scene, out, result="results.1", progress=False)
     broken = tmp_path / "state.json"
     for text in ("", '{"scene":\n', "[1]\n7\n"):
         broken.write_text(text)
         with pytest.raises(sx.Error, match="no state of a run"):
-            sx.predict_scene(pm, scene, out, state=broken, progress=False)
+            sx.images.predict_scene(pm, scene, out, state=broken, progress=False)
     with pytest.raises(sx.Error, match="no folder for the state"):
-        sx.predict_scene(pm, scene, out, state=tmp_path / "none" / "state.json", progress=False)
+        sx.images.predict_scene(pm, scene, out, state=tmp_path / "none" / "state.json", progress=False)
     with pytest.raises(sx.Error, match="cannot be captured"):
-        sx.predict_scene(pm, image(3, 81, 80), np.zeros((2, 81, 80)), progress=False)
+        sx.images.predict_scene(pm, image(3, 81, 80), np.zeros((2, 81, 80)), progress=False)

@@ -314,7 +314,7 @@ def test_what_is_scheduled_is_an_input(name: str, zero: int) -> None:
     factory, scheduled, make = SCHEDULED[name]
     model = small_model()
     theirs = factory(list(model.parameters()))
-    pm = small_plan(factory, DP2, zero=zero, scheduled=scheduled)
+    pm = small_plan(factory, DP2, zero=zero, scheduled_options=scheduled)
     schedules = [make(theirs), make(pm.optimizer)]
     for x, y in batches(5):
         loss = F.mse_loss(model(x), y)
@@ -335,15 +335,17 @@ def test_a_number_that_the_step_compares_with_stays_on_its_side() -> None:
     x, y = batches(1)[0]
     for planned, now in ((0.1, 0.0), (0.0, 0.1)):
         pm = small_plan(
-            lambda ps, decay=planned: torch.optim.AdamW(ps, weight_decay=decay), DP2, scheduled=("weight_decay",)
+            lambda ps, decay=planned: torch.optim.AdamW(ps, weight_decay=decay),
+            DP2,
+            scheduled_options=("weight_decay",),
         )
         pm.step(x, y)
         pm.optimizer.param_groups[0]["weight_decay"] = now
         refused("with this 'weight_decay' the step of AdamW is another program", lambda pm=pm: pm.step(x, y))
-    refused("no optimizer has a number 'beta'", lambda: small_plan(KINDS["AdamW"], DP2, scheduled=("beta",)))
+    refused("no optimizer has a number 'beta'", lambda: small_plan(KINDS["AdamW"], DP2, scheduled_options=("beta",)))
 
 
 def test_hints_are_checked() -> None:
     one = torch.optim.SGD([torch.zeros(1)])
-    for wrong in ({"optimizer": one}, {"clip": 0}, {"clip": True}, {"scheduled": "betas"}):
+    for wrong in ({"optimizer": one}, {"clip_grad_norm": 0}, {"clip_grad_norm": True}, {"scheduled_options": "betas"}):
         refused("is of another kind", lambda given=wrong: sx.Hints(args=(), loss=F.mse_loss, **given))

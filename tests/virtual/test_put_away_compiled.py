@@ -17,7 +17,7 @@ from tests.virtual.test_offload import away
 @pytest.mark.slow
 def test_copies_stand_between_what_torch_compiles() -> None:
     """So that nothing that was put away stays on the device; and the same comes of it."""
-    hints: dict[str, Any] = {"zero": 1, "zero_min": 0}
+    hints: dict[str, Any] = {"zero": 1, "zero_min_numel": 0}
     plain, pm = (small_plan(KINDS["AdamW"], MESHES["dp2"], **hints, **m) for m in ({}, {"offload": away()}))
     pm.compile(backend="eager")
     for x, y in batches(3):

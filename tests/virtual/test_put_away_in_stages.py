@@ -16,12 +16,12 @@ def test_what_two_stages_of_a_rank_need_is_fetched_for_the_one_that_comes_first(
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 1), nn.Tanh()) for _ in range(4))).double()
     x, y = torch.randn(2, 4, 4, 6, dtype=torch.float64)
-    pipeline = sx.Pipeline(schedule="zb-v", chunks=2, stages=(1, 1, 1, 1))
+    pipeline = sx.Pipeline(schedule="zb-v", stages_per_rank=2, stages=(1, 1, 1, 1))
     found = []
-    for offload in ((), (sx.Offload("activations", least=1, ahead=8),)):
+    for offload in ((), (sx.Offload("activations", min_numel=1, prefetch=8),)):
         specs = {"args.0": "mb, -, -", "targets.0": "mb, -, -"}
         hints = sx.Hints(args=(x,), targets=(y,), loss=F.mse_loss, specs=specs, pipeline=pipeline, offload=offload)
-        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(1)), hints, virtual=True)
+        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Loop(1)), hints, virtual=True)
         loss = pm(x, y)
         loss.backward()
         found.append([loss, *pm.full_grads().values()])

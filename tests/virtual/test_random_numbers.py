@@ -48,9 +48,9 @@ DRAWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float]] = 
 }
 
 
-def planned(draw: Callable[[torch.Tensor], torch.Tensor], cut: str) -> sx.ParallelModule:
-    mesh = sx.Mesh(dp=1) if cut == "one" else sx.Mesh(dp=2, tp=2)
-    hints = sx.Hints(args=(X,), loss=lambda out, y: (out * y).sum(), targets=(X,), specs=SPECS[cut])
+def planned(draw: Callable[[torch.Tensor], torch.Tensor], sharding: str) -> sx.ParallelModule:
+    mesh = sx.Mesh(dp=1) if sharding == "one" else sx.Mesh(dp=2, tp=2)
+    hints = sx.Hints(args=(X,), loss=lambda out, y: (out * y).sum(), targets=(X,), specs=SPECS[sharding])
     return sx.parallelize(Drawing(draw), mesh, hints)
 
 
@@ -71,14 +71,14 @@ def test_what_is_drawn(name: str) -> None:
     assert abs(float(out.mean()) - mean) < 5 * (variance / out.numel()) ** 0.5
     assert abs(float(out.var()) / variance - 1) < 0.3
     assert not torch.equal(out, drawn(pm, 1)) and torch.equal(out, drawn(pm, 0))
-    assert torch.equal(out, drawn(planned(draw, "one"), 0)), "another cut draws the same"
+    assert torch.equal(out, drawn(planned(draw, "one"), 0)), "another sharding draws the same"
 
 
 @pytest.mark.long
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("cut", SPECS)
-def test_drop_path_trains_as_it_was_drawn(cut: str) -> None:
-    pm = planned(dropped, cut)
+@pytest.mark.parametrize("sharding", SPECS)
+def test_drop_path_trains_as_it_was_drawn(sharding: str) -> None:
+    pm = planned(dropped, sharding)
     torch.manual_seed(3)
     loss, out = pm(X, X, with_results=True)
     loss.backward()
@@ -86,10 +86,10 @@ def test_drop_path_trains_as_it_was_drawn(cut: str) -> None:
     torch.testing.assert_close(pm.full_grads()["weight"], (out * X).sum(0).detach())
     kept = (out.detach() / X)[:, 0].round(decimals=6)
     assert {float(each) for each in kept.unique()} == {0.0, round(1 / 0.375, 6)} and pm.verify()
-    assert torch.equal(out.detach(), planned_alike(cut))
+    assert torch.equal(out.detach(), planned_alike(sharding))
 
 
-def planned_alike(cut: str) -> torch.Tensor:
+def planned_alike(sharding: str) -> torch.Tensor:
     """What one device draws by the same seed."""
     torch.manual_seed(3)
     pm = planned(dropped, "one")

@@ -296,7 +296,7 @@ def test_observer_returns_its_operand_and_is_an_assumption(by: Any) -> None:
     pm.compile(backend="eager")
     assert torch.equal(pm(X, Y), reference(X, Y))
     verdict = pm.verify()
-    assert verdict and any(by.__qualname__ in each for each in verdict.given)
+    assert verdict and any(by.__qualname__ in each for each in verdict.assumptions)
     assert not any("observer" in each for each in reference.verify().given)
 
 

@@ -38,7 +38,7 @@ def test_a_smaller_budget_holds_less_and_costs_more(name: str, mesh: str) -> Non
     for part in (0.95, 0.9):
         budget = int(peaks[0] * part)
         pm = plan(make(name), MESHES[mesh], recompute="auto", memory=budget)
-        assert pm.memory().peak <= budget and "made again to fit" in pm.after.notes[-1]
+        assert pm.memory().peak <= budget and "made again to fit" in pm.planned.notes[-1]
         peaks.append(pm.memory().peak)
         times.append(seconds(pm))
     assert peaks == sorted(peaks, reverse=True) and times == sorted(times)
@@ -70,11 +70,11 @@ def test_what_costs_less_is_put_away() -> None:
     hints: dict[str, Any] = {"recompute": "auto", "memory": budget, "machine": fast}
     again, both = (
         plan(make("gpt_fused"), mesh, offload=offload, **hints)
-        for offload in ((), (sx.Offload("activations", least=0), "parameters"))
+        for offload in ((), (sx.Offload("activations", min_numel=0), "parameters"))
     )
     assert max(again.memory().peak, both.memory().peak) <= budget
     times = [pm.memory().footprint.cost.seconds(fast, mesh) for pm in (again, both)]
-    assert times[1] < times[0] and both.memory().host > 0 and "made again or put away" in both.after.notes[-1]
+    assert times[1] < times[0] and both.memory().host > 0 and "made again or put away" in both.planned.notes[-1]
     case = make("gpt_fused")
     assert torch.equal(*(pm(*case.args, *case.targets, **case.kwargs) for pm in (again, both)))
     assert both.verify(), both.verify().why
@@ -84,10 +84,10 @@ def test_what_costs_less_is_put_away() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"zero": 1, "zero_min": 0}, "the cheapest choice"),
-        pytest.param({"zero": 2, "zero_min": 0}, "the cheapest choice", marks=pytest.mark.slow),
+        ({"zero": 1, "zero_min_numel": 0}, "the cheapest choice"),
+        pytest.param({"zero": 2, "zero_min_numel": 0}, "the cheapest choice", marks=pytest.mark.slow),
         pytest.param({"arena": True}, "nothing between", marks=pytest.mark.slow),
-        pytest.param({"offload": (sx.Offload("activations", least=0),)}, "nothing between", marks=pytest.mark.slow),
+        pytest.param({"offload": (sx.Offload("activations", min_numel=0),)}, "nothing between", marks=pytest.mark.slow),
     ],
     ids=["zero 1", "zero 2", "arena", "activations"],
 )
@@ -96,13 +96,13 @@ def test_where_all_made_again_fits_something_is_found(more: dict[str, Any], said
     blocks = {"recompute": "layers.*", **more}
     peaks = [plan(make("llama"), MESHES["dp2"], **hints).memory().peak for hints in (more, blocks)]
     pm = plan(make("llama"), MESHES["dp2"], **more, recompute="auto", memory=sum(peaks) // 2)
-    assert pm.memory().peak <= sum(peaks) // 2 and said in pm.after.notes[-1]
+    assert pm.memory().peak <= sum(peaks) // 2 and said in pm.planned.notes[-1]
 
 
 @pytest.mark.long
 def test_what_fits_is_left_alone() -> None:
     pm = plan(make("gpt_fused"), MESHES["dp2"], recompute="auto", memory="1GiB")
-    assert str(pm.after) == str(plan(make("gpt_fused"), MESHES["dp2"]).after)
+    assert str(pm.planned) == str(plan(make("gpt_fused"), MESHES["dp2"]).planned)
 
 
 @pytest.mark.long
@@ -121,7 +121,7 @@ def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
 @pytest.mark.slow
 def test_below_the_floor_it_is_said_what_else_fits() -> None:
     """A feature that was tried, and what the plan holds with it."""
-    hints: dict[str, Any] = {"optimizer": lambda params: torch.optim.AdamW(params), "zero_min": 0}
+    hints: dict[str, Any] = {"optimizer": lambda params: torch.optim.AdamW(params), "zero_min_numel": 0}
     budget = blocks(recompute="layers.*", **hints).memory().peak - 10_000
     with pytest.raises(sx.Error, match="no choice of what is made again fits") as raised:
         blocks(recompute="auto", memory=budget, **hints)
@@ -244,7 +244,7 @@ def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_made_again(part:
     budget = most - int(part * (most - least))
     pm = planned(recompute="auto", memory=budget)
     assert pm.memory().peak <= budget < most
-    assert "cheapest choice" in pm.after.notes[-1]
+    assert "cheapest choice" in pm.planned.notes[-1]
     assert pm.verify()
 
 

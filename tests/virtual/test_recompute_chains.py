@@ -96,7 +96,7 @@ def test_a_chain_is_made_to_fit(make: Callable[[], nn.Module]) -> None:
     for part in (0.8, 0.6):
         pm = planned(model, recompute="auto", memory=int(peaks[0] * part))
         peaks.append(pm.memory().peak)
-        assert peaks[-1] <= peaks[0] * part and "made again to fit" in pm.after.notes[-1]
+        assert peaks[-1] <= peaks[0] * part and "made again to fit" in pm.planned.notes[-1]
     assert peaks == sorted(peaks, reverse=True)
     check_equal(pm, plain)
 
@@ -108,7 +108,7 @@ def test_modules_are_made_again_together_by_hand(make: Callable[[], nn.Module], 
     torch.manual_seed(0)
     model = make().double()
     plain, alone = planned(model), planned(model, recompute=pattern)
-    pm = planned(model, recompute=sx.Recompute(pattern, together=6))
+    pm = planned(model, recompute=sx.Recompute(pattern, segment=6))
     assert pm.memory().peak < 0.75 * min(plain.memory().peak, alone.memory().peak)
     check_equal(pm, plain)
 
@@ -118,9 +118,9 @@ def test_what_a_model_checkpoints_in_segments_is_made_again_together() -> None:
     torch.manual_seed(0)
     model = InSegments(convolutions(10)).double()
     plain, pm = planned(model, recompute=()), planned(model)
-    by_hand = [sx.Recompute(tuple(f"features.{i}" for i in range(at, at + 5)), together=5) for at in (0, 5, 10)]
+    by_hand = [sx.Recompute(tuple(f"features.{i}" for i in range(at, at + 5)), segment=5) for at in (0, 5, 10)]
     assert [str(each) for each in pm._compiled.passes if each.name == "recompute"] == [str(each) for each in by_hand]
-    assert any("features.0 to features.4, features.5 to features.9" in note for note in pm.after.notes)
+    assert any("features.0 to features.4, features.5 to features.9" in note for note in pm.planned.notes)
     assert pm.memory().peak < 0.75 * plain.memory().peak
     check_equal(pm, plain)
 
@@ -148,7 +148,7 @@ def test_equal_layers_two_at_a_time() -> None:
     model = Pairs(24).double()
     plain, pm = planned(model, recompute=()), planned(model)
     again = [each for each in pm._compiled.passes if each.name == "recompute"]
-    assert len(again) == 12 and str(again[1]) == str(sx.Recompute(("layers.2", "layers.3"), together=2))
+    assert len(again) == 12 and str(again[1]) == str(sx.Recompute(("layers.2", "layers.3"), segment=2))
     assert pm.memory().peak < 0.5 * plain.memory().peak
     check_equal(pm, plain)
 
@@ -158,11 +158,11 @@ def test_stages_part_what_is_made_again_together() -> None:
     """What a stage is sent stays there: nothing of the stage before is made again in it."""
     torch.manual_seed(0)
     model, pipeline = listed().double(), sx.Pipeline(stages=("features.9",))
-    mesh = sx.Mesh(pp=2, dp=2, mb=sx.Time(2))
+    mesh = sx.Mesh(pp=2, dp=2, mb=sx.Loop(2))
     plain, pm = (
         planned(model, mesh, pipeline=pipeline, recompute=recompute)
-        for recompute in (None, sx.Recompute("features.*", together=6))
+        for recompute in (None, sx.Recompute("features.*", segment=6))
     )
     check_equal(pm, plain)
-    again = [node for node in pm.after.nodes if node.why.startswith("made again")]
+    again = [node for node in pm.planned.nodes if node.why.startswith("made again")]
     assert again and all(value.node is None or value.node.at == node.at for node in again for value in node.operands)

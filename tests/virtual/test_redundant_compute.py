@@ -49,13 +49,13 @@ def warned(
         given = sx.Hints(args=(torch.zeros(shape),), loss=squares, **hints)
         pm = sx.parallelize(Block() if model is None else model, mesh, given, virtual=True)
     texts = [str(each.message) for each in found]
-    assert all(issubclass(each.category, sx.ShardfxWarning) for each in found) and set(texts) <= set(pm.after.notes)
+    assert all(issubclass(each.category, sx.ShardfxWarning) for each in found) and set(texts) <= set(pm.planned.notes)
     return texts
 
 
 def followed(text: str) -> dict[str, Any]:
     """The hint that a warning says to write."""
-    hint = re.search(r'Write .*?(specs|cuts|zero_min)=(\{"[^}]*\}?"\}|\d+)', text)
+    hint = re.search(r'Write .*?(specs|shards|zero_min_numel)=(\{"[^}]*\}?"\}|\d+)', text)
     assert hint is not None, text
     return {hint[1]: eval(hint[2])}
 
@@ -83,12 +83,12 @@ def test_unused_mesh_axis_is_warned_of_with_a_hint_that_shards(case: str) -> Non
 def test_unused_pipeline_axis_names_the_pipeline() -> None:
     (text,) = warned(sx.Mesh(pp=2), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     assert 'pipeline=sx.Pipeline(axis="pp", time="")' in text
-    pipeline = sx.Pipeline(axis="pp", time="")
+    pipeline = sx.Pipeline(axis="pp", microbatches="")
     assert not warned(sx.Mesh(pp=2), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), pipeline=pipeline)
 
 
 def test_unused_loop_axis_is_warned_of_with_a_hint_that_iterates() -> None:
-    mesh, specs = sx.Mesh(dp=2, mb=sx.Time(2)), {"args.0": "dp, -, -"}
+    mesh, specs = sx.Mesh(dp=2, mb=sx.Loop(2)), {"args.0": "dp, -, -"}
     (text,) = warned(mesh, specs=specs)
     assert text.startswith("loop axis mb (2 iterations) is not used") and "0 redundant FLOPs" in text
     assert not warned(mesh, **followed(text))
@@ -126,13 +126,13 @@ def test_heads_that_tensor_parallel_ranks_do_not_divide(heads: int, kv: int, ran
 
 
 SOUND: dict[str, Callable[[], list[str]]] = {
-    "axes of size 1": lambda: warned(sx.Mesh(dp=1, tp=1, mb=sx.Time(1)), zero=3),
+    "axes of size 1": lambda: warned(sx.Mesh(dp=1, tp=1, mb=sx.Loop(1)), zero=3),
     "data parallel": lambda: warned(sx.Mesh(dp=4), specs={"args.0": "dp, -, -"}),
     "tensor parallel": lambda: warned(sx.Mesh(dp=2, tp=2), specs={"args.0": "dp, -, -", **TENSOR_PARALLEL}),
     "a sharded feed-forward": lambda: warned(sx.Mesh(tp=2), specs={"up.weight": "tp, -"}),
     "sequence": lambda: warned(sx.Mesh(cp=2), specs={"args.0": "-, cp, -"}),
-    "micro-batches": lambda: warned(sx.Mesh(mb=sx.Time(2), dp=2), specs={"args.0": "mb dp, -, -"}),
-    "zero": lambda: warned(sx.Mesh(dp=2), specs={"args.0": "dp, -, -"}, zero=3, zero_min=1),
+    "micro-batches": lambda: warned(sx.Mesh(mb=sx.Loop(2), dp=2), specs={"args.0": "mb dp, -, -"}),
+    "zero": lambda: warned(sx.Mesh(dp=2), specs={"args.0": "dp, -, -"}, zero=3, zero_min_numel=1),
     "an odd length": lambda: warned(sx.Mesh(cp=2), shape=(2, 33, 16), specs={"args.0": "-, cp, -"}),
 }
 

@@ -74,7 +74,7 @@ WEIGHTS = [torch.rand(4, dtype=F64)]
         (mlp, {"check_inputs": 1}, "check_inputs(.|\n)*True or False, or .broadcast."),
         (mlp, {"guard": "yes"}, "guard=(.|\n)*True or False"),
         (mlp, {"strict": "yes"}, "strict=(.|\n)*True or False"),
-        (mlp, {"fuse_mb": -1}, "megabytes"),
+        (mlp, {"bucket_mb": -1}, "megabytes"),
         (mlp, {"device": "gpus"}, "name of a device"),
         (mlp, {"rank_passes": "waits"}, "list of rank passes"),
         (mlp, {"shapes": 0}, "at least 1"),
@@ -135,7 +135,7 @@ def test_results_of_no_known_class() -> None:
         parallel(model, loss=None, targets=(), specs={})
 
 
-def test_indices_out_of_range_of_a_cut_table() -> None:
+def test_indices_out_of_range_of_a_sharding_table() -> None:
     """Where no rank has the row, the sum over the ranks would be zero."""
     words = nn.Sequential(nn.Embedding(8, 6), nn.Flatten(), nn.Linear(18, 4)).double()
     tokens, labels = torch.randint(0, 8, (8, 3)), torch.randint(0, 4, (8,))
@@ -180,9 +180,9 @@ def test_state_dicts_of_the_model_and_new_tensors_are_no_pieces() -> None:
         pm.load_state_dict(model.state_dict())
     with pytest.raises(sx.Error, match=r"leave assign=True out"):
         pm.load_state_dict(pm.state_dict(), assign=True)
-    uncut = parallel(mlp())
-    uncut.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-    assert all(near(uncut.full_state_dict()[name], value + 1) for name, value in model.state_dict().items())
+    unsharded = parallel(mlp())
+    unsharded.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    assert all(near(unsharded.full_state_dict()[name], value + 1) for name, value in model.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*deprecated")

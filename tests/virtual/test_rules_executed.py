@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_an_error_at_planning(name: str) -> None:
-    with pytest.raises(sx.Error, match=r"the rule of .* is wrong, cut .*\{r\}") as caught:
+    with pytest.raises(sx.Error, match=r"the rule of .* is wrong, sharded .*\{r\}") as caught:
         planned(*WRONG[name])
     assert "where one device gives" in caught.value.what or "differ" in caught.value.what, caught.value
 
@@ -49,7 +49,7 @@ def test_a_share_that_fails_on_the_local_shape_is_refuted() -> None:
 
 
 def test_large_shapes_are_executed_in_small() -> None:
-    """Without weights: a wrong cut of 512 ranks is seen on two."""
+    """Without weights: a wrong sharding of 512 ranks is seen on two."""
     x = torch.empty(4096, 8192, dtype=torch.float32, device="meta")
 
     def plan(form: str) -> sx.ParallelModule:
@@ -65,7 +65,7 @@ def test_a_sum_that_is_partial_over_two_axes_is_executed() -> None:
     x = torch.randn(4, 8, 6, dtype=torch.float64)
     hints = sx.Hints(args=(x,), specs={"args.0": "a, b, -"}, strict=True)
     pm = sx.parallelize(Calls(lambda x: -x.sum((0, 1)).view(3, 2)), sx.Mesh(a=2, b=2), hints, virtual=True)
-    assert any(len(v.spec.partial) == 2 for node in pm.after.nodes for v in node.operands if v.spec is not None)
+    assert any(len(v.spec.partial) == 2 for node in pm.planned.nodes for v in node.operands if v.spec is not None)
     assert pm.verify(), pm.verify().why
 
 
@@ -87,8 +87,8 @@ def test_a_kernel_that_misreads_strides_is_given_none() -> None:
 def test_what_is_given_stands_in_the_verdict_and_in_the_readme() -> None:
     verdict = planned(sx.rule(ops.numbered.default, "n! d -> n! d"), numbered, COLUMNS).verify()
     words = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
-    assert verdict.given
-    for each in verdict.given:
+    assert verdict.assumptions
+    for each in verdict.assumptions:
         assert each in str(verdict) and each in words
 
 
@@ -121,7 +121,7 @@ def test_a_sum_is_divided_by_what_is_not_zero(dtype: torch.dtype) -> None:
     x, wanted = torch.randn(6, 4, dtype=torch.float64), torch.rand(6, 4) < 0.5
     hints = sx.Hints(args=(x, wanted), specs={"args.0": COLUMNS, "args.1": COLUMNS})
     pm = sx.parallelize(Mean(dtype), sx.Mesh(r=2), hints, virtual=True)
-    divided = next(node for node in pm.after.nodes if node.op is aten.div.Tensor)
+    divided = next(node for node in pm.planned.nodes if node.op is aten.div.Tensor)
     assert divided.operands[0].spec is not None and divided.operands[0].spec.partial
     assert pm.verify(), pm.verify().why
     entry = default_rules().entry(divided.op)
@@ -132,7 +132,7 @@ def test_a_sum_is_divided_by_what_is_not_zero(dtype: torch.dtype) -> None:
 # ---- by hand
 
 
-def test_check_rule_names_op_cut_and_both_numbers() -> None:
+def test_check_rule_names_op_sharded_and_both_numbers() -> None:
     x = torch.randn(4, 6, dtype=torch.float64)
     sx.check_rule(sx.rule(aten._softmax.default, "n d! -> n d!"), x, 1, False)
     with pytest.raises(sx.Error, match="where one device gives") as caught:

@@ -14,19 +14,19 @@ MODELS = ("gpt", "llama", "t5", "resnet", "unet")
 
 
 def zero(level: int) -> dict[str, Any]:
-    return {"zero": level, "zero_min": 0}
+    return {"zero": level, "zero_min_numel": 0}
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", CHUNKS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_schedule_of_every_model(name: str, schedule: str, ranks: int) -> None:
-    """Turns are no multiple of the ranks, nor (but for batch norms) rows of the turns."""
-    turns, chunks = 2 * ranks + 1, CHUNKS[schedule]
-    case = deep(name, ranks * chunks, turns)
-    mesh = sx.Mesh(pp=ranks, mb=sx.Time(turns))
-    pm = in_stages(case, mesh, pipeline=sx.Pipeline(schedule=schedule, chunks=chunks))
-    assert worst(pm, case, alone(case, turns)) < 1e-9
+    """Micro-batches are no multiple of the ranks, nor (but for batch norms) rows of the micro-batches."""
+    microbatches, chunks = 2 * ranks + 1, CHUNKS[schedule]
+    case = deep(name, ranks * chunks, microbatches)
+    mesh = sx.Mesh(pp=ranks, mb=sx.Loop(microbatches))
+    pm = in_stages(case, mesh, pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=chunks))
+    assert worst(pm, case, alone(case, microbatches)) < 1e-9
     assert pm.verify()
 
 
@@ -54,8 +54,8 @@ def test_pairs_of_axes_and_features(name: str, pair: str, schedule: str) -> None
     hints = hints | ({"recompute": AGAIN[name]} if "recompute" in pair else {})
     case, chunks = deep(name, 2 * CHUNKS[schedule], 5, axes.get("dp", 1)), CHUNKS[schedule]
     first = len(schedule) % 2  # stages are the outermost axis, or the innermost
-    mesh = sx.Mesh(**({"pp": 2} | axes if first else axes | {"pp": 2}), mb=sx.Time(5))
-    pm = in_stages(case, mesh, pipeline=sx.Pipeline(schedule=schedule, chunks=chunks), **hints)
+    mesh = sx.Mesh(**({"pp": 2} | axes if first else axes | {"pp": 2}), mb=sx.Loop(5))
+    pm = in_stages(case, mesh, pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=chunks), **hints)
     assert worst(pm, case, alone(case, 5)) < 1e-9
     assert pm.verify()
 
@@ -65,8 +65,8 @@ def test_pairs_of_axes_and_features(name: str, pair: str, schedule: str) -> None
 def test_all_of_it_at_once(name: str, level: int, schedule: str) -> None:
     """Data, tensor and sequence parallelism, pieces, and blocks made again in the first stage alone."""
     case, chunks = deep(name, 2 * CHUNKS[schedule], 5, 2), CHUNKS[schedule]
-    hints = {"pipeline": sx.Pipeline(schedule=schedule, chunks=chunks), "recompute": "layers.0"}
-    pm = in_stages(case, sx.Mesh(dp=2, tp=2, pp=2, mb=sx.Time(5)), True, **hints, **(zero(level) if level else {}))
+    hints = {"pipeline": sx.Pipeline(schedule=schedule, stages_per_rank=chunks), "recompute": "layers.0"}
+    pm = in_stages(case, sx.Mesh(dp=2, tp=2, pp=2, mb=sx.Loop(5)), True, **hints, **(zero(level) if level else {}))
     assert worst(pm, case, alone(case)) < 1e-9
     assert pm.verify()
 
@@ -74,9 +74,9 @@ def test_all_of_it_at_once(name: str, level: int, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", CHUNKS)
 def test_activations_put_away_by_every_schedule(schedule: str) -> None:
     case, chunks = deep("gpt", 2 * CHUNKS[schedule], 5), CHUNKS[schedule]
-    away = sx.Offload(("activations",), least=1)
-    hints = {"pipeline": sx.Pipeline(schedule=schedule, chunks=chunks), "offload": (away,)}
-    pm = in_stages(case, sx.Mesh(pp=2, mb=sx.Time(5)), **hints)
+    away = sx.Offload(("activations",), min_numel=1)
+    hints = {"pipeline": sx.Pipeline(schedule=schedule, stages_per_rank=chunks), "offload": (away,)}
+    pm = in_stages(case, sx.Mesh(pp=2, mb=sx.Loop(5)), **hints)
     assert worst(pm, case, alone(case)) < 1e-9
     assert pm.verify()
 
@@ -84,7 +84,7 @@ def test_activations_put_away_by_every_schedule(schedule: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_stages_accumulate(name: str) -> None:
     case = deep(name, 2, 4)
-    pm = in_stages(case, sx.Mesh(pp=2, mb=sx.Time(2)), pipeline=sx.Pipeline(), accumulate=2)
+    pm = in_stages(case, sx.Mesh(pp=2, mb=sx.Loop(2)), pipeline=sx.Pipeline(), grad_accumulation=2)
     assert worst(pm, case, alone(case)) < 1e-9
     assert pm.verify()
 
@@ -97,8 +97,8 @@ def test_tiles_by_every_schedule(schedule: str) -> None:
         loss=case.loss,
         targets=case.targets,
         specs={"args.0": "mb, -, h, -", "targets.0": "mb, h, -"},
-        pipeline=sx.Pipeline(schedule=schedule, chunks=chunks),
+        pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=chunks),
     )
-    pm = sx.parallelize(case.model, sx.Mesh(pp=2, h=2, mb=sx.Time(5)), hints)
+    pm = sx.parallelize(case.model, sx.Mesh(pp=2, h=2, mb=sx.Loop(5)), hints)
     assert worst(pm, case, alone(case)) < 1e-9
     assert pm.verify()

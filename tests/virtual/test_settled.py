@@ -58,7 +58,7 @@ def test_what_a_model_makes_of_nothing_decides_without_a_guard(name: str) -> Non
     torch.manual_seed(0)
     model, x, other = Asking(ASKED[name]).double(), torch.randn(4, 4).double(), torch.randn(6, 4).double()
     pm = planned(model, x)
-    assert not [output for output in pm.before.outputs if output.guard is not None]
+    assert not [output for output in pm.captured.outputs if output.guard is not None]
     for each in (x, other):
         assert torch.allclose(pm(each), model(each), rtol=1e-12)
     assert pm.verify()

@@ -1,4 +1,4 @@
-"""A model that is too large to be run here is compared in small: the same ops, cuts and programs."""
+"""A model that is too large to be run here is compared in small: the same ops, shardings and programs."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_a_large_model_without_weights_is_shown_in_small() -> None:
     verdict = pm.verify(run=True)
     assert verdict, verdict.why
     assert verdict.checked["sizes shrunk"] > 4 and "shrunk" in str(verdict)
-    small = shrink_plan(pm.before, pm.after, pm._compiled.context.rules)
+    small = shrink_plan(pm.captured, pm.planned, pm._compiled.context.rules)
     assert small is not None
     assert max(value.type.numel for value in small.after.values()) < 10_000
-    for old, new in zip(pm.after.values(), small.after.values(), strict=True):
+    for old, new in zip(pm.planned.values(), small.after.values(), strict=True):
         assert old.spec is not None and new.spec is not None
-        assert [cut.axes for cut in old.spec.dims] == [cut.axes for cut in new.spec.dims]
+        assert [sharding.axes for sharding in old.spec.dims] == [sharding.axes for sharding in new.spec.dims]
 
 
 @pytest.mark.long
@@ -61,7 +61,7 @@ def test_what_is_wrong_in_large_is_wrong_in_small() -> None:
     x = torch.empty(8, 2048, dtype=torch.long, device="meta")
     specs = {"args.0": "dp, -", "targets.0": "dp, -", **SPECS}
     pm = sx.parallelize(model, MESHES["dp2tp2"], sx.Hints(args=(x,), loss=loss, targets=(x,), specs=specs))
-    reduce = next(node for node in pm.after.nodes if str(node.op) == "comm.all_reduce")
+    reduce = next(node for node in pm.planned.nodes if str(node.op) == "comm.all_reduce")
     reduce.kwargs = {**reduce.kwargs, "reduce": "max"}
     verdict = pm.verify(run=True)
     assert not verdict and "output" in verdict.why

@@ -1,4 +1,5 @@
-"""Images cut over ranks by height and width: loss, gradients and buffers are those of the whole, and it is proven."""
+"""Images sharded over ranks by height and width: loss, gradients and buffers are those of the whole, and it is
+proven."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def trained(model: nn.Module, x: Tensor, mesh: sx.Mesh, space: int = 2, **hints:
 
 
 def ops(pm: sx.ParallelModule) -> list[str]:
-    return [str(node.op) for node in pm.after.nodes]
+    return [str(node.op) for node in pm.planned.nodes]
 
 
 def image(*shape: int) -> Tensor:
@@ -185,14 +186,14 @@ def smoothed() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), Smoothed(), nn.Conv2d(2, 2, 1)).double()
 
 
-def test_an_op_that_gathers_a_cut_of_space_is_named() -> None:
+def test_an_op_that_gathers_a_sharding_of_space_is_named() -> None:
     x = image(1, 3, 12, 10)
-    with pytest.warns(sx.ShardfxWarning, match=r"upsample_bilinear2d_aa .*1 .*what is cut over h, w is gathered"):
+    with pytest.warns(sx.ShardfxWarning, match=r"upsample_bilinear2d_aa .*1 .*what is sharded over h, w is gathered"):
         pm = trained(smoothed(), x, MESHES["2x2"])
     assert any("upsample_bilinear2d_aa" in warning for warning in pm.report().warnings)
 
 
-def test_strict_refuses_to_gather_a_cut_of_space() -> None:
+def test_strict_refuses_to_gather_a_sharding_of_space() -> None:
     given = sx.Hints(args=(image(1, 3, 12, 10),), specs=specs(MESHES["2x2"]), strict=True)
     with pytest.raises(sx.Error, match="needs space whole") as caught:
         sx.parallelize(smoothed(), MESHES["2x2"], given, virtual=True)
@@ -208,10 +209,10 @@ class Each(nn.Module):
 
 def test_rows_that_are_each_joined_with_each_are_named() -> None:
     x, net = image(1, 3, 12, 10), nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), Each())
-    with pytest.warns(sx.ShardfxWarning, match=r"aten.bmm .* needs .* whole: what is cut over h is gathered"):
+    with pytest.warns(sx.ShardfxWarning, match=r"aten.bmm .* needs .* whole: what is sharded over h is gathered"):
         trained(net, x, MESHES["h2"])
     given = sx.Hints(args=(x,), specs=specs(MESHES["h2"]), strict=True)
-    with pytest.raises(sx.Error, match=r"aten.bmm needs space whole that is cut over h"):
+    with pytest.raises(sx.Error, match=r"aten.bmm needs space whole that is sharded over h"):
         sx.parallelize(net, MESHES["h2"], given, virtual=True)
 
 
@@ -236,7 +237,7 @@ def test_an_image_that_is_too_small_on_one_device_as_well(name: str, caplog: pyt
 def test_what_a_single_row_is_made_of_is_named() -> None:
     x = image(1, 3, 12, 10)
     for last in (nn.Conv2d(2, 2, (12, 3), padding=(0, 1)), nn.AvgPool2d((12, 1)), nn.Conv2d(2, 2, 9, 4)):
-        with pytest.warns(sx.ShardfxWarning, match="needs .* whole: what is cut over h is gathered"):
+        with pytest.warns(sx.ShardfxWarning, match="needs .* whole: what is sharded over h is gathered"):
             trained(nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), last), x, MESHES["h2"])
 
 
@@ -336,7 +337,7 @@ def test_a_damaged_exchange_is_refused(damage: Callable[[fx.GraphModule], None])
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 3, padding=1)).double()
     x, mesh = image(1, 2, 12, 5), sx.Mesh(h=3)
-    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.Spatial(merge="never")])
+    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.images.Spatial(merge="never")])
     pm = sx.parallelize(net, mesh, hints, virtual=True)
     program = pm.rank_module(1)
     damage(program)

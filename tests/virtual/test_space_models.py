@@ -67,7 +67,7 @@ def test_models_train_on_tiles(name: str, mesh: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_volume_is_cut_three_ways() -> None:
+def test_a_volume_is_sharded_three_ways() -> None:
     pm = on_tiles("volume", "2x2x2")
     assert pm.verify() and "comm.all_gather" not in ops(pm)
 
@@ -100,7 +100,7 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "replicate": lambda x: F.pad(x, (2, 1, 0, 3), mode="replicate"),
     "roll": lambda x: x.roll((3, -2), (2, 3)),
     "mirror images": lambda x: x.flip(2) + x.flip(2, 3),
-    "turns": lambda x: x.rot90(2, (2, 3)) + x.rot90(1, (2, 3)).rot90(-1, (2, 3)),
+    "iterations": lambda x: x.rot90(2, (2, 3)) + x.rot90(1, (2, 3)).rot90(-1, (2, 3)),
     "crop": lambda x: x[:, :, 2:-1, 1:],
     "every third": lambda x: x[:, :, 1::2, ::3],
     "differences": lambda x: x[:, :, 1:] - x[:, :, :-1],
@@ -149,7 +149,7 @@ def test_running_sums_are_those_of_each_tile_and_of_the_tiles_before(rows: int, 
         pm = trained(Between(lambda x: x.cumsum(2) * 0.1 + x.flip(3).cumsum(3)), image(1, 3, rows, 8), MESHES["3x1"])
     named = [str(each.message) for each in said if "aten.cumsum" in str(each.message)]
     assert pm.verify() and bool(named) is gathers
-    assert any("comm.all_gather" in str(n.op) and "h" in n.kwargs["axes"] for n in pm.after.nodes) is gathers
+    assert any("comm.all_gather" in str(n.op) and "h" in n.kwargs["axes"] for n in pm.planned.nodes) is gathers
 
 
 @pytest.mark.slow
@@ -159,9 +159,9 @@ def test_a_rank_holds_a_fourth_and_its_halos_at_most(merge: str, size: int) -> N
     x, peaks = torch.randn(1, 3, size, size), []
     for mesh in (sx.Mesh(h=1, w=1), MESHES["2x2"]):
         torch.manual_seed(0)
-        hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.Spatial(merge=merge)])
+        hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.images.Spatial(merge=merge)])
         pm = sx.parallelize(UNet(), mesh, hints, virtual=True)
-        halos = sum(node.op.sends(node, mesh).nbytes for node in pm.after.nodes if str(node.op) == "comm.halo")
+        halos = sum(node.op.sends(node, mesh).nbytes for node in pm.planned.nodes if str(node.op) == "comm.halo")
         peaks.append(pm.memory().peak - halos)
     assert peaks[1] <= 1.1 * peaks[0] / 4
 
@@ -173,7 +173,7 @@ def test_an_exchange_sends_the_bytes_of_the_formula(mesh: str, merge: str) -> No
     serves a convolution of 5 x 5 behind it as well."""
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 5, padding=2)).double()
     x, sizes = image(1, 3, 20, 12), {axis.name: axis.size for axis in MESHES[mesh].axes}
-    hints = sx.Hints(args=(x,), specs=specs(MESHES[mesh]), passes=[sx.Spatial(merge=merge)])
+    hints = sx.Hints(args=(x,), specs=specs(MESHES[mesh]), passes=[sx.images.Spatial(merge=merge)])
     pm = sx.parallelize(net, MESHES[mesh], hints, virtual=True)
     with count_collectives() as counts:
         pm(x)
@@ -184,8 +184,8 @@ def test_an_exchange_sends_the_bytes_of_the_formula(mesh: str, merge: str) -> No
         h, w = -(-20 // sizes["h"]), -(-12 // sizes["w"])
         found += 8 * channels * (up * w + side * h + up * side)
     assert sum(count.nbytes for (op, _), count in counts.items() if op == "all_to_all_single") == found
-    halos = [node for node in pm.after.nodes if str(node.op) == "comm.halo"]
-    assert sum(node.op.sends(node, pm.after.mesh).nbytes for node in halos) == found
+    halos = [node for node in pm.planned.nodes if str(node.op) == "comm.halo"]
+    assert sum(node.op.sends(node, pm.planned.mesh).nbytes for node in halos) == found
 
 
 def changed(program: fx.GraphModule, op: str, place: int, value: Callable[[Any], Any]) -> None:

@@ -26,8 +26,8 @@ SLOW, FAST = sx.Link(bandwidth=1e12, latency=1.0), sx.Link(bandwidth=1.0, latenc
 
 def exchanges(pm: sx.ParallelModule) -> int:
     """The exchanges in which something is sent."""
-    mesh = pm.after.mesh
-    return sum(str(node.op) == "comm.halo" and node.op.sends(node, mesh).nbytes > 0 for node in pm.after.nodes)
+    mesh = pm.planned.mesh
+    return sum(str(node.op) == "comm.halo" and node.op.sends(node, mesh).nbytes > 0 for node in pm.planned.nodes)
 
 
 def convolutions(*between: nn.Module) -> nn.Module:
@@ -35,7 +35,7 @@ def convolutions(*between: nn.Module) -> nn.Module:
 
 
 def planned(net: nn.Module, mesh: sx.Mesh, merge: str, x: torch.Tensor) -> sx.ParallelModule:
-    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.Spatial(merge=merge)])
+    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.images.Spatial(merge=merge)])
     return sx.parallelize(net, mesh, hints, virtual=True)
 
 
@@ -46,7 +46,7 @@ def test_merged_exchanges_give_what_one_device_gives(name: str) -> None:
     make, shape = NETS[name]
     for merge in ("never", "always", "cost"):
         torch.manual_seed(0)
-        pm = trained(make(), image(*shape), MESHES["2x2"], passes=[sx.Spatial(merge=merge)])
+        pm = trained(make(), image(*shape), MESHES["2x2"], passes=[sx.images.Spatial(merge=merge)])
         assert pm.verify()
         counts[merge] = exchanges(pm)
     assert counts["always"] < counts["never"]
@@ -63,7 +63,7 @@ def test_a_run_of_strides_dilations_and_norms_is_merged(mesh: str) -> None:
         *(nn.Conv2d(4, 4, 5, 2, 2), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=2, dilation=2), nn.Sigmoid()),
         *(nn.ConvTranspose2d(4, 3, 3, 2, 1, 1), nn.ReLU(), nn.Conv2d(3, 2, 3)),
     )
-    pm = trained(net, image(2, 3, 37, 11), MESHES[mesh], passes=[sx.Spatial(merge="always")])
+    pm = trained(net, image(2, 3, 37, 11), MESHES[mesh], passes=[sx.images.Spatial(merge="always")])
     apart = planned(net, MESHES[mesh], "never", image(2, 3, 37, 11))
     assert pm.verify() and exchanges(pm) < exchanges(apart)
 
@@ -77,8 +77,8 @@ def test_cost_takes_what_is_cheaper_by_its_own_figures(link: sx.Link) -> None:
     for merge in ("never", "always", "cost"):
         pm = planned(net, mesh, merge, image(1, 8, 32, 32))
         context = pm._compiled.context
-        prices = Prices(pm.after.mesh, context.rules)
-        seconds[merge] = total(prices.of(node) for node in pm.after.nodes).seconds(context.machine, pm.after.mesh)
+        prices = Prices(pm.planned.mesh, context.rules)
+        seconds[merge] = total(prices.of(node) for node in pm.planned.nodes).seconds(context.machine, pm.planned.mesh)
         counts[merge] = exchanges(pm)
     assert counts["cost"] == counts["always" if link is SLOW else "never"]
     assert counts["always"] < counts["never"]
@@ -97,8 +97,8 @@ def test_a_tile_that_waits_for_the_backward_is_not_held_twice(between: list[nn.M
 def test_what_is_drawn_is_drawn_once() -> None:
     """Dropout draws by tiles: it is not done twice on a rim."""
     pm = planned(convolutions(nn.Dropout(0.5)).double(), MESHES["h2"], "always", image(1, 3, 12, 5))
-    (drawn,) = [node for node in pm.after.nodes if "dropout.default" in str(node.op)]
-    assert all(value.spec == sx.Spec.parse("-, -, h, -", pm.after.mesh) for value in drawn.outs) and pm.verify()
+    (drawn,) = [node for node in pm.planned.nodes if "dropout.default" in str(node.op)]
+    assert all(value.spec == sx.Spec.parse("-, -, h, -", pm.planned.mesh) for value in drawn.outs) and pm.verify()
 
 
 def inner_first(program: fx.GraphModule) -> bool:
@@ -116,7 +116,7 @@ OVERLAPS = [("unet", "3x1"), ("resnet", "2x2"), ("unet", "2x2"), ("resnet", "dp2
 def test_models_whose_exchanges_travel_while_inner_rows_are_computed(name: str, mesh: str) -> None:
     torch.manual_seed(0)
     make, shape = NETS[name]
-    pm = trained(make(), image(*shape), MESHES[mesh], passes=[sx.Spatial(merge="never", overlap=True)])
+    pm = trained(make(), image(*shape), MESHES[mesh], passes=[sx.images.Spatial(merge="never", overlap=True)])
     assert "comm.join" in ops(pm) and pm.verify() and inner_first(pm.rank_module(1))
 
 
@@ -127,10 +127,10 @@ def test_an_exchange_travels_while_inner_rows_are_computed(training: bool) -> No
     torch.manual_seed(0)
     net, x = convolutions(nn.Tanh()).double(), image(1, 3, 13, 14)
     mesh = MESHES["h2"] if training else MESHES["2x2"]
-    passes = [sx.Spatial(merge="never", overlap=True)]
+    passes = [sx.images.Spatial(merge="never", overlap=True)]
     if training:
         pm = trained(net, x, mesh, passes=passes)
-        assert any("3 ops compute the inner rows" in note for note in pm.after.notes)
+        assert any("3 ops compute the inner rows" in note for note in pm.planned.notes)
         assert not any(row.rim_flops for row in pm.report().tiles)
     else:
         pm = sx.parallelize(net, mesh, sx.Hints(args=(x,), specs=specs(mesh), passes=passes), virtual=True)
@@ -142,7 +142,7 @@ def test_an_exchange_travels_while_inner_rows_are_computed(training: bool) -> No
 def test_what_is_overlapped_by_cost_takes_less_time(seconds: float, joins: int) -> None:
     """On a link of this latency; of two convolutions, each of which is exchanged for."""
     mesh = sx.Mesh(h=2, links={"h": sx.Link(bandwidth=1e12, latency=seconds)})
-    passes, net = [sx.Spatial(merge="never", overlap="cost")], convolutions(nn.Tanh()).double()
+    passes, net = [sx.images.Spatial(merge="never", overlap="cost")], convolutions(nn.Tanh()).double()
     hints = sx.Hints((image(1, 3, 64, 64),), specs=specs(mesh), passes=passes, machine=slow_machine(1e9))
     pm = sx.parallelize(net, mesh, hints, virtual=True)
     assert ops(pm).count("comm.join") == joins and pm.verify()
@@ -180,7 +180,7 @@ def inner_row_lost(program: fx.GraphModule) -> None:
 def test_damaged_pieces_are_refused(damage: Callable[[fx.GraphModule], None]) -> None:
     torch.manual_seed(0)
     mesh, x = sx.Mesh(h=3), image(1, 3, 12, 5)
-    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.Spatial(merge="never", overlap=True)])
+    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.images.Spatial(merge="never", overlap=True)])
     pm = sx.parallelize(convolutions(nn.Tanh()).double(), mesh, hints, virtual=True)
     program = pm.rank_module(1)
     damage(program)
@@ -231,28 +231,28 @@ def slow_machine(flops: float) -> sx.Machine:
 @pytest.mark.parametrize(
     ("net", "batch", "link", "said"),
     [
-        pytest.param("unet", 4, sx.Link(), "maps are cut by samples", marks=pytest.mark.slow),
-        pytest.param("unet", 1, sx.Link(), "maps are cut by channels", marks=pytest.mark.slow),
+        pytest.param("unet", 4, sx.Link(), "maps are sharded by samples", marks=pytest.mark.slow),
+        pytest.param("unet", 1, sx.Link(), "maps are sharded by channels", marks=pytest.mark.slow),
         ("unet", 1, SLOW, "maps are whole"),
-        pytest.param("resnet", 2, sx.Link(), "maps are cut by channels", marks=pytest.mark.slow),
+        pytest.param("resnet", 2, sx.Link(), "maps are sharded by channels", marks=pytest.mark.slow),
     ],
 )
-def test_small_maps_leave_the_cut_of_space(net: str, batch: int, link: sx.Link, said: str) -> None:
+def test_small_maps_leave_the_sharding_of_space(net: str, batch: int, link: sx.Link, said: str) -> None:
     torch.manual_seed(0)
     make, shape = NETS[net]
     leave, small = {"unet": ("three", (8, 10)), "resnet": ("levels.3", (2, 3))}[net]
     mesh = sx.Mesh(h=2, w=2, links={"h": link, "w": link})
     hints = {
-        "passes": [sx.Spatial(merge="never", leave=leave)],
+        "passes": [sx.images.Spatial(merge="never", leave=leave)],
         "machine": slow_machine(1e6 if link is not SLOW else 1e9),
     }
     pm = trained(make(), image(batch, *shape[1:]), mesh, **hints)
     assert pm.verify() and any(
-        note.startswith(f"{said}, and not cut by space, from {leave}") for note in pm.after.notes
+        note.startswith(f"{said}, and not sharded by space, from {leave}") for note in pm.planned.notes
     )
-    inside = [n for n in pm.after.nodes if n.where.module.startswith(leave) and not str(n.op).startswith("comm.")]
+    inside = [n for n in pm.planned.nodes if n.where.module.startswith(leave) and not str(n.op).startswith("comm.")]
     maps = [value.spec for node in inside for value in node.outs if value.shape[2:] == small]
-    assert maps and not any(cut for spec in maps if spec is not None for cut in spec.dims[2:])
+    assert maps and not any(sharding for spec in maps if spec is not None for sharding in spec.dims[2:])
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_maps_leave_by_cost_where_that_is_cheaper(net: str) -> None:
     make, shape = NETS[net]
     for leave in (None, "cost"):
         torch.manual_seed(0)
-        pm = trained(make(), image(*shape), MESHES["2x2"], passes=[sx.Spatial(merge="never", leave=leave)])
+        pm = trained(make(), image(*shape), MESHES["2x2"], passes=[sx.images.Spatial(merge="never", leave=leave)])
         assert pm.verify()
         seconds[leave] = pm.report().time.total
     assert seconds["cost"] <= seconds[None] * (1 + 1e-9)
@@ -270,15 +270,15 @@ def test_maps_leave_by_cost_where_that_is_cheaper(net: str) -> None:
 
 
 def test_options_that_are_none_are_refused() -> None:
-    hints = sx.Hints(args=(image(1, 3, 8, 8),), specs=specs(MESHES["h2"]), passes=[sx.Spatial(leave="head")])
+    hints = sx.Hints(args=(image(1, 3, 8, 8),), specs=specs(MESHES["h2"]), passes=[sx.images.Spatial(leave="head")])
     with pytest.raises(sx.Error, match="no op of this module") as nowhere:
         sx.parallelize(convolutions().double(), MESHES["h2"], hints, virtual=True)
     assert "0, 1" in str(nowhere.value.expected)
     with pytest.raises(sx.Error, match="cannot merge") as caught:
-        sx.Spatial(merge="sometimes")
+        sx.images.Spatial(merge="sometimes")
     assert "'never'" in str(caught.value.expected)
     with pytest.raises(sx.Error, match="cannot overlap"):
-        sx.Spatial(overlap="always")
+        sx.images.Spatial(overlap="always")
 
 
 def test_the_report_says_what_tiles_cost_by_layer() -> None:
@@ -296,7 +296,7 @@ def test_the_report_says_what_tiles_cost_by_layer() -> None:
 
 
 class Across(nn.Module):
-    """A line of rows that is halved twice, and cut along its features behind that."""
+    """A line of rows that is halved twice, and shard along its features behind that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class Across(nn.Module):
 
 
 @pytest.mark.long
-def test_an_axis_that_cuts_rows_and_then_features_is_no_exchange_to_merge() -> None:
+def test_an_axis_that_shards_rows_and_then_features_is_no_exchange_to_merge() -> None:
     model, x, y = Across().double(), torch.randn(4, 6, 12).double(), torch.randn(4, 3, 12).double()
     given = {"first": "-, a, -", "head.weight": "-, a"}
     pm = sx.parallelize(model, sx.Mesh(a=2), sx.Hints(args=(x,), loss=nn.MSELoss(), targets=(y,), specs=given))

@@ -38,8 +38,8 @@ def planned(of: Callable[..., Any], example: tuple[Tensor, ...], **specs: str) -
     given = tuple(each.clone().requires_grad_(each.dtype.is_floating_point or each.is_complex()) for each in example)
     out = of(*example)
     weight = torch.linspace(-1, 2, out.numel(), dtype=F64).to(out.dtype).view_as(out)
-    cut = {name.replace("_", "."): spec for name, spec in specs.items()}
-    pm = sx.parallelize(Done(of), sx.Mesh(r=2), sx.Hints(given, loss=weighed, targets=(weight,), specs=cut))
+    sharding = {name.replace("_", "."): spec for name, spec in specs.items()}
+    pm = sx.parallelize(Done(of), sx.Mesh(r=2), sx.Hints(given, loss=weighed, targets=(weight,), specs=sharding))
 
     def check(*data: Tensor) -> None:
         pairs = list(zip(data, given, strict=True))
@@ -123,13 +123,13 @@ def test_deviations_of_numbers_whose_squares_are_out_of_range(name: str, spec: s
                 torch.testing.assert_close(pm(x), of(x), equal_nan=True)
 
 
-def test_constants_that_are_no_number_are_the_same_in_all_turns() -> None:
+def test_constants_that_are_no_number_are_the_same_in_all_iterations() -> None:
     def of_positive(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(torch.nan_to_num(out.masked_fill(out < 0, torch.nan), 0.5), y)
 
     torch.manual_seed(1)
     model = nn.Linear(6, 3)
     x, y = torch.randn(8, 6), torch.randint(3, (8,))
-    hints = sx.Hints((x,), loss=of_positive, targets=(y,), specs={"args.0": "dp, -"}, accumulate=2)
+    hints = sx.Hints((x,), loss=of_positive, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=2)
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
     torch.testing.assert_close(pm(x, y).detach(), of_positive(model(x), y).detach())

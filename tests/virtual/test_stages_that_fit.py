@@ -1,4 +1,5 @@
-"""Stages under a budget of memory: the slowest is the fastest of all cuts in which no rank holds more than it may."""
+"""Stages under a budget of memory: the slowest is the fastest of all shardings in which no rank holds more than it
+may."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.text.printer import size_text
 from shardfx.memory.block_memory import BlockMemory
-from shardfx.passes.stages.best_cut import Held, Room, best_cut, roomiest_cut
+from shardfx.passes.stages.best_split import Held, Room, best_split, roomiest_sharding
 
 BLOCKS, RANKS = 5, 2
 
@@ -47,7 +48,7 @@ def made(mesh: sx.Mesh, pipeline: sx.Pipeline, **hints: Any) -> tuple[sx.Paralle
 
 
 def planned(stages: Any = None, schedule: str = "1f1b", **hints: Any) -> sx.ParallelModule:
-    return made(sx.Mesh(pp=RANKS, mb=sx.Time(4)), sx.Pipeline(stages=stages, schedule=schedule), **hints)[0]
+    return made(sx.Mesh(pp=RANKS, mb=sx.Loop(4)), sx.Pipeline(stages=stages, schedule=schedule), **hints)[0]
 
 
 def peak(pm: sx.ParallelModule) -> int:
@@ -55,45 +56,45 @@ def peak(pm: sx.ParallelModule) -> int:
 
 
 @cache
-def every_cut(schedule: str) -> dict[tuple[int, ...], tuple[float, int]]:
-    """Of all cuts: what the slowest stage takes, and what the fullest rank holds."""
+def every_sharding(schedule: str) -> dict[tuple[int, ...], tuple[float, int]]:
+    """Of all shardings: what the slowest stage takes, and what the fullest rank holds."""
     found = {}
-    for cuts in combinations(range(1, BLOCKS), RANKS - 1):
-        edges = (0, *cuts, BLOCKS)
+    for shardings in combinations(range(1, BLOCKS), RANKS - 1):
+        edges = (0, *shardings, BLOCKS)
         pm = planned(tuple(b - a for a, b in pairwise(edges)), schedule)
-        assert pm.after.pipeline is not None
-        costs = BlockMemory(pm.after, pm.after.pipeline).costs
+        assert pm.planned.pipeline is not None
+        costs = BlockMemory(pm.planned, pm.planned.pipeline).costs
         found[edges[:-1]] = max(sum(costs[a:b]) for a, b in pairwise(edges)), peak(pm)
     return found
 
 
-def cut_of(pm: sx.ParallelModule) -> tuple[int, ...]:
-    at = [pm.after.input(f"layers.{block}.0.weight").at[0] for block in range(BLOCKS)]
+def sharding_of(pm: sx.ParallelModule) -> tuple[int, ...]:
+    at = [pm.planned.input(f"layers.{block}.0.weight").at[0] for block in range(BLOCKS)]
     return tuple(at.index(stage) for stage in range(RANKS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_the_cut_is_the_fastest_of_all_that_fit(schedule: str) -> None:
-    cuts = every_cut(schedule)
+def test_the_sharding_is_the_fastest_of_all_that_fit(schedule: str) -> None:
+    shardings = every_sharding(schedule)
     chosen = set()
-    for budget in sorted({held for _, held in cuts.values()}):
-        fitting = {cut: seconds for cut, (seconds, held) in cuts.items() if held <= budget}
+    for budget in sorted({held for _, held in shardings.values()}):
+        fitting = {sharding: seconds for sharding, (seconds, held) in shardings.items() if held <= budget}
         pm = planned(schedule=schedule, memory=budget)
-        chosen.add(cut_of(pm))
-        assert cuts[cut_of(pm)][1] <= budget
-        assert fitting[cut_of(pm)] == min(fitting.values()), (budget, cut_of(pm), cuts)
-    assert len(chosen) > 1, "the balanced cut always fits, which shows nothing"
+        chosen.add(sharding_of(pm))
+        assert shardings[sharding_of(pm)][1] <= budget
+        assert fitting[sharding_of(pm)] == min(fitting.values()), (budget, sharding_of(pm), shardings)
+    assert len(chosen) > 1, "the balanced sharding always fits, which shows nothing"
 
 
 @pytest.mark.slow
-def test_where_the_balanced_cut_is_too_much_another_one_computes_the_same() -> None:
+def test_where_the_balanced_sharding_is_too_much_another_one_computes_the_same() -> None:
     free = planned()
     budget = peak(free) - 1
-    pm, model, x, y = made(sx.Mesh(pp=RANKS, mb=sx.Time(4)), sx.Pipeline(), memory=budget)
-    assert cut_of(pm) != cut_of(free)
+    pm, model, x, y = made(sx.Mesh(pp=RANKS, mb=sx.Loop(4)), sx.Pipeline(), memory=budget)
+    assert sharding_of(pm) != sharding_of(free)
     assert peak(pm) <= budget
-    (note,) = (each for each in pm.after.notes if each.startswith("stages of "))
+    (note,) = (each for each in pm.planned.notes if each.startswith("stages of "))
     assert f"holds more than {size_text(budget)}" in note and f"0, 1 hold {size_text(pm.memory(0).peak)}" in note
     loss, whole = pm(x, y), loss_of(model(x), y)
     loss.backward(), whole.backward()
@@ -104,7 +105,7 @@ def test_where_the_balanced_cut_is_too_much_another_one_computes_the_same() -> N
 
 
 @pytest.mark.slow
-def test_where_no_cut_fits_the_error_says_which_stage_and_what_would() -> None:
+def test_where_no_sharded_fits_the_error_says_which_stage_and_what_would() -> None:
     with pytest.raises(sx.Error, match="a rank holds") as caught:
         planned(memory=peak(planned((1, 4))) // 2)
     assert "of stage " in str(caught.value.where)
@@ -134,19 +135,19 @@ def room_of(homes: tuple[int, ...], budget: float) -> Room:
 
 @pytest.mark.parametrize("budget", [40.0, 60.0, 75.0, 90.0, 200.0])
 @pytest.mark.parametrize("homes", [(0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)], ids=str)
-def test_of_all_cuts_that_fit_it_is_the_fastest_that_sends_least(homes: tuple[int, ...], budget: float) -> None:
+def test_of_all_shards_that_fit_it_is_the_fastest_that_sends_least(homes: tuple[int, ...], budget: float) -> None:
     count, room, blocks = len(homes), room_of(homes, budget), len(COSTS)
-    cuts = [(0, *rest) for rest in combinations(range(1, blocks), count - 1)]
+    shardings = [(0, *rest) for rest in combinations(range(1, blocks), count - 1)]
 
-    def price(cut: tuple[int, ...]) -> tuple[float, float]:
-        slowest = max(sum(COSTS[a:b]) for a, b in pairwise((*cut, blocks)))
-        return slowest, sum(SENT[first] for first in cut)
+    def price(sharding: tuple[int, ...]) -> tuple[float, float]:
+        slowest = max(sum(COSTS[a:b]) for a, b in pairwise((*sharding, blocks)))
+        return slowest, sum(SENT[first] for first in sharding)
 
-    fitting = [price(cut) for cut in cuts if max(room.of(cut, blocks)) <= budget]
-    found = best_cut(COSTS, count, SENT, room)
+    fitting = [price(sharding) for sharding in shardings if max(room.of(sharding, blocks)) <= budget]
+    found = best_split(COSTS, count, SENT, room)
     assert (found is None) == (not fitting)
     assert found is None or price(tuple(found)) == min(fitting)
-    firsts, beyond = roomiest_cut(COSTS, count, room)
-    least = min(max(room.of(cut, blocks)) for cut in cuts) - budget
+    firsts, beyond = roomiest_sharding(COSTS, count, room)
+    least = min(max(room.of(sharding, blocks)) for sharding in shardings) - budget
     assert max(room.of(firsts, blocks)) - budget == beyond
     assert beyond <= least + 1.0

@@ -68,7 +68,7 @@ def test_pieces_are_loaded_where_they_belong() -> None:
 
 
 class Square(nn.Module):
-    """Weights of one shape: two are cut alike, and of one each rank has a part of both halves."""
+    """Weights of one shape: two are sharded alike, and of one each rank has a part of both halves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_a_piece_under_the_name_of_another_is_refused(put: str, keep: Any) -> No
         pm.load_state_dict(state)
 
 
-def test_weights_that_are_cut_alike_may_change_places() -> None:
+def test_weights_that_are_sharded_alike_may_change_places() -> None:
     pm = square()
     state, whole = pm.state_dict(), pm.full_state_dict()
     names = {"up": "other", "other": "up", "halves": "halves"}

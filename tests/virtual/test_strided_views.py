@@ -80,7 +80,7 @@ def test_strided_view_of_a_gathered_weight_matches_single_device(
     torch.manual_seed(0)
     model, x = Views(view), torch.randn(4, 8, dtype=F64)
     given = copy.deepcopy(model).to("meta") if where == "meta" else copy.deepcopy(model)
-    pm = planned(given, x, zero=3, zero_min=1, arena=where == "arena")
+    pm = planned(given, x, zero=3, zero_min_numel=1, arena=where == "arena")
     if where == "meta":
         pm.load_full_state_dict(model.state_dict())
     check(model, x, pm)
@@ -250,6 +250,6 @@ def test_wider_numbers_of_a_weight_at_an_odd_offset_match_single_device(
 ) -> None:
     torch.manual_seed(0)
     model, x = Wider(wide, dtype), torch.randn(6, 9, dtype=dtype)
-    pm = planned(copy.deepcopy(model), x, dp=3, zero=3, zero_min=1)
+    pm = planned(copy.deepcopy(model), x, dp=3, zero=3, zero_min_numel=1)
     torch.testing.assert_close(pm(x), square(model(x)))
     assert pm.verify()

@@ -20,7 +20,7 @@ from tests.plans import MESHES, plan
 from tests.stepped import KINDS
 from tests.zoo import make
 
-DEEP: dict[str, Any] = {"zero": 3, "zero_min": 0, "recompute": "layers.*"}
+DEEP: dict[str, Any] = {"zero": 3, "zero_min_numel": 0, "recompute": "layers.*"}
 
 
 def rows(**options: Any) -> tuple[sx.Offload, ...]:
@@ -47,20 +47,20 @@ class Looked(nn.Module):
 def looked(mode: str = "sum", specs: dict[str, str] | None = None, tied: bool = False, **hints: Any) -> Any:
     torch.manual_seed(0)
     model, x, y = Looked(mode, tied).double(), torch.randint(0, 64, (8, 4)), torch.randint(0, 64, (8,))
-    cut = {"args.0": "dp, -", "targets.0": "dp"} if specs is None else specs
-    given = sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=cut, **hints)
+    sharding = {"args.0": "dp, -", "targets.0": "dp"} if specs is None else specs
+    given = sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=sharding, **hints)
     return sx.parallelize(model, sx.Mesh(dp=2), given, virtual=True), x, y
 
 
 @pytest.mark.parametrize(
     ("name", "mesh", "kind", "hints"),
     [
-        ("gpt_separate", "dp2", "AdamW", {"zero": 1, "zero_min": 0, "clip": 0.1}),
+        ("gpt_separate", "dp2", "AdamW", {"zero": 1, "zero_min_numel": 0, "clip_grad_norm": 0.1}),
         ("gpt_separate", "dp2tp2", "Adafactor", {}),
         ("gpt_separate", "dp2", "Lamb", DEEP),
         ("gpt_fused", "tp2", "SGD", {"arena": True}),
-        ("llama", "dp2tp2", "AdamW", {"zero": 2, "zero_min": 0}),
-        ("llama", "dp2tp2", "Adagrad", {"compute": torch.float64}),
+        ("llama", "dp2tp2", "AdamW", {"zero": 2, "zero_min_numel": 0}),
+        ("llama", "dp2tp2", "Adagrad", {"mixed_precision": torch.float64}),
     ],
     ids=str,
 )
@@ -69,7 +69,7 @@ def test_five_steps_are_the_same(name: str, mesh: str, kind: str, hints: dict[st
     """Up to rounding: steps of what lies on the device run as fused kernels, or over segments."""
     close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
     case = make(name)
-    away = (*rows(), sx.Offload(("activations", "optimizer"), least=0))
+    away = (*rows(), sx.Offload(("activations", "optimizer"), min_numel=0))
     plain, other = (plan(make(name), MESHES[mesh], optimizer=KINDS[kind], offload=o, **hints) for o in (away[1:], away))
     for _ in range(5):
         close(*(pm.step(*case.args, *case.targets, **case.kwargs) for pm in (plain, other)))
@@ -79,10 +79,10 @@ def test_five_steps_are_the_same(name: str, mesh: str, kind: str, hints: dict[st
         for of, value in held.items():
             close(torch.as_tensor(value), torch.as_tensor(theirs[key][of]))
     assert other.verify(), other.verify().why
-    tables = [given for given in other.after.of_kind(InputKind.PARAMETER) if given.pool]
+    tables = [given for given in other.planned.of_kind(InputKind.PARAMETER) if given.pool]
     assert tables and all("emb" in given.name for given in tables)
     assert other.memory().host > plain.memory().host
-    assert print_graph(parse_graph(print_graph(other.after))) == print_graph(other.after)
+    assert print_graph(parse_graph(print_graph(other.planned))) == print_graph(other.planned)
 
 
 @pytest.mark.long
@@ -105,8 +105,14 @@ def test_bags_and_gradients_that_are_means(mode: str, specs: dict[str, str] | No
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("specs", [None, {"emb.weight": "dp, -"}], ids=str)
 def test_a_step_brings_rows_alone(specs: dict[str, str] | None) -> None:
-    """No more of a table is ever on the device, be its vocabulary cut or not."""
-    hints: dict[str, Any] = {"specs": specs, "optimizer": KINDS["AdamW"], "zero": 1, "zero_min": 0, "clip": 0.1}
+    """No more of a table is ever on the device, be its vocabulary sharding or not."""
+    hints: dict[str, Any] = {
+        "specs": specs,
+        "optimizer": KINDS["AdamW"],
+        "zero": 1,
+        "zero_min_numel": 0,
+        "clip_grad_norm": 0.1,
+    }
     (plain, x, y), (pm, *_) = (looked("", offload=offload, **hints) for offload in ((), rows()))
     for _ in range(5):
         torch.testing.assert_close(plain.step(x, y), pm.step(x, y))
@@ -114,7 +120,7 @@ def test_a_step_brings_rows_alone(specs: dict[str, str] | None) -> None:
     for key, value in plain.full_state_dict().items():
         torch.testing.assert_close(state[key], value, rtol=1e-12, atol=1e-14)
     assert pm.verify(), pm.verify().why
-    assert [given.name for given in pm.after.of_kind(InputKind.PARAMETER) if given.pool] == ["emb.weight"]
+    assert [given.name for given in pm.planned.of_kind(InputKind.PARAMETER) if given.pool] == ["emb.weight"]
     fetched = [storage for storage in pm.memory().footprint.storages if storage.category == "fetched"]
     batch = (8 if specs else 4) * 4
     assert sorted(storage.nbytes for storage in fetched) == [8, batch * 16 * 8], "a norm, and rows"
@@ -151,7 +157,7 @@ def test_one_s_own_optimizer_steps_them_where_they_lie() -> None:
     [
         ({"tied": True, "offload": rows()}, "is not only looked up in"),
         ({"offload": rows(modules="embed")}, "matches none of the modules"),
-        ({"offload": rows(), "accumulate": 2}, "turns over"),
+        ({"offload": rows(), "grad_accumulation": 2}, "iterations over"),
     ],
     ids=str,
 )
@@ -169,4 +175,4 @@ def test_rows_of_files_are_not_fetched() -> None:
 
 def test_that_no_table_is_large_enough_is_said() -> None:
     pm, *_ = looked(offload=("rows",))
-    assert any("no rows are put away" in note for note in pm.after.notes) and not pm.memory().host
+    assert any("no rows are put away" in note for note in pm.planned.notes) and not pm.memory().host

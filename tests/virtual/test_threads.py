@@ -1,4 +1,4 @@
-"""Threads that call one module take turns."""
+"""Threads that call one module take iterations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.virtual.test_calls import batch, near, parallel
 
 
 @pytest.mark.long
-def test_threads_take_turns() -> None:
+def test_threads_take_iterations() -> None:
     """A thread that calls while another is in a call waits: no running statistics are lost."""
     x, y = batch()
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).double()

@@ -42,7 +42,7 @@ def scene(*sizes: int, seed: int = 0) -> tuple[Any, Any]:
 
 def tiled(name: str, pm: sx.ParallelModule, tiles: Sequence[Tensor]) -> Tensor:
     """Tiles of one sample, by rank, as one."""
-    value = pm.after.input(name).value
+    value = pm.planned.input(name).value
     found = torch.full(value.shape[1:], -1, dtype=value.type.dtype)
     for rank, tile in enumerate(tiles):
         found[pm.tile(name, rank)[1:]] = tile
@@ -57,8 +57,8 @@ def pm() -> sx.ParallelModule:
 @pytest.mark.parametrize("augment", [(), ("hflip",), ("vflip",), ("rot90",), ("hflip", "vflip", "rot90")])
 def test_tiles_of_all_ranks_make_up_the_crop(pm: sx.ParallelModule, augment: tuple[str, ...]) -> None:
     scenes = [scene(31, 40), scene(12, 13, seed=1), scene(17, 12, seed=2)]
-    whole = sx.TileDataset(scenes, pm, crop=(12, 12), augment=augment)
-    parts = [sx.TileDataset(scenes, pm, crop=(12, 12), augment=augment, rank=rank) for rank in range(8)]
+    whole = sx.images.TileDataset(scenes, pm, crop=(12, 12), augment=augment)
+    parts = [sx.images.TileDataset(scenes, pm, crop=(12, 12), augment=augment, rank=rank) for rank in range(8)]
     seen = set()
     for epoch in range(3):
         sampler = whole.sampler(seed=5)
@@ -77,19 +77,19 @@ def test_tiles_of_all_ranks_make_up_the_crop(pm: sx.ParallelModule, augment: tup
     assert len(seen) <= allowed and (len(seen) > 1) == (allowed > 1)
 
 
-def test_turns_are_those_of_torch(pm: sx.ParallelModule) -> None:
+def test_iterations_are_those_of_torch(pm: sx.ParallelModule) -> None:
     image, mask = scene(12, 12)
-    data = sx.TileDataset([(image, mask)] * 60, pm, augment=("rot90",))
+    data = sx.images.TileDataset([(image, mask)] * 60, pm, augment=("rot90",))
     turned = {data[draw][0].numpy().tobytes() for draw in data.sampler()}
     assert turned == {np.ascontiguousarray(np.rot90(image, k, (1, 2))).tobytes() for k in range(4)}
-    data = sx.TileDataset([(image, mask)] * 60, pm, augment=("hflip", "vflip"))
+    data = sx.images.TileDataset([(image, mask)] * 60, pm, augment=("hflip", "vflip"))
     turned = {data[draw][0].numpy().tobytes() for draw in data.sampler()}
     ways: list[Any] = [(), (1,), (2,), (1, 2)]
     assert turned == {np.ascontiguousarray(np.flip(image, way)).tobytes() for way in ways}
 
 
 def test_the_loop_of_a_dataloader_is_that_of_one_device(pm: sx.ParallelModule) -> None:
-    data = sx.TileDataset([scene(20, 30, seed=i) for i in range(5)], pm, crop=(12, 12), augment=("rot90",))
+    data = sx.images.TileDataset([scene(20, 30, seed=i) for i in range(5)], pm, crop=(12, 12), augment=("rot90",))
     sampler = data.sampler(seed=1)
     loader = DataLoader(data, data.batch_size, sampler=sampler, num_workers=1)
     assert data.batch_size == 3 and len(sampler) == 6 and len(loader) == 2
@@ -108,10 +108,10 @@ def test_the_loop_of_a_dataloader_is_that_of_one_device(pm: sx.ParallelModule) -
 def test_a_batch_of_tiles_is_shared_by_rows_and_space(pm: sx.ParallelModule) -> None:
     """Of a batch of 3 on dp=2 ranks 0 to 3 read samples 0 and 1, the others the third, each its tile of them."""
     scenes = [scene(20, 30, seed=i) for i in range(4)]
-    whole = sx.TileDataset(scenes, pm, crop=(12, 12))
+    whole = sx.images.TileDataset(scenes, pm, crop=(12, 12))
     wanted = list(DataLoader(whole, whole.batch_size, sampler=whole.sampler(seed=3)))
     for rank in range(8):
-        data = sx.TileDataset(scenes, pm, crop=(12, 12), rank=rank)
+        data = sx.images.TileDataset(scenes, pm, crop=(12, 12), rank=rank)
         assert data.batch_size == (2 if rank < 4 else 1)
         for (x, y), (a, b) in zip(DataLoader(data, data.batch_size, sampler=data.sampler(seed=3)), wanted, strict=True):
             assert torch.equal(x, a[pm.tile("args.0", rank)]) and torch.equal(y, b[pm.tile("targets.0", rank)])
@@ -133,11 +133,11 @@ def test_a_rank_reads_its_tile_and_no_more(tmp_path: Path) -> None:
     mask = np.zeros((40, 50), np.uint8)
     for rank in range(4):
         image = Watched(file)
-        data = sx.TileDataset([(image, mask)] * 6, pm, crop=(16, 16), augment=("rot90", "hflip"), rank=rank)
+        data = sx.images.TileDataset([(image, mask)] * 6, pm, crop=(16, 16), augment=("rot90", "hflip"), rank=rank)
         for x, y in DataLoader(data, 1, sampler=data.sampler()):
             assert x.shape == (1, 3, 8, 8) and x.dtype is torch.float64 and y.dtype is torch.int64
         assert data.bytes_read == 6 * (3 * 4 + 1) * 8 * 8 and image.asked[0] == 6 * 3 * 4 * 8 * 8
-    whole = sx.TileDataset([(file, mask)] * 6, pm, crop=(16, 16))
+    whole = sx.images.TileDataset([(file, mask)] * 6, pm, crop=(16, 16))
     for _ in DataLoader(whole, 2, sampler=whole.sampler(), num_workers=1):
         pass
     assert whole.bytes_read == 4 * data.bytes_read
@@ -152,15 +152,17 @@ def test_a_mask_at_a_quarter_is_cropped_at_the_same_place() -> None:
     image, place = np.zeros((3, 40, 52)), np.arange(130).reshape(10, 13)
     image[:] = np.repeat(np.repeat(place, 4, 0), 4, 1)
     how: dict[str, Any] = {"crop": (16, 16), "scaled": ("targets.0",)}
-    data = sx.TileDataset([(image, place)] * 8, pm, augment=("rot90", "vflip"), **how)
+    data = sx.images.TileDataset([(image, place)] * 8, pm, augment=("rot90", "vflip"), **how)
     for image, mask in (data[draw] for draw in data.sampler()):
         assert torch.equal(image[0, ::4, ::4].long(), mask)
     with pytest.raises(sx.Error, match=r"scene 0 does not fit targets\.0"):
-        sx.TileDataset([(np.zeros((3, 40, 52)), np.zeros((10, 12)))], pm, **how)
+        sx.images.TileDataset([(np.zeros((3, 40, 52)), np.zeros((10, 12)))], pm, **how)
     with pytest.raises(sx.Error, match=r"is targets\.0 an image of another scale?") as caught:
-        sx.TileDataset([(image, place)], pm, crop=(16, 16))
+        sx.images.TileDataset([(image, place)], pm, crop=(16, 16))
     assert "labels=('targets.0',)" in str(caught.value)
-    fixed = sx.TileDataset([(image, place[:4, :4])], pm, crop=(16, 16), augment=("rot90",), labels=("targets.0",))
+    fixed = sx.images.TileDataset(
+        [(image, place[:4, :4])], pm, crop=(16, 16), augment=("rot90",), labels=("targets.0",)
+    )
     assert all(torch.equal(fixed[draw][1], torch.from_numpy(place[:4, :4])) for draw in fixed.sampler())
     with pytest.raises(sx.Error, match=r"args\.0 is of no scale"):
         scales((3, 16, 12), (16, 16), "args.0", True, True)
@@ -180,22 +182,26 @@ def test_labels_and_volumes() -> None:
     hints = sx.Hints(args=(x,), targets=(y,), loss=cross_entropy, specs={"args.0": "-, -, h, w, -"})
     pm = sx.parallelize(Volume().double(), mesh, hints, virtual=True)
     scan = torch.arange(7 * 9 * 11).reshape(1, 7, 9, 11).double()
-    data = sx.TileDataset([(scan, 3), (scan, np.int32(4))], pm, crop=(6, 8, 8), augment=("dflip", "hflip", "rot90"))
+    data = sx.images.TileDataset(
+        [(scan, 3), (scan, np.int32(4))], pm, crop=(6, 8, 8), augment=("dflip", "hflip", "rot90")
+    )
     for volumes, labels in DataLoader(data, 2, sampler=data.sampler(shuffle=False)):
         assert torch.equal(volumes[0], scan[:, 0:6, 0:8, 1:9]) and labels.tolist() == [3, 4]
         pm(volumes, labels)
-    parts = [sx.TileDataset([(scan, 3)] * 9, pm, crop=(6, 8, 8), augment=("dflip", "rot90"), rank=r) for r in range(4)]
-    whole = sx.TileDataset([(scan, 3)] * 9, pm, crop=(6, 8, 8), augment=("dflip", "rot90"))
+    parts = [
+        sx.images.TileDataset([(scan, 3)] * 9, pm, crop=(6, 8, 8), augment=("dflip", "rot90"), rank=r) for r in range(4)
+    ]
+    whole = sx.images.TileDataset([(scan, 3)] * 9, pm, crop=(6, 8, 8), augment=("dflip", "rot90"))
     for draw in whole.sampler():
         assert torch.equal(tiled("args.0", pm, [part[draw][0] for part in parts]), whole[draw][0])
 
 
 def test_the_last_batch_is_filled_or_left_out(pm: sx.ParallelModule) -> None:
-    data = sx.TileDataset([scene(12, 12, seed=i) for i in range(4)], pm)
+    data = sx.images.TileDataset([scene(12, 12, seed=i) for i in range(4)], pm)
     assert [draw.scene for draw in data.sampler(shuffle=False)] == [0, 1, 2, 3, 0, 1]
     assert [draw.scene for draw in data.sampler(shuffle=False, drop_last=True)] == [0, 1, 2]
     assert sorted({draw.scene for draw in data.sampler()}) == [0, 1, 2, 3]
-    few = sx.TileDataset([scene(12, 12)], pm)
+    few = sx.images.TileDataset([scene(12, 12)], pm)
     assert [draw.scene for draw in few.sampler()] == [0, 0, 0]
     with pytest.raises(sx.Error, match="fewer samples than one batch"):
         few.sampler(drop_last=True)
@@ -203,11 +209,11 @@ def test_the_last_batch_is_filled_or_left_out(pm: sx.ParallelModule) -> None:
 
 def test_an_image_that_is_decoded_whole(pm: sx.ParallelModule) -> None:
     image, mask = scene(20, 20)
-    decoded = sx.WholeImage(lambda: image.astype(">f4"), (3, 20, 20))
-    data = sx.TileDataset([(decoded, mask)], pm, crop=(12, 12))
+    decoded = sx.images.WholeImage(lambda: image.astype(">f4"), (3, 20, 20))
+    data = sx.images.TileDataset([(decoded, mask)], pm, crop=(12, 12))
     assert torch.equal(data[0][0], torch.from_numpy(image[:, 4:16, 4:16]))
     assert data.bytes_read == 3 * 20 * 20 * 4 + 12 * 12 * 8
-    wrong = sx.TileDataset([(sx.WholeImage(lambda: image[:2], (3, 20, 20)), mask)], pm, crop=(12, 12))
+    wrong = sx.images.TileDataset([(sx.images.WholeImage(lambda: image[:2], (3, 20, 20)), mask)], pm, crop=(12, 12))
     with pytest.raises(sx.Error, match="decoded to another shape"):
         wrong[0]
 
@@ -218,57 +224,57 @@ def test_an_image_that_is_decoded_whole(pm: sx.ParallelModule) -> None:
 def test_scenes_that_do_not_fit(pm: sx.ParallelModule) -> None:
     good = scene(12, 12)
     with pytest.raises(sx.Error, match=r"scene 1 does not fit args\.0") as caught:
-        sx.TileDataset([good, scene(12, 14)], pm)
+        sx.images.TileDataset([good, scene(12, 14)], pm)
     assert "crop=" in str(caught.value)
     with pytest.raises(sx.Error, match="scene 1 is smaller than a crop"):
-        sx.TileDataset([good, scene(11, 40)], pm, crop=(12, 12))
+        sx.images.TileDataset([good, scene(11, 40)], pm, crop=(12, 12))
     with pytest.raises(sx.Error, match=r"scene 0 does not fit targets\.0"):
-        sx.TileDataset([(scene(20, 20)[0], scene(20, 21)[1])], pm, crop=(12, 12))
+        sx.images.TileDataset([(scene(20, 20)[0], scene(20, 21)[1])], pm, crop=(12, 12))
     with pytest.raises(sx.Error, match="scene 0 has other arrays"):
-        sx.TileDataset([good[:1]], pm)
+        sx.images.TileDataset([good[:1]], pm)
     with pytest.raises(sx.Error, match="another size than the model was planned for"):
-        sx.TileDataset([good], pm, crop=(8, 8))
+        sx.images.TileDataset([good], pm, crop=(8, 8))
     with pytest.raises(sx.Error, match="another size than the model was planned for"):
-        sx.TileDataset([good], pm, crop=12)  # type: ignore[arg-type]
+        sx.images.TileDataset([good], pm, crop=12)  # type: ignore[arg-type]
     with pytest.raises(sx.Error, match=r"scene 0 does not fit args\.0") as caught:
-        sx.TileDataset([(good[0].tolist(), good[1])], pm, crop=(12, 12))
+        sx.images.TileDataset([(good[0].tolist(), good[1])], pm, crop=(12, 12))
     assert caught.value.got == "list"
     with pytest.raises(sx.Error, match=r"there is no input 'targets\.1'"):
-        sx.TileDataset([good], pm, names=("args.0", "targets.1"))
+        sx.images.TileDataset([good], pm, names=("args.0", "targets.1"))
 
 
 def test_words_and_numbers(pm: sx.ParallelModule) -> None:
     with pytest.raises(sx.Error, match="no augmentation 'blur'"):
-        sx.TileDataset([scene(12, 12)], pm, augment=("blur",))
+        sx.images.TileDataset([scene(12, 12)], pm, augment=("blur",))
     with pytest.raises(sx.Error, match="a crop does not allow 'dflip'"):
-        sx.TileDataset([scene(12, 12)], pm, augment=("dflip",))
+        sx.images.TileDataset([scene(12, 12)], pm, augment=("dflip",))
     oblong = planned((12, 10), sx.Mesh(h=2))
     with pytest.raises(sx.Error, match="a crop does not allow 'rot90'"):
-        sx.TileDataset([scene(12, 12)], oblong, crop=(12, 10), augment=("rot90",))
-    part = sx.TileDataset([scene(12, 12)], pm, rank=5)
+        sx.images.TileDataset([scene(12, 12)], oblong, crop=(12, 10), augment=("rot90",))
+    part = sx.images.TileDataset([scene(12, 12)], pm, rank=5)
     with pytest.raises(sx.Error, match="ranks share the batch"):
         part[0]
     with pytest.raises(IndexError):
-        sx.TileDataset([scene(12, 12)], pm)[1]
+        sx.images.TileDataset([scene(12, 12)], pm)[1]
 
 
 @pytest.mark.long
 def test_tiles_and_shares_that_are_empty() -> None:
     tall = planned((3, 12), sx.Mesh(h=4), batch=1)
     image, mask = scene(5, 12)
-    parts = [sx.TileDataset([(image, mask)], tall, crop=(3, 12), rank=rank) for rank in range(4)]
+    parts = [sx.images.TileDataset([(image, mask)], tall, crop=(3, 12), rank=rank) for rank in range(4)]
     assert [part[0][0].shape[1] for part in parts] == [1, 1, 1, 0]
     assert torch.equal(tiled("args.0", tall, [part[0][0] for part in parts]), torch.from_numpy(image[:, 1:4]))
     few = planned((12, 12), sx.Mesh(dp=2), batch=1)
     with pytest.raises(sx.Error, match="rank 1 has no sample of a batch"):
-        sx.TileDataset([scene(12, 12)], few, rank=1)
+        sx.images.TileDataset([scene(12, 12)], few, rank=1)
 
 
-def test_a_file_cut_short(pm: sx.ParallelModule, tmp_path: Path) -> None:
+def test_a_file_sharded_short(pm: sx.ParallelModule, tmp_path: Path) -> None:
     mask = scene(900, 900)[1]
     np.zeros((3, 900, 900)).tofile(tmp_path / "image")
     image = np.memmap(tmp_path / "image", np.float64, "r", shape=(3, 900, 900))
-    data = sx.TileDataset([(image, mask)], pm, crop=(12, 12))
+    data = sx.images.TileDataset([(image, mask)], pm, crop=(12, 12))
     assert not data[0][0].any()
     os.truncate(tmp_path / "image", 8 * 900 * 900)
     with pytest.raises(sx.Error, match="the file of array 0 of scene 0 is truncated"):
@@ -294,14 +300,14 @@ def test_a_file_cut_short(pm: sx.ParallelModule, tmp_path: Path) -> None:
     for image, what in (
         (Short(), "another window than it was asked for"),
         (Ends(), "array 0 of scene 0 cannot be read"),
-        (sx.WholeImage(missing, (3, 20, 20)), "array 0 of scene 0 cannot be read"),
+        (sx.images.WholeImage(missing, (3, 20, 20)), "array 0 of scene 0 cannot be read"),
     ):
         with pytest.raises(sx.Error, match=what):
-            sx.TileDataset([(image, scene(20, 20)[1])], pm, crop=(12, 12))[0]
+            sx.images.TileDataset([(image, scene(20, 20)[1])], pm, crop=(12, 12))[0]
 
 
 def test_a_draw_says_all_that_a_worker_needs(pm: sx.ParallelModule) -> None:
-    data = sx.TileDataset([scene(30, 30)], pm, crop=(12, 12), augment=("rot90",))
+    data = sx.images.TileDataset([scene(30, 30)], pm, crop=(12, 12), augment=("rot90",))
     draws = list(data.sampler(seed=2))
     assert all(isinstance(draw, CropDraw) for draw in draws) and len({draw.number for draw in draws}) == 3
     again = list(data.sampler(seed=2))

@@ -19,8 +19,8 @@ from tests.virtual.test_space import UNet, image, planned, squares
 def unet(mesh: sx.Mesh) -> sx.ParallelModule:
     torch.manual_seed(0)
     x, axes = torch.zeros(2, 3, 32, 40), mesh.names
-    cut = ", ".join(axis if axis in axes else "-" for axis in ("dp", "-", "h", "w"))
-    hints = sx.Hints(args=(x,), targets=(torch.zeros(2, 2, 32, 40),), loss=squares, specs={"args.0": cut})
+    sharding = ", ".join(axis if axis in axes else "-" for axis in ("dp", "-", "h", "w"))
+    hints = sx.Hints(args=(x,), targets=(torch.zeros(2, 2, 32, 40),), loss=squares, specs={"args.0": sharding})
     return sx.parallelize(UNet("bilinear").eval(), mesh, hints, virtual=True)
 
 
@@ -29,12 +29,12 @@ def unet(mesh: sx.Mesh) -> sx.ParallelModule:
 @pytest.mark.parametrize("mesh", [sx.Mesh(h=3), sx.Mesh(dp=2, h=2, w=2)], ids=["3x1", "2x2"])
 def test_what_is_drawn_is_what_is_sent(mesh: sx.Mesh, tmp_path: Path) -> None:
     pm = unet(mesh)
-    halos = [node for node in pm.after.nodes if str(node.op) == "comm.halo"]
+    halos = [node for node in pm.planned.nodes if str(node.op) == "comm.halo"]
     for node in halos:
         drawn = messages(node, mesh)
         most = max(sum(each.nbytes for each in drawn if each.source == rank) for rank in range(mesh.size))
         assert most == rows_sent(node, mesh) and all(each.source != each.target for each in drawn)
-    path = sx.draw_tiles(pm, tmp_path / "out" / "tiles.svg")
+    path = sx.images.draw_tiles(pm, tmp_path / "out" / "tiles.svg")
     text = path.read_text()
     arrows = len(re.findall(r"<title>rank \d to rank \d: ", text))
     assert arrows == sum(len(messages(node, mesh)) for node in halos)
@@ -60,12 +60,12 @@ def test_a_model_of_one_size_has_no_margins(tmp_path: Path) -> None:
     pm = planned(fixed, image(1, 3, 8, 8), sx.Mesh(h=2))
     (only,) = layer_margins(pm)
     assert only.note.startswith("not known: ")
-    assert "not known: " in sx.draw_tiles(pm, tmp_path / "tiles.svg").read_text()
+    assert "not known: " in sx.images.draw_tiles(pm, tmp_path / "tiles.svg").read_text()
 
 
 def test_what_is_no_image_of_tiles(tmp_path: Path) -> None:
     pm = planned(nn.Conv2d(3, 2, 3, padding=1), image(2, 3, 8, 8), sx.Mesh(dp=2))
     with pytest.raises(sx.Error, match=r"args\.0 is not sharded into tiles"):
-        sx.draw_tiles(pm, tmp_path / "tiles.svg")
+        sx.images.draw_tiles(pm, tmp_path / "tiles.svg")
     with pytest.raises(sx.Error, match=r"there is no input 'args\.1'"):
-        sx.draw_tiles(pm, tmp_path / "tiles.svg", "args.1")
+        sx.images.draw_tiles(pm, tmp_path / "tiles.svg", "args.1")

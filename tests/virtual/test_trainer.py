@@ -210,7 +210,7 @@ QUICK = ("has an optimizer",)
 def test_habits(name: str, tmp_path: Path) -> None:
     """Under a plan that stores parameters in pieces."""
     more, options, then = HABITS[name]
-    zero = {"mesh": sx.Mesh(dp=2), "hints": sx.Hints(zero=3, zero_min=0)}
+    zero = {"mesh": sx.Mesh(dp=2), "hints": sx.Hints(zero=3, zero_min_numel=0)}
     logged = []
     for kind, mesh in ((Trainer, {}), (ParallelTrainer, zero)):
         model = small()
@@ -238,6 +238,6 @@ def test_axes_and_hints_that_are_refused(tmp_path: Path) -> None:
         made(ParallelTrainer, tmp_path, {}, model=small(), mesh=sx.Mesh(dp=2), data="batch").train()
     trainer = made(ParallelTrainer, tmp_path, {}, model=small(), mesh=sx.Mesh(a=2, b=2), data="a b")
     trainer.evaluate()
-    assert str(trainer._wrap_model(trainer.model).after.input("kwargs.input_ids").value.spec) == "[.{a,b}, .]"
+    assert str(trainer._wrap_model(trainer.model).planned.input("kwargs.input_ids").value.spec) == "[.{a,b}, .]"
     with pytest.raises(sx.Error, match="a trainer's batches are the inputs of its model"):
         made(ParallelTrainer, tmp_path, {}, mesh=sx.Mesh(dp=2), hints=sx.Hints(loss=torch.sum))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardfx as sx
-from shardfx.ir.cut import Cut
+from shardfx.ir.dim_sharding import DimSharding
 from tests.plans import MESHES, plan
 from tests.reference import rel_err
 from tests.zoo import make
@@ -86,7 +86,9 @@ def test_a_parameter_that_is_not_used_has_no_gradient_and_keeps_its_value() -> N
 
 
 @pytest.mark.parametrize(
-    "hint", ["-, tp", sx.Spec((Cut(), Cut(("tp",)))), [Replicate(), Shard(1)]], ids=["text", "Spec", "placements"]
+    "hint",
+    ["-, tp", sx.Spec((DimSharding(), DimSharding(("tp",)))), [Replicate(), Shard(1)]],
+    ids=["text", "Spec", "placements"],
 )
 def test_hints_in_their_three_forms(hint: object) -> None:
     x, y = torch.randn(8, 6), torch.randint(0, 5, (8,))
@@ -95,7 +97,7 @@ def test_hints_in_their_three_forms(hint: object) -> None:
     pm = sx.parallelize(
         copy.deepcopy(model), sx.Mesh(dp=2, tp=2), sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=specs)
     )
-    assert str(pm.after.input("weight").value.spec) == "[., .{tp}]"
+    assert str(pm.planned.input("weight").value.spec) == "[., .{tp}]"
     assert rel_err(pm(x, y), F.cross_entropy(model(x), y)) < 1e-6
 
 

@@ -1,4 +1,5 @@
-"""Turns in units: forward of one turn, backward of another, in an order that is data; loss and gradients stay."""
+"""Iterations in units: forward of one iteration, backward of another, in an order that is data; loss and gradients
+stay."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import shardfx as sx
 from shardfx.ir.cost.amounts import Cost
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.module.programs import TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
@@ -26,9 +27,9 @@ from tests.zoo import make
 PLANS: Sequence[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
     ("mlp3", "gpipe", sx.Mesh(dp=1), {}),
     ("mlp3", "1f1b", sx.Mesh(dp=2), {}),
-    ("mlp3", "any", sx.Mesh(dp=2), {"zero": 2, "zero_min": 0}),
-    ("mlp3", "1f1b", sx.Mesh(dp=2), {"zero": 3, "zero_min": 0}),
-    ("gpt_fused", "1f1b", sx.Mesh(dp=2), {"zero": 2, "zero_min": 0}),
+    ("mlp3", "any", sx.Mesh(dp=2), {"zero": 2, "zero_min_numel": 0}),
+    ("mlp3", "1f1b", sx.Mesh(dp=2), {"zero": 3, "zero_min_numel": 0}),
+    ("gpt_fused", "1f1b", sx.Mesh(dp=2), {"zero": 2, "zero_min_numel": 0}),
     ("gpt_fused", "gpipe", sx.Mesh(dp=2, tp=2), {}),
     ("dropout_mlp", "any", sx.Mesh(dp=2), {}),
 ]
@@ -44,7 +45,7 @@ def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Me
     loss = pm(*case.args, *case.targets)
     loss.backward()
     if name == "dropout_mlp":
-        whole = plan(make(name), mesh, accumulate=4)
+        whole = plan(make(name), mesh, grad_accumulation=4)
         torch.manual_seed(0)
         alone = whole(*case.args, *case.targets)
         alone.backward()
@@ -61,12 +62,12 @@ def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Me
 
 @pytest.mark.long
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(("mesh", "hints"), [(sx.Mesh(tp=2), {}), (sx.Mesh(dp=2), {"zero": 2, "zero_min": 0})])
-def test_ranks_that_meet_do_turns_in_one_order(mesh: sx.Mesh, hints: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("mesh", "hints"), [(sx.Mesh(tp=2), {}), (sx.Mesh(dp=2), {"zero": 2, "zero_min_numel": 0})])
+def test_ranks_that_meet_do_iterations_in_one_order(mesh: sx.Mesh, hints: dict[str, Any]) -> None:
     pm = in_order("mlp3", mesh, ONE_AHEAD, **hints)
     assert pm.verify()
     pm._programs.step.put(1, TRAIN, program(pm, 1, ORDERS["any"]))
-    assert "is of turn 3 of mb, and of turn 0 of mb on rank 0" in pm.verify().why
+    assert "is of iteration 3 of mb, and of iteration 0 of mb on rank 0" in pm.verify().why
 
 
 # ---- memory
@@ -75,8 +76,8 @@ def test_ranks_that_meet_do_turns_in_one_order(mesh: sx.Mesh, hints: dict[str, A
 HELD: list[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
     ("gpt_fused", "1f1b", sx.Mesh(dp=2), {}),
     ("gpt_fused", "gpipe", sx.Mesh(dp=2), {}),
-    ("mlp3", "any", sx.Mesh(dp=2), {"zero": 3, "zero_min": 0}),
-    ("mlp3", "plain", sx.Mesh(dp=2), {"zero": 2, "zero_min": 0}),
+    ("mlp3", "any", sx.Mesh(dp=2), {"zero": 3, "zero_min_numel": 0}),
+    ("mlp3", "plain", sx.Mesh(dp=2), {"zero": 2, "zero_min_numel": 0}),
 ]
 
 
@@ -91,8 +92,8 @@ def test_units_hold_what_a_run_holds(name: str, how: str, mesh: sx.Mesh, hints: 
 
 
 @pytest.mark.long
-def test_as_many_turns_are_held_as_the_order_keeps_under_way() -> None:
-    pm = plan(make("gpt_fused"), sx.Mesh(one=1), accumulate=8)
+def test_as_many_iterations_are_held_as_the_order_keeps_under_way() -> None:
+    pm = plan(make("gpt_fused"), sx.Mesh(one=1), grad_accumulation=8)
     whole = replay(pm.rank_program(0))
     held, costs = [], []
     for ahead in (1, 2, 3, 4, 8):
@@ -114,7 +115,7 @@ def but_views(cost: Cost) -> Cost:
 
 
 def begin(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.target is turns.turns and len(node.args) > 3)
+    return next(node for node in graph.nodes if node.target is loop_ops.begin and len(node.args) > 3)
 
 
 def reorder(change: Callable[[list[str]], list[str]]) -> Callable[[fx.Graph], None]:
@@ -132,7 +133,7 @@ def backward_first(words: list[str]) -> list[str]:
 
 
 def unit(graph: fx.Graph, name: str) -> fx.Node:
-    return next(node for node in graph.nodes if node.target is turns.unit and node.args[1] == name)
+    return next(node for node in graph.nodes if node.target is loop_ops.action and node.args[1] == name)
 
 
 def outside(graph: fx.Graph) -> None:
@@ -154,7 +155,7 @@ def without_unit(graph: fx.Graph) -> None:
 
 
 def shared_memory(graph: fx.Graph) -> None:
-    """What F0 makes for B0 lies in memory of all turns."""
+    """What F0 makes for B0 lies in memory of all iterations."""
     relu = next(node for node in graph.nodes if node.target is torch.ops.aten.relu.default)
     with graph.inserting_before(begin(graph)):
         memory = graph.call_function(memory_ops.empty, ([1, 64], torch.float64, "cpu"))
@@ -162,7 +163,7 @@ def shared_memory(graph: fx.Graph) -> None:
         written = graph.call_function(memory_ops.write, (memory, relu))
     written.meta = dict(relu.meta)
     relu.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)
-    opens, closes = begin(graph), next(user for user in begin(graph).users if user.target is turns.done)
+    opens, closes = begin(graph), next(user for user in begin(graph).users if user.target is loop_ops.end)
     opens.args = (*opens.args[:2], [*opens.args[2], memory], opens.args[3])
     closes.args = (*closes.args[:2], [*closes.args[2], memory])
 
@@ -170,21 +171,21 @@ def shared_memory(graph: fx.Graph) -> None:
 FORMS: list[tuple[Callable[[fx.Graph], None], str]] = [
     (reorder(lambda words: words[:-1]), "B0.3 is done 0 times"),
     (reorder(lambda words: [*words, words[0]]), "F0.0 is done twice"),
-    (reorder(lambda words: [*words, "F0.4", "B0.4"]), "F0.4 is of none of 4 turns"),
-    (reorder(lambda words: [*words, "B0"]), "'B0' is no unit of a turn"),
-    (reorder(lambda words: []), "no unit of these turns"),
-    (reorder(backward_first), "is used in B0 of turn 2, before F0 makes it"),
-    (outside, "stands in no unit of its turns"),
-    (unknown_unit, "B1 is no unit of these turns"),
-    (unit_twice, "F0 is no unit of these turns, or stands twice"),
+    (reorder(lambda words: [*words, "F0.4", "B0.4"]), "F0.4 is of none of 4 iterations"),
+    (reorder(lambda words: [*words, "B0"]), "'B0' is no unit of an iteration"),
+    (reorder(lambda words: []), "no unit of these iterations"),
+    (reorder(backward_first), "is used in B0 of iteration 2, before F0 makes it"),
+    (outside, "stands in no unit of its iterations"),
+    (unknown_unit, "B1 is no unit of these iterations"),
+    (unit_twice, "F0 is no unit of these iterations, or stands twice"),
     (without_unit, "there is no unit B0"),
-    (shared_memory, "in the memory empty of all turns"),
+    (shared_memory, "in the memory empty of all iterations"),
 ]
 
 
 @pytest.mark.parametrize(("damage", "said"), FORMS)
 def test_an_order_that_cannot_be_done_is_no_program(damage: Callable[[fx.Graph], None], said: str) -> None:
-    made = lowered(plan(make("mlp3"), sx.Mesh(dp=2), accumulate=4), 1, ONE_AHEAD)
+    made = lowered(plan(make("mlp3"), sx.Mesh(dp=2), grad_accumulation=4), 1, ONE_AHEAD)
     validate_program(made, ends=False)
     damage(made.graph)
     with pytest.raises(ProgramError, match=said):
@@ -192,7 +193,7 @@ def test_an_order_that_cannot_be_done_is_no_program(damage: Callable[[fx.Graph],
 
 
 def test_steps_that_units_cannot_hold_in_their_order() -> None:
-    pm = plan(make("mlp3"), sx.Mesh(dp=2), accumulate=4)
+    pm = plan(make("mlp3"), sx.Mesh(dp=2), grad_accumulation=4)
     with pytest.raises(AssertionError, match="which F0 makes later in turn 1"):
         lowered(pm, 0, ONE_AHEAD.replace("F0.1 B0.0 F0.2 B0.1", "B0.1 B0.0 F0.2 F0.1"))
     with pytest.raises(AssertionError, match="no unit B0 in the order"):

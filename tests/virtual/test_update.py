@@ -22,13 +22,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "zero 1": {"zero": 1},
     "zero 2": {"zero": 2},
     "zero 3": {"zero": 3},
-    "clip": {"clip": 0.1},
+    "clip_grad_norm": {"clip_grad_norm": 0.1},
     "recompute": {"recompute": "1"},
-    "zero 1, clip": {"zero": 1, "clip": 0.1},
-    "zero 3, clip": {"zero": 3, "clip": 0.1},
+    "zero 1, clip": {"zero": 1, "clip_grad_norm": 0.1},
+    "zero 3, clip": {"zero": 3, "clip_grad_norm": 0.1},
     "zero 1, recompute": {"zero": 1, "recompute": "1"},
     "zero 3, recompute": {"zero": 3, "recompute": "1"},
-    "clip, recompute": {"clip": 0.1, "recompute": "1"},
+    "clip, recompute": {"clip_grad_norm": 0.1, "recompute": "1"},
 }
 OFTEN = ("Adafactor",)
 PAIRS = ("plain", "zero 3, recompute", "zero 1, clip")
@@ -68,10 +68,10 @@ def test_an_optimizer_that_computes_in_bfloat16(mesh: str, feature: dict[str, An
 @pytest.mark.parametrize(
     ("name", "mesh", "feature"),
     [
-        ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min": 0, "recompute": "layers.*", "clip": 0.1}),
-        ("resnet", "dp2", {"zero": 1, "zero_min": 0}),
-        ("llama", "dp2tp2", {"zero": 1, "clip": 0.5}),
-        ("hf_t5", "dp2", {"zero": 1, "zero_min": 64}),
+        ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min_numel": 0, "recompute": "layers.*", "clip_grad_norm": 0.1}),
+        ("resnet", "dp2", {"zero": 1, "zero_min_numel": 0}),
+        ("llama", "dp2tp2", {"zero": 1, "clip_grad_norm": 0.5}),
+        ("hf_t5", "dp2", {"zero": 1, "zero_min_numel": 64}),
         ("moe_slots", "ep2", {}),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_plan_may_be_called_as_before() -> None:
     """Loss, gradients and results are those without an optimizer; gradients are clipped where that is hinted."""
     (x, y), *_ = batches(1)
     plain, pm = (small_plan(each, MESHES["dp2"], zero=1) for each in (None, KINDS["AdamW"]))
-    clipped = small_plan(None, MESHES["dp2"], zero=1, clip=0.01)
+    clipped = small_plan(None, MESHES["dp2"], zero=1, clip_grad_norm=0.01)
     for each in (plain, pm, clipped):
         each(x, y).backward()
     whole = plain.full_grads()
@@ -137,24 +137,26 @@ def test_parameters_stay_the_same_tensors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_states_are_cut_and_parameters_are_there_once(level: int) -> None:
+def test_states_are_sharded_and_parameters_are_there_once(level: int) -> None:
     """On level 1 parameters are whole, and nothing else is: states, the gradients of a step and what is computed."""
-    plain, cut = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=zero) for zero in (0, level))
-    (all_, held) = ({name: sum(p.numel() for p in s) for name, s in pm.store.states.items()} for pm in (plain, cut))
+    plain, sharding = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=zero) for zero in (0, level))
+    (all_, held) = (
+        {name: sum(p.numel() for p in s) for name, s in pm._store.states.items()} for pm in (plain, sharding)
+    )
     assert held == all_  # the pieces together are the whole
-    assert all(len(s) == 2 for name, s in cut.store.states.items() if not name.endswith(".step"))
-    for pm in (plain, cut):
+    assert all(len(s) == 2 for name, s in sharding._store.states.items() if not name.endswith(".step"))
+    for pm in (plain, sharding):
         pm.step(*batches(1)[0])
-    sizes = [pm.memory().by_category["optimizer states"] for pm in (plain, cut)]
+    sizes = [pm.memory().by_category["optimizer states"] for pm in (plain, sharding)]
     assert sizes[1] - 8 == (sizes[0] - 8) // 2
-    assert all(len(pieces) == (1 if level == 1 else 2) for pieces in cut.store.parameters.values())
+    assert all(len(pieces) == (1 if level == 1 else 2) for pieces in sharding._store.parameters.values())
 
 
 @pytest.mark.long
 def test_the_text_of_a_step_is_read_back() -> None:
     for zero in (0, 1):
-        pm = small_plan(KINDS["dampening"], MESHES["dp2tp2"], zero=zero, clip=1.0)
-        for graph in (pm.before, pm.after):
+        pm = small_plan(KINDS["dampening"], MESHES["dp2tp2"], zero=zero, clip_grad_norm=1.0)
+        for graph in (pm.captured, pm.planned):
             assert print_graph(parse_graph(print_graph(graph))) == print_graph(graph)
 
 
@@ -189,7 +191,7 @@ def test_a_step_that_asks_for_no_shape_is_traced_once(
     losses, params, _ = alone(factory, 2)
     assert apart(pm, losses, params) < 1e-12
     monkeypatch.setattr(TracedStep, "is_pointwise", False)
-    assert str(small_plan(factory, MESHES["dp2"]).before) == str(pm.before) and len(shapes) == traces + 8
+    assert str(small_plan(factory, MESHES["dp2"]).captured) == str(pm.captured) and len(shapes) == traces + 8
 
 
 @pytest.mark.long

@@ -59,7 +59,7 @@ def squared(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def plan(mesh: sx.Mesh, optimizer: Factory | None, **hints: Any) -> sx.ParallelModule:
     batch = {"args": (torch.rand(12, 6),), "targets": (torch.rand(12, 4),), "loss": squared}
     specs = {"args.0": "dp, -"} if "dp" in mesh.names else {}
-    return sx.parallelize(small(), mesh, sx.Hints(**batch, specs=specs, optimizer=optimizer, zero_min=0, **hints))
+    return sx.parallelize(small(), mesh, sx.Hints(**batch, specs=specs, optimizer=optimizer, zero_min_numel=0, **hints))
 
 
 FACTORIES: dict[str, Factory] = {
@@ -72,11 +72,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("dp2", "AdamW", {}),
     ("dp2", "AdamW", {"zero": 1}),
     ("dp2", "AdamW", {"zero": 3}),
-    ("dp2", "AdamW", {"clip": 0.1}),
-    ("one", "AdamW", {"clip": 0.1}),
-    ("dp2", "AdamW", {"zero": 3, "clip": 0.1}),
-    ("dp2", "AdamW", {"compute": torch.bfloat16}),
-    ("dp2", "AdamW", {"compute": torch.bfloat16, "zero": 1}),
+    ("dp2", "AdamW", {"clip_grad_norm": 0.1}),
+    ("one", "AdamW", {"clip_grad_norm": 0.1}),
+    ("dp2", "AdamW", {"zero": 3, "clip_grad_norm": 0.1}),
+    ("dp2", "AdamW", {"mixed_precision": torch.bfloat16}),
+    ("dp2", "AdamW", {"mixed_precision": torch.bfloat16, "zero": 1}),
     ("dp2", "momentum", {}),
     ("dp2", "amsgrad", {"zero": 1}),
     ("dp4", "amsgrad", {}),
@@ -136,7 +136,7 @@ def test_parameters_of_16_bits_are_stepped_by_the_fused_kernel(mesh: str, zero: 
     model, ranks = small().bfloat16(), (MESHES | MORE)[mesh]
     specs = {"args.0": "dp, -"} if mesh == "dp2" else {}
     hints = sx.Hints(
-        (x,), targets=(y,), loss=F.mse_loss, specs=specs, optimizer=FACTORIES["AdamW"], zero=zero, zero_min=0
+        (x,), targets=(y,), loss=F.mse_loss, specs=specs, optimizer=FACTORIES["AdamW"], zero=zero, zero_min_numel=0
     )
     pm = sx.parallelize(model, ranks, hints)
     own = optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -40,12 +40,12 @@ def test_the_plan_of_a_case_verifies(mesh: str, name: str) -> None:
     ],
 )
 def test_a_sequence_parallel_plan_verifies(mesh: str, name: str) -> None:
-    pm = plan(make(name), MESHES[mesh], sequence=True, fuse_mb=0)
+    pm = plan(make(name), MESHES[mesh], sequence=True, bucket_mb=0)
     assert pm.verify(), pm.verify().why
     assert pm.verify(run=True)
 
 
-def test_a_cut_that_does_not_divide_verifies() -> None:
+def test_a_sharding_that_does_not_divide_verifies() -> None:
     """7 rows over 4 ranks, 30 columns over 4: packed with padding, and the last rank holds less."""
     model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5)).double()
     x, y = torch.randn(7, 30, dtype=torch.float64), torch.randint(0, 5, (7,))

@@ -31,7 +31,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def boxes_of(pm: sx.ParallelModule) -> list[int]:
     """How many ranks hold as much."""
-    alike = equal_shards(pm.after)
+    alike = equal_shards(pm.planned)
     assert alike is not None
     return [len(box) for box in alike.boxes]
 
@@ -70,7 +70,7 @@ def test_many_ranks() -> None:
     assert refused.fault.node == "mm" and "fc2" in refused.fault.where
 
 
-def test_a_table_that_is_cut_over_many_ranks() -> None:
+def test_a_table_that_is_sharded_over_many_ranks() -> None:
     """Each rank shifts indices by a number of its own: they still run one program, written once."""
     model = torch.nn.Sequential(torch.nn.Embedding(64, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
     x = torch.randint(0, 64, (32,))
@@ -84,7 +84,7 @@ def test_a_table_that_is_cut_over_many_ranks() -> None:
 @pytest.mark.slow
 def test_a_plan_with_rows_that_overlap_is_interpreted_on_every_rank() -> None:
     pm = plan(make("hf_vit"), MESHES["tp2"], specs={"vit.layers.*.mlp.fc1": "-, tp, -"})
-    assert equal_shards(pm.after) is None
+    assert equal_shards(pm.planned) is None
     verdict = pm.verify()
     assert verdict, verdict.why
     assert "whole programs" not in verdict.checked

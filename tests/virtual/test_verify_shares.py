@@ -1,7 +1,7 @@
 """What ranks add must be shares of one sum: where that is so it is proven, though no rank alone can tell which sum.
 
-Four rows over 2 x 2 x 2 ranks are one each on every second rank, and row 0 on rank 0 is also that of a cut over two of
-the axes. A sum of squares of such rows is a share of the same sum by either cut, on rank 0 alone.
+Four rows over 2 x 2 x 2 ranks are one each on every second rank, and row 0 on rank 0 is also that of a sharded over two
+of the axes. A sum of squares of such rows is a share of the same sum by either sharded, on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def planned(mesh: str, specs: dict[str, str], **hints: object) -> sx.ParallelMod
         ("2x3", {"args.0": "a, -", "weight": "b a, -"}),
     ],
 )
-def test_a_norm_of_parameters_in_other_cuts_is_proven(mesh: str, specs: dict[str, str]) -> None:
-    pm = planned(mesh, specs, clip=0.01)
+def test_a_norm_of_parameters_in_other_shards_is_proven(mesh: str, specs: dict[str, str]) -> None:
+    pm = planned(mesh, specs, clip_grad_norm=0.01)
     assert pm.verify(), pm.verify().why
 
 
@@ -48,13 +48,13 @@ def adafactor(parameters: object) -> torch.optim.Optimizer:
 
 
 @pytest.mark.long
-def test_means_over_rows_of_cut_states_are_proven() -> None:
+def test_means_over_rows_of_sharded_states_are_proven() -> None:
     pm = planned("3x2", {"weight": "a b, -"}, optimizer=adafactor)
     assert pm.verify(), pm.verify().why
 
 
 class Squared(torch.nn.Module):
-    """A product of a square matrix with itself, which is a sum over what is cut."""
+    """A product of a square matrix with itself, which is a sum over what is sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,10 +103,16 @@ class Filled(torch.nn.Module):
 @pytest.mark.slow
 def test_what_is_a_part_of_many_constants_is_proven_as_each_of_them() -> None:
     """On each rank all of them are one call, ``ones([4, 4, 4])``."""
-    cuts = [cut for cut in itertools.product("-ab", repeat=3) if len(set(cut) - {"-"}) == 3 - cut.count("-") > 0]
-    assert len(cuts) == 12
-    xs = tuple(torch.randn([4 if axis == "-" else 8 for axis in cut], dtype=torch.float64) for cut in cuts)
-    specs = {f"args.{i}": ", ".join(cut) for i, cut in enumerate(cuts)}
+    shardings = [
+        sharding
+        for sharding in itertools.product("-ab", repeat=3)
+        if len(set(sharding) - {"-"}) == 3 - sharding.count("-") > 0
+    ]
+    assert len(shardings) == 12
+    xs = tuple(
+        torch.randn([4 if axis == "-" else 8 for axis in sharding], dtype=torch.float64) for sharding in shardings
+    )
+    specs = {f"args.{i}": ", ".join(sharding) for i, sharding in enumerate(shardings)}
     hints = sx.Hints(args=xs, loss=lambda out: out, specs=specs)
     pm = sx.parallelize(Filled(), sx.Mesh(a=2, b=2), hints, virtual=True)
     verdict = pm.verify()

@@ -49,10 +49,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "plain": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), LINEAR()), {}),
     "buffers": (Counts, {}),
     "checkpoint": (Recomputes, {}),
-    "cut": (LINEAR, {"specs": {"weight": "dp, -", "bias": "dp"}}),
+    "sharding": (LINEAR, {"specs": {"weight": "dp, -", "bias": "dp"}}),
     "guard": (lambda: Branches(8, 4), {"guard": True}),
     "optimizer": (LINEAR, {"optimizer": torch.optim.AdamW}),
-    "compute": (LINEAR, {"compute": torch.bfloat16}),
+    "mixed_precision": (LINEAR, {"mixed_precision": torch.bfloat16}),
 }
 
 

@@ -1,4 +1,5 @@
-"""Damage to what only some plans have: places in one memory, rows of a halo, messages, turns, fused updates, masks."""
+"""Damage to what only some plans have: places in one memory, rows of a halo, messages, iterations, fused updates,
+masks."""
 
 from __future__ import annotations
 
@@ -51,11 +52,11 @@ def plan(name: str) -> sx.ParallelModule:
     given: dict[str, Any] = {"optimizer": torch.optim.AdamW, "specs": {"args.0": "dp, -", "targets.0": "dp"}}
     mesh, model = sx.Mesh(dp=2), nn.Sequential(Block(0.3 if name == "masks" else 0.0), nn.Linear(8, 4)).double()
     if name == "arena":
-        given |= {"zero": 3, "zero_min": 16, "rank_passes": [Arena(least=16)]}
-    elif name == "turns":
-        given |= {"accumulate": 4}
+        given |= {"zero": 3, "zero_min_numel": 16, "rank_passes": [Arena(least=16)]}
+    elif name == "iterations":
+        given |= {"grad_accumulation": 4}
     elif name == "stages":
-        mesh, model = sx.Mesh(pp=2, mb=sx.Time(2)), nn.Sequential(Block(), Block(), nn.Linear(8, 4)).double()
+        mesh, model = sx.Mesh(pp=2, mb=sx.Loop(2)), nn.Sequential(Block(), Block(), nn.Linear(8, 4)).double()
         given |= {"specs": {"args.0": "mb, -", "targets.0": "mb"}, "pipeline": sx.Pipeline(), "optimizer": None}
     elif name == "rows":
         mesh, model, x = sx.Mesh(h=2), Image().double(), torch.randn(2, 2, 16, 6, dtype=F64)
@@ -105,25 +106,25 @@ DAMAGES: dict[str, Damage] = {
     "what is gathered is spread otherwise": Damage("arena", "memory.spread", exchanged(2, 0, -1), 0),
     "pieces that are gathered in another order": Damage("arena", "memory.adjoin", exchanged(0, 0, -1), 0),
     "gradients scattered at other offsets": Damage("arena", "memory.part", put(2, lambda at: at // 2)),
-    "a column of a fused update is another's": Damage("turns", "update.segment", exchanged(3, 1, 5)),
+    "a column of a fused update is another's": Damage("iterations", "update.segment", exchanged(3, 1, 5)),
     "another number in a fused update": Damage(
-        "turns", "update.segment", put(0, lambda calls: [each.replace("0.999", "0.99") for each in calls])
+        "iterations", "update.segment", put(0, lambda calls: [each.replace("0.999", "0.99") for each in calls])
     ),
     "another number in a fused kernel": Damage(
-        "turns", "update.segment", put(5, lambda run: [each.replace("beta2=0.999", "beta2=0.99") for each in run])
+        "iterations", "update.segment", put(5, lambda run: [each.replace("beta2=0.999", "beta2=0.99") for each in run])
     ),
-    "states of a fused kernel are exchanged": Damage("turns", "update.segment", put(5, exchanged_states)),
-    "rows of a turn from elsewhere": Damage("turns", "time.at", put(1, lambda at: at + 1)),
-    "a turn's rows overlap": Damage("turns", "time.at", put(2, lambda by: by - 1)),
-    "a sum that begins at one": Damage("turns", "memory.filled", put(1, lambda start: 1.0)),
-    "a product the other way round": Damage("turns", "time.add_product", lambda args: (args[0], *args[:0:-1])),
+    "states of a fused kernel are exchanged": Damage("iterations", "update.segment", put(5, exchanged_states)),
+    "rows of an iteration from elsewhere": Damage("iterations", "loop.index", put(1, lambda at: at + 1)),
+    "an iteration's rows overlap": Damage("iterations", "loop.index", put(2, lambda by: by - 1)),
+    "a sum that begins at one": Damage("iterations", "memory.filled", put(1, lambda start: 1.0)),
+    "a product the other way round": Damage("iterations", "loop.addmm", lambda args: (args[0], *args[:0:-1])),
     "a message of another number": Damage("stages", "stage.send", put(2, lambda number: number + 1)),
     "a message that is waited for under another number": Damage(
         "stages", "stage.receive", put(4, lambda number: number + 1)
     ),
     "rows of a halo that begin elsewhere": Damage("rows", "pack.pack_rows", put(2, further), 0),
     "rows of a halo put elsewhere": Damage("rows", "pack.unpack_rows", put(4, lambda at: at[::-1]), 0),
-    "a cut of rows that begins elsewhere": Damage("rows", "pack.take", put(3, lambda start: start + 1), 0),
+    "a sharding of rows that begins elsewhere": Damage("rows", "pack.take", put(3, lambda start: start + 1), 0),
     "pieces of nothing": Damage("masks", "pack.unflatten", put(2, lambda pieces: 0)),
     "masks of another number": Damage("masks", "shardfx.dropout", put(3, lambda number: number + 1)),
     "masks of another box": Damage("masks", "shardfx.dropout", put(4, lambda box: [box[0] + 1, *box[1:]])),

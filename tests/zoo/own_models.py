@@ -48,7 +48,7 @@ _GPT_SEQUENCE = {"layers.*.ln1": "-, tp, -", "layers.*.ln2": "-, tp, -", "ln_f":
 
 @case
 def gpt_fused() -> Case:
-    """A GPT whose q, k and v come from one Linear: its cut does not fall between q, k and v."""
+    """A GPT whose q, k and v come from one Linear: its sharding does not fall between q, k and v."""
     from tests.models import GPT
 
     specs = {**_GPT_SPECS, "layers.*.qkv.weight": "tp, -", "layers.*.qkv.bias": "tp"}

@@ -85,7 +85,7 @@ class NormByParts:
     def _refused(self, what: str, expected: str, got: str) -> Error:
         return Error(
             f"a batch norm of each part of the batch {what}",
-            where=f"Hints(batch_stats={'turn' if self.one_by_one else 'local'!r})",
+            where=f"Hints(batch_stats={'microbatch' if self.one_by_one else 'local'!r})",
             expected=expected,
             got=got,
             remedy="DataLoader(drop_last=True); or the whole batch's statistics: Hints(batch_stats=None)",

@@ -4,7 +4,7 @@
     %1 = aten._to_copy(%w, bf16)         cast once, at its first use
     %2 = aten.mm(%0, %1) : bf16          the model computes so
     %8 = aten.mm(%7, %x) : bf16[8, 6]
-    %9 = aten._to_copy(%8, f32)          its gradient: reduced over ranks behind the cast, as Compute.reduce says
+    %9 = aten._to_copy(%8, f32)          its gradient: reduced over ranks behind the cast, as MixedPrecision.reduce says
                                          {sums_behind=True}
 
 That is what one device computes: FSDP2's ``MixedPrecisionPolicy`` on a single rank. A model in bf16 has no such cast:
@@ -33,14 +33,14 @@ from shardfx.ir.rules.as_placed import SUMS_BEHIND
 from shardfx.ir.rules.template import keeps_precision
 from shardfx.ir.spec import TensorType
 
-WHERE = "Hints(compute=...)"
+WHERE = "Hints(mixed_precision=...)"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Compute:
+class MixedPrecision:
     """The dtype in which the model computes, and the one in which gradients are reduced over ranks
-    (``Hints(compute=...)``).
+    (``Hints(mixed_precision=...)``).
 
     Cast to ``dtype`` are: every floating parameter, once in a step, where the model or its loss first uses it; and the
     floating inputs of the model (``args`` and ``kwargs``). As they are stay: buffers, targets, what is no real floating
@@ -68,21 +68,22 @@ class Compute:
 
     Example::
 
-        Hints(compute=torch.bfloat16)                                            # summed in float32
-        Hints(compute=sx.Compute(torch.bfloat16, reduce=torch.bfloat16))         # half as much is sent
-        Hints(compute=sx.Compute(torch.bfloat16, keep="layers.*.router"))        # routers compute in float32
-        Hints(compute=sx.Compute(torch.float16, output=torch.float32, scale=2.0**14))
-        Hints(compute=sx.Compute(reduce=torch.float32))                          # a model in bfloat16, as it is
+        Hints(mixed_precision=torch.bfloat16)                                            # summed in float32
+        Hints(mixed_precision=sx.MixedPrecision(torch.bfloat16, reduce=torch.bfloat16))         # half as much is sent
+        Hints(mixed_precision=sx.MixedPrecision(torch.bfloat16, keep="layers.*.router"))        # routers compute in
+        float32 Hints(mixed_precision=sx.MixedPrecision(torch.float16, output=torch.float32, scale=2.0**14))
+        Hints(mixed_precision=sx.MixedPrecision(reduce=torch.float32))                          # a model in bfloat16,
+        as it is
     """
 
     dtype: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    output: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
     keep: str | tuple[str, ...] = ()
-    scale: float | LossScale | None = None
+    loss_scale: float | LossScale | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "reduce", "output"):
+        for name in ("dtype", "reduce_dtype", "output_dtype"):
             given = getattr(self, name)
             if given is not None and given not in DTYPES:
                 raise Error(
@@ -105,35 +106,39 @@ class Compute:
                 "keep says nothing where all modules compute as they are",
                 where=f"{WHERE}: keep",
                 expected="a dtype in which the other modules compute",
-                got=f"Compute(keep={self.keep!r})",
-                remedy=f"Compute(torch.bfloat16, keep={self.keep!r})",
+                got=f"MixedPrecision(keep={self.keep!r})",
+                remedy=f"MixedPrecision(torch.bfloat16, keep={self.keep!r})",
             )
-        number = type(self.scale) in (int, float) and 0 < self.scale < float("inf")  # type: ignore[operator]
-        if self.scale is not None and not number and not isinstance(self.scale, LossScale):
+        number = type(self.loss_scale) in (int, float) and 0 < self.loss_scale < float("inf")  # type: ignore[operator]
+        if self.loss_scale is not None and not number and not isinstance(self.loss_scale, LossScale):
             raise Error(
                 "this is nothing to scale a loss by",
                 where=f"{WHERE}: scale",
                 expected="a number above zero, such as 2.0**14, or a shardfx.LossScale",
-                got=repr(self.scale),
+                got=repr(self.loss_scale),
             )
-        if self.dtype is not None and self.reduce is not None and not keeps_precision(self.dtype, self.reduce):
+        if (
+            self.dtype is not None
+            and self.reduce_dtype is not None
+            and not keeps_precision(self.dtype, self.reduce_dtype)
+        ):
             raise Error(
-                f"gradients in {self.dtype} cannot be summed in {self.reduce}",
+                f"gradients in {self.dtype} cannot be summed in {self.reduce_dtype}",
                 where=f"{WHERE}: reduce",
                 expected=f"a dtype that holds all numbers of {self.dtype}",
-                got=str(self.reduce),
+                got=str(self.reduce_dtype),
                 remedy="leave reduce= out: gradients are summed in float32, or in what they are in where that is wider",
             )
 
     @staticmethod
-    def of(given: Compute | torch.dtype | None) -> Compute | None:
-        """The Compute of a hint."""
-        return Compute(given) if isinstance(given, torch.dtype) else given
+    def of(given: MixedPrecision | torch.dtype | None) -> MixedPrecision | None:
+        """The MixedPrecision of a hint."""
+        return MixedPrecision(given) if isinstance(given, torch.dtype) else given
 
     @property
     def sums(self) -> torch.dtype:
         """The dtype in which gradients are summed at least."""
-        return self.reduce or torch.float32
+        return self.reduce_dtype or torch.float32
 
     def check(self, model: nn.Module) -> None:
         """Check that a model's parameters can be master weights.
@@ -154,13 +159,13 @@ class Compute:
                     got=str(dtype),
                     remedy=f"model.float(), or compute={dtype}",
                 )
-            if self.dtype is None and self.reduce is not None and not keeps_precision(dtype, self.reduce):
+            if self.dtype is None and self.reduce_dtype is not None and not keeps_precision(dtype, self.reduce_dtype):
                 raise Error(
-                    f"the gradient of {name!r} in {dtype} cannot be summed in {self.reduce}",
+                    f"the gradient of {name!r} in {dtype} cannot be summed in {self.reduce_dtype}",
                     where=f"{WHERE}: reduce",
                     expected=f"a dtype that holds all numbers of {dtype}",
-                    got=str(self.reduce),
-                    remedy="leave reduce= out; or say in which dtype the model computes: Compute(torch.bfloat16, ...)",
+                    got=str(self.reduce_dtype),
+                    remedy="leave reduce= out; or say in which dtype the model computes: MixedPrecision(torch.bfloat16, ...)",
                 )
 
     def inputs(self, tree: Any) -> Any:
@@ -169,7 +174,7 @@ class Compute:
 
     def results(self, tree: Any) -> Any:
         """Results of the model, as its loss sees them."""
-        return cast(tree, self.output)
+        return cast(tree, self.output_dtype)
 
     @contextmanager
     def parameters_of(self, model: nn.Module) -> Iterator[None]:
@@ -296,7 +301,8 @@ class LossScale:
 
     Example::
 
-        Hints(compute=sx.Compute(torch.float16, output=torch.float32, scale=sx.LossScale()), optimizer=...)
+        Hints(mixed_precision=sx.MixedPrecision(torch.float16, output=torch.float32, scale=sx.LossScale()),
+        optimizer=...)
     """
 
     init: float = 2.0**16

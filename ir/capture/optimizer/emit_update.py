@@ -99,7 +99,7 @@ def _check_scheduled(groups: Sequence[OptimizerGroup], scheduled: Sequence[str])
             every = dict.fromkeys(key for group in groups for key in group.options if numbers_of(group.options, [key]))
             raise Error(
                 f"no optimizer has a number {name!r}",
-                where="Hints(scheduled=...)",
+                where="Hints(scheduled_options=...)",
                 expected=f"some of {', '.join(every)}",
                 got=repr(name),
                 remedy="name options of the optimizer's groups, as pm.optimizer.param_groups has them",

@@ -241,7 +241,7 @@ def _check_same(made: TrialSetup, after: Mapping[str, torch.Tensor], names: Cont
                 raise not_alone(
                     group,
                     f"another {name!r} after a step in which others have other gradients",
-                    "of a norm of all gradients say Hints(clip=...)",
+                    "of a norm of all gradients say Hints(clip_grad_norm=...)",
                 )
 
 

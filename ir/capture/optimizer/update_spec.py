@@ -94,7 +94,7 @@ def inputs_of(
     changed = [*lacking, *(name for name in now if now[name] != planned.get(name, now[name]))]
     if changed:
         name = changed[0]
-        as_input = f"Hints(scheduled=({name!r},)) makes it an input"
+        as_input = f"Hints(scheduled_options=({name!r},)) makes it an input"
         raise Error(
             f"{name!r} of a group was changed, which is a part of the program",
             where=where,

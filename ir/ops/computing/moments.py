@@ -3,9 +3,9 @@
     out[p, 2, c] = shardfx.piece_moments(x[n, c, ...], of, at, count)    mean and variance of each of p equal pieces
     mean[c], var[c] = shardfx.joined_moments(out)                        of all
 
-``of`` says into how many pieces samples are cut, and each dim of space. ``x`` is ``count`` of them, from ``at`` on, and
-zeros stand for the others, so that what ranks have of a batch adds up to ``out``: one small sum. Squares are taken of
-what is centred, so that nothing cancels. Numbers of 16 bits are taken as float32. Needs torch alone.
+``of`` says into how many pieces samples are sharded, and each dim of space. ``x`` is ``count`` of them, from ``at`` on,
+and zeros stand for the others, so that what ranks have of a batch adds up to ``out``: one small sum. Squares are taken
+of what is centred, so that nothing cancels. Numbers of 16 bits are taken as float32. Needs torch alone.
 """
 
 from __future__ import annotations

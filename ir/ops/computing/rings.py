@@ -7,8 +7,9 @@
 
 So many rows are put in ``front`` and behind (``back``); fewer than none are cut off, by ``ring`` alone. The image is
 given once for the rows that stay, once for those in front and once for those behind (None where there are none), for of
-an image that is cut over ranks these are three exchanges: the last rows go to the first rank. Of each of the three a
-tile takes so many rows (``lengths``), from ``starts`` on, which are rows ``at`` of its own ``size``. Needs torch alone.
+an image that is sharded over ranks these are three exchanges: the last rows go to the first rank. Of each of the three
+a tile takes so many rows (``lengths``), from ``starts`` on, which are rows ``at`` of its own ``size``. Needs torch
+alone.
 """
 
 from __future__ import annotations

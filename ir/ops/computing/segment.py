@@ -156,7 +156,7 @@ def segment(
     scalars: Sequence[Tensor],
     fused: Sequence[str] = (),
 ) -> list[Tensor]:
-    """Compute ``calls`` for each member; of each member the columns ``gives``, which were written.
+    """MixedPrecision ``calls`` for each member; of each member the columns ``gives``, which were written.
 
     ``fused``: calls that compute the same, of which the last is a fused kernel; it takes members in lists.
     """

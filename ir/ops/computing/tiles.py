@@ -1,4 +1,4 @@
-"""Pools over tiles of an image that is cut over ranks: a rank's windows, on the rows that they reach.
+"""Pools over tiles of an image that is sharded over ranks: a rank's windows, on the rows that they reach.
 
     y[n c p q]          = shardfx.avg_pool_tile(x[n c h w], windows.., places, counted, divisor)
     gx[n c h w]         = shardfx.avg_pool_tile_backward(gy[n c p q], x, windows.., counted, divisor)

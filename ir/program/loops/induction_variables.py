@@ -1,16 +1,19 @@
-"""One text for all turns: the numbers that differ between them become calls of the turn's number.
+"""One text for all iterations: the numbers that differ between them become calls of the iteration's number.
 
-    turn 0    pack.take(x, [32, 8], 0, 0, 8, [8, 8])
-    turn 1    pack.take(x, [32, 8], 0, 8, 8, [8, 8])         at = time.at(turn, 0, 8)
-    turn 3    pack.take(x, [32, 8], 0, 24, 8, [8, 8])   ->   pack.take(x, [32, 8], 0, at, 8, [8, 8])
+    iteration 0    pack.take(x, [32, 8], 0, 0, 8, [8, 8])
+    iteration 1    pack.take(x, [32, 8], 0, 8, 8, [8, 8])         at = loop.index(iteration, 0, 8)
+    iteration 3    pack.take(x, [32, 8], 0, 24, 8, [8, 8])   ->   pack.take(x, [32, 8], 0, at, 8, [8, 8])
 
-The program is written as it is in the first, the second and the last of turns that are alike; what grows evenly between
-them is a line. Where some have fewer rows than others, a number is a line for each run of turns that are alike:
+The program is written as it is in the first, the second and the last of iterations that are alike; what grows evenly
+between them is a line. Where some have fewer rows than others, a number is a line for each run of iterations that are
+alike:
 
-    turn 0 to 7    4 rows from 0, 4, ... 28 on
-    turn 8, 9      3 rows from 32, 35 on                     at = time.pick(turn, [(0, 0, 4), (8, 32, 3)])
+    iteration 0 to 7    4 rows from 0, 4, ... 28 on
+    iteration 8, 9      3 rows from 32, 35 on                     at = loop.piecewise_index(iteration, [(0, 0, 4), (8,
+    32, 3)])
 
-Of turns within turns a number is a line of the inner turn, whose begin and growth are numbers of the outer one.
+Of iterations within turns a number is a line of the inner iteration, whose begin and growth are numbers of the outer
+one.
 """
 
 from __future__ import annotations
@@ -26,33 +29,33 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import argument_key, type_of
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 
-from .loop_nest import Runs, time_axes
-from .loop_regions import order_of, part_in_turns, regions
+from .loop_nest import Runs, loop_axes
+from .loop_regions import order_of, part_in_iterations, regions
 
 Written = Callable[[Mapping[str, int]], fx.Graph]
 Path = tuple[Any, ...]
 Number = Any
 """Of no axis, an argument as it is. Of some, lines over the first of them: from which turn on, the number in it, and by
-how much it grows from turn to turn; both of which are numbers of the other axes."""
+how much it grows from turn to iteration; both of which are numbers of the other axes."""
 
 
-def of_every_turn(made: fx.Graph, written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
-    """The program for all turns, ``made`` of that of the first; ``written`` gives it as it is in one turn of each axis,
-    and those that are ``alike`` have numbers that are lines.
+def of_every_iteration(made: fx.Graph, written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
+    """The program for all iterations, ``made`` of that of the first; ``written`` gives it as it is in one iteration of
+    each axis, and those that are ``alike`` have numbers that are lines.
 
     Raises:
-        Error: turns differ in what they call, not in numbers alone.
+        Error: iterations differ in what they call, not in numbers alone.
     """
-    axes = tuple(axis for axis in reversed(time_axes(mesh)) if mesh[axis].size > 1)
+    axes = tuple(axis for axis in reversed(loop_axes(mesh)) if mesh[axis].size > 1)
     if axes:
         _Merge(made, axes, written, {axis: list(alike[axis]) for axis in axes}).run()
     return made
 
 
 class _Uneven(Exception):
-    """A number of turns that are alike is no line."""
+    """A number of iterations that are alike is no line."""
 
     def __init__(self, axis: str, run: range) -> None:
         super().__init__(axis, run)
@@ -67,35 +70,35 @@ class _Merge:
     written: Written
     runs: Runs
     known: dict[fx.Node, dict[tuple[Any, ...], fx.Node]] = field(default_factory=dict)
-    """The numbers that stand there, by the begin of their turns."""
+    """The numbers that stand there, by the begin of their iterations."""
 
     def __post_init__(self) -> None:
         self.nodes = list(self.graph.nodes)
         self.inside = regions(self.nodes)
-        self._of_turns: dict[tuple[int, ...], dict[Path, Any]] = {}
+        self._of_iterations: dict[tuple[int, ...], dict[Path, Any]] = {}
 
     def run(self) -> None:
         while True:
             try:
                 found = self._numbers(self.axes, {})
                 break
-            except _Uneven as uneven:  # then each of these turns has a line of its own
+            except _Uneven as uneven:  # then each of these iterations has a line of its own
                 runs = self.runs[uneven.axis]
                 at = runs.index(uneven.run)
-                runs[at : at + 1] = [range(turn, turn + 1) for turn in uneven.run]
+                runs[at : at + 1] = [range(iteration, iteration + 1) for iteration in uneven.run]
         depth = len(self.axes)
         for place, number in found.items():
             self._put(place, _plain(number, depth), depth)
 
-    def _numbers(self, axes: Sequence[str], turn: Mapping[str, int]) -> dict[Path, Number]:
-        """The numbers of all turns of some axes, in one turn of the others."""
+    def _numbers(self, axes: Sequence[str], iteration: Mapping[str, int]) -> dict[Path, Number]:
+        """The numbers of all iterations of some axes, in one iteration of the others."""
         if not axes:
-            return self._in_turn(turn)
+            return self._in_iteration(iteration)
         (axis, *others), depth = axes, len(axes) - 1
         lines: dict[Path, list[Any]] = {}
         for run in self.runs[axis]:
             at = (run[0], run[min(1, len(run) - 1)], run[-1])
-            first, second, last = (self._numbers(others, {**turn, axis: each}) for each in at)
+            first, second, last = (self._numbers(others, {**iteration, axis: each}) for each in at)
             for place, number in first.items():
                 step = self._step(place, number, second[place], depth)
                 if self._step(place, number, last[place], depth) != _times(step, len(run) - 1, depth):
@@ -104,7 +107,7 @@ class _Merge:
         return {place: tuple(each) for place, each in lines.items()}
 
     def _step(self, place: Path, first: Number, other: Number, depth: int) -> Number:
-        """By how much a number is larger in another turn.
+        """By how much a number is larger in another iteration.
 
         Raises:
             Error: it is no number.
@@ -117,19 +120,19 @@ class _Merge:
             raise self._other(self.nodes[place[0]], f"{first!r}", f"{other!r}")
         return 0
 
-    def _in_turn(self, turn: Mapping[str, int]) -> dict[Path, Any]:
-        """Everything that is no value among the arguments in one turn of each axis, by its place."""
-        key = tuple(turn[axis] for axis in self.axes)
-        if key in self._of_turns:
-            return self._of_turns[key]
-        others = list(self.written(turn).nodes) if any(key) else self.nodes
+    def _in_iteration(self, iteration: Mapping[str, int]) -> dict[Path, Any]:
+        """Everything that is no value among the arguments in one iteration of each axis, by its place."""
+        key = tuple(iteration[axis] for axis in self.axes)
+        if key in self._of_iterations:
+            return self._of_iterations[key]
+        others = list(self.written(iteration).nodes) if any(key) else self.nodes
         if [(n.op, n.target) for n in others] != [(n.op, n.target) for n in self.nodes]:
             mine, theirs = next(
                 ((a, b) for a, b in zip(self.nodes, others, strict=False) if a.target != b.target),
                 (self.nodes[-1], others[-1]),
             )
             raise self._other(mine, str(mine.target), str(theirs.target))
-        found = self._of_turns[key] = {}
+        found = self._of_iterations[key] = {}
         for place, node in enumerate(others):
             _gather(node.args, (place, "args"), found)
             _gather(node.kwargs, (place, "kwargs"), found)
@@ -139,19 +142,19 @@ class _Merge:
     def _other(self, node: fx.Node, expected: str, got: str) -> Error:
         planned = node.meta.get("shardfx")
         return Error(
-            f"turns of {' or '.join(map(repr, self.axes))} call something else than the first",
+            f"iterations of {' or '.join(map(repr, self.axes))} call something else than the first",
             where=str(planned.where) if isinstance(planned, Node) else node.name,
             expected=expected,
             got=got,
-            remedy="choose a number of turns that divides what they cut",
+            remedy="choose a number of iterations that divides what they shard",
         )
 
     def _put(self, place: Path, number: Number, depth: int) -> None:
-        """Write a number that is not the same in all turns as a call, before who takes it."""
+        """Write a number that is not the same in all iterations as a call, before who takes it."""
         if not isinstance(number, _Lines):
             return
         node, path = self.nodes[place[0]], place[1:]
-        if path[0] == "shape":  # it is known of no turn but the first
+        if path[0] == "shape":  # it is known of no iteration but the first
             node.meta.pop("shape", None)
             return
         made = self._written(number, node)
@@ -165,17 +168,20 @@ class _Merge:
         if not isinstance(number, _Lines):
             return number
         axis = self.axes[-number.depth]
-        begin = next(loop for loop in self.inside[before] if part_in_turns(loop) == "opens" and loop.args[0] == axis)
+        begin = next(
+            loop for loop in self.inside[before] if part_in_iterations(loop) == "opens" and loop.args[0] == axis
+        )
         shared = bool(order_of(begin))
-        place = begin if shared else before  # what the line of an inner turn is made of is there when these begin
+        place = begin if shared else before  # what the line of an inner iteration is made of is there when these begin
         lines = tuple((at, self._written(n, place), self._written(step, place)) for at, n, step in number.lines)
         for made in (each for line in lines for each in line[1:] if shared and isinstance(each, fx.Node)):
             _say(begin, made)
-        call = (turns.at, *lines[0][1:]) if len(lines) == 1 else (turns.pick, lines)
+        call = (loop_ops.index, *lines[0][1:]) if len(lines) == 1 else (loop_ops.piecewise_index, lines)
         return self._number(begin, before, call)
 
     def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...]) -> fx.Node:
-        """A number of the turn: where units share it, at the begin of turns, else just before its first use."""
+        """A number of the iteration: where units share it, at the begin of iterations, else just before its first
+        use."""
         shared, inside = bool(order_of(begin)), self.inside[before]
         known = self.known.setdefault(begin, {})
         key = (() if shared else inside, call[0], str(call[1:]))
@@ -184,7 +190,7 @@ class _Merge:
             with self.graph.inserting_after(last) if shared else self.graph.inserting_before(before):
                 known[key] = self.graph.call_function(call[0], (begin, *call[1:]))
         for loop in inside[inside.index(begin) + 1 :]:
-            if part_in_turns(loop) == "opens":
+            if part_in_iterations(loop) == "opens":
                 _say(loop, known[key] if shared else begin)
         return known[key]
 
@@ -198,7 +204,7 @@ class _Lines:
 
 
 def _plain(number: Number, depth: int) -> Any:
-    """A number as few lines as may be; itself, where it is the same in all turns."""
+    """A number as few lines as may be; itself, where it is the same in all iterations."""
     if not depth:
         return number
     found: list[tuple[int, Number, Number]] = []
@@ -237,12 +243,12 @@ def _is_number(arg: Any) -> bool:
     return isinstance(arg, Integral) and not isinstance(arg, bool)
 
 
-def _say(loop: fx.Node, turn: fx.Node) -> None:
-    """Turns use the number of the turn that they stand in."""
-    for end in (loop, *(user for user in loop.users if user.target is turns.done)):
+def _say(loop: fx.Node, iteration: fx.Node) -> None:
+    """Iterations use the number of the iteration that they stand in."""
+    for end in (loop, *(user for user in loop.users if user.target is loop_ops.end)):
         *before, around = end.args[:3] if end is loop else end.args[:2]
-        if turn not in around:  # type: ignore[operator]
-            end.args = (*before, [*around, turn], *end.args[3 if end is loop else 2 :])  # type: ignore[misc]
+        if iteration not in around:  # type: ignore[operator]
+            end.args = (*before, [*around, iteration], *end.args[3 if end is loop else 2 :])  # type: ignore[misc]
 
 
 def _gather(arg: Any, path: Path, found: dict[Path, Any]) -> None:

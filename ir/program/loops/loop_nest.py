@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from shardfx.ir.cut import Part, bounds, chunk
+from shardfx.ir.dim_sharding import Part, bounds, chunk
 from shardfx.ir.graph import Node, Output, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.sends import EACH_TURN
+from shardfx.ir.ops.sends import EACH_ITERATION
 from shardfx.ir.spec import Spec
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps that are done once for each turn of an axis; ``ends`` are values that are given out as each turn makes
-    them.
+    """Steps that are done once for each iteration of an axis; ``ends`` are values that are given out as each iteration
+    makes them.
 
-    Where turns are done in parts, ``units`` are these by name, which together are the ``steps``, and ``order`` says
-    which unit is done of which turn, one word ``F0.1`` behind the other.
+    Where iterations are done in parts, ``units`` are these by name, which together are the ``steps``, and ``order``
+    says which unit is done of which iteration, one word ``F0.1`` behind the other.
     """
 
     axis: str
@@ -45,7 +45,7 @@ class Loop:
         return nodes_of(self.steps)
 
     def given(self) -> set[Value]:
-        """The values that this loop and those inside give out as each turn makes them."""
+        """The values that this loop and those inside give out as each iteration makes them."""
         return {*self.ends, *(value for step in self.steps if isinstance(step, Loop) for value in step.given())}
 
 
@@ -54,18 +54,18 @@ def nodes_of(steps: Iterable[Node | Loop]) -> list[Node]:
     return [node for step in steps for node in (step.nodes() if isinstance(step, Loop) else [step])]
 
 
-def time_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of turns, outermost first."""
-    return tuple(axis.name for axis in mesh.axes if axis.time)
+def loop_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of iterations, outermost first."""
+    return tuple(axis.name for axis in mesh.axes if axis.loop)
 
 
-def in_turns(nodes: Sequence[Node], outputs: Iterable[Output], mesh: Mesh) -> list[Node | Loop]:
-    """The nodes in an order in which each may be done, those of turns in loops."""
-    return _arranged(list(nodes), {output.value for output in outputs}, time_axes(mesh))
+def in_iterations(nodes: Sequence[Node], outputs: Iterable[Output], mesh: Mesh) -> list[Node | Loop]:
+    """The nodes in an order in which each may be done, those of iterations in loops."""
+    return _arranged(list(nodes), {output.value for output in outputs}, loop_axes(mesh))
 
 
 def hangs_on(axis: str, value: Value) -> bool:
-    """Whether each turn of an axis has another piece, or another share, of a value."""
+    """Whether each iteration of an axis has another piece, or another share, of a value."""
     return value.spec is not None and _over(value.spec, axis)
 
 
@@ -74,7 +74,7 @@ def _over(spec: Spec | None, axis: str) -> bool:
 
 
 def is_turned(node: Node, axis: str) -> bool:
-    """Whether a node is done once for each turn of an axis."""
+    """Whether a node is done once for each iteration of an axis."""
     made = node.strategy
     specs = (*made.operands, *made.results) if made is not None else ()
     return any(hangs_on(axis, value) for value in (*node.operands, *node.outs)) or any(_over(s, axis) for s in specs)
@@ -101,7 +101,7 @@ def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) 
         return steps
     plain: list[Node | Loop] = []
     run: list[Node] = []
-    for step in steps:  # what is done once may have turns of the other axes in it
+    for step in steps:  # what is done once may have iterations of the other axes in it
         if isinstance(step, Loop):
             plain += [*_arranged(run, wanted, inner), step]
             run = []
@@ -111,7 +111,8 @@ def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) 
 
 
 def _sunk(nodes: Sequence[Node], turned: set[Node], inner: Sequence[str]) -> set[Node]:
-    """What is done anew in each turn: what says so, and what is made of it for turns alone; and what turns within these
+    """What is done anew in each iteration: what says so, and what is made of it for iterations alone; and what
+    iterations within these
     have pieces of."""
     users: dict[Node, list[Node]] = {}
     for node in nodes:
@@ -120,7 +121,7 @@ def _sunk(nodes: Sequence[Node], turned: set[Node], inner: Sequence[str]) -> set
                 users.setdefault(value.node, []).append(node)
     behind: set[Node] = set()
     for node in nodes:
-        again = node.attrs.get(EACH_TURN) or any(hangs_on(axis, value) for axis in inner for value in node.outs)
+        again = node.attrs.get(EACH_ITERATION) or any(hangs_on(axis, value) for axis in inner for value in node.outs)
         if node not in turned and (again or any(value.node in behind for value in node.operands)):
             behind.add(node)
     sunk: set[Node] = set()
@@ -131,9 +132,10 @@ def _sunk(nodes: Sequence[Node], turned: set[Node], inner: Sequence[str]) -> set
 
 
 def crossing(nodes: Sequence[Node], mesh: Mesh) -> tuple[Node, Node, str, str] | None:
-    """Who uses a piece of a turn on the other side of where turns around it begin or end, and who makes it; with the
+    """Who uses a piece of a turn on the other side of where iterations around it begin or end, and who makes it; with
+    the
     axes around and within. There is no order in which that can be done."""
-    axes = time_axes(mesh)
+    axes = loop_axes(mesh)
     for at, axis in enumerate(axes[:-1]):
         inner = axes[at + 1 :]
         own = {node for node in nodes if is_turned(node, axis)}
@@ -199,7 +201,7 @@ class _Loops:
         return made
 
     def _loop(self, number: int) -> Loop:
-        """What one loop collects, and all that it is made of in turns."""
+        """What one loop collects, and all that it is made of in iterations."""
         last = number == self.count - 1
         kept = {node for node, loop in self.loop_of.items() if loop == number}
         ends: set[Value] = set()
@@ -232,24 +234,25 @@ class _Loops:
 def own_rows(
     spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int], axis: str, dim: int
 ) -> tuple[int, int]:
-    """Start and length of a turn's rows among those of all turns of an axis, along a dim that it cuts.
+    """Start and length of an iteration's rows among those of all iterations of an axis, along a dim that it shardings.
 
-    ``coords`` says which turn, and which of the axes around; what a turn has is that of all turns of the axes within.
+    ``coords`` says which iteration, and which of the axes around; what an iteration has is that of all iterations of
+    the axes within.
     """
-    cut = spec.dims[dim]
-    inner = [a for a in time_axes(mesh) if a in cut.axes and mesh.order(a) > mesh.order(axis)]
-    if cut.is_even(shape[dim], mesh):
+    sharding = spec.dims[dim]
+    inner = [a for a in loop_axes(mesh) if a in sharding.axes and mesh.order(a) > mesh.order(axis)]
+    if sharding.is_even(shape[dim], mesh):
         length = spec.local_shape(shape, mesh, coords)[dim] * mesh.extent(inner)
         return coords[axis] * length, length
-    (part,) = (each for each in cut.sub(shape[dim]) if axis in each.axes)
-    start, turn = 0, coords[axis]
+    (part,) = (each for each in sharding.sub(shape[dim]) if axis in each.axes)
+    start, iteration = 0, coords[axis]
     for run in _alike(bounds(part.size, part.axes[: part.axes.index(axis)], mesh, coords)[1], mesh[axis].size):
         of_run = mesh.along({**coords, axis: run[0]}, inner)
         length = sum(spec.local_shape(shape, mesh, at)[dim] for at in of_run)
-        if turn <= run[-1]:
+        if iteration <= run[-1]:
             break
         start += len(run) * length
-    return start + (turn - run[0]) * length, length
+    return start + (iteration - run[0]) * length, length
 
 
 @lru_cache(maxsize=4096)
@@ -260,10 +263,11 @@ def _alike(size: int, parts: int) -> tuple[range, ...]:
 
 
 def own_place(spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]) -> dict[int, tuple[int, int]]:
-    """By dim that turns cut: start and length of a turn's part in what the rank gives for all turns."""
+    """By dim that iterations shard: start and length of an iteration's part in what the rank gives for all
+    iterations."""
     found = {}
-    for dim, cut in enumerate(spec.dims):
-        over = [axis for axis in time_axes(mesh) if axis in cut.axes]
+    for dim, sharding in enumerate(spec.dims):
+        over = [axis for axis in loop_axes(mesh) if axis in sharding.axes]
         if over:
             start = sum(own_rows(spec, shape, mesh, coords, axis, dim)[0] for axis in over)
             found[dim] = start, spec.local_shape(shape, mesh, coords)[dim]
@@ -273,16 +277,16 @@ def own_place(spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str,
 Runs = dict[str, list[range]]
 
 
-def alike_turns(parts: Collection[Part], mesh: Mesh, coords: Mapping[str, int]) -> Runs:
-    """By axis of time: runs of turns in which a rank holds as many rows of all that is cut.
+def alike_iterations(parts: Collection[Part], mesh: Mesh, coords: Mapping[str, int]) -> Runs:
+    """By loop axis: runs of iterations in which a rank holds as many rows of all that is sharded.
 
-    Numbers of such turns are lines: sizes are the same, and places grow evenly. ``coords`` are those of the rank.
+    Numbers of such iterations are lines: sizes are the same, and places grow evenly. ``coords`` are those of the rank.
     """
-    return {axis: _runs(axis, [part for part in parts if axis in part.axes], mesh, coords) for axis in time_axes(mesh)}
+    return {axis: _runs(axis, [part for part in parts if axis in part.axes], mesh, coords) for axis in loop_axes(mesh)}
 
 
-def parts_in_turns(nodes: Iterable[Node], mesh: Mesh) -> set[Part]:
-    """Of the values of some nodes all that is cut over time, each once."""
+def parts_in_iterations(nodes: Iterable[Node], mesh: Mesh) -> set[Part]:
+    """Of the values of some nodes all that is sharded over time, each once."""
     held: set[tuple[tuple[int, ...], Spec]] = set()
     for node in nodes:
         values, made = (*node.operands, *node.outs), node.strategy
@@ -290,26 +294,27 @@ def parts_in_turns(nodes: Iterable[Node], mesh: Mesh) -> set[Part]:
         if made is not None:
             held.update((v.shape, s) for v, s in zip(node.operands, made.operands, strict=False))
             held.update((v.shape, s) for v, s in zip(node.outs, made.results, strict=False))
-    time = set(time_axes(mesh))
-    cut = {(size, each) for shape, spec in held for size, each in zip(shape, spec.dims, strict=True) if each}
-    return {part for size, each in cut for part in each.sub(size) if time & set(part.axes)}
+    time = set(loop_axes(mesh))
+    sharding = {(size, each) for shape, spec in held for size, each in zip(shape, spec.dims, strict=True) if each}
+    return {part for size, each in sharding for part in each.sub(size) if time & set(part.axes)}
 
 
 def _runs(axis: str, parts: list[Part], mesh: Mesh, coords: Mapping[str, int]) -> list[range]:
-    others = [each for each in time_axes(mesh) if each != axis]
+    others = [each for each in loop_axes(mesh) if each != axis]
 
-    def rows(turn: int) -> list[int]:
-        """How much the turn has of all parts, and of what is cut further, in all turns of the other axes."""
+    def rows(iteration: int) -> list[int]:
+        """How much the iteration has of all parts, and of what is sharded further, in all iterations of the other
+        axes."""
         return [
             bounds(part.size, part.axes[:end], mesh, at)[1]
             for part in parts
-            for at in mesh.along({**dict.fromkeys(others, 0), **coords, axis: turn}, set(others) & set(part.axes))
+            for at in mesh.along({**dict.fromkeys(others, 0), **coords, axis: iteration}, set(others) & set(part.axes))
             for end in range(part.axes.index(axis) + 1, len(part.axes) + 1)
         ]
 
     begins, last = [0], rows(0)
-    for turn in range(1, mesh[axis].size):
-        if (here := rows(turn)) != last:
-            begins.append(turn)
+    for iteration in range(1, mesh[axis].size):
+        if (here := rows(iteration)) != last:
+            begins.append(iteration)
         last = here
     return [range(a, b) for a, b in zip(begins, [*begins[1:], mesh[axis].size], strict=True)]

@@ -14,17 +14,17 @@ from torch import fx
 from shardfx.ir.ops.local_ops import row_of, sent_by
 
 FRAMES = ("opens", "unit", "closes")
-"""Where turns and their units begin and end."""
+"""Where iterations and their units begin and end."""
 
 
-def part_in_turns(node: fx.Node) -> str:
+def part_in_iterations(node: fx.Node) -> str:
     """``opens``, ``closes``, ``unit``, ``number`` or ``collects``; empty for what is done as anywhere."""
     row = row_of(node.target) if node.op == "call_function" else None
-    return row.turns if row is not None else ""
+    return row.loop if row is not None else ""
 
 
 def gives_number(node: fx.Node) -> bool:
-    """Whether a call gives a number of a turn."""
+    """Whether a call gives a number of an iteration."""
     row = row_of(node.target) if node.op == "call_function" else None
     return row is not None and row.is_number
 
@@ -35,8 +35,8 @@ def regions(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
     found: dict[fx.Node, tuple[fx.Node, ...]] = {}
     open_: tuple[fx.Node, ...] = ()
     for node in nodes:
-        part = part_in_turns(node)
-        if part in ("unit", "closes") and open_ and part_in_turns(open_[-1]) == "unit":
+        part = part_in_iterations(node)
+        if part in ("unit", "closes") and open_ and part_in_iterations(open_[-1]) == "unit":
             open_ = open_[:-1]
         if part == "closes":
             open_ = open_[:-1]
@@ -47,27 +47,28 @@ def regions(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
 
 def sibling(made: Sequence[fx.Node], used: Sequence[fx.Node]) -> int | None:
-    """Of where a value was made and where it is used: the place of the two units of the same turns in which that is;
+    """Of where a value was made and where it is used: the place of the two units of the same iterations in which that
+    is;
     None: it is not in two such."""
     for place, (there, here) in enumerate(zip(made, used, strict=False)):
         if there is not here:
-            return place if part_in_turns(there) == part_in_turns(here) == "unit" else None
+            return place if part_in_iterations(there) == part_in_iterations(here) == "unit" else None
     return None
 
 
 class Word(NamedTuple):
-    """A unit of one turn, ``F0.3``."""
+    """A unit of one iteration, ``F0.3``."""
 
     unit: str
-    turn: int
+    iteration: int
 
     def __str__(self) -> str:
-        return f"{self.unit}.{self.turn}"
+        return f"{self.unit}.{self.iteration}"
 
 
 @dataclass(frozen=True)
 class UnitOrder:
-    """The order of the units of turns."""
+    """The order of the units of iterations."""
 
     words: tuple[Word, ...]
 
@@ -81,7 +82,7 @@ class UnitOrder:
         found = []
         for word in words:
             if not (match := re.fullmatch(r"([A-Za-z_]\w*)\.(\d+)", word)):
-                raise ValueError(f"{word!r} is no unit of a turn, as F0.1 is")
+                raise ValueError(f"{word!r} is no unit of an iteration, as F0.1 is")
             found.append(Word(match[1], int(match[2])))
         return UnitOrder(tuple(found))
 
@@ -98,62 +99,62 @@ class UnitOrder:
     def _turned(self) -> dict[tuple[str, str], int | None]:
         return {}
 
-    def incomplete(self, turns: int) -> str:
-        """Which unit is not done once of each of so many turns; empty where each is."""
+    def incomplete(self, iterations: int) -> str:
+        """Which unit is not done once of each of so many iterations; empty where each is."""
         there = Counter(self.words)
         for unit in self.units:
-            for turn in range(turns):
-                if (times := there.pop(Word(unit, turn), 0)) != 1:
-                    return f"{Word(unit, turn)} is done {'twice' if times == 2 else f'{times} times'}"
-        return f"{next(iter(there))} is of none of {turns} turns" if there else ""
+            for iteration in range(iterations):
+                if (times := there.pop(Word(unit, iteration), 0)) != 1:
+                    return f"{Word(unit, iteration)} is done {'twice' if times == 2 else f'{times} times'}"
+        return f"{next(iter(there))} is of none of {iterations} iterations" if there else ""
 
     def turned_round(self, first: str, second: str) -> int | None:
-        """The first turn in which the unit that is to be first is not done before the other; None where it always
+        """The first iteration in which the unit that is to be first is not done before the other; None where it always
         is."""
         pair, place = (first, second), self._place
         if pair not in self._turned:  # it is asked of each value that one hands on to the other
             never = len(place)
-            done = ((word, place.get(Word(first, word.turn), never)) for word in self.words if word.unit == second)
-            self._turned[pair] = next((word.turn for word, at in done if at > place[word]), None)
+            done = ((word, place.get(Word(first, word.iteration), never)) for word in self.words if word.unit == second)
+            self._turned[pair] = next((word.iteration for word, at in done if at > place[word]), None)
         return self._turned[pair]
 
     @cached_property
     def under_way(self) -> int:
-        """How many turns have begun and are not over, at most."""
-        left = Counter(word.turn for word in self.words)
+        """How many iterations have begun and are not over, at most."""
+        left = Counter(word.iteration for word in self.words)
         begun, most = set[int](), 0
         for word in self.words:
-            begun.add(word.turn)
+            begun.add(word.iteration)
             most = max(most, len(begun))
-            left[word.turn] -= 1
-            if not left[word.turn]:
-                begun.remove(word.turn)
+            left[word.iteration] -= 1
+            if not left[word.iteration]:
+                begun.remove(word.iteration)
         return most
 
-    def last(self, units: Sequence[str], turn: int) -> str:
-        """The unit of several that is done last of a turn."""
-        return max(units, key=lambda unit: self._place[Word(unit, turn)])
+    def last(self, units: Sequence[str], iteration: int) -> str:
+        """The unit of several that is done last of an iteration."""
+        return max(units, key=lambda unit: self._place[Word(unit, iteration)])
 
     def __str__(self) -> str:
         return " ".join(map(str, self.words))
 
 
 def order_of(begin: fx.Node) -> str:
-    """The order of the units of turns that begin here; empty where they have none."""
+    """The order of the units of iterations that begin here; empty where they have none."""
     return str(begin.args[3]) if len(begin.args) > 3 else ""
 
 
-Turns = tuple[tuple[str, int], ...]
+Loops = tuple[tuple[str, int], ...]
 """Of the axes around, outermost first: which turn it is."""
 
 
-def executed(nodes: Sequence[fx.Node], turns: Turns = ()) -> Iterator[tuple[fx.Node, Turns]]:
-    """Each call of some nodes, among which is where turns and units begin and end."""
+def executed(nodes: Sequence[fx.Node], iterations: Loops = ()) -> Iterator[tuple[fx.Node, Loops]]:
+    """Each call of some nodes, among which is where iterations and units begin and end."""
     at = 0
     while at < len(nodes):
         node = nodes[at]
-        if part_in_turns(node) != "opens":
-            yield node, turns
+        if part_in_iterations(node) != "opens":
+            yield node, iterations
             at += 1
             continue
         end = end_of(nodes, at)
@@ -161,31 +162,31 @@ def executed(nodes: Sequence[fx.Node], turns: Turns = ()) -> Iterator[tuple[fx.N
         if order := order_of(node):
             units = _units(inside, node)
             for word in UnitOrder.of(order.split()).words:
-                yield from executed(units[word.unit], (*turns, (axis, word.turn)))
+                yield from executed(units[word.unit], (*iterations, (axis, word.iteration)))
         else:
             count: Any = node.args[1]
-            for turn in range(count):
-                yield from executed(inside, (*turns, (axis, turn)))
+            for iteration in range(count):
+                yield from executed(inside, (*iterations, (axis, iteration)))
         at = end + 1
 
 
 def end_of(nodes: Sequence[fx.Node], begin: int) -> int:
-    """The place of the end of the turns that begin at a place."""
+    """The place of the end of the iterations that begin at a place."""
     depth = 0
     for at in range(begin, len(nodes)):
-        part = part_in_turns(nodes[at])
+        part = part_in_iterations(nodes[at])
         depth += (part == "opens") - (part == "closes")
         if depth == 0:
             return at
-    raise AssertionError("turns begin and do not end")
+    raise AssertionError("iterations begin and do not end")
 
 
 def _units(nodes: Sequence[fx.Node], begin: fx.Node) -> dict[str, list[fx.Node]]:
-    """The nodes of each unit of turns."""
+    """The nodes of each unit of iterations."""
     found: dict[str, list[fx.Node]] = {"": []}
     name = ""
     for node in nodes:
-        if part_in_turns(node) == "unit" and node.args[0] is begin:
+        if part_in_iterations(node) == "unit" and node.args[0] is begin:
             name = name_of(node)
             found[name] = []
         else:
@@ -194,17 +195,17 @@ def _units(nodes: Sequence[fx.Node], begin: fx.Node) -> dict[str, list[fx.Node]]
 
 
 class Lifetimes:
-    """Of the calls of a program, what they let go, and what units take of others of the same turn."""
+    """Of the calls of a program, what they let go, and what units take of others of the same iteration."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.inside = regions(nodes)
         self.takes: dict[fx.Node, list[fx.Node]] = {}
-        """By unit: the values of its turn that other units made."""
+        """By unit: the values of its iteration that other units made."""
         self._takers: dict[fx.Node, dict[fx.Node, None]] = {}
         self._let_go: dict[tuple[fx.Node, tuple[str, ...], str], list[int]] = {}
         last: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
         for node in nodes:
-            if node.op == "call_function" and not node.users and part_in_turns(node) != "unit":
+            if node.op == "call_function" and not node.users and part_in_iterations(node) != "unit":
                 last[node, None] = node
             for used in (*node.all_input_nodes, *sent_by(node)):
                 unit = self._other_unit(used, node)
@@ -221,43 +222,43 @@ class Lifetimes:
 
         first = {node: self._first_need(node) for node in nodes}
         self.made_for = {node: user for node, user in first.items() if user is not None}
-        """Of memory that turns in units collect into: the call that collects, before which it is made once."""
+        """Of memory that iterations in units collect into: the call that collects, before which it is made once."""
 
     def _first_need(self, memory: fx.Node) -> fx.Node | None:
-        """The call that collects into memory, if nothing but a unit of turns that are in no others needs it."""
+        """The call that collects into memory, if nothing but a unit of iterations that are in no others needs it."""
         row = row_of(memory.target) if memory.op == "call_function" else None
         if row is None or not row.filled or self.inside[memory]:
             return None
-        needs = [user for user in memory.users if part_in_turns(user) not in ("opens", "closes")]
-        if len(needs) != 1 or part_in_turns(needs[0]) != "collects":
+        needs = [user for user in memory.users if part_in_iterations(user) not in ("opens", "closes")]
+        if len(needs) != 1 or part_in_iterations(needs[0]) != "collects":
             return None
         around = self.inside[needs[0]]
-        return needs[0] if len(around) == 2 and part_in_turns(around[1]) == "unit" else None
+        return needs[0] if len(around) == 2 and part_in_iterations(around[1]) == "unit" else None
 
     def _other_unit(self, value: fx.Node, user: fx.Node) -> fx.Node | None:
-        """The unit that uses a value of another one of the same turn."""
+        """The unit that uses a value of another one of the same iteration."""
         here = self.inside[user]
         at = sibling(self.inside[value], here)
         return None if at is None else here[at]
 
     def kept(self, value: fx.Node) -> fx.Node | None:
-        """The turns in which a value is kept for other units; None where it is not."""
+        """The iterations in which a value is kept for other units; None where it is not."""
         unit = next(iter(self._takers.get(value, ())), None)
-        return None if unit is None else turns_of(unit)
+        return None if unit is None else loop_of(unit)
 
     def let_go(self, value: fx.Node, unit: fx.Node) -> list[int]:
-        """The turns in which a unit is the last that takes a value."""
+        """The iterations in which a unit is the last that takes a value."""
         names = tuple(name_of(each) for each in self._takers[value])
-        key = turns_of(unit), names, name_of(unit)
+        key = loop_of(unit), names, name_of(unit)
         if key not in self._let_go:
             order, count = UnitOrder.of(order_of(key[0]).split()), key[0].args[1]
-            turns: Any = range(count)  # type: ignore[arg-type]
-            self._let_go[key] = [turn for turn in turns if order.last(names, turn) == key[2]]
+            iterations: Any = range(count)  # type: ignore[arg-type]
+            self._let_go[key] = [iteration for iteration in iterations if order.last(names, iteration) == key[2]]
         return self._let_go[key]
 
 
-def turns_of(unit: fx.Node) -> fx.Node:
-    """The turns of which this is a unit."""
+def loop_of(unit: fx.Node) -> fx.Node:
+    """The iterations of which this is a unit."""
     begin: fx.Node = unit.args[0]  # type: ignore[assignment]
     return begin
 

@@ -1,4 +1,5 @@
-"""Writing what is done in turns: where loops begin and end, this turn's part of inputs, and what is collected."""
+"""Writing what is done in iterations: where loops begin and end, this iteration's part of inputs, and what is
+collected."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from shardfx.ir.cut import bounds
+from shardfx.ir.dim_sharding import bounds
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops import comm, memory_ops
 from shardfx.ir.ops.comm_local import Site
 from shardfx.ir.ops.local_ops import COLLECTING
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.table import RankEmit
-from shardfx.ir.ops.time import turns
 from shardfx.ir.program.aliasing import destination
 from shardfx.ir.shards import held_shape
 
@@ -35,7 +36,7 @@ class Opened:
     begin: fx.Node
     left: dict[Value, Any] = field(default_factory=dict)
     behind: list[tuple[Value, Callable[[], Any]]] = field(default_factory=list)
-    """What is made of collected values, once turns are done."""
+    """What is made of collected values, once iterations are done."""
 
 
 class Loops:
@@ -49,7 +50,7 @@ class Loops:
         """Write the steps of a loop, and its begin and end."""
         to, axis = self._to, loop.axis
         to.current = None
-        opened = Opened(to.call(turns.turns, axis, self.mesh[axis].size, []))
+        opened = Opened(to.call(loop_ops.begin, axis, self.mesh[axis].size, []))
         before = dict(to.env)
         self._open[axis] = opened
         if loop.order:
@@ -57,7 +58,7 @@ class Loops:
         for name, steps in loop.units or (("", loop.steps),):
             if name:
                 to.current = None
-                to.call(turns.unit, opened.begin, name)
+                to.call(loop_ops.action, opened.begin, name)
             whole = self._take_pieces(axis, steps)
             self._write(steps, loop)
             to.env.update(whole)  # another unit takes its own
@@ -79,32 +80,33 @@ class Loops:
                         self._give_out(value)
 
     def _close(self, opened: Opened) -> None:
-        """Say at both ends what the turns use of what was made before."""
+        """Say at both ends what the iterations use of what was made before."""
         nodes = list(self._to.fx.nodes)
         inside = nodes[nodes.index(opened.begin) :]
         own = set(inside)
         around = list(dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in own))
         opened.begin.args = (*opened.begin.args[:2], around, *opened.begin.args[3:])
         into = [used for used in around if any(destination(user) is used for user in used.users)]
-        self._to.call(turns.done, opened.begin, [used for used in around if used not in into], into)
+        self._to.call(loop_ops.end, opened.begin, [used for used in around if used not in into], into)
 
     # ---- what comes in, and goes out as it is -------------------------------------------------------------------
 
     def _take_pieces(self, axis: str, steps: Sequence[Node | Loop]) -> dict[Value, Any]:
-        """Of inputs that are cut over the axis, this turn's part, for some steps; gives what was known of them."""
+        """Of inputs that are sharded over the axis, this iteration's part, for some steps; gives what was known of
+        them."""
         nodes = nodes_of(steps)
         taken = dict.fromkeys(value for node in nodes for value in node.operands if value.node is None)
         before = {value: self._to.env[value] for value in taken}
         for value in taken:
             assert value.spec is not None
-            for dim, cut in enumerate(value.spec.dims):
-                if axis in cut.axes:
+            for dim, sharding in enumerate(value.spec.dims):
+                if axis in sharding.axes:
                     rows = own_rows(value.spec, value.shape, self.mesh, self._to.coords, axis, dim)
-                    self._to.env[value] = self._to.call(turns.piece, self._to.env[value], dim, *rows)
+                    self._to.env[value] = self._to.call(loop_ops.slice_of, self._to.env[value], dim, *rows)
         return before
 
     def _give_out(self, value: Value) -> None:
-        """What leaves the program as each turn makes it, behind that of the turns before."""
+        """What leaves the program as each iteration makes it, behind that of the iterations before."""
         assert value.spec is not None
         to = self._to
         place = own_place(value.spec, value.shape, self.mesh, to.coords)
@@ -112,18 +114,18 @@ class Loops:
         shape = list(held_shape(value.spec, value.shape, self.mesh, to.rank))
         outermost = next(axis for axis in self._open if hangs_on(axis, value))
         memory = self._before(outermost, memory_ops.empty, shape, value.type.dtype, str(to.device))
-        made = to.call(turns.put, memory, to.env[value], dims, starts, lengths, gives=shape)
+        made = to.call(loop_ops.write, memory, to.env[value], dims, starts, lengths, gives=shape)
         self._open[outermost].left[value] = made
 
     # ---- what becomes whole -------------------------------------------------------------------------------------
 
     def collects(self, node: Node) -> bool:
-        """Whether a node makes whole what each turn has a share or a piece of."""
+        """Whether a node makes whole what each iteration has a share or a piece of."""
         axes = node.kwargs.get("axes", ())
-        return node.op in (comm.all_reduce, comm.all_gather) and any(self.mesh[axis].time for axis in axes)
+        return node.op in (comm.all_reduce, comm.all_gather) and any(self.mesh[axis].loop for axis in axes)
 
     def collected(self, emit: RankEmit) -> list[Any]:
-        """The sum over the turns (or another reduction) of one value, or its parts together."""
+        """The sum over the iterations (or another reduction) of one value, or its parts together."""
         site = Site(emit)
         (axis,), (out,) = site.axes, emit.node.outs
         opened, dtype, device = self._open[axis], out.type.dtype, emit.device
@@ -136,14 +138,14 @@ class Loops:
             memory = self._before(axis, memory_ops.empty, whole, dtype, device)
             held = bounds(site.view[site.dim], site.target.dims[site.dim].axes, self.mesh, emit.coords)[0]
             start, length = bounds(site.view[site.dim], site.source.dims[site.dim].axes, self.mesh, emit.coords)
-            made = emit.call(turns.put, memory, emit.args[0], [site.dim], [start - held], [length], gives=whole)
+            made = emit.call(loop_ops.write, memory, emit.args[0], [site.dim], [start - held], [length], gives=whole)
             if whole != site.shape:
                 opened.behind.append((out, lambda: self._to.call(aten.reshape.default, made, list(site.shape))))
         opened.left[out] = made
         return [made]
 
     def _before(self, axis: str, target: Any, *args: Any) -> fx.Node:
-        """A call before the turns of an axis."""
+        """A call before the iterations of an axis."""
         with self._to.fx.inserting_before(self._open[axis].begin):
             return self._to.call(target, *args)
 

@@ -1,18 +1,18 @@
 """Loops as modules: a ``GraphModule`` whose loop bodies are submodules, written, and read back after changes.
 
-    turns = time.turns('mb', 4, [w, x, total])
-        ...                                  ->   turns = time.repeat(self.each_mb_0, 'mb', 4, w, x, total)
-        sum = time.add(total, grad)               sum = turns[0]
-    done = time.done(turns, [w, x], [total])
+    iterations = loop.begin('mb', 4, [w, x, total])
+        ...                                  ->   iterations = loop.repeat(self.each_mb_0, 'mb', 4, w, x, total)
+        sum = loop.add(total, grad)               sum = iterations[0]
+    done = loop.end(iterations, [w, x], [total])
 
 A loop in schedule actions becomes a driver, which calls the module of each action in the order of the schedule:
 
-    turns = time.turns('mb', 2, [w, x], 'F0.0 F0.1 B0.0 B0.1')
-        unit = time.unit(turns, 'F0')                           f0_0 = self.F0(0, x);      relu_mb0 = f0_0[0]
+    iterations = loop.begin('mb', 2, [w, x], 'F0.0 F0.1 B0.0 B0.1')
+        unit = loop.action(iterations, 'F0')                           f0_0 = self.F0(0, x);      relu_mb0 = f0_0[0]
             relu = aten.relu(...)                         ->    f0_1 = self.F0(1, x);      relu_mb1 = f0_1[0]
-        unit_1 = time.unit(turns, 'B0')                         b0_0 = self.B0(0, w, relu_mb0)
+        unit_1 = loop.action(iterations, 'B0')                         b0_0 = self.B0(0, w, relu_mb0)
             ...                                                 b0_1 = self.B0(1, w, relu_mb1)
-    done = time.done(turns, [w, x], [])
+    done = loop.end(iterations, [w, x], [])
 
 A module that somebody changed is read back from these calls: their order is that of the actions, and what goes from one
 to another must be alike in all iterations.
@@ -28,14 +28,14 @@ from typing import Any, NoReturn
 from torch import fx
 
 from shardfx.ir.errors import Error
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 
-from .loop_regions import UnitOrder, Word, end_of, gives_number, name_of, order_of, part_in_turns, regions
+from .loop_regions import UnitOrder, Word, end_of, gives_number, name_of, order_of, part_in_iterations, regions
 
 
 @dataclass
 class _Unit:
-    """A unit of turns: its calls, what it takes, and what others take of it."""
+    """A unit of iterations: its calls, what it takes, and what others take of it."""
 
     name: str
     nodes: list[fx.Node]
@@ -46,10 +46,10 @@ class _Unit:
 def write_driver(
     nodes: Sequence[fx.Node], made: fx.Graph, env: dict[fx.Node, fx.Node], found: dict[str, fx.Graph]
 ) -> None:
-    """Write the calls of turns in units into a graph.
+    """Write the calls of iterations in units into a graph.
 
     Args:
-        nodes: the turns, from their begin to their end.
+        nodes: the iterations, from their begin to their end.
         env: what stands for values of before; of what is used behind, it is added.
         found: the graphs of the units, by the attribute's name, are added.
     """
@@ -68,25 +68,27 @@ def write_driver(
     there: dict[tuple[fx.Node, int], fx.Node] = {}
     for word in order.words:
         unit = units[word.unit]
-        given = [there.get((each, word.turn)) or env.get(each) or _not_yet(each, word, units) for each in unit.takes]
-        name = f"{word.unit.lower()}_{word.turn}"
-        call = made.create_node("call_module", modules[word.unit], (word.turn, *given), name=name)
+        given = [
+            there.get((each, word.iteration)) or env.get(each) or _not_yet(each, word, units) for each in unit.takes
+        ]
+        name = f"{word.unit.lower()}_{word.iteration}"
+        call = made.create_node("call_module", modules[word.unit], (word.iteration, *given), name=name)
         for place, each in enumerate(unit.gives):
             handed_on = any(each in other.takes for other in units.values())
             if not handed_on and word != last[word.unit]:
-                continue  # the last turn gives what all have collected
-            name = f"{each.name}_{axis}{word.turn}" if handed_on else each.name
+                continue  # the last iteration gives what all have collected
+            name = f"{each.name}_{axis}{word.iteration}" if handed_on else each.name
             got = made.create_node("call_function", operator.getitem, (call, place), name=name)
             got.meta = dict(each.meta)
-            there[each, word.turn] = env[each] = got
+            there[each, word.iteration] = env[each] = got
 
 
 def _action_parts(nodes: Sequence[fx.Node]) -> dict[str, _Unit]:
-    """The units of turns, with what they take and give."""
+    """The units of iterations, with what they take and give."""
     inside, found = regions(nodes), dict[str, _Unit]()
     of: dict[fx.Node, _Unit] = {}
     for node in nodes[1:-1]:
-        if part_in_turns(node) == "unit" and len(inside[node]) == 1:
+        if part_in_iterations(node) == "unit" and len(inside[node]) == 1:
             found[name_of(node)] = _Unit(name_of(node), [])
         elif len(inside[node]) > 1:
             unit = of[node] = found[name_of(inside[node][1])]
@@ -94,7 +96,7 @@ def _action_parts(nodes: Sequence[fx.Node]) -> dict[str, _Unit]:
     for unit in found.values():
         own = set(unit.nodes)
         used = [each for node in unit.nodes for each in node.all_input_nodes if each not in own]
-        for each in used:  # and what numbers of the turn are made of, which stand in each unit that uses them
+        for each in used:  # and what numbers of the iteration are made of, which stand in each unit that uses them
             used += each.all_input_nodes if each in inside and each not in of and each is not nodes[0] else []
         outer = dict.fromkeys(each for each in used if each is not nodes[0])
         unit.takes = [each for each in outer if each not in inside or each in of]
@@ -102,10 +104,11 @@ def _action_parts(nodes: Sequence[fx.Node]) -> dict[str, _Unit]:
     return found
 
 
-def of_turn(graph: fx.Graph, begin: fx.Node, takes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """The inputs of a module of turns that begin at a node: the number of the turn, and what it takes, each by its
-    name (a number of the turns around is called ``turn``, too)."""
-    made, names = {begin: graph.placeholder("turn")}, {"turn"}
+def of_iteration(graph: fx.Graph, begin: fx.Node, takes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The inputs of a module of iterations that begin at a node: the number of the iteration, and what it takes, each
+    by its
+    name (a number of the iterations around is called ``iteration``, too)."""
+    made, names = {begin: graph.placeholder("iteration")}, {"iteration"}
     for each in takes:
         name = each.name
         while name in names:
@@ -117,8 +120,8 @@ def of_turn(graph: fx.Graph, begin: fx.Node, takes: Sequence[fx.Node]) -> dict[f
 
 def _unit_graph(begin: fx.Node, axis: str, unit: _Unit, head: Sequence[fx.Node]) -> fx.Graph:
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    env |= of_turn(graph, begin, unit.takes)
-    graph.call_function(turns.unit, (env[begin], unit.name, axis))
+    env |= of_iteration(graph, begin, unit.takes)
+    graph.call_function(loop_ops.action, (env[begin], unit.name, axis))
     needed = {used for node in unit.nodes for used in node.all_input_nodes}
     for node in reversed(head):
         if node in needed:
@@ -139,7 +142,7 @@ def _not_yet(value: fx.Node, word: Word, units: Mapping[str, _Unit]) -> NoReturn
     raise Error(
         f"{word} takes {value.name} before it is made",
         where=f"the order of units, {word}",
-        expected=f"{Word(maker, word.turn)} before it" if maker else "what was made before the turns",
+        expected=f"{Word(maker, word.iteration)} before it" if maker else "what was made before the iterations",
         got=value.format_node() or value.name,
         remedy="let the unit that makes it stand earlier in the order",
     )
@@ -150,7 +153,7 @@ def _not_yet(value: fx.Node, word: Word, units: Mapping[str, _Unit]) -> NoReturn
 
 @dataclass
 class Called:
-    """A call of a unit's module: of which turn, and what it is given beside the turn's number."""
+    """A call of a unit's module: of which iteration, and what it is given beside the iteration's number."""
 
     node: fx.Node
     module: fx.GraphModule
@@ -160,13 +163,13 @@ class Called:
 
 @dataclass
 class Driven:
-    """The calls of units of some turns, in their order."""
+    """The calls of units of some iterations, in their order."""
 
     axis: str
     calls: list[Called]
 
     def models(self) -> dict[str, Called]:
-        """Of each unit the call that is done first; its calls in other turns must be alike.
+        """Of each unit the call that is done first; its calls in other iterations must be alike.
 
         Raises:
             Error: they are not.
@@ -189,7 +192,7 @@ class Driven:
             for got in call.node.users:
                 if call is not last[call.word.unit] and any(user not in by_node for user in got.users):
                     raise _wrong(
-                        f"{got.name} of turn {call.word.turn} is used behind the turns",
+                        f"{got.name} of iteration {call.word.iteration} is used behind the iterations",
                         call.node,
                         expected=f"what the last call of {call.word.unit} gives, {last[call.word.unit].node.name}",
                     )
@@ -199,17 +202,17 @@ class Driven:
         return [self.source(call, each, by_node) for each in call.given]
 
     def source(self, call: Called, given: Any, by_node: Mapping[fx.Node, Called] | None = None) -> Any:
-        """Where an argument comes from: a unit of the same turn and the place among its results, or itself."""
+        """Where an argument comes from: a unit of the same iteration and the place among its results, or itself."""
         by_node = {each.node: each for each in self.calls} if by_node is None else by_node
         maker = given.args[0] if isinstance(given, fx.Node) and given.target is operator.getitem else given
         if not isinstance(maker, fx.Node) or maker not in by_node:
             return given
         made = by_node[maker]
-        if made.word.turn != call.word.turn or maker is given:
+        if made.word.iteration != call.word.iteration or maker is given:
             raise _wrong(
                 f"{call.word} is given what {made.word} makes",
                 call.node,
-                expected=f"values of turn {call.word.turn}",
+                expected=f"values of iteration {call.word.iteration}",
                 got=given.format_node() or given.name,
             )
         return made.word.unit, given.args[1]
@@ -225,7 +228,7 @@ def read_drivers(module: fx.GraphModule) -> list[fx.Node | Driven]:
     them, stands before.
 
     Raises:
-        Error: a unit is called without a number of a turn.
+        Error: a unit is called without a number of an iteration.
     """
     found: list[fx.Node | Driven] = []
     nodes = list(module.graph.nodes)
@@ -270,7 +273,7 @@ def _group(
 
 
 def _called(module: fx.GraphModule, node: fx.Node) -> tuple[str, Called] | None:
-    """The unit that a node calls, with the axis of its turns; None for any other node."""
+    """The unit that a node calls, with the axis of its iterations; None for any other node."""
     if node.op != "call_module":
         return None
     called = operator.attrgetter(str(node.target))(module)
@@ -280,14 +283,14 @@ def _called(module: fx.GraphModule, node: fx.Node) -> tuple[str, Called] | None:
     inputs = [each for each in called.graph.nodes if each.op == "placeholder"]
     given = [*node.args, *(node.kwargs[str(each.target)] for each in inputs[len(node.args) :])]
     if not given or type(given[0]) is not int or len(given) != len(inputs):
-        raise _wrong(f"{said.args[1]} is called without the number of a turn", node, expected="self.F0(0, ...)")
+        raise _wrong(f"{said.args[1]} is called without the number of an iteration", node, expected="self.F0(0, ...)")
     return str(said.args[2]), Called(node, called, Word(str(said.args[1]), given[0]), given[1:])
 
 
 def _says(called: Any) -> fx.Node | None:
     """What says in a module that it is a unit."""
     nodes: Iterable[fx.Node] = called.graph.nodes if isinstance(called, fx.GraphModule) else ()
-    return next((node for node in nodes if node.target is turns.unit and len(node.args) == 3), None)
+    return next((node for node in nodes if node.target is loop_ops.action and len(node.args) == 3), None)
 
 
 def _wrong(what: str, node: fx.Node, expected: str, got: str | None = None) -> Error:
@@ -306,7 +309,7 @@ def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units
     at = 0
     while at < len(nodes):
         node = nodes[at]
-        if part_in_turns(node) != "opens":
+        if part_in_iterations(node) != "opens":
             env[node] = made.node_copy(node, env.__getitem__)
             at += 1
             continue
@@ -320,7 +323,7 @@ def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units
         around: Sequence[fx.Node] = node.args[2]
         unit = made.get_attr(name)
         given = (unit, *node.args[:2], *(env[each] for each in around))
-        call = made.create_node("call_function", turns.repeat, given, name=node.name)
+        call = made.create_node("call_function", loop_ops.repeat, given, name=node.name)
         for number, each in enumerate(left):
             env[each] = made.create_node("call_function", operator.getitem, (call, number), name=each.name)
             env[each].meta = dict(each.meta)
@@ -329,10 +332,10 @@ def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units
 
 
 def _unit(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """What is done in a turn, and what of it is used behind: its results."""
+    """What is done in an iteration, and what of it is used behind: its results."""
     begin, inside = nodes[0], set(nodes)
     graph, around = fx.Graph(), begin.args[2]
-    env = of_turn(graph, begin, around)  # type: ignore[arg-type]
+    env = of_iteration(graph, begin, around)  # type: ignore[arg-type]
     for node in nodes[1:-1]:
         env[node] = graph.node_copy(node, env.__getitem__)
     left = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -348,7 +351,7 @@ def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pat
         path: of the module in the outermost one, with a dot behind it.
 
     Raises:
-        Error: it calls what is no function; units of turns are not called alike in all turns.
+        Error: it calls what is no function; units of iterations are not called alike in all iterations.
     """
     for node in read_drivers(module):
         if isinstance(node, Driven):
@@ -363,13 +366,13 @@ def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pat
             raise _not_a_call(path, node, repr(node.target))
         args: Any = fx.map_arg(node.args, env.__getitem__)
         kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
-        if node.target is turns.repeat:
+        if node.target is loop_ops.repeat:
             held = isinstance(args[0], fx.Node) and args[0].op == "get_attr"
             unit = attribute(module, str(args[0].target).removeprefix(path)) if held else None
             if not isinstance(unit, fx.GraphModule):
-                raise _not_a_call(path, node, f"turns of {node.args[0]}, which is no module of calls")
+                raise _not_a_call(path, node, f"iterations of {node.args[0]}, which is no module of calls")
             into.erase_node(args[0])
-            env[node] = _turns(into, unit, args[1:], path)
+            env[node] = _iterations(into, unit, args[1:], path)
             continue
         if node.op == "output":
             return args[0]
@@ -397,21 +400,21 @@ def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pat
     return ()
 
 
-def _turns(into: fx.Graph, unit: fx.GraphModule, args: Sequence[Any], path: str) -> Sequence[fx.Node]:
-    """The turns of a module that is called once for each."""
+def _iterations(into: fx.Graph, unit: fx.GraphModule, args: Sequence[Any], path: str) -> Sequence[fx.Node]:
+    """The iterations of a module that is called once for each."""
     axis, count, *around = args
     inputs = [each for each in unit.graph.nodes if each.op == "placeholder"]
-    begin = into.call_function(turns.turns, (axis, count, around))
+    begin = into.call_function(loop_ops.begin, (axis, count, around))
     results = inlined(into, unit, dict(zip(inputs, [begin, *around], strict=True)), path)
     _done(into, begin, around)
     return results  # type: ignore[no-any-return]
 
 
 def _units(into: fx.Graph, driven: Driven, env: dict[fx.Node, Any], path: str) -> None:
-    """Turns in units, of the calls of a driver; what they give is known from then on."""
+    """Iterations in units, of the calls of a driver; what they give is known from then on."""
     models = driven.models()
-    count = max(call.word.turn for call in driven.calls) + 1
-    begin = into.call_function(turns.turns, (driven.axis, count, [], str(driven.order)))
+    count = max(call.word.iteration for call in driven.calls) + 1
+    begin = into.call_function(loop_ops.begin, (driven.axis, count, [], str(driven.order)))
     made: dict[str, Sequence[Any]] = {}
     for name, call in models.items():
         given = []
@@ -421,7 +424,7 @@ def _units(into: fx.Graph, driven: Driven, env: dict[fx.Node, Any], path: str) -
             else:
                 given.append(fx.map_arg(source, env.__getitem__))
         inputs = [each for each in call.module.graph.nodes if each.op == "placeholder"]
-        into.call_function(turns.unit, (begin, name))
+        into.call_function(loop_ops.action, (begin, name))
         known = dict(zip(inputs, [begin, *given], strict=True))
         results = inlined(into, call.module, known, f"{path}{call.node.target}.")
         made[name] = results if isinstance(results, (tuple, list)) else (results,)
@@ -447,17 +450,17 @@ def _result(made: dict[str, Sequence[Any]], source: tuple[str, Any], node: fx.No
 
 
 def _to_head(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
-    """Units have each said what they are, and taken numbers of their turn: these stand once, behind the begin."""
+    """Units have each said what they are, and taken numbers of their iteration: these stand once, behind the begin."""
     head, last = {begin: begin}, begin
     known: dict[Any, fx.Node] = {}
     own = set(inside)
     for node in inside:
-        if node.target is turns.unit and len(node.args) == 3:
+        if node.target is loop_ops.action and len(node.args) == 3:
             if node.users:
                 user = next(iter(node.users))
                 raise _not_a_call(f"{begin.args[0]}: ", user, f"{node.name}, which says of which unit a call is")
             node.graph.erase_node(node)
-        elif part_in_turns(node) == "number" and _of_head(node, head, own):
+        elif part_in_iterations(node) == "number" and _of_head(node, head, own):
             key = (node.target, node.args)
             if key in known:
                 node.replace_all_uses_with(known[key])
@@ -468,19 +471,19 @@ def _to_head(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
 
 
 def _of_head(number: fx.Node, head: Collection[fx.Node], inside: Collection[fx.Node]) -> bool:
-    """Whether a number of the turn is made of others of it, and of what was there before."""
+    """Whether a number of the iteration is made of others of it, and of what was there before."""
     used = number.all_input_nodes
     return any(each in head for each in used) and all(each in head or each not in inside for each in used)
 
 
 def _done(into: fx.Graph, begin: fx.Node, around: Sequence[fx.Node]) -> None:
-    """The end of turns."""
+    """The end of iterations."""
     collected = [each for each in around if any(_collects(user, each) for user in each.users)]
-    into.call_function(turns.done, (begin, [each for each in around if each not in collected], collected))
+    into.call_function(loop_ops.end, (begin, [each for each in around if each not in collected], collected))
 
 
 def _collects(user: fx.Node, memory: fx.Node) -> bool:
-    return part_in_turns(user) == "collects" and user.args[0] is memory
+    return part_in_iterations(user) == "collects" and user.args[0] is memory
 
 
 def _not_a_call(path: str, node: fx.Node, got: str) -> Error:

@@ -32,12 +32,12 @@ def in_units(loop: Loop, unit_of: Callable[[Node], str], order: Sequence[str]) -
     """A loop whose steps are done unit by unit; within a unit they keep their order.
 
     Args:
-        unit_of: names the unit of a node. Turns inside lie in one unit whole: in that of their nodes which is done
+        unit_of: names the unit of a node. Iterations inside lie in one unit whole: in that of their nodes which is done
             last.
-        order: words ``F0.1``; each unit once for each turn.
+        order: words ``F0.1``; each unit once for each iteration.
 
     Raises:
-        AssertionError: a step needs what a later unit of the same turn makes; a unit does not stand in the order.
+        AssertionError: a step needs what a later unit of the same iteration makes; a unit does not stand in the order.
     """
     words = UnitOrder.of(order)
     place = {unit: at for at, unit in enumerate(words.units)}
@@ -74,7 +74,7 @@ def sent_first(steps: Steps, late: Collection[Node], place: int, mesh: Mesh, axi
     Args:
         late: the nodes that nobody waits for.
         place: the coordinate of the rank along the axis of stages.
-        axis: of the turns. What does not hang on it is there all the time.
+        axis: of the iterations. What does not hang on it is there all the time.
     """
     sends = [at for at, step in enumerate(steps) if isinstance(step, Node) and _sends(step, place)]
     if not sends:
@@ -118,7 +118,7 @@ def _moved(places: Sequence[int], moved: Sequence[int], behind: int) -> list[int
 
 
 class _Held:
-    """What a turn holds during steps, of what they use and make."""
+    """What an iteration holds during steps, of what they use and make."""
 
     def __init__(self, steps: Steps, mesh: Mesh, axis: str) -> None:
         uses = [{_source(value) for value in _operands([step])} for step in steps]
@@ -149,7 +149,8 @@ class _Held:
 
 
 def _nbytes(value: Value, mesh: Mesh, axis: str) -> int:
-    """What a turn holds of a value: of a share of what all turns sum nothing, for that is added where the sum lies."""
+    """What an iteration holds of a value: of a share of what all iterations sum nothing, for that is added where the
+    sum lies."""
     if value.spec is None or axis in value.spec.partial_axes or not hangs_on(axis, value):
         return 0
     return value.local_bytes(mesh)
@@ -182,7 +183,7 @@ def of_stages(steps: Sequence[Node | Loop], graph: Graph, coords: Mapping[str, i
         elif inside := of_stages(step.steps, graph, coords):
             ends = frozenset(value for value in step.ends if graph.is_here(made_at(value), coords))
             loop = Loop(step.axis, tuple(inside), ends)
-            meet = step.axis == graph.pipeline.time and any(node.op is comm.send for node in nodes_of([step]))
+            meet = step.axis == graph.pipeline.microbatches and any(node.op is comm.send for node in nodes_of([step]))
             place, behind = coords[graph.pipeline.axis], forward_within_backward(step.steps)
             found.append(_Units(graph.pipeline, graph.mesh, place, loop, behind).written() if meet else loop)
     return found
@@ -209,7 +210,8 @@ def made_at(value: Value) -> tuple[int, ...]:
 
 
 def forward_within_backward(steps: Sequence[Node | Loop]) -> set[tuple[Node, int]]:
-    """What of the forward is done with the backward, by node and stage: it stands in turns within a turn that have
+    """What of the forward is done with the backward, by node and stage: it stands in iterations within an iteration
+    that have
     backward in them as well, or needs what is made there."""
     found: set[tuple[Node, int]] = set()
     for step in steps:
@@ -249,22 +251,23 @@ def of_weights(steps: Sequence[Node | Loop], place: int) -> set[Node]:
 
 
 def is_halved(pipeline: Pipelined) -> bool:
-    """Whether the backward of some turn is done in halves."""
+    """Whether the backward of some iteration is done in halves."""
     return any(action.kind == "I" for action in pipeline.schedule)
 
 
 def row_of_units(pipeline: Pipelined, place: int) -> list[tuple[str, int]]:
-    """The units of a row, each with its turn; where some of a backward are halves, a whole one is both of them."""
+    """The units of a row, each with its iteration; where some of a backward are halves, a whole one is both of them."""
     halved, found = is_halved(pipeline), list[tuple[str, int]]()
-    for kind, stage, turn in pipeline.schedule.rows[place]:
+    for kind, stage, iteration in pipeline.schedule.rows[place]:
         kinds = "IW" if kind == "B" and halved else kind
-        found += [(f"{each}{stage}", turn) for each in kinds if each != "U"]
+        found += [(f"{each}{stage}", iteration) for each in kinds if each != "U"]
     return found
 
 
 @dataclass
 class _Units:
-    """The turns of a rank as units: those of its row, and before them what they receive (``RF0``: what F0 sends)."""
+    """The iterations of a rank as units: those of its row, and before them what they receive (``RF0``: what F0
+    sends)."""
 
     pipeline: Pipelined
     mesh: Mesh
@@ -283,18 +286,21 @@ class _Units:
     def written(self) -> Loop:
         """The loop in units."""
         there = set(self._units.values())
-        words = [*row_of_units(self.pipeline, self.place), *((OUT, turn) for turn in self.pipeline.schedule.turns)]
+        words = [
+            *row_of_units(self.pipeline, self.place),
+            *((OUT, iteration) for iteration in self.pipeline.schedule.microbatches),
+        ]
         receives = _Receives(self.pipeline)
         takers: dict[str, dict[str, None]] = {}
         for node in self._received:
             receives.expect(self._units[node], node.kwargs["origin"], self._sender(node))
             takers.setdefault(self._taker(node), {})[self._units[node]] = None
         order: list[str] = []
-        for unit, turn in words:
+        for unit, iteration in words:
             for needed in takers.get(unit, ()):
-                order += receives.up_to(needed, turn)
+                order += receives.up_to(needed, iteration)
             if unit in there:
-                order.append(f"{unit}.{turn}")
+                order.append(f"{unit}.{iteration}")
         self._check_within(order)
         made = in_units(self.loop, self._units.__getitem__, order)
         if self.back == "I":
@@ -306,7 +312,7 @@ class _Units:
         return sent_first(steps, self._late, self.place, self.mesh, self.loop.axis)
 
     def _check_within(self, order: Sequence[str]) -> None:
-        """Turns of another axis lie in one unit whole: no unit before it may need what they make.
+        """Iterations of another axis lie in one unit whole: no unit before it may need what they make.
 
         Raises:
             Error: one does; naming who.
@@ -319,11 +325,11 @@ class _Units:
             for node in self._units:
                 if node not in inside and place[self._units[node]] < last and not made.isdisjoint(node.operands):
                     raise Error(
-                        f"turns of {step.axis!r} have both forward and backward in them, which a schedule parts",
+                        f"iterations of {step.axis!r} have both forward and backward in them, which a schedule parts",
                         where=f"{node.where}  {node.where.code}".rstrip(),
-                        expected=f"turns of {step.axis!r} in one part of a stage, such as chunks of the loss",
-                        got=f"turns that end in a later part, where {self._units[node]} needs what they make",
-                        remedy=f"cut by {self.loop.axis!r} alone what {step.axis!r} cuts, with as many more turns",
+                        expected=f"iterations of {step.axis!r} in one part of a stage, such as chunks of the loss",
+                        got=f"iterations that end in a later part, where {self._units[node]} needs what they make",
+                        remedy=f"sharded by {self.loop.axis!r} alone what {step.axis!r} shardings, with as many more iterations",
                     )
 
     def _unit(self, node: Node) -> str:
@@ -384,15 +390,15 @@ class _Receives:
         self._origin[unit] = origin
         self._units.setdefault(origin, {})[sender] = unit
 
-    def up_to(self, unit: str, turn: int) -> list[str]:
-        """The words of what is received until that of a unit of a turn has come, as far as it has not."""
+    def up_to(self, unit: str, iteration: int) -> list[str]:
+        """The words of what is received until that of a unit of an iteration has come, as far as it has not."""
         origin = self._origin[unit]
         if origin not in self._queues:
             units, row = self._units[origin], row_of_units(self._pipeline, origin)
             self._queues[origin] = [(units[sender], at) for sender, at in row if sender in units]
         queue = self._queues[origin]
-        if (unit, turn) not in queue:
+        if (unit, iteration) not in queue:
             return []
-        end = queue.index((unit, turn)) + 1
+        end = queue.index((unit, iteration)) + 1
         come, queue[:] = queue[:end], queue[end:]
         return [f"{each}.{at}" for each, at in come]

@@ -1,11 +1,11 @@
 """Unrolling a rank's loops into ranks: the program of one iteration, as if the loop axis were an axis of ranks.
 
-    turn = time.turns('mb', 4, ...)                  of iteration 2, where mb is an axis of ranks:
-        at = time.at(turn, 0, 16)
-        part = time.piece(x, 0, at, 16)              (the slice of iteration 2 is the whole x)
+    iteration = loop.begin('mb', 4, ...)                  of iteration 2, where mb is an axis of ranks:
+        at = loop.index(iteration, 0, 16)
+        part = loop.slice(x, 0, at, 16)              (the slice of iteration 2 is the whole x)
         grad = aten.mm(part, w)                      grad = aten.mm(x, w)
-        sum = time.add(total, grad)                  sum = c10d.all_reduce(grad, 'sum', 'mb4.dp2/mb@1')
-    done = time.done(turn, ...)                      wait = c10d.wait_tensor(sum)
+        sum = loop.add(total, grad)                  sum = c10d.all_reduce(grad, 'sum', 'mb4.dp2/mb@1')
+    done = loop.end(iteration, ...)                      wait = c10d.wait_tensor(sum)
 
 What a loop accumulates is what so many ranks would reduce or gather. So what is proven of ranks is proven of
 iterations: each is there once, with its own rows, and is added once. What is no such program is rejected here.
@@ -25,20 +25,20 @@ from shardfx.ir.graph import Graph, Node, Output, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.local_ops import COLLECTING, row_of
-from shardfx.ir.ops.time import turns
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 from shardfx.ir.spec import Spec
 
-from .loop_nest import own_place, own_rows, time_axes
+from .loop_nest import loop_axes, own_place, own_rows
 from .lower_loops import fitting
 
 c10d = torch.ops._c10d_functional
 REDUCTION: dict[Any, tuple[str, float]] = {collect: (reduce, first) for reduce, (collect, first) in COLLECTING.items()}
 
 
-class NotTurns(Exception):
-    """Of a program whose turns are not those of its plan: what is wrong, and at which node."""
+class NotALoop(Exception):
+    """Of a program whose iterations are not those of its plan: what is wrong, and at which node."""
 
     def __init__(self, what: str, node: fx.Node) -> None:
         super().__init__(what)
@@ -47,7 +47,7 @@ class NotTurns(Exception):
 
 @dataclass
 class Put:
-    """A turn's part of an output, where it lies in what the rank gives, and who puts it there."""
+    """An iteration's part of an output, where it lies in what the rank gives, and who puts it there."""
 
     x: Any
     place: dict[int, tuple[int, int]]
@@ -57,59 +57,59 @@ class Put:
 
 
 class Walk:
-    """A program with turns, walked as one of them: what is known so far."""
+    """A program with iterations, walked as one of them: what is known so far."""
 
     def __init__(self, program: RankProgram, graph: Graph, rank: int) -> None:
         self.program, self.planned, self.rank = program, graph, rank
         self.coords = graph.mesh.coords(rank)
-        self.time = time_axes(program.mesh)
+        self.time = loop_axes(program.mesh)
         self.fx = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
         self.inputs = {given.name: given for given in graph.inputs}
         self.place_of = {value.name: node for node in graph.nodes for value in node.outs}
         self.sources = dict(zip((n for n in program.graph.nodes if n.op == "placeholder"), program.inputs, strict=True))
         self.taken: dict[fx.Node, frozenset[str]] = {}
-        """Of an input that holds pieces of several turns, and of parts of it: the axes over which it is taken."""
+        """Of an input that holds pieces of several iterations, and of parts of it: the axes over which it is taken."""
         self.open: list[fx.Node] = []
         self.inside: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.left: dict[fx.Node, tuple[fx.Node, ...]] = {}
         """Of what is collected: the loops that collect it."""
         self.memory: set[fx.Node] = set()
-        """What turns go on from."""
+        """What iterations go on from."""
 
     def _number(self, arg: Any, node: fx.Node) -> Any:
         def known(each: fx.Node) -> Any:
             if each not in self.env or isinstance(self.env[each], fx.Node) or not self._reaches(each):
-                raise NotTurns(f"{each.name} is no number of these turns", node)
+                raise NotALoop(f"{each.name} is no number of these iterations", node)
             return self.env[each]
 
         return fx.map_arg(arg, known)
 
     def _reaches(self, used: fx.Node) -> bool:
-        """Whether a value may be used here: it was made in turns that are not over."""
+        """Whether a value may be used here: it was made in iterations that are not over."""
         made = self.inside[used][: len(self.inside[used]) - len(self.left.get(used, ()))]
         return made == tuple(self.open[: len(made)])
 
     def _group(self, node: fx.Node, name: str) -> str:
-        """The group of this turn's rank with the same turns of others."""
+        """The group of this iteration's rank with the same iterations of others."""
         mesh, own = self.program.mesh, name.partition("/")[2].partition("@")[0].split(".")
         if not set(own) <= set(mesh.names) or name != mesh.group_name(self.program.rank, own):
-            raise NotTurns(f"{name} is no group of rank {self.program.rank}", node)
+            raise NotALoop(f"{name} is no group of rank {self.program.rank}", node)
         return self.planned.mesh.group_name(self.rank, own)
 
     def _usable(self, used: fx.Node, node: fx.Node) -> None:
         if used not in self.env:
-            raise NotTurns(f"{used.name} is memory that turns collect into, and is used otherwise", node)
+            raise NotALoop(f"{used.name} is memory that iterations collect into, and is used otherwise", node)
         if any(loop in self.open for loop in self.left.get(used, ())):
-            raise NotTurns(f"{used.name} is used in the turns that collect it", node)
+            raise NotALoop(f"{used.name} is used in the iterations that collect it", node)
         if not self._reaches(used):
-            raise NotTurns(f"{used.name} is used behind its turns, which do not collect it", node)
+            raise NotALoop(f"{used.name} is used behind its iterations, which do not collect it", node)
         if used in self.taken and (missing := self._turned(used) - self.taken[used]):
-            what = f"{used.name} holds what all turns of {', '.join(sorted(missing))} have, and is used whole"
-            raise NotTurns(what, node)
+            what = f"{used.name} holds what all iterations of {', '.join(sorted(missing))} have, and is used whole"
+            raise NotALoop(what, node)
 
     def _turned(self, node: fx.Node) -> frozenset[str]:
-        """The axes of time over which an input is cut."""
+        """The loop axes over which an input is sharded."""
         source = node
         while source.op != "placeholder":
             source = source.args[0]  # type: ignore[assignment]
@@ -129,18 +129,18 @@ class Walk:
     # ---- what leaves --------------------------------------------------------------------------------------------
 
     def collects(self, node: fx.Node) -> None:
-        """What a call collects over the turns around it, as ranks would reduce or gather it."""
+        """What a call collects over the iterations around it, as ranks would reduce or gather it."""
         memory = node.args[0]
         x = self._added(node)
         if not isinstance(memory, fx.Node) or not isinstance(x, fx.Node) or not self.open:
-            raise NotTurns(f"{node.name} collects what is not done in turns", node)
+            raise NotALoop(f"{node.name} collects what is not done in iterations", node)
         others = [user for user in memory.users if user is not node and not _frames(user)]
         depth = len(self.inside[memory])
         if others or self.inside[memory] != tuple(self.open[:depth]) or depth == len(self.open):
-            raise NotTurns(f"{memory.name} is not memory that these turns alone collect into", node)
+            raise NotALoop(f"{memory.name} is not memory that these iterations alone collect into", node)
         collected = self.open[depth:]
         self.left[node] = tuple(collected)
-        if node.target is turns.put:
+        if node.target is loop_ops.write:
             self._put(node, memory, collected)
             return
         self.env[node] = self._summed(node, memory, x, collected)
@@ -163,15 +163,15 @@ class Walk:
 
     def _summed(self, node: fx.Node, memory: fx.Node, x: Any, collected: list[fx.Node]) -> fx.Node:
         """What so many ranks would reduce."""
-        reduce, first = REDUCTION.get(node.target, REDUCTION[turns.add])
+        reduce, first = REDUCTION.get(node.target, REDUCTION[loop_ops.add])
         source: Any = memory.args[0] if memory.target is memory_ops.part else memory
         planned = node.meta.get("shardfx")
         if len(collected) != 1 or source.target is not memory_ops.filled or not isinstance(planned, Node):
-            raise NotTurns(f"{node.name} goes on from what is no memory for sums of the plan", node)
+            raise NotALoop(f"{node.name} goes on from what is no memory for sums of the plan", node)
         _, begins, dtype = source.args[:3]
         if dtype != planned.outs[0].type.dtype or begins != fitting(first, dtype):
             what = f"{node.name} goes on from {begins} of {dtype}"
-            raise NotTurns(f"{what}, not from {first} of {planned.outs[0].type.dtype}", node)
+            raise NotALoop(f"{what}, not from {first} of {planned.outs[0].type.dtype}", node)
         self._fits(node, memory, planned.outs[0])
         group = self.planned.mesh.group_name(self.rank, [str(collected[0].args[0])])
         sent = self._make(node, c10d.all_reduce.default, (x, reduce, group))
@@ -188,17 +188,17 @@ class Walk:
             asked = self._number(memory.args[0], node)
             fits = tuple(asked) == held
         if not fits:
-            raise NotTurns(f"{node.name} sums into memory of {list(asked)}, where what it adds has {list(held)}", node)
+            raise NotALoop(f"{node.name} sums into memory of {list(asked)}, where what it adds has {list(held)}", node)
 
     def _put(self, node: fx.Node, memory: fx.Node, collected: list[fx.Node]) -> None:
-        """What each turn makes, one behind the other, or at its place in the whole."""
+        """What each iteration makes, one behind the other, or at its place in the whole."""
         args: Any = node.args
         x, dims, starts, lengths = args[1:]
         dims, starts, lengths = (self._number(arg, node) for arg in (dims, starts, lengths))
         whole: Any = self._number(memory_ops.shape_asked(memory.target, memory.args), node)
         dtype: Any = memory_ops.dtype_asked(memory.target, memory.args)
         if not len(dims) == len(starts) == len(lengths):
-            raise NotTurns(f"{node.name} puts a part at {starts} of dims {dims}, in lengths {lengths}", node)
+            raise NotALoop(f"{node.name} puts a part at {starts} of dims {dims}, in lengths {lengths}", node)
         made = self.env[x]
         if self._leaves(node):
             place = dict(zip(dims, zip(starts, lengths, strict=True), strict=True))
@@ -206,13 +206,13 @@ class Walk:
         elif len(collected) == 1 and len(dims) == 1:
             planned = node.meta.get("shardfx")
             if not isinstance(planned, Node) or dtype != planned.outs[0].type.dtype:
-                raise NotTurns(f"{node.name} puts parts into memory of {dtype}, which is not what the plan has", node)
+                raise NotALoop(f"{node.name} puts parts into memory of {dtype}, which is not what the plan has", node)
             self.env[node] = self._gathered(node, made, collected[0], dims[0], list(whole), lengths[0])
         else:
-            raise NotTurns(f"{node.name} puts parts of several axes together", node)
+            raise NotALoop(f"{node.name} puts parts of several axes together", node)
 
     def _leaves(self, node: fx.Node) -> bool:
-        """Whether a node is an output that is cut over time."""
+        """Whether a node is an output that is sharded over time."""
         given: Any = self.program.result().args[0]
         return any(
             result is node
@@ -222,15 +222,15 @@ class Walk:
         )
 
     def _gathered(self, node: fx.Node, x: Any, loop: fx.Node, dim: int, whole: list[int], length: int) -> fx.Node:
-        """The parts of all turns together: what so many ranks would gather."""
+        """The parts of all iterations together: what so many ranks would gather."""
         axis, count = str(loop.args[0]), self.program.mesh[str(loop.args[0])].size
-        rows, at = [self._rows(node, loop, turn) for turn in range(count)], 0
-        for turn, (start, length_) in enumerate(rows):
+        rows, at = [self._rows(node, loop, iteration) for iteration in range(count)], 0
+        for iteration, (start, length_) in enumerate(rows):
             if start != at:
-                raise NotTurns(f"turn {turn} puts its part at {start}, where {at} is the next place", node)
+                raise NotALoop(f"iteration {iteration} puts its part at {start}, where {at} is the next place", node)
             at += length_
         if at != whole[dim]:
-            raise NotTurns(f"turns put {at} rows into memory for {whole[dim]}", node)
+            raise NotALoop(f"iterations put {at} rows into memory for {whole[dim]}", node)
         per = max(length_ for _, length_ in rows)
         packed = self._make(node, pack.pack, (x, [*whole[:dim], length, *whole[dim + 1 :]], dim, per))
         group = self.planned.mesh.group_name(self.rank, [axis])
@@ -238,13 +238,13 @@ class Walk:
         wait = self._make(node, c10d.wait_tensor.default, (sent,))
         return self._make(node, pack.unpack_gathered, (wait, per, [length_ for _, length_ in rows], dim, whole))
 
-    def _rows(self, node: fx.Node, loop: fx.Node, turn: int) -> tuple[int, int]:
-        """Where another turn puts its part."""
+    def _rows(self, node: fx.Node, loop: fx.Node, iteration: int) -> tuple[int, int]:
+        """Where another iteration puts its part."""
 
         def number(used: fx.Node) -> Any:
             if used is loop:
-                return turn
-            if used.target in (turns.at, turns.pick):
+                return iteration
+            if used.target in (loop_ops.index, loop_ops.piecewise_index):
                 function: Any = used.target
                 return function(*fx.map_arg(used.args, number))
             return self.env[used]
@@ -256,24 +256,24 @@ class Walk:
 
 def _frames(node: fx.Node) -> bool:
     row = row_of(node.target)
-    return row is not None and row.turns in ("opens", "closes")
+    return row is not None and row.loop in ("opens", "closes")
 
 
 def as_ranks(mesh: Mesh) -> Mesh:
-    """The mesh on which each turn is a rank of its own."""
+    """The mesh on which each iteration is a rank of its own."""
     return Mesh(links={axis.name: axis.link for axis in mesh.axes}, **{axis.name: axis.size for axis in mesh.axes})
 
 
 def unrolled(program: RankProgram, graph: Graph, rank: int) -> RankProgram:
-    """What one rank of the mesh without turns does, of the program of the rank that it is a turn of.
+    """What one rank of the mesh without iterations does, of the program of the rank that it is a turn of.
 
     Args:
         graph: the planned one, on the mesh :func:`as_ranks`.
         rank: of this mesh.
 
     Raises:
-        NotTurns: turns are left out or done twice, take other rows than their own, or something leaves them that they
-            do not collect.
+        NotTurns: iterations are left out or done twice, take other rows than their own, or something leaves them that
+            they do not collect.
     """
     return _Unrolling(program, graph, rank).run()
 
@@ -292,7 +292,7 @@ class _Unrolling(Walk):
             else:
                 self._call(node)
         if self.open:
-            raise NotTurns("turns begin here and do not end", self.open[-1])
+            raise NotALoop("iterations begin here and do not end", self.open[-1])
         of = {(given.kind, given.name): given for given in self.planned.inputs}
         to = {(output.kind, output.name): output for output in self.planned.outputs}
         return replace(
@@ -306,20 +306,20 @@ class _Unrolling(Walk):
 
     def _call(self, node: fx.Node) -> None:
         row = row_of(node.target)
-        part = row.turns if row is not None else ""
+        part = row.loop if row is not None else ""
         if part == "unit":
             return  # what it says of the order was checked with the form of the program
         if part == "opens":
             self._opens(node)
         elif part == "closes":
             if not self.open or node.args[0] is not self.open[-1]:
-                raise NotTurns("turns end here that did not begin last", node)
+                raise NotALoop("iterations end here that did not begin last", node)
             self.open.pop()
         elif part == "number":
             self.env[node] = row.function(*(self._number(arg, node) for arg in node.args))  # type: ignore[union-attr]
         elif part == "collects":
             self.collects(node)
-        elif node.target is turns.piece:
+        elif node.target is loop_ops.slice_of:
             self._piece(node)
         elif node.target is memory_ops.filled or (node.target is memory_ops.part and node.args[0] not in self.env):
             self.memory.add(node)
@@ -332,9 +332,9 @@ class _Unrolling(Walk):
         axis, count = node.args[:2]
         mesh = self.program.mesh
         if axis not in self.time or mesh[str(axis)].size != count:
-            raise NotTurns(f"{count} turns of {axis!r}, where the mesh is {mesh!r}", node)
+            raise NotALoop(f"{count} iterations of {axis!r}, where the mesh is {mesh!r}", node)
         if any(other.args[0] == axis for other in self.open):
-            raise NotTurns(f"turns of {axis!r} within turns of {axis!r}", node)
+            raise NotALoop(f"iterations of {axis!r} within iterations of {axis!r}", node)
         self.open.append(node)
         self.env[node] = self.coords[str(axis)]
 
@@ -350,11 +350,11 @@ class _Unrolling(Walk):
     # ---- what comes in ------------------------------------------------------------------------------------------
 
     def _piece(self, node: fx.Node) -> None:
-        """A turn's own rows of an input."""
+        """An iteration's own rows of an input."""
         args: Any = node.args
         source, dim, start, length = args
         if not isinstance(source, fx.Node) or source not in self.taken or not self._reaches(source):
-            raise NotTurns(f"{node.name} is a turn's part of what is no input", node)
+            raise NotALoop(f"{node.name} is an iteration's part of what is no input", node)
         start, length = self._number((start, length), node)
         left = [loop for loop in self.open if loop.args[0] in self._turned(source) - self.taken[source]]
         origin = source
@@ -364,12 +364,12 @@ class _Unrolling(Walk):
         assert spec is not None
         over = next((loop for loop in left if dim < len(spec.dims) and loop.args[0] in spec.dims[dim].axes), None)
         if over is None:
-            raise NotTurns(f"{node.name} takes a part of dim {dim}, which these turns do not cut", node)
+            raise NotALoop(f"{node.name} takes a part of dim {dim}, which these iterations do not sharded", node)
         axis = str(over.args[0])
         expected = own_rows(spec, shape, self.program.mesh, self.coords, axis, dim)
         if (start, length) != expected:
-            what = f"turn {self.coords[axis]} of {axis} takes {length} rows of {origin.name} from {start} on"
-            raise NotTurns(f"{what}, where its own are {expected[1]} from {expected[0]} on", node)
+            what = f"iteration {self.coords[axis]} of {axis} takes {length} rows of {origin.name} from {start} on"
+            raise NotALoop(f"{what}, where its own are {expected[1]} from {expected[0]} on", node)
         self.env[node] = self.env[source]
         self.taken[node] = self.taken[source] | {axis}
 
@@ -388,7 +388,7 @@ class _Unrolling(Walk):
         self.fx.output(tuple(results))
 
     def _own_part(self, output: Output, made: Put) -> Any:
-        """What this turn has put, where it is the output's own place for it."""
+        """What this iteration has put, where it is the output's own place for it."""
         spec, shape = output.value.spec, output.value.shape
         assert spec is not None
         place, held = (
@@ -396,9 +396,9 @@ class _Unrolling(Walk):
             held_shape(spec, shape, self.program.mesh, self.program.rank),
         )
         if made.place != place or tuple(made.shape) != held:
-            what = f"a turn's part of {output.kind} {output.name} is put at {made.place}, not {place}"
-            raise NotTurns(what, made.node)
+            what = f"an iteration's part of {output.kind} {output.name} is put at {made.place}, not {place}"
+            raise NotALoop(what, made.node)
         if made.dtype != output.value.type.dtype:
             what = f"{output.kind} {output.name} is put into memory of {made.dtype}, not {output.value.type.dtype}"
-            raise NotTurns(what, made.node)
+            raise NotALoop(what, made.node)
         return made.x

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: batch, heads and query rows may be cut; query heads may share key heads in groups.
+"""Scaled dot-product attention: batch, heads and query rows may be sharded; query heads may share key heads in groups.
 
 q[b (h r) s e!], k[b h t! e!], v[b h t! v!], mask -> out[b (h r) s v!], logsumexp[b (h r) s]
 """
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 def _rule(node: Node, operands: str, results: str, free: str) -> ShardingRule:
     """The rule of a node, each of whose tensors is one of ``q k v o`` (the output), ``l`` (logsumexp), ``m`` (mask) or
-    ``-`` (anything whole); ``free`` factors are cut where each query sees all keys."""
+    ``-`` (anything whole); ``free`` factors are sharded where each query sees all keys."""
     slots = tensor_slots(node)
     at = {kind: value for kind, value in zip(operands, slots, strict=True) if value is not None}
     q, k, v = at["q"].shape, at["k"].shape, at["v"].shape
@@ -61,7 +61,7 @@ def _rule(node: Node, operands: str, results: str, free: str) -> ShardingRule:
 
 
 def forward(node: Node) -> ShardingRule:
-    """Keys are whole; queries may be cut, unless each sees the keys before it."""
+    """Keys are whole; queries may be sharded, unless each sees the keys before it."""
     return _rule(node, "qkvm-"[: len(tensor_slots(node))], "ol", "s")
 
 

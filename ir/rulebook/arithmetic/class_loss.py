@@ -1,4 +1,4 @@
-"""Losses over class indices. Where the classes are cut, each rank counts the rows whose class it has."""
+"""Losses over class indices. Where the classes are sharded, each rank counts the rows whose class it has."""
 
 from __future__ import annotations
 

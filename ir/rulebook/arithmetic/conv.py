@@ -1,4 +1,5 @@
-"""Convolution. Batch, channels and space may be cut: of a cut of space a rank needs the rows that its windows reach."""
+"""Convolution. Batch, channels and space may be sharded: of a sharding of space a rank needs the rows that its windows
+reach."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfx.ir.cut import Window
+from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.binding import Shape
@@ -95,7 +96,7 @@ def convolution_backward(node: Node) -> ShardingRule:
     """The gradient of x is a sum over co, that of w a sum over n, that of the bias does not know ci.
 
     The one is linear in w, the other in x. The gradient of w alone is a sum over the places of the kernel, which may be
-    cut; with another one beside it space is whole. The gradient of a bias alone is a sum over all places.
+    sharded; with another one beside it space is whole. The gradient of a bias alone is a sum over all places.
     """
     y, x, w = (value.shape for value in node.operands)
     alone = list(argument(node, "output_mask")) == [False, True, False]
@@ -108,7 +109,7 @@ def convolution_backward(node: Node) -> ShardingRule:
 
 
 def expand_convolution(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-    """A convolution and the bias behind it: a cut of the summed channels is then in the way of the sum alone."""
+    """A convolution and the bias behind it: a sharding of the summed channels is then in the way of the sum alone."""
     y: Tensor = aten.convolution(x, w, None, *options)
     return y if bias is None else y + bias.view([1, -1, *[1] * (x.dim() - 2)])
 
@@ -185,10 +186,12 @@ def expand_col2im(
 def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A convolution, padded at the border of the whole; of a transposed one what goes beyond its rows is cut off."""
     x, w, bias, stride, padding, dilation, transposed, more, groups = args
-    space, cut = _space(emit), sorted(int(leader[1:]) for leader in leaders)
-    padding, more = ([0 if i in cut else n for i, n in enumerate(spread(n, len(space), ()))] for n in (padding, more))
+    space, sharding = _space(emit), sorted(int(leader[1:]) for leader in leaders)
+    padding, more = (
+        [0 if i in sharding else n for i, n in enumerate(spread(n, len(space), ()))] for n in (padding, more)
+    )
     stretches = []
-    for i in cut:
+    for i in sharding:
         held, made = emit.operand_bounds(0, 2 + i), emit.result_bounds(0, 2 + i)
         stretches.append(_made(space[i], i, held, made) if transposed else _read(space[i], i, held, made))
     if not transposed:
@@ -206,10 +209,12 @@ def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str])
 def convolution_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's share of the gradient of w: of its own places, and of what these read."""
     grad, x, w, bias_sizes, stride, padding, dilation, transposed, more, groups, wanted = args
-    space, cut = _space(emit), sorted(int(leader[1:]) for leader in leaders)
-    padding, more = ([0 if i in cut else n for i, n in enumerate(spread(n, len(space), ()))] for n in (padding, more))
+    space, sharding = _space(emit), sorted(int(leader[1:]) for leader in leaders)
+    padding, more = (
+        [0 if i in sharding else n for i, n in enumerate(spread(n, len(space), ()))] for n in (padding, more)
+    )
     large, small = (0, 1) if transposed else (1, 0)
-    pairs = [(i, emit.operand_bounds(large, 2 + i), emit.operand_bounds(small, 2 + i)) for i in cut]
+    pairs = [(i, emit.operand_bounds(large, 2 + i), emit.operand_bounds(small, 2 + i)) for i in sharding]
     stretches = [_read(space[i], i, held, places) for i, held, places in pairs]
     if transposed:
         grad = fitted(emit, grad, stretches)

@@ -1,4 +1,4 @@
-"""Ops that make values: constants, ranges, random masks. Any dim of the result may be cut."""
+"""Ops that make values: constants, ranges, random masks. Any dim of the result may be sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Linear algebra: matrices are whole, the dims before them are a batch; the columns of a right-hand side may be cut."""
+"""Linear algebra: matrices are whole, the dims before them are a batch; the columns of a right-hand side may be
+sharded."""
 
 from __future__ import annotations
 

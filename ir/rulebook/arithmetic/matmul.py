@@ -1,6 +1,6 @@
-"""Matrix products. A cut of the summed dim leaves a partial sum; with a bias inside, the op is taken apart first.
+"""Matrix products. A sharding of the summed dim leaves a partial sum; with a bias inside, the op is taken apart first.
 
-Products by group may be cut by rows and by groups: each rank multiplies those of its rows that are in its groups.
+Products by group may be sharded by rows and by groups: each rank multiplies those of its rows that are in its groups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Normalisations. The normalised dims are whole; where a cut of them is wanted the op is taken apart."""
+"""Normalisations. The normalised dims are whole; where a sharding of them is wanted the op is taken apart."""
 
 from __future__ import annotations
 
@@ -194,9 +194,11 @@ def group_norm_share(emit: Emit) -> Any:
 
 def moments_of_pieces(node: Node) -> ShardingRule:
     """A rank's samples and rows are some of the pieces, ``(p0 q0!) c (p2 q2!) .. -> p! m! c``; others are 0."""
-    cut = [dim for dim in range(node.operands[0].type.ndim) if dim != 1]
-    x = " ".join(f"(p{dim} q{dim}!)" if dim in cut else "c" for dim in range(len(cut) + 1))
-    return template(f"{x} -> p! m! c")(node, tuple(zip((f"p{dim}" for dim in cut), argument(node, "of"), strict=True)))
+    sharding = [dim for dim in range(node.operands[0].type.ndim) if dim != 1]
+    x = " ".join(f"(p{dim} q{dim}!)" if dim in sharding else "c" for dim in range(len(sharding) + 1))
+    return template(f"{x} -> p! m! c")(
+        node, tuple(zip((f"p{dim}" for dim in sharding), argument(node, "of"), strict=True))
+    )
 
 
 def own_moments(emit: Emit) -> Any:
@@ -219,7 +221,7 @@ RULES: tuple[RuleEntry, ...] = (
     packed(batch_norm_sums, "n c s.., n c s.., c, c -> c, c", linear="0"),
     packed(batch_norm_gradient, "n c s.., n c s.., c, c, c, c, c -> n c s..", linear="0&4&5"),
     rule(aten.native_layer_norm.default, affine(f"{ROWS}, d.., d.. -> n.. d.., n.. 1*d, n.. 1*d"), expand=True),
-    # The gradients of weight and bias are sums over n: partial where that is cut.
+    # The gradients of weight and bias are sums over n: partial where that is sharded.
     packed(
         aten.native_layer_norm_backward.default,
         rows_backward(f"{ROWS}, n.. d.., n.. 1*d, n.. 1*d, d.., d.. -> n.. d.., d.., d..", "0|4>0|5>"),

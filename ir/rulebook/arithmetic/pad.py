@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.cut import Window
+from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.computing.resized import resize_tile, resize_tile_backward
 from shardfx.ir.rulebook.dims import argument, ops, words

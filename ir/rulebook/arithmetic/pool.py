@@ -1,6 +1,6 @@
 """Pooling, and what else works on the last dims as a picture.
 
-Where windows stand side by side, ``h`` is ``(p a)`` of the input, and ``p`` may be cut. Where they overlap, a rank
+Where windows stand side by side, ``h`` is ``(p a)`` of the input, and ``p`` may be sharded. Where they overlap, a rank
 needs the rows that its own reach. Elsewhere these dims are whole.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardfx.ir.cut import Window
+from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops.computing.adaptive import adaptive_max_tile, largest_of_all, largest_of_all_backward
 from shardfx.ir.ops.computing.tiles import avg_pool_tile, avg_pool_tile_backward, max_pool_tile, max_pool_tile_backward

@@ -1,4 +1,4 @@
-"""Reductions, softmax and scans. A reduced dim that is cut leaves a partial sum (or max, min, product)."""
+"""Reductions, softmax and scans. A reduced dim that is sharded leaves a partial sum (or max, min, product)."""
 
 from __future__ import annotations
 

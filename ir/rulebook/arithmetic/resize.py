@@ -1,6 +1,7 @@
 """Interpolation and adaptive means: a row of the result is made of a few rows of the picture, which a rank needs of a
-cut picture. Where rows are made block by block (twice as many nearest rows, means of each eight) ``h`` is ``(g a)`` of
-the picture and ``(g b)`` of the result, and ``g`` may be cut."""
+sharded picture. Where rows are made block by block (twice as many nearest rows, means of each eight) ``h`` is ``(g a)``
+of
+the picture and ``(g b)`` of the result, and ``g`` may be sharded."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfx.ir.cut import Window
+from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.computing.resized import resize_tile, resize_tile_backward
 from shardfx.ir.rulebook.dims import argument

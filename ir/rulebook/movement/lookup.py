@@ -1,6 +1,6 @@
 """Lookups: embedding, gather, index; what is in a table, and where in a sorted one.
 
-Where the dim that is looked up is cut, each rank finds what lies in its own range and gives nothing for the
+Where the dim that is looked up is sharded, each rank finds what lies in its own range and gives nothing for the
 rest: the sum over the ranks is the answer. That is the vocabulary-parallel embedding of Megatron-LM
 (Shoeybi et al., 2019), here for every op of the kind.
 """
@@ -71,7 +71,7 @@ def gather(node: Node) -> ShardingRule | str:
 
 
 def index_tensor(node: Node) -> str | None:
-    """``x[i, j]``: indexed dims are whole, the dims of the (broadcast) index and the other dims may be cut."""
+    """``x[i, j]``: indexed dims are whole, the dims of the (broadcast) index and the other dims may be sharded."""
     found = indexed(node, "x")
     return f"{found.table}, {found.indices} -> {words(found.result)}" if found is not None else None
 
@@ -104,7 +104,7 @@ def histc(node: Node) -> str:
 
 
 def embedding_bag(node: Node) -> Template:
-    """``w[v!, d], ... -> y[b!, d]`` and what the bags are, which every rank has; d may be cut."""
+    """``w[v!, d], ... -> y[b!, d]`` and what the bags are, which every rank has; d may be sharded."""
     columns = node.operands[0].shape[1]
     results = (
         f"r{i}! d" if len(value.shape) == 2 and value.shape[1] == columns else f"r{i}_..!"
@@ -115,7 +115,8 @@ def embedding_bag(node: Node) -> Template:
 
 
 def embedding_bag_backward(node: Node) -> Template:
-    """The gradient of the table, by what bag each index is in: the indices may be cut, as counts and maxima may not."""
+    """The gradient of the table, by what bag each index is in: the indices may be sharded, as counts and maxima may
+    not."""
     summed = argument(node, "mode") in (0, 1) and not argument(node, "scale_grad_by_freq")
     i = "i" if summed else "i!"
     most = node.operands[5]

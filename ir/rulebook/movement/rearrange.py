@@ -1,4 +1,4 @@
-"""Ops that put elements elsewhere: turns, repetition, diagonals, windows."""
+"""Ops that put elements elsewhere: iterations, repetition, diagonals, windows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardfx.ir.cut import Window
+from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.arithmetic.pool import side_by_side
 from shardfx.ir.rulebook.dims import argument, moves, words
@@ -25,14 +25,14 @@ def mirrored(node: Node) -> dict[int, int]:
     dims = [dim % ndim for dim in argument(node, "dims")]
     if node.op.overloadpacket is aten.flip:
         return {dim: dim for dim in dims}
-    (i, j), turns = dims, argument(node, "k") % 4
-    return ({}, {j: i}, {i: i, j: j}, {i: j})[turns]
+    (i, j), iterations = dims, argument(node, "k") % 4
+    return ({}, {j: i}, {i: i, j: j}, {i: j})[iterations]
 
 
 def turned(node: Node) -> ShardingRule:
     """Of a dim that is turned round a rank needs the rows of its mirror image: row o is the one as far from the end."""
     found, sizes = mirrored(node), node.operands[0].shape
-    other = {to: dim for dim, to in found.items() if to not in found}  # a quarter turn: where the first one stood
+    other = {to: dim for dim, to in found.items() if to not in found}  # a quarter iteration: where the first one stood
     of = dict(enumerate(range(len(sizes)))) | {to: dim for dim, to in (found | other).items()}
     last = {dim: sizes[dim] - 1 for dim in found if sizes[dim] > 1}
     y = words(f"{'o' if of[to] in last else 'd'}{of[to]}" for to in range(len(sizes)))
@@ -110,7 +110,7 @@ def repeat_local(emit: Emit) -> Any:
 
 
 def repeat(node: Node) -> str:
-    """``d -> (r d)``: what is repeated may be cut, and so may the repetitions."""
+    """``d -> (r d)``: what is repeated may be sharded, and so may the repetitions."""
     x, out = node.operands[0].type.ndim, node.outs[0].type.ndim
     result = (f"(r{i} d{i})" if i >= out - x else f"d{i}" for i in range(out))
     return f"~{words(f'd{i}' for i in range(out - x, out))} -> {words(result)}"

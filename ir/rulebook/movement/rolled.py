@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfx.ir.cut import Window
+from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.computing.rings import ring, ring_sum, ring_tile
 from shardfx.ir.rulebook.dims import argument, at_dim

@@ -1,8 +1,8 @@
 """Writing into a tensor at places that an index names.
 
-The dims that are written to are whole. Where values are *added*, the index may be cut all the same: each rank adds
+The dims that are written to are whole. Where values are *added*, the index may be sharded all the same: each rank adds
 what it has, the first one to the tensor and the others to zeros, and the sum over the ranks is the answer. So
-the gradient of a lookup may be cut as the lookup is.
+the gradient of a lookup may be sharded as the lookup is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parts of tensors, and tensors of parts: slice, select, split, cat, stack, and their gradients.
 
-A part that is one of the equal blocks of a dim keeps the cuts within the block: ``(c! k) -> k``. Of other slices a rank
-needs the rows that its own are. Elsewhere the dim is whole.
+A part that is one of the equal blocks of a dim keeps the shardings within the block: ``(c! k) -> k``. Of other slices a
+rank needs the rows that its own are. Elsewhere the dim is whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.cut import Window
+from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.rulebook.dims import argument, at_dim, given_tensors, moves, untouched
 from shardfx.ir.rules.book import RuleEntry, rule
@@ -116,7 +116,7 @@ def _pieces(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, st
 
 
 def split(node: Node) -> str:
-    """Equal pieces keep the cuts within a piece: ``(c! k) -> k, k, k``."""
+    """Equal pieces keep the shardings within a piece: ``(c! k) -> k, k, k``."""
     x = node.operands[0]
     pieces, together = _pieces([v.shape for v in node.outs], argument(node, "dim") % x.type.ndim, x.type.ndim)
     return f"{together} -> {pieces}"
@@ -130,7 +130,7 @@ def split_local(emit: Emit) -> Any:
 
 
 def cat(node: Node) -> str:
-    """Equal operands keep their cuts: ``k, k, k -> (c! k)``."""
+    """Equal operands keep their shardings: ``k, k, k -> (c! k)``."""
     out = node.outs[0]
     pieces, together = _pieces([v.shape for v in node.operands], argument(node, "dim") % out.type.ndim, out.type.ndim)
     return f"{pieces} -> {together}"
@@ -149,7 +149,7 @@ def slice_scatter(node: Node) -> Template:
 
 
 def chunk_cat(node: Node) -> str:
-    """Tensors are padded and cut into chunks from one dim on; the dims before it pass."""
+    """Tensors are padded and split into chunks from one dim on; the dims before it pass."""
     lead = f"d*{argument(node, 'dim') % node.operands[0].type.ndim}"
     return f"{', '.join(f'{lead} x{i}_..!' for i in range(len(given_tensors(node))))} -> {lead} y..!"
 

@@ -1,6 +1,6 @@
 """Views: reshapes, transposes, expansion.
 
-A view is written in the sub-dims that its input's and output's dims have in common, so that a cut passes
+A view is written in the sub-dims that its input's and output's dims have in common, so that a sharding passes
 through it whichever way: ``[8, 128, 64] -> [1024, 64]`` is ``b t d -> (b t) d``.
 """
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardfx.ir.cut import Cut, bounds
+from shardfx.ir.dim_sharding import DimSharding, bounds
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
@@ -51,10 +51,10 @@ class EqualShards:
 def equal_shards(graph: Graph) -> EqualShards | None:
     """The boxes of a planned graph's ranks; None where that is not known: tiles with overlapping rows."""
     mesh = graph.mesh
-    cuts = set(_cuts(graph))
-    if any(cut.rows is not None and not cut.is_even(size, mesh) for size, cut in cuts):
+    shardings = set(_shardings(graph))
+    if any(sharding.rows is not None and not sharding.is_even(size, mesh) for size, sharding in shardings):
         return None
-    parts = {part for size, cut in cuts for part in cut.sub(size) if part.size % mesh.extent(part.axes)}
+    parts = {part for size, sharding in shardings for part in sharding.sub(size) if part.size % mesh.extent(part.axes)}
     axes = mesh.sort({axis for part in parts for axis in part.axes})
     found: dict[tuple[int, ...], list[int]] = {}
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -69,7 +69,7 @@ def equal_shards(graph: Graph) -> EqualShards | None:
     return EqualShards(mesh, boxes) if all(_is_box(box, mesh) for box in boxes) else None
 
 
-def _cuts(graph: Graph) -> Iterator[tuple[int, Cut]]:
+def _shardings(graph: Graph) -> Iterator[tuple[int, DimSharding]]:
     """All sizes of dims that are sharded, and how."""
     seen: set[tuple[tuple[int, ...], Spec]] = {(v.shape, v.spec) for v in graph.values() if v.spec is not None}
     for node in graph.nodes:
@@ -77,7 +77,7 @@ def _cuts(graph: Graph) -> Iterator[tuple[int, Cut]]:
             seen.update(zip((v.shape for v in node.operands), node.strategy.operands, strict=False))
             seen.update(zip((v.shape for v in node.outs), node.strategy.results, strict=False))
     for shape, spec in seen:
-        yield from ((size, cut) for size, cut in zip(shape, spec.dims, strict=True) if cut)
+        yield from ((size, sharding) for size, sharding in zip(shape, spec.dims, strict=True) if sharding)
 
 
 def _is_box(ranks: tuple[int, ...], mesh: Mesh) -> bool:

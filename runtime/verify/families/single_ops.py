@@ -32,12 +32,12 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.alike import argument_key
+from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.ops.table import OwnOp, carried
-from shardfx.ir.ops.time import handover
 from shardfx.ir.program.loops.schedule_actions import ends_here, made_at
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.rules.local import gives_list, is_cut
+from shardfx.ir.rules.local import gives_list, is_sharded
 from shardfx.runtime.verify.data_movement import MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault, first_output, place
 from shardfx.runtime.verify.proof.deduction import Deduction, same, written
@@ -119,7 +119,7 @@ class SingleOps:
             differ = [axes_of({rank: numbers[rank] for rank in box}, mesh) for box in self.alike.boxes]
             return self._linear({*node.kwargs.get("axes", ())}.union(*differ))
         entry = self._book.entry(node.op)
-        if entry is not None and entry.local is not None and node.strategy is not None and is_cut(node):
+        if entry is not None and entry.local is not None and node.strategy is not None and is_sharded(node):
             if not all(self._as_the_rule_says(node, family, mesh) for family in made):
                 return range(mesh.size)
         elif any(family.varying for family in made):
@@ -271,12 +271,12 @@ def all_meet(made: Sequence[Family], axis: str, mesh: Mesh) -> bool:
                 if any(map(varies, leaves(node))):
                     return False
                 continue
-            *before, other, tag, turn, group = node.args
+            *before, other, tag, iteration, group = node.args
             if any(map(varies, _flat((*before, other, tag)))) or group != mesh.group_name(together.rank(), [axis]):
                 return False
-            sends = node.target is handover.send
+            sends = node.target is stage_transfer.send
             ends = [coords[axis], other] if sends else [other, coords[axis]]
-            columns = [together.on_each(each) or [each] * len(family.ranks) for each in (line, turn, *ends)]
+            columns = [together.on_each(each) or [each] * len(family.ranks) for each in (line, iteration, *ends)]
             (sent if sends else received).update((tag, *each) for each in zip(*columns, strict=True))
     return sent == received
 

@@ -256,8 +256,8 @@ def _padded(forms: NormalForms, given: Given, shape: tuple[int, ...], dtype: tor
     for place in range(0, len(pads), 2):
         held = list(forms[of].shape)
         dim = len(held) - 1 - place // 2
-        cut = [max(-pads[place], 0), held[dim] - max(-pads[place + 1], 0)]
-        parts = [forms.move(aten.slice.Tensor, (of, dim, *cut), {})]
+        sharding = [max(-pads[place], 0), held[dim] - max(-pads[place + 1], 0)]
+        parts = [forms.move(aten.slice.Tensor, (of, dim, *sharding), {})]
         if parts[0] is None:
             return None
         for before, size in ((True, pads[place]), (False, pads[place + 1])):

@@ -129,7 +129,7 @@ class Calls:
         found, why = [], ""
         if not ways:
             held = ", ".join(f.spec.text(v.shape) for f, v in zip(facts, maker.operands, strict=True))
-            why = f"{op_name(maker.op)} cannot be computed from {held}: its rule knows no such cut"
+            why = f"{op_name(maker.op)} cannot be computed from {held}: its rule knows no such sharding"
         for made in ways:
             forms = deduction.forms(maker, made, self.rank)
             if any(
@@ -165,9 +165,7 @@ class Calls:
                 wanted = _likely_first(wanted, maker, _tensors(node))
             for chosen in itertools.islice(itertools.product(*wanted), MOST_CHOICES):
                 found, why = self._try(node, maker, [n for n, _ in chosen], [f for _, f in chosen])
-                if (
-                    found
-                ):  # and so by whatever else is true of the operands, as where this rank's rows are those of two cuts
+                if found:  # and so by whatever else is true of the operands, as where this rank's rows are those of two shardings
                     all_found.append((self.taken[maker], maker, found))
                 elif maker.op is node.target:
                     best = why
@@ -189,7 +187,7 @@ class Calls:
         for maker in self._lacking:
             made = maker.strategy
             assert made is not None
-            own = {axis for _, axes in made.cuts for axis in axes}
+            own = {axis for _, axes in made.shardings for axis in axes}
             if any(axis not in own for spec in made.results for axis in spec.partial_axes):
                 wanted = [self._known(node, self.proof.universe.of[value]) for value in maker.operands]
                 for chosen in itertools.islice(itertools.product(*wanted), MOST_CHOICES):

@@ -1,7 +1,7 @@
 """From what a rank holds of an op's operands to what it holds of its results, and how its own call then reads.
 
 A :class:`Fact` is "this tensor is box ``spec`` of ``term``". From the facts of the operands the op's sharding rule says
-which factors are cut, and from those what the result is; what the operands do not say (an ``expand``, an
+which factors are sharded, and from those what the result is; what the operands do not say (an ``expand``, an
 ``arange``) may
 be any placement that the plan claims, and the shapes in the rank's own call decide. :func:`written` gives that call, by
 the same functions of the rule book that the oracle executes against the whole op.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.cut import Cut, project
+from shardfx.ir.dim_sharding import DimSharding, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy, Value, substitute
 from shardfx.ir.mesh import Mesh
@@ -37,8 +37,8 @@ Origins = tuple[tuple[str, int], ...]
 """For each axis over which a fact is partial: of which sum this is one rank's share, and how it was made of shares
 (a number of :meth:`Deduction.origin`).
 
-Shares add up to the whole only if they are shares of one sum, pieces of one cut, and came the same way: of a product
-``s @ s`` one rank's ``share @ s`` and another's ``s @ share`` are shares of two sums.
+Shares add up to the whole only if they are shares of one sum, pieces of one sharding, and came the same way: of a
+product ``s @ s`` one rank's ``share @ s`` and another's ``s @ share`` are shares of two sums.
 """
 
 
@@ -62,7 +62,7 @@ class Deduction:
     _numbers: dict[Hashable, int] = field(default_factory=dict)
     _rules: dict[int, ShardingRule] = field(default_factory=dict)
     _known: dict[tuple[int, tuple[Spec, ...]], list[Strategy]] = field(default_factory=dict)
-    _cut: dict[tuple[int, int], Mapping[str, tuple[str, Cut]]] = field(default_factory=dict)
+    _sharding: dict[tuple[int, int], Mapping[str, tuple[str, DimSharding]]] = field(default_factory=dict)
     _forms: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
     _origins: dict[Hashable, int] = field(default_factory=dict)
 
@@ -90,23 +90,29 @@ class Deduction:
 
     def _strategies(self, node: Node, specs: tuple[Spec, ...]) -> Iterator[Strategy]:
         rule = self.rule(node)
-        cuts: dict[str, Cut] = {}
+        shardings: dict[str, DimSharding] = {}
         for value, spec, dims in zip(node.operands, specs, rule.operands, strict=True):
-            for size, cut, dim in zip(value.shape, spec.dims, dims, strict=True):
-                projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim else () if not cut.axes else None
+            for size, sharding, dim in zip(value.shape, spec.dims, dims, strict=True):
+                projected = (
+                    project(sharding, size, rule.dim_sizes(dim), self.mesh)
+                    if dim
+                    else ()
+                    if not sharding.axes
+                    else None
+                )
                 if projected is None:
                     return
-                for f, cut in zip(dim, projected, strict=True):
-                    each = implied(rule, f, cut, self.mesh)
+                for f, sharding in zip(dim, projected, strict=True):
+                    each = implied(rule, f, sharding, self.mesh)
                     wider = each is None and f in rule.windows  # for other rows of a leader than tiles: by the claims
-                    if not wider and (each is None or cuts.setdefault(*each) != each[1]):
+                    if not wider and (each is None or shardings.setdefault(*each) != each[1]):
                         return
         partial = _partial(specs)
         if partial is None:
             return
-        for free in self._free(node, rule, cuts):
-            every = {f: c for f, c in (cuts | free).items() if c.axes}
-            used = [(axis, f) for f, cut in every.items() for axis in cut.axes]
+        for free in self._free(node, rule, shardings):
+            every = {f: c for f, c in (shardings | free).items() if c.axes}
+            used = [(axis, f) for f, sharding in every.items() for axis in sharding.axes]
             along = dict(used)
             if len(used) != len(along) or any(
                 rule.passes(kind, group, along.get(axis, "")) is None for axis, (kind, group) in partial.items()
@@ -133,38 +139,42 @@ class Deduction:
             self._forms[key] = list(written(node, made, _places(len(node.operands)), self.mesh, rank, self.book))
         return self._forms[key]
 
-    def _pieces(self, node: Node, made: Strategy) -> Mapping[str, tuple[str, Cut]]:
-        """For each axis that cuts a factor: the factor, and how it is cut over all of its axes.
+    def _pieces(self, node: Node, made: Strategy) -> Mapping[str, tuple[str, DimSharding]]:
+        """For each axis that shards a factor: the factor, and how it is sharded over all of its axes.
 
         A share of a sum is one piece of the box that is summed. Which one follows from the rank's coordinates and this
-        cut: pieces of ``8{dp,tp}`` are not those of ``8{tp,dp}``, nor those of ``(2{dp} 4{tp})``.
+        sharded: pieces of ``8{dp,tp}`` are not those of ``8{tp,dp}``, nor those of ``(2{dp} 4{tp})``.
         """
         key = (self._kind(node), id(made))  # which lives as long as this does
-        if key not in self._cut:
-            rule, found = self.rule(node), dict[str, tuple[str, Cut]]()
+        if key not in self._sharding:
+            rule, found = self.rule(node), dict[str, tuple[str, DimSharding]]()
             for value, spec, dims in zip(node.operands, made.operands, rule.operands, strict=True):
-                for size, cut, dim in zip(value.shape, spec.dims, dims, strict=True):
-                    projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim and cut.axes else None
+                for size, sharding, dim in zip(value.shape, spec.dims, dims, strict=True):
+                    projected = (
+                        project(sharding, size, rule.dim_sizes(dim), self.mesh) if dim and sharding.axes else None
+                    )
                     for each in (implied(rule, f, c, self.mesh) for f, c in zip(dim, projected or (), strict=False)):
                         if each is not None:
                             found.update(dict.fromkeys(each[1].axes, each))
-            for factor, axes in made.cuts:  # which no operand has
+            for factor, axes in made.shardings:  # which no operand has
                 for axis in axes:
-                    found.setdefault(axis, (factor, Cut(axes)))
-            self._cut[key] = found
-        return self._cut[key]
+                    found.setdefault(axis, (factor, DimSharding(axes)))
+            self._sharding[key] = found
+        return self._sharding[key]
 
-    def _free(self, node: Node, rule: ShardingRule, cuts: dict[str, Cut]) -> Iterator[dict[str, Cut]]:
-        """Cuts of the factors that no operand has: none, or as the plan claims of the result."""
+    def _free(
+        self, node: Node, rule: ShardingRule, shardings: dict[str, DimSharding]
+    ) -> Iterator[dict[str, DimSharding]]:
+        """Shardings of the factors that no operand has: none, or as the plan claims of the result."""
         result = rule.results[0]
-        alone = {f for dim in result or () for f in dim} - set(cuts)
-        found: list[dict[str, Cut]] = [{}]
+        alone = {f for dim in result or () for f in dim} - set(shardings)
+        found: list[dict[str, DimSharding]] = [{}]
         if alone and result is not None:
             value = node.outs[0]
             for spec in self.universe.specs.get(self.universe.of[value], ()):
-                one: dict[str, Cut] | None = {}
-                for size, cut, dim in zip(value.shape, spec.dims, result, strict=True):
-                    projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim else ()
+                one: dict[str, DimSharding] | None = {}
+                for size, sharding, dim in zip(value.shape, spec.dims, result, strict=True):
+                    projected = project(sharding, size, rule.dim_sizes(dim), self.mesh) if dim else ()
                     if projected is None or one is None:
                         one = None
                         break
@@ -187,8 +197,9 @@ class Deduction:
             found.append(Fact(term, spec, tuple(origins)))
         return found
 
-    def origin(self, axis: str, term: int, piece: tuple[str, Cut] | None, facts: Sequence[Fact]) -> int:
-        """Equal for shares over an axis that are made alike: of a sum that begins here, by the cut of what is summed
+    def origin(self, axis: str, term: int, piece: tuple[str, DimSharding] | None, facts: Sequence[Fact]) -> int:
+        """Equal for shares over an axis that are made alike: of a sum that begins here, by the sharding of what is
+        summed
         (``piece``), or of the operands' shares, or both."""
         shares = [(place, made) for place, fact in enumerate(facts) for a, made in fact.origins if a == axis]
         if piece is not None:

@@ -4,7 +4,7 @@ A tensor of numbers is its shape and, in row-major order, the *runs* that its el
 
     [[0, 1, 2], [8, 9, 10]]  ->  StridedRun(0, ((2, 8), (3, 1)))  from 0, twice in steps of 8, three times in steps of 1
 
-so that a box of a value of a billion elements is one run, reshaping does nothing, and cutting, joining and transposing
+so that a box of a value of a billion elements is one run, reshaping does nothing, and sharding, joining and transposing
 are done on loops. :class:`Elements` has the methods of a tensor that the functions of :mod:`shardfx.ir.ops.pack` use,
 and these run on it as they are. Small patterns that are no loops are written out, element by element; large ones are
 refused.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .strided_runs import BITS, Irregular, StridedRun, by_dim, cut_run, cut_runs, dealt, joined, make_run
+from .strided_runs import BITS, Irregular, StridedRun, by_dim, dealt, joined, make_run, sharding_run, sharding_runs
 
 WRITTEN_OUT = 1 << 22
 """Irregular patterns of up to so many elements are written out."""
@@ -68,12 +68,12 @@ class Elements:
             source, size = meet(a.source, b.source), min(a.numel, b.numel)
             if source is None:
                 return None
-            heads = [[head.of(source) for head in cut_run(run, 0, size)] for run in (a, b)]
+            heads = [[head.of(source) for head in sharding_run(run, 0, size)] for run in (a, b)]
             if joined(heads[0]) != joined(heads[1]) and not _written_equal(*heads):
                 return None
             found += heads[0]
-            mine += reversed(cut_run(a, size, a.numel))
-            theirs += reversed(cut_run(b, size, b.numel))
+            mine += reversed(sharding_run(a, size, a.numel))
+            theirs += reversed(sharding_run(b, size, b.numel))
         return None if mine or theirs else Elements(self.shape, joined(found))
 
     # ---- what a tensor can do ---------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Elements:
         ]
 
     def chunk(self, pieces: int) -> list[Elements]:
-        """At most so many pieces of dim 0, as ``torch.chunk`` cuts it."""
+        """At most so many pieces of dim 0, as ``torch.chunk`` shards it."""
         return self.split(-(-self.shape[0] // pieces))
 
     def __getitem__(self, rows: slice) -> Elements:
@@ -274,7 +274,7 @@ def cat(tensors: Sequence[Elements], dim: int = 0) -> Elements:
         return Elements(shape, joined(run for t in tensors for run in t.runs))
     if outer * len(tensors) <= ROWS:
         rows = [(t, t.numel() // outer) for t in tensors if t.numel()]
-        pieces = (r for i in range(outer) for t, n in rows for r in cut_runs(t.runs, i * n, (i + 1) * n))
+        pieces = (r for i in range(outer) for t, n in rows for r in sharding_runs(t.runs, i * n, (i + 1) * n))
         return Elements(shape, joined(pieces))
     front = Elements((shape[dim], *rest[0], *rest[1]), joined(run for t in tensors for run in t.movedim(dim, 0).runs))
     if len(front.runs) == 1:

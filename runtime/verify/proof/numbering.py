@@ -1,13 +1,13 @@
 """Communication and packing, executed on element numbers instead of elements.
 
-Packing, joining, cutting and exchanging only move elements, so they can be run on tensors that hold, for each element,
+Packing, joining, sharding and exchanging only move elements, so they can be run on tensors that hold, for each element,
 *which* element of which term it is. What such a tensor then is, is read off it: nothing about offsets, orders or
 paddings is assumed. A reduction is right where every member of its group holds a share of the same element, of the
 same sum, and the group is one of all ranks among which that sum is shared.
 
-A rank alone does not always know which sum: its rows may be those of two cuts (rank 0 has row 0 of ``5{a,b}`` and of
-``5{b,a}``, and one without rows has none of either), and what it adds up is then its share by each. All that is true of
-a tensor is kept, as the *sources* of its elements, and the ranks that meet agree on what is true of all of them.
+A rank alone does not always know which sum: its rows may be those of two shardings (rank 0 has row 0 of ``5{a,b}`` and
+of ``5{b,a}``, and one without rows has none of either), and what it adds up is then its share by each. All that is true
+of a tensor is kept, as the *sources* of its elements, and the ranks that meet agree on what is true of all of them.
 
 A program may add by hand: gather shares as they are, each of a member of the group, and add up those of all, or reduce
 what it multiplied by a number, or copies of one value, and divide. So a source says also *whose* shares were added, and

@@ -83,7 +83,7 @@ def _both(a: StridedRun, b: StridedRun) -> StridedRun | None:
     return None
 
 
-def cut_run(run: StridedRun, start: int, stop: int) -> list[StridedRun]:
+def sharding_run(run: StridedRun, start: int, stop: int) -> list[StridedRun]:
     """The numbers from ``start`` to ``stop`` of a run."""
     if start >= stop:
         return []
@@ -93,25 +93,25 @@ def cut_run(run: StridedRun, start: int, stop: int) -> list[StridedRun]:
     size = math.prod(count for count, _ in inner)
     (first, head), (last, tail) = divmod(start, size), divmod(stop, size)
     if first == last:
-        return cut_run(StridedRun(run.base + first * stride, inner), head, tail)
+        return sharding_run(StridedRun(run.base + first * stride, inner), head, tail)
     found = []
     if head:
-        found += cut_run(StridedRun(run.base + first * stride, inner), head, size)
+        found += sharding_run(StridedRun(run.base + first * stride, inner), head, size)
         first += 1
     if last > first:
         found.append(make_run(run.base + first * stride, ((last - first, stride), *inner)))
     if tail:
-        found += cut_run(StridedRun(run.base + last * stride, inner), 0, tail)
+        found += sharding_run(StridedRun(run.base + last * stride, inner), 0, tail)
     return found
 
 
-def cut_runs(runs: Sequence[StridedRun], start: int, stop: int) -> list[StridedRun]:
+def sharding_runs(runs: Sequence[StridedRun], start: int, stop: int) -> list[StridedRun]:
     """The numbers from ``start`` to ``stop`` of several runs, one behind the other."""
     found, at = [], 0
     for run in runs:
         size = run.numel
         if at + size > start and at < stop:
-            found += cut_run(run, max(start - at, 0), min(stop - at, size))
+            found += sharding_run(run, max(start - at, 0), min(stop - at, size))
         at += size
         if at >= stop:
             break
@@ -127,8 +127,8 @@ def dealt(runs: Sequence[StridedRun], sizes: Iterable[int]) -> list[list[Strided
         while size > 0:
             run = left.pop()
             taken = min(size, run.numel)
-            piece += cut_run(run, 0, taken)
-            left += reversed(cut_run(run, taken, run.numel))
+            piece += sharding_run(run, 0, taken)
+            left += reversed(sharding_run(run, taken, run.numel))
             size -= taken
         pieces.append(piece)
     return pieces

@@ -144,7 +144,7 @@ class Universe:
     written: list[tuple[frozenset[int], Node]] = field(default_factory=list)
     """Nodes whose rule writes a rank's version itself, with the terms of their operands."""
     specs: dict[int, list[Spec]] = field(default_factory=dict)
-    """Placements in which the plan holds a term: claims, for what alone does not say how it is cut."""
+    """Placements in which the plan holds a term: claims, for what alone does not say how it is sharded."""
     captured: set[int] = field(default_factory=set)
     """What the captured program computes, parts of ops that were taken apart among them."""
     decompositions: int = 0

@@ -51,7 +51,7 @@ def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
             where="pm(...)",
             expected=f"a real tensor as {empty}",
             got="a fake one, or one on meta",
-            remedy="sx.trace(model, hints) and pm.verify() need no inputs",
+            remedy="sx.api.trace(model, hints) and pm.verify() need no inputs",
         )
     dual = forward_ad._current_level >= 0
     moves = dual and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors.values())

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph
-from shardfx.ir.shards import cut_local
+from shardfx.ir.shards import sharding_local
 from shardfx.module.held.original import Watch
 from shardfx.module.held.state import ModelState
 from shardfx.runtime.step import STORED
@@ -142,7 +142,7 @@ class WeightsAsWere:
                 continue
             for rank in self._ranks:
                 piece = state.store.shard(given.name, rank).detach()
-                if not same(piece, cut_local(tensor, spec, self._graph.mesh, rank).to(piece.device)):
+                if not same(piece, sharding_local(tensor, spec, self._graph.mesh, rank).to(piece.device)):
                     yield name
                     break
 

@@ -17,10 +17,10 @@ WHERE = "parallelize(..., optimizer=...)"
 
 def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
     """Have optimizers step the stored pieces in the place of the model's own parameters: options of groups stay, and
-    states are cut as the parameters are. Parameters that are not the model's stay as they are.
+    states are sharded as the parameters are. Parameters that are not the model's stay as they are.
 
     Raises:
-        Error: there are no weights yet; a state has another shape than its parameter, which is cut.
+        Error: there are no weights yet; a state has another shape than its parameter, which is sharded.
     """
     given = _optimizers(optimizers)
     if state.lacking():

@@ -1,10 +1,10 @@
-"""Which part of an input a rank reads: of an image that is cut over ranks its own tile, and no more."""
+"""Which part of an input a rank reads: of an image that is sharded over ranks its own tile, and no more."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 
-from shardfx.ir.cut import in_stretches
+from shardfx.ir.dim_sharding import in_stretches
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Value
 
@@ -32,10 +32,10 @@ def input_value(graph: Graph, name: str, where: str) -> Value:
 
 def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, ...]:
     """The slices of a whole input that a rank of a planned graph reads, with ``halo`` rows more of every dim that is
-    cut, but the first.
+    sharded, but the first.
 
     Raises:
-        Error: no input has this name; a halo that is no number of rows; a dim is cut so that the rank reads several
+        Error: no input has this name; a halo that is no number of rows; a dim is sharded so that the rank reads several
             stretches of it.
     """
     if not isinstance(halo, int) or halo < 0:
@@ -50,16 +50,16 @@ def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, .
     coords = mesh.coords(rank)
     assert value.spec is not None
     found = []
-    for dim, (size, cut) in enumerate(zip(value.shape, value.spec.dims, strict=True)):
-        if in_stretches(cut) or any(mesh[axis].time for axis in cut.axes):
+    for dim, (size, sharding) in enumerate(zip(value.shape, value.spec.dims, strict=True)):
+        if in_stretches(sharding) or any(mesh[axis].loop for axis in sharding.axes):
             raise Error(
                 f"a rank reads several stretches of dim {dim}",
                 where=f"pm.tile({name!r})",
-                expected="each dim cut into one stretch for each rank",
+                expected="each dim split into one stretch for each rank",
                 got=value.spec.text(value.shape),
-                remedy="give the whole input to pm(...), which cuts it",
+                remedy="give the whole input to pm(...), which shards it",
             )
-        start, length = cut.span(size, mesh, coords)
-        more = halo if dim and cut.axes else 0
+        start, length = sharding.span(size, mesh, coords)
+        more = halo if dim and sharding.axes else 0
         found.append(slice(max(start - more, 0), min(start + length + more, size)))
     return tuple(found)

@@ -19,7 +19,7 @@ WHOLE = ("generate", "save_pretrained", "push_to_hub")
 
 
 class Held(dict[str, Any]):
-    """The parameters or buffers of a module that looks like another one: those that are cut are not missing."""
+    """The parameters or buffers of a module that looks like another one: those that are sharded are not missing."""
 
     def __init__(self, owner: Like, held: Mapping[str, Any]) -> None:
         super().__init__(held)
@@ -126,7 +126,7 @@ class Like(nn.Module):
         """No AttributeError: ``getattr(module, "weight", None)`` would say that there is none.
 
         Raises:
-            Error: it is a parameter or a buffer that is cut.
+            Error: it is a parameter or a buffer that is sharded.
         """
         inside = {own: part for own, part in self._modules.items() if own.startswith(NUMBER) and part is not None}
         pieces = [own for own, part in inside.items() if name in part._parameters or name in part._buffers]

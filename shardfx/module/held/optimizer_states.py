@@ -29,20 +29,20 @@ class Walk:
 
 
 def pieces_of_state(state: ModelState, name: str, whole: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The state of each piece of a parameter: tensors of its shape are cut as it is, and numbers are the same.
+    """The state of each piece of a parameter: tensors of its shape are sharded as it is, and numbers are the same.
 
     Raises:
-        Error: a tensor of another shape, of a parameter that is cut.
+        Error: a tensor of another shape, of a parameter that is sharded.
     """
     pieces = state.store.parameters.get(name, ())
     shape = state.shape(name)
     found: list[dict[str, Any]] = [{} for _ in pieces]
     for key, value in whole.items():
         if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
-            each: Sequence[Any] = state.store.cut(name, value)
+            each: Sequence[Any] = state.store.sharding(name, value)
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
             raise Error(
-                f"the state {key!r} of {name!r} cannot be cut as the parameter is",
+                f"the state {key!r} of {name!r} cannot be sharded as the parameter is",
                 where=where,
                 expected=f"a tensor of shape {tuple(shape)}, or a number",
                 got=f"one of shape {tuple(value.shape)}",
@@ -81,11 +81,13 @@ def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> d
     return {**given, "state": states, "param_groups": groups}
 
 
-def cut(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> dict[str, Any]:
+def sharding(
+    state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]
+) -> dict[str, Any]:
     """What ``optimizer.load_state_dict`` takes, of a whole state dict. Ranks call it alike.
 
     Raises:
-        Error: the groups are others; a state cannot be cut as its parameter is.
+        Error: the groups are others; a state cannot be sharded as its parameter is.
     """
     given = _every(state, walk, optimizer)
     sizes, theirs = [len(wholes) for wholes in given], [len(group["params"]) for group in whole["param_groups"]]

@@ -24,9 +24,9 @@ from .state import ModelState
 
 
 class ProgramOptimizer(torch.optim.Optimizer):
-    """Groups and states of the optimizer in the program. Rates (``lr``), and what ``Hints(scheduled=...)`` names, may
-    be changed, by a schedule of torch or by hand, and hold from the next ``pm.step(...)`` on; other options are those
-    of the plan.
+    """Groups and states of the optimizer in the program. Rates (``lr``), and what ``Hints(scheduled_options=...)``
+    names, may be changed, by a schedule of torch or by hand, and hold from the next ``pm.step(...)`` on; other options
+    are those of the plan.
 
     ``state_dict()`` has the pieces of this process, for ``torch.distributed.checkpoint`` and for the same plan;
     ``full_state_dict()`` whole states by the model's names, for any plan and for torch's own optimizers.

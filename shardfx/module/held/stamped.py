@@ -4,10 +4,10 @@
 the same names and mostly the same shapes; loading them would give other weights, and no key would be missing.
 
 Each piece says it as well, so that one which was put under another name by hand is not taken for what belongs there:
-two blocks may change their weights, which are cut alike, and a weight's two pieces may not. A ``DTensor`` says it too:
-what it says of itself is how it is cut, and not whose piece it is after it was saved and loaded, nor in which order a
-compound dim was cut. (A tensor that was computed says nothing; a ``DTensor`` that was is brought to the placement of
-the one that it is copied to.)
+two blocks may change their weights, which are sharded alike, and a weight's two pieces may not. A ``DTensor`` says it
+too: what it says of itself is how it is sharded, and not whose piece it is after it was saved and loaded, nor in which
+order a compound dim was sharded. (A tensor that was computed says nothing; a ``DTensor`` that was is brought to the
+placement of the one that it is copied to.)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
     """Refuse a state dict that says other pieces than are held here.
 
     Raises:
-        Error: naming the first parameter or buffer that is another piece, is cut in another way, or is whole where
+        Error: naming the first parameter or buffer that is another piece, is sharded in another way, or is whole where
             there are pieces; new tensors are to be put in the place of those that there are.
     """
     mine = dict((*module.named_parameters(), *module.named_buffers()))
@@ -77,12 +77,12 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
     for name, (spec, piece), (got_spec, got), otherwise in said:
         if (got_spec, got) == (spec, piece):
             continue
-        cut, other = got_spec != spec, "all pieces" if got < 0 else f"piece {got}"
+        sharding, other = got_spec != spec, "all pieces" if got < 0 else f"piece {got}"
         raise Error(
-            f"{name!r} of this state dict is {'stored otherwise' if cut else otherwise}",
+            f"{name!r} of this state dict is {'stored otherwise' if sharding else otherwise}",
             where="pm.load_state_dict(...)",
-            expected=spec if cut else f"piece {piece} of it",
-            got=got_spec if cut else other,
+            expected=spec if sharding else f"piece {piece} of it",
+            got=got_spec if sharding else other,
             remedy="save pm.full_state_dict(), and pm.load_full_state_dict(...) that; or save the pieces of all "
             "ranks by torch.distributed.checkpoint",
         )

@@ -53,7 +53,7 @@ class ModelState:
         self._complete = False
 
     def load_from(self, model: nn.Module) -> None:
-        """Cut the model's own weights; those of a fake or meta model come later."""
+        """Shard the model's own weights; those of a fake or meta model come later."""
         named = (*model.named_parameters(), *model.named_buffers())
         whole = {self.aliases.get(name, name): tensor for name, tensor in named}
         if self.store.has_weights(not any(t.is_meta or isinstance(t, FakeTensor) for t in whole.values())):
@@ -77,7 +77,9 @@ class ModelState:
         mesh, found = self.compiled.after.mesh, dict[str, Layout]()
         for given in self.compiled.after.of_kind(InputKind.PARAMETER):
             dims = given.value.spec.dims if given.value.spec is not None else ()
-            found[given.name] = Layout(given.name, given.value.shape, tuple([mesh.extent(cut.axes) for cut in dims]))
+            found[given.name] = Layout(
+                given.name, given.value.shape, tuple([mesh.extent(sharding.axes) for sharding in dims])
+            )
         return found
 
     def is_whole(self, name: str) -> bool:
@@ -144,7 +146,7 @@ class ModelState:
         return copied(skeleton, memo)
 
     def known_inputs(self) -> dict[str, torch.Tensor]:
-        """Whole inputs whose content is known: real example inputs, and buffers that are not cut."""
+        """Whole inputs whose content is known: real example inputs, and buffers that are not sharded."""
         hints = self.compiled.hints
         named = leaf_names(hints.args, hints.kwargs, hints.targets)
         known = {

@@ -126,7 +126,7 @@ class Root(Like):
             where="DistributedDataParallel(pm)",
             expected="pm alone: its gradients are those of the whole batch",
             got="a wrapper that would reduce them once more",
-            remedy="leave DistributedDataParallel out, and cut the batch over the ranks by a hint",
+            remedy="leave DistributedDataParallel out, and shard the batch over the ranks by a hint",
         )
 
     @property

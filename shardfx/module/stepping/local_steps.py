@@ -1,6 +1,6 @@
 """Optimizers that step each element alone work on the pieces themselves, not on what these are shown as.
 
-Under ``torchrun`` a parameter of a plan that cuts some is a DTensor, for whoever looks at it (checkpoints, norms,
+Under ``torchrun`` a parameter of a plan that shards some is a DTensor, for whoever looks at it (checkpoints, norms,
 optimizers that want the whole). To ``torch.optim.AdamW`` it is nothing but its elements, and DTensor's dispatch of each
 op costs more than the op. So a step of one of torch's own optimizers that steps elements (which is tried, see
 :mod:`.trial`) is done by a twin of it, whose parameters are the plain pieces in the same memory: with ``foreach`` and

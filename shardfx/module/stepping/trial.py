@@ -264,8 +264,10 @@ class _Run:
         with_closure: bool,
     ) -> None:
         kinds = [kind for group in groups for kind in dict.fromkeys(group.values())]
-        self._cut = [kind.shards if sharded else lambda whole: [whole] for kind in kinds]
-        self.held = [[nn.Parameter(p.clone()) for p in cut(t)] for cut, t in zip(self._cut, starts, strict=True)]
+        self._sharding = [kind.shards if sharded else lambda whole: [whole] for kind in kinds]
+        self.held = [
+            [nn.Parameter(p.clone()) for p in sharding(t)] for sharding, t in zip(self._sharding, starts, strict=True)
+        ]
         memo: dict[int, Any] = {}
         held, given, names = iter(self.held), [], []
         for group in groups:
@@ -289,8 +291,8 @@ class _Run:
         def gradient() -> Tensor:
             self.gradients += 1
             total: Tensor = torch.zeros((), dtype=torch.float64)
-            for cut, held, grad in zip(self._cut, self.held, grads, strict=True):
-                for p, shard in zip(held, cut(grad), strict=True):
+            for sharding, held, grad in zip(self._sharding, self.held, grads, strict=True):
+                for p, shard in zip(held, sharding(grad), strict=True):
                     p.grad = torch.add(shard, p.detach(), alpha=1 / 16)
                     total = total + (p.detach().conj() * (p.grad + shard)).real.sum().cpu() / 2
             return total

@@ -1,0 +1,107 @@
+"""From stage to stage: what one rank of a pipeline makes and another goes on with.
+
+    %5 = comm.send(%4, axes=[pp], origin=0, places=[1], tag=3)
+        on a rank at pp=0     send = stage.send(mm, 1, 3, 0, 'pp2/pp@0')
+        on a rank at pp=1     receive = stage.receive([4, 8], torch.float32, 'cpu', 0, 3, 0, 'pp2/pp@0')
+                              wait = c10d.wait_tensor(receive)
+
+A send is done when it was called: what was sent is the engine's until it has arrived, and nobody writes there. Between
+two ranks what is sent first is received first; ``tag`` and ``iteration`` say what it is, so that nothing is taken for
+something else. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.table import RankEmit
+from shardfx.ir.spec import Spec
+
+c10d = torch.ops._c10d_functional
+Tensor = torch.Tensor
+
+
+def send(x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
+    """Send to the rank at a place of a group."""
+    if not isinstance(x, FakeTensor):
+        dist.send(x.contiguous(), group=peers(group), group_dst=to, tag=number(tag, iteration))
+
+
+def receive(
+    shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, iteration: int, group: str
+) -> Tensor:
+    """What the rank at a place of a group sends; it is there once it was waited for."""
+    made = torch.empty(list(shape), dtype=dtype, device=device)
+    if not isinstance(made, FakeTensor):
+        dist.recv(made, group=peers(group), group_src=origin, tag=number(tag, iteration))
+    return made
+
+
+fx.node.has_side_effect(send)
+
+
+def peers(group: str) -> Any:
+    """The process group of that name."""
+    return _resolve_process_group(group)  # type: ignore[arg-type]
+
+
+def number(tag: int, iteration: int) -> int:
+    """One number for what is sent in an iteration: the tag of its message."""
+    return iteration * MOST + tag
+
+
+MOST = 1 << 14
+"""More than a graph has values that go from stage to stage."""
+
+
+class Message(NamedTuple):
+    """What a call sends or waits for: from a place of a group to another, what it is, and in which iteration."""
+
+    group: str
+    origin: int
+    to: int
+    tag: int
+    iteration: int
+
+    def __str__(self) -> str:
+        return f"message {self.tag} of iteration {self.iteration} from place {self.origin} to place {self.to} of {self.group}"
+
+
+def handed_over(emit: RankEmit) -> list[Any]:
+    """One rank's part: it sends to the others that need the value, or receives it; elsewhere there is nothing."""
+    kwargs, node, mesh = emit.node.kwargs, emit.node, emit.mesh
+    (axis,) = kwargs["axes"]
+    mine, origin, places, tag = emit.coords[axis], kwargs["origin"], kwargs["places"], kwargs["tag"]
+    rank = mesh.rank(emit.coords)
+    (spec,) = {value.spec for value in node.operands}
+    assert spec is not None
+    group, iteration = mesh.group_name(rank, [axis]), iteration_number(spec, mesh, emit.coords)
+    if mine == origin:
+        for place in places:
+            if place != mine:
+                emit.call(send, emit.args[0], place, tag, iteration, group)
+        return [emit.args[0] if mine in places else None]
+    if mine not in places:
+        return [None]
+    (value,) = node.outs
+    assert value.spec is not None
+    shape = list(emit.shape(value, value.spec))
+    started = emit.call(receive, shape, value.type.dtype, emit.device, origin, tag, iteration, group, gives=shape)
+    return [emit.call(c10d.wait_tensor.default, started, gives=shape)]
+
+
+def iteration_number(spec: Spec, mesh: Mesh, coords: Mapping[str, int]) -> int:
+    """The number of the iteration in which a value is sent: of all loop axes that it hangs on, as one."""
+    iteration = 0
+    for axis in mesh.axes:
+        if axis.loop and (axis.name in spec.axes or axis.name in spec.partial_axes):
+            iteration = iteration * axis.size + coords[axis.name]
+    return iteration

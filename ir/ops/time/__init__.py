@@ -1,1 +1,0 @@
-"""What is done once for each turn of an axis of time."""

@@ -1,0 +1,181 @@
+"""Known schedules of pipelines, by name: the row of each rank, for so many ranks, stages and micro-batches.
+
+    gpipe        rank 0:  F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3        all forwards, then all backwards
+    1f1b         rank 0:  F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3        (of two ranks) as few micro-batches live as can
+        be
+
+Micro-batches need not be a multiple of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shardfx.ir.schedule.actions import Action, Schedule
+
+from .rows import Place, ahead_row, phased_row
+
+
+@dataclass(frozen=True)
+class PipelineSize:
+    """How many ranks, stages on each, and micro-batches there are; and which stages a rank has."""
+
+    ranks: int
+    chunks: int
+    microbatches: int
+
+    def loop(self, rank: int) -> tuple[int, ...]:
+        """A rank's stages where the last rank is followed by the first."""
+        return tuple(rank + self.ranks * chunk for chunk in range(self.chunks))
+
+    def fold(self, rank: int) -> tuple[int, ...]:
+        """A rank's two stages where the last rank is followed by itself, and then they come back: a V."""
+        return (rank, 2 * self.ranks - 1 - rank)
+
+    def line(self, rank: int) -> list[Place]:
+        """All micro-batches of a rank's only stage."""
+        return [(rank, microbatch) for microbatch in range(self.microbatches)]
+
+    def schedule(self, row: Row) -> Schedule:
+        """The schedule of these rows."""
+        return Schedule(tuple(row(self, rank) for rank in range(self.ranks)))
+
+
+Row = Callable[[PipelineSize, int], tuple[Action, ...]]
+
+
+@dataclass(frozen=True)
+class ScheduleMaker:
+    """How the rows of a schedule are made, and for which pipelines."""
+
+    row: Row
+    fewest: int = 1
+    """The least number of stages on a rank, and what is taken where only stages are given."""
+    most: int | None = 1
+    """The greatest number of stages on a rank; None: any."""
+    microbatches: Callable[[int], int] = lambda ranks: 1
+    """The least number of micro-batches for so many ranks."""
+
+    def takes(self, chunks: int) -> bool:
+        """Whether it is for so many stages on a rank."""
+        return self.fewest <= chunks and (self.most is None or chunks <= self.most)
+
+
+def gpipe(of: PipelineSize, rank: int) -> tuple[Action, ...]:
+    """All forwards, then all backwards: every micro-batch is live (Huang et al. 2018, GPipe)."""
+    return ahead_row(of.line(rank), of.line(rank), of.microbatches)
+
+
+def one_forward_one_backward(of: PipelineSize, rank: int) -> tuple[Action, ...]:
+    """Forwards until the first backward can come, then one of each (Narayanan et al. 2020, PipeDream-flush).
+
+    As many micro-batches are live as there are ranks from this one on; the bubble is that of GPipe.
+    """
+    return ahead_row(of.line(rank), of.line(rank), of.ranks - rank)
+
+
+def zb_h1(of: PipelineSize, rank: int) -> tuple[Action, ...]:
+    """1F1B, with gradients of weights later the later the rank (Qi et al. 2023, Zero Bubble, handcrafted schedule 1).
+
+    No rank has more micro-batches live than there are ranks; a third of 1F1B's bubble, where all three parts cost the
+    same.
+    """
+    return ahead_row(of.line(rank), of.line(rank), of.ranks - rank, behind=rank)
+
+
+def zb_h2(of: PipelineSize, rank: int) -> tuple[Action, ...]:
+    """As ZB-H1 with so many forwards ahead that no bubble is left (Qi et al. 2023, handcrafted schedule 2).
+
+    Up to 2 x ranks - 1 micro-batches are live. A rank does nothing before its first action alone, if there are as many
+    micro-batches.
+    """
+    return ahead_row(of.line(rank), of.line(rank), 2 * (of.ranks - rank) - 1, behind=2 * rank)
+
+
+def interleaved(of: PipelineSize, rank: int) -> tuple[Action, ...]:
+    """1F1B of several stages a rank, in groups of micro-batches (Narayanan et al. 2021, Megatron-LM).
+
+    Groups are of as many micro-batches as there are ranks or, where micro-batches are no multiple of ranks, a few more.
+    The bubble is that of 1F1B by the number of stages on a rank; more micro-batches are live.
+    """
+    stages, groups = of.loop(rank), _groups(of)
+    forwards = [(stage, microbatch) for group in groups for stage in stages for microbatch in group]
+    backwards = [(stage, microbatch) for group in groups for stage in reversed(stages) for microbatch in group]
+    return ahead_row(forwards, backwards, 2 * (of.ranks - rank - 1) + (of.chunks - 1) * len(groups[0]) + 1)
+
+
+def breadth_first(of: PipelineSize, rank: int) -> tuple[Action, ...]:
+    """All micro-batches of a stage, then of the rank's next (Lamy-Poirier 2022, Breadth-First Pipeline Parallelism).
+
+    A stage's parameters are gathered once for all micro-batches, forward and backward, which suits ZeRO-3. Every
+    micro-batch is live.
+    """
+    stages, microbatches = of.loop(rank), range(of.microbatches)
+    forwards = [(stage, microbatch) for stage in stages for microbatch in microbatches]
+    backwards = [(stage, microbatch) for stage in reversed(stages) for microbatch in microbatches]
+    return ahead_row(forwards, backwards, len(forwards))
+
+
+def zb_v(of: PipelineSize, rank: int) -> tuple[Action, ...]:
+    """Two stages a rank as a V: no bubble, and the memory of 1F1B (Qi et al. 2024, Controllable Memory, V-ZB).
+
+    No rank has more micro-batches live than it has stages times ranks. A rank does nothing before its first action
+    alone, where all three parts cost the same and there are 2 x ranks - 1 micro-batches or more.
+    """
+    behind, ahead = rank, of.ranks - rank
+    phases = (
+        (2 * ahead - 1, "F0"),
+        (behind, "F1 F0"),
+        (ahead, "F1 I1 W"),
+        (of.microbatches - of.ranks, "F0 I0 W F1 I1 W"),
+        (behind, "I0 I1"),
+        (ahead, "I0 W"),
+        (of.microbatches, "I0 I1"),
+        (2 * of.microbatches, "W"),
+    )
+    return phased_row(phases, of.fold(rank), of.microbatches)
+
+
+def dualpipe_v(of: PipelineSize, rank: int) -> tuple[Action, ...]:
+    """Two stages a rank as a V, a forward beside each backward (DeepSeek 2025, DualPipeV: DualPipe, sharded in half).
+
+    In the long middle a forward stands beside a backward of the rank's other stage, so that one can compute while the
+    other sends. Only the backwards at both ends are in halves. 2 x ranks + 1 micro-batches are live on each rank.
+    """
+    behind, ahead = rank + 1, of.ranks - rank - 1
+    halves = behind // 2
+    phases = (
+        (2 * ahead, "F0"),
+        (behind, "F0 F1"),
+        (ahead, "I1 W F1"),
+        (of.microbatches - 2 * of.ranks + behind, "F0 B1 F1 B0"),
+        (ahead, "B1 F1 B0"),
+        (halves, "B1 B0"),
+        (behind % 2, "B1 I0"),
+        (halves, "I1 I0"),
+        (ahead, "W I0"),
+        (behind, "W"),
+    )
+    return phased_row(phases, of.fold(rank), of.microbatches)
+
+
+SCHEDULES: Mapping[str, ScheduleMaker] = {
+    "gpipe": ScheduleMaker(gpipe),
+    "1f1b": ScheduleMaker(one_forward_one_backward),
+    "interleaved": ScheduleMaker(interleaved, fewest=2, most=None),
+    "breadth-first": ScheduleMaker(breadth_first, most=None),
+    "zb-h1": ScheduleMaker(zb_h1),
+    "zb-h2": ScheduleMaker(zb_h2),
+    "zb-v": ScheduleMaker(zb_v, fewest=2, most=2),
+    "dualpipev": ScheduleMaker(dualpipe_v, fewest=2, most=2, microbatches=lambda ranks: 2 * ranks),
+}
+
+
+def _groups(of: PipelineSize) -> list[range]:
+    """The micro-batches in groups of as many as there are ranks, or up to twice that, the first ones greater by one."""
+    count = max(of.microbatches // of.ranks, 1)
+    size, more = divmod(of.microbatches, count)
+    starts = [size * i + min(i, more) for i in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]

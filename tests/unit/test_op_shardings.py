@@ -1,0 +1,243 @@
+"""Hints on ops: how a node is sharded is said on the node itself, and its backward follows."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardfx as sx
+from shardfx.ir.graph import OutputKind, Value, factors_text, op_name
+from shardfx.ir.text import parse_graph, print_graph
+from tests.captures import captured_once
+from tests.reference import rel_err
+
+BATCH = 8
+LOSS = F.cross_entropy
+
+
+class Convolutions(nn.Module):
+    """An AlexNet in small: convolutions, then fully connected layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8 * 4, 24), nn.Linear(24, 24), nn.Linear(24, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv in (self.conv1, self.conv2):
+            x = F.max_pool2d(F.relu(conv(x)), 2)
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc3(F.relu(self.fc2(x)))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(BATCH, 3, 8, 8, dtype=torch.float64), torch.randint(0, 12, (BATCH,))
+
+
+@captured_once("convolutions")
+def convolutions(shardings: Any, **hints: Any) -> sx.ParallelModule:
+    x, y = batch()
+    specs = {"args.0": "x, -, -, -", "targets.0": "x"}
+    given = sx.Hints(args=(x,), loss=LOSS, targets=(y,), specs=specs, strategies=shardings, **hints)
+    return sx.parallelize(Convolutions().double(), sx.Mesh(x=4), given)
+
+
+def spec_text(value: Value) -> str:
+    assert value.spec is not None
+    return value.spec.text(value.shape)
+
+
+def sent(pm: sx.ParallelModule) -> list[str]:
+    """What is sent, without losses and counts: op, and the module that it belongs to."""
+    found = []
+    for node in pm.planned.nodes:
+        if str(node.op).startswith("comm.") and node.outs[0].type.ndim > 1 and node.outs[0].shape[-1] > 1:
+            found.append(f"{str(node.op)[5:]} {[list(value.shape) for value in node.outs]}")
+    return found
+
+
+def test_one_weird_trick() -> None:
+    """The batch of the convolutions and the features of the fully connected layers are sharded over one axis."""
+    pm = convolutions({"fc1": "n{x}", "fc2": "k{x}", "fc3": "n{x}"})
+    specs = {given.name: spec_text(given.value) for given in pm.planned.inputs}
+    assert [specs[f"fc{i}.weight"] for i in (1, 2, 3)] == ["[24{x}, 32]", "[24, 24{x}]", "[12{x}, 24]"]
+    weights = {given.value for given in pm.planned.inputs if given.name.endswith("weight")}
+    moved = {value for node in pm.planned.nodes if str(node.op).startswith("comm.") for value in node.operands}
+    assert not weights & moved
+    gradients = {o.name: o.value.node for o in pm.planned.outputs if o.kind is OutputKind.GRADIENT}
+    reduced = {name for name, node in gradients.items() if node is not None and str(node.op).startswith("comm.")}
+    assert reduced == {f"conv{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
+    activations = [text for text in sent(pm) if ", [" not in text]
+    assert activations == [
+        "all_gather [[8, 32]]",
+        "all_reduce [[8, 24]]",
+        "all_to_all [[8, 12]]",
+        "all_to_all [[8, 12]]",
+        "all_reduce [[8, 24]]",
+        "reduce_scatter [[8, 8, 2, 2]]",
+    ]
+    assert pm.verify()
+
+
+def loss(out: torch.Tensor) -> torch.Tensor:
+    return (out * out.cos()).sum()
+
+
+@captured_once("equal")
+def equal(model: nn.Module, mesh: sx.Mesh, shardings: Any, x: torch.Tensor, specs: Any = None) -> sx.ParallelModule:
+    """The model in parallel gives the results and gradients of one device."""
+    alone = copy.deepcopy(model)
+    pm = sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=loss, specs=specs or {}, strategies=shardings))
+    theirs, ours = loss(alone(x)), pm(x)
+    theirs.backward(), ours.backward()
+    assert rel_err(ours, theirs) < 1e-12
+    gradients = pm.full_grads()
+    assert all(rel_err(gradients[name], p.grad) < 1e-12 for name, p in alone.named_parameters() if p.grad is not None)
+    return pm
+
+
+class Product(nn.Module):
+    """One product of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+STRATEGIES = [
+    {factor: tuple(axis for axis, at in zip("abc", where, strict=True) if at == factor) for factor in "mkn"}
+    for where in itertools.product("mkn-", repeat=3)
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[::7])
+def test_strategies_of_a_product(strategy: dict[str, tuple[str, ...]]) -> None:
+    check_product(strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_of_a_product(strategy: dict[str, tuple[str, ...]]) -> None:
+    check_product(strategy)
+
+
+def check_product(strategy: dict[str, tuple[str, ...]]) -> None:
+    torch.manual_seed(0)
+    text = " ".join(f"{factor}{{{' '.join(axes)}}}" for factor, axes in strategy.items())
+    x = torch.randn(8, 8, dtype=torch.float64)
+    pm = equal(Product(), sx.Mesh(a=2, b=2, c=2), {":aten.mm": text}, x)
+    product = next(node for node in pm.planned.nodes if node.pin is not None)
+    assert product.strategy is not None
+    assert dict(product.strategy.shardings) == {factor: axes for factor, axes in strategy.items() if axes}
+
+
+def test_specs_of_operands() -> None:
+    """Rows, then columns: the rows are gathered between, and nothing else is sent."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).double()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    shardings = {"0": ("x, -", "-, -"), "1": ("-, -", "-, x")}
+    pm = sx.parallelize(model.eval(), sx.Mesh(x=4), sx.Hints(args=(x,), strategies=shardings))
+    assert [str(node.op) for node in pm.planned.nodes if str(node.op).startswith("comm.")] == ["comm.all_gather"]
+    assert rel_err(pm(x), model(x)) < 1e-12
+    biased = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    equal(biased, sx.Mesh(x=4), shardings, x)
+
+
+def test_a_pin_wins_over_a_parameter_and_keeps_factors_whole() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    pm = equal(Product(), sx.Mesh(x=2), {":mm": "m{x} n{} k{}"}, x, {"weight": "-, x"})
+    product = next(node for node in pm.planned.nodes if node.pin is not None)
+    assert product.strategy is not None and dict(product.strategy.shardings) == {"m": ("x",)}
+    assert "; the hint ':mm' says m{x} n{} k{}" in str(pm.explain(product.name))
+
+
+def test_explanations_and_plans_know_them() -> None:
+    pm = convolutions({"fc1": ("-, -", "-, x"), "fc2:aten.mm": "k{x}"})
+    assert "the hint 'fc1'" in str(pm.explain("fc1.weight"))
+    assert "the hint 'fc2:aten.mm'" in str(pm.explain("fc2.weight"))
+    assert pm.plan.hinted_strategies == {"fc1": "m{} k{} n{x}", "fc2:aten.mm": "k{x}"}
+    x, y = batch()
+    again = sx.parallelize(
+        Convolutions().double(), sx.Mesh(x=4), sx.Hints(args=(x,), loss=LOSS, targets=(y,), specs=pm.plan.specs)
+    )
+    assert again.plan == pm.plan and not again.planned.notes
+    text = print_graph(pm.planned, sources=False)
+    assert 'pinned "fc1" m{} k{} n{x}' in text and print_graph(parse_graph(text), sources=False) == text
+
+
+def test_equal_blocks_are_planned_once() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)])
+    model = nn.Sequential(OrderedDict(layers=layers)).double()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    for shardings in ({"layers.*.0": "n{x}"}, {"layers.5.0": "n{x}"}):
+        pm = equal(model, sx.Mesh(x=2), shardings, x)
+        assert pm._compiled.captured.graph.repeats
+        pinned = [node.where.module for node in pm.planned.nodes if node.pin is not None]
+        assert pinned == ([f"layers.{i}.0" for i in range(8)] if "layers.*.0" in shardings else [*shardings])
+
+
+@pytest.mark.parametrize(
+    "shardings",
+    [
+        {"fc1:mm": "k{x}", "fc1:add": "d1{x}"},
+        {"fc1:add": "d0{x}", "fc1:mm": "n{x}"},
+        {"fc1": "m{}", "fc1:mm": "k{x} m{}", "fc1:add": "d1{x}"},
+    ],
+    ids=str,
+)
+def test_parts_of_one_op_are_hinted_each(shardings: dict[str, str]) -> None:
+    model, x = nn.Sequential(OrderedDict(fc1=nn.Linear(8, 8), last=nn.Tanh())).double(), torch.randn(4, 8).double()
+    texts = []
+    hints = sx.Hints(args=(x,), strategies=shardings)
+    sx.parallelize(model, sx.Mesh(x=2), hints, on_pass=lambda each, graph: texts.append(print_graph(graph)))
+    pm = equal(model, sx.Mesh(x=2), shardings, x)
+    assert "aten.mm: " in texts[0] and print_graph(parse_graph(texts[0])) == texts[0]
+    said = {op_name(node.op): factors_text(node.pin.shardings) for node in pm.planned.nodes if node.pin is not None}
+    assert said["aten.mm"] in shardings["fc1:mm"] and said["aten.add.Tensor"] == shardings["fc1:add"]
+
+
+@pytest.mark.parametrize(
+    ("shardings", "what"),
+    [
+        ({"fc1": "q{x}"}, r"names no op with a factor 'q'(.|\n)*n, m k!, k! n -> m n"),
+        ({"fc1": "n{x} d0{}"}, "names no op with the factors 'n' and 'd0' together"),
+        ({"fc1": ("-, -",)}, "names no op with 1 operands"),
+        ({"fc1:mm": "k{x}", "fc*:mm": "n{x}"}, "two hints disagree on aten.mm"),
+        ({"fc1": "n{x}", "fc1:mm": "n{} k{x}"}, "two hints disagree on aten.mm"),
+        ({"fc1:mm": "q{x}"}, r"cannot be sharded so(.|\n)*m k, k n -> m n"),
+        ({"fc9": "n{x}"}, "did you mean 'fc3'"),
+        ({"fc1:aten.bmm": "n{x}"}, "names no op"),
+        ({"conv2:relu": "d0{x}"}, "names no op"),
+        ({"conv2:convolution_backward": "n{x}"}, r"names no op(.|\n)*hint the op of the forward"),
+        ({"conv1": "ci{x}"}, r"some ranks would get nothing(.|\n)*n ci! h0~p0"),
+        ({"fc1": "n{y}"}, "mesh axis 'y' is unknown"),
+        ({"fc1": "n{x} m{x}"}, "names axis 'x' twice"),
+        ({"fc1": "n{x} n{}"}, "names factor 'n' twice"),
+        ({"fc1": "n x"}, "cannot be read"),
+        ({"fc1": ""}, "cannot be read"),
+        ({"fc1": 3}, "of no known form"),
+        ({"fc1": ("x, -", "-, x")}, "names axis 'x' twice"),
+        ({"fc1": ("-, x", "-, -")}, "two operands sharding the factor 'k' differently"),
+        ({"fc1": ("x, -, -", "-, -")}, "one entry per dim"),
+        ({"fc1": "n{x}", "fc1:addmm": "m{x}"}, "two hints disagree"),
+        ({"conv1": "h0{x}"}, "what the chunks of 'p0' are made of"),
+        (["fc1"], "is of another kind"),
+    ],
+)
+def test_what_cannot_be(shardings: Any, what: str) -> None:
+    with pytest.raises(sx.Error, match=what):
+        convolutions(shardings)

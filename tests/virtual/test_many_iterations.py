@@ -1,0 +1,197 @@
+"""Hundreds of iterations: planned, written and proven at the cost of a few, and each of them looked at."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+from shardfx.ir.ops.local_ops import BY_NAME
+from shardfx.ir.ops.loop import loop_ops
+from shardfx.ir.program import lower
+from tests.zoo import make
+
+MANY = 256
+
+
+class Language(nn.Module):
+    def __init__(self, words: int = 40, width: int = 8) -> None:
+        super().__init__()
+        self.embed, self.norm, self.inner = nn.Embedding(words, width), nn.LayerNorm(width), nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.inner(self.embed(x)))))
+
+
+def next_tokens(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+
+@cache
+def in_iterations(count: int, rows: int = 2 * MANY) -> sx.ParallelModule:
+    torch.manual_seed(0)
+    x, y = torch.randint(40, (rows, 3)), torch.randint(40, (rows, 3))
+    y[: rows // 3, 1:] = -100
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=count)
+    return sx.parallelize(Language().double(), sx.Mesh(dp=2), hints, virtual=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [4 * MANY, 3 * MANY + 200], ids=["even", "uneven"])
+def test_a_program_of_many_iterations_is_written_as_often_as_one_of_few(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[object] = []
+    made = lower.Lowering.__post_init__
+
+    def counted(self: lower.Lowering) -> None:
+        written.append(self)
+        made(self)
+
+    monkeypatch.setattr(lower.Lowering, "__post_init__", counted)
+    counts, lengths = [], []
+    for count in (4, MANY):
+        pm = in_iterations(count, rows)
+        written.clear()
+        lengths.append(len(pm.rank_program(1).graph.nodes))
+        counts.append(len(written))
+    assert counts[1] <= counts[0] + 3
+    assert lengths[1] <= 1.2 * lengths[0]
+
+
+def test_uneven_iterations_are_those_of_one_device() -> None:
+    rows = 3 * MANY + 200
+    pm = in_iterations(MANY, rows)
+    assert "loop.piecewise_index" in str(pm.rank_program(1))
+    model = Language().double()
+    model.load_state_dict(pm.full_state_dict())
+    torch.manual_seed(1)
+    x, y = torch.randint(40, (rows, 3)), torch.randint(40, (rows, 3))
+    alone, made = next_tokens(model(x), y), pm(x, y)
+    alone.backward()
+    made.backward()
+    assert abs(alone.item() - made.item()) < 1e-12
+    grads = pm.full_grads()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert (grads[name] - parameter.grad).abs().max() < 1e-12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [(2 * MANY, 2 * MANY), (3 * 16 + 10, 3 * MANY + 200)], ids=["even", "uneven"])
+@pytest.mark.one_in(2)
+def test_many_iterations_are_proven_from_few_programs(rows: tuple[int, int]) -> None:
+    few, many = (in_iterations(count, of).verify() for count, of in zip((16, MANY), rows, strict=True))
+    assert few and many, (few, many)
+    for what in ("whole programs", "families", "distinct ops at every rank"):
+        assert many.checked[what] == few.checked[what]
+    assert many.checked["programs read"] == len(many.programs) * 2 * MANY
+
+
+def named(graph: fx.Graph, name: str) -> fx.Node:
+    return next(node for node in reversed(graph.nodes) if node.target is BY_NAME[name].function)
+
+
+def renumbered(graph: fx.Graph, change: Callable[[int, int], list[tuple[int, int, int]]]) -> None:
+    """Which rows iteration 100 takes, or from it on."""
+    found = None
+    for node in graph.nodes:
+        if node.target in (loop_ops.index, loop_ops.piecewise_index):
+            (_, first, step), *behind = [(0, *node.args[1:])] if node.target is loop_ops.index else node.args[1]
+            if step:  # and not the number of rows, which iterations at the end have less of
+                found = node, [*change(first, step), *behind]
+    assert found is not None
+    at, runs = found
+    at.target, at.args = loop_ops.piecewise_index, (at.args[0], runs)
+
+
+def a_wrong_slice_in_iteration_100(graph: fx.Graph) -> None:
+    renumbered(graph, lambda a, n: [(0, a, n), (100, a + 99 * n, 0), (101, a + 101 * n, n)])
+
+
+def iteration_100_skipped(graph: fx.Graph) -> None:
+    renumbered(graph, lambda a, n: [(0, a, n), (100, a + 101 * n, n)])
+
+
+def a_iteration_less(graph: fx.Graph) -> None:
+    begin = named(graph, "loop.begin")
+    begin.args = (begin.args[0], begin.args[1] - 1, begin.args[2])
+
+
+def added_twice(graph: fx.Graph) -> None:
+    node = named(graph, "loop.add")
+    with graph.inserting_after(node):
+        again = graph.call_function(loop_ops.add, (node, node.args[1]))
+    again.meta = dict(node.meta)
+    node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+
+
+def stale(graph: fx.Graph) -> None:
+    node = named(graph, "memory.filled")
+    node.args = (node.args[0], 1.0, *node.args[2:])
+
+
+def something_else_is_added(graph: fx.Graph) -> None:
+    node = named(graph, "loop.add")
+    with graph.inserting_before(node):
+        other = graph.call_function(torch.ops.aten.neg.default, (node.args[1],))
+    other.meta = dict(node.meta)
+    node.args = (node.args[0], other)
+
+
+NUMBERS = [a_wrong_slice_in_iteration_100, iteration_100_skipped, a_iteration_less, added_twice, stale]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("more", [0, MANY + 200], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("damage", "count"),
+    [*((each, MANY) for each in NUMBERS), pytest.param(something_else_is_added, 16, marks=pytest.mark.slow)],
+)
+def test_what_is_wrong_in_one_of_many_iterations_is_refused(
+    damage: Callable[[fx.Graph], None], count: int, more: int
+) -> None:
+    pm = in_iterations(count, 2 * MANY + more)
+    program = pm.rank_program(1)
+    damage(program.graph)
+    verdict = pm.verify(modules={1: program.module()})
+    assert not verdict and verdict.fault is not None and verdict.fault.rank == 1
+    if "100" in damage.__name__:
+        assert "iteration 100" in verdict.why
+
+
+@pytest.mark.long
+def test_a_program_of_iterations_that_somebody_gives_is_read() -> None:
+    pm = in_iterations(MANY)
+    verdict = pm.verify(modules={1: pickle.loads(pickle.dumps(pm.rank_module(1)))})
+    assert verdict, verdict
+    assert verdict.checked["programs read"] == len(verdict.programs) * 2 * MANY
+
+
+@pytest.mark.long
+def test_masks_of_many_iterations_are_proven_together() -> None:
+    """Each iteration draws its own part of a mask: a number that iterations and ranks have their own of."""
+    case = make("dropout_mlp")
+    x, y = case.args[0].repeat(4, 1), case.targets[0].repeat(4)
+    hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=16)
+    verdict = sx.parallelize(case.model, sx.Mesh(dp=2), hints, virtual=True).verify()
+    assert verdict, verdict
+    assert verdict.checked["families"] == len(verdict.programs)
+
+
+@pytest.mark.slow
+def test_what_families_cannot_tell_is_interpreted_iteration_by_iteration() -> None:
+    """Scattered over tp behind the sum over iterations: another order than that of so many ranks."""
+    case = make("gpt_fused")
+    x, y = case.args[0].repeat(3, 1), case.targets[0].repeat(3, 1)
+    specs = {"args.0": "dp, -", **case.megatron_specs}
+    hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs, grad_accumulation=12)
+    verdict = sx.parallelize(case.model, sx.Mesh(dp=2, tp=2), hints, virtual=True).verify()
+    assert verdict, verdict
