@@ -114,7 +114,7 @@ OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
         {dropout.dropout, dropout.draw, fused_attention.attention, fused_attention.attention_backward},
     ),
     "transfer": (transfer.__file__, {row.function for row in POOLS}),
-    "time_iterations": (iterations.__file__, {row.function for row in LOOP_OPS}),
+    "loop_ops": (loop_ops.__file__, {row.function for row in LOOP_OPS}),
     "materialize_ops": (materialize.__file__, {materialize.materialize}),
     "segments": (segment.__file__, {segment.segment}),
     "grouped_ops": (grouped_product.__file__, {grouped_product.grouped_mm, grouped_product.grouped_outer}),

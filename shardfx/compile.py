@@ -96,7 +96,7 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
     """The built-in passes that hints have something to say of; none, where they are not asked for."""
     axes = (hints.zero_axis,) if isinstance(hints.zero_axis, str) else tuple(hints.zero_axis)
     away = tuple(left for each in offloads(hints) for left in each.without("rows"))
-    tables = tuple(TableRows(each.modules, each.least) for each in offloads(hints) if "rows" in each.whats)
+    tables = tuple(TableRows(each.modules, each.min_numel) for each in offloads(hints) if "rows" in each.whats)
     auto = hints.recompute == "auto"  # which a plan without it decides, and what activations are put away
     asked = None if auto else hints.recompute
     given = (asked,) if isinstance(asked, (str, Recompute)) else tuple(asked or ())
@@ -136,11 +136,13 @@ def check_offload(hints: Hints) -> None:
         Error: the plan is for inference, has no optimizer in it, or a folder is none.
     """
     whats = {what for each in offloads(hints) for what in each.whats}
-    folder = next((each.folder for each in offloads(hints) if each.folder and not os.path.isdir(each.folder)), None)
+    directory = next(
+        (each.directory for each in offloads(hints) if each.directory and not os.path.isdir(each.directory)), None
+    )
     wrong = (
         (bool(whats) and hints.loss is None, "a plan for training: Hints(loss=...)", "one for inference"),
         ("optimizer" in whats and hints.optimizer is None, "an optimizer in the program: Hints(optimizer=...)", "none"),
-        (folder is not None, "a folder that is there", folder),
+        (directory is not None, "a directory that exists", directory),
     )
     for found, expected, got in wrong:
         if found:
@@ -223,7 +225,8 @@ def batch_parts(mesh: Mesh, hints: Hints) -> BatchParts:
         raise Error(
             "an iteration's part of the batch is no stretch of it",
             where="Hints(batch_stats='microbatch')",
-            expected=f"loop axes in front: {' '.join([*iterations, *(axis for axis in axes if axis not in iterations)])}",
+            expected="loop axes in front: "
+            + " ".join([*iterations, *(axis for axis in axes if axis not in iterations)]),
             got=" ".join(axes),
         )
     return BatchParts(mesh.extent(iterations), one_by_one=True)

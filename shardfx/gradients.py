@@ -107,8 +107,8 @@ def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]])
     gradients = [output for output in compiled.after.outputs if output.kind is OutputKind.GRADIENT]
     cast = [f"torch.autocast({device!r}, torch.float16)" for device, dtype in autocast if dtype is torch.float16]
     asked = MixedPrecision.of(compiled.hints.mixed_precision)
-    if asked is not None and asked.dtype is torch.float16 and asked.scale is None:
-        cast.append("compute=torch.float16")
+    if asked is not None and asked.dtype is torch.float16 and asked.loss_scale is None:
+        cast.append("mixed_precision=torch.float16")
     half = [f"the gradient of {o.name!r}" for o in gradients if o.value.type.dtype is torch.float16]
     if gradients and (cast or half):
         raise Error(

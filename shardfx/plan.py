@@ -128,7 +128,8 @@ class Plan(PlanFields):
             where="Hints(specs=plan.specs)",
             expected=f"the plan's own; {made}",
             got=f"{some(others)}" + (f"; passes of one alone: {some(changed)}" if changed else ""),
-            remedy="plan under the options that the plan was made with; or pass specs=dict(plan.specs), hinted_strategies=plan.hinted_strategies "
+            remedy="plan under the options that the plan was made with; or pass "
+            "specs=dict(plan.specs), strategies=plan.hinted_strategies "
             "to use it as plain hints, from which other strategies may follow",
         )
 

@@ -253,6 +253,6 @@ def _of_zero(graph: Graph, hints: Hints) -> Iterator[str]:
     if hints.zero and graph.mesh.extent(axes) > 1 and not sharded and 0 < largest < hints.zero_min_numel:
         yield (
             f"zero={hints.zero} shards nothing over {', '.join(sorted(axes))}: the largest has {largest} elements, "
-            f"fewer than zero_min_numel={hints.zero_min_numel}, and each rank stores all of them; 0 FLOPs are redundant. Write "
-            f"zero_min_numel={largest}, or a smaller one, or leave zero out"
+            f"fewer than zero_min_numel={hints.zero_min_numel}, and each rank stores all; 0 FLOPs are redundant. "
+            f"Write zero_min_numel={largest}, or a smaller one, or leave zero out"
         )

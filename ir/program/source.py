@@ -177,7 +177,7 @@ class _Writer:
         self.lines.append("    " * len(self.open) + line if indent is None else indent + line)
         self.owners.append(node)
 
-    # ---- iterations ------------------------------------------------------------------------------------------------------
+    # ---- iterations -------------------------------------------------------------------------------------------------
 
     def _frame(self, node: fx.Node, part: str) -> None:
         """Where iterations begin or end, or one of their units begins."""

@@ -80,7 +80,7 @@ class Schedule:
             raise Error(
                 "this is no action",
                 where=f"row {wrong[0]}",
-                expected="an Action of a kind F, B, I, W or U, with a stage and a micro-batch from 0 (U: micro-batch 0)",
+                expected="an Action of kind F, B, I, W or U, with a stage and a micro-batch from 0 (U: micro-batch 0)",
                 got=f"Action{tuple(wrong[1])}" if type(wrong[1]) is Action else repr(wrong[1])[:200],
                 remedy="write sx.schedules.Action(kind, stage, micro-batch)",
             )
@@ -179,7 +179,7 @@ def _read(word: str, rank: int, index: int) -> Action:
         raise Error(
             f"{word!r} is no action",
             where=f"row {rank}, word {index}",
-            expected="a kind F, B, I or W, a stage, a dot and a micro-batch, such as F0.3; or U and a stage, such as U0",
+            expected="a kind F, B, I or W, a stage, a dot and a micro-batch, such as F0.3; or U and a stage: U0",
             got=word,
             remedy="write a row for each rank, and blanks between the actions",
         )

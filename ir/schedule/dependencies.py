@@ -67,7 +67,7 @@ def _complete(schedule: Schedule, stages: int, microbatches: int) -> None:
 def _two_backwards(schedule: Schedule, whole: Action, half: Action) -> Error:
     rank = schedule.rank_of(whole.stage)
     return Error(
-        f"the backward of stage {whole.stage}, micro-batch {whole.microbatch} stands there whole and in halves: {whole} and {half}",
+        f"stage {whole.stage}, micro-batch {whole.microbatch} is done whole and in halves: {whole} and {half}",
         where=schedule.where(rank, schedule.rows[rank].index(half)),
         expected="B, or I and W",
         got=f"{whole} and {half}",

@@ -186,7 +186,12 @@ def _is_time(value: object) -> bool:
 KEEPS = {"F": 1, "B": -1, "W": -1, "I": 0, "U": 0}
 """How many micro-batches more a rank keeps for the backward when an action is done."""
 
-NUMBERS = {"stages": "stages", "microbatches": "microbatches", "ranks": "ranks", "live": "live micro-batches"}
+NUMBERS = {
+    "stages": "stages",
+    "microbatches": "micro-batches",
+    "ranks": "ranks",
+    "max_in_flight": "micro-batches in flight",
+}
 """What is counted, by the option that says it."""
 
 
@@ -277,5 +282,5 @@ def check_number(what: str, number: object) -> None:
             where=what,
             expected="an int of at least 1",
             got=repr(number),
-            remedy=f"say {what}=1 or more" + (", or leave it out" if what in ("ranks", "live") else ""),
+            remedy=f"say {what}=1 or more" + (", or leave it out" if what in ("ranks", "max_in_flight") else ""),
         )

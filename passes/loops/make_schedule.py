@@ -21,7 +21,7 @@ def make_schedule(
     microbatches: int,
     ranks: int | None = None,
     costs: Costs = COSTS,
-    live: int | None = None,
+    max_in_flight: int | None = None,
     homes: Sequence[int] | None = None,
 ) -> Schedule:
     """A schedule for so many stages, micro-batches and ranks.
@@ -30,10 +30,10 @@ def make_schedule(
         name: ``gpipe``, ``1f1b``, ``interleaved``, ``breadth-first``, ``zb-h1``, ``zb-h2``, ``zb-v``, ``dualpipev``; or
             ``auto``: of those, and of what a list scheduler makes from the costs, the one with the shortest step.
         stages: how many there are, on all ranks together.
-        micro-batches: how many micro-batches (micro-batches) there are.
+        microbatches: how many micro-batches there are.
         ranks: how many there are; None: as many as there are stages, or half of them where each rank must have two.
         costs: how long an action takes, by kind: a number for all stages, or one for each. For ``auto`` alone.
-        live: how many micro-batches may be live on a rank, a micro-batch counted for each of its stages; None: any
+        max_in_flight: how many micro-batches may be in flight on a rank, each counted for each of its stages; None: any
             number.
         homes: the rank of each stage, where that is settled; None: as the schedule likes. For ``auto`` alone.
 
@@ -51,17 +51,19 @@ def make_schedule(
             got=repr(name),
             remedy="take one of these, write a text (a row for each rank: F0.0 B0.0), or a function that makes one",
         )
-    for what, number in (("stages", stages), ("microbatches", microbatches), ("ranks", ranks), ("live", live)):
-        if number is not None or what not in ("ranks", "live"):
+    check_number("stages", stages)
+    check_number("microbatches", microbatches)
+    for what, number in (("ranks", ranks), ("max_in_flight", max_in_flight)):
+        if number is not None:
             check_number(what, number)
     check_costs(costs)
     maker = ANY if name == AUTO else SCHEDULES[name]
     of = _pipeline(name, maker, stages, microbatches, ranks or max(stages // maker.fewest, 1))
     if name == AUTO:
-        return _shortest(of, costs, of.microbatches * of.chunks if live is None else live, homes)
+        return _shortest(of, costs, of.microbatches * of.chunks if max_in_flight is None else max_in_flight, homes)
     schedule = of.schedule(maker.row)
-    if live is not None:
-        check_live(name, check_schedule(schedule, stages=stages, microbatches=microbatches), live)
+    if max_in_flight is not None:
+        check_live(name, check_schedule(schedule, stages=stages, microbatches=microbatches), max_in_flight)
     return schedule
 
 
@@ -89,7 +91,7 @@ def _pipeline(name: str, maker: ScheduleMaker, stages: int, microbatches: int, r
         raise Error(
             f"{name} needs more micro-batches",
             where=where,
-            expected=f"at least {least} turns on {ranks} ranks",
+            expected=f"at least {least} micro-batches on {ranks} ranks",
             got=f"microbatches={microbatches}",
             remedy=f"take {least} microbatches{or_others}",
         )
@@ -109,9 +111,9 @@ def check_live(name: str, report: ScheduleReport, most: int) -> None:
         raise Error(
             f"{name} has more micro-batches live than may be",
             where=report.simulation.schedule.where(rank, index),
-            expected=f"live={most} turns on a rank at most",
+            expected=f"max_in_flight={most} micro-batches on a rank at most",
             got=f"{peak} microbatches",
-            remedy=f"take live={peak}, or schedule 'auto'",
+            remedy=f"take max_in_flight={peak}, or schedule 'auto'",
         )
 
 
@@ -121,9 +123,9 @@ def _shortest(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] | 
         raise Error(
             "no schedule has so few micro-batches live",
             where="make_schedule('auto', ...)",
-            expected=f"live={of.chunks} or more: one for each stage of a rank",
-            got=f"live={most}",
-            remedy=f"say live={of.chunks}, or take fewer stages on a rank",
+            expected=f"max_in_flight={of.chunks} or more: one for each stage of a rank",
+            got=f"max_in_flight={most}",
+            remedy=f"say max_in_flight={of.chunks}, or take fewer stages on a rank",
         )
     if not _halves(costs) and "B" not in costs:
         raise Error(

@@ -112,12 +112,12 @@ class Loops(Pass):
                 where=where,
                 expected="iterations that need of one another what inputs alone decide, such as how many targets count",
                 got=f"a value of the whole batch that parameters go into; {more:.3g} FLOPs would be done again",
-                remedy='of batch norms: Hints(batch_stats="microbatch"), statistics of each iteration; of experts, which sort the '
-                "tokens of the whole batch: ones that do not, in transformers "
+                remedy='of batch norms: Hints(batch_stats="microbatch"), its own statistics; of experts that sort '
+                "the tokens of the whole batch: ones that do not, in transformers "
                 'model.set_experts_implementation("batched_mm"); else no iterations, or another axis of ranks',
             )
         text = (
-            f"iterations of {axis} are gone through twice: {more / max(once, 1):.0%} of the arithmetic is done again, for "
+            f"the loop {axis} runs twice: {more / max(once, 1):.0%} of the arithmetic is computed again, for "
             f"at {where} all of them must have come so far before any can go on"
         )
         graph.notes.append(text)
@@ -143,7 +143,7 @@ def _check_rows(axis: str, graph: Graph) -> None:
                     where=f"{given.name}, sharded over {' and '.join(sharding.axes)}",
                     expected=f"at least {parts} rows, one for each of {' by '.join(each)}",
                     got=f"{size} rows" if size != 1 else "1 row",
-                    remedy="a larger batch, or fewer iterations; for the last batch of an epoch: DataLoader(drop_last=True)",
+                    remedy="a larger batch, or fewer iterations; for the last batch: DataLoader(drop_last=True)",
                 )
 
 

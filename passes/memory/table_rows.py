@@ -73,7 +73,7 @@ class TableRows(Pass):
         iterations = [axis.name for axis in graph.mesh.axes if axis.loop]
         if tables and iterations:
             raise Error(
-                "gradients of iterations are added up on the device, and a table in the host's memory has its own there",
+                "gradients of a loop are added up on the device, and a table in host memory has its gradient there",
                 where=WHERE,
                 expected="a plan whose batch is done at once",
                 got=f"iterations over {', '.join(iterations)}",

@@ -45,7 +45,7 @@ class InPlace(RankPass):
             if not share.owned(x) or not share.last_use(x, node) or share.sender(x, node) is not None:
                 continue
             if sibling(inside[share.root(x)], inside[node]) is not None:
-                continue  # another unit of its iteration made it, and the order of units may be another one in each iteration
+                continue  # another action of its iteration made it, and the order may differ between iterations
             dense: Any = x
             if x.target is not memory_ops.join:  # which is dense
                 with graph.inserting_before(node):

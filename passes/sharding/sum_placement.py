@@ -165,7 +165,7 @@ class _Sums:
     def _met(self, node: Node, axis: str, group: frozenset[int]) -> bool:
         """Whether iterations around those of an axis meet before the node: then those within them have met, too."""
         mesh = self.graph.mesh
-        around = {each.name for each in mesh.axes[: mesh.order(axis)] if each.time} if mesh[axis].loop else set()
+        around = {each.name for each in mesh.axes[: mesh.order(axis)] if each.loop} if mesh[axis].loop else set()
         assert node.strategy is not None
         pairs = [(node.operands[i].spec, node.strategy.operands[i]) for i in group if around]
         hung = [({*a.axes, *a.partial_axes}, {*b.axes, *b.partial_axes}) for a, b in pairs if a is not None]

@@ -49,7 +49,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     ),
     "schedule": (
         lambda given: isinstance(given, str) or callable(given),
-        "a name, a text (a row for each rank), or a function (stages, iterations, ranks, costs) -> sx.schedules.Schedule",
+        "a name, a text (a row for each rank), or a function (stages, microbatches, ranks, costs) -> Schedule",
         'schedule="1f1b"; of an sx.schedules.Schedule its text: schedule=str(made)',
     ),
     "stages_per_rank": (
@@ -73,16 +73,15 @@ class Pipeline(Pass):
 
     Args:
         axis: of the mesh, the ranks that stages lie on.
-        time: the axis of iterations (micro-batches); empty: there are none.
+        microbatches: the loop axis of micro-batches; empty: there are none.
         schedule: the name of one (:func:`shardfx.schedules.make_schedule`), its text (a row for each rank), or a
             function ``(stages, iterations, ranks, costs) -> Schedule``.
-        chunks: how many stages a rank has.
+        stages_per_rank: how many stages a rank has.
         stages: None, for stages that cost about the same, or as near to it as ranks may hold
             (``Hints(memory=...)``); how many blocks each has, ``(1, 3)``; their first modules,
             ``("layers.0", "layers.2")``; or patterns of the modules of each, ``(("emb", "layers.0"), ("layers.1",))``.
-        live: how many iterations may be live on a rank at most, each counted for every stage of it; None: any number,
-            but with schedule ``"auto"`` as many as fit, where ``Hints(memory=...)`` or ``machine`` says what a rank may
-            hold.
+        max_in_flight: how many micro-batches may be in flight on a rank, each counted for every stage of it; None: any
+            number, but with schedule ``"auto"`` as many as fit, where ``Hints(memory=...)`` or ``machine`` says so.
 
     Example::
 
@@ -143,7 +142,7 @@ class Pipeline(Pass):
         mesh = graph.mesh
         for what, axis, time in (("axis", self.axis, False), ("microbatches", self.microbatches, True)):
             if axis and (axis not in mesh.names or mesh[axis].loop is not time):
-                kind = "iterations" if time else "ranks"
+                kind = "micro-batches" if time else "ranks"
                 raise Error(
                     f"the mesh has no axis {axis!r} of {kind}",
                     where=f"Pipeline({what}={axis!r})",
@@ -166,7 +165,7 @@ class Pipeline(Pass):
                 where=str(split.where),
                 expected="splits over other axes",
                 got=str(split.spec),
-                remedy=f"take {self.axis!r} out of specs, splits and zero_axis",
+                remedy=f"take {self.axis!r} out of specs, strategies and zero_axis",
             )
 
     def _schedule(self, graph: Graph, count: int) -> Schedule:

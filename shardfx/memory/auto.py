@@ -150,7 +150,7 @@ class _Search:
         """The quickest that fits, of those that make all stretches again, or all modules that stand in a list, or those
         of the root, by themselves or some together; put all away; or both."""
         all_again = tuple(
-            replace(_pass(self.course, kind, 0, len(kind.stretches), frozenset()), gathers=True)
+            replace(_pass(self.course, kind, 0, len(kind.stretches), frozenset()), regather=True)
             for kind in self.course.kinds
         )
         options = self.course.offload

@@ -121,9 +121,9 @@ def what_fits(compiled: Compiled, foresight: Foresight, budget: int) -> str:
         if tried[said] <= budget:
             return f"{said} holds {size_text(tried[said])}"
     if not tried:
-        return "sharded parameters or the batch over more ranks"
+        return "shard parameters or the batch over more ranks"
     best = min(tried, key=tried.__getitem__)
-    return f"sharded parameters or the batch over more ranks; {best} comes to {size_text(tried[best])}, which is not enough"
+    return f"shard parameters or the batch over more ranks; {best} needs {size_text(tried[best])}, which is too much"
 
 
 def _features(compiled: Compiled) -> Iterator[dict[str, Any]]:

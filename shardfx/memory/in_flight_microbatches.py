@@ -27,13 +27,13 @@ def scheduled(compiled: Compiled, foresight: Foresight) -> Compiled:
         Error: one iteration at a time is too much already.
     """
     pipeline, planned, budget = compiled.hints.pipeline, compiled.after.pipeline, budget_of(compiled.hints)
-    if pipeline is None or planned is None or pipeline.schedule != AUTO or pipeline.live or budget is None:
+    if pipeline is None or planned is None or pipeline.schedule != AUTO or pipeline.max_in_flight or budget is None:
         return compiled
     fastest = foresight.of(compiled)
     if fastest.peak <= budget:
         return compiled
     stages, iterations = len(planned.homes), len(planned.schedule.microbatches)
-    few = pipeline.chunks
+    few = pipeline.stages_per_rank
     many = max(check_schedule(planned.schedule, stages=stages, microbatches=iterations).peaks)
     best: tuple[Compiled, int] | None = None
     least, low, high = fastest.peak, few, many - 1

@@ -182,7 +182,7 @@ class Course:
     def _carrying(self, values: Sequence[Value]) -> float:
         """The seconds of putting values away and fetching them; infinite, where some of them are not."""
         options = self.offload
-        if options is None or any(value.type.numel < options.least for value in values):
+        if options is None or any(value.type.numel < options.min_numel for value in values):
             return inf
         link = self.machine.pool(options.to)
         return 2 * sum(link.seconds(1, value.local_bytes(self.graph.mesh)) for value in values)

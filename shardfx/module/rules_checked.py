@@ -54,7 +54,7 @@ def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
     verdict = replace(
         verdict,
         checked={**verdict.checked, **{what: count for what, count in counts.items() if count}},
-        given=(*GIVEN, *verdict.assumptions, *left_out),
+        assumptions=(*GIVEN, *verdict.assumptions, *left_out),
     )
     if not found.wrong:
         return verdict

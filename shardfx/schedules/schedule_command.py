@@ -28,7 +28,7 @@ def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
         "--microbatches", type=int, required=True, metavar="N", help="micro-batches (micro-batches) of a step"
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default: as many as the stages need)")
-    parser.add_argument("--live", type=int, metavar="N", help="how many micro-batches may be live on a rank")
+    parser.add_argument("--max-in-flight", type=int, metavar="N", help="micro-batches that may be in flight on a rank")
     parser.add_argument("--costs", default="", metavar="F=1,B=2,...", help="how long each kind of action takes")
     parser.add_argument("--comm", type=float, default=0.0, metavar="TIME", help="how long a transfer takes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw it, as SVG")
@@ -71,15 +71,15 @@ def _schedule(arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """The schedule of that name, or in that file."""
     path = Path(arguments.name)
     if arguments.name not in SCHEDULES and path.is_file():
-        if arguments.ranks is not None or arguments.live is not None:
+        if arguments.ranks is not None or arguments.max_in_flight is not None:
             raise Error(
                 "a file of rows says itself how many ranks there are, and what is live",
                 where=str(path),
-                expected="no --ranks and no --live",
-                got=f"--ranks {arguments.ranks} --live {arguments.live}",
+                expected="no --ranks and no --max-in-flight",
+                got=f"--ranks {arguments.ranks} --max-in-flight {arguments.max_in_flight}",
             )
         return Schedule.parse(path.read_text(encoding="utf-8"))
-    numbers = {each: getattr(arguments, each) for each in ("stages", "microbatches", "ranks", "live")}
+    numbers = {each: getattr(arguments, each) for each in ("stages", "microbatches", "ranks", "max_in_flight")}
     return make_schedule(arguments.name, costs=costs, **numbers)
 
 

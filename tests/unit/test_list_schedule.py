@@ -88,7 +88,7 @@ def test_auto_keeps_stages_where_they_are() -> None:
             {"name": "1f1b", "stages": 4, "max_in_flight": 3},
             "more micro-batches live than may be\n  where:    rank 0, action 3",
         ),
-        ({"name": "1f1b", "stages": 4, "max_in_flight": 0}, "this is no number of live"),
+        ({"name": "1f1b", "stages": 4, "max_in_flight": 0}, "this is no number of micro-batches in flight"),
         ({"name": "auto", "stages": 8, "ranks": 4, "max_in_flight": 1}, "no schedule has so few micro-batches live"),
         ({"name": "auto", "stages": 4, "costs": {"F": 1, "W": 1}}, "there are no costs of a backward"),
         ({"name": "auto", "stages": 4, "costs": {"B": 1}}, "there is no cost of F"),

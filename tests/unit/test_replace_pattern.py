@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardfx import Hints, trace
+import shardfx as sx
+from shardfx import Hints
 from shardfx.ir.capture.canonical.patterns import replace_pattern
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Value, substitute
@@ -223,7 +224,7 @@ def softmax_by_hand(x: Tensor) -> Tensor:
 )
 def test_calls_of_several_ops(pattern: Any, replacement: Any, count: int, gone: str) -> None:
     torch.manual_seed(0)
-    graph = trace(ByHand().double(), Hints(args=(torch.randn(4, 6, 8, dtype=torch.float64),)))
+    graph = sx.api.trace(ByHand().double(), Hints(args=(torch.randn(4, 6, 8, dtype=torch.float64),)))
     before = run(graph)
     found = replace_pattern(graph, pattern, replacement)
     validate_graph(graph)

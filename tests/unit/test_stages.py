@@ -264,7 +264,7 @@ def test_a_value_that_is_sharded_over_stages_is_named() -> None:
     hints = sx.Hints(
         args=(X,), specs={"head.weight": "pp, -"}, pipeline=sx.Pipeline(microbatches="", schedule="F0.0\nF1.0")
     )
-    with pytest.raises(sx.Error, match="a value is sharded over 'pp'") as caught:
+    with pytest.raises(sx.Error, match="a value is split over 'pp'") as caught:
         sx.parallelize(Net(), sx.Mesh(pp=2), hints, virtual=True)
     assert "'pp'" in str(caught.value.remedy)
 

@@ -52,10 +52,10 @@ def never_skips(graph: Any) -> Any:
 
 ADAPT, SKIP = gradient_scaling.adapt, gradient_scaling.skip_overflow
 ASKED: dict[str, dict[str, Any]] = {
-    "clip": {"clip": 1.0},
-    "scale": {"compute": sx.MixedPrecision(torch.float16, output_dtype=torch.float32, loss_scale=2.0**10)},
+    "clip": {"clip_grad_norm": 1.0},
+    "scale": {"mixed_precision": sx.MixedPrecision(torch.float16, output_dtype=torch.float32, loss_scale=2.0**10)},
     "adapts": {
-        "compute": sx.MixedPrecision(torch.bfloat16, loss_scale=sx.LossScale()),
+        "mixed_precision": sx.MixedPrecision(torch.bfloat16, loss_scale=sx.LossScale()),
         "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
     },
     "parts": {"batch_stats": "local"},

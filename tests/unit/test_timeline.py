@@ -136,9 +136,9 @@ def test_the_command_prints_rows_and_draws(tmp_path: Path, capsys: pytest.Captur
     own = ["--stages", "4", "--microbatches", "8", "--costs", "F=2, B=4.0", "--comm", "0.5"]
     assert main(["schedule", str(tmp_path / "rows.txt"), *own]) == 0
     assert "A step takes 74" in capsys.readouterr().out
-    assert main(["schedule", str(tmp_path / "rows.txt"), *own, "--live", "3"]) == 2
-    assert "no --ranks and no --live" in capsys.readouterr().err
-    assert main(["schedule", "auto", *own[:4], "--live", "3"]) == 0
+    assert main(["schedule", str(tmp_path / "rows.txt"), *own, "--max-in-flight", "3"]) == 2
+    assert "no --ranks and no --max-in-flight" in capsys.readouterr().err
+    assert main(["schedule", "auto", *own[:4], "--max-in-flight", "3"]) == 0
     assert re.findall(r"^\d +\d +(\d+) +24 ", capsys.readouterr().out, re.MULTILINE) == ["3", "3", "3", "3"]
     assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--costs", "F:1"]) == 2
     assert "the costs cannot be read" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_a_wait_stays_in_its_unit() -> None:
     made = program("F0.0 F0.1 B0.0 B0.1", F0=sent, B0=summed("F0"))
     assert Waits().run(made, RankContext(Graph(Mesh(dp=2))))
     names = [node.name for node in made.graph.nodes]
-    assert names.index("neg_default") < names.index("wait_tensor_default") < names.index("unit_1")
+    assert names.index("neg_default") < names.index("wait_tensor_default") < names.index("action_1")
     validate_program(made, ends=False)
 
 

@@ -224,7 +224,7 @@ def test_a_view_with_several_users_is_part_of_what_it_looks_at() -> None:
 def test_draw_folder_numbers_the_passes(tmp_path: Path) -> None:
     graphs = {"before": mlp(specs=False), "propagate": mlp(), "bucket-comm": mlp(), "after": mlp()}
     paths = draw_folder(graphs, tmp_path / "pictures")
-    assert [path.name for path in paths] == ["before.svg", "01-propagate.svg", "02-fuse-comm.svg", "after.svg"]
+    assert [path.name for path in paths] == ["before.svg", "01-propagate.svg", "02-bucket-comm.svg", "after.svg"]
     assert all(path.read_text().startswith("<svg") for path in paths)
 
 

@@ -165,7 +165,7 @@ class MixedPrecision:
                     where=f"{WHERE}: reduce",
                     expected=f"a dtype that holds all numbers of {dtype}",
                     got=str(self.reduce_dtype),
-                    remedy="leave reduce= out; or say in which dtype the model computes: MixedPrecision(torch.bfloat16, ...)",
+                    remedy="leave reduce_dtype out; or say the dtype of the model: MixedPrecision(torch.bfloat16)",
                 )
 
     def inputs(self, tree: Any) -> Any:

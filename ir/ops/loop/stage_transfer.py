@@ -72,7 +72,8 @@ class Message(NamedTuple):
     iteration: int
 
     def __str__(self) -> str:
-        return f"message {self.tag} of iteration {self.iteration} from place {self.origin} to place {self.to} of {self.group}"
+        route = f"from place {self.origin} to place {self.to} of {self.group}"
+        return f"message {self.tag} of iteration {self.iteration} {route}"
 
 
 def handed_over(emit: RankEmit) -> list[Any]:

@@ -329,7 +329,7 @@ class _Units:
                         where=f"{node.where}  {node.where.code}".rstrip(),
                         expected=f"iterations of {step.axis!r} in one part of a stage, such as chunks of the loss",
                         got=f"iterations that end in a later part, where {self._units[node]} needs what they make",
-                        remedy=f"sharded by {self.loop.axis!r} alone what {step.axis!r} shardings, with as many more iterations",
+                        remedy=f"shard by {self.loop.axis!r} alone what {step.axis!r} shards, with more iterations",
                     )
 
     def _unit(self, node: Node) -> str:

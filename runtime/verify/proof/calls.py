@@ -165,7 +165,7 @@ class Calls:
                 wanted = _likely_first(wanted, maker, _tensors(node))
             for chosen in itertools.islice(itertools.product(*wanted), MOST_CHOICES):
                 found, why = self._try(node, maker, [n for n, _ in chosen], [f for _, f in chosen])
-                if found:  # and so by whatever else is true of the operands, as where this rank's rows are those of two shardings
+                if found:  # and so by what else is true of the operands: this rank's rows may be those of two shardings
                     all_found.append((self.taken[maker], maker, found))
                 elif maker.op is node.target:
                     best = why
