@@ -1,10 +1,10 @@
-"""The loss of a large vocabulary in chunks: what a step holds at its peak, and what it takes, beside the whole logits.
+"""Peak memory and time of a step with the loss of a large vocabulary in chunks, compared with unchunked logits.
 
     python -m benchmarks.chunked_loss [--words 131072] [--width 256] [--tokens 2048] [--chunks 16]
 
-Peaks are those of the replay of the program; ``with parameters`` adds parameters and batch, which are there all the
-time. Seconds are those of the processor (of one thread, the least of a few steps): others on the machine do not count.
-Exits with 1 where the peak is above a fifth of that of whole logits, or the time above 1.1 times theirs.
+Peaks are those of the replay of the program; ``with parameters`` adds parameters and batch, which are live all the
+time. Seconds are CPU time (of one thread, the minimum of a few steps), which other processes do not affect.
+Exits with 1 where the peak is above a fifth of that of unchunked logits, or the time above 1.1 times theirs.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Language(nn.Module):
 
 
 def next_tokens(out: Tensor, y: Tensor) -> Tensor:
-    """The mean over the tokens that count."""
+    """The mean over tokens that are not ignored."""
     return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes, and seconds of the processor."""
+    """Bytes, and CPU seconds."""
 
     peak: int
     beside: int

@@ -1,11 +1,11 @@
-"""What collectives cost among two processes of this machine: gloo's, into which memory, and through shared memory.
+"""Cost of collectives between two processes of this host: by gloo, into fresh or reused memory, and by shared memory.
 
     python -m benchmarks.collectives [--mb 14]
 
-Each in one thread, in iterations; printed are medians. Into *fresh* memory every page is faulted in; *kept* memory was
-used before (:mod:`shardfx.runtime.memory_pool`). *Shm* are those of :mod:`.distributed.shm`, in a bucket that lies
-in shared memory; *cpu* is the processor time of a rank, with that of its threads. A *message* goes from stage to stage,
-and comes back.
+Each runs in one thread, alternating; medians are printed. Into *fresh* memory every page is faulted in; *kept* memory
+was used before (:mod:`shardfx.runtime.memory_pool`). *Shm* are those of :mod:`shardfx.runtime.distributed.shm`, in a
+bucket in shared memory; *cpu* is the processor time of a rank, with that of its threads. A *message* goes from stage to
+stage, and comes back.
 """
 
 from __future__ import annotations

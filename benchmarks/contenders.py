@@ -1,12 +1,12 @@
-"""How benchmarks compare training steps: contenders live in the same processes and take iterations.
+"""Comparison of training steps: contenders share the same processes and alternate.
 
     with_ranks(rank_main, size, rounds)          # rank_main(rank, size, rounds), in two gloo processes
         found = take_turns({"DDP": (module, step), "ours": (pm, step)}, rounds, steps)
         ratio(found["DDP"], found["ours"])
 
 Each process has one thread. Contenders run round after round, so that a busy neighbour slows all of them alike; a
-round's time is the slowest rank's, by the clock and by the time that a rank's processors worked, which hangs less on
-neighbours. What a step holds is looked at op by op, whoever holds it.
+round's time is the slowest rank's, by the clock and by the time that a rank's processors worked, which depends less on
+neighbours. The memory of a step is observed op by op, whoever owns it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .models import Size
 
 RANKS, WARM = 2, 2
 Step = Callable[[], Tensor]
-"""Gives the loss; its ``backward()`` is still to come, unless the step is a whole one."""
+"""Returns the loss; its ``backward()`` is still to come, unless the step is a full one."""
 Contender = tuple[nn.Module, Step]
 
 
@@ -61,13 +61,13 @@ def _rank(rank: int, port: int, minutes: float, main: Callable[..., None], told:
 
 
 def sized(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Let the GPT's size be said."""
+    """Add options for the GPT's size."""
     for name, value in {**vars(Size()), **defaults}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
 
 
 def size_of(given: dict[str, Any]) -> Size:
-    """The size that was said, taken out of the arguments."""
+    """The size by the options, which are removed from the arguments."""
     return Size(**{name: given.pop(name) for name in vars(Size())})
 
 
@@ -89,14 +89,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast one is as another: medians over the rounds."""
+    """The speed of one relative to another: medians over the rounds."""
 
     clock: float
     processors: float
 
 
 def ratio(other: Times, mine: Times) -> Ratio:
-    """How fast ``mine`` is beside ``other``, in the same rounds."""
+    """The speed of ``mine`` relative to ``other``, in the same rounds."""
     pairs = ((other.clock, mine.clock), (other.processors, mine.processors))
     return Ratio(*(statistics.median(b / a for b, a in zip(*pair, strict=True)) for pair in pairs))
 
@@ -142,7 +142,7 @@ def peak(module: nn.Module, step: Step, stored: Iterable[Tensor]) -> int:
         for _ in range(3):
             module.zero_grad(set_to_none=True)
             live.peak = 0
-            _whole(step)
+            _full_step(step)
     return live.peak
 
 
@@ -151,7 +151,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum({each._cdata: each.nbytes() for each in map(_storage, tensors)}.values())
 
 
-def _whole(step: Step) -> None:
+def _full_step(step: Step) -> None:
     loss = step()
     if loss.requires_grad:
         loss.backward()
@@ -159,7 +159,7 @@ def _whole(step: Step) -> None:
 
 class _Live(TorchDispatchMode):
     """The bytes of all storages that ops give, as long as they are there; and the most of them at once. Without what
-    carries collectives between neighbours, as gloo's buffers are not seen either."""
+    serves collectives between neighbours, as gloo's buffers are not seen either."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,9 +181,9 @@ class _Live(TorchDispatchMode):
 
     def _there(self) -> int:
         total = 0
-        carried = {each.untyped_storage()._cdata for group in open_groups for each in group.memory}
+        exchanged = {each.untyped_storage()._cdata for group in open_groups for each in group.memory}
         for key, ref in list(self._found.items()):
-            if key in carried:
+            if key in exchanged:
                 continue
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:

@@ -1,4 +1,4 @@
-"""What a plan costs at depth: replay, prices and report of Llama-3-70B's shapes on dp=8 x tp=8, without weights.
+"""Time of cost estimates at depth: replay, costs and report of Llama-3-70B's shapes on dp=8 x tp=8, without weights.
 
     python -m benchmarks.cost_scale [--layers 80]
 
@@ -36,8 +36,8 @@ def main() -> None:
     print(f"layers          {layers}, {len(graph.nodes)} IR nodes, {len(program.graph.nodes)} fx nodes")
     print(f"lowering        {lap():6.2f} s")
     footprint = replay(program)
-    held = footprint.peak.nbytes
-    print(f"replay          {lap():6.2f} s   {held / 1e9:.1f} GB at the peak, {footprint.cost.flops / 1e15:.2f} PFLOP")
+    peak = footprint.peak.nbytes
+    print(f"replay          {lap():6.2f} s   {peak / 1e9:.1f} GB at the peak, {footprint.cost.flops / 1e15:.2f} PFLOP")
     prices = Prices(graph.mesh, book)
     cost = total(prices.of(node) for node in graph.nodes)
     seconds = cost.seconds(machine, graph.mesh)

@@ -1,10 +1,10 @@
-"""What a rank holds and sends by the features of memory: Llama-3-70B's shapes on dp=8 x tp=8, planned without weights.
+"""Memory and communication of a rank by memory features: Llama-3-70B's shapes on dp=8 x tp=8, planned without weights.
 
     python -m benchmarks.memory_table [--layers 80] [--batch 8]
 
 For each row the bytes of a rank at its peak in a whole step of AdamW (by ``pm.memory()``), the optimizer's states and
-the activations among them, what is put away beside the device, what a rank sends in a step, and the seconds of a step
-on a machine (``pm.report("h100-dgx")``).
+the activations among them, the bytes offloaded to the host, the bytes that a rank sends in a step, and the seconds of a
+step on a machine (``pm.report("h100-dgx")``).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": 3},
     "zero 3, recompute": {"zero": 3, "recompute": LAYERS},
     "zero 3, chosen for 80 GB": {"zero": 3, "recompute": "auto", "memory": "80GB", "machine": "h100-dgx"},
-    "states and activations put away": {"offload": ("optimizer", "activations")},
-    "zero 3, recompute, states put away": {"zero": 3, "recompute": LAYERS, "offload": ("optimizer",)},
+    "states and activations offloaded": {"offload": ("optimizer", "activations")},
+    "zero 3, recompute, states offloaded": {"zero": 3, "recompute": LAYERS, "offload": ("optimizer",)},
 }
 
 
@@ -44,16 +44,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--machine", default="h100-dgx")
     given = parser.parse_args()
-    table = Table("", "peak", "states", "activations", "put away", "sent", "a step", box=box.SIMPLE_HEAD)
+    table = Table("", "peak", "states", "activations", "offloaded", "sent", "a step", box=box.SIMPLE_HEAD)
     for name, hints in ROWS.items():
         pm = planned(given.layers, sx.Mesh(dp=8, tp=8), given.batch, optimizer=torch.optim.AdamW, **hints)
         memory, report = pm.memory(), pm.report(given.machine)
-        held = memory.by_category
+        sizes = memory.by_category
         table.add_row(
             name,
             size_text(memory.peak),
-            size_text(held.get("optimizer states", 0)),
-            size_text(held.get("activations", 0)),
+            size_text(sizes.get("optimizer states", 0)),
+            size_text(sizes.get("activations", 0)),
             size_text(memory.host),
             size_text(int(report.communication.nbytes)),
             f"{report.time.total:.2f} s",

@@ -1,4 +1,4 @@
-"""Unedited models of a library, tiny and random, in float64 on virtual ranks beside one device: loss and gradients.
+"""Loss and gradients of unedited models of a library, tiny and random, in float64 on virtual ranks and on one device.
 
     python -m benchmarks.model_survey [--library timm] [--mesh dp=2] [--guard] [--verify] [--seconds 240] [names ...]
 

@@ -54,7 +54,7 @@ STEPPED = (
     "mlp3@dp2tp2+AdamW+away",
     "gpt_separate@dp2+AdamW+rows",
 )
-"""Whole steps (one with parameters, states and activations put away, one with a table in the host's memory), and norms
+"""Whole steps (one with parameters, states and activations offloaded, one with a table in host memory), and norms
 of few rows on many ranks: random numbers do not tell a small term of these from none, and the proof does."""
 UNEVEN = {"dp3tp2": sx.Mesh(dp=3, tp=2)}
 SPECS = {
@@ -63,7 +63,7 @@ SPECS = {
     "whole-qkv": {"layers.*.qkv.bias": "-"},
     "across": {"weight": "dp, tp", "bias": "dp cp tp"},
 }
-"""Hints by the word behind a plan's name: of what is whole each rank takes a slice."""
+"""Hints by the word behind a plan's name: each rank slices what is replicated."""
 
 
 @dataclass
@@ -97,8 +97,8 @@ class Rates:
 
 
 def planned(name: str) -> sx.ParallelModule:
-    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets, ``+AdamW``: whole steps;
-    ``+away``: all put away, ``+rows``: tables; ``+again``: blocks made again; others: :data:`SPECS`)."""
+    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets, ``+AdamW``: full steps;
+    ``+away``: all offloaded, ``+rows``: tables; ``+again``: recomputed blocks; others: :data:`SPECS`)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
     made = few_rows() if case == "few_rows" else make(case)
@@ -116,8 +116,7 @@ def planned(name: str) -> sx.ParallelModule:
 
 
 def few_rows() -> Case:
-    """A Linear of fewer rows than there are ranks: some have none, and of others' the sharding cannot be told from
-    them."""
+    """A Linear of fewer rows than there are ranks: some have none, and others' sharding is ambiguous."""
     with double():
         x, y = torch.randn(6, 6), torch.randint(4, (6,))
         model = torch.nn.Linear(6, 4)

@@ -7,9 +7,8 @@ The ops are those that the samples of ``op_db`` call, forward and backward, at t
 of the rule book that holds the op's rule; an op without one is discovered) the table gives
 
     sound     of the shardings and partial sums that the rules allow, those that the oracle does not refute by running
-              them, on the values of the database and on others: of both signs, zeros, ties, integers over their whole
-                  range
-    shards      of the one-axis shardings of operands that the oracle finds right, those that the rules allow
+              them, on the values of the database and on others: both signs, zeros, ties, integers over their full range
+    shardings of the one-axis shardings of operands that the oracle finds right, those that the rules allow
     sums      of the sets of operands that may be partial sums, those that the rules let pass; of placements in which
               an axis shards some operands while others are partial sums over it, those that ``sx.strategies`` lists
     DTensor   the same of DTensor (:mod:`benchmarks.op_dtensor`), and what it accepts and gets wrong
@@ -204,7 +203,7 @@ def measure(instances: Sequence[Instance], *, jobs: int = 2, dtensor: bool = Tru
 
 
 def chosen(samples: int, most: int, patterns: Sequence[str], console: Console, seed: int = 0) -> list[Instance]:
-    """The instances of the operator database whose op's name or category holds one of the patterns."""
+    """The instances of the operator database whose op's name or category contains one of the patterns."""
     with console.status("recording the operator database") as status:
         recorder = record(samples, most, lambda name: status.update(f"recording {name}"), seed=seed)
     found = [each for of_op in recorder.found.values() for each in of_op.values()]
@@ -217,7 +216,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=6, help="samples of the database per op")
     parser.add_argument("--most", type=int, default=6, help="instances per overload")
-    parser.add_argument("--ops", nargs="*", default=[], help="only ops whose name or category holds one of these")
+    parser.add_argument("--ops", nargs="*", default=[], help="only ops whose name or category contains one of these")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--seed", type=int, default=0, help="of samples, values and draws")
     parser.add_argument("--no-dtensor", action="store_true", help="leave DTensor out")
@@ -264,7 +263,7 @@ def report(scores: Sequence[Score], console: Console, everything: bool) -> None:
         return
     for each in scores:
         for choice in each.missing_shardings:
-            say(f"missing sharded: {each.text}: {choice}")
+            say(f"missing sharding: {each.text}: {choice}")
         for group in each.missing_sums:
             say(f"missing sum: {each.text}: {group}")
     for answer in answers:

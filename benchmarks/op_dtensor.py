@@ -1,8 +1,8 @@
 """What DTensor says of an op instance: which placements it takes as they are, and whether what it then gives is right.
 
-On a mesh of one axis each operand is sharded along one dim, or a partial sum, or whole. DTensor *accepts* that if its
+On a mesh of one axis each operand is sharded along one dim, a partial sum, or replicated. DTensor *accepts* that if its
 sharding propagator asks for no other placement of an operand. What it accepts is executed by DTensor's own dispatch, on
-all ranks in one process (``LocalTensorMode``), and compared with the whole op.
+all ranks in one process (``LocalTensorMode``), and compared with the op on one device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardfx.ir.oracle.soundness import UNDEFINED
 
 PRIMES = (2, 3, 5, 7, 11, 13)
 SECONDS = 3
-"""For one question to its sharding propagator, which tries products of all placements where it takes an op apart: an op
+"""For one question to its sharding propagator, which tries products of all placements where it decomposes an op: an op
 for which it takes longer is not asked about again."""
 OTHERS = 8
 """How many placements that are not right are shown to DTensor as well, by instance and kind."""
@@ -78,7 +78,7 @@ def ask(of: Instance, shardings: Iterable[Choice], sums: Iterable[frozenset[int]
             else:
                 made.shardings += 1
         elif answer:
-            words = f"sum of {sorted(placed)}" if isinstance(placed, frozenset) else f"sharding {placed}"
+            words = f"sum of {sorted(placed)}" if isinstance(placed, frozenset) else f"sharded {placed}"
             (wrong if answer == "other values" else raised).append(f"{of!r}: {words}: {answer}")
     made.wrong, made.raised, made.slow = tuple(wrong), tuple(raised), of.node.op in _slow
     return made
@@ -145,7 +145,7 @@ _slow: set[Any] = set()
 
 
 def _ranks(of: Instance, placed: Choice | frozenset[int]) -> int:
-    """The smallest number of ranks that divides what is sharded, as DTensor takes some ops only so."""
+    """The smallest number of ranks that divides the sharded dims, as DTensor takes some ops only so."""
     if isinstance(placed, frozenset):
         return 2
     common = gcd(*(t.shape[d] for t, d in zip(of.tensors, placed, strict=True) if d is not None))
@@ -168,7 +168,7 @@ def _mesh(count: int) -> Any:
 
 
 def _parts(tensor: torch.Tensor, i: int, placed: Choice | frozenset[int], count: int) -> tuple[Any, list[torch.Tensor]]:
-    """The placement of operand ``i``, and what each rank holds of it."""
+    """The placement of operand ``i``, and its shards."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     dim = None if isinstance(placed, frozenset) else placed[i]
@@ -180,13 +180,13 @@ def _parts(tensor: torch.Tensor, i: int, placed: Choice | frozenset[int], count:
     return Shard(dim), [*parts, *[tensor.narrow(dim, 0, 0).contiguous()] * (count - len(parts))]
 
 
-def _hold(whole: torch.Tensor, held: tuple[Any, list[torch.Tensor]], count: int, every: bool = False) -> Any:
+def _hold(whole: torch.Tensor, placed: tuple[Any, list[torch.Tensor]], count: int, every: bool = False) -> Any:
     """A DTensor, of the first rank or (``every``) of all ranks in this process."""
     from torch.distributed._local_tensor import LocalTensor
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    placement, parts = held
+    placement, parts = placed
     spec = DTensorSpec(_mesh(count), (placement,), TensorMeta(whole.shape, whole.stride(), whole.dtype))
     local = LocalTensor(dict(enumerate(parts))) if every else parts[0]
     return DTensor(local, spec, requires_grad=False)
@@ -204,7 +204,7 @@ def _moves(given: Any, wanted: Any) -> bool:
 
 
 def _whole(result: Any) -> torch.Tensor | None:
-    """The whole of a result, which all ranks must agree on."""
+    """The full result, which all ranks must agree on."""
     if result is None:
         return None
     full = result.full_tensor() if hasattr(result, "full_tensor") else result

@@ -1,7 +1,7 @@
 """Op instances from PyTorch's own operator database: what its samples call, forward and backward, at the level of aten.
 
 An op that changes its argument is recorded as the one that gives a new tensor, as in a captured graph; an op that
-capture takes apart (:data:`shardfx.ir.capture.trace.DECOMPOSED`) as its parts. Left out, as capture refuses them: ops
+capture decomposes (:data:`shardfx.ir.capture.trace.DECOMPOSED`) as its parts. Left out, as capture refuses them: ops
 that draw random numbers, and ops whose result's shape depends on the values.
 """
 

@@ -1,11 +1,11 @@
-"""Step time of pipelines (forward and backward of all micro-batches) beside ``torch.distributed.pipelining`` on 2 gloo
-ranks of this machine, and what a rank holds in it at most.
+"""Step time of pipelines (forward and backward of all micro-batches) compared with ``torch.distributed.pipelining`` on
+2 gloo ranks of this host, and the peak memory of a rank.
 
-    python -m benchmarks.pipeline_time [--dim 256 --layers 4 --turns 4 --rounds 15 --only 1f1b zb-h1]
+    python -m benchmarks.pipeline_time [--dim 256 --layers 4 --microbatches 4 --rounds 15 --only 1f1b zb-h1]
 
 Both train the same GPT in the same two stages, with the same schedule and micro-batches, one after the other
-(:mod:`.contenders`). Printed are medians, and the median over the rounds of each ratio. Of schedules that torch has not
-under a name, our own 1F1B is the other: as it is, which does and sends first what other stages wait for (so that it has
+(:mod:`.contenders`). Printed are medians, and the median over the rounds of each ratio. Schedules that torch lacks are
+compared with our own 1F1B: as it is, which computes and sends first what other stages wait for (so that it has
 part of what zero-bubble schedules gain), and *plain*, whose backward is done in the order in which it was captured.
 """
 
@@ -32,10 +32,10 @@ from .models import GPT, Size, next_token
 THEIRS: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 PLAIN = "1f1b-plain"
 OWN = ("zb-h1", PLAIN)
-"""Schedules that torch's has not."""
+"""Schedules that torch lacks."""
 
 
-class Stage(nn.Module):
+class GPTStage(nn.Module):
     """Half of a GPT, as somebody writes it for ``torch.distributed.pipelining``."""
 
     def __init__(self, model: GPT, rank: int) -> None:
@@ -73,7 +73,7 @@ def ours(model: GPT, schedule: str, microbatches: int, x: Tensor, y: Tensor) -> 
 
 @contextmanager
 def as_captured() -> Iterator[None]:
-    """Programs that are written meanwhile keep the backward of a stage in its order."""
+    """Lower programs with the backward of a stage in its captured order."""
     with patch.object(schedule_actions, "sent_first", lambda steps, *_: list(steps)):
         yield
 
@@ -81,7 +81,7 @@ def as_captured() -> Iterator[None]:
 def theirs(model: GPT, schedule: str, microbatches: int, x: Tensor, y: Tensor) -> Contender:
     """Their stage of this rank, and its step."""
     rank = dist.get_rank()
-    module = Stage(model, rank)
+    module = GPTStage(model, rank)
     stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
     made = THEIRS[schedule](stage, microbatches, loss_fn=next_token)
 
@@ -106,8 +106,8 @@ def variants(model: GPT, microbatches: int, x: Tensor, y: Tensor, only: list[str
     return made
 
 
-def held(contender: Contender, given: list[Tensor]) -> float:
-    """Megabytes that a step holds at most beside parameters and inputs, gradients among them: the larger rank's."""
+def step_memory(contender: Contender, given: list[Tensor]) -> float:
+    """Megabytes of a step at its peak without parameters and inputs, gradients included: the larger rank's."""
     module, step = contender
     stored = [*module.parameters(), *given]
     most = torch.tensor((peak(module, step, stored) - nbytes(stored)) / 1e6)
@@ -120,7 +120,7 @@ def rank_main(rank: int, size: Size, microbatches: int, rounds: int, steps: int,
     model = GPT(size)
     x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
     made = variants(model, microbatches, x, y, only)
-    most = {name: held(each, [x, y]) for name, each in made.items()}
+    most = {name: step_memory(each, [x, y]) for name, each in made.items()}
     times = take_iterations(made, rounds, steps)
     if rank == 0:
         report(times, most, only)
@@ -128,7 +128,7 @@ def rank_main(rank: int, size: Size, microbatches: int, rounds: int, steps: int,
 
 def report(times: dict[str, Times], most: dict[str, float], only: list[str]) -> None:
     for name, spent in times.items():
-        print(f"{name:16} {spent}   holds {most[name]:6.1f} MB")
+        print(f"{name:16} {spent}   peak {most[name]:6.1f} MB")
     for schedule in only:
         mine = f"ours, {schedule}"
         for other in (f"torch, {schedule}",) if schedule in THEIRS else ("ours, 1f1b", f"ours, {PLAIN}"):

@@ -3,7 +3,7 @@
     python -m benchmarks.plan_scale [--layers 80] [--update]
 
 With ``--update`` the step of AdamW, clipping and ``zero=1`` are in the program.
-Prints the seconds of each step and the most memory that the process ever held. Aim: under 6 s and 0.6 GB on 2 cores
+Prints the seconds of each step and the peak memory of the process. Aim: under 6 s and 0.6 GB on 2 cores
 that are not shared.
 """
 
@@ -76,7 +76,7 @@ def main() -> None:
     pm = sx.parallelize(model, sx.Mesh(dp=8, tp=8), hints)
     ready = time.perf_counter()
     pm.rank_program(0)
-    done, busy, held = time.perf_counter(), time.process_time() - busy, most_memory()
+    done, busy, peak = time.perf_counter(), time.process_time() - busy, most_memory()
     module = pm.rank_module(0)
     shown = time.perf_counter()
     passes = pm._compiled.context.seconds
@@ -86,13 +86,13 @@ def main() -> None:
         print(f"{name:<22} {seconds:6.1f} s")
     print(f"one rank's program     {done - ready:6.1f} s")
     print(f"model to program       {done - started:6.1f} s, {busy:.1f} s of them on a processor")
-    print(f"most memory            {held:6.2f} GB, of which torch and transformers are the most")
+    print(f"most memory            {peak:6.2f} GB, of which torch and transformers are the most")
     print(f"its GraphModule        {shown - done:6.1f} s, made anew, with its Python written and compiled")
     print(f"most memory            {most_memory():6.2f} GB")
 
 
 def most_memory() -> float:
-    """The most memory that this process ever held, in GB."""
+    """The peak memory of this process, in GB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 

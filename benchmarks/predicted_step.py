@@ -1,4 +1,4 @@
-"""Predicted seconds of uncompiled steps beside measured ones, on the machine as ``sx.Machine.measure()`` finds it.
+"""Predicted seconds of uncompiled steps compared with measured ones, on the machine by ``sx.Machine.measure()``.
 
     python -m benchmarks.predicted_step [--device cuda] [--machine mine.json] [--rounds 15]
 

@@ -1,12 +1,12 @@
-"""Memory against time: what ``recompute="auto"`` makes of a budget, beside recomputing some of the layers, and beside
+"""Memory against time: ``recompute="auto"`` within a budget, compared with recomputing some of the layers, and with
 torch's own partitioner (min-cut, with ``activation_memory_budget``). A GPT, or a chain of convolutions (VGG-16), on one
 device, in float32.
 
     python -m benchmarks.recompute_table [--model vgg] [--layers 8] [--machine h100-dgx]
 
-All programs are priced alike: their calls are replayed on shapes, which gives the live bytes at the peak (parameters,
-batch and gradients too) and the seconds of a step, here as so much more than the same maker's program takes that keeps
-all (torch's is 0.7 % shorter than ours). In each row the budget is what the other holds at its peak.
+All programs have the same cost model: their calls are replayed on shapes, which gives the live bytes at the peak
+(parameters, batch and gradients too) and the seconds of a step, here relative to the program of the same maker without
+recompute (torch's is 0.7 % shorter than ours). In each row the budget is the peak of the other.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from shardfx.ir.text.printer import size_text
 from .models import GPT, Size, next_token
 
 BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1)
-"""Of torch's partitioner: 1 keeps what its min-cut keeps, 0 recomputes all."""
+"""Of torch's partitioner: 1 saves what its min-cut saves, 0 recomputes all."""
 MESH = sx.Mesh(dp=1)
 
 
 class Point(NamedTuple):
-    """What a program holds at its peak, in bytes, and the seconds of a step."""
+    """Peak bytes of a program, and the seconds of a step."""
 
     peak: int
     seconds: float
@@ -51,7 +51,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained, made on the default device, and what one would make again by hand."""
+    """A model on the default device, and the modules that one would recompute by hand."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
@@ -110,7 +110,7 @@ def ours(subject: Subject, machine: Machine, **hints: Any) -> Point:
 
 
 def of_torch(subject: Subject, machine: Machine, budget: float) -> Point:
-    """Forward and backward as torch's partitioner makes them, one behind the other."""
+    """Forward and backward as torch's partitioner makes them, in sequence."""
     made: dict[str, fx.GraphModule] = {}
 
     def keep(name: str) -> Any:
@@ -168,7 +168,7 @@ def joined(forward: fx.GraphModule, backward: fx.GraphModule) -> RankProgram:
 
 
 def priced(program: RankProgram, machine: Machine) -> Point:
-    """The peak, with what goes in, and the time."""
+    """The peak, inputs included, and the time."""
     footprint = replay(program)
     given = sum(each.value.type.nbytes for each in program.inputs)
     return Point(given + footprint.peak.nbytes, footprint.cost.seconds(machine, MESH))

@@ -1,12 +1,12 @@
-"""What a whole step holds at most (AdamW; the bytes of tensors that are there), beside torch's own wrappers, on 2 gloo
+"""Peak memory of a full step (AdamW; the bytes of live tensors), compared with torch's own wrappers, on 2 gloo
 ranks of this machine.
 
     python -m benchmarks.step_memory [--dim 256 --layers 4]
-    python -m benchmarks.step_memory --turns       (forward and backward in four micro-batches; DDP's by no_sync)
+    python -m benchmarks.step_memory --accumulate  (forward and backward in four micro-batches; DDP's by no_sync)
 
-Looked at op by op, whoever holds them: parameters and states, which are there before the step, and all that the step
-makes; not what carries collectives (gloo's buffers, and ours where ranks share memory).
-Memory that is kept between steps counts all along. Beside ours stands what ``pm.memory()`` foresees.
+Observed op by op, whoever owns them: parameters and states, which are live before the step, and all results of
+ops; not buffers of collectives (gloo's buffers, and ours where ranks share memory).
+Memory that is reused between steps counts all along. The prediction of ``pm.memory()`` is printed beside ours.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import shardfx as sx
 
 from .contenders import RANKS, peak, size_of, sized, with_ranks
 from .models import GPT, Size
-from .step_time import sharded, updated, variants, whole
+from .step_time import sharded, updated, variants, with_optimizer
 
 
-def rank_main(rank: int, size: Size, iterations: bool) -> None:
+def rank_main(rank: int, size: Size, grad_accumulation: bool) -> None:
     torch.manual_seed(0)
     model = GPT(size)
     x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
-    if iterations:
-        for name, (module, step) in variants(model, x, y, ["iterations"]).items():
-            print_peak(name, peak(module, step, module.parameters()), foreseen(module, rank))
+    if grad_accumulation:
+        for name, (module, step) in variants(model, x, y, ["accumulate"]).items():
+            print_peak(name, peak(module, step, module.parameters()), predicted(module, rank))
         return
     half = size.batch // RANKS
     mine = slice(rank * half, (rank + 1) * half)
@@ -47,30 +47,30 @@ def rank_main(rank: int, size: Size, iterations: bool) -> None:
         states = [value for state in optimizer.state.values() for value in state.values()]
         print_peak(f"{name}, AdamW", peak(module, step, [*module.parameters(), *states]))
     for zero, arena in ((0, False), (1, False), (3, False), (1, True), (3, True)):
-        pm, step = whole(model, x, y, zero, arena)
+        pm, step = with_optimizer(model, x, y, zero, arena)
         assert isinstance(pm, sx.ParallelModule)
         step()
-        held = [*pm.parameters(), *tree_leaves(list(pm._store.states.values()))]
-        print_peak(f"ours, zero {zero}, {'arena' if arena else 'step'}", peak(pm, step, held), pm.memory(rank).peak)
+        stored = [*pm.parameters(), *tree_leaves(list(pm._store.states.values()))]
+        print_peak(f"ours, zero {zero}, {'arena' if arena else 'step'}", peak(pm, step, stored), pm.memory(rank).peak)
 
 
-def foreseen(module: torch.nn.Module, rank: int) -> int | None:
-    """What ours foresees."""
+def predicted(module: torch.nn.Module, rank: int) -> int | None:
+    """The prediction for our plan."""
     return module.memory(rank).peak if isinstance(module, sx.ParallelModule) else None
 
 
 def print_peak(name: str, nbytes: int, said: int | None = None) -> None:
     if dist.get_rank() == 0:
-        beside = f"   foreseen {said / 1e6:6.1f} MB" if said is not None else ""
+        beside = f"   predicted {said / 1e6:6.1f} MB" if said is not None else ""
         print(f"{name:20} {nbytes / 1e6:6.1f} MB{beside}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     sized(parser)
-    parser.add_argument("--iterations", action="store_true", help="four micro-batches, without an update")
+    parser.add_argument("--accumulate", action="store_true", help="four micro-batches, without an update")
     given = vars(parser.parse_args())
-    with_ranks(rank_main, size_of(given), given["iterations"])
+    with_ranks(rank_main, size_of(given), given["accumulate"])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""Step time (forward, backward, synchronised gradients) beside torch's own wrappers, on 2 gloo ranks of this
+"""Step time (forward, backward, synchronised gradients) compared with torch's own wrappers, on 2 gloo ranks of this
 machine; with the update of AdamW, too.
 
     python -m benchmarks.step_time [--dim 256 --layers 4 --rounds 15 --only dp --compile]
     python -m benchmarks.step_time --only dp-update zero-1-update zero-update      (python -m benchmarks.step_memory)
     python -m benchmarks.step_time --only arena             (zero=3 with Hints(arena=True), and without)
-    python -m benchmarks.step_time --only iterations             (four micro-batches; DDP's by no_sync)
-    python -m benchmarks.step_time --only interleave        (tensor parallelism, two iterations side by side, and
-    without)
+    python -m benchmarks.step_time --only accumulate        (four micro-batches; DDP's by no_sync)
+    python -m benchmarks.step_time --only interleave        (tensor parallelism, two micro-batches interleaved, and not)
 
-DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do, in iterations (:mod:`.contenders`).
+DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do, alternating (:mod:`.contenders`).
 Printed are medians, and the median over the rounds of each ratio: by the clock, and by the time that a rank's
 processors worked. All of them run through ``torch.compile`` with ``--compile``.
 """
@@ -31,13 +30,13 @@ import shardfx as sx
 from .contenders import RANKS, Contender, Times, ratio, size_of, sized, take_iterations, with_ranks
 from .models import GPT, Size, next_token
 
-LOOP_OPS = 4
+MICROBATCHES = 4
 PAIRS = {
     "dp": ("ours, dp", "DDP"),
     "zero": ("ours, zero 3", "FSDP2"),
     "tp": ("ours, tp", "DTensor TP"),
-    "iterations": ("ours, 4 iterations", "DDP, 4 iterations"),
-    "interleave": ("tp, side by side", "tp, 2 iterations"),
+    "grad_accumulation": ("ours, 4 micro", "DDP, 4 micro"),
+    "interleave": ("tp, interleaved", "tp, 2 micro"),
     "dp-update": ("ours, dp, step", "DDP, AdamW"),
     "zero-1-update": ("ours, zero 1, step", "DDP, AdamW"),
     "zero-update": ("ours, zero 3, step", "FSDP2, AdamW"),
@@ -45,7 +44,7 @@ PAIRS = {
 }
 AIMS = {
     "dp": 1.05,
-    "iterations": 1.1,
+    "grad_accumulation": 1.1,
     "interleave": 1.0,
     "zero": 1.3,
     "tp": 1.5,
@@ -71,16 +70,16 @@ def ours(
     return pm, lambda: pm(x, y)
 
 
-def side_by_side(model: nn.Module, x: Tensor, y: Tensor, interleave: bool) -> Contender:
-    """Our plan of tensor parallelism in two iterations, one behind the other or interleaved."""
+def interleaved(model: nn.Module, x: Tensor, y: Tensor, interleave: bool) -> Contender:
+    """Our plan of tensor parallelism in two micro-batches, in sequence or interleaved."""
     specs = MEGATRON | {"args.0": "mb, -", "targets.0": "mb, -"}
     hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs)
     pm = sx.parallelize(model, sx.Mesh(mb=sx.Loop(2, interleave=interleave), tp=RANKS), hints)
     return pm, lambda: pm(x, y)
 
 
-def whole(model: nn.Module, x: Tensor, y: Tensor, zero: int, arena: bool = False) -> Contender:
-    """Our plan with the optimizer in it."""
+def with_optimizer(model: nn.Module, x: Tensor, y: Tensor, zero: int, arena: bool = False) -> Contender:
+    """Our plan with the optimizer in the program."""
     hints = sx.Hints(
         args=(x,),
         loss=next_token,
@@ -112,14 +111,14 @@ def theirs(module: nn.Module, x: Tensor, y: Tensor) -> Contender:
     return module, lambda: next_token(module(x), y)
 
 
-def in_iterations(module: DistributedDataParallel, x: Tensor, y: Tensor) -> Contender:
-    """Their way to accumulate: a mean of means, reduced in the last iteration."""
+def accumulated(module: DistributedDataParallel, x: Tensor, y: Tensor) -> Contender:
+    """Their gradient accumulation: a mean of means, reduced in the last micro-batch."""
 
     def step() -> Tensor:
         losses = []
-        for iteration, (a, b) in enumerate(zip(x.chunk(LOOP_OPS), y.chunk(LOOP_OPS), strict=True)):
-            with module.no_sync() if iteration < LOOP_OPS - 1 else nullcontext():
-                loss = next_token(module(a), b) / LOOP_OPS
+        for i, (a, b) in enumerate(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)):
+            with module.no_sync() if i < MICROBATCHES - 1 else nullcontext():
+                loss = next_token(module(a), b) / MICROBATCHES
                 loss.backward()
                 losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -150,13 +149,13 @@ def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, Con
     if "dp" in only:
         made["DDP"] = theirs(DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True), x[mine], y[mine])
         made["ours, dp"] = ours(model, "dp", BATCH, x, y)
-    if "iterations" in only:
+    if "accumulate" in only:
         module = DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True)
-        made["DDP, 4 iterations"] = in_iterations(module, x[mine], y[mine])
-        made["ours, 4 iterations"] = ours(model, "dp", BATCH, x, y, grad_accumulation=LOOP_OPS)
+        made["DDP, 4 micro"] = accumulated(module, x[mine], y[mine])
+        made["ours, 4 micro"] = ours(model, "dp", BATCH, x, y, grad_accumulation=MICROBATCHES)
     if "interleave" in only:
-        made["tp, 2 iterations"] = side_by_side(model, x, y, interleave=False)
-        made["tp, side by side"] = side_by_side(deepcopy(model), x, y, interleave=True)
+        made["tp, 2 micro"] = interleaved(model, x, y, interleave=False)
+        made["tp, interleaved"] = interleaved(deepcopy(model), x, y, interleave=True)
     if "zero" in only:
         made["FSDP2"] = theirs(sharded(deepcopy(model)), x[mine], y[mine])
         made["ours, zero 3"] = ours(model, "dp", BATCH | stored, x, y)
@@ -167,15 +166,15 @@ def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, Con
         module = DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True)
         made["DDP, AdamW"] = updated(module, x[mine], y[mine])
     if "dp-update" in only:
-        made["ours, dp, step"] = whole(model, x, y, 0)
+        made["ours, dp, step"] = with_optimizer(model, x, y, 0)
     if "zero-1-update" in only:
-        made["ours, zero 1, step"] = whole(model, x, y, 1)
+        made["ours, zero 1, step"] = with_optimizer(model, x, y, 1)
     if "zero-update" in only:
         made["FSDP2, AdamW"] = updated(sharded(deepcopy(model)), x[mine], y[mine])
-        made["ours, zero 3, step"] = whole(model, x, y, 3)
+        made["ours, zero 3, step"] = with_optimizer(model, x, y, 3)
     if "arena" in only:
-        made["zero 3, no arena"] = whole(deepcopy(model), x, y, 3)
-        made["zero 3, arena"] = whole(deepcopy(model), x, y, 3, arena=True)
+        made["zero 3, no arena"] = with_optimizer(deepcopy(model), x, y, 3)
+        made["zero 3, arena"] = with_optimizer(deepcopy(model), x, y, 3, arena=True)
     return made
 
 

@@ -1,14 +1,14 @@
-"""A training step on one large image: two gloo ranks, each with half of it, beside one process with all of it; and how
-much work virtual ranks do.
+"""A training step on one large image: two gloo ranks, each with half of it, compared with one process; and the
+CPU time of virtual ranks.
 
     python -m benchmarks.tiles [--size 1024 --wide 8 --rounds 5 --virtual]
 
-All variants live in the same two processes, one thread each, and take iterations, so that a neighbour slows all alike;
-while one process has the whole image, the other waits. Printed are medians over the rounds: of the time on the clock,
-which needs two free cores, and of the processor time of the busier rank, which says what these would give; also with
-exchanges under way while inner rows are computed (``overlap=True``).
-With ``--virtual``, in one process: all the work of 2 x 2 virtual ranks beside that of the whole image, of this size, of
-half of it and of a fourth: the smaller the image, the more of the work is to call what computes it.
+All variants share the same two processes, one thread each, and alternate, so that a neighbour slows all alike; while
+one process computes the full image, the other is idle. Printed are medians over the rounds: of the time on the clock,
+which needs two free cores, and of the CPU time of the busier rank, which predicts it; also with halo exchanges
+overlapped with compute of inner rows (``overlap=True``). With ``--virtual``, in one process: the CPU time of 2 x 2
+virtual ranks relative to the full image, of this size, of half of it and of a fourth: the smaller the image, the larger
+the share of overhead.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def ours(model: nn.Module, mesh: sx.Mesh, x: Tensor, y: Tensor, virtual: bool, o
 
 
 def alone(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    """A step of the model itself on the whole image."""
+    """A step of the model itself on the full image."""
 
     def step() -> Tensor:
         model.zero_grad(set_to_none=True)
@@ -130,7 +130,7 @@ def report(rows: list[tuple[float, ...]]) -> None:
 
 
 def virtual_work(size: int, wide: int, rounds: int) -> None:
-    """The processor time of four virtual ranks beside that of the model itself."""
+    """The CPU time of four virtual ranks relative to the model itself."""
     torch.set_num_threads(1)
     model, x, y = make(size, wide)
     whole, tiles = alone(deepcopy(model), x, y), ours(model, sx.Mesh(h=2, w=2), x, y, True)

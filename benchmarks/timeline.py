@@ -1,13 +1,12 @@
-"""Foreseen steps of pipelines beside measured ones, on 2 gloo ranks of this machine: ``pm.timeline()`` on the machine
-as ``sx.Machine.measure()`` finds it.
+"""Predicted steps of pipelines compared with measured ones, on 2 gloo ranks of this host: ``pm.timeline()`` on the
+machine by ``sx.Machine.measure()``.
 
-    python -m benchmarks.timeline [--dim 128 --layers 4 --turns 4 --rounds 15 --only gpipe 1f1b interleaved zb-h1]
+    python -m benchmarks.timeline [--dim 128 --layers 4 --microbatches 4 --rounds 15 --only gpipe 1f1b zb-h1]
 
-Steps are forward and backward of all micro-batches, without an update. Beside the foreseen one stands the step by the
-clock, in the median and at best, which is as long where each rank has a core for itself; and where they have not, *by
-work*: the processor's time that each action takes in the median step (copies of what is sent in it, waits not), laid
-out by the schedule, and what a rank does around its actions. Exits with 1 where the foreseen step is more than 15 % off
-this one.
+Steps are forward and backward of all micro-batches, without an update. The prediction is compared with the wall clock,
+median and minimum, which agrees where each rank has a core for itself; and elsewhere *by work*: the CPU time of each
+action in the median step (copies for sends included, waits excluded), arranged by the schedule, and the time around
+actions. Exits with 1 where the prediction is more than 15 % off the latter.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ CHUNKS = {"interleaved": 2}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 AIM, LOOKED_AT = 0.15, 15
 LOOK = 7e-7
-"""Seconds that it takes to look at a call."""
+"""Seconds that the probe of a call takes."""
 
 
 def planned(
@@ -66,15 +65,14 @@ def step_of(pm: sx.ParallelModule, x: Tensor, y: Tensor) -> Contender:
     return pm, lambda: pm(x, y)
 
 
-class Worked:
-    """A watch that adds up the seconds of the processor that each call of this rank takes, in all micro-batches of a
-    step."""
+class CpuTimeProbe:
+    """A probe that accumulates the CPU seconds of each call of this rank, over all micro-batches of a step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self._last = 0.0
 
-    def watch(self, rank: int) -> Worked:
+    def watch(self, rank: int) -> CpuTimeProbe:
         self.steps.append(defaultdict(float))
         return self
 
@@ -88,8 +86,8 @@ class Worked:
 
 
 def by_work(pm: sx.ParallelModule, x: Tensor, y: Tensor) -> float:
-    """Seconds of a step by work, on rank 0; the others only help."""
-    watch, plain = Worked(), list[float]()
+    """Seconds of a step by work, on rank 0; called by all ranks."""
+    watch, plain = CpuTimeProbe(), list[float]()
     for number in range(2 * LOOKED_AT):
         dist.barrier()
         pm._watch = watch if number % 2 else None
@@ -105,13 +103,13 @@ def by_work(pm: sx.ParallelModule, x: Tensor, y: Tensor) -> float:
     dist.all_gather_object(every, (calls, step - sum(calls.values())))
     if dist.get_rank():
         return 0.0
-    courses = foreseen([laid_out(pm, rank, seconds) for rank, (seconds, _) in enumerate(every)])
+    courses = foreseen([tasks_by_seconds(pm, rank, seconds) for rank, (seconds, _) in enumerate(every)])
     around = max(0.0, *(each for _, each in every))
     return max(span.end for course in courses for span in course.spans.values()) + around
 
 
-def laid_out(pm: sx.ParallelModule, rank: int, seconds: Mapping[str, float]) -> list[Doing]:
-    """What a rank does, if its calls take so long in a step: each is a kind of its own."""
+def tasks_by_seconds(pm: sx.ParallelModule, rank: int, seconds: Mapping[str, float]) -> list[Doing]:
+    """The tasks of a rank, given the seconds of its calls in a step: each is a kind of its own."""
     program = pm.rank_program(rank)
     footprint = replay(program)
     messages = [call for call in footprint.calls if (row := row_of(call.target)) is not None and row.message == "sends"]
@@ -121,8 +119,7 @@ def laid_out(pm: sx.ParallelModule, rank: int, seconds: Mapping[str, float]) -> 
     kinds = {call.name: Curve(((1.0, seconds.get(call.name, 0.0)),)) for call in footprint.calls}
     machine = replace(sx.Machine.load("cpu-laptop"), curves=kinds, hides=False)
     assert pm.planned.pipeline is not None and pm.schedule is not None
-    microbatches = len(pm.schedule.microbatches)
-    link = sx.Link(1e30, 2 * sent / microbatches)  # to lay out, and to take in
+    link = sx.Link(1e30, 2 * sent / len(pm.schedule.microbatches))  # to copy out, and in
     mesh = pm.planned.mesh.with_links({pm.planned.pipeline.axis: link})
     return doings(program, replace(footprint, costs=tuple(costs)), machine, mesh)
 
@@ -141,11 +138,11 @@ def rank_main(rank: int, size: Size, microbatches: int, rounds: int, steps: int,
 
 
 def report(name: str, pm: sx.ParallelModule, again: sx.Machine, times: Times, worked: float) -> bool:
-    """Whether the step was foreseen."""
+    """Whether the prediction is within the aim."""
     first, second = (pm.timeline(each).step * 1e3 for each in (None, again))
     step, by_work = (first + second) / 2, worked * 1e3
     median, least = statistics.median(times.clock), min(times.clock)
-    said = f"foreseen {step:6.1f} ms ({first:.1f} before, {second:.1f} behind)   by work {by_work:6.1f}"
+    said = f"predicted {step:6.1f} ms ({first:.1f} before, {second:.1f} behind)   by work {by_work:6.1f}"
     print(f"{name:12} {said}: {step / by_work:.2f} of it   by the clock {median:6.1f}, least {least:6.1f}")
     return abs(step / by_work - 1) <= AIM
 

@@ -1,10 +1,10 @@
-"""Steps of transformers' ``Trainer``, ours beside a plain one (which wraps the model into DDP), on 2 gloo ranks.
+"""Steps of transformers' ``Trainer``, ours compared with a plain one (which wraps the model into DDP), on 2 gloo ranks.
 
     python -m benchmarks.trainer_time [--rounds 8 --steps 8 --only gpt2-tiny gpt2-2.7m]
 
-Both live in the same two processes, one thread each, and take iterations, round after round: a round is a ``train()``
-of some steps, clipped, by AdamW and a schedule. Times are from the end of its first step to the end of its last, with
-the data loader, callbacks and everything else that a ``Trainer`` does between: the slowest rank's by the clock, and the
+Both share the same two processes, one thread each, and alternate, round by round: a round is a ``train()`` of
+some steps, clipped, by AdamW and a schedule. Times are from the end of its first step to the end of its last, with the
+data loader, callbacks and everything else that a ``Trainer`` does between: the slowest rank's by the clock, and the
 mean of what their processors worked; medians over rounds, and the medians of the rounds' ratios, ours over the other's.
 """
 
@@ -71,7 +71,7 @@ def made(kind: Any, name: str, rows: int, steps: int, folder: str, **more: Any) 
     return trainer, watch
 
 
-def iteration(trainer: Trainer, watch: Watch) -> tuple[float, float]:
+def one_round(trainer: Trainer, watch: Watch) -> tuple[float, float]:
     """Milliseconds of a step in a ``train()``, by the clock and of processors, the same on all ranks."""
     watch.at.clear()
     dist.barrier()
@@ -96,8 +96,8 @@ def rank_main(rank: int, rounds: int, steps: int, only: list[str]) -> None:
             ours = made(ParallelTrainer, name, BATCH, steps, folder, mesh=sx.Mesh(dp=RANKS))
             times: dict[str, list[tuple[float, float]]] = {"plain": [], "ours": []}
             for _ in range(rounds + 1):
-                times["plain"].append(iteration(*plain))
-                times["ours"].append(iteration(*ours))
+                times["plain"].append(one_round(*plain))
+                times["ours"].append(one_round(*ours))
         if rank == 0:
             report(name, {kind: each[1:] for kind, each in times.items()})
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.verify_scale [--layers 80] [--dp 64] [--tp 8] [--shrunk]
 
-Prints the verdict, its seconds by the clock and of the processor, and the most memory that the process ever held.
+Prints the verdict, its seconds by the clock and of the processor, and the peak memory of the process.
 With ``--shrunk`` also ``pm.verify(run=True)``. Aim: 80 layers on 512 ranks within 15 s and 1 GB.
 """
 

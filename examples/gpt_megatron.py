@@ -1,8 +1,7 @@
-"""A plain GPT with Megatron's shardings: heads and hidden units over tp, the batch over dp, tokens between blocks over
-tp.
+"""A plain GPT sharded as by Megatron: heads and hidden units over tp, the batch over dp, tokens between blocks over tp.
 
 python examples/gpt_megatron.py                                   # train on four virtual ranks, in this process
-shardfx plan examples/gpt_megatron.py:make --mesh dp=2,tp=2       # what the plan costs, without running it
+shardfx plan examples/gpt_megatron.py:make --mesh dp=2,tp=2       # the cost of the plan, without running it
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""The same GPT on real processes: only the command is another. Parameters are DTensors, as torch's tools expect them.
+"""The same GPT on real processes: only the command differs. Parameters are DTensors, as torch's tools expect them.
 
-torchrun --nproc-per-node 4 examples/gpt_torchrun.py              # FOLDER behind it: save a checkpoint there
+torchrun --nproc-per-node 4 examples/gpt_torchrun.py              # append FOLDER to save a checkpoint there
 """
 
 import sys

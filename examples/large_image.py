@@ -1,4 +1,4 @@
-"""What covers the land: a UNet and a ResNet with a feature pyramid on an image that is larger than a rank's budget.
+"""Land cover: a UNet and a ResNet with a feature pyramid on an image that is larger than a rank's budget.
 
 python examples/large_image.py                               # 2 x 2 tiles on four virtual ranks, in this process
 torchrun --nproc-per-node 4 examples/large_image.py unet     # the same on four real ones, of one model alone
@@ -42,7 +42,7 @@ def train(name: str, model: nn.Module) -> sx.ParallelModule:
     sx.images.predict_scene(pm, image, out, progress=False)
     if talks:
         alone = sx.parallelize(model, sx.Mesh(h=1, w=1), hints, virtual=True).memory().peak
-        print(f"{name}  a rank holds {pm.memory().peak} bytes of {BUDGET}, one device {alone}")
+        print(f"{name}  peak of a rank {pm.memory().peak} bytes of {BUDGET}, of one device {alone}")
         print(
             f"{name}  right at {(out.argmax(0) == mask).float().mean():.3f}",
             sx.images.draw_tiles(pm, f"out/{name}.svg"),

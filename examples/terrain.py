@@ -1,4 +1,4 @@
-"""Land from above, made of noise, and two models that say what covers it: for examples/large_image.py."""
+"""Synthetic terrain, and two models that segment its land cover: for examples/large_image.py."""
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ class Pyramid(nn.Module):
 
 
 def terrain(*scene: int) -> tuple[Tensor, Tensor]:
-    """Heights, made of noise of several scales, as three bands; and what covers them, by height."""
+    """Heights from noise of several scales, as three bands; and the land cover by height."""
     drawn = torch.Generator().manual_seed(0)
     sizes = [(2**i + 1, 2**i + 1) for i in range(1, 7)]
     noise = [torch.randn(1, 1, *size, generator=drawn) * 2.0**-i for i, size in enumerate(sizes)]

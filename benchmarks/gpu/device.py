@@ -69,7 +69,7 @@ class Device:
         return float(begin.elapsed_time(end)) / count
 
     def release(self) -> Memory:
-        """Free what nothing refers to, reset the peaks, and return what is held now."""
+        """Free what nothing refers to, reset the peaks, and return the bytes that are allocated now."""
         gc.collect()
         if not self.cuda:
             return Memory()
@@ -79,14 +79,14 @@ class Device:
         return self._memory("current")
 
     def peak(self, before: Memory) -> Memory:
-        """The peaks since :meth:`release`, less what was held ``before``."""
+        """The peaks since :meth:`release`, less the bytes ``before``."""
         if not self.cuda:
             return Memory()
         peak = self._memory("peak")
         return Memory(peak.allocated - before.allocated, peak.active - before.active, peak.reserved - before.reserved)
 
     def peak_of(self, run: Callable[[], Any], before: Memory) -> Memory:
-        """The peaks of a run, less what was held ``before``: the allocator begins without cached blocks."""
+        """The peaks of a run, less the bytes ``before``: the allocator begins without cached blocks."""
         self.release()
         run()
         self.synchronize()

@@ -92,10 +92,10 @@ def measure(context: Context, cell: str, size: Size, rates: dict[str, float]) ->
     ms = device.milliseconds(lambda: pm.step(x, y), TIMED)
     context.emit(cell, loss=loss, ms=ms, **asdict(peak))
     row = predicted_memory(pm)
-    carried = pm.report().time.cost.carried.get("host")
-    if carried is not None and "to_host" in rates:
+    moved = pm.report().time.cost.carried.get("host")
+    if moved is not None and "to_host" in rates:
         one_way = 2 / (1 / rates["to_host"] + 1 / rates["to_device"])
-        link_ms = carried.nbytes / one_way * 1e3
-        row |= {"moved": carried.nbytes, "link_ms": link_ms, "link_ratio": ms / link_ms}
-        row["both_ways_ms"] = carried.nbytes / rates["both"] * 1e3
+        link_ms = moved.nbytes / one_way * 1e3
+        row |= {"moved": moved.nbytes, "link_ms": link_ms, "link_ratio": ms / link_ms}
+        row["both_ways_ms"] = moved.nbytes / rates["both"] * 1e3
     return row

@@ -78,7 +78,7 @@ def _zero(level: int, **more: Any) -> Callable[[Model], dict[str, Any]]:
 
 
 def _loop_hints(model: Model) -> dict[str, Any]:
-    """The statistics of a batch norm are those of each micro-batch: those of the whole batch need all at once."""
+    """The statistics of a batch norm are those of each micro-batch: those of the full batch need all at once."""
     return {"batch_stats": "microbatch"} if model.batch_norm else {}
 
 

@@ -1,4 +1,4 @@
-"""Rows by part and cell, as they come in; kept as JSON all along, so that nothing is lost when a run is cut off."""
+"""Rows by part and cell, as they come in; kept as JSON all along, so that nothing is lost when a run is interrupted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Time and memory of a step of a large decoder: eager PyTorch, torch.compile, and shardfx on one real rank.
 
-Each contender has a process of its own, so that they are compiled beside one another. Those of a group take iterations
-in interleaved rounds, with the same clocks and temperature for all, while nothing else runs. The groups share a
-contender, by which their times are compared; more than a group has no room in the memory of a GPU.
+Each contender has a process of its own, so that they are compiled beside one another. Those of a group alternate in
+interleaved rounds, with the same clocks and temperature for all, while nothing else runs. The groups share a contender,
+by which their times are compared; more than a group has no room in the memory of a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Hundreds of iterations beside a few: planned, written, reported and proven.
+"""Time to plan, lower, report and prove a loop of hundreds of iterations, compared with a few.
 
-    python -m benchmarks.many_turns [--turns 2 16 256] [--rows 1024] [--layers 6]
+    python -m benchmarks.loop_scale [--iterations 2 16 256] [--rows 1024] [--layers 6]
 
-Seconds are those of the processor, the least of a few repetitions. With ``--rows 1000`` iterations are uneven.
+Seconds are CPU time, the minimum of a few repetitions. With ``--rows 1000`` micro-batches are uneven.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Block(nn.Module):
 
 
 def next_tokens(out: Tensor, y: Tensor) -> Tensor:
-    """The mean over the tokens that count."""
+    """The mean over tokens that are not ignored."""
     return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
 
 
 def planned(count: int, rows: int, layers: int) -> sx.ParallelModule:
-    """A small model on two ranks in so many iterations."""
+    """A small model on two ranks in so many micro-batches."""
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(layers)), nn.Linear(WIDTH, WORDS))
     x, y = torch.randint(WORDS, (rows, LENGTH)), torch.randint(WORDS, (rows, LENGTH))
     hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=count)
@@ -49,7 +49,7 @@ def planned(count: int, rows: int, layers: int) -> sx.ParallelModule:
 
 
 def least(work: Callable[[], object]) -> float:
-    """Seconds of the processor."""
+    """CPU seconds."""
     taken = []
     for _ in range(TIMES):
         begin = time.process_time()

@@ -1,4 +1,4 @@
-"""The models of :mod:`.whole_steps`, with the batches of all ranks, as scripts for DDP have them."""
+"""The models of :mod:`.script_steps`, with the batches of all ranks, as scripts for DDP have them."""
 
 from __future__ import annotations
 

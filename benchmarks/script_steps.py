@@ -1,13 +1,13 @@
-"""Whole steps as scripts have them (``loss = pm(x, y)``, ``loss.backward()``, ``optimizer.step()``,
-``optimizer.zero_grad()``) beside DDP's (where parameters are in pieces, FSDP2's), on 2 gloo ranks of this machine,
+"""Full training steps as in scripts (``loss = pm(x, y)``, ``loss.backward()``, ``optimizer.step()``,
+``optimizer.zero_grad()``) compared with DDP's (with sharded parameters, FSDP2's), on 2 gloo ranks of this host,
 with the user's own ``torch.optim.AdamW``.
 
-    python -m benchmarks.whole_steps [--rounds 15 --steps 3 --only gpt-0.17m bert-tiny --parts]
+    python -m benchmarks.script_steps [--rounds 15 --steps 3 --only gpt-0.17m bert-tiny --parts]
 
-Each rank passes its own part of the batch to either. Both live in the same two processes, one thread each, and take
-iterations, round after round, so that a busy neighbour slows both alike. Printed are, for each model, medians of the
-clock of a step (the slowest rank's) and of the processor's time that a rank spends in it (their mean), and the medians
-of the rounds' ratios, ours over DDP's. Where the machine has more to do than cores, the processor's time is the one to
+Each rank passes its own shard of the batch to either. Both share the same two processes, one thread each, and
+alternate, round by round, so that a busy neighbour slows both alike. Printed are, for each model, medians of the clock
+of a step (the slowest rank's) and of the processor's time that a rank spends in it (their mean), and the medians of
+the rounds' ratios, ours over DDP's. Where the machine has more to do than cores, the processor's time is the one to
 trust. ``--parts`` prints where the processor's time of a step goes: the call, the backward, the optimizer.
 """
 
@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardfx as sx
 
 from .contenders import RANKS, with_ranks
-from .whole_cases import CASES, Case
+from .script_models import CASES, Case
 
 PARTS = ("call", "backward", "optimizer")
 Call = Callable[[], Tensor]
@@ -104,11 +104,11 @@ def theirs(case: Case, mine: Case) -> Variant:
 def part_of(case: Case, rank: int) -> Case:
     """A rank's part of the batch."""
 
-    def sharding(x: Tensor) -> Tensor:
+    def shard(x: Tensor) -> Tensor:
         return x.chunk(RANKS)[rank].contiguous()
 
-    kwargs = {name: sharding(x) for name, x in case.kwargs.items()}
-    return Case(case.model, tuple(map(sharding, case.args)), kwargs, case.loss, tuple(map(sharding, case.targets)))
+    kwargs = {name: shard(x) for name, x in case.kwargs.items()}
+    return Case(case.model, tuple(map(shard, case.args)), kwargs, case.loss, tuple(map(shard, case.targets)))
 
 
 def rank_main(rank: int, rounds: int, steps: int, only: list[str], parts: bool) -> None:
