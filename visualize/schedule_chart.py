@@ -90,12 +90,10 @@ def _lane(canvas: Canvas, of: Simulation, name: str, rank: int, lane: Rect, scal
     for action in of.schedule.rows[rank]:
         share = LIGHTEST * stages.index(action.stage) / max(len(stages) - 1, 1)
         update = action.kind == "U"
-        text, room = (
-            (f"U{action.stage}", width(f"U{action.stage}", TEXT)) if update else (str(action.microbatch), widest)
-        )
-        said = f"{action}: {KINDS[action.kind]} of stage {action.stage}" + f", micro-batch {action.microbatch}" * (
-            not update
-        )
+        text = f"U{action.stage}" if update else str(action.microbatch)
+        room = width(text, TEXT) if update else widest
+        batch = "" if update else f", micro-batch {action.microbatch}"
+        said = f"{action}: {KINDS[action.kind]} of stage {action.stage}{batch}"
         for span in of.pieces(action):
             cell = _cell(lane, span, scale)
             with canvas.group("b", f"{said}\n{span.start:.4g} to {span.end:.4g}"):

@@ -15,7 +15,7 @@ from shardfx.ir.spec import Spec, TensorType
 from shardfx.module.call import TARGETS, Call, Form
 from shardfx.plan import as_said
 
-UNSTEPPED: dict[str, Any] = {"optimizer": None, "clip": None}
+UNSTEPPED: dict[str, Any] = {"optimizer": None, "clip_grad_norm": None}
 """The hints of a plan that has no step."""
 
 
