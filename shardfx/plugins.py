@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shardfx.ir.errors import Error
 from shardfx.ir.oracle.discover import Discovery
-from shardfx.ir.oracle.findings import FindingsFolder, default_folder
+from shardfx.ir.oracle.findings import JsonCache, default_folder
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleBook, RuleEntry
 from shardfx.passes import BUILT_IN, Pass
@@ -168,7 +168,7 @@ def plugin_rules() -> list[tuple[RuleEntry, str]]:
 
 @cache
 def _discovery(folder: Path) -> Discovery:
-    return Discovery(FindingsFolder(folder))
+    return Discovery(JsonCache(folder))
 
 
 @cache

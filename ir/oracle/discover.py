@@ -1,6 +1,6 @@
 """The rule of an op that has none, found by running the op on small random tensors.
 
-    book = default_rules().with_fallback(Discovery(FindingsFolder(default_folder())).entry)
+    book = default_rules().with_fallback(Discovery(JsonCache(default_folder())).entry)
     book.entry(torch.ops.mylib.row_softmax.default).make(node)      # a b! -> a b!
 
 All one-axis shardings and partial sums that give the right result are searched (:mod:`.sharding_search`), on a small
@@ -16,6 +16,7 @@ own (:mod:`.run_isolated`).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 
 from .draws import draws
-from .findings import Findings, FindingsFolder, as_rule, together
+from .findings import Findings, JsonCache, as_rule, from_json, to_json, together
 from .instance import Instance, TooSlow, bind, describe, replace_at, variants
 from .recombine import same
 from .run_isolated import Lost, isolated
@@ -50,7 +51,7 @@ REFUSED = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, to
 class Discovery:
     """Finds rules, each once: in memory by node, on disk by the class of its shapes."""
 
-    store: FindingsFolder | None = None
+    store: JsonCache | None = None
     _entries: dict[Any, RuleEntry | None] = field(default_factory=dict)
     _found: dict[str, Findings] = field(default_factory=dict)
 
@@ -112,16 +113,24 @@ class Discovery:
                 "shapes": repr(of),
                 "torch": torch.__version__,
             }
-            known = self.store.get(key) if self.store is not None else None
-            if known is not None and _holds(known, of):
+            known = self._cached(key, of)
+            if known is not None:
                 return known
             try:
                 found = search(of)
             except TooSlow:
                 return Findings()
             if found and self.store is not None:
-                self.store.put(key, found)
+                self.store.put(key, to_json(found))
             return found
+
+    def _cached(self, key: Mapping[str, str], of: Instance) -> Findings | None:
+        """What was found before, where it is right for the op as it is now."""
+        try:
+            found = from_json(self.store.get(key)) if self.store is not None else None
+            return found if found is not None and _refuted(found, of) is None else None
+        except Exception:  # whatever a changed file may say
+            return None
 
 
 def search(of: Instance) -> Findings:
@@ -164,14 +173,6 @@ def _number(found: Findings, rule: ShardingRule, factor: str) -> int:
         if isinstance(places[tensor], tuple) and places[tensor][0] == dim:
             return i
     raise AssertionError(factor)
-
-
-def _holds(found: Findings, of: Instance) -> bool:
-    """Whether cached findings are right for this op as it is now."""
-    try:
-        return _refuted(found, of) is None
-    except Exception:  # places that the op does not have, and whatever else a changed file may say
-        return False
 
 
 def _steady(of: Instance) -> bool:

@@ -229,18 +229,3 @@ class JsonCache:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump({"key": dict(key), "found": found}, file, indent=1)
             Path(name).replace(path)
-
-
-class FindingsFolder(JsonCache):
-    """A folder of findings."""
-
-    def get(self, key: Mapping[str, str]) -> Findings | None:
-        """What was found under a key."""
-        try:
-            return from_json(super().get(key))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
-
-    def put(self, key: Mapping[str, str], found: Findings) -> None:
-        """Store findings."""
-        super().put(key, to_json(found))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from .fault import Fault
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
+P = TypeVar("P", Graph, RankProgram)
 
 MOST_IN_A_VALUE = 1 << 26
 """The most elements of any one value."""
@@ -170,7 +171,7 @@ def draw_sample(before: Graph, after: Graph, known: Mapping[str, Tensor], seed: 
     inputs = {given.name: _random(before, given, known.get(given.name), random) for given in before.inputs}
     if used == {torch.float64}:
         return Sample(before, after, inputs, False)
-    return Sample(_wide_graph(before), _wide_graph(after), inputs, True)
+    return Sample(_widened(before), _widened(after), inputs, True)
 
 
 POSITIVE = (InputKind.BUFFER, InputKind.STATE, InputKind.OPTION)
@@ -231,17 +232,11 @@ def draw_masks(after: Graph) -> Draw:
     return draw
 
 
-def _widened(program: RankProgram) -> RankProgram:
-    made = program.copy()
-    for node in made.graph.nodes:
+def _widened(given: P) -> P:
+    """A program or a graph in float64."""
+    made = given.copy()
+    for node in made.nodes if isinstance(made, Graph) else made.graph.nodes:
         node.args, node.kwargs = widened(tuple(node.args)), widened(dict(node.kwargs))
-    return made
-
-
-def _wide_graph(graph: Graph) -> Graph:
-    made = graph.copy()
-    for node in made.nodes:
-        node.args, node.kwargs = widened(node.args), widened(node.kwargs)
     return made
 
 

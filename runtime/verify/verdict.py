@@ -78,8 +78,8 @@ class Verdict:
         looked = ", ".join(f"{count:,} {what}" for what, count in self.checked.items())
         if self.proven:
             of = f" in {', '.join(self.programs)}" if self.programs else ""
-            assumptions = "".join(f"\n  {'assumes:':<10}{each}" for each in self.assumptions)
-            return f"{self.how}: {self.claim}{of} ({looked}){assumptions}"
+            assumed = "".join(f"\n  {'assumed:':<10}{each}" for each in self.assumptions)
+            return f"{self.how}: {self.claim}{of} ({looked}){assumed}"
         return f"{self.status}: not {self.how}\n{self.why}\n  {'checked:':<10}{looked}"
 
 
@@ -92,10 +92,8 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
     for each in verdicts:
         counts.update({what: count for what, count in each.checked.items() if what != "ranks"})
     checked = {"ranks": verdicts[0].checked["ranks"], **counts}
-    programs, assumptions = (
-        sum((getattr(each, name) for each in verdicts), ()) for name in ("programs", "assumptions")
-    )
-    return replace(verdicts[0], checked=checked, programs=programs, assumptions=tuple(dict.fromkeys(assumptions)))
+    programs, assumed = (sum((getattr(each, name) for each in verdicts), ()) for name in ("programs", "assumptions"))
+    return replace(verdicts[0], checked=checked, programs=programs, assumptions=tuple(dict.fromkeys(assumed)))
 
 
 def text(fault: Fault) -> str:

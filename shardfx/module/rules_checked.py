@@ -18,14 +18,14 @@ from shardfx.passes.finite_results import NONZERO
 from shardfx.runtime.verify.fault import Fault, place
 from shardfx.runtime.verify.verdict import Status, Verdict, text
 
-GIVEN = (
+ASSUMPTIONS = (
     "torch's kernels on one device",
     "the capture: that the captured graph is the model (that of one with content and at most 16 million elements is "
     "run beside it on its example, with gradients and buffers)",
     "that a sum in another order is the same sum",
     "op rules beyond the small shapes and values on which their shares of this plan were executed",
 )
-"""What a proof takes as given; README has the same words."""
+"""What a proof assumes; README has the same words."""
 
 
 def check_own_rules(graph: Graph, context: Context, own: Sequence[RuleEntry]) -> None:
@@ -54,7 +54,7 @@ def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
     verdict = replace(
         verdict,
         checked={**verdict.checked, **{what: count for what, count in counts.items() if count}},
-        assumptions=(*GIVEN, *verdict.assumptions, *left_out),
+        assumptions=(*ASSUMPTIONS, *verdict.assumptions, *left_out),
     )
     if not found.wrong:
         return verdict

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.oracle.discover import Discovery
-from shardfx.ir.oracle.findings import FindingsFolder
+from shardfx.ir.oracle.findings import JsonCache
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.oracle.run_isolated import Lost, isolated
 from shardfx.ir.oracle.shrink import small_sizes
@@ -195,13 +195,13 @@ def test_discovery_leaves_the_users_random_numbers_alone() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_what_is_kept_is_read_and_what_is_broken_is_made_again(tmp_path: Path) -> None:
+def test_cached_findings_are_read_and_broken_ones_found_again(tmp_path: Path) -> None:
     made = node(ops.row_softmax.default, (6, 4), (4,))
-    first = Discovery(FindingsFolder(tmp_path)).rule(made)
+    first = Discovery(JsonCache(tmp_path)).rule(made)
     (path,) = tmp_path.glob("*.json")
     good = json.loads(path.read_text())
     assert good["key"]["op"] == "shardfx_tests.row_softmax.default"
-    assert Discovery(FindingsFolder(tmp_path)).rule(made) == first
+    assert Discovery(JsonCache(tmp_path)).rule(made) == first
     wrong = json.loads(path.read_text())
     wrong["found"]["shardings"][0].update(
         operands=[[1, 1], [0, 1]], results=[[1, 1]]
@@ -210,16 +210,16 @@ def test_what_is_kept_is_read_and_what_is_broken_is_made_again(tmp_path: Path) -
     nonsense["found"]["shardings"][0]["operands"] = [[7, 1], [9, 1]]
     for text in ("", "{", "[]", "null", '{"key": 1}', path.read_text()[:80], json.dumps(wrong), json.dumps(nonsense)):
         path.write_text(text)
-        assert Discovery(FindingsFolder(tmp_path)).rule(made) == first
+        assert Discovery(JsonCache(tmp_path)).rule(made) == first
         assert json.loads(path.read_text()) == good
     path.write_bytes(b"\xff\xfe\x00")
-    assert Discovery(FindingsFolder(tmp_path)).rule(made) == first
+    assert Discovery(JsonCache(tmp_path)).rule(made) == first
 
 
 def test_a_folder_that_cannot_be_written_is_no_mistake(tmp_path: Path) -> None:
     file = tmp_path / "a file"
     file.write_text("")
-    assert Discovery(FindingsFolder(file)).rule(node(ops.row_softmax.default, (6, 4), (4,))) is not None
+    assert Discovery(JsonCache(file)).rule(node(ops.row_softmax.default, (6, 4), (4,))) is not None
 
 
 def test_small_sizes_divide_as_the_large_ones_do() -> None:

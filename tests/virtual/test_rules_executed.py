@@ -48,7 +48,7 @@ def test_a_share_that_fails_on_the_local_shape_is_refuted() -> None:
     assert sx.parallelize(Calls(by_fours), sx.Mesh(r=3), hints, virtual=True).verify()
 
 
-def test_large_shapes_are_executed_in_small() -> None:
+def test_large_shapes_are_executed_on_small_shapes() -> None:
     """Without weights: a wrong sharding of 512 ranks is seen on two."""
     x = torch.empty(4096, 8192, dtype=torch.float32, device="meta")
 
@@ -84,7 +84,7 @@ def test_a_kernel_that_misreads_strides_is_given_none() -> None:
         assert torch.allclose(pm(x, index), F.embedding_bag(index, x * 2, mode="mean"))
 
 
-def test_what_is_given_stands_in_the_verdict_and_in_the_readme() -> None:
+def test_assumptions_are_in_the_verdict_and_in_the_readme() -> None:
     verdict = planned(sx.rule(ops.numbered.default, "n! d -> n! d"), numbered, COLUMNS).verify()
     words = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
     assert verdict.assumptions
@@ -132,7 +132,7 @@ def test_a_sum_is_divided_by_what_is_not_zero(dtype: torch.dtype) -> None:
 # ---- by hand
 
 
-def test_check_rule_names_op_sharded_and_both_numbers() -> None:
+def test_check_rule_names_op_sharding_and_both_numbers() -> None:
     x = torch.randn(4, 6, dtype=torch.float64)
     sx.check_rule(sx.rule(aten._softmax.default, "n d! -> n d!"), x, 1, False)
     with pytest.raises(sx.Error, match="where one device gives") as caught:

@@ -1,4 +1,4 @@
-"""A model that is too large to be run here is compared in small: the same ops, shardings and programs."""
+"""A model that is too large to run here is compared on small shapes: the same ops, shardings and programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPECS = {"emb.weight": "tp, -", "up.weight": "tp, -", "up.bias": "tp", "down.wei
 
 
 @pytest.mark.long
-def test_a_large_model_without_weights_is_shown_in_small() -> None:
+def test_verify_run_of_a_large_meta_model_compares_on_small_shapes() -> None:
     with torch.device("meta"):
         model = Tall()
     x = torch.empty(8, 2048, dtype=torch.long, device="meta")
@@ -54,7 +54,7 @@ def test_a_large_model_without_weights_is_shown_in_small() -> None:
 
 
 @pytest.mark.long
-def test_what_is_wrong_in_large_is_wrong_in_small() -> None:
+def test_a_wrong_reduction_of_a_large_model_is_refuted_on_small_shapes() -> None:
     """A plan that forgets a reduction."""
     with torch.device("meta"):
         model = Tall()
@@ -70,7 +70,7 @@ def test_what_is_wrong_in_large_is_wrong_in_small() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp2tp2", "2x2x2"])
 @pytest.mark.parametrize("name", ["gpt_fused", "llama", "hf_gpt2", "hf_bert", "hf_t5", "resnet", "unet", "hf_llama"])
-def test_models_of_the_zoo_in_small(monkeypatch: pytest.MonkeyPatch, name: str, mesh: str) -> None:
+def test_models_of_the_zoo_match_on_small_shapes(monkeypatch: pytest.MonkeyPatch, name: str, mesh: str) -> None:
     monkeypatch.setattr(verdicts, "SMALL", 0)
     pm = plan(make(name), MESHES[mesh], sequence=make(name).sequence_specs is not None)
     assert pm.verify(run=True), pm.verify(run=True).why

@@ -45,7 +45,7 @@ def test_a_sequence_parallel_plan_verifies(mesh: str, name: str) -> None:
     assert pm.verify(run=True)
 
 
-def test_a_sharding_that_does_not_divide_verifies() -> None:
+def test_uneven_sharding_verifies() -> None:
     """7 rows over 4 ranks, 30 columns over 4: packed with padding, and the last rank holds less."""
     model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5)).double()
     x, y = torch.randn(7, 30, dtype=torch.float64), torch.randint(0, 5, (7,))

@@ -70,7 +70,7 @@ def test_many_ranks() -> None:
     assert refused.fault.node == "mm" and "fc2" in refused.fault.where
 
 
-def test_a_table_that_is_sharded_over_many_ranks() -> None:
+def test_a_vocabulary_parallel_embedding_on_many_ranks() -> None:
     """Each rank shifts indices by a number of its own: they still run one program, written once."""
     model = torch.nn.Sequential(torch.nn.Embedding(64, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
     x = torch.randint(0, 64, (32,))

@@ -38,7 +38,7 @@ def planned(mesh: str, specs: dict[str, str], **hints: object) -> sx.ParallelMod
         ("2x3", {"args.0": "a, -", "weight": "b a, -"}),
     ],
 )
-def test_a_norm_of_parameters_in_other_shards_is_proven(mesh: str, specs: dict[str, str]) -> None:
+def test_a_norm_of_parameters_sharded_over_other_axes_is_proven(mesh: str, specs: dict[str, str]) -> None:
     pm = planned(mesh, specs, clip_grad_norm=0.01)
     assert pm.verify(), pm.verify().why
 

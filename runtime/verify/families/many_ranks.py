@@ -9,22 +9,18 @@ programs one by one:
 2. *The planned graph is the captured one*, by terms, and its outputs are placed as promised.
 3. *Every rank's program is the planned graph in that code.* The code that writes programs (lowering and rank passes)
    runs once for all ranks whose numbers take it the same way (:mod:`.varying`), and what it writes for such a *family*
-   is read op by op (:mod:`.op_code`): each call is the next one of its op's code, with this rank's own numbers, of what
-   stands for the operands that the planned graph gives the op; and the families have one order of collectives.
+   is read op by op (:mod:`.op_code`). The families have one order of collectives.
 4. *One whole program*, with all its collectives: order, operands, waits and results. Its partners in collectives are
    *shadows* (:mod:`..proof.meeting`): by 1 and 3 they have at each node what the rank itself has, at their own
-   coordinates. Where shards are not equal, it is one of each box (:mod:`.equal_shards`), side by side, and a shadow has
-   what that of its own box has. Programs for fewer outputs, whose calls are all in one that was interpreted, in its
-   order, are read as a part of it (:mod:`..proof.within`).
+   coordinates. Where shards are not equal, it is one of each box (:mod:`.equal_shards`), side by side. Programs for
+   fewer outputs, whose calls are all in one that was interpreted, are read as a part of it (:mod:`..proof.within`).
 
-Where the plan has stages, ranks at one place along their axis have the same ops, inputs and outputs, and are read by
-themselves: ranks of two places are in no family, and each place has its own order of collectives and messages. An op
-alone is computed by all ranks, whatever its stage; a send by those that it concerns, and *all* ranks' messages of it
-are compared. In 3 each message of an op's code must be in the program once, for a rank waits for it. In 4 the whole
-programs are those of a *line* of ranks, one of each place and at the same coordinates else, which send to one another.
-Messages at other coordinates are then right by 1 and 3: they are those of the ops' codes, with each rank's own
-iteration and group, and what a rank sends is what 1 and 3 say of its operand. In which order two ranks send and receive
-over all iterations is checked beforehand (:mod:`..loop_proof`).
+Ranks at different places along the axis of stages are in no family, and each place has its own order of collectives and
+messages. A send is checked by those that it concerns, and *all* ranks' messages of it are compared. In 3 each message
+of an op's code must be in the program once, for a rank waits for it. In 4 the whole programs are those of a *line* of
+ranks, one of each place and at the same coordinates else, which send to one another; messages at other coordinates are
+then right by 1 and 3. In which order two ranks send and receive over all iterations is checked beforehand
+(:mod:`..loop_proof`).
 
 A program that is not the planned graph in the code of its ops (rank passes may write it otherwise) is interpreted as a
 whole, on each rank of its family, and so is every rank that it communicates with, and the lines of these; on two ranks
