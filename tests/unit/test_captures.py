@@ -59,7 +59,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
     return made
 
 
-def test_what_is_alike_is_captured_once(captures: list[Captured]) -> None:
+def test_equal_captures_are_made_once(captures: list[Captured]) -> None:
     first, second = plan(Net()), plan(Net(), tp=4)
     assert not captures
     assert first.mesh == sx.Mesh(dp=2) and second.captured.mesh == sx.Mesh(tp=4)
@@ -79,12 +79,12 @@ def test_what_is_alike_is_captured_once(captures: list[Captured]) -> None:
     ],
     ids=["function", "number", "shapes", "mode", "frozen", "batch", "loss"],
 )
-def test_what_differs_is_captured(other: Callable[[], object], captures: list[Captured]) -> None:
+def test_different_captures_are_made(other: Callable[[], object], captures: list[Captured]) -> None:
     other()
     assert len(captures) == 1
 
 
-def test_what_capture_refuses_is_refused_again() -> None:
+def test_refused_capture_is_refused_again() -> None:
     plan(Net())
     with pytest.raises(sx.Error, match="would never be called"):
         plan(hooked())

@@ -180,7 +180,7 @@ FUNCTIONAL: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("of", FUNCTIONAL)
-def test_what_is_functional_is_written_here(of: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functional_program_equals_aotautograd(of: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.rand(4, 6, requires_grad=True)
     found, expected = texts(monkeypatch, FUNCTIONAL[of](), x, loss=F.mse_loss, targets=(torch.rand(4, 6),))
     assert written == ["here"]
@@ -201,7 +201,7 @@ def test_what_is_functional_is_written_here(of: str, written: list[str], monkeyp
     ],
     ids="a_part_in_place another_form conjugated as_it_lies raises zeros viewed".split(),
 )
-def test_what_is_not_is_left_to_autograd(
+def test_program_that_is_not_functional_is_left_to_aotautograd(
     between: Any, why: str, written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, expected = texts(monkeypatch, Model(between), torch.rand(4, 6), loss=lambda y: y.square().mean())
@@ -209,7 +209,7 @@ def test_what_is_not_is_left_to_autograd(
     assert found == expected
 
 
-def test_a_buffer_where_another_tensor_lies_is_refused(written: list[str]) -> None:
+def test_written_buffer_that_shares_memory_is_refused(written: list[str]) -> None:
     with pytest.raises(sx.Error, match=r"lies where another of its tensors lies[\s\S]*other"):
         trace.capture(Model(beside_itself()), sx.Mesh(dp=2), args=(torch.rand(4, 6),), loss=lambda y: y.square().mean())
     assert written[0].startswith("NotFunctional: ") and "lies where another" in written[0]
@@ -250,14 +250,14 @@ def test_tangent_of_a_buffer_written_in_place_is_zero(by: str) -> None:
     torch.testing.assert_close(gradient, model.weight.grad)
 
 
-def test_a_tensor_that_is_no_part_of_the_model_is_refused(written: list[str]) -> None:
+def test_foreign_tensor_is_refused(written: list[str]) -> None:
     scale = torch.rand(6)
     with pytest.raises(sx.Error, match="no input, parameter or buffer"):
         trace.capture(Model(lambda x: x * scale), sx.Mesh(dp=2), args=(torch.rand(4, 6),))
     assert written == ["NotFunctional: a tensor that nothing gives"]
 
 
-def test_a_loss_without_gradients_has_no_backward(written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_without_gradients_has_no_backward(written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(torch.relu).requires_grad_(False)
     found, expected = texts(monkeypatch, model, torch.rand(4, 6), loss=lambda y: y.mean())
     assert written == ["here"] and "backward:" not in found and found == expected
@@ -266,7 +266,7 @@ def test_a_loss_without_gradients_has_no_backward(written: list[str], monkeypatc
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["hf_gpt2_dropout", "hf_t5", "hf_vit", "moe_qwen3", "unet"])
 @pytest.mark.one_in(5)
-def test_models_of_the_zoo_are_written_here(model: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zoo_models_are_functional(model: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(model)
     trace.capture(case.model, sx.Mesh(dp=2), args=case.args, kwargs=case.kwargs, loss=case.loss, targets=case.targets)
     assert written == ["here"]

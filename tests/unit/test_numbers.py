@@ -41,7 +41,7 @@ def given_and_written(op, dtypes):
 
 @pytest.mark.parametrize("op", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", SAME, ids=str)
-def test_every_form_gives_what_the_op_gives(op, dtype):
+def test_every_rewrite_equals_the_op(op, dtype):
     expected, written = given_and_written(op, (dtype,) * OPERANDS.get(op, 1))
     assert written.dtype == expected.dtype
     apart = (written.double() - expected.double()).abs()
@@ -52,7 +52,7 @@ def test_every_form_gives_what_the_op_gives(op, dtype):
 
 @pytest.mark.parametrize("op", TWO[:2], ids=str)
 @pytest.mark.parametrize("dtypes", MIXED, ids=str)
-def test_what_is_added_in_another_dtype_is_not_rounded_first(op, dtypes):
+def test_operand_of_another_dtype_is_not_rounded_first(op, dtypes):
     expected, written = given_and_written(op, dtypes)
     assert written.dtype == expected.dtype == dtypes[0]
     assert (written - expected).abs().max() <= 2 * torch.finfo(dtypes[0]).eps

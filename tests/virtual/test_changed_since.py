@@ -50,13 +50,13 @@ def test_other_modules_in_a_parallel_module_are_an_error(what: str) -> None:
         lambda part: getattr(part, "weight", None),
     ],
 )
-def test_a_weight_in_pieces_is_not_missing(change: Callable[[Any], Any]) -> None:
+def test_sharded_weight_is_not_missing(change: Callable[[Any], Any]) -> None:
     with pytest.raises(sx.Error, match=r"(?s)'weight' is in 2 pieces.*@0.weight, @1.weight"):
         change(parallel(mlp(), specs=SHARDING)[0])
 
 
-def test_marks_of_parameters_go_along() -> None:
-    """Scripts group parameters by what they wrote on them, and code may read it, also of another form of call."""
+def test_attributes_of_parameters_are_copied() -> None:
+    """Scripts group parameters by what they wrote on them, and code may read it, also of another specialization."""
 
     class Marked(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_what_a_state_dict_has_beside() -> None:
     pm.load_state_dict(pm.state_dict())
 
 
-def test_a_call_of_another_form_that_cannot_be_planned_names_the_input() -> None:
+def test_specialization_that_cannot_be_planned_names_the_input() -> None:
     pm = parallel(mlp())
     for x, y, said in (
         (X[:, :7], Y, r"args\.0 is \(8, 7\) float64, not \(8, 8\)"),
@@ -101,7 +101,7 @@ def test_a_call_of_another_form_that_cannot_be_planned_names_the_input() -> None
 
 
 @pytest.mark.long
-def test_programs_put_in_are_for_the_captured_form() -> None:
+def test_used_programs_are_for_the_captured_specialization() -> None:
     pm = parallel(mlp())
     pm.use({0: pm.rank_module(0)})
     pm(X, Y)
@@ -131,7 +131,7 @@ def cubed(x: torch.Tensor) -> torch.Tensor:
         lambda x: x + torch.func.vmap(torch.func.grad(cubed))(x),
     ],
 )
-def test_a_transform_that_differentiates_is_named(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_functional_transform_is_named(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """And none is left behind, of which everything that follows would be a part."""
     with pytest.raises(sx.Error, match=r"(?s)transform that differentiates.*test_changed_since.py:\d+.*create_graph"):
         parallel(Net(function).double())

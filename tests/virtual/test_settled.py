@@ -54,7 +54,7 @@ ASKED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ASKED)
 def test_what_a_model_makes_of_nothing_decides_without_a_guard(name: str) -> None:
-    """Also in another form of call, and where weights and inputs have no content."""
+    """Also in another specialization, and where weights and inputs have no content."""
     torch.manual_seed(0)
     model, x, other = Asking(ASKED[name]).double(), torch.randn(4, 4).double(), torch.randn(6, 4).double()
     pm = planned(model, x)

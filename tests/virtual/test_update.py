@@ -137,7 +137,7 @@ def test_parameters_stay_the_same_tensors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_states_are_sharded_and_parameters_are_there_once(level: int) -> None:
+def test_zero_shards_states(level: int) -> None:
     """On level 1 parameters are whole, and nothing else is: states, the gradients of a step and what is computed."""
     plain, sharding = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=zero) for zero in (0, level))
     (all_, held) = (

@@ -1,5 +1,5 @@
-"""What a model carries from call to call beside its buffers is an error, also where nothing can be run; what is the
-same at each call may be kept."""
+"""Hidden state of a model beside its buffers is an error, also on meta; state that is
+equal at each call is allowed."""
 
 from __future__ import annotations
 
@@ -143,18 +143,18 @@ def mean_of(out: Tensor) -> Tensor:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CARRIED)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_is_carried_from_call_to_call_is_named(case: str, device: str) -> None:
+def test_hidden_state_is_named(case: str, device: str) -> None:
     code, kept, name = CARRIED[case]
     with torch.device(device):
         model, x = Net(code, kept()), torch.rand(8, 4)
     with pytest.raises(
-        sx.Error, match=rf"from call to call(.|\n)*where: +{name}: .*test_carried(.|\n)*register_buffer"
+        sx.Error, match=rf"from call to call(.|\n)*where: +{name}: .*test_hidden_state(.|\n)*register_buffer"
     ):
         sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=mean_of))
     assert vars(model)["seen"] is False and model.later is None
 
 
-def test_with_guards_too() -> None:
+def test_hidden_state_with_guards_is_named() -> None:
     with pytest.raises(sx.Error, match="from call to call"):
         sx.parallelize(Net(mean_of_first, None), MESH, sx.Hints(args=(torch.rand(8, 4),), loss=mean_of, guard=True))
 
@@ -208,8 +208,8 @@ KEPT: dict[str, tuple[Code, Callable[[], object]]] = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", KEPT)
-def test_what_is_the_same_at_each_call_may_be_kept(case: str) -> None:
-    """In all forms of call."""
+def test_state_that_is_equal_at_each_call_is_allowed(case: str) -> None:
+    """In all specializations."""
     code, kept = KEPT[case]
     model, ours = Net(code, kept()), Net(code, kept())
     ours.load_state_dict(model.state_dict())
@@ -250,7 +250,7 @@ def weight_of_first_evaluation(net: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("code", [size_of_first, of_training, once_evaluated, weight_of_first_evaluation])
-def test_what_is_carried_to_a_call_in_another_form_is_named(code: Code) -> None:
+def test_hidden_state_between_specializations_is_named(code: Code) -> None:
     pm = sx.parallelize(Net(code, None), MESH, sx.Hints(args=(torch.rand(8, 4),), loss=mean_of))
     pm(torch.rand(8, 4)).backward()
     if code is not size_of_first:

@@ -1,4 +1,4 @@
-"""What was traced is what the model computes; code that does something else while it is traced is an error."""
+"""Code that does something else while it is traced is an error, and so is hidden state; is_compiling is answered."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WATCHED: dict[str, Callable[[Tensor], bool]] = {
 
 @pytest.mark.parametrize("watched", WATCHED)
 @pytest.mark.parametrize("guard", [False, True])
-def test_a_model_that_is_another_when_traced_is_refused(watched: str, guard: bool) -> None:
+def test_model_that_detects_tracing_is_refused(watched: str, guard: bool) -> None:
     model = Doubles(WATCHED[watched])
     hints = sx.Hints(args=(torch.rand(4, 4),), loss=torch.mean, guard=guard)
     with pytest.raises(sx.Error, match="something else when it is traced"):
@@ -57,7 +57,7 @@ ASKED = {
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("fails", [False, True])
-def test_code_that_asks_whether_it_is_compiled_does_what_it_does_when_it_is_not(asked: str, fails: bool) -> None:
+def test_is_compiling_is_answered_as_in_eager_where_the_traces_differ(asked: str, fails: bool) -> None:
     def watched(x: Tensor) -> bool:
         assert torch.compiler.is_compiling is is_compiling, "torch.compile knows it by identity"
         compiled = bool(ASKED[asked]())
@@ -68,7 +68,7 @@ def test_code_that_asks_whether_it_is_compiled_does_what_it_does_when_it_is_not(
     assert torch.allclose(pm(x), model(x).mean(), rtol=0, atol=1e-12)
 
 
-def test_each_capture_is_answered_by_itself() -> None:
+def test_is_compiling_answers_are_per_thread_and_nested() -> None:
     """One within another, and others in threads of their own; afterwards torch's functions are as they were."""
     code, said, inner = is_compiling.__code__, [], threading.Event()
 
@@ -129,14 +129,14 @@ class Shows(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "name"), [(Counts, "calls"), (Remembers, "hidden")])
-def test_what_a_model_keeps_from_call_to_call_is_named(model: type[nn.Module], name: str) -> None:
+def test_hidden_state_is_named(model: type[nn.Module], name: str) -> None:
     made = model()
     with pytest.raises(sx.Error, match=rf"from call to call(.|\n)*{name}(.|\n)*register_buffer"):
         sx.parallelize(made, MESH, sx.Hints(args=(torch.rand(4, 4),), loss=torch.mean))
     assert not vars(made)[name]
 
 
-def test_what_a_forward_keeps_for_others_is_not_theirs() -> None:
+def test_attribute_that_forward_sets_raises_where_it_is_read() -> None:
     x, model = torch.rand(4, 4), Shows()
     pm = sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=torch.mean))
     assert torch.allclose(pm(x), model(x).mean())
@@ -145,24 +145,24 @@ def test_what_a_forward_keeps_for_others_is_not_theirs() -> None:
             getattr(pm, name)
 
 
-def test_on_meta_there_is_nothing_to_compare() -> None:
+def test_model_on_meta_is_not_compared() -> None:
     with torch.device("meta"):
         model = Doubles(WATCHED["fake"])
     sx.parallelize(model, MESH, sx.Hints(args=(torch.rand(4, 4, device="meta"),), loss=torch.mean))
 
 
-def test_a_random_model_is_no_other() -> None:
+def test_model_with_dropout_is_equal() -> None:
     x = torch.rand(4, 4)
     sx.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train(), MESH, sx.Hints(args=(x,), loss=torch.mean))
 
 
-def test_an_example_that_the_model_does_not_take_is_said_to_be_one() -> None:
+def test_example_on_which_the_model_raises_is_noted() -> None:
     ids = torch.full((4, 3), 1000)
     pm = sx.parallelize(nn.Embedding(10, 4), MESH, sx.Hints(args=(ids,), loss=torch.mean))
     assert "does not run on its example" in str(pm.report())
 
 
-def test_a_model_that_does_not_run_in_another_dtype_is_refused() -> None:
+def test_model_that_does_not_run_in_the_compute_dtype_is_refused() -> None:
     """Its buffer stays what it is, and takes what is computed along; a fake product would not have minded."""
 
     class Centred(nn.Module):
@@ -199,6 +199,6 @@ class ByName(nn.Module):
 
 
 @pytest.mark.parametrize("takes", ["attention", "norm", "op"])
-def test_functions_that_are_called_by_names_are_compared_too(takes: str) -> None:
+def test_functions_called_with_keywords_are_compared(takes: str) -> None:
     pm = sx.parallelize(ByName(takes), MESH, sx.Hints(args=(torch.rand(4, 4),), loss=torch.mean))
     assert "was not compared" not in str(pm.report())

@@ -1,4 +1,4 @@
-"""What the code of a model reads beside its inputs is as it is at the call, or an error: none of it is passed over."""
+"""Python state that a model reads beside its inputs is that of the call, or an error."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:programs were planned for 3 values")
-def test_what_the_code_reads_is_as_it_is_at_the_call() -> None:
+def test_python_state_is_that_of_the_call() -> None:
     """A list of any length and depth, an object, an array, a class, a default, another function."""
     model = Reads(Options()).double()
     pm = parallel(copy.deepcopy(model), shapes=20)
@@ -90,7 +90,7 @@ def test_what_the_code_reads_is_as_it_is_at_the_call() -> None:
         by_default.__defaults__[0][0] = 1.0  # type: ignore[index]
 
 
-def test_a_configuration_is_the_same_object() -> None:
+def test_configuration_is_not_copied() -> None:
     """Whoever made it may change it; it is not copied with the model."""
     options = Options()
     model = Reads(options).double()
@@ -100,7 +100,7 @@ def test_a_configuration_is_the_same_object() -> None:
     assert near(pm(X, Y), F.cross_entropy(model(X), Y))
 
 
-def test_an_array_that_is_an_argument_may_change() -> None:
+def test_array_argument_may_change() -> None:
     class Times(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -118,7 +118,7 @@ def test_an_array_that_is_an_argument_may_change() -> None:
 COUNTED: list[int] = []
 
 
-def test_what_is_kept_beside_the_model_is_an_error() -> None:
+def test_hidden_state_outside_of_the_model_is_an_error() -> None:
     """A list of the script that each call makes longer, a generator of random numbers that each call draws from."""
     generator = np.random.default_rng(0)
 

@@ -103,7 +103,7 @@ LEFT_OUT = [Repeat("blocks", 2, DEPTH - 4)]
         *(pytest.param(variant, True, marks=pytest.mark.slow) for variant in ("", "between")),
     ],
 )
-def test_the_graph_is_the_same(variant: str, training: bool) -> None:
+def test_folded_graph_equals_the_unfolded_one(variant: str, training: bool) -> None:
     assert repeats_of(Stack(variant)) == LEFT_OUT
     short = capture(Stack(variant), Mesh(dp=2), **given(training))  # type: ignore[arg-type]
     whole = capture(Stack(variant), Mesh(dp=2), **given(training), fold=False)  # type: ignore[arg-type]
@@ -116,11 +116,11 @@ def test_the_graph_is_the_same(variant: str, training: bool) -> None:
 
 
 @pytest.mark.parametrize("variant", ["all tied", "tied", "one differs", "skip", "returned"])
-def test_blocks_that_differ_are_no_run(variant: str) -> None:
+def test_blocks_that_differ_are_not_folded(variant: str) -> None:
     assert repeats_of(Stack(variant)) == []
 
 
-def test_of_lists_within_lists_the_outer_one_is_shortened() -> None:
+def test_outer_list_of_nested_lists_is_folded() -> None:
     model = nn.Sequential()
     model.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(DEPTH)))
     given = {"args": (torch.rand(2, 4),), "loss": F.mse_loss, "targets": (torch.rand(2, 4),)}
@@ -141,7 +141,7 @@ class Scales(nn.Module):
         return self.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
 
 
-def test_equal_constants_are_one() -> None:
+def test_equal_constants_are_one_input() -> None:
     model = nn.Sequential()
     model.blocks = nn.Sequential(*(Scales() for _ in range(DEPTH)))
     given = {"args": (torch.rand(2, 4),), "loss": F.mse_loss, "targets": (torch.rand(2, 4),)}
@@ -172,7 +172,7 @@ class Various(nn.Module):
 @pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("reshapes", [False, True])
-def test_calls_of_every_kind_are_taped(reshapes: bool) -> None:
+def test_calls_of_every_kind_are_traced(reshapes: bool) -> None:
     model = nn.Sequential()
     model.blocks = nn.Sequential(*(Various(reshapes) for _ in range(DEPTH)))
     short, whole = (capture(model, Mesh(dp=2), **given(False), fold=fold).graph for fold in (True, False))  # type: ignore[arg-type]
@@ -201,7 +201,7 @@ def test_abstract_tensors_have_the_signatures_of_fake_tensors() -> None:
     assert computed.tolist() == [2, 1, 0]  # a constant of the code
 
 
-def test_why_blocks_were_not_left_out_is_said() -> None:
+def test_note_says_why_blocks_are_not_folded() -> None:
     def forward(model: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
         raise ValueError("no such thing")
 
@@ -209,7 +209,7 @@ def test_why_blocks_were_not_left_out_is_said() -> None:
     assert not found.repeats and "ValueError: no such thing" in found.note
 
 
-@captured_once("test_blocks")
+@captured_once("test_repeated_blocks")
 def planned(specs: dict[str, str], variant: str = "") -> sx.ParallelModule:
     hints = sx.Hints(**given(True), specs=specs)  # type: ignore[arg-type]
     return sx.parallelize(Stack(variant), Mesh(dp=2, tp=2), hints, virtual=True)
@@ -234,7 +234,7 @@ STORED = {**MEGATRON, "blocks.*.up.weight": "tp dp, -", "blocks.*.down.weight": 
         pytest.param(STORED, "between", marks=pytest.mark.slow),
     ],
 )
-def test_the_plan_and_its_reasons_are_the_same(
+def test_plan_and_reasons_of_a_folded_graph_are_equal(
     specs: dict[str, str], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = planned(specs, variant)
@@ -257,7 +257,7 @@ def test_the_plan_and_its_reasons_are_the_same(
         ({"blocks.6.norm": "-, tp, -"}, "the hint 'blocks.6.norm' is not for all of the blocks blocks.1 to 6"),
     ],
 )
-def test_blocks_that_hints_tell_apart_are_planned_whole(more: dict[str, str], why: str) -> None:
+def test_blocks_with_different_hints_are_unfolded(more: dict[str, str], why: str) -> None:
     (note,) = planned({**MEGATRON, **more}).planned.notes
     assert why in note
 
@@ -275,16 +275,16 @@ class LookedAt(sx.Pass):
 
 
 @pytest.mark.long
-@captured_once("test_blocks")
-def test_somebodys_own_pass_sees_all_blocks() -> None:
+@captured_once("test_repeated_blocks")
+def test_custom_pass_sees_all_blocks() -> None:
     hints = sx.Hints(**given(True), specs=MEGATRON, passes=[LookedAt()])  # type: ignore[arg-type]
     pm = sx.parallelize(Stack(), Mesh(dp=2, tp=2), hints, virtual=True)
     assert pm._compiled.captured.graph.repeats and not pm.planned.notes
     assert str(pm.planned) == str(planned(MEGATRON).planned)
 
 
-@captured_once("test_blocks")
-def test_who_looks_at_each_pass_sees_all_blocks() -> None:
+@captured_once("test_repeated_blocks")
+def test_on_pass_sees_all_blocks() -> None:
     seen: list[bool] = []
     hints = sx.Hints(**given(True), specs=MEGATRON)  # type: ignore[arg-type]
     sx.parallelize(
@@ -293,13 +293,13 @@ def test_who_looks_at_each_pass_sees_all_blocks() -> None:
     assert seen and not any(seen)
 
 
-def test_a_hint_that_matches_nothing_is_told_the_names_of_all_blocks() -> None:
+def test_hint_without_a_match_lists_the_names_of_all_blocks() -> None:
     with pytest.raises(Error, match="matches nothing") as caught:
         planned({**MEGATRON, "block.4.up.weight": "tp, -"})
     assert "blocks.4.up.weight" in str(caught.value.remedy)
 
 
-def test_a_hint_for_each_block_is_one_for_all() -> None:
+def test_hint_for_each_block_is_one_hint() -> None:
     each = {f"blocks.{i}.up.weight": "tp, -" for i in range(DEPTH)}
     specs = {**{name: spec for name, spec in MEGATRON.items() if "up" not in name}, **each}
     pm = planned(specs)
@@ -307,7 +307,7 @@ def test_a_hint_for_each_block_is_one_for_all() -> None:
     assert "the hint 'blocks.3.up.weight'" in str(pm.explain("blocks.3.up.weight"))
 
 
-def test_blocks_that_were_planned_apart_are_not_put_back() -> None:
+def test_unfolded_blocks_are_not_unfolded_again() -> None:
     graph = capture(Stack(), Mesh(dp=2), **given(True)).graph  # type: ignore[arg-type]
     graph.input("blocks.1.up.bias").value.spec = Spec.whole(1)
     with pytest.raises(Irregular, match="an input is placed otherwise"):

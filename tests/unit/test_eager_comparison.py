@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    """What is found wrong in a test is wrong in it alone."""
+    """Restore what is known of wrong decompositions."""
     known = set(BY_KERNEL)
     yield
     BY_KERNEL.clear()
@@ -150,7 +150,7 @@ def test_random_numbers_are_equal_in_both_runs(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_recurrent_layers_drop_between_them(kind: type[nn.RNNBase], device: str) -> None:
+def test_recurrent_layers_have_dropout_between_layers(kind: type[nn.RNNBase], device: str) -> None:
     """Torch's Python form of them does not; its kernel does."""
     x = torch.randn(3, 2, 4, device=device)
     graph = capture(
@@ -160,7 +160,7 @@ def test_recurrent_layers_drop_between_them(kind: type[nn.RNNBase], device: str)
 
 
 @pytest.mark.long
-def test_models_of_torchs_that_drop_are_captured() -> None:
+def test_models_with_dropout_are_captured_without_notes() -> None:
     model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
     assert not capture(model, MESH, args=(torch.randn(2, 5, 4),), loss=torch.sum).graph.notes
     assert not captured(Layers(lambda x: x + torch.rand_like(x.t()).t())).notes
@@ -168,7 +168,7 @@ def test_models_of_torchs_that_drop_are_captured() -> None:
     assert not any("does not run" in note for note in captured(again).notes)
 
 
-def test_examples_that_were_computed_are_no_hindrance() -> None:
+def test_examples_with_a_grad_fn_are_captured() -> None:
     x = torch.randn(6, 4, requires_grad=True) * 2
     assert not capture(Layers(), MESH, args=(x,), loss=torch.mean).graph.notes
 
@@ -232,7 +232,7 @@ def test_cancellation_to_zero_in_one_precision_is_no_difference(dtype: torch.dty
         capture(Covaries(dtype), MESH, args=(torch.randn(4, 6, dtype=dtype),), loss=torch.sum)
 
 
-def test_nothing_of_the_users_is_changed() -> None:
+def test_capture_leaves_model_gradients_and_generators_unchanged() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = {name: each.clone() for name, each in model.state_dict().items()}
     x = torch.randn(6, 4, requires_grad=True)

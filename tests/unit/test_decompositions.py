@@ -1,4 +1,4 @@
-"""What is taken apart at capture is the op for any numbers: at borders, beyond what exponentials take, and for none."""
+"""Decompositions at capture equal their ops: at borders, where exponentials overflow, and on empty tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def losses() -> Iterator[tuple[Any, ...]]:
 
 
 def others() -> Iterator[tuple[Any, ...]]:
-    """Calls of what is done to elements, and of statistics of rows."""
+    """Calls of elementwise ops, and of statistics of rows."""
     yield aten.log_sigmoid_forward.default, X
     yield aten.log_sigmoid_backward.default, Y, X, aten.log_sigmoid_forward(X)[1]
     yield aten.nan_to_num.default, X, 1.0, 2.0, 3.0
@@ -52,7 +52,7 @@ def others() -> Iterator[tuple[Any, ...]]:
             yield aten.linalg_vector_norm.default, rows, p, [1]
 
 
-def test_what_is_taken_apart_at_capture_is_the_op() -> None:
+def test_decompositions_equal_their_ops() -> None:
     table, tried = decompositions(), set()
     for op, *args in (*losses(), *others()):
         tried.add(op.overloadpacket)

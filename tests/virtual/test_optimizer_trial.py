@@ -109,10 +109,10 @@ class WantsAClosure(Own):
         (WantsAClosure, r"cannot be traced\n(.*\n)*.*as SAM does\n.*with its closure"),
     ],
 )
-def test_what_a_step_has_beside_one_parameter_is_refused(kind: Callable[[Any], optim.Optimizer], what: str) -> None:
+def test_step_that_depends_on_other_parameters_is_refused(kind: Callable[[Any], optim.Optimizer], what: str) -> None:
     with pytest.raises(sx.Error, match=what) as caught:
         tried(kind)
-    assert "test_steps_by_themselves.py" in str(caught.value.where)
+    assert "test_optimizer_trial.py" in str(caught.value.where)
 
 
 def tried(factory: Callable[[Any], Any], **more: nn.Parameter) -> None:
@@ -124,7 +124,7 @@ def tried(factory: Callable[[Any], Any], **more: nn.Parameter) -> None:
         recipe(small, group.number, [name for name in group.names if name in ("a", "b", *more)])
 
 
-def test_the_same_of_a_model() -> None:
+def test_step_that_depends_on_other_parameters_of_a_model_is_refused() -> None:
     with pytest.raises(sx.Error, match=r"self.calls"):
         small_plan(lambda params: SeldomMore(params), DP2)
 
@@ -178,18 +178,18 @@ def of_tensors(params: Any) -> Optimizers:
 
 
 @pytest.mark.long
-def test_options_for_devices_and_numbers_in_tensors() -> None:
+def test_capturable_options_and_numbers_in_tensors() -> None:
     losses, params, _ = alone(plain, 5)
     assert apart(small_plan(of_tensors, DP2, zero=1), losses, params) < 1e-9
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param(Preconditioned, marks=pytest.mark.slow), OfConstants])
-def test_steps_of_ones_own_that_a_program_has(kind: Callable[[Any], Any]) -> None:
+def test_custom_optimizers_are_captured(kind: Callable[[Any], Any]) -> None:
     losses, params, _ = alone(kind, 5)
     pm = small_plan(kind, sx.Mesh(dp=2, tp=2), zero=1)
     assert apart(pm, losses, params) < 1e-9 and pm.verify()
 
 
-def test_a_state_in_halves_of_a_parameter_without_dims() -> None:
+def test_bfloat16_state_of_a_parameter_without_dims() -> None:
     tried(HalfStates, scale=nn.Parameter(torch.tensor(1.5)))
