@@ -168,10 +168,10 @@ def _check_holds(scale: float, dtype: torch.dtype) -> None:
     if scale > torch.finfo(dtype).max:
         raise Error(
             f"a loss in {dtype} cannot be scaled by {scale:g}",
-            where="Hints(mixed_precision=...): scale",
+            where="Hints(mixed_precision=...): loss_scale",
             expected=f"at most {torch.finfo(dtype).max:g}",
             got=f"{scale:g}",
-            remedy="compute the loss in float32: MixedPrecision(..., output=torch.float32)",
+            remedy="compute the loss in float32: MixedPrecision(..., output_dtype=torch.float32)",
         )
 
 

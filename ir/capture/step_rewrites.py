@@ -1,8 +1,5 @@
 """Comparison of what shardfx writes into a step with plain torch: on small tensors, once per plan.
 
-    Hints(clip_grad_norm=1.0, mixed_precision=sx.MixedPrecision(torch.float16, scale=sx.LossScale()), optimizer=...,
-    batch_stats="local")
-
     gradients divided by the loss scale and clipped, overflow, the scale itself     a small graph, by the same code
     parameters and inputs that are cast                                             a small module, by the same code
     batch norms of parts of the batch, and their running averages                   the same function

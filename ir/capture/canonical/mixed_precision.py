@@ -43,7 +43,7 @@ class MixedPrecision:
     (``Hints(mixed_precision=...)``).
 
     Cast to ``dtype`` are: every floating parameter, once in a step, where the model or its loss first uses it; and the
-    floating inputs of the model (``args`` and ``kwargs``). As they are stay: buffers, targets, what is no real floating
+    floating inputs of the model (``args`` and ``kwargs``). Not cast are: buffers, targets, what is no real floating
     number, and what the model's own code makes or casts. Norms with running statistics, which are buffers, compute as
     they are, and so do the modules of ``keep``: they get their inputs in their own parameters' dtype, and what they
     give is cast to ``dtype``. Gradients arrive in the parameters' own dtype, which is that of the optimizer's states:
@@ -53,27 +53,26 @@ class MixedPrecision:
     Args:
         dtype: ``torch.bfloat16``, ``float16``, ``float32``, ``float64``; None: as the parameters are. Each floating
             parameter holds all numbers of it: none has fewer bits.
-        reduce: gradients of parameters are summed over ranks in this dtype at least: they are cast to it before, not
-            behind. None: float32, or what they are in, where that is wider.
-        output: floating results of the model are cast to it, before the loss; None: they stay.
+        reduce_dtype: gradients of parameters are reduced over ranks in this dtype at least: they are cast to it before,
+            not behind. None: float32, or what they are in, where that is wider.
+        output_dtype: floating results of the model are cast to it, before the loss; None: they are not.
         keep: modules (patterns: ``*`` is one part of a path, ``**`` any number) that compute as they are.
-        scale: the backward is of so many times the loss, and gradients are divided by it when they have their own
-            dtype: so what is small does not vanish in float16 (loss scaling; Micikevicius et al., Mixed Precision
+        loss_scale: the backward is of so many times the loss, and gradients are divided by it when they have their own
+            dtype: so small ones do not vanish in float16 (loss scaling; Micikevicius et al., Mixed Precision
             Training, 2018). A step of ``Hints(optimizer=...)`` of which some gradient is not finite leaves parameters
             and states as they are, on all ranks alike; ``pm(x, y).backward()`` hands it out, as a GradScaler expects.
             A :class:`shardfx.LossScale` finds its size by itself, in the steps of ``pm.step``.
 
     Raises:
-        Error: a dtype in which nothing is computed here; ``reduce`` cannot hold the numbers of ``dtype``.
+        Error: a dtype in which nothing is computed here; ``reduce_dtype`` cannot hold the numbers of ``dtype``.
 
     Example::
 
-        Hints(mixed_precision=torch.bfloat16)                                            # summed in float32
-        Hints(mixed_precision=sx.MixedPrecision(torch.bfloat16, reduce=torch.bfloat16))         # half as much is sent
-        Hints(mixed_precision=sx.MixedPrecision(torch.bfloat16, keep="layers.*.router"))        # routers compute in
-        float32 Hints(mixed_precision=sx.MixedPrecision(torch.float16, output=torch.float32, scale=2.0**14))
-        Hints(mixed_precision=sx.MixedPrecision(reduce=torch.float32))                          # a model in bfloat16,
-        as it is
+        Hints(mixed_precision=torch.bfloat16)                         # reduced in float32
+        sx.MixedPrecision(torch.bfloat16, reduce_dtype=torch.bfloat16)       # half as much is sent
+        sx.MixedPrecision(torch.bfloat16, keep="layers.*.router")     # routers compute in float32
+        sx.MixedPrecision(torch.float16, output_dtype=torch.float32, loss_scale=2.0**14)
+        sx.MixedPrecision(reduce_dtype=torch.float32)                 # a model in bfloat16, as it is
     """
 
     dtype: torch.dtype | None = None
@@ -91,7 +90,7 @@ class MixedPrecision:
                     where=f"{WHERE}: {name}",
                     expected=f"one of {', '.join(map(str, DTYPES))}",
                     got=f"{given!r}",
-                    remedy="compute=torch.bfloat16 casts parameters and inputs, and keeps master weights",
+                    remedy="mixed_precision=torch.bfloat16 casts parameters and inputs, and keeps master weights",
                 )
         patterns = (self.keep,) if isinstance(self.keep, str) else self.keep
         if not (isinstance(patterns, tuple) and all(type(each) is str for each in patterns)):
@@ -127,7 +126,7 @@ class MixedPrecision:
                 where=f"{WHERE}: reduce",
                 expected=f"a dtype that holds all numbers of {self.dtype}",
                 got=str(self.reduce_dtype),
-                remedy="leave reduce= out: gradients are summed in float32, or in what they are in where that is wider",
+                remedy="leave reduce_dtype= out: gradients are summed in float32, or in what they are in where that is wider",
             )
 
     @staticmethod
@@ -157,7 +156,7 @@ class MixedPrecision:
                     where=f"{WHERE}: dtype",
                     expected=f"parameters that hold all numbers of {self.dtype}",
                     got=str(dtype),
-                    remedy=f"model.float(), or compute={dtype}",
+                    remedy=f"model.float(), or mixed_precision={dtype}",
                 )
             if self.dtype is None and self.reduce_dtype is not None and not keeps_precision(dtype, self.reduce_dtype):
                 raise Error(
@@ -301,8 +300,7 @@ class LossScale:
 
     Example::
 
-        Hints(mixed_precision=sx.MixedPrecision(torch.float16, output=torch.float32, scale=sx.LossScale()),
-        optimizer=...)
+        sx.MixedPrecision(torch.float16, output_dtype=torch.float32, loss_scale=sx.LossScale())
     """
 
     init: float = 2.0**16
