@@ -119,7 +119,7 @@ def test_other_plans_have_none() -> None:
     ("what", "make"),
     [
         ("is stepped with the optimizer(.|\n)*scale=2.0", lambda: planned(ADAPTS, MESH, optimizer=None)),
-        ("at most 65504(.|\n)*output=torch.float32", lambda: planned(ADAPTS, MESH, None)),
+        ("at most 65504(.|\n)*output_dtype=torch.float32", lambda: planned(ADAPTS, MESH, None)),
         (r"LossScale\(growth=...\)(.|\n)*above one", lambda: sx.LossScale(growth=1.0)),
         (r"LossScale\(backoff=...\)", lambda: sx.LossScale(backoff=2.0)),
         (r"LossScale\(interval=...\)", lambda: sx.LossScale(interval=0)),

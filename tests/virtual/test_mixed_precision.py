@@ -173,7 +173,8 @@ def inner(out: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    "compute", [BF16, sx.MixedPrecision(BF16, reduce_dtype=BF16), sx.MixedPrecision(torch.float16, loss_scale=64.0)]
+    "mixed_precision",
+    [BF16, sx.MixedPrecision(BF16, reduce_dtype=BF16), sx.MixedPrecision(torch.float16, loss_scale=64.0)],
 )
 @pytest.mark.parametrize("mesh", ["dp2", "dp2tp2"])
 def test_whole_numbers_are_exact(mixed_precision: Any, mesh: str) -> None:

@@ -75,7 +75,7 @@ def test_gathers_are_of_casts(zero: int, times: int) -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("compute", "reduce", "dtype"), [(BF16, None, F32), (BF16, BF16, BF16), (None, F32, F32), (F32, None, F32)]
+    ("mixed_precision", "reduce", "dtype"), [(BF16, None, F32), (BF16, BF16, BF16), (None, F32, F32), (F32, None, F32)]
 )
 def test_gradients_are_reduced_as_hinted(mixed_precision: Any, reduce: Any, dtype: torch.dtype, zero: int) -> None:
     pm = big(reduce, mixed_precision, zero=zero)
@@ -201,13 +201,16 @@ def test_a_step_that_overflows_is_none() -> None:
 @pytest.mark.parametrize(
     ("what", "hints"),
     [
-        (r"Hints\(compute=\.\.\.\) is of another kind(.|\n)*torch.bfloat16", lambda: {"mixed_precision": "bf16"}),
+        (
+            r"Hints\(mixed_precision=\.\.\.\) is of another kind(.|\n)*torch.bfloat16",
+            lambda: {"mixed_precision": "bf16"},
+        ),
         ("nothing to compute in(.|\n)*torch.bfloat16", lambda: {"mixed_precision": torch.int32}),
         ("nothing to compute in", lambda: {"mixed_precision": torch.complex64}),
         ("nothing to compute in", lambda: {"mixed_precision": torch.float8_e4m3fn}),
         ("this is no dtype", lambda: {"mixed_precision": sx.MixedPrecision("bf16")}),  # type: ignore[arg-type]
         (
-            "cannot be summed in torch.bfloat16(.|\n)*leave reduce= out",
+            "cannot be summed in torch.bfloat16(.|\n)*leave reduce_dtype= out",
             lambda: {"mixed_precision": sx.MixedPrecision(F32, reduce_dtype=BF16)},
         ),
         (
@@ -235,7 +238,7 @@ def test_a_step_that_overflows_is_none() -> None:
         ("float16 would vanish(.|\n)*scale=", lambda: {"mixed_precision": torch.float16}),
         ("nothing to scale a loss by", lambda: {"mixed_precision": sx.MixedPrecision(torch.float16, loss_scale=0.0)}),
         (
-            "at most 65504(.|\n)*output=torch.float32",
+            "at most 65504(.|\n)*output_dtype=torch.float32",
             lambda: {"mixed_precision": sx.MixedPrecision(torch.float16, loss_scale=2.0**20)},
         ),
     ],

@@ -123,10 +123,10 @@ class MixedPrecision:
         ):
             raise Error(
                 f"gradients in {self.dtype} cannot be summed in {self.reduce_dtype}",
-                where=f"{WHERE}: reduce",
+                where=f"{WHERE}: reduce_dtype",
                 expected=f"a dtype that holds all numbers of {self.dtype}",
                 got=str(self.reduce_dtype),
-                remedy="leave reduce_dtype= out: gradients are summed in float32, or in what they are in where that is wider",
+                remedy="leave reduce_dtype= out: gradients are reduced in float32, or in their own wider dtype",
             )
 
     @staticmethod
@@ -161,7 +161,7 @@ class MixedPrecision:
             if self.dtype is None and self.reduce_dtype is not None and not keeps_precision(dtype, self.reduce_dtype):
                 raise Error(
                     f"the gradient of {name!r} in {dtype} cannot be summed in {self.reduce_dtype}",
-                    where=f"{WHERE}: reduce",
+                    where=f"{WHERE}: reduce_dtype",
                     expected=f"a dtype that holds all numbers of {dtype}",
                     got=str(self.reduce_dtype),
                     remedy="leave reduce_dtype out; or say the dtype of the model: MixedPrecision(torch.bfloat16)",
