@@ -24,8 +24,8 @@ import shardfx as sx
 from shardfx.ir.program.plain import plain
 from shardfx.runtime.verify.numeric_check import compare
 from shardfx.runtime.verify.plan_proof import first_malformed
-from shardfx.runtime.verify.proof import every_rank
-from shardfx.runtime.verify.proof.terms import build
+from shardfx.runtime.verify.proof.calls import Proof
+from shardfx.runtime.verify.proof.collective_matching import interpret
 from tests.fuzz.case import SHARE, draw
 from tests.fuzz.check import check, sharing
 from tests.mutants import AS_THEY_RUN, MUTATIONS, Mutation, Programs
@@ -129,7 +129,8 @@ def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*
     for name in plans:
         pm = planned(name)
         rules = pm._compiled.context.rules
-        universe, known = build(pm.captured, pm.planned, rules), pm._known_inputs()
+        begun, known = Proof.begin(pm.captured, pm.planned, rules, pm.planned.outputs, {}), pm._known_inputs()
+        assert isinstance(begun, Proof), begun
         forms = {form: Programs.of(pm, as_they_run=form) for form in (False, True)}
         for mutation in mutations:
             undamaged = forms[mutation in AS_THEY_RUN]
@@ -139,7 +140,7 @@ def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*
                 proof = shown = first_malformed(modules.values())
                 if proof is None:
                     sound = {rank: plain(program) for rank, program in modules.items()}
-                    proof, _ = every_rank.verify(pm.captured, pm.planned, rules, sound, inputs, outputs, universe)
+                    proof = interpret(begun.anew(), sound, inputs, outputs)
                     shown, _ = compare(pm.captured, pm.planned, modules, inputs, outputs, known)
                 rates.made[mutation.name] += 1
                 rates.static[mutation.name] += proof is not None

@@ -7,7 +7,7 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.text import parse_graph
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.numeric_check import Counterexample
-from shardfx.runtime.verify.proof.same_function import same_function
+from shardfx.runtime.verify.proof.terms import same_function
 from shardfx.runtime.verify.verdict import Verdict
 
 from .plugins import all_rules
@@ -19,7 +19,7 @@ def prove(before: Graph | str, after: Graph | str, rules: RuleBook | None = None
     """Whether two graphs (or their texts) are the same function of their inputs: true, or false with ``.why``.
 
     Inputs, constants' contents, outputs and their order are the same. Ops are compared as they are named: sums may be
-    reordered, an op may be taken apart into its decomposition, or made of it, and communication and copies change
+    reordered, an op may be decomposed, or made of its decomposition, and communication and copies change
     nothing. Where that is not enough both graphs are run on random numbers: they are ``"refuted"`` if those differ,
     ``"unknown"`` if not.
 

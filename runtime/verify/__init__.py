@@ -11,16 +11,16 @@
 
 ``proof`` has no numbers, and imports neither the passes nor the lowering that made the programs:
 
-``terms``            the captured program and the planned one as terms
-``same_function``    are they the same function of the inputs?
-``deduction``        from what a rank has of an op's operands to what it has of its results, by the op's rule
-``elements``         tensors of element numbers, in the size of their pattern (``strided_runs``)
-``numbering``        communication and packing, executed on element numbers instead of elements
-``known``            what is known of a node of a rank's program
-``interpreter``      one rank's program: which box of which term is every node?
-``calls``            which op of the model is a call this rank's version of?
-``meeting``          ranks side by side, which come together at collectives
-``every_rank``       all ranks' programs, and the proof
+``terms``                the captured graph and the planned one as terms: are they the same function of the inputs?
+``normal_form``          values that are equal by decompositions, linearity and moves
+``deduction``            from the shards of an op's operands to those of its results, by the op's rule
+``elements``             tensors of element numbers, in the size of their pattern
+``numbering``            communication and packing, executed on element numbers instead of elements
+``calls``                what is known of a node; which op of the model is a call this rank's version of?
+``interpreter``          one rank's program: which box of which term is every node?
+``collective_matching``  ranks side by side, matched at collectives and messages
+``reuse_facts``          programs whose calls all stand in another one
+``rewrite_as_planned``   a program that somebody changed, rewritten as the plan computes the same
 
 ``families`` proves many ranks at the cost of a few:
 

@@ -13,7 +13,7 @@ from .fault import Fault, first_output
 def interface_fault(before: Graph, after: Graph) -> Fault | None:
     """The first input of the planned graph that differs from the captured one's, or the first output.
 
-    How outputs are computed is not checked here (:mod:`.proof.same_function`).
+    How outputs are computed is not checked here (:mod:`.proof.terms`).
     """
     known = {given.name: given for given in before.inputs}
     for given in after.inputs:

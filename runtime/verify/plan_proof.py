@@ -30,10 +30,10 @@ from .data_movement import MESSAGES
 from .families import many_ranks
 from .families.equal_shards import EqualShards, equal_shards
 from .fault import Fault, at_first_change
-from .forms.as_planned import as_planned
 from .numeric_check import FAILS, Counterexample, compare, first_line
-from .proof import every_rank
-from .proof.known import Proof
+from .proof.calls import Proof
+from .proof.collective_matching import interpret
+from .proof.rewrite_as_planned import as_aten_calls, as_planned
 
 MOST_ITERATIONS = 1024
 """Of so many ranks times iterations each is interpreted where the proof for many ranks does not come to its end."""
@@ -62,9 +62,10 @@ class ProgramRequest:
 
     def changed(self, graph: Graph) -> Mapping[int, RankProgram]:
         """The programs that are not the plan's own."""
-        if not self.modules:
+        if not isinstance(self.used, dict):  # programs of iterations, each written when it is asked for
             return self.used
-        return {**self.used, **{r: self.program(graph, r).changed(module) for r, module in self.modules.items()}}
+        modules = {rank: self.program(graph, rank).changed(module) for rank, module in self.modules.items()}
+        return {rank: as_aten_calls(program) for rank, program in (self.used | modules).items()}
 
 
 class Malformed(Exception):
@@ -200,7 +201,7 @@ class PlanProof:
 
     def unproven(self) -> tuple[Fault | None, Task | None]:
         """The first fault of the proof, and whose it is; of no task: the planned graph's."""
-        proof = every_rank.begin(self.before, self.after, self.rules, self.after.outputs, self.counts)
+        proof = Proof.begin(self.before, self.after, self.rules, self.after.outputs, self.counts)
         if isinstance(proof, Fault):
             return proof, None
         for task in self.tasks:
@@ -208,7 +209,7 @@ class PlanProof:
         fault, number = self._programs(proof)
         if fault is not None and not fault.certain and any(task.changed for task in self.tasks):
             self.rewrites = True
-            proof = every_rank.anew(proof)
+            proof = proof.anew()
             if self._programs(proof)[0] is None:
                 fault = None
         self.counts.update({"nodes": proof.nodes, "collectives": proof.collectives})
@@ -249,7 +250,7 @@ class PlanProof:
             programs = {r: task.program(r) for r in self.ranks}
             checked = {r: self._checked(task, each) for r, each in programs.items()}
             fault = task.replayed(programs.values(), self._calls)
-            fault = fault or every_rank.interpret(proof, checked, task.inputs, task.outputs)
+            fault = fault or interpret(proof, checked, task.inputs, task.outputs)
             if fault is not None:
                 return fault, number
         return None, 0

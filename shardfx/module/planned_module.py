@@ -102,7 +102,7 @@ class PlannedModule(Root):
         """Whether the ranks' programs compute what the model computes: true, or false with ``.why``.
 
         Of all programs that a call may run; ``.status`` is ``"proven"``, ``"refuted"`` or ``"unknown"``. By default a
-        proof, without numbers (see :mod:`shardfx.runtime.verify.proof.every_rank`). With ``run`` all ranks run beside
+        proof, without numbers (see :mod:`shardfx.runtime.verify.proof`). With ``run`` all ranks run beside
         the captured model in this process, in float64, on random numbers; a large model on shapes that are shrunk.
 
         Args:

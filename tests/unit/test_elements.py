@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from shardfx.ir.ops import pack
-from shardfx.runtime.verify.proof.elements import BITS, Elements, cat, read
-from shardfx.runtime.verify.proof.strided_runs import joined, make_run
+from shardfx.runtime.verify.proof.elements import BITS, Elements, cat, joined, make_run, read
 
 
 def same(a: Elements, b: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops
 ONE_OP = (*GRAPHS, "ir.rules")
 CAPTURE = (*ONE_OP, "ir.capture.canonical", "ir.capture.frontend")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.loops")
-PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.forms", "runtime.verify.proof")
+PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.proof")
 CLOCKS = ("ir.cost", "ir.rules", "ir.schedule", "ir.timing", "runtime", "visualize")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
@@ -78,7 +78,6 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime.virtual": (*PROGRAMS, "runtime"),
     "runtime.distributed": (*PROGRAMS, "ir.text", "runtime"),
     "runtime.verify": (*PROOF, "ir.capture", "ir.oracle", "runtime.verify.families", "runtime.virtual"),
-    "runtime.verify.forms": (*PROOF, "runtime.verify"),
     "runtime.verify.families": (*PROGRAMS, "ir.rules", "runtime.verify", "runtime.verify.proof"),
     "runtime.verify.proof": (*PROOF, "ir.capture.canonical", "runtime.verify"),
     "visualize": (*GRAPHS, "ir.cost", "ir.schedule", "ir.text", "ir.timing"),

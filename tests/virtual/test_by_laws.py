@@ -16,8 +16,8 @@ import shardfx as sx
 from shardfx.ir import Graph, Node, Rewriter, Value
 from shardfx.ir.ops import memory_ops
 from shardfx.passes import Context
-from shardfx.runtime.verify.forms.forms import Unfollowed
-from shardfx.runtime.verify.forms.known_ops import empty
+from shardfx.runtime.verify.proof.normal_form import NormalForms as empty
+from shardfx.runtime.verify.proof.normal_form import Unfollowed
 from tests.captures import captured_once
 
 aten = torch.ops.aten
@@ -178,6 +178,6 @@ def test_what_was_not_waited_for_is_no_value_yet() -> None:
 def test_a_call_that_cannot_be_made_is_a_verdict() -> None:
     """Where what is no tensor stands in the place of one, behind what is written otherwise."""
     forms = empty()
-    several = [forms.given(each, (2,), torch.float32) for each in "ab"]
+    several = [forms.atom(each, (2,), torch.float32) for each in "ab"]
     with pytest.raises(Unfollowed):
         forms.types(aten.neg.default, (several,), {})

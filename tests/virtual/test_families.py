@@ -22,9 +22,9 @@ from shardfx.passes.rank import RankContext, run_rank_passes
 from shardfx.passes.rank.waits import Waits
 from shardfx.runtime.verify.families.family import Written, families
 from shardfx.runtime.verify.families.varying import Diverged, Together, Varying
+from shardfx.runtime.verify.proof.calls import Known, Proof
 from shardfx.runtime.verify.proof.interpreter import Rank
-from shardfx.runtime.verify.proof.known import Known, Proof
-from shardfx.runtime.verify.proof.within import Within
+from shardfx.runtime.verify.proof.reuse_facts import ReusableFacts
 from shardfx.runtime.verify.verdict import Verdict
 from tests.captures import captured_once
 from tests.zoo import make
@@ -162,7 +162,7 @@ def test_what_is_within_another_program() -> None:
 
     a, b = (reduce, 1, "sum", "m/a@0"), (reduce, 0, "sum", "m/b@0")
     whole = [(aten.mul.Tensor, 0, 1), a, (wait, 2), b, (wait, 4), (aten.relu.default, 5)]
-    within = Within(rank(whole))
+    within = ReusableFacts(rank(whole))
     assert within.read(rank(whole)) and within.read(rank(whole[:3]))
     assert within.read(rank([b, (wait, 1), (aten.relu.default, 2)]))
     for other in (

@@ -11,9 +11,9 @@ programs one by one:
    runs once for all ranks whose numbers take it the same way (:mod:`.varying`), and what it writes for such a *family*
    is read op by op (:mod:`.op_code`). The families have one order of collectives.
 4. *One whole program*, with all its collectives: order, operands, waits and results. Its partners in collectives are
-   *shadows* (:mod:`..proof.meeting`): by 1 and 3 they have at each node what the rank itself has, at their own
+   *shadows* (:mod:`..proof.collective_matching`): by 1 and 3 they have at each node what the rank has, at their own
    coordinates. Where shards are not equal, it is one of each box (:mod:`.equal_shards`), side by side. Programs for
-   fewer outputs, whose calls are all in one that was interpreted, are read as a part of it (:mod:`..proof.within`).
+   fewer outputs, whose calls are all in one that was interpreted, are read as a part of it (:mod:`..proof.reuse_facts`).
 
 Ranks at different places along the axis of stages are in no family, and each place has its own order of collectives and
 messages. A send is checked by those that it concerns, and *all* ranks' messages of it are compared. In 3 each message
@@ -43,10 +43,10 @@ from shardfx.ir.program.loops.schedule_actions import ends_here, is_done
 from shardfx.ir.rules.book import RuleBook
 from shardfx.runtime.verify.data_movement import COLLECTIVES, MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault
+from shardfx.runtime.verify.proof.calls import Proof
+from shardfx.runtime.verify.proof.collective_matching import LockStep
 from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
-from shardfx.runtime.verify.proof.known import Proof
-from shardfx.runtime.verify.proof.meeting import LockStep
-from shardfx.runtime.verify.proof.within import Within
+from shardfx.runtime.verify.proof.reuse_facts import ReusableFacts
 
 from .equal_shards import EqualShards
 from .family import Family, families
@@ -57,7 +57,7 @@ EVERY = 16
 """On a mesh of up to so many ranks every program is interpreted."""
 Key = tuple[int, int]
 """A place along the axis of stages, and the number of a box of ranks with equal shards."""
-Earlier = Mapping[Key, Within]
+Earlier = Mapping[Key, ReusableFacts]
 """Whole programs that were interpreted."""
 
 
@@ -192,7 +192,7 @@ class WholePrograms:
             programs = {rank: self._of(rank).settled(rank) for rank in lines}
             if not any(self._is_within(each, programs) for each in earlier):
                 self._lock_step(programs, ())
-                earlier.append({key: Within(rank) for key, rank in self._patterns.items()})
+                earlier.append({key: ReusableFacts(rank) for key, rank in self._patterns.items()})
             # outputs that are placed otherwise than promised, but are the same box at these ranks, are it at all:
             # what is linear in each coordinate and the same at two places is the same
             for rank in self._patterns.values():

@@ -40,10 +40,10 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import gives_list, is_sharded
 from shardfx.runtime.verify.data_movement import MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault, first_output, place
+from shardfx.runtime.verify.proof.calls import Proof
+from shardfx.runtime.verify.proof.collective_matching import LockStep
 from shardfx.runtime.verify.proof.deduction import Deduction, same, written
 from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
-from shardfx.runtime.verify.proof.known import Proof
-from shardfx.runtime.verify.proof.meeting import LockStep
 from shardfx.runtime.verify.proof.numbering import Numbering
 from shardfx.runtime.verify.proof.terms import build
 

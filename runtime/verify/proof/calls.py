@@ -1,7 +1,7 @@
 """The calls of one rank's program: which op of the model is each this rank's version of, by the rules of ops?
 
 A rule writes one call for an op, or several, of which the last has the op's result. What follows from a call is known
-by what is known of the tensors that go in (:class:`.Fact`).
+by what is known of the tensors that go in (:class:`.deduction.Fact`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,27 +18,86 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.graph import Node, op_name
+from shardfx.ir.graph import Graph, Node, Output, op_name
 from shardfx.ir.ops.computing.no_share import no_share
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import gives_list
 from shardfx.ir.rules.of_nothing import may_lack
+from shardfx.ir.spec import Spec
+from shardfx.runtime.verify.fault import Fault
 
-from .deduction import ExpectedCall, Fact, Place, nesting, same
-from .known import Known, Proof
+from .deduction import Deduction, ExpectedCall, Fact, OperandSlot, same
+from .elements import Elements
+from .numbering import Numbering
+from .terms import Universe, same_function
 
 aten = torch.ops.aten
 
 OF_NOTHING = {aten.new_full.default, no_share}
-"""What rules write for a rank that has nothing of a factor that is shared."""
-REACH = 8
-"""How far a rule's own calls may reach from the result back to the operands, where the plan's do not reach as far."""
+"""What rules write for a rank that has nothing of a factor that is sharded."""
+REACH = 24
+"""How far a rule's own calls may reach from the result back to the operands."""
 MOST_CHOICES = 64
 """Of what may be an op's operands so many choices are tried."""
+Results = list[list["Fact | None"]]
+"""Facts of each result of a call, in each way in which they follow."""
 
 
 @dataclass
-class Calls:
+class Known:
+    """What is known of one fx node on one rank: facts, numbered elements, several results, or why nothing is."""
+
+    facts: list[Fact] | None = None
+    codes: Elements | None = None
+    hints: Sequence[int] = ()
+    many: list[Known] | None = None
+    waits: bool = False
+    why: str = ""
+
+
+@dataclass
+class Proof:
+    """One verification: the terms, the rules, the element numbers; shared by all ranks."""
+
+    after: Graph
+    universe: Universe
+    deduction: Deduction
+    numbering: Numbering
+    drawn: dict[int, Spec] = field(default_factory=dict)
+    """The placement for which each random mask is drawn."""
+    deduced: dict[Hashable, Known] = field(default_factory=dict)
+    """What follows from calls: one call stands in several programs of a rank."""
+    nodes: int = 0
+    collectives: int = 0
+
+    @classmethod
+    def begin(
+        cls,
+        before: Graph,
+        after: Graph,
+        book: RuleBook,
+        outputs: Sequence[Output],
+        counts: MutableMapping[str, int],
+    ) -> Proof | Fault:
+        """A proof, begun with that the planned graph is the same function of the inputs as the captured one; or the
+        fault that it is not. ``counts`` is told how much was compared."""
+        found = same_function(before, after, book, outputs)
+        if isinstance(found, Fault):
+            return found
+        counts.update({"terms": len(found.terms.types), "decompositions": found.decompositions})
+        if found.trusted:
+            counts["decompositions too large to compare"] = found.trusted
+        return cls(after, found, Deduction(found, book, after.mesh), Numbering(found, after.mesh))
+
+    def anew(self) -> Proof:
+        """The same proof, where it began."""
+        mesh, found = self.after.mesh, self.universe
+        return Proof(self.after, found, Deduction(found, self.deduction.book, mesh), Numbering(found, mesh))
+
+
+@dataclass
+class CallDeduction:
     """What follows from the calls of one rank's program. ``facts`` says what is known of a node's tensor."""
 
     proof: Proof
@@ -51,112 +110,93 @@ class Calls:
 
     def deduce(self, node: fx.Node) -> Known:
         """The facts of a call's results, from the rules."""
-        operands = [n for n in _tensors(node) if n is not None]
-        best = ""
+        operands = _tensors(node)
         direct = [self.facts(n) for n in operands]
-        key = self._key(node, operands, direct)
+        key = self._key(node, direct)
         if key in self.proof.deduced:
             return self.proof.deduced[key]
-        found: list[list[Fact | None]] = []
+        found: Results = []
         if all(direct):
-            for facts, makers in self._of_terms(node.target, direct):
-                for maker in makers:
-                    made, why = self._try(node, maker, operands, facts)
-                    found += made
-                    best = best or why
+            found, why = self._of_operands(node, operands, direct)
         else:
-            unknown = next(n for n, f in zip(operands, direct, strict=True) if not f)
-            best = f"nothing is known of {unknown.name}"
+            why = f"nothing is known of {next(n for n, f in zip(operands, direct, strict=True) if not f).name}"
         of_operands = bool(found)
         if not found and node.target in OF_NOTHING:
             found = self._of_nothing(node)
-        for behind in (False, True) if not found else ():
-            made, why = self._by_rule(node, behind)
-            found, best = made, why or best
-            if found:
-                break
+        for behind in (False, True):
+            if not found:
+                found, other = self._by_rule(node, behind)
+                why = other or why
         if not found:
-            return Known(why=best or self._no_such(node, direct))
-        count = len(found[0])
-        of_count = [result for result in found if len(result) == count]
-        many = [Known(list(dict.fromkeys(f for result in of_count if (f := result[i])))) for i in range(count)]
-        known = many[0] if count == 1 and not gives_list(node.target) else Known(many=many)
+            return Known(why=why or self._no_such(node, direct))
+        of_count = [result for result in found if len(result) == len(found[0])]
+        many = [Known(list(dict.fromkeys(filter(None, facts)))) for facts in zip(*of_count, strict=True)]
+        known = many[0] if len(many) == 1 and not gives_list(node.target) else Known(many=many)
         if of_operands:
             self.proof.deduced[key] = known
         return known
 
-    def _key(self, node: fx.Node, operands: Sequence[fx.Node], facts: Sequence[list[Fact]]) -> Hashable:
+    def _key(self, node: fx.Node, facts: Sequence[list[Fact]]) -> Hashable:
         """Equal for calls of programs of one rank from which the same follows: what is known of their operands, and
         which of these are one tensor."""
         places: dict[fx.Node, int] = {}
-        args = fx.map_arg(
-            (node.args, node.kwargs), lambda n: _Place(places.setdefault(self.root.get(n, n), len(places)))
-        )
+
+        def slot(operand: fx.Node) -> Any:
+            return OperandSlot(places.setdefault(self.root.get(operand, operand), len(places)))
+
+        args = fx.map_arg((node.args, node.kwargs), slot)
         return self.rank, node.target, repr(args), tuple(map(tuple, facts))
 
-    def _of_terms(self, op: Any, direct: Sequence[list[Fact]]) -> Iterator[tuple[tuple[Fact, ...], Sequence[Node]]]:
-        """What may be known of the operands together, and the nodes of the plan that have such operands.
-
-        Of what is made of nothing much may be known (``full([4], 1)`` is a part of many tensors): then it is the nodes
-        that say what is asked.
-        """
-        by_term = [_by_term(facts) for facts in direct]
-        tuples: Iterable[tuple[int, ...]] = itertools.product(*by_term)
-        if math.prod(map(len, by_term)) > len(self.proof.universe.makers):
-            asked = [terms for its_op, terms in self.proof.universe.makers if its_op is op]
-            both = dict.fromkeys(each for terms in asked for each in (terms, terms[::-1]))
-            tuples = (t for t in both if len(t) == len(by_term) and all(map(operator.contains, by_term, t)))
-        for terms in tuples:
-            if makers := self._makers((op, terms)):
+    def _of_operands(
+        self, node: fx.Node, operands: Sequence[fx.Node], direct: Sequence[list[Fact]]
+    ) -> tuple[Results, str]:
+        """What follows from what is known of the operands, for the planned nodes that have such operands; or why
+        nothing does."""
+        found, why, by_term = Results(), "", [_by_term(facts) for facts in direct]
+        for first in by_term[0] if by_term else (None,):
+            for terms, maker in self.proof.universe.makers.get((node.target, first), ()):
+                if len(terms) != len(by_term) or not all(map(operator.contains, by_term, terms)):
+                    continue
                 for facts in itertools.product(*map(operator.getitem, by_term, terms)):
-                    yield facts, makers
-
-    def _makers(self, key: tuple[Any, tuple[int, ...]]) -> Sequence[Node]:
-        makers = self.proof.universe.makers
-        found = makers.get(key, ())
-        if not found and key[0] is aten.add.Tensor and len(key[1]) == 2:
-            found = makers.get((key[0], key[1][::-1]), ())
-        return found
+                    made, other = self._try(node, maker, operands, facts)
+                    found += made
+                    why = why or other
+        return found, why
 
     def _try(
         self, node: fx.Node, maker: Node, operands: Sequence[fx.Node], facts: Sequence[Fact]
-    ) -> tuple[list[list[Fact | None]], str]:
+    ) -> tuple[Results, str]:
         """Whether the call is this rank's version of ``maker``; what follows, or why it is not."""
         deduction = self.proof.deduction
         if [f.term for f in facts] != [self.proof.universe.of[v] for v in maker.operands]:
             operands, facts = operands[::-1], facts[::-1]
-        ways = deduction.strategies(maker, tuple(f.spec for f in facts))
-        found, why = [], ""
-        if not ways:
-            held = ", ".join(f.spec.text(v.shape) for f, v in zip(facts, maker.operands, strict=True))
-            why = f"{op_name(maker.op)} cannot be computed from {held}: its rule knows no such sharding"
-        for made in ways:
-            forms = deduction.forms(maker, made, self.rank)
-            if any(
-                same(form, node, self.root, operands) or same(_swapped(form), node, self.root, operands)
-                for form in forms
-            ):
+        strategies = deduction.strategies(maker, tuple(f.spec for f in facts))
+        found, why = Results(), ""
+        if not strategies:
+            specs = ", ".join(f.spec.text(v.shape) for f, v in zip(facts, maker.operands, strict=True))
+            why = f"{op_name(maker.op)} cannot be computed from {specs}: its rule knows no such sharding"
+        for made in strategies:
+            expected = deduction.expected_calls(maker, made, self.rank)
+            if any(same(form, node, self.root, operands) for each in expected for form in (each, _swapped(each))):
                 drawn = self.proof.drawn.setdefault(maker.args[3], made.results[0]) if maker.op is dropout else None
                 if drawn not in (None, made.results[0]):
                     return [], f"this mask was drawn elsewhere for {drawn}: other boxes are other random numbers"
                 found.append(deduction.results(maker, made, facts))
             else:
-                why = (
-                    f"this is not what rank {self.rank} does of {op_name(maker.op)} : "
-                    f"{made.results[0].text(maker.outs[0].shape)}"
-                )
+                result = made.results[0].text(maker.outs[0].shape)
+                why = f"this is not what rank {self.rank} does of {op_name(maker.op)} : {result}"
         return found, "" if found else why
 
-    def _by_rule(self, node: fx.Node, behind: bool) -> tuple[list[list[Fact | None]], str]:
+    def _by_rule(self, node: fx.Node, behind: bool) -> tuple[Results, str]:
         """The same, for ops whose rule writes several calls: ``node`` is the last of them. ``behind``: what another
         one of them gives may be something of the model, too.
 
-        A call may be what this rank does of several ops (``arange(0, 4)`` is a part of many ranges): those come
-        first that no earlier call was taken for.
+        A call may be what this rank does of several ops (``arange(0, 4)`` is a part of many ranges): those come first
+        that no earlier call was taken for. Of one op all that is found is true, as where this rank's rows are those of
+        two shardings.
         """
-        cone = self._cone(node, behind)
-        best = ""
-        all_found: list[tuple[int, Node, list[list[Fact | None]]]] = []
+        cone, best = self._cone(node, behind), ""
+        all_found: list[tuple[int, Node, Results]] = []
         for terms, maker in self.proof.universe.written:
             if not terms <= cone.keys():
                 continue
@@ -165,7 +205,7 @@ class Calls:
                 wanted = _likely_first(wanted, maker, _tensors(node))
             for chosen in itertools.islice(itertools.product(*wanted), MOST_CHOICES):
                 found, why = self._try(node, maker, [n for n, _ in chosen], [f for _, f in chosen])
-                if found:  # and so by what else is true of the operands: this rank's rows may be those of two shardings
+                if found:
                     all_found.append((self.taken[maker], maker, found))
                 elif maker.op is node.target:
                     best = why
@@ -176,37 +216,33 @@ class Calls:
 
     @cached_property
     def _lacking(self) -> list[Node]:
-        """The nodes of which some rank may have nothing of a factor that is shared."""
+        """The nodes of which some rank may have nothing of a factor that is sharded."""
         return [node for node in self.proof.after.nodes if may_lack(node, self.proof.deduction.mesh)]
 
-    def _of_nothing(self, node: fx.Node) -> list[list[Fact | None]]:
-        """What a call gives that a rule writes where this rank has nothing of what is shared: whatever it holds of the
-        operands, of which one stands in the call for its device. Where these are shares of sums, so is the result: then
-        they are looked for among all that is known so far."""
-        deduction, found = self.proof.deduction, list[list[Fact | None]]()
+    def _of_nothing(self, node: fx.Node) -> Results:
+        """What a call gives that a rule writes where this rank has nothing of a sharded factor: whatever is known of
+        the operands, of which one stands in the call for its device. Where these are shares of sums, so is the result:
+        then they are looked for among all that is known so far."""
+        deduction, found = self.proof.deduction, Results()
+        before = list(itertools.takewhile(lambda each: each is not node, node.graph.nodes))
         for maker in self._lacking:
             made = maker.strategy
             assert made is not None
             own = {axis for _, axes in made.shardings for axis in axes}
             if any(axis not in own for spec in made.results for axis in spec.partial_axes):
-                wanted = [self._known(node, self.proof.universe.of[value]) for value in maker.operands]
+                terms = [self.proof.universe.of[value] for value in maker.operands]
+                wanted = [[(n, fact) for n in before for fact in self.facts(n) if fact.term == term] for term in terms]
                 for chosen in itertools.islice(itertools.product(*wanted), MOST_CHOICES):
                     found += self._try(node, maker, [n for n, _ in chosen], [fact for _, fact in chosen])[0]
                 continue
             like = node.all_input_nodes[:1] * len(maker.operands)
-            if any(same(form, node, self.root, like) for form in deduction.forms(maker, made, self.rank)):
+            if any(same(each, node, self.root, like) for each in deduction.expected_calls(maker, made, self.rank)):
                 found.append(deduction.results(maker, made, ()))
         return found
-
-    def _known(self, node: fx.Node, term: int) -> list[tuple[fx.Node, Fact]]:
-        """The tensors before a call that are known to be a rank's part of a term."""
-        before = itertools.takewhile(lambda each: each is not node, node.graph.nodes)
-        return [(each, fact) for each in before for fact in self.facts(each) if fact.term == term]
 
     def _cone(self, node: fx.Node, behind: bool) -> dict[int, list[tuple[fx.Node, Fact]]]:
         """The known tensors behind a node, by their terms; also those ``behind`` known ones."""
         found: dict[int, list[tuple[fx.Node, Fact]]] = {}
-        reach = self._reach()
         seen: set[fx.Node] = set()
         front = [(n, 1) for n in node.all_input_nodes]
         while front:
@@ -217,33 +253,23 @@ class Calls:
             facts = self.facts(each)
             for fact in facts:
                 found.setdefault(fact.term, []).append((each, fact))
-            if depth < reach and (behind or not facts):
+            if depth < REACH and (behind or not facts):
                 front += [(n, depth + 1) for n in each.all_input_nodes]
         return found
 
-    def _reach(self) -> int:
-        """The most calls that stand one behind the other in what the rules write for the plan's ops on this rank."""
-        known, deduction = self.proof.reach, self.proof.deduction
-        if self.rank not in known:
-            makers = (maker for _, maker in self.proof.universe.written)
-            forms = (form for m in makers if m.strategy for form in deduction.forms(m, m.strategy, self.rank))
-            known[self.rank] = max(map(nesting, forms), default=0)
-        return max(REACH, known[self.rank])
-
     def _no_such(self, node: fx.Node, direct: Sequence[Sequence[Fact]]) -> str:
         names = self.proof.universe.terms.names
-        target = node.target
-        return f"the model computes no {op_name(target)} of ({', '.join(names[f[0].term] for f in direct)})"
+        return f"the model computes no {op_name(node.target)} of ({', '.join(names[f[0].term] for f in direct)})"
 
 
 def _likely_first(
-    wanted: Sequence[Sequence[tuple[fx.Node, Fact]]], maker: Node, given: Sequence[fx.Node]
+    wanted: Sequence[Sequence[tuple[fx.Node, Fact]]], maker: Node, operands: Sequence[fx.Node]
 ) -> list[Sequence[tuple[fx.Node, Fact]]]:
-    """What may be each operand, in the order in which it is tried: placed as planned, given at that place, first."""
+    """What may be each operand, in the order in which it is tried: placed as planned, and an operand there, first."""
     planned = maker.strategy.operands if maker.strategy is not None else ()
 
     def unlikely(place: int, each: tuple[fx.Node, Fact]) -> tuple[bool, bool]:
-        return each[1].spec not in planned[place : place + 1], each[0] not in given[place : place + 1]
+        return each[1].spec not in planned[place : place + 1], each[0] not in operands[place : place + 1]
 
     return [sorted(choices, key=lambda each: unlikely(place, each)) for place, choices in enumerate(wanted)]
 
@@ -255,23 +281,16 @@ def _by_term(facts: Iterable[Fact]) -> dict[int, list[Fact]]:
     return found
 
 
-class _Place(int):
-    """An operand among the arguments, not to be taken for a number."""
-
-    def __repr__(self) -> str:
-        return f"%{int(self)}"
-
-
 def _tensors(node: fx.Node) -> list[fx.Node]:
     """The tensors among a call's arguments, in the order of the op's schema, each as often as it stands there."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _swapped(expected: Any) -> Any:
     """An add of two tensors with its operands the other way round; anything else as it is."""
     plain = isinstance(expected, ExpectedCall) and expected.op is aten.add.Tensor and not expected.kwargs
-    if plain and len(expected.args) == 2 and all(isinstance(a, Place) for a in expected.args):
+    if plain and len(expected.args) == 2 and all(isinstance(each, OperandSlot) for each in expected.args):
         return ExpectedCall(expected.op, expected.args[::-1], expected.kwargs)
     return expected

@@ -1,10 +1,9 @@
-"""From what a rank holds of an op's operands to what it holds of its results, and how its own call then reads.
+"""From a rank's shards of an op's operands to those of its results, and how its own call then reads.
 
 A :class:`Fact` is "this tensor is box ``spec`` of ``term``". From the facts of the operands the op's sharding rule says
 which factors are sharded, and from those what the result is; what the operands do not say (an ``expand``, an
-``arange``) may
-be any placement that the plan claims, and the shapes in the rank's own call decide. :func:`written` gives that call, by
-the same functions of the rule book that the oracle executes against the whole op.
+``arange``) may be any placement that the plan claims, and the shapes in the rank's own call decide. :func:`written`
+gives that call, by the same functions of the rule book that the oracle executes against the op.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import fx
 
 from shardfx.ir.dim_sharding import DimSharding, project
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Node, Strategy, Value, substitute
+from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.local_ops import row_of
@@ -31,14 +30,14 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import implied, strategy
 from shardfx.ir.spec import Spec
 
-from .terms import Universe
+from .terms import Universe, arguments
 
 Origins = tuple[tuple[str, int], ...]
 """For each axis over which a fact is partial: of which sum this is one rank's share, and how it was made of shares
 (a number of :meth:`Deduction.origin`).
 
-Shares add up to the whole only if they are shares of one sum, pieces of one sharding, and came the same way: of a
-product ``s @ s`` one rank's ``share @ s`` and another's ``s @ share`` are shares of two sums.
+Shares add up only if they are shares of one sum, by one sharding, and came the same way: of a product ``s @ s`` one
+rank's ``share @ s`` and another's ``s @ share`` are shares of two sums.
 """
 
 
@@ -62,8 +61,8 @@ class Deduction:
     _numbers: dict[Hashable, int] = field(default_factory=dict)
     _rules: dict[int, ShardingRule] = field(default_factory=dict)
     _known: dict[tuple[int, tuple[Spec, ...]], list[Strategy]] = field(default_factory=dict)
-    _sharding: dict[tuple[int, int], Mapping[str, tuple[str, DimSharding]]] = field(default_factory=dict)
-    _forms: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
+    _shardings: dict[tuple[int, int], Mapping[str, tuple[str, DimSharding]]] = field(default_factory=dict)
+    _calls: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
     _origins: dict[Hashable, int] = field(default_factory=dict)
 
     def _kind(self, node: Node) -> int:
@@ -74,7 +73,7 @@ class Deduction:
         return self._kinds[node]
 
     def rule(self, node: Node) -> ShardingRule:
-        """The rule of a node; for an op without one, that every operand is needed whole."""
+        """The rule of a node; for an op without one, that every operand is needed replicated."""
         kind = self._kind(node)
         if kind not in self._rules:
             entry = self.book.entry(node.op)
@@ -82,27 +81,28 @@ class Deduction:
         return self._rules[kind]
 
     def strategies(self, node: Node, specs: tuple[Spec, ...]) -> list[Strategy]:
-        """The ways in which the node may be computed from operands that are placed so."""
+        """The strategies by which the node may be computed from operands that are placed so."""
         key = (self._kind(node), specs)
         if key not in self._known:
             self._known[key] = list(self._strategies(node, specs))
         return self._known[key]
 
+    def _projected(
+        self, rule: ShardingRule, shape: Sequence[int], spec: Spec, dims: Sequence[tuple[str, ...]]
+    ) -> Iterator[list[tuple[str, DimSharding]] | None]:
+        """How each dim's factors are sharded where a value is placed so; None where that is no sharding of these."""
+        for size, sharding, dim in zip(shape, spec.dims, dims, strict=True):
+            found = project(sharding, size, rule.dim_sizes(dim), self.mesh) if dim else None if sharding.axes else ()
+            yield None if found is None else list(zip(dim, found, strict=True))
+
     def _strategies(self, node: Node, specs: tuple[Spec, ...]) -> Iterator[Strategy]:
         rule = self.rule(node)
         shardings: dict[str, DimSharding] = {}
         for value, spec, dims in zip(node.operands, specs, rule.operands, strict=True):
-            for size, sharding, dim in zip(value.shape, spec.dims, dims, strict=True):
-                projected = (
-                    project(sharding, size, rule.dim_sizes(dim), self.mesh)
-                    if dim
-                    else ()
-                    if not sharding.axes
-                    else None
-                )
-                if projected is None:
+            for pairs in self._projected(rule, value.shape, spec, dims):
+                if pairs is None:
                     return
-                for f, sharding in zip(dim, projected, strict=True):
+                for f, sharding in pairs:
                     each = implied(rule, f, sharding, self.mesh)
                     wider = each is None and f in rule.windows  # for other rows of a leader than tiles: by the claims
                     if not wider and (each is None or shardings.setdefault(*each) != each[1]):
@@ -129,63 +129,51 @@ class Deduction:
             if made.operands == specs:
                 yield made
 
-    def forms(self, node: Node, made: Strategy, rank: int) -> list[Any]:
-        """What :func:`written` gives of a node, with a :class:`Place` for each operand: made once for nodes that are
+    def expected_calls(self, node: Node, made: Strategy, rank: int) -> list[Any]:
+        """What :func:`written` gives of a node, with an :class:`OperandSlot` for each operand: once for nodes that are
         alike and draw nothing."""
         key = (self._kind(node), id(made), rank)
-        if draw_slot(node) is not None:
-            return list(written(node, made, _places(len(node.operands)), self.mesh, rank, self.book))
-        if key not in self._forms:
-            self._forms[key] = list(written(node, made, _places(len(node.operands)), self.mesh, rank, self.book))
-        return self._forms[key]
+        if draw_slot(node) is None and key in self._calls:
+            return self._calls[key]
+        found = self._calls[key] = list(written(node, made, _slots(len(node.operands)), self.mesh, rank, self.book))
+        return found
 
-    def _pieces(self, node: Node, made: Strategy) -> Mapping[str, tuple[str, DimSharding]]:
+    def _sharded_factors(self, node: Node, made: Strategy) -> Mapping[str, tuple[str, DimSharding]]:
         """For each axis that shards a factor: the factor, and how it is sharded over all of its axes.
 
-        A share of a sum is one piece of the box that is summed. Which one follows from the rank's coordinates and this
-        sharded: pieces of ``8{dp,tp}`` are not those of ``8{tp,dp}``, nor those of ``(2{dp} 4{tp})``.
+        Which share of a sum a rank has follows from its coordinates and this sharding: shards by ``8{dp,tp}`` are not
+        those by ``8{tp,dp}``, nor those by ``(2{dp} 4{tp})``.
         """
         key = (self._kind(node), id(made))  # which lives as long as this does
-        if key not in self._sharding:
+        if key not in self._shardings:
             rule, found = self.rule(node), dict[str, tuple[str, DimSharding]]()
             for value, spec, dims in zip(node.operands, made.operands, rule.operands, strict=True):
-                for size, sharding, dim in zip(value.shape, spec.dims, dims, strict=True):
-                    projected = (
-                        project(sharding, size, rule.dim_sizes(dim), self.mesh) if dim and sharding.axes else None
-                    )
-                    for each in (implied(rule, f, c, self.mesh) for f, c in zip(dim, projected or (), strict=False)):
+                for pairs in self._projected(rule, value.shape, spec, dims):
+                    for each in (implied(rule, f, sharding, self.mesh) for f, sharding in pairs or ()):
                         if each is not None:
                             found.update(dict.fromkeys(each[1].axes, each))
             for factor, axes in made.shardings:  # which no operand has
                 for axis in axes:
                     found.setdefault(axis, (factor, DimSharding(axes)))
-            self._sharding[key] = found
-        return self._sharding[key]
+            self._shardings[key] = found
+        return self._shardings[key]
 
     def _free(
         self, node: Node, rule: ShardingRule, shardings: dict[str, DimSharding]
     ) -> Iterator[dict[str, DimSharding]]:
         """Shardings of the factors that no operand has: none, or as the plan claims of the result."""
-        result = rule.results[0]
+        result, value = rule.results[0], node.outs[0]
         alone = {f for dim in result or () for f in dim} - set(shardings)
         found: list[dict[str, DimSharding]] = [{}]
-        if alone and result is not None:
-            value = node.outs[0]
-            for spec in self.universe.specs.get(self.universe.of[value], ()):
-                one: dict[str, DimSharding] | None = {}
-                for size, sharding, dim in zip(value.shape, spec.dims, result, strict=True):
-                    projected = project(sharding, size, rule.dim_sizes(dim), self.mesh) if dim else ()
-                    if projected is None or one is None:
-                        one = None
-                        break
-                    one.update((f, c) for f, c in zip(dim, projected, strict=True) if f in alone)
-                if one is not None and one not in found:
-                    found.append(one)
-        yield from found
+        for spec in self.universe.specs.get(self.universe.of[value], ()) if alone and result is not None else ():
+            dims = [*self._projected(rule, value.shape, spec, result)]  # type: ignore[arg-type]
+            if all(pairs is not None or not dim for pairs, dim in zip(dims, result, strict=True)):  # type: ignore[arg-type]
+                found.append({f: sharding for pairs in dims for f, sharding in pairs or () if f in alone})
+        yield from (each for i, each in enumerate(found) if each not in found[:i])
 
     def results(self, node: Node, made: Strategy, facts: Sequence[Fact]) -> list[Fact | None]:
         """The facts of a node's results."""
-        pieces = self._pieces(node, made)
+        factors = self._sharded_factors(node, made)
         specs = iter(made.results)
         found: list[Fact | None] = []
         for value in node.results:
@@ -193,17 +181,16 @@ class Deduction:
                 found.append(None)
                 continue
             spec, term = next(specs), self.universe.of[value]
-            origins = [(axis, self.origin(axis, term, pieces.get(axis), facts)) for axis, _ in spec.partial]
+            origins = [(axis, self.origin(axis, term, factors.get(axis), facts)) for axis, _ in spec.partial]
             found.append(Fact(term, spec, tuple(origins)))
         return found
 
-    def origin(self, axis: str, term: int, piece: tuple[str, DimSharding] | None, facts: Sequence[Fact]) -> int:
-        """Equal for shares over an axis that are made alike: of a sum that begins here, by the sharding of what is
-        summed
-        (``piece``), or of the operands' shares, or both."""
+    def origin(self, axis: str, term: int, factor: tuple[str, DimSharding] | None, facts: Sequence[Fact]) -> int:
+        """Equal for shares over an axis that are made alike: of a sum that begins here, by how the summed ``factor`` is
+        sharded, or of the operands' shares, or both."""
         shares = [(place, made) for place, fact in enumerate(facts) for a, made in fact.origins if a == axis]
-        if piece is not None:
-            return self._origins.setdefault((term, *piece, *shares), len(self._origins))
+        if factor is not None:
+            return self._origins.setdefault((term, *factor, *shares), len(self._origins))
         if len(facts) == len(shares) == 1:
             return shares[0][1]
         return self._origins.setdefault(tuple(shares), len(self._origins))
@@ -245,15 +232,15 @@ class Expected(Share):
 
 
 @dataclass(frozen=True)
-class Place:
+class OperandSlot:
     """An operand of an op, by its number, where the op's calls are written for no program yet."""
 
     number: int
 
 
 @cache
-def _places(count: int) -> tuple[Place, ...]:
-    return tuple(Place(i) for i in range(count))
+def _slots(count: int) -> tuple[OperandSlot, ...]:
+    return tuple(OperandSlot(i) for i in range(count))
 
 
 def written(
@@ -261,13 +248,8 @@ def written(
 ) -> Iterator[Any]:
     """One rank's version of a node: an :class:`ExpectedCall`, or one of the operands; and by the kernels of devices."""
     copy = Node(node.op, node.args, node.kwargs, node.results, strategy=made)
-    given = iter(operands)
-
-    def next_operand(_: Value) -> Any:
-        return next(given)
-
-    args = substitute(node.args, next_operand)
-    kwargs = {k: substitute(a, next_operand) for k, a in node.kwargs.items()}
+    left = iter(operands)
+    args, kwargs = arguments(node, lambda _: next(left))
     share = Expected(copy, mesh, mesh.coords(rank), args, kwargs)
     call = perform(book.entry(node.op), share)
     if not isinstance(call, ExpectedCall):
@@ -275,18 +257,6 @@ def written(
         return
     for form in kernel_forms(share, (call.op, call.args, call.kwargs)):
         yield ExpectedCall(*form)
-
-
-def nesting(expected: Any, known: dict[int, int] | None = None) -> int:
-    """How many expected calls stand one within the other."""
-    known = {} if known is None else known
-    if isinstance(expected, (list, tuple)):
-        return max((nesting(each, known) for each in expected), default=0)
-    if not isinstance(expected, ExpectedCall):
-        return 0
-    if id(expected) not in known:  # one call may stand in several places
-        known[id(expected)] = 1 + nesting([*expected.args, *expected.kwargs.values()], known)
-    return known[id(expected)]
 
 
 def same(
@@ -298,10 +268,10 @@ def same(
 ) -> bool:
     """Whether a program has a call as expected: the same op of the same operands with the same arguments.
 
-    ``operands`` are what stands at each :class:`Place`, ``known`` the calls that were compared already.
+    ``operands`` are what stands at each :class:`OperandSlot`, ``known`` the calls that were compared already.
     """
     known = {} if known is None else known
-    if isinstance(expected, Place):
+    if isinstance(expected, OperandSlot):
         expected = operands[expected.number]
     if isinstance(expected, fx.Node):
         return isinstance(actual, fx.Node) and root.get(actual, actual) is root.get(expected, expected)

@@ -4,7 +4,7 @@ A tensor of numbers is its shape and, in row-major order, the *runs* that its el
 
     [[0, 1, 2], [8, 9, 10]]  ->  StridedRun(0, ((2, 8), (3, 1)))  from 0, twice in steps of 8, three times in steps of 1
 
-so that a box of a value of a billion elements is one run, reshaping does nothing, and sharding, joining and transposing
+so that a box of a value of a billion elements is one run, reshaping does nothing, and slicing, joining and transposing
 are done on loops. :class:`Elements` has the methods of a tensor that the functions of :mod:`shardfx.ir.ops.pack` use,
 and these run on it as they are. Small patterns that are no loops are written out, element by element; large ones are
 refused.
@@ -20,12 +20,144 @@ from typing import Any
 
 import torch
 
-from .strided_runs import BITS, Irregular, StridedRun, by_dim, dealt, joined, make_run, sharding_run, sharding_runs
-
+BITS = 40
+"""The upper bits of a number say of which source it is an element, the lower ones which element."""
 WRITTEN_OUT = 1 << 22
 """Irregular patterns of up to so many elements are written out."""
 ROWS = 1 << 12
 """Up to so many rows are joined one by one."""
+Loops = tuple[tuple[int, int], ...]
+
+
+class IrregularPattern(RuntimeError):
+    """A large pattern that is not made of few loops."""
+
+
+@dataclass(frozen=True, slots=True)
+class StridedRun:
+    """The numbers ``base + sum(i * stride)`` for i in nested loops (count, stride), outermost first, in normal form."""
+
+    base: int
+    loops: Loops = ()
+
+    @property
+    def numel(self) -> int:
+        """How many numbers."""
+        return math.prod(count for count, _ in self.loops)
+
+    @property
+    def source(self) -> int:
+        """The number of the value whose elements these are."""
+        return self.base >> BITS
+
+    def of(self, source: int) -> StridedRun:
+        """The same elements of another value."""
+        return StridedRun(self.base + ((source - self.source) << BITS), self.loops)
+
+    def sliced(self, start: int, stop: int) -> list[StridedRun]:
+        """The numbers from ``start`` to ``stop``."""
+        if start >= stop:
+            return []
+        if start == 0 and stop == self.numel:
+            return [self]
+        (_, stride), inner = self.loops[0], self.loops[1:]
+        size = math.prod(count for count, _ in inner)
+        (first, head), (last, tail) = divmod(start, size), divmod(stop, size)
+        if first == last:
+            return StridedRun(self.base + first * stride, inner).sliced(head, tail)
+        found = []
+        if head:
+            found += StridedRun(self.base + first * stride, inner).sliced(head, size)
+            first += 1
+        if last > first:
+            found.append(make_run(self.base + first * stride, ((last - first, stride), *inner)))
+        return found + StridedRun(self.base + last * stride, inner).sliced(0, tail)
+
+    def by_dim(self, shape: Sequence[int]) -> list[Loops] | None:
+        """The loops that make up each dim of a shape; None where a dim ends within a loop."""
+        left = list(self.loops)
+        found: list[Loops] = []
+        for size in reversed(shape):
+            mine: list[tuple[int, int]] = []
+            while size > 1:
+                count, stride = left.pop()
+                if size % count == 0:
+                    mine.append((count, stride))
+                    size //= count
+                elif count % size == 0:
+                    mine.append((size, stride))
+                    left.append((count // size, stride * size))
+                    size = 1
+                else:
+                    return None
+            found.append(tuple(reversed(mine)))
+        return found[::-1]
+
+    def written_out(self) -> torch.Tensor:
+        """The numbers themselves."""
+        found = torch.tensor([self.base])
+        for count, stride in self.loops:
+            found = (found[:, None] + torch.arange(count)[None, :] * stride).flatten()
+        return found
+
+
+def make_run(base: int, loops: Iterable[tuple[int, int]]) -> StridedRun:
+    """In normal form: no loop of one, and no two loops that are one."""
+    made: list[tuple[int, int]] = []
+    for count, stride in loops:
+        if count == 1:
+            continue
+        if made and made[-1][1] == count * stride:
+            made[-1] = (made[-1][0] * count, stride)
+        else:
+            made.append((count, stride))
+    return StridedRun(base, tuple(made))
+
+
+def joined(runs: Iterable[StridedRun]) -> tuple[StridedRun, ...]:
+    """The same numbers in fewer runs. A run has one source only."""
+    given = list(runs)
+    while True:
+        found: list[StridedRun] = []
+        for run in given:
+            both = _both(found[-1], run) if found else None
+            if both is None:
+                found.append(run)
+            else:
+                found[-1] = both
+        if len(found) == len(given):
+            return tuple(found)
+        given = found
+
+
+def _both(a: StridedRun, b: StridedRun) -> StridedRun | None:
+    """Two runs as one: iterations of an outermost loop that both have, or that one is a further iteration of."""
+    if a.source != b.source:
+        return None
+    step = b.base - a.base
+    if a.loops == b.loops:
+        return make_run(a.base, ((2, step), *a.loops))
+    if a.loops and a.loops[1:] == b.loops and step == a.loops[0][0] * a.loops[0][1]:
+        return make_run(a.base, ((a.loops[0][0] + 1, a.loops[0][1]), *b.loops))
+    if a.loops and b.loops and a.loops[1:] == b.loops[1:] and a.loops[0][1] == b.loops[0][1]:
+        count, stride = a.loops[0]
+        if step == count * stride:
+            return make_run(a.base, ((count + b.loops[0][0], stride), *a.loops[1:]))
+    if b.loops and b.loops[1:] == a.loops and step == b.loops[0][1]:
+        return make_run(a.base, ((b.loops[0][0] + 1, step), *a.loops))
+    return None
+
+
+def _take(left: list[StridedRun], size: int) -> list[StridedRun]:
+    """The next ``size`` numbers of runs that are stacked, the next one last."""
+    found: list[StridedRun] = []
+    while size > 0:
+        run = left.pop()
+        count = min(size, run.numel)
+        found += run.sliced(0, count)
+        left += reversed(run.sliced(count, run.numel))
+        size -= count
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +194,16 @@ class Elements:
             return self
         if self.shape != other.shape:
             return None
-        mine, theirs, found = list(reversed(self.runs)), list(reversed(other.runs)), list[StridedRun]()
-        while mine and theirs:
-            a, b = mine.pop(), theirs.pop()
-            source, size = meet(a.source, b.source), min(a.numel, b.numel)
+        both, found = [list(reversed(each.runs)) for each in (self, other)], list[StridedRun]()
+        while all(both):
+            source, size = meet(*(left[-1].source for left in both)), min(left[-1].numel for left in both)
             if source is None:
                 return None
-            heads = [[head.of(source) for head in sharding_run(run, 0, size)] for run in (a, b)]
+            heads = [[head.of(source) for head in _take(left, size)] for left in both]
             if joined(heads[0]) != joined(heads[1]) and not _written_equal(*heads):
                 return None
             found += heads[0]
-            mine += reversed(sharding_run(a, size, a.numel))
-            theirs += reversed(sharding_run(b, size, b.numel))
-        return None if mine or theirs else Elements(self.shape, joined(found))
+        return None if any(both) else Elements(self.shape, joined(found))
 
     # ---- what a tensor can do ---------------------------------------------------------------------------------
 
@@ -109,14 +238,14 @@ class Elements:
         if not self.runs or [d for d in order if self.shape[d] > 1] == [d for d, n in enumerate(self.shape) if n > 1]:
             return Elements(shape, self.runs)
         if len(self.runs) == 1:
-            loops = by_dim(self.runs[0], self.shape)
+            loops = self.runs[0].by_dim(self.shape)
             if loops is not None:
                 return Elements.of(shape, self.runs[0].base, (loop for d in order for loop in loops[d]))
         row = self.numel() // self.shape[0]
         if len(self.runs) > 1 and all(run.numel % row == 0 for run in self.runs):
             blocks = [Elements((run.numel // row, *self.shape[1:]), (run,)) for run in self.runs]
             return cat([block.permute(order) for block in blocks], order.index(0))
-        return self._written(lambda t: t.permute(order))
+        return read(self.written_out().permute(order))
 
     def movedim(self, source: int, target: int) -> Elements:
         """One dim at another place, the others in their order."""
@@ -135,26 +264,26 @@ class Elements:
         return self.split((start, length, self.shape[dim] - start - length), dim)[1]
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> list[Elements]:
-        """Pieces of a dim: of the sizes given, or of one size, the last then smaller."""
+        """Parts of a dim: of the sizes given, or of one size, the last then smaller."""
         dim = self._dim(dim)
-        whole = self.shape[dim]
+        length = self.shape[dim]
         if isinstance(sizes, int):
-            sizes = [min(sizes, whole - at) for at in range(0, whole, sizes)] or [0]
-        if sum(sizes) != whole:
-            raise RuntimeError(f"{list(sizes)} does not split a dim of {whole}")
+            sizes = [min(sizes, length - at) for at in range(0, length, sizes)] or [0]
+        if sum(sizes) != length:
+            raise RuntimeError(f"{list(sizes)} does not split a dim of {length}")
         outer = math.prod(self.shape[:dim])
         if dim and outer * len(sizes) > ROWS:
-            return [piece.movedim(0, dim) for piece in self.movedim(dim, 0).split(sizes)]
-        inner = math.prod(self.shape[dim + 1 :])
-        pieces = dealt(self.runs, [size * inner for _ in range(outer) for size in sizes])
+            return [part.movedim(0, dim) for part in self.movedim(dim, 0).split(sizes)]
+        inner, left = math.prod(self.shape[dim + 1 :]), list(reversed(self.runs))
+        parts = [_take(left, size * inner) for _ in range(outer) for size in sizes]
         return [
-            Elements((*self.shape[:dim], size, *self.shape[dim + 1 :]), joined(chain(*pieces[i :: len(sizes)])))
+            Elements((*self.shape[:dim], size, *self.shape[dim + 1 :]), joined(chain(*parts[i :: len(sizes)])))
             for i, size in enumerate(sizes)
         ]
 
-    def chunk(self, pieces: int) -> list[Elements]:
-        """At most so many pieces of dim 0, as ``torch.chunk`` shards it."""
-        return self.split(-(-self.shape[0] // pieces))
+    def chunk(self, count: int) -> list[Elements]:
+        """At most so many parts of dim 0, as of ``torch.chunk``."""
+        return self.split(-(-self.shape[0] // count))
 
     def __getitem__(self, rows: slice) -> Elements:
         start, stop, step = rows.indices(self.shape[0])
@@ -211,23 +340,15 @@ class Elements:
     def written_out(self) -> torch.Tensor:
         """The numbers themselves."""
         if self.numel() > WRITTEN_OUT:
-            raise Irregular(f"a pattern of {self.numel()} elements is too irregular to be followed")
-        return torch.cat([torch.empty(0, dtype=torch.int64), *map(_write, self.runs)]).reshape(self.shape)
-
-    def _written(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Elements:
-        return read(move(self.written_out()))
-
-
-def _write(run: StridedRun) -> torch.Tensor:
-    found = torch.tensor([run.base])
-    for count, stride in run.loops:
-        found = (found[:, None] + torch.arange(count)[None, :] * stride).flatten()
-    return found
+            raise IrregularPattern(f"a pattern of {self.numel()} elements is too irregular to be followed")
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(run.written_out() for run in self.runs)]).reshape(
+            self.shape
+        )
 
 
 def _written_equal(a: Sequence[StridedRun], b: Sequence[StridedRun]) -> bool:
-    size = sum(run.numel for run in a)
-    return size <= WRITTEN_OUT and torch.equal(torch.cat([*map(_write, a)]), torch.cat([*map(_write, b)]))
+    small = sum(run.numel for run in a) <= WRITTEN_OUT
+    return small and torch.equal(*(torch.cat([run.written_out() for run in each]) for each in (a, b)))
 
 
 def read(numbers: torch.Tensor) -> Elements:
@@ -235,27 +356,25 @@ def read(numbers: torch.Tensor) -> Elements:
     flat, size = numbers.flatten(), numbers.shape[-1] if numbers.dim() else 1
     if not flat.numel():
         return Elements(tuple(numbers.shape), ())
-    step = flat[1:] - flat[:-1]
     same = (flat[1:] >> BITS) == (flat[:-1] >> BITS)
-    found = _runs(flat, step, same)
+    found = _runs(flat, same)
     if len(found) > 1 and 1 < size < flat.numel():
         by_rows = same.clone()
         by_rows[size - 1 :: size] = False
-        found = min(found, _runs(flat, step, by_rows), key=len)
+        found = min(found, _runs(flat, by_rows), key=len)
     return Elements(tuple(numbers.shape), found)
 
 
-def _runs(flat: torch.Tensor, step: torch.Tensor, same: torch.Tensor) -> tuple[StridedRun, ...]:
+def _runs(flat: torch.Tensor, same: torch.Tensor) -> tuple[StridedRun, ...]:
     """Numbers by the steps between them, which are steps within a run only where ``same`` says so."""
+    step = flat[1:] - flat[:-1]
     ends = torch.nonzero((step[1:] != step[:-1]) | ~same[1:] | ~same[:-1]).flatten().add(1).tolist()
     runs, at, values, steps, alike = [], 0, flat.tolist(), step.tolist(), same.tolist()
-    ends.append(len(steps))
-    next_end = iter(ends)
-    end = next(next_end)
+    left = [len(steps), *reversed(ends)]
     while at < len(values):
-        while end <= at and end < len(steps):
-            end = next(next_end)
-        last = end if at < len(steps) and alike[at] else at
+        while left[-1] <= at and len(left) > 1:
+            left.pop()
+        last = left[-1] if at < len(steps) and alike[at] else at
         runs.append(make_run(values[at], ((last - at + 1, steps[at] if last > at else 0),)))
         at = last + 1
     return joined(runs)
@@ -273,9 +392,8 @@ def cat(tensors: Sequence[Elements], dim: int = 0) -> Elements:
     if outer == 1:
         return Elements(shape, joined(run for t in tensors for run in t.runs))
     if outer * len(tensors) <= ROWS:
-        rows = [(t, t.numel() // outer) for t in tensors if t.numel()]
-        pieces = (r for i in range(outer) for t, n in rows for r in sharding_runs(t.runs, i * n, (i + 1) * n))
-        return Elements(shape, joined(pieces))
+        rows = [(list(reversed(t.runs)), t.numel() // outer) for t in tensors]
+        return Elements(shape, joined(run for _ in range(outer) for left, n in rows for run in _take(left, n)))
     front = Elements((shape[dim], *rest[0], *rest[1]), joined(run for t in tensors for run in t.movedim(dim, 0).runs))
     if len(front.runs) == 1:
         return front.movedim(0, dim)

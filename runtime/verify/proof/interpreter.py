@@ -1,6 +1,7 @@
 """The abstract interpretation of one rank's program: which box of which term does every node hold?
 
-:class:`Rank` walks the program once and stops at collectives, which need the other ranks (see :mod:`.meeting`).
+:class:`Rank` walks the program once, and stops at collectives, which need the other ranks
+(:mod:`.collective_matching`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.data_movement import ATEN_MOVES, COLLECTIVES, MESSAGES, PACKING
 from shardfx.runtime.verify.fault import Failed, Fault, place
 
-from .calls import Calls
+from .calls import CallDeduction, Known, Proof
 from .deduction import Fact
 from .elements import Elements
-from .known import Known, Proof
 from .numbering import Numbering, Source, Wrong
 
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ class Rank:
     result: fx.Node | None = None
 
     def __post_init__(self) -> None:
-        self._calls = Calls(self.proof, self.rank, self.facts, self.root)
+        self._calls = CallDeduction(self.proof, self.rank, self.facts, self.root)
 
     def run(self) -> Ask:
         """Interpret the program; yields at collectives."""

@@ -1,9 +1,10 @@
-"""Values as terms: an op applied to terms, made once for each distinct application.
+"""Are two graphs the same function of their inputs? Values as terms: an op applied to terms, each application once.
 
-Two programs are the same function of their inputs if their outputs are the same term. Communication is nothing (a value
-is the same whoever holds it; that the ranks' programs keep to that is proven in :mod:`.every_rank`), sums are sets of
-what they add, and an op of the captured program that the planned one took apart becomes the terms of its decomposition,
-after that has been compared with the op on random numbers.
+Two graphs are the same function if their outputs are the same terms. Communication is nothing (a value is the same
+whichever ranks have it; that the ranks' programs keep to that is proven of these), sums are sets of what they add, and
+an op of the captured graph that the planned one does not have becomes the terms of its decomposition, after that has
+been compared with the op on random numbers. Where they still differ, both are compared once more with one term for each
+value in normal form (:mod:`.normal_form`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.by_pieces import choices
+from shardfx.ir.rules.local import gives_list
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.runtime.verify.decomposition import Unjustified, justified, small
+from shardfx.runtime.verify.fault import Fault
+from shardfx.runtime.verify.interface import interface_fault
+
+from .normal_form import NormalForms, NormalValue
 
 aten = torch.ops.aten
 
@@ -30,8 +36,13 @@ SAME = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten
 """Ops that differ in the memory they use only."""
 
 
+def arguments(node: Node, change: Callable[[Value], Any]) -> tuple[Any, dict[str, Any]]:
+    """A node's arguments with something in the place of each value."""
+    return substitute(node.args, change), {name: substitute(arg, change) for name, arg in node.kwargs.items()}
+
+
 @dataclass(frozen=True)
-class Ref:
+class TermRef:
     """A term among the arguments of another."""
 
     term: int
@@ -41,8 +52,8 @@ class Ref:
 class Terms:
     """The terms of one verification, numbered."""
 
-    by_arguments: ClassVar[bool] = True
-    """Whether calls of one op of the same operands, with other arguments, always give other terms."""
+    many_calls: ClassVar[bool] = False
+    """Whether calls of one op of the same operands, with other arguments, may give the same term."""
     types: list[TensorType] = field(default_factory=list)
     where: list[Where] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -61,22 +72,17 @@ class Terms:
         key = ("input", name)
         if key not in self._known:
             self._known[key] = (self._new(type, Where(module=name), name),)
-        found = self._known[key][0]
-        assert found is not None
-        return found
+        return self._known[key][0]  # type: ignore[return-value]
 
     def apply(self, node: Node, term: Callable[[Value], int]) -> tuple[int | None, ...]:
         """The terms of a node's results, its operands being ``term`` of them."""
         op = SAME.get(node.op, node.op)
-        args = substitute(node.args, lambda v: Ref(term(v)))
-        kwargs = {k: substitute(a, lambda v: Ref(term(v))) for k, a in node.kwargs.items()}
         operands = [term(v) for v in node.operands]
         types = [None if v is None else v.type for v in node.results]
         if is_sum(node):
             parts = tuple(sorted(part for t in operands for part in self._sums.get(t, (t,))))
             made = self._make(("sum", parts, types[0]), types, node)
-            assert made[0] is not None
-            self._sums[made[0]] = parts
+            self._sums[made[0]] = parts  # type: ignore[index]
             return made
         if gives_back(node):
             return (operands[0],)
@@ -86,6 +92,7 @@ class Terms:
             made = (base,) if same else self._make((op, base, types[0]), types, node)
             self._seen_as.update((t, base) for t in made if t is not None and t != base)
             return made
+        args, kwargs = arguments(node, lambda v: TermRef(term(v)))
         return self._make((op, frozen(args), frozen(kwargs)), types, node)
 
     def _make(self, key: Any, types: Sequence[TensorType | None], node: Node) -> tuple[int | None, ...]:
@@ -93,6 +100,38 @@ class Terms:
             name = op_name(node.op)
             self._known[key] = tuple(None if t is None else self._new(t, node.where, name) for t in types)
         return self._known[key]
+
+
+@dataclass
+class NormalFormTerms(Terms):
+    """Terms, one for each value in normal form."""
+
+    many_calls: ClassVar[bool] = True
+    forms: NormalForms = field(default_factory=NormalForms)
+    _values: list[NormalValue] = field(default_factory=list)
+    _terms: dict[NormalValue, int] = field(default_factory=dict)
+
+    def _new(self, type: TensorType, where: Where, name: str, value: NormalValue | None = None) -> int:
+        term = super()._new(type, where, name)
+        self._values.append(value or self.forms.another((type.shape, type.dtype)))
+        self._terms[self._values[term]] = term
+        return term
+
+    def apply(self, node: Node, term: Callable[[Value], int]) -> tuple[int | None, ...]:
+        """The terms of a node's results, its operands being ``term`` of them."""
+        if isinstance(node.op, OwnOp):
+            return super().apply(node, term)
+        args, kwargs = arguments(node, lambda v: self._values[term(v)])
+        types = [None if v is None else (v.type.shape, v.type.dtype) for v in node.results]
+        several = gives_list(node.op) or len(types) != 1
+        made: Any = self.forms.call(node.op, args, kwargs, lambda: types if several else types[0])
+        pairs = zip(node.results, made if isinstance(made, list) else [made], strict=False)
+        return tuple(None if v is None else self._term(each, v, node) for v, each in pairs)
+
+    def _term(self, value: NormalValue, of: Value, node: Node) -> int:
+        if value not in self._terms:
+            self._new(of.type, node.where, op_name(node.op), value)
+        return self._terms[value]
 
 
 def is_sum(node: Node) -> bool:
@@ -124,7 +163,7 @@ def gives_back(node: Node) -> bool:
 
 def frozen(arg: Any) -> Any:
     """A nest of arguments as a key: 1, 1.0 and True differ."""
-    if isinstance(arg, Ref):
+    if isinstance(arg, TermRef):
         return arg
     if isinstance(arg, (list, tuple)):
         return tuple(frozen(a) for a in arg)
@@ -140,13 +179,14 @@ class Universe:
     terms: Terms
     of: dict[Value, int]
     outputs: dict[tuple[OutputKind, str], int]
-    makers: dict[tuple[Any, tuple[int, ...]], list[Node]] = field(default_factory=dict)
+    makers: dict[tuple[Any, int | None], list[tuple[tuple[int, ...], Node]]] = field(default_factory=dict)
+    """The planned nodes of an op and a first operand, with the terms of all operands; of adds in both orders."""
     written: list[tuple[frozenset[int], Node]] = field(default_factory=list)
     """Nodes whose rule writes a rank's version itself, with the terms of their operands."""
     specs: dict[int, list[Spec]] = field(default_factory=dict)
     """Placements in which the plan holds a term: claims, for what alone does not say how it is sharded."""
     captured: set[int] = field(default_factory=set)
-    """What the captured program computes, parts of ops that were taken apart among them."""
+    """What the captured graph computes, inside of decompositions too."""
     decompositions: int = 0
     trusted: int = 0
     """Decompositions of ops too large to be compared with."""
@@ -156,128 +196,84 @@ class Universe:
         return tuple(None if v is None else self.of[v] for v in node.results)
 
 
-def build(before: Graph, after: Graph, book: RuleBook, fused: bool = False, terms: Terms | None = None) -> Universe:
-    """The terms of the planned program, and the captured program's outputs among them.
-
-    ``fused``: what the planned program does by an op that the captured one does not have is taken apart, too.
-    ``terms``: none yet, of a kind that knows more of them to be equal.
-    """
+def build(before: Graph, after: Graph, book: RuleBook, terms: Terms | None = None) -> Universe:
+    """The terms of the planned graph (none yet: ``terms``), and the captured graph's outputs among them."""
     terms = terms or Terms()
     of: dict[Value, int] = {given.value: terms.given(given.name, given.value.type) for given in after.inputs}
     universe = Universe(terms, of, {})
-    reader = None
-    if fused:
-        there = _as_they_are(before, universe)
-        reader = _Reader(after, universe, book, there, {t for made in there for t in made if t is not None}, False)
-    seen: set[tuple[int | None, ...]] = set()
+    planned: set[tuple[int | None, ...]] = set()
     registered: set[Any] = set()
     for node in after.nodes:
         if isinstance(node.op, OwnOp):
             one = len({of[v] for v in node.operands}) == 1
-            pieces = terms.apply(node, of.__getitem__) if node.op.joins and not one else ()  # of nothing that there is
-            of.update(zip(node.outs, pieces or [of[v] for v in node.operands], strict=False))  # type: ignore[arg-type]
+            joined = terms.apply(node, of.__getitem__) if node.op.joins and not one else ()
+            of.update(zip(node.outs, joined or [of[v] for v in node.operands], strict=False))  # type: ignore[arg-type]
             continue
-        made = terms.apply(node, of.__getitem__) if reader is None else reader.results(node, of)
+        made = terms.apply(node, of.__getitem__)
         of.update((v, t) for v, t in zip(node.results, made, strict=True) if v is not None and t is not None)
+        planned.add(made)
         key = tuple(of[v] for v in node.operands)
-        seen.add(made)
-        asked = (SAME.get(node.op, node.op), key)
-        call = (asked, made, None if terms.by_arguments else frozen(substitute((node.args, node.kwargs), _no_value)))
+        asked = SAME.get(node.op, node.op), key
+        call = asked, made, frozen(substitute((node.args, node.kwargs), lambda _: None)) if terms.many_calls else None
         if call in registered:
             continue
         registered.add(call)
-        universe.makers.setdefault(asked, []).append(node)
+        for terms_of in dict.fromkeys((key, key[::-1]) if node.op is aten.add.Tensor else (key,)):
+            universe.makers.setdefault((asked[0], next(iter(terms_of), None)), []).append((terms_of, node))
         entry = book.entry(node.op)
         if entry is not None and (entry.local is not None or entry.rows is not None):
             universe.written.append((frozenset(key), node))
     for value, term in of.items():
-        if value.spec is not None:
-            held = universe.specs.setdefault(term, [])
-            if value.spec.reduced() not in held:
-                held.append(value.spec.reduced())
-    if reader is not None:
-        universe.decompositions = len(reader.checked)
-    _captured(before, universe, book, seen)
+        if value.spec is not None and value.spec.reduced() not in universe.specs.setdefault(term, []):
+            universe.specs[term].append(value.spec.reduced())
+    _Captured(before, universe, book, planned, set(of.values())).read()
     return universe
 
 
-def _no_value(_: Value) -> None:
-    """Arguments apart from the operands."""
-
-
-def _as_they_are(graph: Graph, universe: Universe) -> set[tuple[int | None, ...]]:
-    """The terms of a graph's nodes, none of them taken apart."""
-    of = {given.value: universe.terms.given(given.name, given.value.type) for given in graph.inputs}
-    found = set()
-    for node in graph.nodes:
-        made = universe.terms.apply(node, of.__getitem__)
-        of.update((v, t) for v, t in zip(node.results, made, strict=False) if v is not None and t is not None)
-        found.add(made)
-    return found
-
-
-def _captured(before: Graph, universe: Universe, book: RuleBook, planned: set[tuple[int | None, ...]]) -> None:
-    """The terms of the captured program, among those of the planned one."""
-    of = {given.value: universe.terms.given(given.name, given.value.type) for given in before.inputs}
-    universe.captured.update(of.values())
-    reader = _Reader(before, universe, book, planned, set(universe.of.values()))
-    for node in before.nodes:
-        made = reader.results(node, of)
-        of.update((v, t) for v, t in zip(node.results, made, strict=False) if v is not None and t is not None)
-    universe.captured.update(of.values(), reader.inside)
-    universe.decompositions += len(reader.checked)
-    universe.outputs = {(o.kind, o.name): of[o.value] for o in before.outputs}
-
-
 @dataclass
-class _Reader:
-    """Reads the captured program: what the plan does not hold is taken apart by the op's decomposition, and what that
-    holds again, if need be."""
+class _Captured:
+    """Reads the captured graph: an op that the plan does not have is decomposed, and what that has, if need be."""
 
     graph: Graph
     universe: Universe
     book: RuleBook
     planned: set[tuple[int | None, ...]]
     known: set[int]
-    must: bool = True
-    """An op whose decomposition is not justified is an error; or else it stays as it is."""
-    checked: dict[Any, torch.fx.GraphModule | None] = field(default_factory=dict)
-    inside: set[int] = field(default_factory=set)
-    """The terms of what ops were taken apart into."""
+    checked: dict[Any, torch.fx.GraphModule] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Note the terms of all values, and of the outputs."""
+        universe, of = self.universe, dict[Value, int]()
+        of.update((given.value, universe.terms.given(given.name, given.value.type)) for given in self.graph.inputs)
+        for node in self.graph.nodes:
+            made = self.results(node, of)
+            of.update((v, t) for v, t in zip(node.results, made, strict=False) if v is not None and t is not None)
+        universe.captured.update(of.values())
+        universe.decompositions = len(self.checked)
+        universe.outputs = {(o.kind, o.name): of[o.value] for o in self.graph.outputs}
 
     def results(
-        self, node: Node, of: Mapping[Value, int], apart: frozenset[Any] = frozenset()
+        self, node: Node, of: Mapping[Value, int], within: frozenset[Any] = frozenset()
     ) -> tuple[int | None, ...]:
-        """The terms of a node's results; within what ops were taken ``apart`` into, these are not once more."""
+        """The terms of a node's results; it stands ``within`` the decompositions of these ops."""
         made = self.universe.terms.apply(node, of.__getitem__)
         entry = self.book.entry(node.op)
-        if entry is None or not entry.expand or node.op in apart:
-            return made
-        if made in self.planned or any(t in self.known for t in made):
+        there = made in self.planned or any(t in self.known for t in made)
+        if there or entry is None or not entry.expand or node.op in within:
             return made
         held = self.universe.specs.get(of[node.operands[0]], ())
         for expand in choices(entry.expand, node, held, self.graph.mesh):
             key = (node.op, expand, frozen(substitute(node.args, lambda v: v.type)), frozen(dict(node.kwargs)))
             if key not in self.checked:
-                self.checked[key] = self._justified(node, expand)
+                self.checked[key] = justified(node, expand)
                 self.universe.trusted += not small(node)
-            traced = self.checked[key]
-            if traced is not None:
-                made = self._taken_apart(traced, node, of, apart | {node.op})
+            made = self._decomposed(self.checked[key], node, of, within | {node.op})
             if all(t is None or t in self.known for t in made):
                 break
         return made
 
-    def _justified(self, node: Node, expand: Any) -> torch.fx.GraphModule | None:
-        try:
-            return justified(node, expand)
-        except Unjustified:
-            if self.must:
-                raise
-            return None
-
-    def _taken_apart(
-        self, traced: torch.fx.GraphModule, node: Node, of: Mapping[Value, int], apart: frozenset[Any]
+    def _decomposed(
+        self, traced: torch.fx.GraphModule, node: Node, of: Mapping[Value, int], within: frozenset[Any]
     ) -> tuple[int | None, ...]:
         builder = GraphBuilder(self.graph.mesh)
         builder.where, builder.phase = node.where, node.phase
@@ -294,16 +290,65 @@ class _Reader:
             else:
                 raise Unjustified(f"the decomposition of {op_name(node.op)} holds a constant")
         for made in builder.graph.nodes:
-            found = self.results(made, inner, apart)
+            found = self.results(made, inner, within)
             inner.update((v, t) for v, t in zip(made.results, found, strict=False) if v is not None and t is not None)
-            self.inside.update(t for t in found if t is not None)
-        given = results if isinstance(results, (list, tuple)) else [results]
-        return tuple(None if v is None else inner[v] for v in given)
+            self.universe.captured.update(t for t in found if t is not None)
+        return tuple(None if v is None else inner[v] for v in results)
 
 
-def differing(universe: Universe, outputs: Iterable[Output]) -> Output | None:
-    """The first output of the planned program that is another term than the captured program's."""
-    for output in outputs:
-        if universe.of[output.value] != universe.outputs.get((output.kind, output.name)):
-            return output
-    return None
+def same_function(
+    before: Graph,
+    after: Graph,
+    book: RuleBook,
+    outputs: Iterable[Output] | None = None,
+) -> Universe | Fault:
+    """The terms of both graphs, if ``outputs`` (by default all) are the same terms in both; or the fault that one is
+    not.
+
+    Communication is taken as nothing: that placements fit together is the validator's, that the ranks' programs keep to
+    them the proof's of these programs.
+    """
+    claim = interface_fault(before, after) if outputs is None else None
+    if claim is not None:
+        return claim
+    wanted = after.outputs if outputs is None else list(outputs)
+    values = [v for graph in (before, after) for node in graph.nodes for v in node.outs]
+    try:
+        universe = build(before, after, book)
+        other = _other(universe, wanted)
+        if other is not None and all(isinstance(size, int) for value in values for size in value.type.shape):
+            universe = build(before, after, book, NormalFormTerms(forms=NormalForms(book=book)))
+            other = _other(universe, wanted)
+    except Unjustified as error:
+        return Fault(str(error))
+    return universe if other is None else _blamed(universe, after, other)
+
+
+def _other(universe: Universe, outputs: Iterable[Output]) -> Output | None:
+    """The first output of the planned graph that is another term than the captured graph's."""
+    return next((o for o in outputs if universe.of[o.value] != universe.outputs.get((o.kind, o.name))), None)
+
+
+def _blamed(universe: Universe, after: Graph, output: Output) -> Fault:
+    """The first node behind an output that the captured program does not have."""
+    name = f"{output.kind.value} {output.name}"
+    behind = {output.value}
+    for node in reversed(after.nodes):
+        if behind & set(node.outs):
+            behind.update(node.operands)
+    adds: set[Value] = set()
+    """What is only a part of a sum: in another order than that of the captured program it is there all the same."""
+    for node in reversed(after.nodes):
+        on = isinstance(node.op, OwnOp) or is_sum(node)
+        for value in node.operands if on else ():
+            if is_sum(node) or adds & set(node.outs):
+                adds.add(value)
+    for node in after.nodes:
+        unknown = [v for v in node.outs if v in behind and universe.of[v] not in universe.captured]
+        if unknown and not isinstance(node.op, OwnOp) and not (is_sum(node) and unknown[0] in adds):
+            what = "the planned graph computes another function of the inputs than the captured one"
+            what += f", which has no such {op_name(node.op)}"
+            return Fault(what, name, None, unknown[0].name, str(node.where))
+    held = universe.terms.names[universe.of[output.value]]
+    what = f"the planned graph computes another function of the inputs than the captured one: it returns a {held}"
+    return Fault(what, name, None, output.value.name, str(output.value.where))

@@ -1,4 +1,4 @@
-"""Ranks interpreted side by side, which come together at their collectives.
+"""Ranks interpreted side by side, matched at their collectives and messages.
 
 Not every rank need be interpreted: at a collective of a rank whose group has others, these *shadows* are taken to run
 the same program at their own coordinates. What a shadow sends is then what the rank sends, with the facts behind it
@@ -9,29 +9,44 @@ being those of the shadow's coordinates. Who may be a shadow, and why, is said i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardfx.ir.errors import DOES_NOT_RUN, Error
-from shardfx.ir.graph import op_name
+from shardfx.ir.graph import Input, Output, op_name
+from shardfx.ir.program.loops.schedule_actions import ends_here
 from shardfx.runtime.rendezvous import Groups, Mailbox, Request, unfit
 from shardfx.runtime.verify.data_movement import MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault
 
+from .calls import Known, Proof
 from .elements import Elements
-from .interpreter import Asked, Rank
-from .known import Known, Proof
+from .interpreter import Asked, HasGraph, Rank
 from .numbering import Impossible, Wrong
 
 c10d = torch.ops._c10d_functional
 
 
-def itself(rank: Rank, member: int) -> Rank:
-    """A shadow does what the rank does in whose group it is."""
-    return rank
+def interpret(
+    proof: Proof, modules: Mapping[int, HasGraph], inputs: Sequence[Input], outputs: Sequence[Output]
+) -> Fault | None:
+    """The first fault of the programs of all ranks, or None.
+
+    ``inputs`` and ``outputs`` are those of all programs, in order: each has what is of its rank's stages.
+    """
+    mesh = proof.after.mesh
+    ends = {r: ends_here(proof.after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
+    ranks = {r: Rank(proof, r, modules[r], given) for r, (given, _) in ends.items()}
+    try:
+        LockStep(proof, ranks).run()
+        for r, rank in ranks.items():
+            rank.outputs(ends[r][1])
+    except Failed as failed:
+        return failed.fault
+    return None
 
 
 @dataclass
@@ -40,8 +55,10 @@ class LockStep:
 
     proof: Proof
     ranks: Mapping[int, Rank]
-    model: Callable[[Rank, int], Rank | None] = itself
+    model: Callable[[Rank, int], Rank | None] = lambda rank, member: rank
     """Of a rank and a shadow in one of its groups: whose program the shadow runs; None: that is not known."""
+    waiting: dict[int, Asked] = field(default_factory=dict)
+    mail: Mailbox[Known] = field(default_factory=Mailbox)
 
     def run(self) -> None:
         """Interpret the programs to their ends.
@@ -51,51 +68,41 @@ class LockStep:
         """
         groups = Groups(self.proof.after.mesh)
         asks = {r: rank.run() for r, rank in self.ranks.items()}
-        waiting: dict[int, Asked] = {}
-        mail: Mailbox[Known] = Mailbox()
-
-        def advance(rank: int, reply: Known | None) -> None:
-            try:
-                waiting[rank] = asks[rank].send(reply)  # type: ignore[arg-type]
-            except StopIteration:
-                waiting.pop(rank, None)
-
-        for rank in self.ranks:
-            advance(rank, None)
-        while waiting:
-            progressed = False
-            for rank in sorted(waiting):
-                if rank not in waiting:
-                    continue
-                node = waiting[rank][0]
-                members = _members(groups, self.ranks[rank], node)
-                if node.target in MESSAGES:
-                    passed = self._message(rank, members, waiting[rank], mail)
-                    if passed is not None:
-                        del waiting[rank]
-                        advance(rank, passed)
-                        progressed = True
-                    continue
-                here = [m for m in members if m in self.ranks]
-                if not all(m in waiting and waiting[m][0].args[-1] == node.args[-1] for m in here):
-                    continue
-                if not all(self._has_come(m, self.ranks[here[0]]) for m in members if m not in self.ranks):
-                    continue
-                for member, reply in self._collective(members, here, waiting).items():
-                    del waiting[member]
-                    advance(member, reply)
-                progressed = True
-            if not progressed:
-                rank, (node, _, _) = min(waiting.items())
-                what = f"deadlock: the group {node.args[-1]} does not come together here"
-                raise Failed(self.ranks[rank].fault(what, node))
-        if (left := mail.left()) is not None:
+        replies: dict[int, Any] = dict.fromkeys(self.ranks)
+        while replies:
+            for rank, reply in replies.items():
+                try:
+                    self.waiting[rank] = asks[rank].send(reply)
+                except StopIteration:
+                    self.waiting.pop(rank, None)
+            replies = {}
+            for rank in sorted(self.waiting):
+                if rank not in replies:
+                    replies |= self._replies(rank, _members(groups, self.ranks[rank], self.waiting[rank][0]))
+        if self.waiting:
+            rank, (node, _, _) = min(self.waiting.items())
+            what = f"deadlock: the group {node.args[-1]} does not come together here"
+            raise Failed(self.ranks[rank].fault(what, node))
+        if (left := self.mail.left()) is not None:
             rank = groups.members(left.group, next(iter(self.ranks)))[left.origin]
             raise Failed(Fault(f"nobody receives {left}", "", rank, certain=True))
 
-    def _message(self, rank: int, members: Sequence[int], asked: Asked, mail: Mailbox[Known]) -> Known | None:
+    def _replies(self, rank: int, members: Sequence[int]) -> Mapping[int, Known]:
+        """What ranks get where a rank waits; nothing where others have not come yet."""
+        node = self.waiting[rank][0]
+        if node.target in MESSAGES:
+            got = self._message(rank, members)
+            return {} if got is None else {rank: got}
+        here = [m for m in members if m in self.ranks]
+        if not all(m in self.waiting and self.waiting[m][0].args[-1] == node.args[-1] for m in here):
+            return {}
+        if not all(self._has_come(m, self.ranks[here[0]]) for m in members if m not in self.ranks):
+            return {}
+        return self._collective(members, here)
+
+    def _message(self, rank: int, members: Sequence[int]) -> Known | None:
         """What a rank gets that sends, or receives; None where nothing has come yet."""
-        node, sent, hints = asked
+        node, sent, hints = self.waiting[rank]
         request = Request.of(node)
         assert request is not None
         message = request.of_rank(members.index(rank))
@@ -103,14 +110,14 @@ class LockStep:
             raise self._impossible(f"a message to or from what is none of {len(members)} ranks", rank, node)
         if request.message == "sends":
             why = "" if sent is not None else "nothing is known of what is sent"
-            mail.put(message, Known(codes=sent, hints=hints, why=why))
+            self.mail.put(message, Known(codes=sent, hints=hints, why=why))
             return Known(why="a send gives nothing")
         try:
-            if not mail.has(message):
+            if not self.mail.has(message):
                 return None
         except Error as error:
             raise self._impossible(f"{error.got} comes, where {error.expected} is expected", rank, node) from error
-        got, (shape, dtype) = mail.take(message), node.args[:2]
+        got, (shape, dtype) = self.mail.take(message), node.args[:2]
         if got.codes is None:
             return got
         dtypes = self.proof.numbering.dtypes(got.codes, got.hints)
@@ -121,35 +128,26 @@ class LockStep:
             raise self._impossible(what, rank, node)
         return got
 
-    def _collective(
-        self, members: Sequence[int], here: Sequence[int], waiting: Mapping[int, Asked]
-    ) -> dict[int, Known]:
+    def _collective(self, members: Sequence[int], here: Sequence[int]) -> dict[int, Known]:
         """What each interpreted member gets."""
-        first = waiting[here[0]][0]
+        first = self.waiting[here[0]][0]
         for member in here[1:]:
-            node = waiting[member][0]
+            node = self.waiting[member][0]
             if _asks(node) != _asks(first):
-                what = (
-                    f"{op_name(node.target)}{node.args[1:]}, where rank {here[0]} does "
-                    f"{op_name(first.target)}{first.args[1:]}"
-                )
-                raise Failed(self.ranks[member].fault(what, node))
+                mine, theirs = (f"{op_name(each.target)}{each.args[1:]}" for each in (node, first))
+                raise Failed(self.ranks[member].fault(f"{mine}, where rank {here[0]} does {theirs}", node))
         axes = str(first.args[-1]).partition("/")[2].partition("@")[0].split(".")
-        tensors, hints, args = [], [], []
         moved: dict[Any, Elements] = {}
-        for member in members:
-            if member in self.ranks:
-                node, sent, left = waiting[member]
-            else:
-                node, sent, left = self._shadow(member, self.ranks[here[0]], first, moved)
-            tensors.append(sent)
-            args.append(node.args[1:-1])
-            hints += [h for h in left if h not in hints]
+        asked = [
+            self.waiting[m] if m in self.ranks else self._shadow(m, self.ranks[here[0]], first, moved) for m in members
+        ]
+        args = [node.args[1:-1] for node, _, _ in asked]
+        hints = list(dict.fromkeys(hint for _, _, left in asked for hint in left))
         if what := unfit(first.target._opname, args, len(members)):  # type: ignore[union-attr]
             raise self._impossible(what, here[0], first)
-        if any(t is None for t in tensors):
+        known = [sent for _, sent, _ in asked if sent is not None]
+        if len(known) < len(asked):
             return dict.fromkeys(here, Known(why="nothing is known of what is sent"))
-        known = [t for t in tensors if t is not None]
         try:
             got = self.proof.numbering.collective(first.target, args, known, axes)
         except Impossible as error:
@@ -157,11 +155,11 @@ class LockStep:
         except (Wrong, *DOES_NOT_RUN) as error:
             return {m: Known(why=str(error)) for m in here}
         reduced = first.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
-        after = [self.proof.numbering.without(hint, axes) for hint in hints] if reduced else hints
-        after = list(dict.fromkeys([*self.proof.numbering.inside(list(dict.fromkeys(got))), *after]))
+        numbering = self.proof.numbering
+        after = [numbering.without(hint, axes) for hint in hints] if reduced else hints
+        after = list(dict.fromkeys([*numbering.inside(list(dict.fromkeys(got))), *after]))
         pairs = zip(members, got, strict=True)
-        why = self.proof.numbering.why
-        return {m: Known(codes=t, hints=after, why=why(t)) for m, t in pairs if m in self.ranks}
+        return {m: Known(codes=t, hints=after, why=numbering.why(t)) for m, t in pairs if m in self.ranks}
 
     def _impossible(self, what: str, rank: int, node: fx.Node) -> Failed:
         return Failed(replace(self.ranks[rank].fault(what, node), certain=True))

@@ -21,7 +21,7 @@ from shardfx.runtime.verify.data_movement import COLLECTIVES, MESSAGES
 from .interpreter import Rank
 
 
-class Within:
+class ReusableFacts:
     """The calls of a program that was interpreted to its end."""
 
     def __init__(self, known: Rank) -> None:
