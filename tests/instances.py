@@ -14,7 +14,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
-from shardfx.ir.oracle.instance import Instance, instance, of_node
+from shardfx.ir.oracle.instance import Instance, bind, instance, keep_results
 from tests.op_calls import b, f, i, others
 from tests.zoo import Case, make
 
@@ -176,7 +176,9 @@ def of_case(name: str) -> list[Instance]:
     for node, tensors in run(captured.graph, case):
         key = (node.op, repr(instance_key(node)), tuple(v is None for v in node.results))
         if key not in found and node.op is not DROPOUT:
-            found[key] = of_node(node, tensors)
+            args, kwargs = bind(node, tensors)
+            found[key] = instance(node.op, args, kwargs)
+            keep_results(found[key].node, node)
     return list(found.values())
 
 

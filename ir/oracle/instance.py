@@ -141,14 +141,6 @@ def instance(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = No
     return made
 
 
-def of_node(node: Node, tensors: Sequence[torch.Tensor]) -> Instance:
-    """The instance of a node of a graph, with operands of its own: a value that is used twice becomes two."""
-    args, kwargs = bind(node, tensors)
-    made = instance(node.op, args, kwargs)
-    keep_results(made.node, node)
-    return made
-
-
 def keep_results(made: Node, node: Node) -> None:
     """Leave out of a node's results those that another node leaves out."""
     made.results = [None if wanted is None else value for value, wanted in zip(made.results, node.results, strict=True)]
