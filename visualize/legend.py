@@ -101,8 +101,7 @@ def draw_header(canvas: Canvas, picture: Picture, title: str, left: float, wide:
 def _mesh_card(mesh: Mesh) -> LegendCard:
     """The axes, with sizes and colours."""
     entries = []
-    for axis in mesh.axes:
-        colour = axis_colour(mesh, axis.name)
+    for axis, colour in ((axis, axis_colour(mesh, axis.name)) for axis in mesh.axes):
         runs = [Run(axis.name, colour, True), Run(f"   {axis.size} {'iterations' if axis.loop else 'ranks'}")]
         entries.append(LegendEntry(runs, _box_icon(colour)))
     return LegendCard(f"Mesh of {mesh.size:,} rank" + "s" * (mesh.size > 1), entries)

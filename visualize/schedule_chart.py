@@ -86,14 +86,13 @@ def _lane(canvas: Canvas, of: Simulation, name: str, rank: int, lane: Rect, scal
     with canvas.group("", f"{name} is idle for {of.step - of.busy[rank]:.4g} of {of.step:.4g}"):
         canvas.rect(lane, 4, fill="url(#idle)")
     stages = of.schedule.stages_of(rank)
-    widest = width(str(of.schedule.microbatches[-1]), TEXT)
     for action in of.schedule.rows[rank]:
         share = LIGHTEST * stages.index(action.stage) / max(len(stages) - 1, 1)
         update = action.kind == "U"
         text = f"U{action.stage}" if update else str(action.microbatch)
-        room = width(text, TEXT) if update else widest
-        batch = "" if update else f", micro-batch {action.microbatch}"
-        said = f"{action}: {KINDS[action.kind]} of stage {action.stage}{batch}"
+        room = width(text if update else str(of.schedule.microbatches[-1]), TEXT)
+        said = f"{action}: {KINDS[action.kind]} of stage {action.stage}"
+        said += "" if update else f", micro-batch {action.microbatch}"
         for span in of.pieces(action):
             cell = _cell(lane, span, scale)
             with canvas.group("b", f"{said}\n{span.start:.4g} to {span.end:.4g}"):
