@@ -12,7 +12,7 @@ import time
 
 import shardfx as sx
 from shardfx.ir.cost.amounts import total
-from shardfx.ir.cost.node_cost import Prices
+from shardfx.ir.cost.node_cost import NodeCosts
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.program.lower import lower
 from shardfx.module.programs import TRAIN
@@ -38,7 +38,7 @@ def main() -> None:
     footprint = replay(program)
     peak = footprint.peak.nbytes
     print(f"replay          {lap():6.2f} s   {peak / 1e9:.1f} GB at the peak, {footprint.cost.flops / 1e15:.2f} PFLOP")
-    prices = Prices(graph.mesh, book)
+    prices = NodeCosts(graph.mesh, book)
     cost = total(prices.of(node) for node in graph.nodes)
     seconds = cost.seconds(machine, graph.mesh)
     print(f"prices          {lap():6.2f} s   of {len(prices)} distinct nodes: {seconds:.2f} s a step on {machine.name}")

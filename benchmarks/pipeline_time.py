@@ -74,7 +74,7 @@ def ours(model: GPT, schedule: str, microbatches: int, x: Tensor, y: Tensor) -> 
 @contextmanager
 def as_captured() -> Iterator[None]:
     """Lower programs with the backward of a stage in its captured order."""
-    with patch.object(schedule_actions, "sent_first", lambda steps, *_: list(steps)):
+    with patch.object(schedule_actions, "send_early", lambda steps, *_: list(steps)):
         yield
 
 

@@ -30,8 +30,8 @@ from shardfx.ir.cost.curve import Curve
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Input
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.timing import foreseen
-from shardfx.ir.timing.rank_tasks import Doing, doings
+from shardfx.ir.timing.rank_tasks import RankTask, rank_tasks
+from shardfx.ir.timing.simulate import simulate_ranks
 
 from .contenders import RANKS, Contender, Times, size_of, sized, take_iterations, with_ranks
 from .models import GPT, Size, next_token
@@ -103,12 +103,12 @@ def by_work(pm: sx.ParallelModule, x: Tensor, y: Tensor) -> float:
     dist.all_gather_object(every, (calls, step - sum(calls.values())))
     if dist.get_rank():
         return 0.0
-    courses = foreseen([tasks_by_seconds(pm, rank, seconds) for rank, (seconds, _) in enumerate(every)])
+    courses = simulate_ranks([tasks_by_seconds(pm, rank, seconds) for rank, (seconds, _) in enumerate(every)])
     around = max(0.0, *(each for _, each in every))
     return max(span.end for course in courses for span in course.spans.values()) + around
 
 
-def tasks_by_seconds(pm: sx.ParallelModule, rank: int, seconds: Mapping[str, float]) -> list[Doing]:
+def tasks_by_seconds(pm: sx.ParallelModule, rank: int, seconds: Mapping[str, float]) -> list[RankTask]:
     """The tasks of a rank, given the seconds of its calls in a step: each is a kind of its own."""
     program = pm.rank_program(rank)
     footprint = replay(program)
@@ -121,7 +121,7 @@ def tasks_by_seconds(pm: sx.ParallelModule, rank: int, seconds: Mapping[str, flo
     assert pm.planned.pipeline is not None and pm.schedule is not None
     link = sx.Link(1e30, 2 * sent / len(pm.schedule.microbatches))  # to copy out, and in
     mesh = pm.planned.mesh.with_links({pm.planned.pipeline.axis: link})
-    return doings(program, replace(footprint, costs=tuple(costs)), machine, mesh)
+    return rank_tasks(program, replace(footprint, costs=tuple(costs)), machine, mesh)
 
 
 def rank_main(rank: int, size: Size, microbatches: int, rounds: int, steps: int, only: list[str], ends: Any) -> None:

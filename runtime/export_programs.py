@@ -37,7 +37,7 @@ from shardfx.ir.ops.computing import (
 from shardfx.ir.ops.local_ops import LOOP_OPS, POOLS
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.pools import transfer
-from shardfx.ir.program.rank_module import HELD
+from shardfx.ir.program.rank_module import ATTRIBUTE_OPS
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.distributed.groups import axes_of
 
@@ -82,7 +82,7 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
 def functions(module: fx.GraphModule, name: str) -> list[str]:
     """The code of a module as a function, behind those of the modules that it calls for iterations and units."""
     code, found = module.graph.python_code("self").src.strip("\n"), []
-    for target in dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op in HELD):
+    for target in dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op in ATTRIBUTE_OPS):
         unit = getattr(module, target, None)
         if isinstance(unit, fx.GraphModule):
             found += functions(unit, f"{name}_{target}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.program.store_layout import choose
+from shardfx.ir.program.store_layout import choose_buffer
 
 Tensor = torch.Tensor
 _number = count()
@@ -49,7 +49,7 @@ class MemoryPool:
         """As :func:`shardfx.ir.ops.memory_ops.empty`: memory that nobody holds."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         free = [each for each in self._kept if _use_count(each.storage) == each.alone]
-        choice = choose(nbytes, [each.flat.numel() for each in free])
+        choice = choose_buffer(nbytes, [each.flat.numel() for each in free])
         if choice.drop is not None:
             self._kept = [each for each in self._kept if each is not free[choice.drop]]
         if choice.take is not None:

@@ -17,7 +17,7 @@ from torch import fx
 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.source import Forms, Source
+from shardfx.ir.program.source import CallOverrides, ProgramSource
 
 from .engine import Engine, Probe
 from .program_segments import segmented, stands_alone
@@ -32,7 +32,7 @@ def _here(x: Tensor) -> Tensor:
     return x
 
 
-MEETING = Forms({c10d.wait_tensor.default: _here}, Request.of)
+MEETING = CallOverrides({c10d.wait_tensor.default: _here}, Request.of)
 """How virtual ranks do what they do together: the coroutine asks for it."""
 
 
@@ -146,7 +146,7 @@ class ModuleEngine:
         with torch.no_grad(), self._peaks.during(programs.values(), self.device):
             made = {rank: self._module(program) for rank, program in programs.items()}
             rank, module = next(iter(made.items()))
-            if self._perform is not None and isinstance(module, Source):
+            if self._perform is not None and isinstance(module, ProgramSource):
                 return run(made, inputs, self.mesh, self._perform)
             with self._ending():
                 return {rank: module(*inputs[rank])}

@@ -5,9 +5,9 @@ h = aten.addmm(b, x, w)
 y = aten.relu(h)                     ->    y = segment(b, x, w)
 stage.send(y, 1, 0, iteration, ...)             sent: as it is
 
-What ranks do together is done as an engine does it (:class:`shardfx.ir.program.source.Forms`), and so is what depends
-on the number of an iteration: a segment is the same module in each iteration of its loop. Copies between memories stand
-alone, too, for ``torch.compile`` would plan that memory as any other.
+What ranks do together is done as an engine does it (:class:`shardfx.ir.program.source.CallOverrides`), and so is what
+depends on the number of an iteration: a segment is the same module in each iteration of its loop. Copies between
+memories stand alone, too, for ``torch.compile`` would plan that memory as any other.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.loops.loop_regions import FRAMES, gives_number, part_in_iterations
+from shardfx.ir.program.loops.loop_regions import DELIMITERS, is_induction_variable, loop_role
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.source import Forms, Source, write_source
+from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 
 c10d = torch.ops._c10d_functional
 
@@ -31,15 +31,15 @@ c10d = torch.ops._c10d_functional
 def stands_alone(node: fx.Node) -> bool:
     """Whether a call is no part of a segment: a collective, a copy between memories or its wait, one that depends on
     the number of an iteration, or one that begins or ends a loop."""
-    if part_in_iterations(node) in FRAMES:
+    if loop_role(node) in DELIMITERS:
         return True
     row = row_of(node.target) if node.op == "call_function" else None
     together = node.target is c10d.wait_tensor.default or (row is not None and row.group is not None)
     copies = row is not None and (row.copies or (row.fetches and row.waits))
-    return together or copies or gives_number(node) or any(gives_number(used) for used in node.all_input_nodes)
+    return together or copies or any(map(is_induction_variable, (node, *node.all_input_nodes)))
 
 
-def segmented(program: RankProgram, compiled: Callable[[fx.GraphModule], Any], forms: Forms) -> Source:
+def segmented(program: RankProgram, compiled: Callable[[fx.GraphModule], Any], forms: CallOverrides) -> ProgramSource:
     """The source of a program whose segments are modules that ``compiled`` runs; of a segment that raises, its first
     call is named."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -21,10 +21,10 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input
-from shardfx.ir.program.loops.loop_regions import Loops, executed
+from shardfx.ir.program.loops.loop_regions import Iterations, execution_order
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
-from shardfx.ir.timing.rank_tasks import BEFORE, main_iterations, purposes
+from shardfx.ir.timing.rank_tasks import BEFORE, main_loop, purposes
 from shardfx.ir.timing.stream_order import order_text, stream_order
 
 Tensor = torch.Tensor
@@ -145,10 +145,10 @@ class _Recorder:
     def row(self) -> Row:
         """What was done for which action, from when to when."""
         calls = [node for node in self.stamps[0][0].graph.nodes if node.op == "call_function"]
-        of, main = purposes(calls), main_iterations(calls)
+        of, main = purposes(calls), main_loop(calls)
         axis = main.args[0] if main is not None else None
-        loop_of: dict[fx.Node, deque[Loops]] = {}
-        for node, iterations in executed(calls):
+        loop_of: dict[fx.Node, deque[Iterations]] = {}
+        for node, iterations in execution_order(calls):
             loop_of.setdefault(node, deque()).append(iterations)
         found: list[tuple[Action, Span]] = []
         before, last = self.start, None

@@ -19,7 +19,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.loop.stage_transfer import Message
-from shardfx.ir.program.source import Source
+from shardfx.ir.program.source import ProgramSource
 from shardfx.ir.program.validate_program import KINDS
 
 from .rank_errors import failed
@@ -127,7 +127,7 @@ class Groups:
 
 
 def run(
-    sources: Mapping[int, Source],
+    sources: Mapping[int, ProgramSource],
     inputs: Mapping[int, Sequence[Tensor]],
     mesh: Mesh,
     perform: Perform,
@@ -242,7 +242,9 @@ class Mailbox(Generic[T]):
         return next((sent[0][0] for sent in self._sent.values() if sent), None)
 
 
-def _first(failures: Mapping[int, Exception], sources: Mapping[int, Source], waiting: Mapping[int, Asked]) -> Error:
+def _first(
+    failures: Mapping[int, Exception], sources: Mapping[int, ProgramSource], waiting: Mapping[int, Asked]
+) -> Error:
     """The failure at the first node of the plan; of several ranks there, the first."""
     at = {rank: sources[rank].node_of(error) for rank, error in failures.items()}
     rank = min(failures, key=lambda rank: (sources[rank].position(at[rank]), rank))

@@ -15,7 +15,7 @@ from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.aliasing import destination
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.store_layout import side_by_side
+from shardfx.ir.program.store_layout import contiguous_tensors
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import laid
 
@@ -275,7 +275,7 @@ class ProgramRunner:
                         together.setdefault(made[place].dtype, []).append(place)
             for dtype, places in together.items():
                 shared = [made[place] for place in places]
-                copies = side_by_side([each.shape for each in shared], dtype, shared[0].device)
+                copies = contiguous_tensors([each.shape for each in shared], dtype, shared[0].device)
                 torch._foreach_copy_(copies, shared)
                 for place, copy in zip(places, copies, strict=True):
                     made[place] = copy

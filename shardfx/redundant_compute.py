@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardfx.ir.cost.flops import flops_of
-from shardfx.ir.cost.traffic import Loops
+from shardfx.ir.cost.traffic import TripCounts
 from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.errors import ShardfxWarning
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Phase, op_name
@@ -131,7 +131,7 @@ def _flops(keys: Mapping[Node, Hashable], mesh: Mesh | None) -> dict[Node, int]:
 
 def unused_loops(graph: Graph) -> list[Axis]:
     """The loop axes over which nothing is iterated."""
-    iterated = {name for axes in Loops.of(graph).axes.values() for name in axes}
+    iterated = {name for axes in TripCounts.of(graph).axes.values() for name in axes}
     return [axis for axis in graph.mesh.axes if axis.loop and axis.size > 1 and axis.name not in iterated]
 
 

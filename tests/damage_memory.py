@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.program.aliasing import Sharing
+from shardfx.ir.program.aliasing import Aliasing
 from tests.damage import WAIT, Site, pieces
 
 
@@ -27,7 +27,7 @@ def memories_with_twin(site: Site) -> list[fx.Node]:
 
 def _same_memory(site: Site, node: fx.Node) -> fx.Node | None:
     """Earlier memory whose content is read later yet."""
-    share = Sharing(site.graph.nodes)
+    share = Aliasing(site.graph.nodes)
     others = [n for n in site.calls(memory_ops.empty) if n.args == node.args and n is not node]
     earlier = [n for n in others if n < node and not share.last_use(n, node)]
     return earlier[0] if earlier else None

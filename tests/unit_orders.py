@@ -10,8 +10,8 @@ import torch
 
 import shardfx as sx
 from shardfx.ir.graph import Node, Phase
-from shardfx.ir.program.loops.loop_nest import Loop
-from shardfx.ir.program.loops.schedule_actions import in_units
+from shardfx.ir.program.loops.loop_nest import PlannedLoop
+from shardfx.ir.program.loops.schedule_actions import split_into_actions
 from shardfx.ir.program.lower import Steps, lower
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.module.programs import TRAIN
@@ -37,19 +37,19 @@ def one_forward_one_backward(ahead: int, count: int) -> str:
     return " ".join(words)
 
 
-UnitOf = Callable[[Sequence[Node | Loop]], Callable[[Node], str]]
+UnitOf = Callable[[Sequence[Node | PlannedLoop]], Callable[[Node], str]]
 """Of the steps of a loop, the unit of each node."""
 
 
-def phases(steps: Sequence[Node | Loop]) -> Callable[[Node], str]:
+def phases(steps: Sequence[Node | PlannedLoop]) -> Callable[[Node], str]:
     """Forward and backward."""
     return lambda node: "F0" if node.phase is Phase.FORWARD else "B0"
 
 
 def arranged(order: str, unit_of: UnitOf, steps: Steps) -> Steps:
     """The last loop, which has the backward in it, in units."""
-    loop = [step for step in steps if isinstance(step, Loop)][-1]
-    return [in_units(loop, unit_of(loop.steps), order.split()) if step is loop else step for step in steps]
+    loop = [step for step in steps if isinstance(step, PlannedLoop)][-1]
+    return [split_into_actions(loop, unit_of(loop.steps), order.split()) if step is loop else step for step in steps]
 
 
 def lowered(pm: sx.ParallelModule, rank: int, order: str, unit_of: UnitOf = phases) -> RankProgram:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 
-from shardfx.ir.cost.traffic import Loops
+from shardfx.ir.cost.traffic import TripCounts
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Phase, Value
 from shardfx.ir.ops.alike import key_of
 from shardfx.ir.ops.traits import base_name, is_own, is_view
@@ -137,7 +137,7 @@ class FoldedGraph:
 
 def fold(graph: Graph) -> FoldedGraph:
     """Fold the equal blocks of every phase, and collect the data flow."""
-    made = FoldedGraph(graph, homes(graph), Loops.of(graph).axes)
+    made = FoldedGraph(graph, homes(graph), TripCounts.of(graph).axes)
     for phase in Phase:
         if nodes := [node for node in graph.nodes if node.phase is phase]:
             made.roots[phase] = ModuleTree.of(nodes, made.home)

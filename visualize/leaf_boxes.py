@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from shardfx.ir.cost.traffic import over_time, traffic
+from shardfx.ir.cost.traffic import over_loop, traffic
 from shardfx.ir.graph import Node, Phase, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm
@@ -248,7 +248,7 @@ def _ops(nodes: Sequence[Node], mesh: Mesh) -> list[str]:
         if is_comm(node):
             one = traffic(node, mesh)
             often = f", {one.iterations} times" if one.iterations > 1 else ""
-            members = f"{mesh.extent(one.axes)} {'iterations' if over_time(node, mesh) else 'ranks'}"
+            members = f"{mesh.extent(one.axes)} {'iterations' if over_loop(node, mesh) else 'ranks'}"
             reduce = f", {node.kwargs['reduce']}" if node.kwargs.get("reduce") else ""
             over = f"  over {', '.join(one.axes)} ({members}){reduce}"
             lines.append(f"{over}: {size_text(one.nbytes)} sent per rank{often}")

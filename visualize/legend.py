@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from shardfx.ir.cost.traffic import OVER_TIME, by_axes, comm_name, over_time
+from shardfx.ir.cost.traffic import LOOP_COMM, by_axes, comm_name, over_loop
 from shardfx.ir.graph import InputKind, Phase
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm
@@ -29,9 +29,9 @@ MEANING = {
     "reduce-scatter": "sums the parts; each rank gets its shard",
     "all-to-all": "shards another dim instead",
     "slice": "each rank keeps its shard; nothing is sent",
-    OVER_TIME["all_reduce"]: "accumulated over iterations; nothing is sent",
-    OVER_TIME["all_gather"]: "the results of all iterations, concatenated",
-    OVER_TIME["slice"]: "the part of one iteration",
+    LOOP_COMM["all_reduce"]: "accumulated over iterations; nothing is sent",
+    LOOP_COMM["all_gather"]: "the results of all iterations, concatenated",
+    LOOP_COMM["slice"]: "the part of one iteration",
 }
 
 Icon = Callable[[Canvas, Rect], None]
@@ -128,7 +128,7 @@ def _totals_card(picture: Picture) -> LegendCard:
 def _comm_card(picture: Picture) -> LegendCard:
     """The shapes of the communication ops in the graph."""
     mesh = picture.graph.mesh
-    kinds = {comm_name(node, mesh): over_time(node, mesh) for node in picture.graph.nodes if is_comm(node)}
+    kinds = {comm_name(node, mesh): over_loop(node, mesh) for node in picture.graph.nodes if is_comm(node)}
     entries = []
     for name, looped in kinds.items():
         runs = [Run(name, INK, True), Run(f"   {MEANING.get(name, '')}", MUTED)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardfx.ir.schedule.actions import KINDS
 from shardfx.ir.schedule.simulation import Simulation, Span
-from shardfx.ir.timing.simulate import Course
+from shardfx.ir.timing.simulate import RankTimeline
 
 from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, width
 from .svg import Canvas, Rect, number, ticks
@@ -36,7 +36,7 @@ def draw_schedule(
     title: str,
     rows: Sequence[int] = (),
     before: Sequence[Span] = (),
-    courses: Sequence[Course] = (),
+    courses: Sequence[RankTimeline] = (),
 ) -> Path:
     """Draw a simulated schedule as one SVG file.
 
@@ -55,7 +55,7 @@ def draw_schedule(
     said = f"{len(schedule.stages)} stages, {len(schedule.microbatches)} micro-batches; a step takes {of.step:.4g}"
     exposed = f", and {max(course.exposed for course in courses):.4g} exposed communication" if courses else ""
     canvas.text(MARGIN, 57, f"{said}, of which {of.bubble:.1%} is bubble{exposed}", size=12.5, colour=MUTED)
-    lengths = sorted(part.length for action in of.spans for part in of.pieces(action) if part.length)
+    lengths = sorted(part.length for action in of.spans for part in of.segments(action) if part.length)
     wanted = CELL * of.step / lengths[len(lengths) // 2] if lengths else NARROW
     area = Rect(LEFT, TOP, min(max(wanted, NARROW), WIDE), 0)
     scale = area.w / of.step if of.step else 0.0
@@ -93,7 +93,7 @@ def _lane(canvas: Canvas, of: Simulation, name: str, rank: int, lane: Rect, scal
         room = width(text if update else str(of.schedule.microbatches[-1]), TEXT)
         said = f"{action}: {KINDS[action.kind]} of stage {action.stage}"
         said += "" if update else f", micro-batch {action.microbatch}"
-        for span in of.pieces(action):
+        for span in of.segments(action):
             cell = _cell(lane, span, scale)
             with canvas.group("b", f"{said}\n{span.start:.4g} to {span.end:.4g}"):
                 fill, edge = tint(COLOURS[action.kind], share), min(1.0, cell.w / 6)
@@ -104,7 +104,7 @@ def _lane(canvas: Canvas, of: Simulation, name: str, rank: int, lane: Rect, scal
     canvas.text(lane.right + 12, lane.middle + 4, f"{idle:.0%} idle", size=11, colour=MUTED)
 
 
-def _links(canvas: Canvas, course: Course, lane: Rect, scale: float) -> float:
+def _links(canvas: Canvas, course: RankTimeline, lane: Rect, scale: float) -> float:
     """A bar where a rank waits for communication, and a lane below for each of its links; gives where they end."""
     for stall in course.stalls:
         if stall.exposed:

@@ -92,7 +92,7 @@ def measure(context: Context, cell: str, size: Size, rates: dict[str, float]) ->
     ms = device.milliseconds(lambda: pm.step(x, y), TIMED)
     context.emit(cell, loss=loss, ms=ms, **asdict(peak))
     row = predicted_memory(pm)
-    moved = pm.report().time.cost.carried.get("host")
+    moved = pm.report().time.cost.copied.get("host")
     if moved is not None and "to_host" in rates:
         one_way = 2 / (1 / rates["to_host"] + 1 / rates["to_device"])
         link_ms = moved.nbytes / one_way * 1e3

@@ -23,8 +23,7 @@ Axes = tuple[str, ...]
 
 
 class Work(NamedTuple):
-    """The work of one call: operations (of matrix products and the like), bytes read and written, the dtype, and the
-    name of the op, or that it is a view."""
+    """The work of one call: FLOPs, bytes read and written, the dtype, and the op's name, or that it is a view."""
 
     flops: float
     touched: float
@@ -38,16 +37,14 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """How often each piece of work is done, what is sent over which axes, and what is carried between the device
-    and which other pool of memory: of a call, a node, a block, a program.
+    """The work of calls by count, what is sent over which axes, and copied between the device and which other memory.
 
-    The pieces of work stay apart, because some wait for arithmetic and others for memory: the time of a sum is the sum
-    of the times.
+    Work is not summed up, because some calls are bound by compute and others by memory.
     """
 
     work: Mapping[Work, float] = field(default_factory=dict)
     sent: Mapping[Axes, Sent] = field(default_factory=dict)
-    carried: Mapping[str, Sent] = field(default_factory=dict)
+    copied: Mapping[str, Sent] = field(default_factory=dict)
 
     @property
     def flops(self) -> float:
@@ -73,7 +70,7 @@ class Cost:
         return Cost(
             {work: times * count for work, times in self.work.items()},
             {axes: sent.times(count) for axes, sent in self.sent.items()},
-            {pool: sent.times(count) for pool, sent in self.carried.items()},
+            {pool: sent.times(count) for pool, sent in self.copied.items()},
         )
 
     __rmul__ = __mul__
@@ -87,22 +84,22 @@ class Cost:
         linked = machine.connect(mesh)
         return sum(linked.link(axes).seconds(*sent) for axes, sent in self.sent.items())
 
-    def carrying(self, machine: Machine) -> float:
+    def copying(self, machine: Machine) -> float:
         """Seconds of copies between the device's memory and the pools beside it."""
-        return sum(machine.pool(pool).seconds(*sent) for pool, sent in self.carried.items())
+        return sum(machine.pool(pool).seconds(*sent) for pool, sent in self.copied.items())
 
     def issuing(self, machine: Machine) -> float:
-        """Seconds that the host spends on all calls, where it works beside the device."""
+        """Seconds that the host spends on all calls, where it runs ahead of the device."""
         calls = sum(
             count * (machine.host_view if work.kind == VIEW else machine.host_call) for work, count in self.work.items()
         )
-        moved = sum(sent.messages for sent in (*self.sent.values(), *self.carried.values()))
+        moved = sum(sent.messages for sent in (*self.sent.values(), *self.copied.values()))
         return calls + moved * machine.host_call
 
     def seconds(self, machine: Machine, mesh: Mesh) -> float:
-        """Their sum as if nothing overlapped, or the host's calls, where these take longer: a bound, for choosing; a
-        step's time is :mod:`shardfx.ir.timing`'s."""
-        device = self.computing(machine) + self.sending(machine, mesh) + self.carrying(machine)
+        """Their sum without overlap, or the host's calls, where these take longer: a bound, for choosing; the time of a
+        step is simulated in :mod:`shardfx.ir.timing`."""
+        device = self.computing(machine) + self.sending(machine, mesh) + self.copying(machine)
         return max(device, self.issuing(machine))
 
 
@@ -110,12 +107,12 @@ def total(costs: Iterable[Cost]) -> Cost:
     """The sum of many costs."""
     work: dict[Work, float] = {}
     sent: dict[Axes, Sent] = {}
-    carried: dict[str, Sent] = {}
+    copied: dict[str, Sent] = {}
     for cost in costs:
         for piece, count in cost.work.items():
             work[piece] = work.get(piece, 0) + count
         for axes, more in cost.sent.items():
             sent[axes] = sent.get(axes, Sent()) + more
-        for pool, more in cost.carried.items():
-            carried[pool] = carried.get(pool, Sent()) + more
-    return Cost(work, sent, carried)
+        for pool, more in cost.copied.items():
+            copied[pool] = copied.get(pool, Sent()) + more
+    return Cost(work, sent, copied)

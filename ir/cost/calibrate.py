@@ -90,11 +90,8 @@ def host_seconds(device: torch.device) -> tuple[float, float]:
 def on_device(
     call: Callable[..., object], arguments: Sequence[tuple[Any, ...]], device: torch.device, runs: int
 ) -> float:
-    """Seconds that a CUDA device takes for a call, once with each of some arguments, in the median run.
-
-    The calls are queued behind copies that keep the device busy while the host makes them, and their results are
-    kept: neither the host nor fresh memory is in it.
-    """
+    """Seconds that a CUDA device takes for a call, once with each of some arguments, in the median run: queued behind
+    copies, so that the host is not in it, and with results kept, so that allocations are not."""
     (source, target), times = torch.empty(2, BUSY, dtype=torch.uint8, device=device), list[float]()
     for _ in range(runs + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -113,10 +110,7 @@ def sustained(
     call: Callable[..., object], arguments: Sequence[tuple[Any, ...]], device: torch.device, seconds: float, warm: float
 ) -> float:
     """Seconds of a call on CUDA behind others of its kind that took ``warm`` seconds: at the clock that the device
-    holds under its power limit, as in a training step. ``seconds`` is about what a call takes.
-
-    Calls are queued one behind the other; as many results are kept as there are arguments.
-    """
+    sustains under its power limit. ``seconds`` is about what a call takes."""
     before, timed = (max(math.ceil(each / (seconds * len(arguments))), 1) for each in (warm, TIMED))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     kept = deque[object](maxlen=len(arguments))
@@ -148,10 +142,8 @@ own, for it may have other ways to send."""
 
 
 def link(device: torch.device) -> Link | None:
-    """What connects the ranks of the default process group: a gather among all of them, of next to nothing and of much.
-
-    All ranks measure together and find the same, for the slowest counts. None where there are no other ranks.
-    """
+    """The link between the ranks of the default process group, by a small and a large all-gather; the slowest rank
+    counts. None where there are no other ranks."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     ranks = dist.get_world_size()
@@ -174,12 +166,12 @@ def of_first(found: T) -> T:
 def _gather_seconds(nbytes: int, ranks: int, group: str, device: torch.device) -> float:
     """Seconds of the fastest of a few gathers; as many on every rank, for they wait for one another."""
     mine, times = torch.zeros(nbytes, dtype=torch.uint8, device=device), []
-    whole = mine.new_empty(nbytes * ranks)
+    full = mine.new_empty(nbytes * ranks)
     for _ in range(GATHERS + 1):
         dist.barrier()
         _wait(device)
         started = time.perf_counter()
-        wait_tensor(all_gather_into(mine, ranks, group, out=whole))
+        wait_tensor(all_gather_into(mine, ranks, group, out=full))
         _wait(device)
         times.append(time.perf_counter() - started)
     return min(times[1:])

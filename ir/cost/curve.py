@@ -28,13 +28,8 @@ def of_dtype(kind: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a call by its amount: operations, where it has some (of matrix products and the like), else the bytes
-    that it reads and writes.
-
-    Args:
-        points: amounts, rising, each with its seconds, which do not fall. Below the first a call takes as long as that,
-            between two what lies between them, and behind the last in proportion.
-    """
+    """Seconds of a call by its amount: FLOPs, or the bytes that it reads and writes if it has none. Rising ``points``
+    are interpolated; below the first a call takes as long as that, behind the last in proportion."""
 
     points: tuple[tuple[float, float], ...]
 

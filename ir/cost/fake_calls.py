@@ -29,7 +29,7 @@ c10d = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """How a tensor lies in memory."""
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def dense(cls, shape: Sequence[int], dtype: torch.dtype, laid: Sequence[int] = ()) -> Layout:
+    def dense(cls, shape: Sequence[int], dtype: torch.dtype, laid: Sequence[int] = ()) -> TensorLayout:
         """One element behind the other; ``laid``: the dims from the slowest to the fastest, where not row by row."""
         return cls(tuple(shape), strides_of(shape, laid), dtype)
 
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def is_dense(self) -> bool:
-        """Whether its elements stand one behind the other, in order."""
+        """Whether its elements are contiguous, row by row."""
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     @property
@@ -60,28 +60,18 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that a call gives: its layout, and the number of the operand, or of the fresh memory, it lies in.
+    """A result tensor: its layout, and the number of the operand, or of the fresh memory, it lies in, at an offset."""
 
-    ``offset`` elements behind the begin of that.
-    """
-
-    layout: Layout
+    layout: TensorLayout
     owner: int
     fresh: bool = False
     offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What a call makes.
-
-    Args:
-        results: the results, nested as the call gives them.
-        fresh: the bytes of each piece of memory that the call allocates and gives out.
-        inside: the most bytes that it holds at once while it runs, what it gives out with it.
-        flops: operations of matrix products and the like.
-        writes: whether it writes, into fresh memory or that of an operand.
-    """
+class CallEffect:
+    """The results of a call, nested as it gives them; the bytes of ``fresh`` storages among them, the peak ``inside``
+    it, those included; its FLOPs; whether it ``writes``, into fresh memory or that of an operand."""
 
     results: Any
     fresh: tuple[int, ...] = ()
@@ -90,12 +80,9 @@ class Made:
     writes: bool = False
 
 
-def aliases(target: Any) -> int | str | None:
-    """The operand, by place or name, that a call gives back as its result (``mm.out``: ``"out"``), None: not certain.
-
-    Such a call allocates nothing, though on tensors without content it may seem to. Of others, what they share is seen
-    when they run: ``reshape`` may copy.
-    """
+def aliased_argument(target: Any) -> int | str | None:
+    """The argument, by place or name, that a call returns (``mm.out``: ``"out"``); None: not certain. Such a call
+    allocates nothing, though on fake tensors it may seem to."""
     if target is c10d.wait_tensor.default:
         return 0
     schema = target._schema if isinstance(target, torch._ops.OpOverload) else None
@@ -106,13 +93,13 @@ def aliases(target: Any) -> int | str | None:
     return next((a.name if a.kwarg_only else i for i, a in found), None)
 
 
-def observed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Layout | None:
+def observed_operand(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorLayout | None:
     """The operand that a call only looks at and gives back (what a user's pass puts in to measure): it is not run."""
     row = row_of(target)
     if row is None or not row.shares or row.into is not None or row.plain is None:
         return None
     plain = row.plain(tuple(args), dict(kwargs))
-    return plain if isinstance(plain, Layout) else None
+    return plain if isinstance(plain, TensorLayout) else None
 
 
 def _written(part: Any) -> frozenset[str]:
@@ -127,7 +114,7 @@ class CallError(Error):
     node: str = ""
 
 
-def cannot(node: fx.Node, error: Exception) -> CallError:
+def call_error(node: fx.Node, error: Exception) -> CallError:
     """What a call raised, with the node and the line of the model that it comes from."""
     made = node.meta.get("shardfx")
     said = next(iter(str(error).splitlines()), type(error).__name__)
@@ -141,48 +128,48 @@ class FakeCalls:
     """Runs calls on fake tensors, and remembers what each made of operands that lie so."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Made] = {}
+        self._known: dict[Any, CallEffect] = {}
         self._mode = FakeTensorMode()
 
-    def made(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Made:
-        """What a call makes; tensors among the arguments are given as :class:`Layout`."""
+    def made(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallEffect:
+        """What a call makes; tensors among the arguments are given as :class:`TensorLayout`."""
         key = (target, _key(args), _key(kwargs))
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._run(target, args, kwargs)
         return found
 
-    def _run(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Made:
-        same = observed(target, args, kwargs)
+    def _run(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallEffect:
+        same = observed_operand(target, args, kwargs)
         if same is not None:
-            number = next(i for i, each in enumerate(leaves((args, kwargs), Layout)) if each is same)
-            return Made(Result(same, number))
+            number = next(i for i, each in enumerate(leaves((args, kwargs), TensorLayout)) if each is same)
+            return CallEffect(Result(same, number))
         fakes: list[torch.Tensor] = []
 
-        def fake(layout: Layout) -> torch.Tensor:
+        def fake(layout: TensorLayout) -> torch.Tensor:
             fakes.append(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype))
             return fakes[-1]
 
         with self._mode:
-            given, named = change(args, fake, Layout), change(dict(kwargs), fake, Layout)
-            with _Watch(fakes) as watch:
+            given, named = map_nest(args, fake, TensorLayout), map_nest(dict(kwargs), fake, TensorLayout)
+            with _AllocationProbe(fakes) as watch:
                 out = target(*given, **named)
         owners = {f.untyped_storage()._cdata: i for i, f in enumerate(fakes)}
         fresh: dict[int, int] = {}
 
         def result(tensor: torch.Tensor) -> Result:
-            layout = Layout(tuple(map(int, tensor.shape)), tensor.stride(), tensor.dtype)
+            layout = TensorLayout(tuple(map(int, tensor.shape)), tensor.stride(), tensor.dtype)
             storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
             if storage._cdata in owners:
                 return Result(layout, owners[storage._cdata], offset=offset)
             fresh.setdefault(storage._cdata, storage.nbytes())
             return Result(layout, list(fresh).index(storage._cdata), fresh=True, offset=offset)
 
-        results, sizes = change(out, result, torch.Tensor), tuple(fresh.values())
-        return Made(results, sizes, max(watch.most, sum(sizes)), watch.flops, watch.writes or bool(sizes))
+        results, sizes = map_nest(out, result, torch.Tensor), tuple(fresh.values())
+        return CallEffect(results, sizes, max(watch.most, sum(sizes)), watch.flops, watch.writes or bool(sizes))
 
 
-class _Watch(TorchDispatchMode):
+class _AllocationProbe(TorchDispatchMode):
     """Looks at the ops of a call: their operations, whether they write, and the fresh storages there are at once."""
 
     def __init__(self, operands: Sequence[torch.Tensor]) -> None:
@@ -192,7 +179,7 @@ class _Watch(TorchDispatchMode):
         self.most, self.flops, self.writes = 0, 0.0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named, same, count = kwargs or {}, aliases(func), flops.formula(func)
+        named, same, count = kwargs or {}, aliased_argument(func), flops.formula(func)
         out = func(*args, **named)
         if same is not None:
             out = named[same] if isinstance(same, str) else args[same]
@@ -208,14 +195,14 @@ class _Watch(TorchDispatchMode):
         return out
 
 
-def change(nest: Any, with_: Callable[[Any], Any], kind: type) -> Any:
+def map_nest(nest: Any, with_: Callable[[Any], Any], kind: type) -> Any:
     """The same nest of lists, tuples and dicts with everything of a kind changed."""
     if isinstance(nest, kind):
         return with_(nest)
     if isinstance(nest, (list, tuple)):
-        return [change(each, with_, kind) for each in nest]
+        return [map_nest(each, with_, kind) for each in nest]
     if isinstance(nest, dict):
-        return {key: change(each, with_, kind) for key, each in nest.items()}
+        return {key: map_nest(each, with_, kind) for key, each in nest.items()}
     return nest
 
 

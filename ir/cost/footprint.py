@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, groupby
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import fx
 
 from shardfx.ir.graph import Node, Phase
-from shardfx.ir.program.loops.loop_regions import UnitOrder, order_of, regions
-from shardfx.ir.program.store_layout import choose
+from shardfx.ir.program.loops.loop_regions import ActionOrder, action_order, regions
+from shardfx.ir.program.store_layout import choose_buffer
 
 from .amounts import Cost, total
 from .caching_allocator import CachingAllocator
-from .call_timeline import Moments, Numbers, Place, Since, Stays
-from .fake_calls import Layout
-
-if TYPE_CHECKING:
-    from .call_timeline import Stays
+from .call_timeline import CallTimeline, LiveIntervals, Numbers, Scope, Since
+from .fake_calls import TensorLayout
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,9 @@ class Transport:
     exchanged: float = inf
     ahead: int = 0
 
-    def early(self, stays: Stays) -> Stays:
-        """Storages, with those of messages made as early as they are."""
-        return stays.ahead(self.ahead) if self.ahead else stays
+    def early(self, intervals: LiveIntervals) -> LiveIntervals:
+        """Live intervals, with those of messages begun as early as they are."""
+        return intervals.ahead(self.ahead) if self.ahead else intervals
 
 
 PLAIN = Transport()
@@ -55,39 +52,55 @@ STEPS = 3
 """After so many steps what is kept is what the step needs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Storage:
-    """A block of memory: its bytes, the calls in which it is made and used last, what it is for, who made it.
+    """A storage: its bytes, the calls in which it is made and used last, what it is for, who made it.
 
-    ``category`` is "gradients", "results", "new buffers", "new parameters", "new states" (they stay to the end),
-    "gathered" (stored parameters made whole), "cast" (parameters in another dtype), "fetched" (from another pool),
-    "activations" (made by the forward pass, used last by the backward), "communication" or "temporaries".
-    ``node`` is the planned node that the call was lowered from. ``kept``: what ``memory.empty`` gives, which engines
-    keep and reuse, in this step or the next (:mod:`shardfx.ir.program.store_layout`). ``pool`` is the memory that it
-    lies in, where that is not the device's memory. ``uses`` are the calls that use it last in each unit of
-    iterations, and ``sizes`` its bytes from some turns on. ``message``: another stage's result is received there.
+    ``category`` is "gradients", "results", "new buffers", "new parameters", "new states" (live to the end), "gathered"
+    (all-gathered parameters), "cast" (parameters in another dtype), "fetched" (from another memory), "activations"
+    (made by the forward pass, used last by the backward), "communication" or "temporaries". ``node`` is the planned
+    node that the call was lowered from, ``used_in`` the phase of the last use. ``kept``: what ``memory.empty`` gives,
+    which engines keep and reuse, in this step or the next. ``pool`` is the memory that it lies in, where that is not
+    the device's. ``uses`` are the last calls that use it in each schedule action, ``sizes`` its bytes from some
+    iterations on. ``message``: another stage's result is received there.
     """
 
     nbytes: int
     born: int
     last: int
-    category: str
     node: Node | None
+    category: str = ""
+    used_in: Phase | None = None
     kept: bool = False
     pool: str = ""
-    uses: tuple[int, ...] = ()
-    sizes: Mapping[Since, int] = field(default_factory=dict)
+    uses: dict[Scope, int] = field(default_factory=dict)
+    sizes: dict[Since, int] = field(default_factory=dict)
     message: bool = False
 
     def at(self, born: int, last: int, nbytes: int) -> Storage:
-        """The same as it is there once, between two moments: ``replace``, of which there are many."""
-        rest = self.category, self.node, self.kept, self.pool, self.uses, self.sizes, self.message
+        """One instance of it, live between two moments: ``replace``, of which there are many."""
+        rest = self.node, self.category, self.used_in, self.kept, self.pool, self.uses, self.sizes, self.message
         return Storage(nbytes, born, last, *rest)
+
+    def use(self, at: int, scope: Scope) -> None:
+        """A call uses it."""
+        self.last = at
+        if scope:
+            self.uses[scope] = at
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a storage; ``offset`` is the number of elements before its first one."""
+
+    layout: TensorLayout
+    storage: Storage
+    offset: int = 0
 
 
 @dataclass(frozen=True)
-class Held:
-    """Something that is held at a moment: what it is for, its bytes, and the node that made it."""
+class PeakItem:
+    """Something that is live at a moment: what it is for, its bytes, and the node that made it."""
 
     category: str
     nbytes: int
@@ -96,14 +109,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most is held, beside the inputs: ``held``, the largest first.
+    """The moment at which most is live, beside the inputs: ``held``, the largest first.
 
     Memory that is kept and holds nothing then is of the category "kept".
     """
 
     nbytes: int = 0
     node: Node | None = None
-    held: tuple[Held, ...] = ()
+    held: tuple[PeakItem, ...] = ()
 
     def of(self, category: str) -> int:
         """The bytes of one category."""
@@ -119,20 +132,20 @@ class Change(NamedTuple):
 
 
 @dataclass
-class LendingPool:
+class BufferReusePool:
     """The sizes of memory that an engine keeps, by number: what it does in a step, without the memory."""
 
     kept: dict[int, int] = field(default_factory=dict)
     _number: Iterator[int] = field(default_factory=count)
 
-    def step(self, asked: Stays) -> list[Change]:
+    def step(self, asked: LiveIntervals) -> list[Change]:
         """What is made and dropped in a step that asks for these storages; behind the last call what none asked for."""
         sizes, free = dict(self.kept), sorted(self.kept)
-        lent, used, changes = list[tuple[int, int]](), set[int](), list[Change]()
+        borrowed, used, changes = list[tuple[int, int]](), set[int](), list[Change]()
         for born, last, nbytes in asked.by_birth():
-            while lent and lent[0][0] < born:
-                bisect.insort(free, heapq.heappop(lent)[1])
-            choice = choose(nbytes, [sizes[key] for key in free])
+            while borrowed and borrowed[0][0] < born:
+                bisect.insort(free, heapq.heappop(borrowed)[1])
+            choice = choose_buffer(nbytes, [sizes[key] for key in free])
             take, drop = (None if place is None else free[place] for place in choice)
             if drop is not None:
                 changes.append(Change(born, drop, -sizes.pop(drop)))
@@ -143,7 +156,7 @@ class LendingPool:
                 changes.append(Change(born, take, nbytes))
             else:
                 free.remove(take)
-            heapq.heappush(lent, (last, take))
+            heapq.heappush(borrowed, (last, take))
             used.add(take)
         self.kept = {key: size for key, size in sizes.items() if key in used}
         return changes
@@ -151,54 +164,53 @@ class LendingPool:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a program holds and costs, call by call.
+    """Memory and costs of a program, call by call. Inputs are not counted: they belong to the caller.
 
-    Call ``i`` is ``calls[i]``, a node of the program's fx graph. Inputs are not counted: they belong to the caller.
-    ``inside[i]`` are the bytes that the call holds while it runs beyond what it gives out. ``moments`` say when calls
-    are done of iterations that are done in units: then what is said of a call is said of the moment at which most is
-        held.
+    ``inside`` are the temporary bytes of a call beyond its results. ``moments`` is the order of calls in schedule
+    actions: then figures of a call are those of the moment at which most is live.
     """
 
     calls: tuple[fx.Node, ...]
     storages: tuple[Storage, ...]
     costs: tuple[Cost, ...]
     inside: tuple[int, ...]
-    moments: Moments | None = None
+    moments: CallTimeline | None = None
     transport: Transport = PLAIN
 
     @cached_property
     def live(self) -> tuple[int, ...]:
-        """The bytes that are there when each call is done, and nothing that it used last has gone yet."""
+        """The live bytes at each call, its last uses included."""
         return self._at_calls(self._live)
 
     @cached_property
     def beside(self) -> tuple[int, ...]:
-        """The bytes in other pools of memory when each call is done."""
-        return tuple(self._most(self._in(bool(each.pool) for each in self.storages)))
+        """The live bytes in other memories at each call."""
+        found = np.zeros(len(self.calls), dtype=np.int64)
+        np.maximum.at(found, self._calls, self._in(bool(each.pool) for each in self.storages))
+        return tuple(found.tolist())
 
     @cached_property
     def idle(self) -> tuple[int, ...]:
-        """The bytes that are kept and hold nothing at each call, once steps were run: of memory that is not lent, and
-        of memory that is lent to one who needs less."""
+        """The bytes of kept buffers that are unused at each call in a steady state, slack of reused ones included."""
         return self._at_calls(self._idle)
 
     @cached_property
     def by_category(self) -> Mapping[str, tuple[int, ...]]:
-        """The bytes that hold something when each call is done, by what they are for."""
+        """The live bytes at each call by category."""
         here = [each.category if not each.pool else None for each in self.storages]
         names = dict.fromkeys(name for name in here if name is not None)
         return {name: self._at_calls(self._in(each == name for each in here)) for name in names}
 
     def there(self, call: int) -> list[Storage]:
-        """The storages that are there when a call is done; of units of iterations, those of each iteration."""
+        """The live storages at a call; of schedule actions, those of each iteration."""
         return [each for each in self._made.at(int(self._fullest[call])) if not each.pool]
 
     # ---- by moment --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _made(self) -> Stays:
+    def _made(self) -> LiveIntervals:
         """The storages by the moments in which they are made and used last."""
-        made = Stays.once(self.storages) if self.moments is None else self.moments.of(self.storages)
+        made = LiveIntervals.once(self.storages) if self.moments is None else self.moments.of(self.storages)
         return self.transport.early(made)
 
     def _in(self, chosen: Iterable[bool]) -> Numbers:
@@ -216,7 +228,7 @@ class Footprint:
 
     @cached_property
     def _idle(self) -> Numbers:
-        kept, pool, before = self._kept, LendingPool(), None
+        kept, pool, before = self._kept, BufferReusePool(), None
         held = np.zeros(len(self._calls), dtype=np.int64)
         for _ in range(STEPS):
             if pool.kept == before:  # as it is in every step from now on
@@ -229,62 +241,55 @@ class Footprint:
         return held - kept.in_use(len(self._calls))
 
     @cached_property
-    def _kept(self) -> Stays:
-        """What is lent of memory that is kept between steps."""
+    def _kept(self) -> LiveIntervals:
+        """Buffers that are kept between steps."""
         return self._made.of([each.kept for each in self.storages])
 
     def reserved(self, given: Iterable[int] = ()) -> int:
-        """The bytes that torch's caching allocator reserves on CUDA for such steps (:mod:`.caching_allocator`).
-
-        What a step gives away is freed before the next one. Kernels' own workspaces are not in it.
-
-        Args:
-            given: the bytes of each tensor that is there all the time.
-        """
-        allocator, pool = CachingAllocator(), LendingPool()
+        """The bytes that torch's caching allocator reserves on CUDA for such steps (:mod:`.caching_allocator`), beside
+        the ``given`` bytes of each tensor that is always live. Results are freed before the next step; workspaces of
+        kernels are not in it."""
+        allocator, pool = CachingAllocator(), BufferReusePool()
         for nbytes in given:
             allocator.allocate(nbytes)
         made = self._made.of([not (each.kept or each.pool) for each in self.storages])
-        lines, lent = [*made], dict[int, int]()
-        births, deaths = np.argsort(made.born, kind="stable").tolist(), np.argsort(made.last, kind="stable").tolist()
+        births, deaths = defaultdict[int, list[tuple[int, int]]](list), defaultdict[int, list[int]](list)
+        for line, (born, last, nbytes) in enumerate(made):
+            births[born].append((line, nbytes))
+            deaths[last].append(line)
+        borrowed: dict[int, int] = {}
         for _ in range(STEPS):
             before, there = allocator.reserved, dict[int, int]()
-            changes, begins, ends = deque(pool.step(self._kept)), deque(births), deque(deaths)
+            changes = defaultdict[int, list[Change]](list)
+            for change in pool.step(self._kept):
+                changes[change.moment].append(change)
             for moment, call in enumerate(self._calls.tolist()):
-                while changes and changes[0].moment == moment:
-                    _, number, nbytes = changes.popleft()
+                for _, number, nbytes in changes[moment]:
                     if nbytes > 0:
-                        lent[number] = allocator.allocate(nbytes)
-                    elif number in lent:
-                        allocator.free(lent.pop(number))
-                while begins and lines[begins[0]][0] == moment:
-                    line = begins.popleft()
-                    there[line] = allocator.allocate(lines[line][2])
+                        borrowed[number] = allocator.allocate(nbytes)
+                    elif number in borrowed:
+                        allocator.free(borrowed.pop(number))
+                there |= {line: allocator.allocate(nbytes) for line, nbytes in births[moment]}
                 allocator.free(allocator.allocate(self.inside[call]))
-                while ends and lines[ends[0]][1] == moment:
-                    allocator.free(there.pop(ends.popleft()))
-            for number in lent.keys() - pool.kept.keys():
-                allocator.free(lent.pop(number))
+                for line in deaths[moment]:
+                    allocator.free(there.pop(line))
+            for number in borrowed.keys() - pool.kept.keys():
+                allocator.free(borrowed.pop(number))
             if allocator.reserved == before:
                 break
         return allocator.reserved
 
     @cached_property
     def _fullest(self) -> Numbers:
-        """By call: the moment at which most is held, of those in which it is done."""
+        """By call: the moment at which most is live, of those in which it is done."""
         if self.moments is None:
             return self._calls
         order = np.lexsort((-self._live, self._calls))  # of moments with as much, the first
         return order[np.searchsorted(self._calls[order], np.arange(len(self.calls)))]
 
     def _at_calls(self, held: Numbers) -> tuple[int, ...]:
-        """What is held at each call, at its fullest moment."""
+        """What is live at each call, at its fullest moment."""
         return tuple(held[self._fullest].tolist())
-
-    def _most(self, held: Numbers) -> list[int]:
-        found = np.zeros(len(self.calls), dtype=np.int64)
-        np.maximum.at(found, self._calls, held)
-        return list(found.tolist())
 
     @cached_property
     def cost(self) -> Cost:
@@ -293,108 +298,53 @@ class Footprint:
 
     @cached_property
     def peak(self) -> Peak:
-        """The call during which most is held: what it uses, and what it makes, is there at once."""
+        """The call during which most is live: what it uses, and what it makes, is there at once."""
         if not self.calls:
             return Peak()
         top = max(range(len(self.calls)), key=lambda i: self.live[i] + self.inside[i])
         made_by = self.calls[top].meta.get("shardfx")
-        there = [Held(each.category, each.nbytes, each.node) for each in self.there(top) if each.nbytes]
+        there = [PeakItem(each.category, each.nbytes, each.node) for each in self.there(top) if each.nbytes]
         if self.idle[top]:
-            there.append(Held("kept", self.idle[top], None))
+            there.append(PeakItem("kept", self.idle[top], None))
         if self.inside[top]:
-            there.append(Held("temporaries", self.inside[top], made_by))
+            there.append(PeakItem("temporaries", self.inside[top], made_by))
         there.sort(key=lambda held: -held.nbytes)
         return Peak(self.live[top] + self.inside[top], made_by, tuple(there))
 
-    def at(self, call: str) -> int:
-        """The bytes that are there when a call of this name is done."""
-        return self.live[self._places[call]]
-
-    @cached_property
-    def _places(self) -> dict[str, int]:
-        return {node.name: i for i, node in enumerate(self.calls)}
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """A storage; ``uses`` are the last calls that use it in units of iterations, ``sizes`` its bytes from some
-    turn on, where these are others."""
-
-    nbytes: int
-    born: int
-    last: int
-    node: Node | None
-    category: str = ""
-    used_in: Phase | None = None
-    kept: bool = False
-    pool: str = ""
-    uses: dict[Place, int] = field(default_factory=dict)
-    sizes: dict[Since, int] = field(default_factory=dict)
-    message: bool = False
-
-    def storage(self, category: str) -> Storage:
-        """It as it is known in the end."""
-        uses = (*self.uses.values(),)
-        given = self.nbytes, self.born, self.last, category, self.node, self.kept, self.pool
-        return Storage(*given, uses, self.sizes, self.message)
-
-    def use(self, at: int, place: Place) -> None:
-        """A call uses it."""
-        self.last = at
-        if place:
-            self.uses[place] = at
-
-
-@dataclass(frozen=True, slots=True)
-class BlockTensor:
-    """A tensor in a block; ``offset`` is the number of elements before its first one."""
-
-    layout: Layout
-    block: Block
-    offset: int = 0
-
 
 @dataclass(frozen=True)
-class IterationMemory:
-    """The call of some iterations during which most is held: bytes that the iteration made (or all that are
-    ``under_way``, where iterations have units), and bytes that were there before.
-
-    Inputs, which belong to the caller, are in neither.
+class LoopMemory:
+    """The call of a loop during which most is live: bytes that the iteration made (or all that are ``in_flight``, where
+    the loop has schedule actions), and bytes that were live before. Inputs, which belong to the caller, are in neither.
     """
 
     axis: str
     count: int
     own: int
-    stays: int
-    under_way: int = 1
+    before: int
+    in_flight: int = 1
 
 
-def iteration_memory(footprint: Footprint) -> tuple[IterationMemory, ...]:
-    """Of the outermost iterations of each axis those that hold most, in the order of the program."""
-    found: dict[str, IterationMemory] = {}
-    for made in _of_each(footprint):
-        other = found.get(made.axis)
-        if other is None or made.own + made.stays > other.own + other.stays:
-            found[made.axis] = made
+def loop_memory(footprint: Footprint) -> tuple[LoopMemory, ...]:
+    """Of the outermost loops over each axis those with the highest peak, in the order of the program."""
+    found: dict[str, LoopMemory] = {}
+    around = regions(footprint.calls[0].graph.nodes) if footprint.calls else {}
+    for loop, places in groupby(range(len(footprint.calls)), lambda place: around[footprint.calls[place]][:1]):
+        if loop:
+            made = _peak_of_loop(footprint, loop[0], list(places))
+            other = found.get(made.axis)
+            if other is None or made.own + made.before > other.own + other.before:
+                found[made.axis] = made
     return tuple(found.values())
 
 
-def _of_each(footprint: Footprint) -> Iterator[IterationMemory]:
-    if not footprint.calls:
-        return
-    around = regions(footprint.calls[0].graph.nodes)
-    for loop, places in groupby(range(len(footprint.calls)), lambda place: around[footprint.calls[place]][:1]):
-        if loop:
-            yield _during(footprint, loop[0], list(places))
-
-
-def _during(footprint: Footprint, loop: fx.Node, places: Sequence[int]) -> IterationMemory:
+def _peak_of_loop(footprint: Footprint, loop: fx.Node, places: Sequence[int]) -> LoopMemory:
     live, inside = footprint.live, footprint.inside
     top = max(places, key=lambda place: live[place] + inside[place])
-    kept = footprint.idle[top] + sum(
+    before = footprint.idle[top] + sum(
         each.nbytes for each in footprint.storages if each.born < places[0] and each.last >= top and not each.pool
     )
-    axis, count = loop.args[:2]
-    assert isinstance(axis, str) and isinstance(count, int)
-    under_way = UnitOrder.of(order_of(loop).split()).under_way or 1
-    return IterationMemory(axis, count, live[top] + inside[top] - kept, kept, under_way)
+    axis, trips = loop.args[:2]
+    assert isinstance(axis, str) and isinstance(trips, int)
+    in_flight = ActionOrder.of(action_order(loop).split()).in_flight or 1
+    return LoopMemory(axis, trips, live[top] + inside[top] - before, before, in_flight)

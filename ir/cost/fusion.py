@@ -21,10 +21,10 @@ import torch
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.program.aliasing import lies_in
+from shardfx.ir.program.aliasing import view_source
 
-from .fake_calls import Layout
-from .footprint import Block
+from .fake_calls import TensorLayout
+from .footprint import Storage
 
 aten = torch.ops.aten
 
@@ -56,37 +56,37 @@ READS = 4
 ``realize_reads_threshold``."""
 Loads = set[fx.Node]
 """Values, or views of them, that a kernel loads."""
-Layouts = Callable[[fx.Node], Sequence[Layout]]
+Layouts = Callable[[fx.Node], Sequence[TensorLayout]]
 """Of the tensors that a node gives."""
 
 
-def fused(nodes: Sequence[fx.Node]) -> dict[fx.Node, Loads]:
+def inlined_values(nodes: Sequence[fx.Node]) -> dict[fx.Node, Loads]:
     """The values that are computed where they are used, and what each loads."""
     found: dict[fx.Node, Loads] = {}
     for node in nodes:
-        if is_elementwise(node) and lies_in(node, None) is None:
-            users, loads = {*_users(node)}, loaded(node, found)
+        if is_elementwise(node) and view_source(node, None) is None:
+            users, loads = {*_users(node)}, kernel_loads(node, found)
             if all(map(is_computed, users)) and (len(users) == 1 or len({*map(root, loads)}) <= READS):
                 found[node] = loads
     return found
 
 
-def loaded(node: fx.Node, inside: Mapping[fx.Node, Loads]) -> Loads:
+def kernel_loads(node: fx.Node, inside: Mapping[fx.Node, Loads]) -> Loads:
     """What a kernel of one call loads: its operands, and those of operands that are computed ``inside`` it."""
     return {each for used in node.all_input_nodes for each in inside.get(root(used), (used,))}
 
 
 def root(node: fx.Node) -> fx.Node:
     """The value that a node is a view of: itself, if it is none. Results of one call are values apart."""
-    while node.op == "call_function" and (source := lies_in(node, None)) is not None:
-        if node.target is operator.getitem and lies_in(source, None) is None:
+    while node.op == "call_function" and (source := view_source(node, None)) is not None:
+        if node.target is operator.getitem and view_source(source, None) is None:
             break
         node = source
     return node
 
 
 @dataclass(eq=False)
-class Kernel:
+class FusedKernel:
     """A call that is no view, with the calls that are fused with it, and what it loads."""
 
     number: int
@@ -104,8 +104,8 @@ class Kernel:
         for view in self.loads:
             if maker_of(value := root(view)) not in self.calls:
                 seen[value] = seen.get(value, 0) + _nbytes(layouts(view))
-        loaded = sum(min(_nbytes(layouts(value)), much) for value, much in seen.items())
-        return loaded + sum(_nbytes(layouts(node)) for node in self.stores)
+        kernel_loads = sum(min(_nbytes(layouts(value)), much) for value, much in seen.items())
+        return kernel_loads + sum(_nbytes(layouts(node)) for node in self.stores)
 
 
 def kernels(
@@ -113,22 +113,20 @@ def kernels(
     inside: Mapping[fx.Node, Loads],
     layouts: Layouts,
     loop: Callable[[fx.Node], Hashable],
-) -> list[Kernel]:
-    """The kernels of a program, as Inductor's scheduler fuses them.
-
-    Elementwise calls and reductions over equally many elements in one ``loop`` share a kernel if one uses the other's
-    result, or both load a value of so many elements, and no other kernel has to run between them. What uses a sum over
-    rows, or over all elements, is in another kernel. A ``write`` of what a kernel computes is the kernel's store.
-    """
-    found: list[Kernel] = []
-    kernel_of: dict[fx.Node, Kernel] = {}
-    loaders: dict[fx.Node, list[Kernel]] = {}
+) -> list[FusedKernel]:
+    """The kernels of a program, as Inductor's scheduler fuses them: elementwise calls and reductions over equally many
+    elements in one ``loop`` share a kernel if one uses the other's result, or both load a value of so many elements,
+    and no other kernel has to run between them. Uses of a sum over rows, or over all elements, are in another kernel; a
+    ``write`` of what a kernel computes is the kernel's store."""
+    found: list[FusedKernel] = []
+    kernel_of: dict[fx.Node, FusedKernel] = {}
+    loaders: dict[fx.Node, list[FusedKernel]] = {}
     """By value: the kernels of elementwise calls and reductions that load it."""
     used_in: dict[fx.Node, set[int]] = {}
     for node in nodes:
-        if node in inside or lies_in(node, None) is not None:
+        if node in inside or view_source(node, None) is not None:
             continue
-        loads, computes = loaded(node, inside), is_computed(node)
+        loads, computes = kernel_loads(node, inside), is_computed(node)
         values = {*map(root, loads)}
         makers = {value: kernel_of[maker_of(value)] for value in values if maker_of(value) in kernel_of}
         sized = node.all_input_nodes if node.target in REDUCTIONS else (node,)
@@ -146,7 +144,7 @@ def kernels(
                 and each not in ended
                 and not any(other.before >> each.number & 1 for other in makers.values())
             )
-            kernel = next(fits, None) or Kernel(len(found), size)
+            kernel = next(fits, None) or FusedKernel(len(found), size)
         if kernel.number == len(found):
             found.append(kernel)
         kernel.calls.append(node)
@@ -164,7 +162,7 @@ def kernels(
     return found
 
 
-def _run_before(kernel: Kernel, makers: Iterable[Kernel], found: Iterable[Kernel]) -> None:
+def _run_before(kernel: FusedKernel, makers: Iterable[FusedKernel], found: Iterable[FusedKernel]) -> None:
     """Note that ``makers``, and what runs before them, run before a kernel, and before all behind it."""
     before = kernel.before
     for each in makers:
@@ -196,32 +194,32 @@ def _ends_kernel(node: fx.Node, layouts: Layouts) -> bool:
     return len(reduced) in (0, rank) or reduced != {*range(rank - len(reduced), rank)}
 
 
-def _numel(layouts: Iterable[Layout]) -> int:
+def _numel(layouts: Iterable[TensorLayout]) -> int:
     return max((layout.numel for layout in layouts), default=0)
 
 
-def _nbytes(layouts: Iterable[Layout]) -> int:
+def _nbytes(layouts: Iterable[TensorLayout]) -> int:
     return sum(layout.nbytes for layout in layouts)
 
 
-def fuse(nodes: Sequence[fx.Node], blocks: Callable[[fx.Node], Iterator[Block]]) -> None:
-    """Let values that are computed where they are used hold nothing. ``blocks`` are those in which a value lies."""
-    inside = fused(nodes)
+def drop_inlined_values(nodes: Sequence[fx.Node], storages: Callable[[fx.Node], Iterator[Storage]]) -> None:
+    """Let values that are computed where they are used hold nothing. ``storages`` are those in which a value lies."""
+    inside = inlined_values(nodes)
     for node in reversed(nodes):
         if node not in inside:
             continue
-        for block in blocks(node):
+        for storage in storages(node):
             for used in node.all_input_nodes:
-                for source in blocks(used):
-                    source.last = max(source.last, block.last)
-                    source.uses |= {place: max(at, source.uses.get(place, at)) for place, at in block.uses.items()}
-            block.nbytes = 0
+                for source in storages(used):
+                    source.last = max(source.last, storage.last)
+                    source.uses |= {place: max(at, source.uses.get(place, at)) for place, at in storage.uses.items()}
+            storage.nbytes = 0
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
     """The calls that use a value, or a view of it."""
     for user in node.users:
-        if user.op == "call_function" and lies_in(user, None) is node:
+        if user.op == "call_function" and view_source(user, None) is node:
             yield from _users(user)
         else:
             yield user

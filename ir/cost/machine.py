@@ -80,42 +80,43 @@ class Machine:
     host_view: float = 0.0
 
     def __post_init__(self) -> None:
-        rates = {**{f"flops {dtype}": rate for dtype, rate in self.flops.items()}, "bandwidth": self.bandwidth}
-        rates["memory"] = self.memory
-        for what, rate in rates.items():
-            if not (rate > 0 and math.isfinite(rate)):
-                raise Error(f"machine {self.name!r}: {what} must be positive", expected="a number above 0", got=rate)
-        for dtype in self.flops:
-            if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise Error(
-                    f"machine {self.name!r}: unknown dtype", expected="a dtype of torch, as bfloat16", got=dtype
-                )
-        for name in self.pools.keys() - POOLS.keys():
-            raise Error(f"machine {self.name!r}: no other memory is called so", expected=" or ".join(POOLS), got=name)
-        if not self.flops or not self.overhead >= 0:
-            raise Error(
-                f"machine {self.name!r} needs a rate and an overhead that is not negative",
-                expected="flops={dtype: rate, ...}, overhead=seconds",
-                got=f"flops={dict(self.flops)}, overhead={self.overhead}",
-            )
-        if not self.links or self.links[-1].ranks is not None:
-            raise Error(
-                f"machine {self.name!r}: the last link must connect all ranks",
-                expected="links, the last one without ranks",
-                got=[level.name for level in self.links],
-            )
+        rates = {f"flops {dtype}": rate for dtype, rate in self.flops.items()}
+        rates |= {"bandwidth": self.bandwidth, "memory": self.memory}
+        some = f"flops={dict(self.flops)}, overhead={self.overhead}"
+        checks: list[tuple[bool, str, str, object]] = [
+            *(
+                (0 < rate < math.inf, f"{what} must be positive", "a number above 0", rate)
+                for what, rate in rates.items()
+            ),
+            *(
+                (isinstance(getattr(torch, each, None), torch.dtype), "unknown dtype", "a dtype, as bfloat16", each)
+                for each in self.flops
+            ),
+            *((each in POOLS, "no other memory is called so", " or ".join(POOLS), each) for each in self.pools),
+            (
+                bool(self.flops) and self.overhead >= 0,
+                "needs a rate and an overhead that is not negative",
+                "flops={...}",
+                some,
+            ),
+            (
+                bool(self.links) and self.links[-1].ranks is None,
+                "the last link must connect all ranks",
+                "links, the last one without ranks",
+                [level.name for level in self.links],
+            ),
+        ]
+        for right, what, expected, got in checks:
+            if not right:
+                raise Error(f"machine {self.name!r}: {what}", expected=expected, got=got)
 
     def rate(self, dtype: torch.dtype) -> float:
         """Operations a second in a dtype; of one that is not listed, as in the slowest."""
         return self.flops.get(str(dtype).removeprefix("torch."), min(self.flops.values()))
 
     def seconds(self, kind: str, flops: float, touched: float, dtype: torch.dtype) -> float:
-        """Seconds of a call: measured ones of its kind, or what takes longer of computing, and of reading and writing.
-
-        Args:
-            kind: the name of an op, or ``"view"``.
-            flops, touched: its operations, and the bytes that it reads and writes.
-        """
+        """Seconds of a call: measured ones of its kind (an op's name, or ``"view"``), or the longer of computing
+        ``flops``, and of reading and writing ``touched`` bytes."""
         if kind == VIEW:
             return self._measured(VIEW, 0.0, dtype) or 0.0
         own = self._measured(kind, flops or touched, dtype, bool(flops))
@@ -138,7 +139,7 @@ class Machine:
         return curve.seconds(amount) * slower if curve is not None else None
 
     def pool(self, name: str) -> Link:
-        """What connects the device with another pool of memory."""
+        """What connects the device with another memory."""
         return self.pools.get(name) or POOLS[name]
 
     def connect(self, mesh: Mesh, instead_of: Machine | None = None) -> Mesh:
@@ -165,11 +166,7 @@ class Machine:
 
     @classmethod
     def load(cls, name: str | Path) -> Machine:
-        """A machine of known figures by its name, or one from a file.
-
-        Raises:
-            Error: there is no such machine, or the file does not describe one.
-        """
+        """A machine of known figures by its name, or one from a file."""
         known = sorted(path.stem for path in FOLDER.glob("*.json"))
         path = FOLDER / f"{name}.json" if name in known else Path(name)
         if not path.is_file():
@@ -201,17 +198,12 @@ class Machine:
 
     @classmethod
     def measure(cls, device: str | torch.device | None = None, name: str = "") -> Machine:
-        """The machine at hand, measured in some ten seconds, on CUDA in some twenty: matrix products by dtype and size,
-        a copy of memory, small ops, what connects it with the host, and some ops by their size, as programs call them.
-        On a CPU of one thread the seconds are those that it worked; on CUDA those of the device, and apart from them
-        what the host spends on calls. There, products, convolutions and attention run for a while before they are
-        timed, at the clock that the device sustains. Products in float32 run as they are set to now
-        (``torch.set_float32_matmul_precision``).
+        """The machine at hand, measured in ten to twenty seconds: matrix products by dtype and size, memory bandwidth,
+        small ops, the link to the host, and some ops by their size, as programs call them. On CUDA heavy ops are timed
+        at the clock that the device sustains; products in float32 run as ``torch.set_float32_matmul_precision`` says.
 
-        Where a process group of several ranks is there, all of them call this together, and what connects them is
-        measured as well: as one link between any two, whichever machine they are on; and all get the first rank's
-        figures, so that they plan alike. Else the links are not measured, but those of the nearest known machine;
-        ``source`` says which it was. The drive is not measured. Virtual ranks send nothing.
+        In a process group of several ranks all of them call this together: the link between them is measured too, and
+        all get the first rank's figures. Else links are those of the nearest known machine, which ``source`` names.
 
         Args:
             device: what computes; by default CUDA where there is one, else the CPU.

@@ -27,13 +27,13 @@ from shardfx.ir.spec import Spec
 from .amounts import Cost, Work
 from .flops import flops_of, formula
 from .replay import replay
-from .traffic import over_time
+from .traffic import over_loop
 
 
 def rough_cost(node: Node, mesh: Mesh) -> Cost:
     """What a rank does each time that a placed node is done, in one iteration of each loop axis."""
     if is_comm(node):
-        if over_time(node, mesh):
+        if over_loop(node, mesh):
             return Cost()
         return Cost(sent={mesh.sort(node.kwargs["axes"]): node.op.sends(node, mesh)})
     if is_view(node):
@@ -48,12 +48,9 @@ def rough_cost(node: Node, mesh: Mesh) -> Cost:
     return Cost({Work(flops, touched, real[0] if real else torch.float32, base_name(node)): 1})
 
 
-def price(node: Node, mesh: Mesh, book: RuleBook) -> Cost:
-    """What rank 0, which holds most, does each time that the node is done.
-
-    The node has a strategy (or, where it needs none, placements on its values); it may stand in a graph in which
-    communication is not explicit yet.
-    """
+def node_cost(node: Node, mesh: Mesh, book: RuleBook) -> Cost:
+    """The cost of one run of a node on rank 0, which has the largest shards. The node has a strategy (or placements on
+    its values); communication may not be explicit yet."""
     specs = node.strategy.operands if node.strategy is not None else tuple(value.spec for value in node.operands)
     twins: dict[tuple[Value, Spec | None], Value] = {}
     for value, spec in zip(node.operands, specs, strict=True):
@@ -72,19 +69,19 @@ def price(node: Node, mesh: Mesh, book: RuleBook) -> Cost:
         mesh,
         [Input(InputKind.ARGUMENT, each.name, each) for each in twins.values()],
         [alone],
-        [Output(OutputKind.RESULT, f"results.{i}", value) for i, value in enumerate(_leaving(alone, mesh))],
+        [Output(OutputKind.RESULT, f"results.{i}", value) for i, value in enumerate(_complete_results(alone, mesh))],
     )
     return replay(lower(graph, 0, book, {OutputKind.RESULT})).cost
 
 
-def _leaving(node: Node, mesh: Mesh) -> list[Value]:
+def _complete_results(node: Node, mesh: Mesh) -> list[Value]:
     """The results of a node; of one that is done in iterations, those that these put together."""
     axes = [{*v.spec.axes, *v.spec.partial_axes} if v.spec is not None else set[str]() for v in node.outs]
     iterations = {axis for each in axes for axis in each if mesh[axis].loop}
     return [value for value, its in zip(node.outs, axes, strict=True) if iterations <= its]
 
 
-class Prices:
+class NodeCosts:
     """Prices on one mesh, each found once: nodes of one op, types, placements and other arguments cost the same."""
 
     def __init__(self, mesh: Mesh, book: RuleBook) -> None:
@@ -92,11 +89,11 @@ class Prices:
         self._known: dict[Any, Cost] = {}
 
     def of(self, node: Node) -> Cost:
-        """The price of a node (see :func:`price`)."""
+        """The price of a node (see :func:`node_cost`)."""
         placed = node.strategy or (tuple(v.spec for v in node.operands), tuple(v.spec for v in node.outs))
         key = (alike(node), placed)
         if key not in self._known:
-            self._known[key] = price(node, self._mesh, self._book)
+            self._known[key] = node_cost(node, self._mesh, self._book)
         return self._known[key]
 
     def __len__(self) -> int:

@@ -40,7 +40,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Where:
+class ProbeSite:
     """What operands are made on, and in which dtype."""
 
     device: torch.device
@@ -56,51 +56,39 @@ class Where:
         return self.device.type == "cuda"
 
 
-Make = Callable[[int, Where], tuple[Any, ...]]
+Make = Callable[[int, ProbeSite], tuple[Any, ...]]
 
 
 def _rows(count: int) -> Make:
     return lambda rows, at: tuple(at.random(rows, WIDTH[at.device.type]) for _ in range(count))
 
 
-def _forward(n: int, at: Where) -> tuple[Any, ...]:
+def _forward(n: int, at: ProbeSite) -> tuple[Any, ...]:
     """The product of a linear layer of n outputs, n / 2 inputs and 2 n tokens."""
     return at.random(2 * n, n // 2), at.random(n, n // 2).t()
 
 
-def _input_gradient(n: int, at: Where) -> tuple[Any, ...]:
-    return at.random(2 * n, n), at.random(n, n // 2)
-
-
-def _weight_gradient(n: int, at: Where) -> tuple[Any, ...]:
-    return at.random(2 * n, n).t(), at.random(2 * n, n // 2)
-
-
-def _square(n: int, at: Where) -> tuple[Any, ...]:
+def _square(n: int, at: ProbeSite) -> tuple[Any, ...]:
     return at.random(n, n), at.random(n, n)
 
 
-def _narrow(n: int, at: Where) -> tuple[Any, ...]:
-    return at.random(n, n), at.random(n, 64)
-
-
-def _normalized(rows: int, at: Where) -> tuple[Any, ...]:
+def _normalized(rows: int, at: ProbeSite) -> tuple[Any, ...]:
     (x,) = _rows(1)(rows, at)
     scale = torch.ones_like(x[0])
     return x, [*scale.shape], scale, scale, 1e-5
 
 
-def _normalized_backward(rows: int, at: Where) -> tuple[Any, ...]:
+def _normalized_backward(rows: int, at: ProbeSite) -> tuple[Any, ...]:
     x, shape, scale, bias, eps = _normalized(rows, at)
     _, mean, deviation = aten.native_layer_norm.default(x, shape, scale, bias, eps)
     return torch.ones_like(x), x, shape, mean, deviation, scale, bias, [True, True, True]
 
 
-def _queries(length: int, at: Where) -> tuple[Any, ...]:
+def _queries(length: int, at: ProbeSite) -> tuple[Any, ...]:
     return (*(at.random(2, 4, length, 32) for _ in range(3)), 0.0, True)
 
 
-def _queries_backward(length: int, at: Where) -> tuple[Any, ...]:
+def _queries_backward(length: int, at: ProbeSite) -> tuple[Any, ...]:
     q, k, v, *more = _queries(length, at)
     out, normalizer = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, *more)
     return torch.ones_like(out), q, k, v, out, normalizer, *more
@@ -111,7 +99,7 @@ TOKENS, HEADS, HEAD = 8192, 16, 128
 
 
 def _attended(causal: bool) -> Make:
-    def make(length: int, at: Where) -> tuple[Any, ...]:
+    def make(length: int, at: ProbeSite) -> tuple[Any, ...]:
         shape = max(TOKENS // length, 1), length, HEADS, HEAD
         return (*(at.random(*shape).transpose(1, 2) for _ in range(3)), None, causal)
 
@@ -119,7 +107,7 @@ def _attended(causal: bool) -> Make:
 
 
 def _attended_backward(causal: bool) -> Make:
-    def make(length: int, at: Where) -> tuple[Any, ...]:
+    def make(length: int, at: ProbeSite) -> tuple[Any, ...]:
         q, k, v, *how = _attended(causal)(length, at)
         out, normalizer = attention(q, k, v, *how)
         return torch.randn_like(out), q, k, v, out, normalizer, *how
@@ -127,13 +115,13 @@ def _attended_backward(causal: bool) -> Make:
     return make
 
 
-def _image(size: int, at: Where) -> tuple[Any, ...]:
+def _image(size: int, at: ProbeSite) -> tuple[Any, ...]:
     batch, channels = (16, 64) if at.is_cuda else (2, 32)
     x, weight = at.random(batch, channels, size, size), at.random(channels, channels, 3, 3)
     return x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
 
 
-def _image_backward(size: int, at: Where) -> tuple[Any, ...]:
+def _image_backward(size: int, at: ProbeSite) -> tuple[Any, ...]:
     x, weight, _, *more = _image(size, at)
     return torch.ones_like(x), x, weight, None, *more, [True, True, False]
 
@@ -142,32 +130,14 @@ def _reduced(count: int, *more: Any) -> Make:
     return lambda rows, at: (*_rows(count)(rows, at), *more)
 
 
-def _by_vector(rows: int, at: Where) -> tuple[Any, ...]:
+def _by_vector(rows: int, at: ProbeSite) -> tuple[Any, ...]:
     (x,) = _rows(1)(rows, at)
     return x, at.random(x.shape[1])
 
 
-def _by_column(rows: int, at: Where) -> tuple[Any, ...]:
-    return *_rows(1)(rows, at), at.random(rows, 1)
-
-
-def _half_by_vector(rows: int, at: Where) -> tuple[Any, ...]:
-    """Half of each row, as rotary positions see it."""
-    x, scale = _by_vector(rows, at)
-    return x.chunk(2, -1)[0], scale.chunk(2)[0]
-
-
-def _cast(rows: int, at: Where) -> tuple[Any, ...]:
-    return *_rows(1)(rows, at), torch.bfloat16 if at.dtype is torch.float32 else torch.float32
-
-
-def _of_heads(rows: int, at: Where) -> tuple[Any, ...]:
+def _of_heads(rows: int, at: ProbeSite) -> tuple[Any, ...]:
     """Results of attention, which a product takes as rows."""
     return at.random(1, HEADS, rows, HEAD).transpose(1, 2), [rows, HEADS * HEAD]
-
-
-def _halves(rows: int, at: Where) -> tuple[Any, ...]:
-    return [x.chunk(2, -1)[0].contiguous() for x in _rows(2)(rows, at)], -1
 
 
 ROWS: Mapping[str, Sequence[int]] = {"cpu": (4, 64, 512, 4096), "cuda": (4, 256, 4096, 32768)}
@@ -194,14 +164,8 @@ dtype."""
 
 @dataclass(frozen=True)
 class Heavy:
-    """An op that is measured in each dtype of its device, by operations, or by bytes if it has none; under its own
-    name, or a ``kind``.
-
-    Args:
-        make: how its operands are made.
-        more: other layouts of operands: the probe goes round among all, and measures their mean.
-        warm: seconds that calls run before they are timed on CUDA, if one takes long (:data:`LONG_CALL`).
-    """
+    """An op that is measured in each dtype of its device, by FLOPs, or by bytes if it has none; under its own name, or
+    a ``kind``: the mean over operands of ``make`` and ``more``; on CUDA long calls run ``warm`` seconds before."""
 
     op: Any
     make: Make
@@ -216,6 +180,17 @@ class Heavy:
         return self.kind or base_name_of(self.op)
 
 
+GRADIENTS: Sequence[Make] = (
+    lambda n, at: (at.random(2 * n, n), at.random(n, n // 2)),
+    lambda n, at: (at.random(2 * n, n).t(), at.random(2 * n, n // 2)),
+)
+"""The products of a linear layer's backward: for its inputs, and for its weight."""
+BROADCAST: Sequence[Make] = (
+    _by_vector,
+    lambda rows, at: (*_rows(1)(rows, at), at.random(rows, 1)),
+    lambda rows, at: tuple(x.chunk(2, -1)[0] for x in _by_vector(rows, at)),
+)
+"""Rows by a vector, by a column, and half of each row by half of a vector, as of rotary embeddings."""
 LENGTHS = (256, 1024, 4096, 8192)
 LONG_CALL = 2e-5
 """Seconds from which on the time of a call on CUDA depends on the clock more than on its launch."""
@@ -237,14 +212,23 @@ HEAVY: Mapping[str, Sequence[Heavy]] = {
             _forward,
             (128, 256, 512, 1024, 2048, 4096, 8192),
             PRODUCT,
-            (_input_gradient, _weight_gradient),
+            GRADIENTS,
             CLOCK_SETTLES,
         ),
-        Heavy(aten.mm.default, _narrow, (256, 1024, 4096, 8192), NARROW),
-        Heavy(aten.mul.Tensor, _rows(2), ROWS["cuda"], more=(_by_vector, _by_column, _half_by_vector)),
-        Heavy(aten.to.dtype, _cast, ROWS["cuda"], "_to_copy"),
+        Heavy(aten.mm.default, lambda n, at: (at.random(n, n), at.random(n, 64)), (256, 1024, 4096, 8192), NARROW),
+        Heavy(aten.mul.Tensor, _rows(2), ROWS["cuda"], more=BROADCAST),
+        Heavy(
+            aten.to.dtype,
+            lambda rows, at: (*_rows(1)(rows, at), torch.bfloat16 if at.dtype is torch.float32 else torch.float32),
+            ROWS["cuda"],
+            "_to_copy",
+        ),
         Heavy(aten.reshape.default, _of_heads, ROWS["cuda"]),
-        Heavy(aten.cat.default, _halves, ROWS["cuda"]),
+        Heavy(
+            aten.cat.default,
+            lambda rows, at: ([x.chunk(2, -1)[0].contiguous() for x in _rows(2)(rows, at)], -1),
+            ROWS["cuda"],
+        ),
         Heavy(aten.mean.dim, _reduced(1, [-1]), ROWS["cuda"]),
         Heavy(aten.sum.dim_IntList, _reduced(1, [0]), ROWS["cuda"], more=(_reduced(1, [-1]),)),
         Heavy(aten.convolution.default, _image, (16, 64, 256), warm=HOT),
@@ -267,13 +251,13 @@ def products(device: torch.device, clock: Clock) -> dict[torch.dtype, Curve]:
     """Seconds of products by their operations, in each dtype: on CUDA the mean of the three of a linear layer, which
     lie differently in memory; on a CPU square ones."""
     product = HEAVY[device.type][0]
-    return {dtype: curve(product, Where(device, dtype), clock) for dtype in calibrate.DTYPES}
+    return {dtype: curve(product, ProbeSite(device, dtype), clock) for dtype in calibrate.DTYPES}
 
 
 def curves(device: torch.device, clock: Clock, products: Mapping[torch.dtype, Curve]) -> dict[str, Curve]:
     """Seconds of calls by kind: of products and of what only touches memory, and of some ops under their names; on a
     CPU, where they are not hidden behind others, of views."""
-    kind, at = device.type, Where(device)
+    kind, at = device.type, ProbeSite(device)
     found = {PRODUCT: products[torch.float32]}
     if device.type == "cuda":
         found |= {of_dtype(PRODUCT, dtype): each for dtype, each in products.items()}
@@ -283,13 +267,13 @@ def curves(device: torch.device, clock: Clock, products: Mapping[torch.dtype, Cu
     for each in HEAVY[kind][1:]:
         for dtype in DTYPES[kind]:
             name = each.name if kind == "cpu" else of_dtype(each.name, dtype)
-            found[name] = curve(each, Where(device, dtype), clock)
+            found[name] = curve(each, ProbeSite(device, dtype), clock)
     if kind == "cpu":
         found[VIEW] = Curve(((0.0, _seconds(aten.t.default, [_rows(1)(1, at)] * MOST, device, clock)),))
     return found
 
 
-def curve(heavy: Heavy, at: Where, clock: Clock) -> Curve:
+def curve(heavy: Heavy, at: ProbeSite, clock: Clock) -> Curve:
     """Seconds of an op by its operations, or bytes (a narrow product's, too), up to a size at which it takes long."""
     points: list[tuple[float, float]] = []
     with torch.no_grad():
@@ -301,12 +285,12 @@ def curve(heavy: Heavy, at: Where, clock: Clock) -> Curve:
     return Curve.of(points)
 
 
-def _by_bytes(op: Any, make: Make, sizes: Sequence[int], at: Where, clock: Clock) -> Curve:
+def _by_bytes(op: Any, make: Make, sizes: Sequence[int], at: ProbeSite, clock: Clock) -> Curve:
     with torch.no_grad():
         return Curve.of([_point(Heavy(op, make, sizes), size, at, clock) for size in sizes])
 
 
-def _point(heavy: Heavy, size: int, at: Where, clock: Clock) -> tuple[float, float]:
+def _point(heavy: Heavy, size: int, at: ProbeSite, clock: Clock) -> tuple[float, float]:
     """How much a call of this size does, and the seconds that it takes in the median round."""
     op, makes = heavy.op, (heavy.make, *heavy.more)
     ring = [make(size, at) for make in makes]
@@ -334,7 +318,7 @@ def _seconds(op: Any, ring: Sequence[tuple[Any, ...]], device: torch.device, clo
     """Seconds of a call among all operands of a ring: in the median round, after one that warms up."""
     if device.type == "cuda":
         return calibrate.on_device(op._op, ring, device, PASSES)
-    between = _square(BETWEEN, Where(device))
+    between = _square(BETWEEN, ProbeSite(device))
     rounds = [_round(op, ring, between, clock) for _ in range(PASSES + 1)]
     return max(statistics.median(rounds[1:]), 0.0)
 

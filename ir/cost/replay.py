@@ -20,20 +20,20 @@ from shardfx.ir.ops.pools import pool_ops, transfer
 from shardfx.ir.ops.sends import Sent, is_comm
 from shardfx.ir.ops.table import LocalOp, OwnOp
 from shardfx.ir.ops.traits import base_name_of, is_cast, uncast
-from shardfx.ir.program.aliasing import lies_in
-from shardfx.ir.program.loops.loop_regions import Lifetimes
+from shardfx.ir.program.aliasing import view_source
+from shardfx.ir.program.loops.loop_regions import Lifetimes, loop_of, loop_role, regions
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.store_layout import neighbours
+from shardfx.ir.program.store_layout import contiguous_parameters
 from shardfx.ir.shards import held_shape
 from shardfx.ir.spec import laid_of
 
 from .amounts import Cost, Work
-from .call_timeline import FIRST, At, Moments, Place, Standpoint, sizes_of_iterations
+from .call_timeline import FIRST, At, CallTimeline, Scope, set_iteration_sizes
 from .curve import TOUCH, VIEW
-from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
+from .fake_calls import CallEffect, FakeCalls, Result, TensorLayout, call_error, leaves, map_nest
 from .flops import CAUSAL, MASKED
-from .footprint import PLAIN, Block, BlockTensor, Footprint, Transport
-from .fusion import fuse, fused, is_computed, kernels, maker_of, root
+from .footprint import PLAIN, Footprint, Storage, StoredTensor, Transport
+from .fusion import drop_inlined_values, inlined_values, is_computed, kernels, maker_of, root
 
 
 def group_of(node: fx.Node) -> str | None:
@@ -43,29 +43,29 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def is_memory(node: fx.Node) -> bool:
-    """Whether a call gives memory, and no value: nothing is read or written."""
+    """Whether a call allocates memory without content."""
     row = row_of(node.target)
     return row is not None and row.memory and not row.filled
 
 
-def called(node: fx.Node) -> str:
+def collective_name(node: fx.Node) -> str:
     """What programs call a collective."""
     row = row_of(node.target)
     return row.name if row is not None else str(node.target)
 
 
 def kind_of(node: fx.Node) -> str:
-    """The name of what is called, for machines that know how long it takes: ``mm``, ``gelu``, ``loop.addmm``;
-    attention that leaves out later keys is another kind, for its operations are counted as if it did not."""
+    """The kind of a call, for machines that measured it: ``mm``, ``gelu``, ``loop.addmm``; causal attention is
+    another kind, for its FLOPs are counted as if it was not."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return called(node)
+        return collective_name(node)
     at = MASKED.get(node.target)
     causal = at is not None and (node.args[at] if at < len(node.args) else node.kwargs.get("causal"))
     return f"{CAUSAL if causal else ''}{base_name_of(node.target)}"
 
 
-def changed_by(node: fx.Node) -> list[fx.Node]:
-    """The operands that a call reads and writes over, as a fused step of an optimizer does; destinations apart."""
+def mutated_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call updates in place, as a fused optimizer step does; destinations apart."""
     row, target = row_of(node.target), node.target
     if row is not None:
         into = row.destination(node)
@@ -81,8 +81,7 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
 
 
 def before_communication(node: fx.Node, seen: set[fx.Node]) -> list[fx.Node]:
-    """The values that communication (and putting away) made this one of: itself, if it is no result of such. What was
-    ``seen`` before is left out."""
+    """The sources of a value before communication and offloading, but for those ``seen`` before."""
     found: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
@@ -100,7 +99,7 @@ def before_communication(node: fx.Node, seen: set[fx.Node]) -> list[fx.Node]:
 
 
 def source_of(value: Value) -> Value:
-    """The value of the graph before any communication, and before it was put away and fetched."""
+    """The value of the graph before any communication, and before it was offloaded and fetched."""
     while value.node is not None and isinstance(value.node.op, OwnOp):
         operands = value.node.operands
         value = operands[value.index if len(operands) > 1 else 0]
@@ -121,39 +120,34 @@ KEPT = {
 def replay(
     program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, compiled: bool = False
 ) -> Footprint:
-    """Replay a rank's program (rank 0 holds most). ``fakes`` knows what calls of other programs made.
+    """Replay a rank's program (rank 0 has the largest shards). ``fakes`` caches calls of other programs, too.
 
-    Args:
-        transport: what is held of what is under way.
-        compiled: elementwise values are computed in the kernels that take them (:mod:`.fusion`).
-
-    Raises:
-        Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh; a call that
-            cannot be run is a :class:`CallError`.
+    ``transport``: the buffers of communication. ``compiled``: elementwise values are fused into kernels
+    (:mod:`.fusion`). A call that cannot run is a :class:`CallError`.
     """
     fakes = fakes or FakeCalls()
-    walk = _walked(program, transport, fakes)
+    walk = _replayed(program, transport, fakes)
     if compiled:
         walk.costs = _fused_costs(walk)
-        fuse(walk.calls, walk.blocks_of)
-    sizes_of_iterations(
-        program.graph.nodes, walk.blocks, lambda iteration: _walked(program, transport, fakes, iteration).blocks
+        drop_inlined_values(walk.calls, walk.storages_of)
+    set_iteration_sizes(
+        program.graph.nodes, walk.storages, lambda iteration: _replayed(program, transport, fakes, iteration).storages
     )
     return walk.footprint()
 
 
-def _fused_costs(walk: _Walk) -> list[Cost]:
+def _fused_costs(walk: _Replay) -> list[Cost]:
     """The costs of calls in fused kernels: each kernel's at its last call."""
     places = {node: at for at, node in enumerate(walk.calls)}
-    inside, costs = fused(walk.calls), [*walk.costs]
+    inside, costs = inlined_values(walk.calls), [*walk.costs]
 
-    def layouts(node: fx.Node) -> list[Layout]:
-        return [tensor.layout for tensor in leaves(walk.held[node], BlockTensor)]
+    def layouts(node: fx.Node) -> list[TensorLayout]:
+        return [tensor.layout for tensor in leaves(walk.held[node], StoredTensor)]
 
-    def loop(node: fx.Node) -> tuple[Place, float]:
+    def loop(node: fx.Node) -> tuple[Scope, float]:
         """In which loop a call is, and how often it is done."""
         at = places[node]
-        return walk.stand.places[at], max(walk.costs[at].work.values(), default=1)
+        return walk.scopes[at], max(walk.costs[at].work.values(), default=1)
 
     for kernel in kernels(walk.calls, inside, layouts, loop):
         last = kernel.calls[-1]
@@ -165,51 +159,47 @@ def _fused_costs(walk: _Walk) -> list[Cost]:
         work = Work(0.0, kernel.touched(layouts), layouts(kernel.calls[0])[0].dtype, TOUCH)
         costs[places[last]] = Cost({work: count})
     for node in walk.calls:
-        if node in inside or (lies_in(node, None) is not None and is_computed(maker_of(root(node)))):
+        if node in inside or (view_source(node, None) is not None and is_computed(maker_of(root(node)))):
             costs[places[node]] = NOTHING  # computed in kernels, which store the layout that is used
     return costs
 
 
 def values(program: RankProgram) -> dict[str, Any]:
-    """Each node's value by the node's name, as torch keeps it in ``meta["val"]``: tensors on ``meta`` of the rank's
-    shapes and strides, nested as the call gives them.
+    """Each node's fake value by name, as torch keeps it in ``meta["val"]``: tensors on ``meta`` of local shapes and
+    strides, nested as the call gives them."""
 
-    Raises:
-        Error: as :func:`replay` does.
-    """
-
-    def tensor(held: BlockTensor) -> torch.Tensor:
+    def tensor(held: StoredTensor) -> torch.Tensor:
         shape, stride = held.layout.shape, held.layout.stride
         return torch.empty_strided(shape, stride, dtype=held.layout.dtype, device="meta")
 
-    return {node.name: change(held, tensor, BlockTensor) for node, held in _walked(program).held.items()}
+    return {node.name: map_nest(held, tensor, StoredTensor) for node, held in _replayed(program).held.items()}
 
 
-def _walked(
+def _replayed(
     program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, at: At = FIRST
-) -> _Walk:
+) -> _Replay:
     parameters = {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}
-    walk = _Walk(program.mesh, parameters, transport, fakes)
-    walk.iteration = at
+    walk = _Replay(program.mesh, parameters, transport, fakes)
+    walk.iteration, walk.inside_of = at, regions(program.graph.nodes)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
         assert given.value.spec is not None
         shape = held_shape(given.value.spec, given.value.shape, walk.mesh, program.rank)
-        walk.give(node, Layout.dense(shape, given.value.type.dtype, given.laid), given.pool.partition(":")[0])
+        walk.give(node, TensorLayout.dense(shape, given.value.type.dtype, given.laid), given.pool.partition(":")[0])
     nodes = {given.value: node for node, given in places.items()}
-    for together in neighbours(program.planned().values(), program.inputs):
-        walk.lie_together(nodes[given.value] for given in together)
+    for together in contiguous_parameters(program.planned().values(), program.inputs):
+        walk.make_contiguous(nodes[given.value] for given in together)
     for node in program.graph.nodes:
         if node.op == "placeholder":
             continue
         if node.op == "get_attr":
             constant = program.constants[str(node.target)]
-            walk.give(node, Layout.dense(tuple(constant.shape), constant.dtype, laid_of(constant)))
+            walk.give(node, TensorLayout.dense(tuple(constant.shape), constant.dtype, laid_of(constant)))
         elif node.op == "call_function":
             try:
                 walk.call(node)
             except DOES_NOT_RUN as error:
-                raise cannot(node, error) from error
+                raise call_error(node, error) from error
         elif node.op == "output":
             for output, result in zip(program.outputs, node.args[0], strict=True):
                 walk.keep(result, KEPT[output.kind])
@@ -223,7 +213,7 @@ def _walked(
     return walk
 
 
-class _Walk:
+class _Replay:
     """The state between two calls."""
 
     def __init__(
@@ -233,27 +223,30 @@ class _Walk:
         self.iteration = FIRST
         self.parameters = set(parameters)
         self.held: dict[fx.Node, Any] = {}
-        self.blocks: list[Block] = []
+        self.storages: list[Storage] = []
         self.calls: list[fx.Node] = []
         self.costs: list[Cost] = []
         self.inside: list[int] = []
         self._fakes = fakes or FakeCalls()
         self._costs: dict[Any, Cost] = {}
-        self.stand = Standpoint()
+        self.inside_of: dict[fx.Node, Scope] = {}
+        """By node: the loops and actions around it."""
+        self.scopes: list[Scope] = []
+        """By call: the actions around it."""
         self._before_sent: set[fx.Node] = set()
-        self._received: dict[Block, Block] = {}
+        self._received: dict[Storage, Storage] = {}
         """By the result of a reduce-scatter that is an exchange: what is received."""
 
-    def give(self, node: fx.Node, layout: Layout, pool: str = "") -> None:
+    def give(self, node: fx.Node, layout: TensorLayout, pool: str = "") -> None:
         """An input: memory of the caller's."""
-        self.held[node] = BlockTensor(layout, Block(0, 0, 0, None, pool=pool))
+        self.held[node] = StoredTensor(layout, Storage(0, 0, 0, None, pool=pool))
 
-    def lie_together(self, nodes: Iterable[fx.Node]) -> None:
-        """Inputs that the caller keeps one behind the other."""
-        block, offset = Block(0, 0, 0, None), 0
+    def make_contiguous(self, nodes: Iterable[fx.Node]) -> None:
+        """Inputs that are contiguous in the caller's memory."""
+        storage, offset = Storage(0, 0, 0, None), 0
         for node in nodes:
             layout = self.held[node].layout
-            self.held[node] = BlockTensor(layout, block, offset)
+            self.held[node] = StoredTensor(layout, storage, offset)
             offset += layout.numel
 
     def call(self, node: fx.Node) -> None:
@@ -264,102 +257,99 @@ class _Walk:
             return
         at, planned = len(self.calls), node.meta.get("shardfx")
         self.calls.append(node)
-        self.stand.places.append(self.stand.place)
-        args, kwargs = (change(nest, self.held.__getitem__, fx.Node) for nest in (node.args, node.kwargs))
-        operands: list[BlockTensor] = list(leaves((args, kwargs), BlockTensor))
+        around = self.inside_of[node]
+        scope = tuple(each for each in around if loop_role(each) == "unit")
+        self.scopes.append(scope)
+        args, kwargs = (map_nest(nest, self.held.__getitem__, fx.Node) for nest in (node.args, node.kwargs))
+        operands: list[StoredTensor] = list(leaves((args, kwargs), StoredTensor))
         for tensor in operands:
-            tensor.block.use(at, self.stand.place)
+            tensor.storage.use(at, scope)
             if planned is not None:
-                tensor.block.used_in = planned.phase
+                tensor.storage.used_in = planned.phase
         for sent in sent_by(node):
-            self.held[sent].block.use(at, self.stand.place)
+            self.held[sent].storage.use(at, scope)
         if node.target is operator.getitem:
             self.held[node] = args[0][args[1]]
             self.costs.append(NOTHING)
             self.inside.append(0)
             return
-        given = change(args, _layout, BlockTensor), change(kwargs, _layout, BlockTensor)
+        given = [map_nest(nest, lambda tensor: tensor.layout, StoredTensor) for nest in (args, kwargs)]
         made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
-        pool = pool_ops.pool_of_row(row, any(tensor.block.pool for tensor in operands))
+        pool = pool_ops.pool_of_row(row, any(tensor.storage.pool for tensor in operands))
         got = row is not None and row.message == "receives"
-        fresh = [Block(n, at, at, planned, kept=is_memory(node), pool=pool, message=got) for n in made.fresh]
+        fresh = [Storage(n, at, at, planned, kept=is_memory(node), pool=pool, message=got) for n in made.fresh]
         if node.target is memory_ops.arena:
             fresh[0].category = "arena"
-        self.blocks += fresh
+        self.storages += fresh
         self._exchange(node, at, operands, fresh)
 
-        def bind(result: Result) -> BlockTensor:
+        def bind(result: Result) -> StoredTensor:
             if result.fresh:
-                return BlockTensor(result.layout, fresh[result.owner], result.offset)
+                return StoredTensor(result.layout, fresh[result.owner], result.offset)
             owner = operands[result.owner]
-            return BlockTensor(result.layout, owner.block, owner.offset + result.offset)
+            return StoredTensor(result.layout, owner.storage, owner.offset + result.offset)
 
-        self.held[node] = change(made.results, bind, Result)
+        self.held[node] = map_nest(made.results, bind, Result)
         self.inside.append(made.inside - sum(made.fresh) if made.inside and not pool else 0)
         if row is not None and row.copies:
-            self.costs.append(self._carried(row, operands, pool))
+            memory = pool or operands[0].storage.pool or transfer.HOST
+            self.costs.append(Cost(copied={memory: Sent(1.0, operands[-1].layout.nbytes)}))
             return
         group = group_of(node)
         written = row.rewrites(args) if row is not None and row.rewrites is not None else []
         cost = self._work(node, made, operands + written) if group is None else self._sent(node, group, args[0])
-        self.costs.append(cost * prod(self.stand.iterations) if self.stand.iterations else cost)
+        trips: list[Any] = [each.args[1] for each in around if loop_role(each) == "opens"]
+        self.costs.append(cost * prod(trips) if trips else cost)
 
     def _iteration(self, node: fx.Node, row: LocalOp) -> None:
-        """Iterations or units begin or end, or a number of theirs: of the first iteration, where no other is said."""
-        args: Any = change(node.args, self.held.__getitem__, fx.Node)
+        """Iterations or actions begin or end, or a number of theirs: of the first iteration, where no other is said."""
+        args: Any = map_nest(node.args, self.held.__getitem__, fx.Node)
         self.held[node] = int(row.function(*args)) if row.loop == "number" else self.iteration.get(node, 0)
-        if row.loop == "opens":
-            self.stand.begin(node, args[1])
-        elif row.loop == "unit":
-            self.stand.unit(node)
-        elif row.loop == "closes":
-            ends = self.stand.end(node.args[0])
-            for tensor in leaves(args, BlockTensor):  # all that iterations use is there until the last one is over
-                tensor.block.last = max(len(self.calls) - 1, tensor.block.born)
-                tensor.block.uses |= ends
+        if row.loop == "closes":
+            loop = node.args[0]
+            ends = {scope: i for i, scope in enumerate(self.scopes) if any(loop_of(each) is loop for each in scope)}
+            for tensor in leaves(args, StoredTensor):  # all that iterations use is there until the last one is over
+                tensor.storage.last = max(len(self.calls) - 1, tensor.storage.born)
+                tensor.storage.uses |= ends
 
-    def _exchange(self, node: fx.Node, at: int, operands: list[BlockTensor], fresh: list[Block]) -> None:
+    def _exchange(self, node: fx.Node, at: int, operands: list[StoredTensor], fresh: list[Storage]) -> None:
         """The memory of a reduce-scatter that runs as an exchange: what is received is there until it was summed."""
-        name = called(node)
+        name = collective_name(node)
         if name == "c10d.reduce_scatter_tensor" and node.args[1] in ("sum", "avg"):
             if operands[0].layout.nbytes >= self.transport.exchanged:
-                received = Block(operands[0].layout.nbytes, at, at, fresh[0].node, pool=fresh[0].pool)
-                self.blocks.append(received)
+                received = Storage(operands[0].layout.nbytes, at, at, fresh[0].node, pool=fresh[0].pool)
+                self.storages.append(received)
                 self._received[fresh[0]] = received
-        elif name == "c10d.wait_tensor" and operands[0].block in self._received:
-            operands[0].block.born = self._received[operands[0].block].last = at
+        elif name == "c10d.wait_tensor" and operands[0].storage in self._received:
+            operands[0].storage.born = self._received[operands[0].storage].last = at
 
-    def _adjoined(self, node: fx.Node, operands: list[BlockTensor]) -> Made | None:
-        """What a call makes that gives its operands as one where they lie, if they lie one behind the other."""
+    def _adjoined(self, node: fx.Node, operands: list[StoredTensor]) -> CallEffect | None:
+        """What a call makes that gives its operands as one where they lie, if they are contiguous."""
         row = row_of(node.target)
         if row is None or not row.adjoins:
             return None
         first, end = operands[0], operands[0].offset
         for tensor in operands:
-            if tensor.block is not first.block or tensor.offset != end or not tensor.layout.is_dense:
+            if tensor.storage is not first.storage or tensor.offset != end or not tensor.layout.is_dense:
                 return None
             end += tensor.layout.numel
-        return Made(Result(Layout.dense((end - first.offset,), first.layout.dtype), 0))
+        return CallEffect(Result(TensorLayout.dense((end - first.offset,), first.layout.dtype), 0))
 
-    def _work(self, node: fx.Node, made: Made, operands: list[BlockTensor]) -> Cost:
+    def _work(self, node: fx.Node, made: CallEffect, operands: list[StoredTensor]) -> Cost:
         """What a call computes, reads and writes; a view does nothing but being called."""
         if not made.writes or is_memory(node):
             return A_VIEW
         layouts = [tensor.layout for tensor in operands] or [result.layout for result in leaves(made.results, Result)]
         real = [layout.dtype for layout in layouts if layout.dtype.is_floating_point or layout.dtype.is_complex]
-        touching = (*operands, *leaves([self.held[used] for used in changed_by(node)], BlockTensor))
+        touching = (*operands, *leaves([self.held[used] for used in mutated_operands(node)], StoredTensor))
         touched = sum(tensor.layout.nbytes for tensor in touching) + sum(made.fresh)
         work = Work(made.flops, touched, (real or [layouts[0].dtype])[0], kind_of(node))
         return self._costs.setdefault(work, Cost({work: 1}))
 
-    def _carried(self, row: LocalOp, operands: list[BlockTensor], pool: str) -> Cost:
-        """What a copy between pools moves."""
-        return Cost(carried={pool or operands[0].block.pool or transfer.HOST: Sent(1.0, operands[-1].layout.nbytes)})
-
     def _sent(self, node: fx.Node, group: str, put_in: Any) -> Cost:
         """What a collective sends."""
-        axes, row = self.mesh.group_axes(group), row_of_collective(called(node))
-        n, nbytes = self.mesh.extent(axes), sum(tensor.layout.nbytes for tensor in leaves(put_in, BlockTensor))
+        axes, row = self.mesh.group_axes(group), row_of_collective(collective_name(node))
+        n, nbytes = self.mesh.extent(axes), sum(tensor.layout.nbytes for tensor in leaves(put_in, StoredTensor))
         planned = node.meta.get("shardfx")
         if planned is not None and isinstance(planned.op, OwnOp) and planned.op.rows is not None:
             row = planned.op
@@ -369,26 +359,27 @@ class _Walk:
             self._costs[key] = Cost(sent={self.mesh.sort(axes): sent})
         return self._costs[key]
 
-    def blocks_of(self, node: fx.Node) -> Iterator[Block]:
+    def storages_of(self, node: fx.Node) -> Iterator[Storage]:
         """The memory in which a value lies."""
-        return (tensor.block for tensor in leaves(self.held[node], BlockTensor))
+        return (tensor.storage for tensor in leaves(self.held[node], StoredTensor))
 
     def keep(self, node: fx.Node, category: str) -> None:
         """An output: it lives to the end. A gradient was one before it was reduced, too."""
-        for tensor in leaves(self.held[node], BlockTensor):
-            tensor.block.last = len(self.calls) - 1
-            tensor.block.category = tensor.block.category or category
+        for tensor in leaves(self.held[node], StoredTensor):
+            tensor.storage.last = len(self.calls) - 1
+            tensor.storage.category = tensor.storage.category or category
         if category == "gradients":
             for source in before_communication(node, self._before_sent):
-                for tensor in leaves(self.held[source], BlockTensor):
-                    tensor.block.category = tensor.block.category or category
+                for tensor in leaves(self.held[source], StoredTensor):
+                    tensor.storage.category = tensor.storage.category or category
 
     def footprint(self) -> Footprint:
         """What was found."""
-        storages = tuple(block.storage(self._category(block)) for block in self.blocks)
-        moments = Moments(self.stand.places, self._made_for()) if any(self.stand.places) else None
+        for storage in self.storages:
+            storage.category = self._category(storage)
+        moments = CallTimeline(self.scopes, self._made_for()) if any(self.scopes) else None
         calls, costs, inside = tuple(self.calls), tuple(self.costs), tuple(self.inside)
-        return Footprint(calls, storages, costs, inside, moments, self.transport)
+        return Footprint(calls, tuple(self.storages), costs, inside, moments, self.transport)
 
     def _made_for(self) -> dict[int, int]:
         """Calls that are done when another one needs them first, and that one."""
@@ -396,17 +387,17 @@ class _Walk:
         nodes = list(self.calls[0].graph.nodes)
         return {at[node]: at[user] for node, user in Lifetimes(nodes).made_for.items()}
 
-    def _category(self, block: Block) -> str:
-        node = block.node
-        if block.category or node is None:
-            return block.category or "temporaries"
+    def _category(self, storage: Storage) -> str:
+        node = storage.node
+        if storage.category or node is None:
+            return storage.category or "temporaries"
         if node.op is comm.all_gather and all(uncast(value) in self.parameters for value in node.operands):
             return "gathered"
         if is_cast(node) and uncast(node.outs[0]) in self.parameters:
             return "cast"
         if isinstance(node.op, OwnOp) and node.op.fetches:
             return "fetched"
-        if node.phase is Phase.FORWARD and block.used_in is Phase.BACKWARD:
+        if node.phase is Phase.FORWARD and storage.used_in is Phase.BACKWARD:
             return "activations"
         return "communication" if is_comm(node) else "temporaries"
 
@@ -414,7 +405,3 @@ class _Walk:
 NOTHING, A_VIEW = Cost(), Cost({Work(0.0, 0.0, kind=VIEW): 1})
 NO_TENSORS = ("opens", "unit", "closes", "number")
 """What is done in iterations, and gives no tensor."""
-
-
-def _layout(tensor: BlockTensor) -> Layout:
-    return tensor.layout

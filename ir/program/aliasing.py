@@ -16,7 +16,7 @@ from shardfx.ir.graph import InputKind
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.table import LocalOp
 
-from .loops.loop_regions import gives_number
+from .loops.loop_regions import is_induction_variable
 from .rank_program import RankProgram
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def destination(node: fx.Node) -> fx.Node | None:
     return row.destination(node) if row is not None else None
 
 
-def shared_inputs(node: fx.Node, row: LocalOp | None) -> list[fx.Node]:
+def aliased_inputs(node: fx.Node, row: LocalOp | None) -> list[fx.Node]:
     """The operands whose memory the result of a call may be in; ``row`` is the call's."""
     target = node.target
     if node.op != "call_function":
@@ -39,32 +39,32 @@ def shared_inputs(node: fx.Node, row: LocalOp | None) -> list[fx.Node]:
             return [] if into is None else [into]
         if row.name == "getitem":
             (source,) = node.all_input_nodes
-            return [source] if shared_inputs(source, row_of(source.target)) else []
-        return [used for used in node.all_input_nodes if not gives_number(used)] if row.shares else []
+            return [source] if aliased_inputs(source, row_of(source.target)) else []
+        return [used for used in node.all_input_nodes if not is_induction_variable(used)] if row.shares else []
     if isinstance(target, torch._ops.OpOverload):
-        known = SHARING_OPS.get(target._op)
+        known = ALIASING_OPS.get(target._op)
         if known is None:
             aliases = any(result.alias_info is not None for result in target._schema.returns)
-            known = SHARING_OPS[target._op] = aliases or target in UNSAFE
-        return [used for used in node.all_input_nodes if not gives_number(used)] if known else []
-    return [used for used in node.all_input_nodes if not gives_number(used)]
+            known = ALIASING_OPS[target._op] = aliases or target in UNSAFE
+        return [used for used in node.all_input_nodes if not is_induction_variable(used)] if known else []
+    return [used for used in node.all_input_nodes if not is_induction_variable(used)]
 
 
-def lies_in(node: fx.Node, row: LocalOp | None) -> fx.Node | None:
+def view_source(node: fx.Node, row: LocalOp | None) -> fx.Node | None:
     """The value of which the result of a call is a view and nothing else, wherever that lies; ``row`` is the call's."""
-    shared = shared_inputs(node, row) if row is None and node.target not in ELSEWHERE else []
+    shared = aliased_inputs(node, row) if row is None and node.target not in ELSEWHERE else []
     return shared[0] if len(shared) == 1 else None
 
 
 ELSEWHERE = {aten.as_strided.default}
-"""Views that may leave what they are views of."""
+"""Views that may reach beyond what they are views of."""
 UNSAFE = {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}
 """Ops whose results share memory, though their schemas do not say so."""
-SHARING_OPS: dict[object, bool] = {}
+ALIASING_OPS: dict[object, bool] = {}
 """Whether results of torch's ops share memory, of those that were asked for (by what hashes without calling Python)."""
 
 
-class Sharing:
+class Aliasing:
     """The memory of a program's values: those that may share it have one *root*."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
@@ -87,7 +87,7 @@ class Sharing:
             inputs = node.all_input_nodes
             if row is not None and row.waits:
                 self._waited |= dict.fromkeys(inputs, place)
-            shared = shared_inputs(node, row)
+            shared = aliased_inputs(node, row)
             if node.target is operator.getitem and not shared:  # the same result of a call, taken twice
                 first = taken.setdefault((inputs[0], node.args[1]), node)
                 shared = [first] if first is not node else []
@@ -169,7 +169,7 @@ class Sharing:
 
     def sender(self, value: fx.Node, call: fx.Node) -> fx.Node | None:
         """A collective, copy or message of this memory that was started before ``call`` and is not waited for by then;
-        a message may be under way until the program's end."""
+        a message may be in flight until the program's end."""
         at = self._place[call]
         for use in self._uses.get(self._root[value], ()):
             row = self._rows[use] if self._place[use] < at else None
@@ -187,7 +187,7 @@ WRITTEN = (*STEPPED, InputKind.BUFFER)
 
 
 def renewed(program: RankProgram, kinds: Container[InputKind] = WRITTEN) -> dict[fx.Node, fx.Node]:
-    """The inputs of some kinds whose new content a program gives, each with that result: they may be written over."""
+    """The inputs of some kinds whose new content a program gives, each with that result: they may be overwritten."""
     places = (node for node in program.graph.nodes if node.op == "placeholder")
     inputs = {given.name: node for node, given in zip(places, program.inputs, strict=False) if given.kind in kinds}
     given = program.result().args[0]
@@ -199,13 +199,11 @@ def renewed(program: RankProgram, kinds: Container[InputKind] = WRITTEN) -> dict
     }
 
 
-class GivenAway:
-    """The memory of a program's results so far: each must be its receiver's own.
+class ResultOwnership:
+    """The memory of a program's results so far: each must be its receiver's own; ``renewed`` inputs are updated in
+    place."""
 
-    What is ``renewed`` may lie where it is to lie.
-    """
-
-    def __init__(self, share: Sharing, renewed: Mapping[fx.Node, fx.Node] | None = None) -> None:
+    def __init__(self, share: Aliasing, renewed: Mapping[fx.Node, fx.Node] | None = None) -> None:
         self._share = share
         self._renewed = renewed or {}
         self._taken: dict[fx.Node, set[object]] = {}
@@ -224,7 +222,7 @@ class GivenAway:
 
 def _part(result: fx.Node) -> object:
     """Which part of a buffer a result is, or is a view of; parts of one buffer do not overlap. None: all of it."""
-    while (seen := lies_in(result, row_of(result.target) if result.op == "call_function" else None)) is not None:
+    while (seen := view_source(result, row_of(result.target) if result.op == "call_function" else None)) is not None:
         result = seen
     if result.target is operator.getitem and isinstance(source := result.args[0], fx.Node):
         row = row_of(source.target)

@@ -12,8 +12,7 @@ Packing(offsets=(0, 128, 128), nbytes=192)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,231 +21,186 @@ from torch import fx
 
 from shardfx.ir.ops import memory_ops
 
-from .aliasing import Sharing
-from .loops.loop_regions import part_in_iterations, regions
+from .aliasing import Aliasing
+from .loops.loop_regions import loop_role, regions
 from .rank_program import RankProgram
 
 ALIGNMENT = 64
-"""Each block begins at a multiple of so many bytes: a processor's cache line."""
+"""Offsets are multiples of it: a processor's cache line."""
 
 
-class Block(NamedTuple):
-    """Bytes that are needed from one call to another, both with it."""
+class Interval(NamedTuple):
+    """Bytes that are live from one call to another, both included."""
 
     nbytes: int
     born: int
     last: int
 
     @property
-    def room(self) -> int:
-        """The bytes up to where the next one may begin."""
+    def aligned(self) -> int:
+        """The bytes, rounded up to where the next one may begin."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-TRIES, WORK = 100, 2_000_000
-"""So often an order is changed, and so many pairs of blocks are looked at for it."""
+class Packing(NamedTuple):
+    """The offset of each interval, and the bytes of the arena."""
 
-
-@dataclass(frozen=True)
-class Packing:
-    """The first byte of each block, and of how many bytes the memory is."""
-
-    places: tuple[int, ...]
+    offsets: tuple[int, ...]
     nbytes: int
 
 
-ORDERS: tuple[Callable[[Block], Any], ...] = (
-    lambda block: (-block.room, block.born),
-    lambda block: (-block.room * (block.last - block.born + 1), block.born),
-    lambda block: (block.born, -block.room),
-    lambda block: (block.born - block.last, -block.room),
-)
-"""In which blocks are placed, one after the other: the best of them is taken."""
-
-
-def at_once(blocks: Sequence[Block]) -> int:
-    """The most bytes that are there at once: the lower bound of any packing."""
-    steps = [0] * (max((block.last for block in blocks), default=0) + 2)
-    for block in blocks:
-        steps[block.born] += block.room
-        steps[block.last + 1] -= block.room
+def peak_bytes(intervals: Sequence[Interval]) -> int:
+    """The most bytes that are live at once: the lower bound of any packing."""
+    steps = [0] * (max((each.last for each in intervals), default=0) + 2)
+    for each in intervals:
+        steps[each.born] += each.aligned
+        steps[each.last + 1] -= each.aligned
     return max(accumulate(steps), default=0)
 
 
-def pack(blocks: Sequence[Block]) -> Packing:
-    """Place blocks so that none that are there at once overlap: each, in one of a few orders, in the smallest gap that
-    holds it between those that are there already. Where that takes more than :func:`at_once`, what came to lie highest
-    is placed first in the next try; the best one is taken."""
-    bound = at_once(blocks)
-    tries = [sorted(range(len(blocks)), key=lambda i, by=by: by(blocks[i])) for by in ORDERS]  # type: ignore[misc]
-    order, best = min(((each, _placed(blocks, each)) for each in tries), key=lambda found: found[1].nbytes)
-    made = best
-    for _ in range(min(TRIES, WORK // len(blocks) ** 2)):
-        if best.nbytes == bound:
-            break
-        top = max(order, key=lambda i: made.places[i] + blocks[i].room)
-        order = [top, *(i for i in order if i != top)]
-        made = _placed(blocks, order)
-        best = min(best, made, key=lambda packing: packing.nbytes)
-    return best
-
-
-def _placed(blocks: Sequence[Block], order: Sequence[int]) -> Packing:
-    places, there, top = [0] * len(blocks), list[tuple[int, Block]](), 0
-    for number in order:
-        block = blocks[number]
-        beside = sorted((at, at + b.room) for at, b in there if b.born <= block.last and block.born <= b.last)
-        end, gaps = 0, list[tuple[int, int]]()
-        for begin, behind in beside:
-            if begin - end >= block.room:
+def pack(intervals: Sequence[Interval]) -> Packing:
+    """Place intervals so that none that are live together overlap: the largest first, each in the smallest gap that
+    holds it between those that are placed."""
+    offsets, placed = [0] * len(intervals), list[tuple[int, Interval]]()
+    for number in sorted(range(len(intervals)), key=lambda i: (-intervals[i].aligned, intervals[i].born)):
+        mine, end, gaps = intervals[number], 0, list[tuple[int, int]]()
+        for begin, other in sorted(
+            (at, each) for at, each in placed if each.born <= mine.last and mine.born <= each.last
+        ):
+            if begin - end >= mine.aligned:
                 gaps.append((begin - end, end))
-            end = max(end, behind)
-        places[number] = min(gaps)[1] if gaps else end
-        there.append((places[number], block))
-        top = max(top, places[number] + block.room)
-    return Packing(tuple(places), top)
+            end = max(end, begin + other.aligned)
+        offsets[number] = min(gaps)[1] if gaps else end
+        placed.append((offsets[number], mine))
+    return Packing(tuple(offsets), max((at + each.aligned for at, each in placed), default=0))
 
 
-class Room(NamedTuple):
-    """A place in an arena: bytes ``begin`` .. ``end`` - 1."""
+class ArenaSlot(NamedTuple):
+    """A slot of an arena: bytes ``begin`` .. ``end`` - 1."""
 
     arena: fx.Node
     begin: int
     end: int
 
-    def meets(self, other: Room) -> bool:
+    def overlaps(self, other: ArenaSlot) -> bool:
         """Whether the two have a byte in common."""
         return self.arena is other.arena and self.begin < other.end and other.begin < self.end
 
 
 class ArenaUse(NamedTuple):
-    """The bytes of a program's arena, the most that lies in it at once (no arena could be smaller), and how many
-    places are in it."""
+    """The bytes of a program's arena, the most that are live in it at once (no arena could be smaller), and how many
+    slots are in it."""
 
     nbytes: int
-    at_once: int
-    places: int
+    live: int
+    slots: int
 
 
-def rooms(nodes: Iterable[fx.Node]) -> dict[fx.Node, Room]:
-    """The places in arenas, by the calls that give them."""
-    found: dict[fx.Node, Room] = {}
+def arena_slots(nodes: Iterable[fx.Node]) -> dict[fx.Node, ArenaSlot]:
+    """The slots of arenas, by the calls that give them."""
+    found: dict[fx.Node, ArenaSlot] = {}
     for node in nodes:
         if node.target is memory_ops.slot:
             arguments: Any = node.args
             arena, begin, shape, dtype = arguments
-            found[node] = Room(arena, begin, begin + nbytes_of(shape, dtype))
+            found[node] = ArenaSlot(arena, begin, begin + dense_bytes(shape, dtype))
     return found
 
 
-def nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """The bytes of a tensor that lies dense."""
+def dense_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """The bytes of a dense tensor."""
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-class Tenancy:
-    """How long memory of a program is needed."""
+class BufferIntervals:
+    """Live intervals of the buffers of a program."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        self._share = Sharing(nodes)
+        self._aliasing = Aliasing(nodes)
         self._place = {node: place for place, node in enumerate(nodes)}
-        inside = self._inside = regions(nodes)
-        self._in_units = {node for node in nodes if any(part_in_iterations(each) == "unit" for each in inside[node])}
+        self._inside = regions(nodes)
+        self._in_actions = {node for node in nodes if any(loop_role(each) == "unit" for each in self._inside[node])}
 
-    def of(self, memory: fx.Node, nbytes: int) -> Block | None:
-        """From when to when; None: it leaves the program, is made in iterations, or is used by units of them."""
-        if self._inside[memory]:
+    def of(self, buffer: fx.Node, nbytes: int) -> Interval | None:
+        """When a buffer is live; None: it leaves the program, is made in a loop, or is used by schedule actions."""
+        if self._inside[buffer]:
             return None
-        uses = [use for root in self._share.seen_in(memory) for use in self._share.uses(root)]
-        if any(use.op == "output" for use in uses) or not self._in_units.isdisjoint((memory, *uses)):
+        uses = [use for root in self._aliasing.seen_in(buffer) for use in self._aliasing.uses(root)]
+        if any(use.op == "output" for use in uses) or not self._in_actions.isdisjoint((buffer, *uses)):
             return None
-        return Block(nbytes, self._place[memory], self._share.until(memory))
+        return Interval(nbytes, self._place[buffer], self._aliasing.until(buffer))
 
 
-def use_of_arena(program: RankProgram) -> ArenaUse | None:
-    """What a program's arena is and could be; None: it has none."""
+def _slot_intervals(program: RankProgram) -> dict[fx.Node, Interval]:
     nodes = list(program.graph.nodes)
-    found = rooms(nodes)
-    if not found:
+    slots = arena_slots(nodes)
+    live = BufferIntervals(nodes) if slots else None
+    found = {node: live.of(node, slot.end - slot.begin) for node, slot in slots.items()} if live is not None else {}
+    return {node: interval for node, interval in found.items() if interval is not None}
+
+
+def arena_use(program: RankProgram) -> ArenaUse | None:
+    """How large a program's arena is and could be; None: it has none."""
+    slots = arena_slots(program.graph.nodes)
+    if not slots:
         return None
-    tenancy = Tenancy(nodes)
-    blocks = [block for node, room in found.items() if (block := tenancy.of(node, room.end - room.begin)) is not None]
-    arenas = {room.arena for room in found.values()}
-    return ArenaUse(sum(_size(arena) for arena in arenas), at_once(blocks), len(found))
+    sizes: list[Any] = [arena.args[0] for arena in dict.fromkeys(slot.arena for slot in slots.values())]
+    return ArenaUse(sum(sizes), peak_bytes([*_slot_intervals(program).values()]), len(slots))
 
 
-def lying(program: RankProgram, call: fx.Node) -> dict[fx.Node, int]:
-    """What lies in a program's arenas when a call is done: the bytes, by the calls that give the places."""
-    nodes = list(program.graph.nodes)
-    tenancy, at, found = Tenancy(nodes), nodes.index(call), dict[fx.Node, int]()
-    for node, room in rooms(nodes).items():
-        block = tenancy.of(node, room.end - room.begin)
-        if block is not None and block.born <= at <= block.last:
-            found[node] = block.nbytes
-    return found
+def arena_contents(program: RankProgram, call: fx.Node) -> dict[fx.Node, int]:
+    """The bytes of each slot of a program's arenas that is live at a call."""
+    at = list(program.graph.nodes).index(call)
+    return {node: each.nbytes for node, each in _slot_intervals(program).items() if each.born <= at <= each.last}
 
 
-def _size(arena: fx.Node) -> int:
-    nbytes: Any = arena.args[0]
-    return int(nbytes)
+class ArenaCheck:
+    """Checks the slots of a program's arenas, call by call; ``fail`` raises, of what is wrong at which call."""
 
-
-class Overlaps:
-    """The places in a program's arenas.
-
-    Args:
-        fail: raises, of what is wrong at which call.
-    """
-
-    def __init__(self, nodes: Sequence[fx.Node], share: Sharing, fail: Callable[..., NoReturn]) -> None:
-        self._share, self._fail = share, fail
-        self._rooms = rooms(nodes)
+    def __init__(self, nodes: Sequence[fx.Node], aliasing: Aliasing, fail: Callable[..., NoReturn]) -> None:
+        self._aliasing, self._fail = aliasing, fail
+        self._slots = arena_slots(nodes)
         self._by_root: dict[fx.Node, list[fx.Node]] = {}
-        for node in self._rooms:
-            self._by_root.setdefault(share.root(node), []).append(node)
-        self._beside: dict[fx.Node, list[fx.Node]] = {}
-        inside = regions(nodes) if self._rooms else {}
-        self._in_units = {
-            node for node, around in inside.items() if any(part_in_iterations(n) == "unit" for n in around)
-        }
+        for node in self._slots:
+            self._by_root.setdefault(aliasing.root(node), []).append(node)
+        self._overlapping: dict[fx.Node, list[fx.Node]] = {}
+        inside = regions(nodes) if self._slots else {}
+        self._in_actions = {node for node, around in inside.items() if any(loop_role(n) == "unit" for n in around)}
 
     def take(self, node: fx.Node) -> None:
-        """A call gives a place: it lies within the arena, and no unit of iterations uses it."""
-        room = self._rooms.get(node)
-        if room is None:
+        """A call gives a slot: it lies within the arena, and no schedule action uses it."""
+        slot = self._slots.get(node)
+        if slot is None:
             return
         arguments: Any = node.args
         arena, offset, _, dtype = arguments
         if arena.target is not memory_ops.arena:
-            self._fail(f"{node.name} is a place in {arena.name}, which is no arena", node, expected="memory.arena")
-        if offset < 0 or offset % dtype.itemsize or room.end > arena.args[0]:
+            self._fail(f"{node.name} is a slot of {arena.name}, which is no arena", node, expected="memory.arena")
+        if offset < 0 or offset % dtype.itemsize or slot.end > arena.args[0]:
             self._fail(
                 f"{node.name} does not lie in its arena",
                 node,
                 expected=f"bytes 0 .. {arena.args[0]}, and a begin that {dtype.itemsize} divides",
-                got=f"bytes {offset} .. {room.end}",
+                got=f"bytes {offset} .. {slot.end}",
             )
-        for use in (node, *self._share.uses(self._share.root(node))):
-            if use in self._in_units:
+        for use in (node, *self._aliasing.uses(self._aliasing.root(node))):
+            if use in self._in_actions:
                 self._fail(
-                    f"{node.name} is used in a unit of iterations", use, expected="memory.empty: units take iterations"
+                    f"{node.name} is used in a schedule action", use, expected="memory.empty: actions interleave"
                 )
 
-    def beside(self, into: fx.Node) -> list[fx.Node]:
-        """The roots of what lies elsewhere and has a byte in common with memory that is written."""
-        root = self._share.root(into)
+    def overlapping(self, into: fx.Node) -> list[fx.Node]:
+        """The roots of other buffers that have a byte in common with memory that is written."""
+        root = self._aliasing.root(into)
         if root.target is memory_ops.arena:
             self._fail(f"{root.name} is written as such", into, expected="memory.slot of it")
-        if root not in self._beside:
-            mine = [self._rooms[node] for node in self._by_root.get(root, ())]
-            self._beside[root] = list(dict.fromkeys(self._meeting(root, mine)))
-        return self._beside[root]
-
-    def _meeting(self, root: fx.Node, mine: Sequence[Room]) -> Iterator[fx.Node]:
-        for node, room in self._rooms.items() if mine else ():
-            if self._share.root(node) is not root and any(room.meets(each) for each in mine):
-                yield self._share.root(node)
+        if root not in self._overlapping:
+            mine = [self._slots[node] for node in self._by_root.get(root, ())]
+            others = ((self._aliasing.root(node), slot) for node, slot in self._slots.items() if mine)
+            found = (other for other, slot in others if other is not root and any(map(slot.overlaps, mine)))
+            self._overlapping[root] = list(dict.fromkeys(found))
+        return self._overlapping[root]
 
     def holds(self, value: fx.Node) -> bool:
         """Whether a value may lie in an arena."""
-        return any(root in self._by_root or root.target is memory_ops.arena for root in self._share.seen_in(value))
+        return any(root in self._by_root or root.target is memory_ops.arena for root in self._aliasing.seen_in(value))

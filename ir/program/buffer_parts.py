@@ -11,13 +11,13 @@ from shardfx.ir.errors import DOES_NOT_RUN
 from shardfx.ir.ops import pack
 from shardfx.ir.ops.traits import COPIES, is_neutral
 
-from .aliasing import Sharing, lies_in
+from .aliasing import Aliasing, view_source
 
 aten = torch.ops.aten
 
-Place = tuple[int, int, int]
+PartRange = tuple[int, int, int]
 """Of flat memory: pieces, first element of each, elements in each."""
-Slot = tuple[fx.Node, Place]
+PartSlot = tuple[fx.Node, PartRange]
 """The flat memory, and the place in it."""
 IN_ORDER = {
     *(aten.alias.default, aten.detach.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default),
@@ -26,28 +26,28 @@ IN_ORDER = {
 """What sees the same elements in the same order."""
 
 
-class Slots:
+class BufferParts:
     """The slots of parts, of what was written into them, and of what is seen of either."""
 
-    def __init__(self, share: Sharing) -> None:
+    def __init__(self, share: Aliasing) -> None:
         self._share = share
-        self._exact: dict[fx.Node, Slot] = {}
-        self._within: dict[fx.Node, Slot] = {}
+        self._exact: dict[fx.Node, PartSlot] = {}
+        self._within: dict[fx.Node, PartSlot] = {}
         """Of views that may be in another order, or of some of the elements, and of ``_copies``."""
-        self._copies: dict[fx.Node, Slot] = {}
+        self._copies: dict[fx.Node, PartSlot] = {}
         """Of what is elsewhere, and equals what fills a slot."""
         self._views: dict[fx.Node, torch.Tensor] = {}
         """What fills a slot, and views of it, without content: how they lie in it."""
 
-    def get(self, value: fx.Node) -> Slot | None:
+    def get(self, value: fx.Node) -> PartSlot | None:
         """The slot that a value fills, element by element."""
         return self._exact.get(value)
 
-    def holding(self, value: fx.Node) -> Slot | None:
+    def holding(self, value: fx.Node) -> PartSlot | None:
         """The slot that holds the elements of a value, in order: it fills it, or is a copy of what does."""
         return self._exact.get(value) or self._copies.get(value)
 
-    def put(self, node: fx.Node, into: fx.Node, slot: Slot) -> None:
+    def put(self, node: fx.Node, into: fx.Node, slot: PartSlot) -> None:
         """A value that fills a slot, written ``into`` what fills it."""
         self._exact[node] = slot
         if into in self._views:
@@ -62,7 +62,7 @@ class Slots:
             self._views[node] = torch.empty(list(shape), device="meta")
 
     def unpacked(self, node: fx.Node) -> str:
-        """A value that is taken of several: those that lie one behind the other in a buffer are parts of it, too.
+        """A value that is taken of several: those that are contiguous in a buffer are parts of it, too.
         Gives what is wrong with it, if anything."""
         args: Any = node.args
         source, number = args
@@ -80,7 +80,7 @@ class Slots:
     def see(self, node: fx.Node) -> None:
         """A call whose result may be a view of a value that has a slot."""
         self._copy(node)
-        seen = lies_in(node, self._share.row(node))
+        seen = view_source(node, self._share.row(node))
         slot = None if seen is None else self._exact.get(seen) or self._within.get(seen)
         if slot is None or seen is None or node in self._exact:
             return
@@ -113,14 +113,13 @@ class Slots:
         if node.target in COPIES or (numbers and is_neutral(node.target, node.args, node.kwargs)):
             self._copies[node] = self._within[node] = slot
 
-    def apart(self, other: fx.Node, slot: Slot | None) -> bool:
+    def apart(self, other: fx.Node, slot: PartSlot | None) -> bool:
         """Whether a value loses nothing when the memory of a slot is written."""
         row = self._share.row(other)
         if row is not None and row.memory:
             return True  # memory as such has no content to lose
         theirs = self._exact.get(other) or self._within.get(other)
-        return slot is not None and theirs is not None and slot[0] is theirs[0] and not _overlap(slot[1], theirs[1])
-
-
-def _overlap(a: Place, b: Place) -> bool:
-    return a[0] != b[0] or (a[1] < b[1] + b[2] and b[1] < a[1] + a[2])
+        if slot is None or theirs is None or slot[0] is not theirs[0]:
+            return False
+        (pieces, begin, length), (others, start, many) = slot[1], theirs[1]
+        return pieces == others and (begin + length <= start or start + many <= begin)

@@ -1,4 +1,4 @@
-"""A rank's program on a device: where what it makes of nothing is put, and the device's own kernels.
+"""Device-specific calls of a rank's program: factories get the device, ops its own kernels.
 
     %2 = aten.arange(16)                    ->  aten.arange.default(16, device=device(type='cpu'))
     %5, %6 = shardfx.attention(%2, %3, %4)  ->  aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)
@@ -58,7 +58,7 @@ KERNELS: dict[Any, dict[str, Kernel]] = {attention: {"cpu": _flash}, attention_b
 
 
 @cache
-def hangs_on_device(op: Any) -> bool:
+def is_device_specific(op: Any) -> bool:
     """Whether a call of the op is another one on another kind of device."""
     return op in KERNELS or makes_of_nothing(op)
 
@@ -73,7 +73,7 @@ def on_device(share: Share | None, call: Call, device: torch.device) -> Call:
     return made or call
 
 
-def kernel_forms(share: Share, call: Call) -> Iterator[Call]:
+def kernel_variants(share: Share, call: Call) -> Iterator[Call]:
     """What may stand in a program for a call: itself, or the kernel of some device."""
     op, args, kwargs = call
     yield call

@@ -32,16 +32,16 @@ from shardfx.ir.rules.book import Contiguous, RuleBook, perform
 from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
-from .devices import CPU, hangs_on_device, on_device
-from .loops.induction_variables import of_every_iteration
-from .loops.loop_nest import Loop, alike_iterations, in_iterations, loop_axes, parts_in_iterations
-from .loops.lower_loops import Loops
-from .loops.schedule_actions import ends_here, of_stages
+from .devices import CPU, is_device_specific, on_device
+from .loops.induction_variables import with_induction_variables
+from .loops.loop_nest import PlannedLoop, loop_axes, loop_nest, looped_parts, uniform_runs
+from .loops.lower_loops import LoopWriter
+from .loops.schedule_actions import local_ends, rank_actions
 from .rank_program import RankProgram
 
 
 @dataclass(frozen=True)
-class InCommon:
+class SharedLowering:
     """The part of a graph that outputs of some kinds need. It is found once, and the graph must stay as it is."""
 
     graph: Graph
@@ -53,20 +53,20 @@ class InCommon:
         return select(self.graph, self.kinds)
 
     @cached_property
-    def steps(self) -> Sequence[Node | Loop]:
+    def steps(self) -> Sequence[Node | PlannedLoop]:
         """The nodes in an order in which they may be done, those of iterations in loops."""
         _, nodes, outputs = self.chosen
-        return in_iterations(nodes, outputs, self.graph.mesh)
+        return loop_nest(nodes, outputs, self.graph.mesh)
 
     @cached_property
     def parts(self) -> set[Part]:
         """What is sharded over time, of all that is there."""
-        return parts_in_iterations(self.chosen[1], self.graph.mesh)
+        return looped_parts(self.chosen[1], self.graph.mesh)
 
     def ends(self, coords: Mapping[str, int]) -> tuple[list[Input], list[Output]]:
         """The inputs and outputs that the rank at ``coords`` has."""
         inputs, _, outputs = self.chosen
-        return ends_here(self.graph, inputs, outputs, coords)
+        return local_ends(self.graph, inputs, outputs, coords)
 
 
 def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list[Node], list[Output]]:
@@ -84,7 +84,7 @@ def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list
 
 
 def _without(node: Node, needed: Container[Value]) -> Node:
-    """Communication without the values that nobody needs: a target must not travel where there is no loss."""
+    """Communication without the values that nobody needs: a target is not sent where there is no loss."""
     kept = [i for i, value in enumerate(node.outs) if value in needed]
     if not isinstance(node.op, OwnOp) or len(kept) == len(node.outs):
         return node
@@ -93,9 +93,7 @@ def _without(node: Node, needed: Container[Value]) -> Node:
 
 
 aten = torch.ops.aten
-
-
-Steps = Sequence[Node | Loop]
+Steps = Sequence[Node | PlannedLoop]
 
 
 def lower(
@@ -105,22 +103,13 @@ def lower(
     kinds: Iterable[OutputKind],
     device: torch.device = CPU,
     arrange: Callable[[Steps], Steps] | None = None,
-    common: InCommon | None = None,
+    common: SharedLowering | None = None,
 ) -> RankProgram:
     """The program of one rank, for the outputs of some kinds, on a device. Needs no process group and no tensors.
 
     Args:
-        arrange: changes the order of what is done, such as that of iterations
-            (:func:`.loops.schedule_actions.in_units`).
-        common: what was found for other ranks of the same graph and kinds.
-
-    Raises:
-        Error: the graph leaves blocks out.
-
-    Example::
-
-        program = lower(pm.after, 0, default_rules(), {OutputKind.LOSS})
-        print(program)
+        arrange: changes the order of steps, as ``split_into_actions`` does.
+        common: the analysis that the programs of all ranks share.
     """
     if graph.repeats:
         raise Error(
@@ -130,9 +119,9 @@ def lower(
             got="a graph that was captured, or planned up to partition",
             remedy="lower pm.after, or run the pass",
         )
-    common = common or InCommon(graph, frozenset(kinds))
+    common = common or SharedLowering(graph, frozenset(kinds))
     coords = graph.mesh.coords(rank)
-    steps = of_stages(common.steps if arrange is None else arrange(common.steps), graph, coords)
+    steps = rank_actions(common.steps if arrange is None else arrange(common.steps), graph, coords)
     inputs, outputs = common.ends(coords)
 
     def written(iterations: Mapping[str, int]) -> fx.Graph:
@@ -146,8 +135,8 @@ def lower(
         return lowering.fx
 
     made = written({})
-    if any(isinstance(step, Loop) for step in steps):
-        made = of_every_iteration(made, written, graph.mesh, alike_iterations(common.parts, graph.mesh, coords))
+    if any(isinstance(step, PlannedLoop) for step in steps):
+        made = with_induction_variables(made, written, graph.mesh, uniform_runs(common.parts, graph.mesh, coords))
     return RankProgram(rank, graph.mesh, made, tuple(inputs), tuple(outputs))
 
 
@@ -168,7 +157,7 @@ class Lowering:
     def __post_init__(self) -> None:
         self.mesh = self.graph.mesh
         self.coords = {**dict.fromkeys(loop_axes(self.mesh), 0), **self.mesh.coords(self.rank), **self.iterations}
-        self.loops = Loops(self)
+        self.loops = LoopWriter(self)
         self._shapes: dict[tuple[Any, Spec], tuple[int, ...]] = {}
 
     def placeholder(self, given: Input) -> None:
@@ -191,7 +180,7 @@ class Lowering:
 
     def call(self, target: Any, *args: Any, gives: Sequence[int] | None = None, **kwargs: Any) -> torch.fx.Node:
         """Write a call; ``gives`` is the shape of its result, where that is known."""
-        if hangs_on_device(target):
+        if is_device_specific(target):
             share = Share(self.current, self.mesh, self.coords) if self.current is not None else None
             target, args, kwargs = on_device(share, (target, args, kwargs), self.device)
         name = target._opname if isinstance(target, torch._ops.OpOverload) else None
@@ -212,9 +201,9 @@ class Lowering:
             self._shapes[key] = spec.local_shape(value.shape, self.mesh, self.coords)
         return self._shapes[key]
 
-    def step(self, step: Node | Loop) -> None:
+    def step(self, step: Node | PlannedLoop) -> None:
         """Write a node, or what is done in iterations."""
-        if isinstance(step, Loop):
+        if isinstance(step, PlannedLoop):
             self.loops.write(step)
         else:
             self.node(step)
@@ -278,7 +267,7 @@ class LocalEmit(Share):
         return self.lowering.call(op, *args, gives=gives, **kwargs)
 
     def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
-        """The local shape of a value that is held by a spec."""
+        """The local shape of a value under a spec."""
         return self.lowering.shape(value, spec)
 
 

@@ -27,10 +27,7 @@ from .rank_program import RankProgram
 
 
 def plain(program: RankProgram, *, in_place: bool = False) -> RankProgram:
-    """The same program without destinations; nodes keep their names and where they come from.
-
-    ``in_place``: nobody needs ``program`` itself any more.
-    """
+    """The same program without destinations; nodes keep names and origins. ``in_place``: ``program`` may change."""
     made = program if in_place else program.copy()
     write_out(made)
     graph, memory = made.graph, list[fx.Node]()

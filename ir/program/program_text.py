@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,22 +98,14 @@ def _text(arg: Any) -> str:
 
 
 def parse_program(text: str, graph: Graph, functions: Mapping[str, Callable[..., Any]] | None = None) -> RankProgram:
-    """The program that ``text`` says, of the planned ``graph``.
+    """The program of a text, of the planned ``graph``: the inverse of :func:`print_program`.
 
-    Args:
-        functions: by name, those that the text calls beside torch's ops and our own.
-
-    Raises:
-        Error: the text cannot be read, is of another version, or of another plan.
-
-    Example::
-
-        assert str(parse_program(str(program), pm.after)) == str(program)
+    ``functions``: by name, those that the text calls beside torch's ops and our own.
     """
-    return _Reader(graph, functions or {}).read(text)
+    return _ProgramReader(graph, functions or {}).read(text)
 
 
-class _Reader:
+class _ProgramReader:
     def __init__(self, graph: Graph, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.planned, self.functions = graph, functions
         self.graph, self.env = fx.Graph(), dict[str, fx.Node]()
@@ -140,31 +133,23 @@ class _Reader:
         return RankProgram(self.rank, self.planned.mesh, self.graph, tuple(self.takes), tuple(self.gives))
 
     def _head(self, line: Line) -> None:
-        if not line.accept("program"):
+        found = re.fullmatch(r"program (\d+): rank (\d+) of mesh (.*)", line.text.strip())
+        if found is None:
             line.fail(f"program {VERSION}: rank ... of mesh ...")
-        version = line.number_of(int, "the version of the text")
-        if version != VERSION:
+        if int(found[1]) != VERSION:
             raise Error(
                 "the text of a program is of another version",
                 where=f"line {line.number}",
                 expected=f"version {VERSION}",
-                got=f"version {version}",
+                got=f"version {found[1]}",
                 remedy="print the program anew, with this version of shardfx",
             )
-        line.expect(":")
-        line.expect("rank")
-        self.rank = line.number_of(int, "a rank")
-        line.expect("of")
-        line.expect("mesh")
-        found = ", ".join(line.many(lambda: self._axis(line), ""))
+        self.rank = int(found[2])
         mesh = ", ".join(f"{axis.name}={axis.size}" for axis in self.planned.mesh.space)
-        if found != mesh or not 0 <= self.rank < self.planned.mesh.size:
-            raise Error("this program is one for another mesh", expected=mesh, got=f"rank {self.rank} of {found}")
-
-    def _axis(self, line: Line) -> str:
-        name = line.word("a mesh axis")
-        line.expect("=")
-        return f"{name}={line.number_of(int, 'its size')}"
+        if found[3] != mesh or self.rank >= self.planned.mesh.size:
+            raise Error("this program is one for another mesh", expected=mesh, got=f"rank {self.rank} of {found[3]}")
+        line.at = len(line.text)
+        line.next()
 
     def _input(self, line: Line) -> None:
         kind = line.word("an input, a call or return")

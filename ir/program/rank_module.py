@@ -20,12 +20,12 @@ ORIGINS = "shardfx_calls"
 """In the ``meta`` of a segment of a program: the planned nodes of its calls, member by member."""
 
 
-HELD = ("get_attr", "call_module")
+ATTRIBUTE_OPS = ("get_attr", "call_module")
 """The nodes that name what their module holds."""
 
 
 @dataclass(frozen=True)
-class Origin:
+class NodeOrigin:
     """Where a call comes from: the planned value and op, and the user's line. Plain data, in ``meta["shardfx"]``."""
 
     value: str
@@ -35,9 +35,9 @@ class Origin:
     attrs: tuple[tuple[str, Any], ...] = ()
 
     @staticmethod
-    def of(node: Node) -> Origin:
+    def of(node: Node) -> NodeOrigin:
         """The origin of what is made of a planned node."""
-        return Origin(node.name, op_name(node.op), node.where, node.phase.value, tuple(node.attrs.items()))
+        return NodeOrigin(node.name, op_name(node.op), node.where, node.phase.value, tuple(node.attrs.items()))
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Annotate:
         return lines
 
 
-class _Remarks(dict[str, Any]):
+class _LazyMeta(dict[str, Any]):
     """A node's ``meta`` that finds out what the node gives (``val``) when it is first asked."""
 
     def __init__(self, known: Mapping[str, Any], find: Callable[[], Any]) -> None:
@@ -85,11 +85,11 @@ class _Remarks(dict[str, Any]):
         except KeyError:
             return default
 
-    def __copy__(self) -> _Remarks:
-        return _Remarks(self, self._find)
+    def __copy__(self) -> _LazyMeta:
+        return _LazyMeta(self, self._find)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Remarks:
-        return _Remarks(copy.deepcopy(dict(self), memo), self._find)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LazyMeta:
+        return _LazyMeta(copy.deepcopy(dict(self), memo), self._find)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, ({**self, "val": self["val"]},)
@@ -99,23 +99,24 @@ class RankModule(fx.GraphModule):
     """The ``GraphModule`` of one rank's program."""
 
     _is_impure: ClassVar[bool] = True
-    """To torch.fx: a call of one stays, also where nobody takes what it gives; units add up in place."""
+    """To torch.fx: a call of one stays, also where nobody takes what it gives; actions add up in place."""
 
     @staticmethod
     def of(graph: fx.Graph, comments: Mapping[str, str], constants: Mapping[str, Any], rank: int) -> RankModule:
-        """A module of ``graph``, which becomes its own: the nodes then remember their :class:`Origin`."""
-        origins: dict[Node, Origin] = {}
+        """A module of ``graph``, which becomes its own: the nodes then remember their :class:`NodeOrigin`."""
+        origins: dict[Node, NodeOrigin] = {}
         for node in graph.nodes:
             node.meta.pop(ORIGINS, None)
             made = node.meta.get("shardfx")
             if isinstance(made, Node):
                 origin = origins.get(made)
                 if origin is None:
-                    origin = origins[made] = Origin.of(made)
+                    origin = origins[made] = NodeOrigin.of(made)
                 node.meta = {**node.meta, "shardfx": origin, **dict(origin.attrs)}
             elif made is not None:
                 node.meta.update(made.attrs)
-        graph.on_generate_code(_always(Annotate(dict(comments))))
+        annotate = Annotate(dict(comments))
+        graph.on_generate_code(lambda _: annotate)
         root = nn.Module()
         for name, value in constants.items():
             _put(root, name, value)
@@ -137,15 +138,19 @@ class RankModule(fx.GraphModule):
             return lambda: known().get(node.name)
 
         for node in self.graph.nodes:
-            node.meta = _Remarks(node.meta, find(node))
+            node.meta = _LazyMeta(node.meta, find(node))
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         calls = [
-            (n.op, n.name, _target_text(n.target), _plain(n.args), _plain(n.kwargs), _carried(n.meta))
+            (
+                *(n.op, n.name, _target_text(n.target), _without_nodes(n.args), _without_nodes(n.kwargs)),
+                {key: n.meta[key] for key in ("shardfx", "val") if key in n.meta},
+            )
             for n in self.graph.nodes
         ]
-        constants = {str(n.target): _get(self, str(n.target)) for n in self.graph.nodes if n.op in HELD}
+        held = [str(n.target) for n in self.graph.nodes if n.op in ATTRIBUTE_OPS]
+        constants = {name: operator.attrgetter(name)(self) for name in held}
         transform = getattr(self.graph._codegen, "_body_transformer", None)
         comments = transform.comments if isinstance(transform, Annotate) else {}
         return _restore, (int(self.meta.get("rank", 0)), calls, dict(comments), constants, self.training)
@@ -156,16 +161,11 @@ class _Ref:
     name: str
 
 
-def _plain(arg: Any) -> Any:
+def _without_nodes(arg: Any) -> Any:
     def plain(each: Any) -> Any:
         return _Ref(each.name) if isinstance(each, fx.Node) else each
 
     return fx.node.map_aggregate(arg, plain)
-
-
-def _carried(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a node's remarks those that are plain data, and ours."""
-    return {key: meta[key] for key in ("shardfx", "val") if key in meta}
 
 
 def _target_text(target: Any) -> str:
@@ -200,10 +200,6 @@ def _restore(
     return module.train(training)
 
 
-def _always(annotate: Annotate) -> Any:
-    return lambda _: annotate
-
-
 def _put(root: nn.Module, path: str, value: Any) -> None:
     *parents, leaf = path.split(".")
     for part in parents:
@@ -214,7 +210,3 @@ def _put(root: nn.Module, path: str, value: Any) -> None:
         root.register_buffer(leaf, value)
     else:
         setattr(root, leaf, value)
-
-
-def _get(root: Any, path: str) -> Any:
-    return operator.attrgetter(path)(root)

@@ -17,22 +17,16 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, Node, Output
 from shardfx.ir.mesh import Mesh
 
-from .loops.loop_regions import part_in_iterations
+from .loops.loop_regions import loop_role
 from .loops.nested_modules import attribute, inlined, nested
-from .rank_module import Origin, RankModule
+from .rank_module import NodeOrigin, RankModule
 
 
 @dataclass(eq=False)
 class RankProgram:
-    """The program of one rank.
-
-    Args:
-        rank, mesh: whose it is.
-        graph: calls of torch's ops and of :data:`shardfx.ir.ops.local_ops.LOCAL_OPS`, in the order in which they run.
-        inputs: of the planned graph, one for each placeholder; ``outputs``: one for each result.
-        constants: tensors that a module holds which somebody changed, by the name of its attribute.
-        comments: what stands behind a line of code, by the name of its node.
-    """
+    """The program of one rank: calls of torch's ops and of :data:`shardfx.ir.ops.local_ops.LOCAL_OPS` in order, with an
+    input of the planned graph for each placeholder, and an output for each result. ``constants`` are tensors of a
+    module that somebody changed, by attribute name."""
 
     rank: int
     mesh: Mesh
@@ -56,7 +50,7 @@ class RankProgram:
         self, graph: fx.Graph, comments: Mapping[str, str], constants: Mapping[str, Any]
     ) -> tuple[fx.Graph, Mapping[str, str], Mapping[str, Any]]:
         """A graph in which iterations are calls of modules, the comments, and what a module of it holds."""
-        if not any(part_in_iterations(node) for node in graph.nodes):
+        if not any(loop_role(node) for node in graph.nodes):
             return graph, comments, constants
         outer, units = nested(graph)
         modules = {
@@ -78,12 +72,7 @@ class RankProgram:
         return found
 
     def changed(self, module: fx.GraphModule) -> RankProgram:
-        """A module that somebody made of this program's, proven and run like any other; what it calls by
-        ``call_module`` stands in its place.
-
-        Raises:
-            Error: it does not take and give as many tensors as the plan, or calls what is no function.
-        """
+        """The program of a module that somebody made of this program's; modules that it calls are inlined."""
         if not isinstance(module, fx.GraphModule):
             raise Error(
                 "this is not a program",
@@ -96,7 +85,7 @@ class RankProgram:
         graph.output(inlined(graph, module, {}))
         for node in graph.nodes:
             origin = node.meta.pop("shardfx", None)
-            if isinstance(origin, Origin):
+            if isinstance(origin, NodeOrigin):
                 origin = planned.get(origin.value)
             if origin is not None:
                 node.meta["shardfx"] = origin

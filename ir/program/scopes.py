@@ -9,38 +9,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
 
-from .loops.loop_regions import FRAMES, UnitOrder, name_of, order_of, part_in_iterations, regions, sibling
+from .aliasing import Aliasing
+from .loops.loop_regions import DELIMITERS, ActionOrder, action_name, action_order, loop_role, regions, sibling_actions
 
 Fail = Callable[..., NoReturn]
 """Says what is wrong at a node."""
 
 
-class _Roots(Protocol):
-    def root(self, value: fx.Node) -> fx.Node:
-        """One node for all values that may share memory."""
+class ScopeCheck:
+    """Checks the scopes of a program, call by call; ``fail`` raises, of what is wrong at which call."""
 
-
-class Standing:
-    """Walks over the calls of a program; ``fail`` is told what is wrong."""
-
-    def __init__(self, nodes: Sequence[fx.Node], share: _Roots, fail: Fail) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], share: Aliasing, fail: Fail) -> None:
         self._share, self._fail = share, fail
-        self._parts = {node: part for node in nodes if (part := part_in_iterations(node))}
+        self._parts = {node: part for node in nodes if (part := loop_role(node))}
         self._inside = regions(nodes) if self._parts else {}
         self._open: list[fx.Node] = []
-        self._orders: dict[fx.Node, UnitOrder] = {}
+        self._orders: dict[fx.Node, ActionOrder] = {}
         self._begun: dict[fx.Node, dict[str, None]] = {}
-        """By iterations: their units so far."""
+        """By iterations: their actions so far."""
         self._written: dict[fx.Node, set[fx.Node]] = {}
-        """By iterations that have units: the memory that is written in them."""
+        """By iterations that have actions: the memory that is written in them."""
         self._touched: dict[tuple[fx.Node, fx.Node], dict[str, bool]] = {}
-        """By iterations and memory that is made and written in them: the units that use it so far, and whether they
+        """By iterations and memory that is made and written in them: the actions that use it so far, and whether they
         write it."""
         self._into: dict[fx.Node, fx.Node] = {}
         """The memory that a call writes."""
@@ -61,7 +57,7 @@ class Standing:
         if not self._parts:
             return
         part = self._parts.get(node, "")
-        if part in FRAMES and node.kwargs:
+        if part in DELIMITERS and node.kwargs:
             self._fail(f"{node.name} takes its arguments by place", node)
         if part == "unit":
             self._unit(node)
@@ -78,12 +74,12 @@ class Standing:
         if self._open:
             self._fail("iterations begin here and do not end", self._open[0])
 
-    # ---- iterations and units
-    # --------------------------------------------------------------------------------------------
+    # ---- iterations and actions
+    # -----------------------------------------------------------------------------------------
 
     def _begin(self, node: fx.Node) -> None:
         try:
-            order = UnitOrder.of(order_of(node).split())
+            order = ActionOrder.of(action_order(node).split())
         except ValueError as wrong:
             self._fail(str(wrong), node)
         args: Any = node.args
@@ -96,7 +92,7 @@ class Standing:
             self._open.pop()
         if not self._open or node.args[0] is not self._open[-1]:
             self._fail(f"{node.name} is a unit of iterations that did not begin last", node)
-        begin, name = self._open[-1], name_of(node)
+        begin, name = self._open[-1], action_name(node)
         if name not in self._orders[begin].units or name in self._begun[begin]:
             known = ", ".join(self._orders[begin].units) or "no units"
             self._fail(f"{name} is no unit of these iterations, or stands twice", node, expected=known, got=name)
@@ -113,7 +109,7 @@ class Standing:
         if missing:
             self._fail(f"there is no unit {missing[0]}, which the order of {begin.name} names", node)
 
-    # ---- what is used -----------------------------------------------------------------------------------------------
+    # ---- uses -----------------------------------------------------------------------------------------------
 
     def _used(self, node: fx.Node) -> None:
         top = self._open[-1] if self._open else None
@@ -127,14 +123,14 @@ class Standing:
             self._touches(value, node)
 
     def _reaches(self, used: fx.Node, node: fx.Node) -> None:
-        """A value is there: made in iterations that are not over, or by a unit that is done before."""
+        """A value is there: made in iterations that are not over, or by an action that is done before."""
         made = self._inside[used]
         if self._parts.get(used) == "opens":
             made = (*made, used)
         collected = self._parts.get(used) == "collects"
         shared = next((i for i, (a, b) in enumerate(zip(made, self._open, strict=False)) if a is not b), None)
         shared = min(len(made), len(self._open)) if shared is None else shared
-        at = sibling(made, self._open)
+        at = sibling_actions(made, self._open)
         if at is not None:
             self._handed_on(used, node, at)
         if len(made) > shared + (at is not None) and not collected:
@@ -144,8 +140,8 @@ class Standing:
                 self._fail(f"{used.name} is used in iterations that do not say so", node, expected=f"it in {loop.name}")
 
     def _handed_on(self, used: fx.Node, node: fx.Node, at: int) -> None:
-        """What another unit of the same iteration made: it was done before, and its memory is this iteration's."""
-        begin, maker, unit = self._open[at - 1], name_of(self._inside[used][at]), name_of(self._open[at])
+        """What another action of the same iteration made: it was done before, and its memory is this iteration's."""
+        begin, maker, unit = self._open[at - 1], action_name(self._inside[used][at]), action_name(self._open[at])
         iteration = self._orders[begin].turned_round(maker, unit)
         if iteration is not None:
             what = f"{used.name} is used in {unit} of iteration {iteration}, before {maker} makes it"
@@ -158,11 +154,11 @@ class Standing:
             self._fail(what, node, expected=f"memory that {maker} makes, which is each iteration's own")
 
     def _touches(self, value: fx.Node, node: fx.Node) -> None:
-        """Of memory that units write, the order of its uses is the same in all iterations."""
+        """Of memory that actions write, the order of its uses is the same in all iterations."""
         for at, unit in enumerate(self._open):
             if self._parts.get(unit) != "unit":
                 continue
-            begin, name, root = self._open[at - 1], name_of(unit), self._share.root(value)
+            begin, name, root = self._open[at - 1], action_name(unit), self._share.root(value)
             if root not in self._written.get(begin, ()) or begin not in self._inside[root]:
                 continue
             before = self._touched.setdefault((begin, root), {})

@@ -1,7 +1,7 @@
-"""The one writer of Python: a program as the source of a function, each value let go after its last use.
+"""Python code generation: a program as the source of a function, in which each value is freed after its last use.
 
-What a call does is the program's; *how* it is done may be an engine's (:class:`Forms`): which pool stands behind
-``memory.empty``, how a backend reduces and scatters, that a virtual rank yields where others are needed.
+What a call does is the program's; *how* it is done may be an engine's (:class:`CallOverrides`): which memory pool is
+behind ``memory.empty``, how a backend reduces and scatters, that a virtual rank yields at its collectives.
 
     def program(x, w):
         mm = _mm(x, w)
@@ -9,9 +9,9 @@ What a call does is the program's; *how* it is done may be an engine's (:class:`
         all_reduce = (yield _Request, mm, None).pop()
         return (all_reduce,)
 
-Iterations are a loop; iterations in units one over the words of their order, with a branch for each unit. What a unit
-makes for another of the same iteration is kept by the number of the iteration, and memory that all collect into is made
-by the first.
+Iterations are a loop; loops in schedule actions one over the words of their order, with a branch for each action. What
+an action makes for another of the same iteration is kept by the number of the iteration, and memory that all collect
+into is made by the first.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch import fx
 
 from .aliasing import destination
 from .loops.loop_regions import (
-    FRAMES,
+    DELIMITERS,
+    ActionOrder,
     Lifetimes,
-    UnitOrder,
-    gives_number,
+    action_name,
+    action_order,
+    is_induction_variable,
     loop_of,
-    name_of,
-    order_of,
-    part_in_iterations,
+    loop_role,
 )
 from .rank_program import RankProgram
 
@@ -74,22 +74,17 @@ matched with a schema. Of other ops that matters less, for they are seldom calle
 
 
 @dataclass(frozen=True)
-class Forms:
-    """How an engine does some calls.
-
-    Args:
-        instead: function -> what is called in its place.
-        ask: of a node, what a coroutine yields beside its first operand and the memory that its result goes into
-            (it takes the result out of the list that it is sent), with ``of_iteration`` where numbers of an iteration
-            are in it; None where it calls the function itself.
-    """
+class CallOverrides:
+    """How an engine does some calls: functions ``instead`` of others, and for which nodes it is ``ask``-ed: what a
+    coroutine yields beside the first operand and the destination, before it takes the result out of the list that it is
+    sent (``of_iteration`` where induction variables are among the arguments)."""
 
     instead: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
     ask: Callable[[fx.Node], Any | None] | None = None
 
 
 @dataclass(frozen=True)
-class Source:
+class ProgramSource:
     """A program's source, compiled, which knows the node of each of its lines."""
 
     text: str
@@ -111,18 +106,18 @@ class Source:
         return self.lines[line - 1] if line is not None and line <= len(self.lines) else None
 
     def position(self, node: fx.Node | None) -> int:
-        """How many ops of the plan stand before a node: the same on all ranks, whatever helps stand between."""
+        """The number of planned ops before a node: the same on all ranks."""
         made = [each.meta.get("shardfx") for each in self.nodes[: self.nodes.index(node)]] if node is not None else []
         return len({id(op) for op in made})
 
 
-def write_source(program: RankProgram, forms: Forms | None = None, watch: Watch | None = None) -> Source:
+def write_source(program: RankProgram, forms: CallOverrides | None = None, watch: Watch | None = None) -> ProgramSource:
     """The source of a program. ``watch`` is shown every result."""
-    return _Writer(program, forms or Forms(), watch).source()
+    return _SourceWriter(program, forms or CallOverrides(), watch).source()
 
 
-class _Writer:
-    def __init__(self, program: RankProgram, forms: Forms, watch: Watch | None) -> None:
+class _SourceWriter:
+    def __init__(self, program: RankProgram, forms: CallOverrides, watch: Watch | None) -> None:
         self.program, self.forms, self.watch = program, forms, watch
         self.nodes = tuple(program.graph.nodes)
         self.local = {node.name for node in self.nodes}
@@ -132,14 +127,14 @@ class _Writer:
         self.open = ["program"]
         self.owners: list[fx.Node | None] = []
 
-    def source(self) -> Source:
+    def source(self) -> ProgramSource:
         inputs = [node.name for node in self.nodes if node.op == "placeholder"]
         self._add(None, f"def program({', '.join(inputs)}):", indent="")
         for node in self.nodes:
             if node.op == "placeholder":
                 continue
-            part = part_in_iterations(node)
-            if part in FRAMES:
+            part = loop_role(node)
+            if part in DELIMITERS:
                 self._frame(node, part)
             elif node in self.life.made_for:
                 self._add(node, f"{node.name} = None")
@@ -156,7 +151,7 @@ class _Writer:
         text, file = "\n".join(self.lines) + "\n", f"<shardfx program {next(_number)}>"
         linecache.cache[file] = (len(text), None, text.splitlines(True), file)
         exec(compile(text, file, "exec"), self.scope)
-        return Source(text, self.scope["program"], self.nodes, tuple(self.owners), file)
+        return ProgramSource(text, self.scope["program"], self.nodes, tuple(self.owners), file)
 
     def _call(self, node: fx.Node, part: str) -> None:
         self._add(node, self._statement(node))
@@ -180,18 +175,18 @@ class _Writer:
     # ---- iterations -------------------------------------------------------------------------------------------------
 
     def _frame(self, node: fx.Node, part: str) -> None:
-        """Where iterations begin or end, or one of their units begins."""
+        """Where iterations begin or end, or one of their actions begins."""
         if part != "opens" and self.open[-1] == "unit":
             self.open.pop()
         if part == "closes":
             self.open.pop()
         elif part == "unit":
             self._unit(node)
-        elif order := order_of(node):
+        elif order := action_order(node):
             for each in self.nodes:
                 if self.life.kept(each) is node:
                     self._add(node, f"{self._kept(each)} = {{}}")
-            words = tuple(map(tuple, UnitOrder.of(order.split()).words))
+            words = tuple(map(tuple, ActionOrder.of(order.split()).words))
             self._add(node, f"for {self._free(f'{node.name}_unit')}, {node.name} in {words}:")
             self.open.append(part)
         else:
@@ -199,9 +194,9 @@ class _Writer:
             self.open.append(part)
 
     def _unit(self, node: fx.Node) -> None:
-        """A unit: a branch, which takes what others kept for it."""
-        iterations, name = loop_of(node), name_of(node)
-        word = "if" if UnitOrder.of(order_of(iterations).split()).units[0] == name else "elif"
+        """An action: a branch, which takes what others kept for it."""
+        iterations, name = loop_of(node), action_name(node)
+        word = "if" if ActionOrder.of(action_order(iterations).split()).units[0] == name else "elif"
         self._add(node, f"{word} {self._free(f'{iterations.name}_unit')} == {name!r}:")
         self.open.append("unit")
         takes = self.life.takes.get(node, [])
@@ -215,7 +210,7 @@ class _Writer:
             self._add(node, "pass")
 
     def _kept(self, value: fx.Node) -> str:
-        """What holds a value for the units that take it, by the iteration."""
+        """What holds a value for the actions that take it, by the iteration."""
         return self._free(f"{value.name}_kept")
 
     def _free(self, name: str) -> str:
@@ -232,7 +227,7 @@ class _Writer:
         if asked is not None:
             into = destination(node)
             at, request = "None" if into is None else into.name, self._name(asked)
-            if numbers := [used.name for used in node.all_input_nodes if gives_number(used)]:
+            if numbers := [used.name for used in node.all_input_nodes if is_induction_variable(used)]:
                 request += ".of_iteration({" + ", ".join(f"{name!r}: {name}" for name in numbers) + "})"
             return f"{node.name} = (yield {request}, {self._text(node.args[0])}, {at}).pop()"
         function = self.forms.instead.get(node.target, node.target)

@@ -1,6 +1,6 @@
 """Layout of stored tensors: which are contiguous neighbors, and which kept buffers are reused.
 
-Parameters that are gathered together lie one behind the other, so that nothing is copied before a gather; so does what
+Parameters that are gathered together are contiguous, so that nothing is copied before a gather; so does what
 an optimizer steps together, so that its step is one call. Buffers that are kept between steps may be larger than what
 is asked for, up to twice: the segments of parameters that are gathered in sequence differ a little.
 
@@ -21,8 +21,8 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, V
 from shardfx.ir.ops.comm import all_gather, all_reduce, reduce_scatter
 
 
-def neighbours(nodes: Iterable[Node], inputs: Iterable[Input]) -> list[tuple[Input, ...]]:
-    """The parameters that stores keep one behind the other, for the gathers among planned nodes; each stands once."""
+def contiguous_parameters(nodes: Iterable[Node], inputs: Iterable[Input]) -> list[tuple[Input, ...]]:
+    """The parameters that stores keep contiguous, for the gathers among planned nodes; each stands once."""
     stored = {given.value: given for given in inputs if given.kind is InputKind.PARAMETER and not given.laid}
     found: list[tuple[Input, ...]] = []
     placed: set[str] = set()
@@ -37,9 +37,9 @@ def neighbours(nodes: Iterable[Node], inputs: Iterable[Input]) -> list[tuple[Inp
     return found
 
 
-def stepped_together(graph: Graph) -> list[tuple[Input, ...]]:
-    """The parameters, and for each kind of state the states, whose gradients are reduced together, in the order of
-    these; nothing where the program steps none. What is gathered together lies as :func:`neighbours` says."""
+def stepped_groups(graph: Graph) -> list[tuple[Input, ...]]:
+    """The parameters, and for each kind of state the states, whose gradients are reduced together, in that order, but
+    for those of :func:`contiguous_parameters`; nothing where the program steps none."""
     if all(output.kind is not OutputKind.PARAMETER for output in graph.outputs):
         return []
     inputs = {given.name: given for given in graph.inputs}
@@ -47,7 +47,7 @@ def stepped_together(graph: Graph) -> list[tuple[Input, ...]]:
     for given in graph.of_kind(InputKind.STATE):
         parameter, _, key = given.name.rpartition(".")
         owned.setdefault(parameter, {})[key] = given
-    placed = {given.name for together in neighbours(graph.nodes, graph.inputs) for given in together}
+    placed = {given.name for together in contiguous_parameters(graph.nodes, graph.inputs) for given in together}
     made = {_as_made(o.value): o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT and o.name in inputs}
     found = []
     for node in graph.nodes:
@@ -66,14 +66,14 @@ def stepped_together(graph: Graph) -> list[tuple[Input, ...]]:
 
 
 def _as_made(gradient: Value) -> Value:
-    """A gradient as the backward makes it, before the step changes it, or a gather makes it whole."""
+    """A gradient as the backward makes it, before the step changes it, or an all-gather."""
     while (node := gradient.node) is not None and (node.phase is Phase.UPDATE or node.op is all_gather):
         gradient = node.operands[node.outs.index(gradient) if node.op is all_gather else 0]
     return gradient
 
 
-def side_by_side(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Memory for tensors of these shapes, one behind the other."""
+def contiguous_tensors(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Memory for tensors of these shapes, contiguous."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     return [part.view(list(shape)) for shape, part in zip(shapes, flat.split(sizes), strict=True)]
@@ -82,19 +82,19 @@ def side_by_side(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: to
 SLACK = 2
 
 
-class Choice(NamedTuple):
-    """Which of the free memories is lent (None: new memory is made), and which one goes."""
+class BufferChoice(NamedTuple):
+    """Which free buffer is reused (None: a new one is allocated), and which one is dropped."""
 
     take: int | None
     drop: int | None = None
 
 
-def choose(nbytes: int, free: Sequence[int]) -> Choice:
-    """What is lent to one who asks for ``nbytes``, where memories of ``free`` bytes are kept and nobody has them."""
+def choose_buffer(nbytes: int, free: Sequence[int]) -> BufferChoice:
+    """The buffer for ``nbytes`` among those of ``free`` bytes that are kept and unused."""
     if nbytes in free:  # as nearly always
-        return Choice(free.index(nbytes))
+        return BufferChoice(free.index(nbytes))
     fits = [(size, i) for i, size in enumerate(free) if nbytes <= size <= SLACK * nbytes]
     if fits:
-        return Choice(min(fits)[1])
+        return BufferChoice(min(fits)[1])
     smaller = [(size, -i) for i, size in enumerate(free) if nbytes <= SLACK * size < SLACK * nbytes]
-    return Choice(None, -max(smaller)[1] if smaller else None)
+    return BufferChoice(None, -max(smaller)[1] if smaller else None)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn, get_type_hints
 
@@ -35,13 +35,13 @@ from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
 from shardfx.ir.ops.traits import storage_offset
 
-from .aliasing import GivenAway, Sharing, renewed
-from .arena_layout import Overlaps
-from .buffer_parts import Slots
-from .loops.loop_regions import gives_number
+from .aliasing import Aliasing, ResultOwnership, renewed
+from .arena_layout import ArenaCheck
+from .buffer_parts import BufferParts
+from .loops.loop_regions import is_induction_variable
 from .plain import written_out
 from .rank_program import RankProgram
-from .scopes import Standing
+from .scopes import ScopeCheck
 
 OPS = ("placeholder", "get_attr", "call_function", "output")
 TENSOR, TENSORS, OTHER, ANY = "a tensor", "a list of tensors", "no tensor", "anything"
@@ -51,11 +51,9 @@ NESTS = (type(None), str, list, tuple, dict, slice)
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One argument: what stands there, and whether it may be left out, be None, or be given by its name alone.
-
-    ``number``: torch takes a number for a tensor of it, where another tensor says of which dtype.
-    """
+class ArgumentSlot:
+    """One parameter of a function: its kind, whether it is ``needed``, may be None, or is keyword-only. ``number``:
+    torch takes a number for the tensor, where another tensor says of which dtype."""
 
     name: str
     kind: str
@@ -74,17 +72,12 @@ class Slot:
             return isinstance(arg, (list, tuple)) and all(
                 isinstance(each, fx.Node) or (each is None and self.optional) for each in arg
             )
-        arg = _numbered(arg)
+        leaves = _leaves(arg)
         if self.kind in (NUMBER, NUMBERS):
-            return _numbers(arg) if self.kind == NUMBERS else _number(arg)
-        return not _holds_a_node(arg)
-
-
-def _numbered(arg: Any) -> Any:
-    """An argument with a number in the place of each number of an iteration."""
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(_numbered(each) for each in arg)
-    return 0 if isinstance(arg, fx.Node) and gives_number(arg) else arg
+            nested = isinstance(arg, (list, tuple))
+            return nested is (self.kind == NUMBERS) and not any(isinstance(x, (*NESTS, float, fx.Node)) for x in leaves)
+        parts = [part for x in leaves for part in ((x.start, x.stop, x.step) if isinstance(x, slice) else (x,))]
+        return not any(isinstance(part, fx.Node) for part in parts)
 
 
 def malformed(node: fx.Node) -> str:
@@ -96,18 +89,23 @@ def malformed(node: fx.Node) -> str:
     if not callable(node.target):
         return f"{node.target!r} is no function"
     row = row_of(node.target)
-    slots = _slots(node.target) if row is not None or isinstance(node.target, torch._ops.OpOverload) else None
+    slots = _argument_slots(node.target) if row is not None or isinstance(node.target, torch._ops.OpOverload) else None
     wrong = "" if slots is None else _misfit(node, slots)
     if not wrong and storage_offset(node.target, node.args, node.kwargs) is not None:
         return f"{node.name} has a storage offset, which counts from the begin of memory that it may share with others"
     if not wrong and node.target is segment:
-        return _no_segment(node)
-    if not wrong and row is not None and row.group is not None and not isinstance(_at(node, row.group), str):
+        return _malformed_segment(node)
+    if (
+        not wrong
+        and row is not None
+        and row.group is not None
+        and not isinstance((*node.args, *[None] * 9)[row.group], str)
+    ):
         return f"{node.name} names no group of ranks as its argument {row.group}"
     return wrong
 
 
-def _no_segment(node: fx.Node) -> str:
+def _malformed_segment(node: fx.Node) -> str:
     """What is wrong with a segment of an optimizer's step, and with what is taken of it."""
     if node.kwargs:
         return f"{node.name} takes its arguments by place"
@@ -125,11 +123,7 @@ def _no_segment(node: fx.Node) -> str:
     return ""
 
 
-def _at(node: fx.Node, place: int) -> Any:
-    return node.args[place] if place < len(node.args) else None
-
-
-def _misfit(node: fx.Node, slots: Sequence[Slot]) -> str:
+def _misfit(node: fx.Node, slots: Sequence[ArgumentSlot]) -> str:
     args = node.args
     if not node.kwargs and len(args) == len(slots) and not any(slot.named for slot in slots):  # as most are
         wrong = next((i for i, slot in enumerate(slots) if not slot.takes(args[i])), None)
@@ -151,7 +145,7 @@ def _misfit(node: fx.Node, slots: Sequence[Slot]) -> str:
     return ""
 
 
-def _not_taken(node: fx.Node, slot: Slot, arg: Any) -> str:
+def _not_taken(node: fx.Node, slot: ArgumentSlot, arg: Any) -> str:
     return f"{node.name} has {arg!r} for {slot.name!r}, where {slot.kind} is expected"
 
 
@@ -160,16 +154,26 @@ OVER = frozenset(OVERWRITING.values())
 
 
 @cache
-def _slots(target: Callable[..., Any]) -> tuple[Slot, ...] | None:
+def _argument_slots(target: Callable[..., Any]) -> tuple[ArgumentSlot, ...] | None:
     """The arguments of a torch op, or of one of our functions; None: nothing is known of them."""
     if isinstance(target, torch._ops.OpOverload):
-        found = tuple(map(_of_schema, target._schema.arguments))
-        tensors = [slot for slot in found if slot.kind == TENSOR and slot.name != "out"]
-        several = len(tensors) > 1 and (row_of(target) is None or target in OVER)
-        return tuple(replace(slot, number=several and slot.name != "out") for slot in found)
+        kinds = {each.name: _kind_of_type(str(each.type)) for each in target._schema.arguments}
+        several = [name for name, kind in kinds.items() if kind == TENSOR and name != "out"][1:]
+        number = bool(several) and (row_of(target) is None or target in OVER)
+        return tuple(
+            ArgumentSlot(
+                each.name,
+                kinds[each.name],
+                needed=not each.has_default_value(),
+                optional="Optional" in str(each.type),
+                named=each.kwarg_only,
+                number=number and each.name != "out",
+            )
+            for each in target._schema.arguments
+        )
     row = row_of(target)
     if row is not None and row.name == "getitem":
-        return Slot("a", TENSOR), Slot("b", OTHER)
+        return ArgumentSlot("a", TENSOR), ArgumentSlot("b", OTHER)
     try:
         signature, hints = inspect.signature(target), get_type_hints(target)
     except (TypeError, ValueError, NameError):  # of a user's function: it need not say what it takes
@@ -178,21 +182,20 @@ def _slots(target: Callable[..., Any]) -> tuple[Slot, ...] | None:
     if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
         return None
     return tuple(
-        Slot(
+        ArgumentSlot(
             each.name,
             _kind(hints.get(each.name)),
-            each.default is each.empty,
-            "None" in str(hints.get(each.name)),
-            each.kind is each.KEYWORD_ONLY,
+            needed=each.default is each.empty,
+            optional="None" in str(hints.get(each.name)),
+            named=each.kind is each.KEYWORD_ONLY,
         )
         for each in parameters
     )
 
 
-def _of_schema(each: Any) -> Slot:
-    words = str(each.type)
-    kind = OTHER if "Tensor" not in words else TENSORS if "List" in words else TENSOR
-    return Slot(each.name, kind, not each.has_default_value(), "Optional" in words, each.kwarg_only)
+def _kind_of_type(words: str) -> str:
+    """What the type of a schema's argument says."""
+    return OTHER if "Tensor" not in words else TENSORS if "List" in words else TENSOR
 
 
 def _kind(hint: Any) -> str:
@@ -205,21 +208,11 @@ def _kind(hint: Any) -> str:
     return TENSOR if hint is torch.Tensor or "None" in words else TENSORS
 
 
-def _number(arg: Any) -> bool:
-    return not isinstance(arg, (*NESTS, float, fx.Node))
-
-
-def _numbers(arg: Any) -> bool:
-    """Whether it is a nest of lists of whole numbers."""
-    return isinstance(arg, (list, tuple)) and all(_numbers(each) or _number(each) for each in arg)
-
-
-def _holds_a_node(arg: Any) -> bool:
+def _leaves(arg: Any) -> list[Any]:
+    """What is in a nest of lists, with a number in the place of each induction variable."""
     if isinstance(arg, (list, tuple)):
-        return any(map(_holds_a_node, arg))
-    if isinstance(arg, slice):
-        return any(map(_holds_a_node, (arg.start, arg.stop, arg.step)))
-    return isinstance(arg, fx.Node)
+        return [leaf for each in arg for leaf in _leaves(each)]
+    return [0 if isinstance(arg, fx.Node) and is_induction_variable(arg) else arg]
 
 
 PLACES = ("memory.slot", "memory.part", "memory.join", "loop.begin", "loop.end")
@@ -237,7 +230,7 @@ class ProgramError(Error):
     line: str = ""
 
 
-def order_of_collectives(program: RankProgram) -> list[str]:
+def collective_order(program: RankProgram) -> list[str]:
     """What is asked of which group, in order: the same on all its ranks."""
     found = []
     for node in program.graph.nodes:
@@ -249,14 +242,11 @@ def order_of_collectives(program: RankProgram) -> list[str]:
 
 def validate_program(program: RankProgram, after: str | None = None, *, ends: bool = True) -> None:
     """Check ``program``; ``after`` is the rank pass that left it. ``ends``: results must be their receivers' own.
-
-    Raises:
-        Error: naming the rank, the call, the line of the model that it comes from, and what is wrong with it.
-    """
-    _Walk(program, after, ends).run()
+    A :class:`ProgramError` names the rank, the call, and its line of the model."""
+    _ProgramCheck(program, after, ends).run()
 
 
-class _Walk:
+class _ProgramCheck:
     def __init__(self, program: RankProgram, after: str | None, ends: bool) -> None:
         self.program, self.after, self.ends = program, after, ends
         self.nodes = list(program.graph.nodes)
@@ -265,16 +255,16 @@ class _Walk:
         self.nodes = list(program.graph.nodes)
         self.away: dict[fx.Node, str] = {}
         """In which pool values lie that are not in the device's memory."""
-        self.share = Sharing(self.nodes)
+        self.share = Aliasing(self.nodes)
         self.renewed = renewed(program)
         self.dead: dict[fx.Node, fx.Node] = {}
-        """Values whose memory was written over, and by which call."""
+        """Values whose memory was overwritten, and by which call."""
         self.live: dict[fx.Node, list[fx.Node]] = {}
         """By root: the values there so far."""
         self.pending: set[fx.Node] = set()
-        self.standing = Standing(self.nodes, self.share, self._fail)
-        self.arena = Overlaps(self.nodes, self.share, self._fail)
-        self.slots = Slots(self.share)
+        self.standing = ScopeCheck(self.nodes, self.share, self._fail)
+        self.arena = ArenaCheck(self.nodes, self.share, self._fail)
+        self.slots = BufferParts(self.share)
 
     def _form(self) -> None:
         """Every node can be read, and takes what stands before it."""
@@ -364,8 +354,8 @@ class _Walk:
             self.away[node] = pool
 
     def _beside(self, node: fx.Node, row: LocalOp | None) -> bool:
-        """Whether a call is done beside the device: all that it takes lies there."""
-        tensors = (used for used in node.all_input_nodes if not gives_number(used))
+        """Whether a call is done off the device: all that it takes lies there."""
+        tensors = (used for used in node.all_input_nodes if not is_induction_variable(used))
         return not (row is not None and row.pool) and all(used in self.away for used in tensors)
 
     def _define(self, node: fx.Node) -> None:
@@ -385,7 +375,7 @@ class _Walk:
         if _reads_too(node, into):
             self._fail(f"{node.name} writes over {into.name}, which it reads", node, expected="other memory")
         slot = self.slots.get(into)
-        beside = self.arena.beside(into)
+        beside = self.arena.overlapping(into)
         for there in (into, *beside):
             if (started := self.share.sender(there, node)) is not None:
                 self._fail(
@@ -405,7 +395,7 @@ class _Walk:
             self.slots.put(node, into, slot)
 
     def _join(self, node: fx.Node) -> None:
-        """The joined values lie in this memory, one behind the other, and fill it."""
+        """The joined values lie in this memory, contiguous, and fill it."""
         args: Any = node.args
         flat, values, pieces = args
         at = 0
@@ -427,7 +417,7 @@ class _Walk:
     def _output(self, node: fx.Node) -> None:
         given = node.args[0]
         results: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
-        given_away = GivenAway(self.share, self.renewed)
+        given_away = ResultOwnership(self.share, self.renewed)
         stored = {given.name: given.pool.partition(":")[0] for given in self.program.inputs}
         for output, result in zip(self.program.outputs, results, strict=False):
             if not isinstance(result, fx.Node):

@@ -1,10 +1,7 @@
-"""Schedules as data: what each rank does for which stage and micro-batch, in which order; checked, simulated."""
+"""Schedules as data: for each rank a row of actions; checked and simulated."""
 
-from shardfx.ir.schedule.actions import Pipelined
-from shardfx.ir.schedule.simulation import ScheduleReport, check_schedule
-
-from .actions import Action, Schedule
-from .simulation import COSTS, Costs, Simulation
+from .actions import Action, Pipelined, Schedule
+from .simulation import COSTS, Costs, ScheduleReport, Simulation, check_schedule
 
 __all__ = [
     "COSTS",

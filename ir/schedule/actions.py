@@ -28,17 +28,14 @@ KINDS = {
     "W": "backward for weights",
     "U": "update",
 }
-"""What can be done for a stage; ``I`` and ``W`` are the halves of ``B``. All but the update are done once a
-micro-batch."""
+"""Kinds of actions; ``I`` and ``W`` are the halves of ``B``. All but the update run once a micro-batch."""
 WORD = re.compile(r"([FBIW])(\d+)\.(\d+)|(U)(\d+)", re.ASCII)
 NEAR = 3
 
 
 class Action(NamedTuple):
-    """One kind of work for one stage and one micro-batch; ``F0.3`` is the forward of stage 0, micro-batch 3.
-
-    An update (``U0``) is of no micro-batch; its ``microbatch`` is 0.
-    """
+    """One kind of work for one stage and one micro-batch: ``F0.3`` is the forward of stage 0, micro-batch 3, ``U0`` an
+    update."""
 
     kind: str
     stage: int
@@ -53,14 +50,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each rank its actions in the order in which it does them.
+    """For each rank its actions in the order in which it runs them.
 
-    ``str`` gives a row a rank, and :meth:`parse` reads it. That a schedule is complete and can be done is what
-    :func:`.simulation.check_schedule` says.
-
-    Raises:
-        Error: there are no rows, a row is empty, or something in it is no action: no :class:`Action`, of another kind,
-            or of a stage or micro-batch that is no number from 0.
+    ``str`` gives a row a rank, and :meth:`parse` reads it; :func:`.simulation.check_schedule` checks completeness.
     """
 
     rows: tuple[tuple[Action, ...], ...]
@@ -88,11 +80,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule that a text says: a row for each rank, actions with blanks between.
-
-        Raises:
-            Error: a word is no action, or there is none; it is no text.
-        """
+        """The schedule of a text: a row for each rank, actions with blanks between."""
         if not isinstance(text, str):
             raise Error(
                 "this is no text of a schedule",
@@ -130,11 +118,7 @@ class Schedule:
         return {action.stage: rank for rank in reversed(self.ranks) for action in self.rows[rank]}
 
     def rank_of(self, stage: int) -> int:
-        """The rank that a stage lies on: the first with an action of it.
-
-        Raises:
-            Error: no rank has.
-        """
+        """The rank of a stage: the first with an action of it."""
         if stage not in self._homes:
             raise Error(
                 f"no rank has an action of stage {stage}",
@@ -156,7 +140,7 @@ class Schedule:
         )
 
     def where(self, rank: int, index: int) -> str:
-        """An action for people: its rank, its place and what stands around it in the row."""
+        """A label of an action for errors: its rank, its place and its neighbors in the row."""
         row = self.rows[rank]
         near = " ".join(map(str, row[max(0, index - NEAR) : index + NEAR + 1]))
         left, right = "... " * (index > NEAR), " ..." * (index + NEAR + 1 < len(row))

@@ -12,18 +12,10 @@ from .actions import Action, Schedule
 
 
 def check_complete(schedule: Schedule, stages: int, microbatches: int) -> None:
-    """See that each action stands once, on one rank for each stage, and that none is missing.
-
-    Raises:
-        Error: one is missing, stands twice, on another rank than its stage, or is of no stage or micro-batch that there
-            is; a backward is there whole and in halves; some stages are updated and others not.
-    """
-    _once(schedule, stages, microbatches)
-    _complete(schedule, stages, microbatches)
-
-
-def _once(schedule: Schedule, stages: int, microbatches: int) -> None:
-    """Each action is of a stage and micro-batch that there are, and stands once, on the rank of its stage."""
+    """Check that each action is of a stage and micro-batch that there are, stands once, on the rank of its stage, and
+    that
+    none is missing: a forward and a backward, whole or in halves, of each micro-batch; an update of each stage, or of
+    none."""
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.rows):
         for index, action in enumerate(row):
@@ -45,39 +37,30 @@ def _once(schedule: Schedule, stages: int, microbatches: int) -> None:
                 where, got = schedule.where(rank, index), f"{action} on rank {rank}"
                 raise Error(what, where=where, expected=expected, got=got, remedy=remedy)
             seen[action] = rank, index
-
-
-def _complete(schedule: Schedule, stages: int, microbatches: int) -> None:
-    """All that is to be done stands somewhere: a forward and a backward, whole or in halves, of each micro-batch."""
-    there = frozenset(schedule)
-    updated = any(action.kind == "U" for action in there)
     for stage, microbatch in product(range(stages), range(microbatches)):
         forward, whole, half, rest = (Action(kind, stage, microbatch) for kind in "FBIW")
-        halves = half in there or rest in there
-        if whole in there and halves:
-            raise _two_backwards(schedule, whole, half if half in there else rest)
+        halves = [each for each in (half, rest) if each in seen]
+        if whole in seen and halves:
+            rank, index = seen[halves[0]]
+            raise Error(
+                f"stage {stage}, micro-batch {microbatch} is done whole and in halves: {whole} and {halves[0]}",
+                where=schedule.where(rank, index),
+                expected="B, or I and W",
+                got=f"{whole} and {halves[0]}",
+                remedy=f"leave {whole} out, or {halves[0]}",
+            )
         for needed in (forward, half, rest) if halves else (forward, whole):
-            if needed not in there:
+            if needed not in seen:
                 raise _missing(schedule, needed)
-    for stage in range(stages):
-        if updated and Action("U", stage) not in there:
-            raise _missing(schedule, Action("U", stage))
+    for update in (Action("U", stage) for stage in range(stages) if any(action.kind == "U" for action in seen)):
+        if update not in seen:
+            raise _missing(schedule, update)
 
 
-def _two_backwards(schedule: Schedule, whole: Action, half: Action) -> Error:
-    rank = schedule.rank_of(whole.stage)
-    return Error(
-        f"stage {whole.stage}, micro-batch {whole.microbatch} is done whole and in halves: {whole} and {half}",
-        where=schedule.where(rank, schedule.rows[rank].index(half)),
-        expected="B, or I and W",
-        got=f"{whole} and {half}",
-        remedy=f"leave {whole} out, or {half}",
-    )
-
-
-def _missing(schedule: Schedule, action: Action) -> Error:
+def _missing(schedule: Schedule, action: Action, most: int = 12) -> Error:
     rank = next((rank for rank in schedule.ranks if action.stage in schedule.stages_of(rank)), None)
-    row = "no rank has that stage" if rank is None else f"rank {rank}, the row  {_row(schedule, rank)}"
+    row = schedule.rows[rank or 0]
+    text = " ".join(map(str, row[:most])) + " ..." * (len(row) > most)
     needed = {
         "F": "F of each stage and micro-batch",
         "B": "B, or I and W, of each stage and micro-batch",
@@ -88,23 +71,15 @@ def _missing(schedule: Schedule, action: Action) -> Error:
     last, end = schedule.stages[-1], schedule.microbatches[-1]
     return Error(
         f"{action} is missing",
-        where=row,
+        where="no rank has that stage" if rank is None else f"rank {rank}, the row  {text}",
         expected=needed[action.kind],
         got=f"rows of stages 0 .. {last} and micro-batches 0 .. {end}, without it",
         remedy=f"add {action}",
     )
 
 
-def _row(schedule: Schedule, rank: int, most: int = 12) -> str:
-    row = schedule.rows[rank]
-    return " ".join(map(str, row[:most])) + " ..." * (len(row) > most)
-
-
 def dependencies(schedule: Schedule) -> Mapping[Action, tuple[Action, ...]]:
-    """For each action those that must be done before it, wherever they are, whatever its row says.
-
-    Those of :func:`needs`; ``U`` waits for all ``B`` and ``W`` of its stage.
-    """
+    """The dependencies of each action: those of :func:`needs`; ``U`` waits for all ``B`` and ``W`` of its stage."""
     split = {(action.stage, action.microbatch) for action in schedule if action.kind == "I"}
 
     def ends(stage: int) -> tuple[Action, ...]:
@@ -121,16 +96,8 @@ def dependencies(schedule: Schedule) -> Mapping[Action, tuple[Action, ...]]:
 
 
 def needs(action: Action, last: int, back: Callable[[int, int], Action]) -> tuple[Action, ...]:
-    """What ``F``, ``B``, ``I`` and ``W`` wait for.
-
-    ``F`` waits for ``F`` of the stage before; ``B`` and ``I`` for their own ``F``, and for ``B`` or ``I`` of the stage
-    behind; ``W`` for its ``I``.
-
-    Args:
-        action: what waits.
-        last: the last stage.
-        back: the action that makes the gradients of a stage's inputs in a micro-batch, ``B`` or ``I``.
-    """
+    """What ``F``, ``B``, ``I`` and ``W`` wait for: ``F`` for ``F`` of the stage before; ``B`` and ``I`` for their own
+    ``F``, and for ``B`` or ``I`` (``back``) of the stage behind, up to the ``last``; ``W`` for its ``I``."""
     kind, stage, microbatch = action
     if kind == "F":
         return (Action("F", stage - 1, microbatch),) if stage else ()
@@ -140,11 +107,7 @@ def needs(action: Action, last: int, back: Callable[[int, int], Action]) -> tupl
 
 
 def executable_order(schedule: Schedule) -> tuple[Action, ...]:
-    """All actions of a complete schedule in one order that agrees with every row and with all dependencies.
-
-    Raises:
-        Error: there is none. Ranks wait for one another, or a rank for itself; the error names them.
-    """
+    """A topological order of all actions of a complete schedule; an Error names the ranks of a deadlock."""
     wanted = dependencies(schedule)
     waiting: dict[Action, deque[int]] = {}
     done: dict[Action, None] = {}
@@ -168,7 +131,6 @@ def executable_order(schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _deadlock(schedule: Schedule, stuck: Mapping[int, int], missing: Mapping[int, Action]) -> Error:
-    """The ranks that wait for one another, from one to the next."""
     circle: list[int] = []
     rank = min(stuck)
     while rank not in circle:

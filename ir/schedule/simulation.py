@@ -43,13 +43,10 @@ class Simulation:
     def of(cls, schedule: Schedule, costs: Costs = COSTS, comm: float = 0.0) -> Self:
         """Let every rank start each action as soon as it has done those before, and has what the action needs.
 
-        Args:
-            schedule: what is done where, in which order.
-            costs: how long an action takes, by kind.
-            comm: how long what an action makes takes to another rank. Ranks do not wait for what they send.
+        ``comm`` is the time of a transfer to another rank; the sender does not wait.
 
         Raises:
-            Error: the schedule is not complete, or cannot be done; a cost is missing, unknown, negative or not finite.
+            Error: the schedule is incomplete or has a deadlock; a cost is missing, unknown, negative or not finite.
         """
         check_complete(schedule, len(schedule.stages), len(schedule.microbatches))
         table = cost_table(costs, {action.kind for action in schedule}, len(schedule.stages))
@@ -76,14 +73,14 @@ class Simulation:
         """From the start of the first action to the end of the last."""
         return max(span.end for span in self.spans.values())
 
-    def pieces(self, action: Action) -> tuple[Span, ...]:
+    def segments(self, action: Action) -> tuple[Span, ...]:
         """From when to when an action is done: it may be interrupted by others."""
         return (self.spans[action],)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """For each rank how long it works."""
-        return tuple(sum(piece.length for action in row for piece in self.pieces(action)) for row in self.schedule.rows)
+        return tuple(sum(each.length for action in row for each in self.segments(action)) for row in self.schedule.rows)
 
     @cached_property
     def bubble(self) -> float:
@@ -115,11 +112,7 @@ class Simulation:
 
 
 def cost_table(costs: Costs, kinds: Collection[str], stages: int) -> Mapping[str, Sequence[float]]:
-    """For each of some kinds of actions, the cost at each stage.
-
-    Raises:
-        Error: a kind is unknown or has no cost, there are more or fewer costs than stages, or one is no cost.
-    """
+    """The cost of each of some kinds of actions at each stage."""
     check_costs(costs)
     table = {}
     for kind in sorted(kinds):
@@ -145,11 +138,7 @@ def cost_table(costs: Costs, kinds: Collection[str], stages: int) -> Mapping[str
 
 
 def check_costs(costs: Costs) -> None:
-    """See that these are costs.
-
-    Raises:
-        Error: a kind is unknown, or a cost is negative or not finite.
-    """
+    """Check that kinds are known, and costs are finite and not negative."""
     if not isinstance(costs, Mapping):
         raise Error(
             "these are no costs",
@@ -196,36 +185,22 @@ NUMBERS = {
 
 
 @dataclass(frozen=True)
-class ScheduleReport:
+class ScheduleReport(Simulation):
     """What a checked schedule keeps and costs.
 
     A micro-batch is *live* at a stage from its ``F`` until its ``B`` or ``W`` is done. A rank with several stages
     counts a micro-batch once for each of them.
     """
 
-    live: tuple[tuple[int, ...], ...]
-    """For each rank and each of its actions, how many micro-batches are live while it is done."""
-    simulation: Simulation
+    @cached_property
+    def live(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank and each of its actions, how many micro-batches are live while it runs."""
+        return tuple(tuple(_live(row)) for row in self.schedule.rows)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
         """For each rank the most micro-batches that are live at a time."""
         return tuple(map(max, self.live))
-
-    @property
-    def step(self) -> float:
-        """From the start of the first action to the end of the last, in the unit of the costs."""
-        return self.simulation.step
-
-    @property
-    def bubble(self) -> float:
-        """The share of the step in which ranks do nothing."""
-        return self.simulation.bubble
-
-    @property
-    def order(self) -> tuple[Action, ...]:
-        """All actions of all ranks in one order that agrees with all rows and dependencies."""
-        return self.simulation.order
 
     def __str__(self) -> str:
         return (
@@ -235,19 +210,15 @@ class ScheduleReport:
 
 
 def check_schedule(schedule: Schedule, *, stages: int, microbatches: int, costs: Costs = COSTS) -> ScheduleReport:
-    """Check that a schedule does all that is to be done, once, where and when it can be done.
+    """Check that a schedule is complete and free of deadlocks, for so many stages and micro-batches.
 
     Args:
-        schedule: what is done where, in which order.
-        stages: how many stages there are.
-        micro-batches: how many micro-batches (micro-batches) there are.
-        costs: how long an action takes, by kind; for the report alone.
+        costs: the duration of an action, by kind; for the report alone.
 
     Raises:
-        Error: it is no schedule; an action is missing, stands twice, on another rank than others of its stage, or is of
-            a stage or micro-batch that is not there; a backward is there whole and in halves; some stages are updated
-            and others not; an action stands before one for which it waits, or ranks wait for one another. It names
-            rank, action and row.
+        Error: an action is missing, duplicate, on another rank than its stage, or of no stage or micro-batch that there
+            is; a backward is there whole and in halves; some stages are updated and others not; an action stands before
+            one for which it waits, or ranks wait for one another. It names rank, action and row.
     """
     if not isinstance(schedule, Schedule):
         raise Error(
@@ -260,8 +231,7 @@ def check_schedule(schedule: Schedule, *, stages: int, microbatches: int, costs:
     check_number("stages", stages)
     check_number("microbatches", microbatches)
     check_complete(schedule, stages, microbatches)
-    simulation = Simulation.of(schedule, costs)
-    return ScheduleReport(tuple(tuple(_live(row)) for row in schedule.rows), simulation)
+    return ScheduleReport.of(schedule, costs)
 
 
 def _live(row: tuple[Action, ...]) -> Iterator[int]:
@@ -271,11 +241,7 @@ def _live(row: tuple[Action, ...]) -> Iterator[int]:
 
 
 def check_number(what: str, number: object) -> None:
-    """Check what an option of :data:`NUMBERS` says.
-
-    Raises:
-        Error: it is no int of at least 1.
-    """
+    """Check that an option of :data:`NUMBERS` is an int of at least 1."""
     if type(number) is not int or number < 1:
         raise Error(
             f"this is no number of {NUMBERS[what]}",

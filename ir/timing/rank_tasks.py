@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from shardfx.ir.cost.amounts import Cost
 from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import Node, Phase
@@ -33,16 +32,16 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_heavy
-from shardfx.ir.program.loops.loop_regions import end_of, name_of, part_in_iterations, regions
+from shardfx.ir.program.loops.loop_regions import action_name, execution_order, loop_role, regions
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.schedule.actions import KINDS
 
-from .stream_order import link_of, source
+from .stream_order import link_of, started_call
 
 BEFORE = ""
-"""What is done once, in front of all micro-batches."""
+"""Runs once, in front of the loop."""
 RECEIVED = "R"
-"""What only takes in what others send."""
+"""Receives messages of other ranks."""
 
 
 class Purpose(NamedTuple):
@@ -52,83 +51,70 @@ class Purpose(NamedTuple):
     stage: int = 0
 
 
-def main_iterations(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The first call of the micro-batches in which most of a program's forward and backward is done; None where none
-    are."""
+def main_loop(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The first call of the loop in which most of a program's forward and backward runs; None where there is none."""
     inside = regions(nodes)
-    in_units = next((inside[node][0] for node in nodes if _names_action(node)), None)
-    if in_units is not None:
-        return in_units
-    work = [node for node in nodes if _phase(node) in (Phase.FORWARD, Phase.BACKWARD) and not _is_comm(node)]
-    sizes: dict[fx.Node, int] = {}
-    for node in work:
-        if inside[node]:
-            sizes[inside[node][0]] = sizes.get(inside[node][0], 0) + 1
+    if (action := next(filter(_names_action, nodes), None)) is not None:
+        return inside[action][0]
+    work = [node for node in nodes if (made := _planned(node)) and made.phase is not Phase.UPDATE and not is_comm(made)]
+    sizes = Counter(inside[node][0] for node in work if inside[node])
     most = max(sizes, key=sizes.__getitem__, default=None)
     return most if most is not None and 2 * sizes[most] > len(work) else None
 
 
 def purposes(nodes: Iterable[fx.Node]) -> dict[fx.Node, Purpose]:
-    """What each call is done for, in the order of the program."""
+    """The purpose of each call, in the order of the program."""
     calls = [node for node in nodes if node.op == "call_function"]
-    microbatches, inside = main_iterations(calls), regions(calls)
+    loop, inside = main_loop(calls), regions(calls)
     stage = _stage(calls)
-    if microbatches is None:
-        return _parted(calls, stage)
-    first = calls.index(microbatches)
-    behind = [place for place, node in enumerate(calls) if microbatches in inside[node]][-1] + 1
+    if loop is None:
+        return _by_phase(calls, stage)
+    first = calls.index(loop)
+    behind = [place for place, node in enumerate(calls) if loop in inside[node]][-1] + 1
     found = dict.fromkeys(calls[: first + 1], Purpose(BEFORE, stage))
     here = calls[first + 1 : behind]
-    found |= _in_units(here) if any(map(_names_action, here)) else _parted(here, stage)
+    found |= _by_action(here) if any(map(_names_action, here)) else _by_phase(here, stage)
     return found | dict.fromkeys(calls[behind:], Purpose("U", stage))
 
 
 def _stage(calls: Sequence[fx.Node]) -> int:
-    """The stage that an update is said to be of: the first that has units, or that in which most is done."""
-    units = [int(name[1:]) for name in map(name_of, filter(_names_action, calls)) if name[0] in KINDS]
+    """The stage of an update: the first that has actions, or that in which most runs."""
+    actions = [int(name[1:]) for name in map(action_name, filter(_names_action, calls)) if name[0] in KINDS]
     counts = Counter(node.at[0] for node in map(_planned, calls) if node is not None and node.at)
-    return min(units) if units else max(counts, key=counts.__getitem__, default=0)
+    return min(actions) if actions else max(counts, key=counts.__getitem__, default=0)
 
 
 def _names_action(node: fx.Node) -> bool:
-    """Whether a unit begins that is an action of a schedule; others are stretches of a micro-batch that is
-    interleaved."""
-    return part_in_iterations(node) == "unit" and re.fullmatch(rf"R?[{''.join(KINDS)}]\d+|O", name_of(node)) is not None
+    """Whether an action of a schedule begins; other actions are segments of an interleaved iteration."""
+    return loop_role(node) == "unit" and re.fullmatch(rf"R?[{''.join(KINDS)}]\d+|O", action_name(node)) is not None
 
 
-def _in_units(calls: Sequence[fx.Node]) -> dict[fx.Node, Purpose]:
-    """By the units' names: ``F0``; ``RB1`` receives what B1 sends, and ``O`` what leaves the program."""
+def _by_action(calls: Sequence[fx.Node]) -> dict[fx.Node, Purpose]:
+    """By the names of actions: ``F0``; ``RB1`` receives what B1 sends, and ``O`` what leaves the program."""
     found, now = dict[fx.Node, Purpose](), Purpose(RECEIVED)
     for node in calls:
         if _names_action(node):
-            kind, stage = name_of(node)[0], name_of(node)[1:]
+            kind, stage = action_name(node)[0], action_name(node)[1:]
             now = Purpose(kind, int(stage)) if kind in KINDS else Purpose(RECEIVED)
         found[node] = now
     return found
 
 
-def _parted(calls: Sequence[fx.Node], stage: int) -> dict[fx.Node, Purpose]:
-    """Forward, backward, update, one behind the other. What is updated before the last product of the backward is part
-    of that."""
-    back = _parting(calls, lambda phase: phase is not Phase.FORWARD)
-    products = [i for i, node in enumerate(calls) if _phase(node) is Phase.BACKWARD and _is_heavy(node)]
+def _by_phase(calls: Sequence[fx.Node], stage: int) -> dict[fx.Node, Purpose]:
+    """Forward, backward, update in sequence. What is updated before the last product of the backward is part of it."""
+    planned = [*map(_planned, calls)]
+    back = _split_point(planned, lambda phase: phase is not Phase.FORWARD)
+    products = [i for i, node in enumerate(planned) if node and node.phase is Phase.BACKWARD and is_heavy(node)]
     update = max(back, products[-1] + 1 if products else 0)
-    update += _parting(calls[update:], lambda phase: phase is Phase.UPDATE)
+    update += _split_point(planned[update:], lambda phase: phase is Phase.UPDATE)
     parts = ("F", calls[:back]), ("B", calls[back:update]), ("U", calls[update:])
     return {node: Purpose(kind, stage) for kind, part in parts for node in part}
 
 
-def _is_heavy(node: fx.Node) -> bool:
-    planned = _planned(node)
-    return planned is not None and is_heavy(planned)
-
-
-def _parting(calls: Sequence[fx.Node], behind: Callable[[Phase], bool]) -> int:
-    """Where calls are parted best: most in front of it are not of phases that come behind, most behind it are."""
-    phases = map(_phase, calls)
-    gains = accumulate((0 if phase is None else -1 if behind(phase) else 1 for phase in phases), initial=0)
-    best = list(gains)
-    return max(range(len(best)), key=best.__getitem__)
+def _split_point(planned: Sequence[Node | None], late: Callable[[Phase], bool]) -> int:
+    """Where calls are split best: most in front of it are of early phases, most behind it of late ones."""
+    gains = [*accumulate((0 if node is None else -1 if late(node.phase) else 1 for node in planned), initial=0)]
+    return max(range(len(gains)), key=gains.__getitem__)
 
 
 def _planned(node: fx.Node) -> Node | None:
@@ -136,25 +122,16 @@ def _planned(node: fx.Node) -> Node | None:
     return planned if isinstance(planned, Node) else None
 
 
-def _phase(node: fx.Node) -> Phase | None:
-    planned = _planned(node)
-    return planned.phase if planned is not None else None
-
-
-def _is_comm(node: fx.Node) -> bool:
-    planned = _planned(node)
-    return planned is not None and is_comm(planned)
-
+# ---- tasks ----------------------------------------------------------------------------------------------------------
 
 Message = tuple[int, int, int, int]
-"""From one place along the axis of stages to another: these, what it is (its tag), and the micro-batch."""
+"""From one stage rank to another: these, what it is (its tag), and the micro-batch."""
 
 
 @dataclass(frozen=True)
-class Doing:
-    """One thing that a rank does for a purpose in a micro-batch; it takes so many seconds, of the rank or of a link.
-    ``at``:
-    the micro-batches of all loops around, outermost first."""
+class RankTask:
+    """A task of a rank for a purpose in a micro-batch; it takes so many seconds, of the rank or of a link. ``at``: the
+    iterations of all loops around, outermost first."""
 
     purpose: Purpose
     seconds: float = 0.0
@@ -162,14 +139,14 @@ class Doing:
     at: tuple[int, ...] = field(default=(), kw_only=True)
 
 
-class Works(Doing):
-    """It computes."""
+class ComputeTask(RankTask):
+    """MixedPrecision."""
 
 
 @dataclass(frozen=True)
-class Starts(Doing):
-    """It starts what goes on by itself, over one of its links (or what it has to do itself, if it is not ``hidden``): a
-    collective, or a copy to another pool of memory."""
+class StartTask(RankTask):
+    """Start a collective, or a copy between memories, which runs over a link by itself; if not ``hidden``, the rank
+    runs it."""
 
     call: fx.Node | None = None
     link: str = ""
@@ -177,16 +154,15 @@ class Starts(Doing):
 
 
 @dataclass(frozen=True)
-class Waits(Doing):
-    """It waits for what it started, or is to receive."""
+class WaitTask(RankTask):
+    """Wait for what was started, or is to be received."""
 
     call: fx.Node | None = None
 
 
 @dataclass(frozen=True)
-class Sends(Doing):
-    """It sends, and goes on. What is not ``hidden`` takes half of the seconds of it, to lay out what is sent, and half
-    of who takes it in."""
+class SendTask(RankTask):
+    """Send, without waiting. If not ``hidden``, sender and receiver each take half of the seconds."""
 
     message: Message = (0, 0, 0, 0)
     hidden: bool = True
@@ -194,122 +170,70 @@ class Sends(Doing):
 
 
 @dataclass(frozen=True)
-class Receives(Doing):
-    """It is to receive; a wait says when it needs it."""
+class ReceiveTask(RankTask):
+    """Post a receive; a wait says when the message is needed."""
 
     message: Message = (0, 0, 0, 0)
     call: fx.Node | None = None
 
 
-class _Word(NamedTuple):
-    """A turn of all units of a loop, or of one of them."""
-
-    unit: str
-    microbatch: int
+def rank_tasks(program: RankProgram, footprint: Footprint, machine: Machine, mesh: Mesh) -> list[RankTask]:
+    """The tasks of a rank in a step; ``footprint`` is the replay of the program, which says what its calls cost."""
+    return list(_merged(_TaskReader(program, footprint, machine, mesh).all()))
 
 
-def doings(program: RankProgram, footprint: Footprint, machine: Machine, mesh: Mesh) -> list[Doing]:
-    """What a rank does in a step.
-
-    Args:
-        footprint: the replay of the program, which says what its calls cost.
-        machine, mesh: how long that takes.
-    """
-    return list(_joined(_Walk(program, footprint, machine, mesh).all()))
-
-
-class _Walk:
+class _TaskReader:
     def __init__(self, program: RankProgram, footprint: Footprint, machine: Machine, mesh: Mesh) -> None:
         self.nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-        self.costs: Mapping[fx.Node, Cost] = dict(zip(footprint.calls, footprint.costs, strict=True))
+        self.costs = dict(zip(footprint.calls, footprint.costs, strict=True))
         self.machine, self.mesh, self.coords = machine, mesh, mesh.coords(program.rank)
         self.inside, self.purposes = regions(self.nodes), purposes(self.nodes)
-        self.main = main_iterations(self.nodes)
 
-    def all(self) -> Iterator[Doing]:
-        """The program from its first call to its last."""
-        return self._within(0, len(self.nodes))
+    def all(self) -> Iterator[RankTask]:
+        """The tasks of the program, each as often as it runs."""
+        main, known = main_loop(self.nodes), dict[fx.Node, RankTask | None]()
+        for node, iterations in execution_order(self.nodes):
+            if node not in known:
+                known[node] = self._read(node)
+            if (task := known[node]) is not None:
+                at = tuple(number for _, number in iterations)
+                yield (
+                    replace(task, at=at, microbatch=at[0] if at and self.inside[node][0] is main else 0) if at else task
+                )
 
-    def _within(self, start: int, end: int) -> Iterator[Doing]:
-        at = start
-        while at < end:
-            node = self.nodes[at]
-            if part_in_iterations(node) == "opens":
-                closed = end_of(self.nodes, at)
-                yield from self._in_iterations(node, at + 1, closed)
-                at = closed
-            elif doing := self._read(node):
-                yield doing
-            at += 1
-
-    def _in_iterations(self, microbatches: fx.Node, start: int, end: int) -> Iterator[Doing]:
-        """What is done in micro-batches, each of their units read once."""
-        words, units = _words(microbatches), dict[str, list[Doing]]()
-        for unit in {word.unit for word in words}:
-            units[unit] = list(_joined(self._within(*self._unit(microbatches, start, end, unit))))
-        for word in words:
-            for each in units[word.unit]:
-                made = replace(each, at=(word.microbatch, *each.at))
-                yield replace(made, microbatch=word.microbatch) if microbatches is self.main else made
-
-    def _unit(self, microbatches: fx.Node, start: int, end: int, name: str) -> tuple[int, int]:
-        """The calls of a unit of micro-batches; of no name: all."""
-        if not name:
-            return start, end
-        units = (i for i in range(start, end) if part_in_iterations(self.nodes[i]) == "unit")
-        begins = [i for i in units if self.nodes[i].args[0] is microbatches]
-        at = next(place for place, i in enumerate(begins) if self.nodes[i].args[1] == name)
-        return begins[at] + 1, [*begins, end][at + 1]
-
-    def _read(self, node: fx.Node) -> Doing | None:
-        """What a call is for the clock."""
+    def _read(self, node: fx.Node) -> RankTask | None:
+        """The task of one run of a call."""
         row, purpose = row_of(node.target), self.purposes[node]
         args: Any = node.args
         if row is not None and row.waits:
-            return Waits(purpose, call=source(args[0]))
+            return WaitTask(purpose, call=started_call(args[0]))
         cost = self.costs.get(node)
         if cost is None:
             return None
-        times = prod(len(_iterations(each)) for each in self.inside[node] if part_in_iterations(each) == "opens")
+        trips: Any = [each.args[1] for each in self.inside[node] if loop_role(each) == "opens"]
+        times = prod(trips)
         if row is not None and row.message:
             (axis,) = self.mesh.group_axes(str(args[row.group or 0]))
             here = self.coords[axis]
             if row.message == "receives":
-                return Receives(purpose, message=(args[3], here, args[4], 0), call=node)
+                return ReceiveTask(purpose, message=(args[3], here, args[4], 0), call=node)
             nbytes = sum(sent.nbytes for sent in cost.sent.values()) / times
             seconds = self.mesh.link([axis]).seconds(1, nbytes)
             message = (here, args[1], args[2], 0)
-            return Sends(purpose, seconds, message=message, hidden=self.machine.hides, call=node)
+            return SendTask(purpose, seconds, message=message, hidden=self.machine.hides, call=node)
         if row is not None and row.starts:
-            seconds = cost.sending(self.machine, self.mesh) + cost.carrying(self.machine)
-            return Starts(purpose, seconds / times, call=node, link=link_of(node), hidden=self.machine.hides)
+            seconds = cost.sending(self.machine, self.mesh) + cost.copying(self.machine)
+            return StartTask(purpose, seconds / times, call=node, link=link_of(node), hidden=self.machine.hides)
         seconds = cost.computing(self.machine) / times
-        return Works(purpose, seconds) if seconds else None
+        return ComputeTask(purpose, seconds) if seconds else None
 
 
-def _words(microbatches: fx.Node) -> Sequence[_Word]:
-    """What is done of which micro-batch, in order."""
-    args: Any = microbatches.args
-    if len(args) > 3 and args[3]:
-        parts = (word.rpartition(".") for word in args[3].split())
-        return [_Word(unit, int(microbatch)) for unit, _, microbatch in parts]
-    return [_Word("", microbatch) for microbatch in _iterations(microbatches)]
-
-
-def _iterations(microbatches: fx.Node) -> range:
-    args: Any = microbatches.args
-    return range(args[1])
-
-
-def _joined(doings: Iterator[Doing]) -> Iterator[Doing]:
-    """Works that follow one another for one purpose in one micro-batch, as one."""
-    last: Doing | None = None
-    for each in doings:
-        if (
-            isinstance(last, Works)
-            and isinstance(each, Works)
-            and (last.purpose, last.microbatch) == (each.purpose, each.microbatch)
-        ):
+def _merged(tasks: Iterator[RankTask]) -> Iterator[RankTask]:
+    """Consecutive compute for one purpose in one micro-batch as one task."""
+    last: RankTask | None = None
+    for each in tasks:
+        together = isinstance(last, ComputeTask) and isinstance(each, ComputeTask)
+        if last is not None and together and (last.purpose, last.microbatch) == (each.purpose, each.microbatch):
             last = replace(last, seconds=last.seconds + each.seconds)
             continue
         if last is not None:

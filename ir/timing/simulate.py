@@ -19,12 +19,12 @@ from torch import fx
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
 
-from .rank_tasks import Doing, Message, Receives, Sends, Starts, Waits, Works
-from .stream_order import name_of
+from .rank_tasks import ComputeTask, Message, RankTask, ReceiveTask, SendTask, StartTask, WaitTask
+from .stream_order import call_label
 
 
-class Transfer(NamedTuple):
-    """What goes over a link: what it is, and from when to when, in seconds."""
+class LinkTransfer(NamedTuple):
+    """A transfer over a link, in seconds."""
 
     link: str
     what: str
@@ -32,8 +32,7 @@ class Transfer(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """A wait of the stream on which a rank computes: for what, from when to when, and how much of it is exposed
-    communication; the rest is for others to come so far."""
+    """A wait of the compute stream, and how much of it is exposed communication; the rest is for slower ranks."""
 
     what: str
     span: Span
@@ -41,49 +40,42 @@ class Stall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Course:
-    """What one rank does when, in seconds.
+class RankTimeline:
+    """The simulated step of one rank, in seconds.
 
     Args:
-        spans: from when to when it does each action, in the order in which it does them.
-        pieces: the same, without what it does of other actions meanwhile.
-        transfers: what goes over its links, by when that is given to them.
-        stalls: its waits, one behind the other.
+        spans: when it runs each action, in order.
+        before: what runs once, in front of the loop.
+        exposed: time waiting for communication that is not hidden; for a message, at most its transfer time.
+        segments: ``spans`` without the other actions that interrupt them.
+        transfers: what goes over its links, by when they are given it.
+        stalls: its waits, in order.
         end: when it is done.
-        before: what is done once, in front of all micro-batches.
-        exposed: seconds in which it waits for communication that no computing hides: of what others send, no more than
-            the transfer takes.
     """
 
     spans: Mapping[Action, Span]
     before: Span
     exposed: float
-    pieces: Mapping[Action, tuple[Span, ...]]
-    transfers: tuple[Transfer, ...]
+    segments: Mapping[Action, tuple[Span, ...]]
+    transfers: tuple[LinkTransfer, ...]
     stalls: tuple[Stall, ...]
     end: float
 
     @property
-    def links(self) -> Mapping[str, tuple[Transfer, ...]]:
-        """What goes over its links, by link."""
-        found: dict[str, tuple[Transfer, ...]] = {}
-        for transfer in self.transfers:
-            found[transfer.link] = (*found.get(transfer.link, ()), transfer)
-        return dict(sorted(found.items()))
+    def links(self) -> Mapping[str, tuple[LinkTransfer, ...]]:
+        """Its transfers by link."""
+        names = sorted({transfer.link for transfer in self.transfers})
+        return {name: tuple(each for each in self.transfers if each.link == name) for name in names}
 
     @property
     def communication(self) -> float:
-        """Seconds of all that goes over its links."""
+        """Seconds of all transfers."""
         return sum(transfer.span.length for transfer in self.transfers)
 
 
-def foreseen(rows: Sequence[Sequence[Doing]]) -> tuple[Course, ...]:
-    """The courses of ranks along an axis of stages, from what each does.
-
-    Raises:
-        AssertionError: a rank waits for what nobody sends.
-    """
-    ranks = [_Clock(row) for row in rows]
+def simulate_ranks(rows: Sequence[Sequence[RankTask]]) -> tuple[RankTimeline, ...]:
+    """Simulate ranks along a pipeline axis, each with its tasks."""
+    ranks = [_RankClock(row) for row in rows]
     mail: Mail = {}
     while any(rank.left for rank in ranks):
         went_on = [rank.run(mail) for rank in ranks]
@@ -93,7 +85,7 @@ def foreseen(rows: Sequence[Sequence[Doing]]) -> tuple[Course, ...]:
 
 @dataclass(frozen=True)
 class _Sent:
-    """When a message is there, how long it was under way, and how long it takes to take it in."""
+    """When a message arrives, the time of its transfer, and the time that the receiver takes for it."""
 
     there: float
     under_way: float
@@ -107,86 +99,88 @@ NEVER = Span(0.0, 0.0)
 
 
 @dataclass
-class _Clock:
-    """One rank, as far as it has come."""
+class _RankClock:
+    """One rank and its progress."""
 
-    row: Sequence[Doing]
+    row: Sequence[RankTask]
     now: float = 0.0
     at: int = 0
     exposed: float = 0.0
     free: dict[str, float] = field(default_factory=dict)
-    """From when a link has nothing to do."""
+    """From when a link is free."""
     done: dict[tuple[fx.Node, tuple[int, ...]], float] = field(default_factory=dict)
-    """When what was started in a micro-batch is done."""
+    """When what was started in an iteration is done."""
     expected: dict[fx.Node, Message] = field(default_factory=dict)
-    pieces: dict[Action, list[Span]] = field(default_factory=dict)
-    transfers: list[Transfer] = field(default_factory=list)
+    segments: dict[Action, list[Span]] = field(default_factory=dict)
+    transfers: list[LinkTransfer] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
     last: Action | None = None
     before: Span = NEVER
 
     @property
     def left(self) -> int:
-        """How much is still to be done."""
+        """How many tasks are left."""
         return len(self.row) - self.at
 
     def run(self, mail: Mail) -> bool:
-        """Go on until something has not been sent yet; says whether anything was done."""
+        """Run up to the first message that was not sent yet; whether anything ran."""
         start = self.at
         while self.left and self._do(self.row[self.at], mail):
             self.at += 1
         return self.at > start
 
-    def _do(self, doing: Doing, mail: Mail) -> bool:
+    def _do(self, doing: RankTask, mail: Mail) -> bool:
         begin = self.now
-        if isinstance(doing, Works):
+        if isinstance(doing, ComputeTask):
             self.now += doing.seconds
-        elif isinstance(doing, Starts):
+        elif isinstance(doing, StartTask):
             assert doing.call is not None
-            what = name_of(doing.call)
+            what = call_label(doing.call)
             if doing.hidden:
                 self.done[doing.call, doing.at] = self._over(doing.link, what, doing.seconds)
             else:
                 self._carry(doing.link, what, doing.seconds)
-        elif isinstance(doing, Sends):
+        elif isinstance(doing, SendTask):
             origin, to, tag, _ = doing.message
             mail.setdefault((origin, to, tag, doing.microbatch), deque()).append(self._sent(doing))
-        elif isinstance(doing, Receives):
+        elif isinstance(doing, ReceiveTask):
             assert doing.call is not None
             origin, to, tag, _ = doing.message
             self.expected[doing.call] = origin, to, tag, doing.microbatch
-        elif isinstance(doing, Waits):
+        elif isinstance(doing, WaitTask):
             assert doing.call is not None
             if (message := self.expected.get(doing.call)) is not None:
                 if not mail.get(message):
                     return False
                 sent = mail[message].popleft()
                 if sent.under_way:
-                    self.transfers.append(Transfer(sent.link, sent.what, Span(sent.there - sent.under_way, sent.there)))
+                    self.transfers.append(
+                        LinkTransfer(sent.link, sent.what, Span(sent.there - sent.under_way, sent.there))
+                    )
                 self._wait(sent.there, sent.what, sent.under_way)
                 self._carry(sent.link, sent.what, sent.taking)
                 del self.expected[doing.call]
             elif (started := (doing.call, doing.at)) in self.done:
-                self._wait(self.done.pop(started), name_of(doing.call))
+                self._wait(self.done.pop(started), call_label(doing.call))
         self._note(doing, begin)
         return True
 
     def _over(self, link: str, what: str, seconds: float) -> float:
-        """When something is done that begins now, or when the link has done what it was given before."""
+        """When a transfer is done that begins now, or when the link is free."""
         start = max(self.now, self.free.get(link, 0.0))
         self.free[link] = start + seconds
-        self.transfers.append(Transfer(link, what, Span(start, start + seconds)))
+        self.transfers.append(LinkTransfer(link, what, Span(start, start + seconds)))
         return start + seconds
 
     def _carry(self, link: str, what: str, seconds: float) -> None:
-        """The rank itself does what goes over a link."""
+        """The rank itself copies what goes over a link."""
         if seconds:
-            self.transfers.append(Transfer(link, what, Span(self.now, self.now + seconds)))
+            self.transfers.append(LinkTransfer(link, what, Span(self.now, self.now + seconds)))
             self._wait(self.now + seconds, what)
 
-    def _sent(self, doing: Sends) -> _Sent:
+    def _sent(self, doing: SendTask) -> _Sent:
         origin, to = doing.message[:2]
-        what = "send" if doing.call is None else name_of(doing.call)
+        what = "send" if doing.call is None else call_label(doing.call)
         link, taken = f"to place {to}", f"from place {origin}"
         if doing.hidden:
             return _Sent(self._over(link, what, doing.seconds), doing.seconds, 0.0, what, taken)
@@ -200,8 +194,8 @@ class _Clock:
         self.exposed += min(waits, most)
         self.now += waits
 
-    def _note(self, doing: Doing, begin: float) -> None:
-        """What it did is part of an action; a receive is not, nor is what takes no time."""
+    def _note(self, doing: RankTask, begin: float) -> None:
+        """Record a task as part of its action; receives are not, nor is what takes no time."""
         kind, stage = doing.purpose
         if self.now == begin:
             return
@@ -209,15 +203,16 @@ class _Clock:
             self.before = Span(self.before.start, self.now) if not kind else self.before
             return
         action = Action(kind, stage, 0 if kind == "U" else doing.microbatch)
-        known = self.pieces.setdefault(action, [])
+        known = self.segments.setdefault(action, [])
         if known and action == self.last:
             begin = known.pop().start
         known.append(Span(begin, self.now))
         self.last = action
 
-    def course(self) -> Course:
-        """What it did."""
-        spans = {action: Span(pieces[0].start, pieces[-1].end) for action, pieces in self.pieces.items()}
-        pieces = {action: tuple(each) for action, each in self.pieces.items()}
-        transfers, stalls = tuple(self.transfers), tuple(self.stalls)
-        return Course(spans, self.before, self.exposed, pieces, transfers, stalls, self.now)
+    def course(self) -> RankTimeline:
+        """The timeline of all tasks."""
+        spans = {action: Span(segments[0].start, segments[-1].end) for action, segments in self.segments.items()}
+        segments = {action: tuple(each) for action, each in self.segments.items()}
+        return RankTimeline(
+            spans, self.before, self.exposed, segments, tuple(self.transfers), tuple(self.stalls), self.now
+        )

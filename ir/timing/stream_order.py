@@ -22,7 +22,7 @@ from torch import fx
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.traits import is_view
-from shardfx.ir.program.loops.loop_regions import part_in_iterations
+from shardfx.ir.program.loops.loop_regions import loop_role
 
 COMPUTE = "compute"
 
@@ -35,7 +35,7 @@ class Event(NamedTuple):
     call: fx.Node
 
 
-def source(started: Any) -> fx.Node:
+def started_call(started: Any) -> fx.Node:
     """The call that started what is waited for."""
     while started.target is operator.getitem:
         started = started.args[0]
@@ -56,7 +56,7 @@ def link_of(call: fx.Node) -> str:
     return f"{axes}, from {call.args[3]}" if row.message else axes
 
 
-def name_of(call: fx.Node) -> str:
+def call_label(call: fx.Node) -> str:
     """What a call starts, in words: the kind, the value in the planned graph, the module."""
     row, planned = row_of(call.target), call.meta.get("shardfx")
     kind = row.name.rpartition(".")[2].rstrip("_") if row is not None else str(call.target)
@@ -68,7 +68,7 @@ def moves_only(call: fx.Node) -> bool:
     """Whether a call takes no time of its own worth telling: views, memory, what unpacks what came."""
     row = row_of(call.target)
     if row is not None and row.name != "update.segment":
-        return row.moves or row.memory or row.shares or bool(part_in_iterations(call))
+        return row.moves or row.memory or row.shares or bool(loop_role(call))
     planned = call.meta.get("shardfx")
     return isinstance(planned, Node) and planned.op is call.target and is_view(planned)
 
@@ -79,7 +79,7 @@ def stream_order(calls: Iterable[fx.Node]) -> list[Event]:
     for call in calls:
         row = row_of(call.target)
         if row is not None and row.waits:
-            begun = source(call.args[0])
+            begun = started_call(call.args[0])
             made.append(Event(link_of(begun), "wait", begun))
         elif row is not None and row.message == "sends":
             made.append(Event(link_of(call), "send", call))
@@ -96,7 +96,7 @@ def order_text(events: Sequence[Event]) -> str:
     for computes, some in groupby(events, lambda event: event.stream == COMPUTE):
         together = list(some)
         if not computes:
-            lines += [f"{each.stream:<14} {each.does:<6} {name_of(each.call)}" for each in together]
+            lines += [f"{each.stream:<14} {each.does:<6} {call_label(each.call)}" for each in together]
             continue
         count, first, last = len(together), together[0].call.name, together[-1].call.name
         calls = f"1 call, %{first}" if count == 1 else f"{count} calls, %{first} to %{last}"

@@ -110,7 +110,7 @@ def check_live(name: str, report: ScheduleReport, most: int) -> None:
         index = report.live[rank].index(peak)
         raise Error(
             f"{name} has more micro-batches live than may be",
-            where=report.simulation.schedule.where(rank, index),
+            where=report.schedule.where(rank, index),
             expected=f"max_in_flight={most} micro-batches on a rank at most",
             got=f"{peak} microbatches",
             remedy=f"take max_in_flight={peak}, or schedule 'auto'",
@@ -141,7 +141,7 @@ def _shortest(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] | 
         for each in _candidates(of, costs, most, homes)
         if homes is None or [*map(each.rank_of, each.stages)] == [*homes]
     ]
-    return min((each for each in reports if max(each.peaks) <= most), key=lambda each: each.step).simulation.schedule
+    return min((each for each in reports if max(each.peaks) <= most), key=lambda each: each.step).schedule
 
 
 def _candidates(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] | None) -> Iterator[Schedule]:

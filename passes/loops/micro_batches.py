@@ -20,7 +20,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import EACH_ITERATION
 from shardfx.ir.ops.traits import is_heavy, uncast
-from shardfx.ir.program.loops.loop_nest import Loop, crossing, in_iterations, loop_axes
+from shardfx.ir.program.loops.loop_nest import PlannedLoop, crossing_use, loop_axes, loop_nest
 from shardfx.ir.program.lower import select
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
@@ -51,7 +51,7 @@ class Loops(Pass):
         kinds = TRAINED if trained else (OutputKind.RESULT,)
         _, nodes, outputs = select(graph, kinds)
         self._nested(graph, nodes)
-        self._check(graph, in_iterations(nodes, outputs, graph.mesh))
+        self._check(graph, loop_nest(nodes, outputs, graph.mesh))
         return changed
 
     def _nested(self, graph: Graph, nodes: Sequence[Node]) -> None:
@@ -60,7 +60,7 @@ class Loops(Pass):
         Raises:
             Error: naming who needs it, and who makes it.
         """
-        found = crossing(nodes, graph.mesh)
+        found = crossing_use(nodes, graph.mesh)
         if found is None:
             return
         node, maker, around, within = found
@@ -80,22 +80,22 @@ class Loops(Pass):
             node.attrs = {**node.attrs, EACH_ITERATION: True}
         return bool(gathers)
 
-    def _check(self, graph: Graph, steps: Sequence[Node | Loop]) -> None:
+    def _check(self, graph: Graph, steps: Sequence[Node | PlannedLoop]) -> None:
         """Raise, or warn, where iterations must be gone through more than once.
 
         Raises:
             Error: naming where all iterations must meet.
         """
         for axis in loop_axes(graph.mesh):
-            loops = [step for step in steps if isinstance(step, Loop) and step.axis == axis]
+            loops = [step for step in steps if isinstance(step, PlannedLoop) and step.axis == axis]
             early = [loop for loop in loops[:-1] if any(_takes(node, graph) for node in loop.nodes())]
             if early:
                 self._again(axis, early, loops, graph)
         for step in steps:
-            if isinstance(step, Loop):
+            if isinstance(step, PlannedLoop):
                 self._check(graph, step.steps)
 
-    def _again(self, axis: str, early: Sequence[Loop], loops: Sequence[Loop], graph: Graph) -> None:
+    def _again(self, axis: str, early: Sequence[PlannedLoop], loops: Sequence[PlannedLoop], graph: Graph) -> None:
         meeting = _meeting(axis, early[0], graph)
         where = "  ".join(filter(None, (str(meeting.where), meeting.where.code)))
         work = {node: flops_of(node) for loop in loops for node in loop.nodes() if is_heavy(node)}
@@ -147,7 +147,7 @@ def _check_rows(axis: str, graph: Graph) -> None:
                 )
 
 
-def _meeting(axis: str, loop: Loop, graph: Graph) -> Node:
+def _meeting(axis: str, loop: PlannedLoop, graph: Graph) -> Node:
     """The first node of a loop that makes a value of all iterations of what parameters go into."""
     ends = [node for node in loop.nodes() if axis in node.kwargs.get("axes", ())]
     return next(node for node in ends if _takes(node, graph))

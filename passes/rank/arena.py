@@ -22,13 +22,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardfx.ir.cost.fake_calls import Layout
+from shardfx.ir.cost.fake_calls import TensorLayout
 from shardfx.ir.cost.replay import values
 from shardfx.ir.errors import Error
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import WITH_DESTINATION
 from shardfx.ir.ops.pools.pool_ops import computed_beside
-from shardfx.ir.program.arena_layout import Tenancy, nbytes_of, pack
+from shardfx.ir.program.arena_layout import BufferIntervals, dense_bytes, pack
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -55,13 +55,13 @@ class Arena(RankPass):
         """Give places."""
         changed = self._into_memory(program, context)
         nodes = list(program.graph.nodes)
-        tenancy = Tenancy(nodes)
+        live = BufferIntervals(nodes)
         found = {}
         for node in (each for each in nodes if each.target is memory_ops.empty):
             arguments: Any = node.args
-            if tenancy.of(node, 0) is None:  # also what has another size in each iteration
+            if live.of(node, 0) is None:  # also what has another size in each iteration
                 continue
-            block = tenancy.of(node, nbytes_of(*arguments[:2]))
+            block = live.of(node, dense_bytes(*arguments[:2]))
             if block is not None and block.nbytes:
                 found[node] = block
         if not found:
@@ -70,20 +70,20 @@ class Arena(RankPass):
         first = next(node for node in nodes if node.op != "placeholder")
         with program.graph.inserting_before(first):
             arena = program.graph.call_function(memory_ops.arena, (packing.nbytes, context.device))
-        for node, offset in zip(found, packing.places, strict=True):
+        for node, offset in zip(found, packing.offsets, strict=True):
             node.target, node.args = memory_ops.slot, (arena, offset, *node.args[:2])
         return True
 
     def _into_memory(self, program: RankProgram, context: RankContext) -> bool:
         """Let temporaries be computed into memory that the program asks for."""
         nodes = list(program.graph.nodes)
-        tenancy, known, changed = Tenancy(nodes), dict[str, Any](), False
+        live, known, changed = BufferIntervals(nodes), dict[str, Any](), False
         beside = computed_beside(context.graph)
         for node in nodes:
             row = WITH_DESTINATION.get(node.target) if node.op == "call_function" else None
             if row is None or row.into in node.kwargs or node.meta.get("shardfx") in beside:
                 continue
-            if not _tensors(node) or tenancy.of(node, 0) is None:
+            if not _tensors(node) or live.of(node, 0) is None:
                 continue
             known = known or values(program)
             layout = _dense(known, node)
@@ -104,10 +104,10 @@ def _tensors(node: fx.Node) -> bool:
     return all(isinstance(arg, fx.Node) for argument, arg in given if str(argument.type) == "Tensor")
 
 
-def _dense(known: Mapping[str, Any], node: fx.Node) -> Layout | None:
+def _dense(known: Mapping[str, Any], node: fx.Node) -> TensorLayout | None:
     """How the result of a call lies, where that is as memory is handed out."""
     made = known[node.name]
     if not isinstance(made, torch.Tensor):
         return None
-    layout = Layout(tuple(made.shape), made.stride(), made.dtype)
-    return layout if layout == Layout.dense(layout.shape, layout.dtype) else None
+    layout = TensorLayout(tuple(made.shape), made.stride(), made.dtype)
+    return layout if layout == TensorLayout.dense(layout.shape, layout.dtype) else None

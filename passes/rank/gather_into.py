@@ -19,7 +19,7 @@ from torch import fx
 from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.pools.pool_ops import computed_beside
-from shardfx.ir.program.aliasing import Sharing
+from shardfx.ir.program.aliasing import Aliasing
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -39,7 +39,7 @@ class GatherInto(RankPass):
         """Give gathers destinations."""
         changed = False
         nodes, beside = list(program.graph.nodes), computed_beside(context.graph)
-        share = Sharing(nodes if any(node.target is pack.flatten for node in nodes) else ())
+        share = Aliasing(nodes if any(node.target is pack.flatten for node in nodes) else ())
         for node in nodes:
             made = node.meta.get("shardfx") if node.target in GATHERS else None
             operands = made.operands if isinstance(made, Node) and made not in beside else ()
@@ -64,7 +64,7 @@ class GatherInto(RankPass):
         return changed
 
 
-def _may_lie_side_by_side(tensors: Any, share: Sharing) -> bool:
+def _may_lie_side_by_side(tensors: Any, share: Aliasing) -> bool:
     """Stored inputs may, and parts of one memory. What was made apart does not, nor is it to be taken for one."""
     return all(each.op == "placeholder" for each in tensors) or len({share.root(each) for each in tensors}) == 1
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.program.aliasing import Sharing
-from shardfx.ir.program.loops.loop_regions import regions, sibling
+from shardfx.ir.program.aliasing import Aliasing
+from shardfx.ir.program.loops.loop_regions import regions, sibling_actions
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -34,7 +34,7 @@ class InPlace(RankPass):
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Reduce in place."""
         graph, changed = program.graph, False
-        share = Sharing(graph.nodes)
+        share = Aliasing(graph.nodes)
         nodes: list[fx.Node] = list(graph.nodes)
         inside = regions(nodes)
         for node in nodes:
@@ -44,7 +44,7 @@ class InPlace(RankPass):
             x, *rest = args
             if not share.owned(x) or not share.last_use(x, node) or share.sender(x, node) is not None:
                 continue
-            if sibling(inside[share.root(x)], inside[node]) is not None:
+            if sibling_actions(inside[share.root(x)], inside[node]) is not None:
                 continue  # another action of its iteration made it, and the order may differ between iterations
             dense: Any = x
             if x.target is not memory_ops.join:  # which is dense

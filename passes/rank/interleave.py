@@ -30,7 +30,7 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_view
-from shardfx.ir.program.loops.loop_regions import UnitOrder, Word, end_of, order_of, part_in_iterations, regions
+from shardfx.ir.program.loops.loop_regions import ActionOrder, ActionStep, action_order, loop_end, loop_role, regions
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -59,7 +59,7 @@ class Interleave(RankPass):
         """Put units into iterations, and an order on them."""
         mesh, changed = context.machine.connect(program.mesh), False
         for begin in list(program.graph.nodes):
-            if part_in_iterations(begin) != "opens" or order_of(begin) or not mesh[str(begin.args[0])].interleave:
+            if loop_role(begin) != "opens" or action_order(begin) or not mesh[str(begin.args[0])].interleave:
                 continue
             if _between_stages(begin):
                 axis = begin.args[0]
@@ -83,7 +83,7 @@ def _between_stages(begin: fx.Node) -> bool:
     """Whether stages of a pipeline send one another something within iterations: they agreed on its order."""
     nodes = list(begin.graph.nodes)
     nodes = nodes[nodes.index(begin) :]
-    rows = (row_of(node.target) for node in nodes[: end_of(nodes, 0)])
+    rows = (row_of(node.target) for node in nodes[: loop_end(nodes, 0)])
     return any(row is not None and row.message for row in rows)
 
 
@@ -106,13 +106,13 @@ def _sharding(begin: fx.Node, context: RankContext, mesh: Mesh) -> tuple[list[fx
     """
     nodes = list(begin.graph.nodes)
     nodes = nodes[nodes.index(begin) :]
-    nodes = nodes[: end_of(nodes, 0)]
+    nodes = nodes[: loop_end(nodes, 0)]
     inside, clock = regions(nodes), _Prices(context, mesh)
     head: list[fx.Node] = []
     parts = [_Part()]
     for node in nodes[1:]:
-        around = [loop for loop in inside[node][1:] if part_in_iterations(loop) == "opens"]
-        if not around and part_in_iterations(node) == "number":
+        around = [loop for loop in inside[node][1:] if loop_role(loop) == "opens"]
+        if not around and loop_role(node) == "number":
             head.append(node)
             continue
         row = row_of(node.target)
@@ -148,7 +148,7 @@ class _Prices:
             return
         if row is not None and row.starts:
             cost = rough_cost(planned, self._mesh)
-            seconds = cost.sending(self._machine, self._mesh) + cost.carrying(self._machine)
+            seconds = cost.sending(self._machine, self._mesh) + cost.copying(self._machine)
             part.starts[node] = next(iter(cost.sent), None), seconds
         elif not is_comm(planned) and not is_view(planned) and planned not in self._counted:
             self._counted.add(planned)
@@ -158,10 +158,10 @@ class _Prices:
             part.seconds += times * rough_cost(planned, self._mesh).computing(self._machine)
 
 
-def _order(parts: Sequence[_Part], count: int, copies: int) -> UnitOrder:
+def _order(parts: Sequence[_Part], count: int, copies: int) -> ActionOrder:
     """Which part of which iteration is done next, by a clock: what can begin first; of several, that of the first
     iteration."""
-    words: list[Word] = []
+    words: list[ActionStep] = []
     left = list(range(count))
     place = dict.fromkeys(left, 0)
     done: dict[tuple[fx.Node, int], float] = {}
@@ -178,8 +178,8 @@ def _order(parts: Sequence[_Part], count: int, copies: int) -> UnitOrder:
         for started, (link, seconds) in part.starts.items():
             free[link] = max(now, free.get(link, 0.0)) + seconds
             done[started, iteration] = free[link]
-        words.append(Word(f"s{place[iteration]}", iteration))
+        words.append(ActionStep(f"s{place[iteration]}", iteration))
         place[iteration] += 1
         if place[iteration] == len(parts):
             left.remove(iteration)
-    return UnitOrder(tuple(words))
+    return ActionOrder(tuple(words))

@@ -30,7 +30,7 @@ from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.computing.segment import CAST
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.ops.pools import transfer
-from shardfx.ir.program.aliasing import STEPPED, Sharing, renewed
+from shardfx.ir.program.aliasing import STEPPED, Aliasing, renewed
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -53,7 +53,7 @@ class Overwrite(RankPass):
 class _Overwriting:
     def __init__(self, program: RankProgram) -> None:
         self.program, self.coords = program, program.mesh.coords(program.rank)
-        self.share = Sharing(program.graph.nodes)
+        self.share = Aliasing(program.graph.nodes)
         self.renewed = renewed(program, STEPPED)
         """Inputs whose new content the program gives, and which result that is."""
         self.values: dict[fx.Node, Value] = {}
@@ -82,9 +82,9 @@ class _Overwriting:
             if into is not None:
                 node.target, node.kwargs = form, {**node.kwargs, "out": into}
                 changed = True
-        self.share = Sharing(self.program.graph.nodes)
+        self.share = Aliasing(self.program.graph.nodes)
         if self._write_rounded():
-            changed, self.share = True, Sharing(self.program.graph.nodes)
+            changed, self.share = True, Aliasing(self.program.graph.nodes)
         return self._write(inputs) or changed
 
     def _put(self) -> bool:
@@ -100,7 +100,7 @@ class _Overwriting:
                 away.target, away.args = transfer.put, (place, away.args[0])
                 changed = True
         if changed:
-            self.share, self.renewed = Sharing(self.program.graph.nodes), renewed(self.program, STEPPED)
+            self.share, self.renewed = Aliasing(self.program.graph.nodes), renewed(self.program, STEPPED)
         return changed
 
     def _write_rounded(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.program.aliasing import GivenAway, Sharing, renewed
+from shardfx.ir.program.aliasing import Aliasing, ResultOwnership, renewed
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -30,7 +30,7 @@ class OwnOutputs(RankPass):
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Copy what is shared."""
         output = program.result()
-        given_away = GivenAway(Sharing(program.graph.nodes), renewed(program))
+        given_away = ResultOwnership(Aliasing(program.graph.nodes), renewed(program))
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         changed = False
         for i, (planned, result) in enumerate(zip(program.outputs, results, strict=True)):

@@ -14,9 +14,9 @@ from typing import ClassVar
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
-from shardfx.ir.program.lower import InCommon
+from shardfx.ir.program.lower import SharedLowering
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.validate_program import order_of_collectives, validate_program
+from shardfx.ir.program.validate_program import collective_order, validate_program
 from shardfx.passes.base import PassError, check_requires
 from shardfx.passes.options import options_of
 
@@ -31,12 +31,12 @@ class RankContext:
     notes: list[str] = field(default_factory=list)
     machine: Machine = field(default_factory=lambda: Machine.of(None))
     established: frozenset[str] = frozenset()
-    _common: dict[frozenset[OutputKind], InCommon] = field(default_factory=dict)
+    _common: dict[frozenset[OutputKind], SharedLowering] = field(default_factory=dict)
 
-    def common(self, kinds: Iterable[OutputKind]) -> InCommon:
+    def common(self, kinds: Iterable[OutputKind]) -> SharedLowering:
         """What the programs of the ranks have in common that give outputs of some kinds."""
         which = frozenset(kinds)
-        return self._common.setdefault(which, InCommon(self.graph, which))
+        return self._common.setdefault(which, SharedLowering(self.graph, which))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _run(
 ) -> RankProgram:
     established = set(context.established)
     ran: list[str] = []
-    order = order_of_collectives(program)
+    order = collective_order(program)
     for number, each in enumerate(passes):
         check_requires(each, established, ran, "rank pass")
         try:
@@ -111,7 +111,7 @@ def _run(
         last = number == len(passes) - 1
         if last or (changed and each_validated):
             validate_program(program, after=each.name, ends=last and "OWN_OUTPUTS" in established)
-            _same_order(order, order_of_collectives(program), each, program)
+            _same_order(order, collective_order(program), each, program)
         ran.append(each.name)
     if not passes:
         validate_program(program, ends=False)

@@ -31,7 +31,7 @@ from shardfx.ir.cost.fusion import is_computed
 from shardfx.ir.cost.replay import values
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops.traits import draws
-from shardfx.ir.program.aliasing import lies_in
+from shardfx.ir.program.aliasing import view_source
 from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
 
@@ -122,7 +122,7 @@ def _lies_in_input(node: fx.Node) -> bool:
     """Whether a value is a view of an input of the program, which is there in any case."""
     seen: fx.Node | None = node
     while seen is not None and seen.op == "call_function":
-        seen = lies_in(seen, None)
+        seen = view_source(seen, None)
     return seen is not None
 
 
@@ -131,7 +131,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or draws(op):
         return False
-    return torch.Tag.pointwise in op.tags or op is CAST or lies_in(node, None) is not None
+    return torch.Tag.pointwise in op.tags or op is CAST or view_source(node, None) is not None
 
 
 def _is_materialized(node: fx.Node, views: set[fx.Node]) -> bool:
@@ -146,7 +146,7 @@ def _is_materialized(node: fx.Node, views: set[fx.Node]) -> bool:
 
 def _views(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
     """The calls that copy nothing: a reshape of a transposed value does."""
-    views = {node for node in nodes if lies_in(node, None) is not None}
+    views = {node for node in nodes if view_source(node, None) is not None}
     reshapes: list[Any] = [node for node in views if node.target is torch.ops.aten.reshape.default]
     made = values(program) if reshapes else {}
     return views - {node for node in reshapes if not made[node.args[0].name].reshape(made[node.name].shape)._is_view()}

@@ -38,7 +38,7 @@ from shardfx.ir.ops.computing.fused_update import fusion_of, run_of
 from shardfx.ir.ops.computing.segment import CAST, COPY, Ref, call_text, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE, row_of
 from shardfx.ir.ops.pools.pool_ops import computed_beside
-from shardfx.ir.program.aliasing import Sharing, destination
+from shardfx.ir.program.aliasing import Aliasing, destination
 from shardfx.ir.program.rank_module import ORIGINS
 from shardfx.ir.program.rank_program import RankProgram
 
@@ -79,7 +79,7 @@ class _Packing:
         self.program, self.coords = program, program.mesh.coords(program.rank)
         self.nodes = list(program.graph.nodes)
         self.place = {node: place for place, node in enumerate(self.nodes)}
-        self.share = Sharing(self.nodes)
+        self.share = Aliasing(self.nodes)
         self.values: dict[fx.Node, Value] = {}
         """What calls take, as it was planned."""
         self.members: dict[fx.Node, _Member] = {}

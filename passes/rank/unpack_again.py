@@ -23,7 +23,7 @@ from torch import fx
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops import pack
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.aliasing import shared_inputs
+from shardfx.ir.program.aliasing import aliased_inputs
 from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
 
@@ -102,12 +102,12 @@ def _phase(node: fx.Node) -> Phase | None:
 
 def _shows(call: fx.Node, value: fx.Node) -> bool:
     """Whether the result of a call may lie in the memory of a value."""
-    return value in shared_inputs(call, row_of(call.target) if call.op == "call_function" else None)
+    return value in aliased_inputs(call, row_of(call.target) if call.op == "call_function" else None)
 
 
 def _seen(value: fx.Node) -> fx.Node | None:
     """The one value whose memory this one may lie in, if there is one."""
-    shared = shared_inputs(value, row_of(value.target) if value.op == "call_function" else None)
+    shared = aliased_inputs(value, row_of(value.target) if value.op == "call_function" else None)
     return shared[0] if len(shared) == 1 else None
 
 

@@ -28,7 +28,7 @@ from torch import fx
 
 from shardfx.ir.graph import Node as PlannedNode
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.loops.loop_regions import part_in_iterations, regions
+from shardfx.ir.program.loops.loop_regions import loop_role, regions
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -125,7 +125,7 @@ def _before_iterations(first: fx.Node, wait: fx.Node, inside: Mapping[fx.Node, t
     each, and in a unit at its end."""
     here, there = inside[wait], inside[first]
     if there[: len(here)] != here:
-        return _end(wait, inside) if part_in_iterations(here[-1]) == "unit" else wait  # its iterations are over by then
+        return _end(wait, inside) if loop_role(here[-1]) == "unit" else wait  # its iterations are over by then
     return there[len(here)] if len(there) > len(here) else first
 
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.program.aliasing import Sharing
+from shardfx.ir.program.aliasing import Aliasing
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -34,7 +34,7 @@ class WriteBack(RankPass):
         """Write them."""
         if any(output.guard is not None for output in program.outputs):
             return False
-        share, end = Sharing(program.graph.nodes), program.result()
+        share, end = Aliasing(program.graph.nodes), program.result()
         given = zip(program.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
         places = {each.name: node for node, each in given if not each.pool}
         results: list[Any] = list(end.args[0])  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.node_cost import Prices
+from shardfx.ir.cost.node_cost import NodeCosts
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Strategy, Value
 from shardfx.ir.ops.redistribute import Redistribution
@@ -25,7 +25,7 @@ class Costs:
     cache: RuleCache
     planner: Redistribution
     machine: Machine
-    prices: Prices
+    prices: NodeCosts
     users: dict[Value, list[Node]]
     leaving: dict[Value, list[Spec]]
     """How values leave the program."""
@@ -40,7 +40,9 @@ class Costs:
             leaving.setdefault(output.value, []).append(spec)
         links = {axis.name: replace(axis.link, latency=0.0) for axis in graph.mesh.axes}
         together = Redistribution(graph.mesh.with_links(links), planner.each)
-        return Costs(graph, cache, planner, machine, Prices(graph.mesh, cache.book), graph.users(), leaving, together)
+        return Costs(
+            graph, cache, planner, machine, NodeCosts(graph.mesh, cache.book), graph.users(), leaving, together
+        )
 
 
 @dataclass

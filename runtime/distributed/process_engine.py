@@ -13,7 +13,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.source import Forms, Source, write_source
+from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 from shardfx.runtime.engine import Probe, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.module_engine import compiler
@@ -63,7 +63,7 @@ def wait(started: Any) -> Tensor:
     return done
 
 
-def in_segments(options: Mapping[str, Any] | None) -> Callable[[RankProgram, Forms], Source]:
+def in_segments(options: Mapping[str, Any] | None) -> Callable[[RankProgram, CallOverrides], ProgramSource]:
     """How a :class:`ProcessEngine` runs programs through ``torch.compile``: segments between what ranks do together."""
     return lambda program, forms: segmented(program, compiler(options), forms)
 
@@ -76,13 +76,16 @@ class ProcessEngine:
     """
 
     def __init__(
-        self, graph: Graph, device: torch.device, write: Callable[[RankProgram, Forms], Source] = write_source
+        self,
+        graph: Graph,
+        device: torch.device,
+        write: Callable[[RankProgram, CallOverrides], ProgramSource] = write_source,
     ) -> None:
         self.device, self.rank = device, dist.get_rank()
         self._by_stream = by_stream(device)
         self._graph, self._ready, self._write = graph, False, write
         self._outbox = messages.StreamOutbox() if self._by_stream else messages.Outbox()
-        self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
+        self._sources: WeakKeyDictionary[RankProgram, ProgramSource] = WeakKeyDictionary()
         self._inboxes: WeakKeyDictionary[RankProgram, messages.Inbox] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
@@ -142,13 +145,13 @@ class ProcessEngine:
                 exchange([0], "the end of the step")
         return {self.rank: results}
 
-    def source(self, program: RankProgram) -> Source:
+    def source(self, program: RankProgram) -> ProgramSource:
         """The function that runs for a program, written once."""
         if program not in self._sources:
             self._sources[program] = self._write(program, self._forms(program))
         return self._sources[program]
 
-    def _forms(self, program: RankProgram) -> Forms:
+    def _forms(self, program: RankProgram) -> CallOverrides:
         """How this backend does what a program asks for."""
         share = not self._by_stream and any_share_memory()
         pool = self._pools.setdefault(program, MemoryPool(shared_bytes if share else None))
@@ -158,4 +161,4 @@ class ProcessEngine:
         instead[stage_transfer.receive] = inbox.receive
         if not self._by_stream:
             instead |= {c10d.reduce_scatter_tensor.default: reduce_scatter, memory_ops.all_reduce_: all_reduce_}
-        return Forms(instead)
+        return CallOverrides(instead)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from shardfx.ir.graph import Graph, Input, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pools.transfer import finish
-from shardfx.ir.program.store_layout import neighbours, side_by_side, stepped_together
+from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_tensors, stepped_groups
 from shardfx.ir.shards import Shards, sharding_local
 from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.store import Store, laid_as, norm_of, spec_of
@@ -104,7 +104,7 @@ class ProcessStore(Store):
         self._here = {given.name for given in self._given.values() if self._homes.is_here(given)}
         self._loaded: set[str] = set()
         self._shards: dict[str, DTensorShard] = {}
-        self._stepped = stepped_together(graph)
+        self._stepped = stepped_groups(graph)
         self._places: dict[str, Tensor] = {}
         """Memory for states that are yet to be made."""
         if (along := self._homes.along) is not None:
@@ -152,7 +152,7 @@ class ProcessStore(Store):
     def _side_by_side(self) -> dict[str, Tensor]:
         """Memory for the parameters that are gathered, or stepped, together."""
         stepped = [together for together in self._stepped if together[0].kind is InputKind.PARAMETER]
-        groups = [*neighbours(self.graph.nodes, self.graph.inputs), *stepped]
+        groups = [*contiguous_parameters(self.graph.nodes, self.graph.inputs), *stepped]
         return self._lying_together([[given for given in each if given.name in self._here] for each in groups])
 
     def _lying_together(self, groups: Sequence[Sequence[Input]]) -> dict[str, Tensor]:
@@ -160,7 +160,7 @@ class ProcessStore(Store):
         found: dict[str, Tensor] = {}
         for together in filter(None, groups):
             shapes = [spec_of(g).local_shape(g.value.shape, self.mesh, self.mesh.coords(self.rank)) for g in together]
-            places = side_by_side(shapes, together[0].value.type.dtype, self.device)
+            places = contiguous_tensors(shapes, together[0].value.type.dtype, self.device)
             found |= {given.name: place for given, place in zip(together, places, strict=True)}
         return found
 

@@ -21,8 +21,14 @@ from shardfx.ir.graph import Graph, Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.loop.stage_transfer import Message
-from shardfx.ir.program.loops.loop_regions import FRAMES, Loops, executed, gives_number, part_in_iterations
-from shardfx.ir.program.loops.unrolled import NotALoop, as_ranks, unrolled
+from shardfx.ir.program.loops.loop_regions import (
+    DELIMITERS,
+    Iterations,
+    execution_order,
+    is_induction_variable,
+    loop_role,
+)
+from shardfx.ir.program.loops.unrolled import NotALoop, loops_as_ranks, unrolled
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.rendezvous import Request
 
@@ -42,7 +48,7 @@ def unrolled_plan(
         Malformed: ranks do not meet, or do not send and receive, in one order.
     """
     mesh = after.mesh
-    before, after = _on(before, as_ranks(mesh)), _on(after, as_ranks(mesh))
+    before, after = _on(before, loops_as_ranks(mesh)), _on(after, loops_as_ranks(mesh))
     found = [_Unrolled(mesh, each) for each in requests]
     for each in found:
         each.check_order(after)
@@ -53,7 +59,7 @@ def of_iteration(fault: Fault, mesh: Mesh) -> Fault:
     """A fault of an iteration as a rank, as one of the rank that runs it."""
     if fault.rank is None:
         return fault
-    ranks = as_ranks(mesh)
+    ranks = loops_as_ranks(mesh)
     at = ranks.coords(fault.rank)
     iteration = ", ".join(f"iteration {at[axis.name]} of {axis.name}" for axis in mesh.axes if axis.loop)
     where = "; ".join(filter(None, (iteration, fault.where)))
@@ -127,7 +133,7 @@ class _Unrolled:
         looped = self._looped(graph)
         changed = self.given.changed(looped)
         first = changed[0] if 0 in changed else self.given.program(looped, 0)
-        if not any(part_in_iterations(n) == "unit" for each in (first, *changed.values()) for n in each.graph.nodes):
+        if not any(loop_role(n) == "unit" for each in (first, *changed.values()) for n in each.graph.nodes):
             return
         own = tuple(rank for rank in range(self.mesh.size) if rank not in changed)
         self.families[graph] = list(families(lambda rank: self.given.program(looped, rank), [own] if own else []))
@@ -241,7 +247,7 @@ def _fault(what: str, rank: int, node: fx.Node) -> Fault:
     return Fault(what, "", rank, node.name, place(made) if isinstance(made, Node) else "", certain=True)
 
 
-def _iterations(iterations: Loops) -> str:
+def _iterations(iterations: Iterations) -> str:
     return " ".join(f"iteration {number} of {axis}" for axis, number in iterations) or "no iteration"
 
 
@@ -261,9 +267,9 @@ def _calls_by_end(graph: fx.Graph) -> dict[tuple[str, str, int], list[CallOf]]:
     """What groups are asked for, in the order and as often as it runs; by whether a call sends, receives, or (empty)
     meets all of a group, by the group, and by the place of the other rank."""
     asks = {node: request for node in graph.nodes if (request := Request.of(node)) is not None}
-    frames = [node for node in graph.nodes if node in asks or part_in_iterations(node) in FRAMES]
+    frames = [node for node in graph.nodes if node in asks or loop_role(node) in DELIMITERS]
     found: dict[tuple[str, str, int], list[CallOf]] = {}
-    for node, iterations in executed(frames):
+    for node, iterations in execution_order(frames):
         request = asks.get(node)
         if request is None:
             continue
@@ -277,7 +283,7 @@ def _calls_by_end(graph: fx.Graph) -> dict[tuple[str, str, int], list[CallOf]]:
 
 def _numbers_behind(node: fx.Node) -> set[fx.Node]:
     """The numbers of iterations that a call takes, and those that they are computed from."""
-    found = {each for each in node.all_input_nodes if gives_number(each)}
+    found = {each for each in node.all_input_nodes if is_induction_variable(each)}
     return found.union(*map(_numbers_behind, found))
 
 
@@ -291,4 +297,4 @@ def _numbers(node: fx.Node, iterations: Mapping[str, int]) -> dict[str, int]:
             return iterations[str(each.args[0])]
         return int(row.function(*fx.map_arg(each.args, number)))
 
-    return {each.name: number(each) for each in node.all_input_nodes if gives_number(each)}
+    return {each.name: number(each) for each in node.all_input_nodes if is_induction_variable(each)}

@@ -21,7 +21,7 @@ from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, Value
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.program.loops.schedule_actions import ends_here
+from shardfx.ir.program.loops.schedule_actions import local_ends
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.local import Share, is_sharded
 from shardfx.ir.shards import Shards, sharding_local, wide
@@ -80,7 +80,7 @@ def compare(
     wanted_of = {o.value for o in sample.before.outputs}
     one = interpret(sample.before, sample.inputs, draw_masks(sample.after), wanted_of)
     expected = {(o.kind, o.name): one[o.value] for o in sample.before.outputs}
-    ends = {r: ends_here(after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
+    ends = {r: local_ends(after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
     shards = {
         r: [sharding_local(sample.inputs[g.name], _spec(g.value), mesh, r).clone() for g in ends[r][0]] for r in ends
     }

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.cost.fake_calls import FakeCalls, Layout, Made, Result, leaves
+from shardfx.ir.cost.fake_calls import CallEffect, FakeCalls, Result, TensorLayout, leaves
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import observers, row_of
 from shardfx.ir.ops.loop.stage_transfer import iteration_number
 from shardfx.ir.oracle.shrink import shrink_plan
-from shardfx.ir.program.loops.schedule_actions import ends_here, made_at
+from shardfx.ir.program.loops.schedule_actions import local_ends, stages_of
 from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
@@ -108,7 +108,7 @@ class Task:
         Raises:
             Malformed: it is not well formed, or does not have the plan's inputs and outputs.
         """
-        takes, gives = ends_here(self.after, self.inputs, self.outputs, self.after.mesh.coords(program.rank))
+        takes, gives = local_ends(self.after, self.inputs, self.outputs, self.after.mesh.coords(program.rank))
         for what, mine, theirs in (("takes", program.inputs, takes), ("gives", program.outputs, gives)):
             names, wanted = ([f"{each.kind.value} {each.name}" for each in ends] for ends in (mine, theirs))
             if names != wanted:
@@ -233,7 +233,7 @@ class PlanProof:
         pipeline = self.after.pipeline
         if pipeline is None:
             return len(self.ranks)
-        return len(pipeline.places(made_at(output.value))) * len(self.ranks) // self.after.mesh[pipeline.axis].size
+        return len(pipeline.places(stages_of(output.value))) * len(self.ranks) // self.after.mesh[pipeline.axis].size
 
     def _with_numbers(self, fault: Fault, task: Task) -> Fault:
         """The fault with a counterexample, of the plan or of the same on smaller shapes."""
@@ -343,18 +343,18 @@ class LayoutChecks(FakeCalls):
         super().__init__()
         self._book, self._planned = book, planned
 
-    def _run(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Made:
-        self._check_layouts(target, leaves((args, kwargs), Layout))
+    def _run(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallEffect:
+        self._check_layouts(target, leaves((args, kwargs), TensorLayout))
         made, row = super()._run(target, args, kwargs), row_of(target)
         if row is not None and row.into is not None and row.plain is not None:
             out_of_place: Any = row.plain(tuple(args), dict(kwargs))
-            values = [out_of_place] if isinstance(out_of_place, Layout) else _layouts(self.made(*out_of_place))
+            values = [out_of_place] if isinstance(out_of_place, TensorLayout) else _layouts(self.made(*out_of_place))
             for value, memory in zip(values, _layouts(made), strict=False):
                 if torch.promote_types(value.dtype, memory.dtype) != memory.dtype:
                     raise TypeError(f"a value of {value.dtype} is written into memory of {memory.dtype}")
         return made
 
-    def _check_layouts(self, target: Any, layouts: Iterable[Layout]) -> None:
+    def _check_layouts(self, target: Any, layouts: Iterable[TensorLayout]) -> None:
         entry = self._book.entry(target) if isinstance(target, torch._ops.OpOverload) else None
         if entry is None or (entry.discovered and target not in self._planned):
             return
@@ -364,5 +364,5 @@ class LayoutChecks(FakeCalls):
                 raise Misread(f"{op_name(target)} takes operands {wanted}, not of strides {layout.stride}")
 
 
-def _layouts(made: Made) -> list[Layout]:
+def _layouts(made: CallEffect) -> list[TensorLayout]:
     return [result.layout for result in leaves(made.results, Result)]

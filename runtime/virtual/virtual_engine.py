@@ -14,7 +14,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.source import Forms, Source, write_source
+from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 from shardfx.runtime.engine import Probe, RankProbe, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.rendezvous import REDUCTIONS, Groups, Request, run
@@ -60,7 +60,7 @@ class VirtualEngine:
     def __init__(self, mesh: Mesh, device: torch.device | None = None, groups: MeetingGroups | None = None) -> None:
         self.mesh, self.device = mesh, device or torch.device("cpu")
         self._groups = groups
-        self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
+        self._sources: WeakKeyDictionary[RankProgram, ProgramSource] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
     @property
@@ -104,14 +104,14 @@ def _here(x: Tensor) -> Tensor:
     return x
 
 
-def as_coroutine(program: RankProgram, pool: MemoryPool, watch: RankProbe | None = None) -> Source:
+def as_coroutine(program: RankProgram, pool: MemoryPool, watch: RankProbe | None = None) -> ProgramSource:
     """The program as a generator function on the memory of a pool; ``watch`` is shown every result."""
     instead: dict[Any, Callable[..., Any]] = {
         c10d.wait_tensor.default: _here,
         memory_ops.empty: pool.empty,
         memory_ops.arena: pool.arena,
     }
-    return write_source(program, Forms(instead, Request.of), watch)
+    return write_source(program, CallOverrides(instead, Request.of), watch)
 
 
 # ---- collectives, in the order of the group: deterministic

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardfx.ir.graph import Graph, InputKind
 from shardfx.ir.ops.pools.transfer import finish
-from shardfx.ir.program.store_layout import neighbours, side_by_side
+from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_tensors
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
 from shardfx.runtime.local_device import check_device
@@ -26,7 +26,7 @@ class VirtualStore(Store):
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         super().__init__(graph, device)
-        self._neighbours = neighbours(graph.nodes, graph.inputs)
+        self._neighbours = contiguous_parameters(graph.nodes, graph.inputs)
         self._sharded: dict[str, Sharded] = {}
         self._shards = {
             name: Shards.of(spec_of(given), given.value.shape, graph.mesh)
@@ -67,7 +67,7 @@ class VirtualStore(Store):
                 continue
             dtype = together[0].value.type.dtype
             places = [
-                side_by_side([layout.local_shapes[i] for layout in layouts], dtype, self.device)
+                contiguous_tensors([layout.local_shapes[i] for layout in layouts], dtype, self.device)
                 for i in range(layouts[0].count)
             ]
             found |= {given.name: [place[k] for place in places] for k, given in enumerate(together)}

@@ -21,7 +21,7 @@ import sympy
 from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, Where, op_name
-from shardfx.ir.program.arena_layout import lying
+from shardfx.ir.program.arena_layout import arena_contents
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
@@ -137,7 +137,7 @@ class RankMemory:
         """Of an arena what lies in it at the peak, and what is left."""
         if not nbytes:
             return []
-        places = lying(self.program, self.footprint.calls[self._top])
+        places = arena_contents(self.program, self.footprint.calls[self._top])
         found = [_made(ARENA, size, node.meta.get("shardfx")) for node, size in places.items()]
         left = nbytes - sum(places.values())
         return [*found, Holder(ARENA, left, "", "left empty")] if left else found

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, factors_text, op_name
 from shardfx.ir.oracle.rule_check import PlanChecked, check_plan
-from shardfx.ir.program.loops.unrolled import as_ranks
+from shardfx.ir.program.loops.unrolled import loops_as_ranks
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.sharding_rule import rule_text
@@ -67,7 +67,9 @@ def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
 def _checked(graph: Graph, context: Context, own: Sequence[RuleEntry] | None = None) -> PlanChecked:
     facts = sure_facts(graph, context.cache.rule)
     nonzero = frozenset(value for value, sure in facts.items() if NONZERO in sure)
-    return check_plan(replace(graph, mesh=as_ranks(graph.mesh)), context.rules, default_rules(), nonzero, only=own)
+    return check_plan(
+        replace(graph, mesh=loops_as_ranks(graph.mesh)), context.rules, default_rules(), nonzero, only=own
+    )
 
 
 def _is_wrong(node: Node, why: str) -> str:

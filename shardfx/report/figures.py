@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardfx.ir.cost.amounts import Cost
-from shardfx.ir.cost.footprint import IterationMemory, Peak
+from shardfx.ir.cost.footprint import LoopMemory, Peak
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.arena_layout import ArenaUse
@@ -36,7 +36,7 @@ class Memory:
     """Of an optimizer in the program."""
     beside: int = 0
     """At most in other memory than the device's: what is put away."""
-    iterations: tuple[IterationMemory, ...] = ()
+    iterations: tuple[LoopMemory, ...] = ()
     """What a turn of each loop axis holds at its peak."""
     arena: ArenaUse | None = None
     """Where the program's own buffers and temporaries lie in one memory: of what size."""
@@ -132,7 +132,7 @@ class Estimate:
     @property
     def carrying(self) -> float:
         """Seconds of what is put away and fetched, by the machine's link to its other memory."""
-        return self.cost.carrying(self.machine)
+        return self.cost.copying(self.machine)
 
     @property
     def exposed(self) -> float:

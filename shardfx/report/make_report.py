@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
-from shardfx.ir.cost.footprint import Footprint, Peak, iteration_memory
+from shardfx.ir.cost.footprint import Footprint, Peak, loop_memory
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.node_cost import Prices
+from shardfx.ir.cost.node_cost import NodeCosts
 from shardfx.ir.cost.replay import source_of
-from shardfx.ir.cost.traffic import Loops, comm_name, over_time, traffic
+from shardfx.ir.cost.traffic import TripCounts, comm_name, over_loop, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm, is_part
-from shardfx.ir.program.arena_layout import use_of_arena
+from shardfx.ir.program.arena_layout import arena_use
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.schedules.timeline import PlanTimeline
@@ -50,14 +50,14 @@ def make_report(
     with no_collection():
         kinds = {output.kind for output in program.outputs}
         communication = Communication(tuple(comm_rows(graph, mesh, kinds, program.rank)))
-        tiles = tuple(tile_rows(select(graph, kinds)[1], mesh, Prices(mesh, context.rules)))
+        tiles = tuple(tile_rows(select(graph, kinds)[1], mesh, NodeCosts(mesh, context.rules)))
     return Report(
         mesh,
         (len(compiled.before.nodes), len(graph.nodes)),
         replace(
             memory_of(graph, footprint.peak, max(footprint.beside, default=0), program.rank),
-            iterations=iteration_memory(footprint),
-            arena=use_of_arena(program),
+            iterations=loop_memory(footprint),
+            arena=arena_use(program),
         ),
         communication,
         Estimate(footprint.cost, device, mesh, timeline),
@@ -101,9 +101,9 @@ def comm_rows(
     inputs = {given.value: given.name for given in graph.inputs}
     rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
     _, chosen, wanted = select(graph, kinds)
-    iterations = Loops.among(chosen, wanted, mesh)
+    iterations = TripCounts.among(chosen, wanted, mesh)
     for node in chosen:
-        between = is_comm(node) and not node.op.stays and not over_time(node, mesh) and not is_part(node, mesh)
+        between = is_comm(node) and not node.op.stays and not over_loop(node, mesh) and not is_part(node, mesh)
         if between and is_of_rank(node, graph, rank):
             rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node, mesh)), []).append(node)
     made = []

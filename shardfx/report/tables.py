@@ -79,12 +79,12 @@ def _memory(report: Report) -> list[RenderableType]:
             f"a turn of {iteration.axis}",
             f"at its peak: made in each of {iteration.count} iterations, and gone with it",
         )
-        if iteration.under_way > 1:
+        if iteration.in_flight > 1:
             name, held = (
                 f"iterations of {iteration.axis}",
-                f"at the peak of {iteration.under_way} under way, of {iteration.count}",
+                f"at the peak of {iteration.in_flight} under way, of {iteration.count}",
             )
-        stays = f"{held}; beside it {size_text(iteration.stays)} stay"
+        stays = f"{held}; beside it {size_text(iteration.before)} stay"
         made.add_row(name, size_text(iteration.own), Text(stays, "dim"))
     if memory.beside:
         made.add_row("put away", size_text(memory.beside), Text("in other memory than the device's, at most", "dim"))
@@ -98,7 +98,7 @@ def _arena(use: ArenaUse | None) -> str:
     """How large an arena is beside what lies in it."""
     if use is None:
         return ""
-    return f"{use.places} places in one memory, in which at least {size_text(use.at_once)} lie at once"
+    return f"{use.slots} slots in one arena, of which {size_text(use.live)} are live at once"
 
 
 def _holders(peak: Peak) -> list[RenderableType]:
@@ -196,7 +196,7 @@ def _time(report: Report) -> list[RenderableType]:
         "compute", seconds_text(time.compute), Text(f"{count_text(time.cost.flops, 'FLOP')}, at {rates}", "dim")
     )
     made.add_row("communication", seconds_text(time.communication), Text("by the links of the mesh", "dim"))
-    if time.cost.carried:
+    if time.cost.copied:
         made.add_row("put away and fetched", seconds_text(time.carrying), Text("by the link to other memory", "dim"))
     if time.exposed or time.hidden:
         note = f"communication that no compute hides; {seconds_text(time.hidden)} are hidden"

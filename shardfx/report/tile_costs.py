@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardfx.ir.cost.node_cost import Prices
+from shardfx.ir.cost.node_cost import NodeCosts
 from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.graph import Node
@@ -38,7 +38,7 @@ class TileRow:
         )
 
 
-def tile_rows(nodes: Iterable[Node], mesh: Mesh, prices: Prices) -> list[TileRow]:
+def tile_rows(nodes: Iterable[Node], mesh: Mesh, prices: NodeCosts) -> list[TileRow]:
     """The layers for which rows are exchanged, or whose tiles overlap, in the order of the graph.
 
     What is exchanged counts for the layer that needs it.

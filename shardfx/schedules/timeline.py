@@ -19,9 +19,8 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.schedule.actions import KINDS, Action, Schedule
 from shardfx.ir.schedule.simulation import COSTS, Costs, Simulation, Span
-from shardfx.ir.timing import foreseen
-from shardfx.ir.timing.rank_tasks import doings
-from shardfx.ir.timing.simulate import Course
+from shardfx.ir.timing.rank_tasks import rank_tasks
+from shardfx.ir.timing.simulate import RankTimeline, simulate_ranks
 from shardfx.ir.timing.stream_order import COMPUTE
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.runtime.distributed.groups import is_dry_run
@@ -37,7 +36,7 @@ class Timeline(Simulation):
     """For each row what is done once, before all micro-batches."""
     places: tuple[int, ...] = ()
     """For each rank its row; none: the ranks are the rows."""
-    courses: tuple[Course, ...] = ()
+    courses: tuple[RankTimeline, ...] = ()
     """For each row of a plan when it computes, and what goes over its links meanwhile."""
 
     def draw(self, path: str | Path, title: str = "Schedule") -> Path:
@@ -55,11 +54,11 @@ class Timeline(Simulation):
         """
         ranks = range(len(self._rows))
         done = [
-            trace_event(action, piece, rank)
+            trace_event(action, segment, rank)
             for action in self.order
             for rank in ranks
             if action in self._in_row[self._rows[rank]]
-            for piece in self.pieces(action)
+            for segment in self.segments(action)
         ]
         tracks, beside = self._beside(ranks)
         return write_trace(path, rank_tracks(ranks) | tracks, [*done, *beside])
@@ -138,9 +137,9 @@ class PlanTimeline(Timeline):
     interrupted: Mapping[Action, tuple[Span, ...]] = field(default_factory=dict)
     """When actions are done that others interrupt: micro-batches that are interleaved."""
 
-    def pieces(self, action: Action) -> tuple[Span, ...]:
+    def segments(self, action: Action) -> tuple[Span, ...]:
         """From when to when an action is done."""
-        return self.interrupted.get(action) or super().pieces(action)
+        return self.interrupted.get(action) or super().segments(action)
 
     @cached_property
     def step(self) -> float:
@@ -190,7 +189,7 @@ class PlanTimeline(Timeline):
             raise Error(f"no rank {rank} on this mesh", where=f"timeline.text({rank})", expected=known, got=rank)
         row = self._rows[rank]
         course, actions = self.courses[row], self.schedule.rows[row]
-        lines = [(piece, COMPUTE, str(action)) for action in actions for piece in self.pieces(action)]
+        lines = [(segment, COMPUTE, str(action)) for action in actions for segment in self.segments(action)]
         if course.before.length:
             lines.append((course.before, COMPUTE, "once"))
         lines += [(transfer.span, transfer.link, transfer.what) for transfer in course.transfers]
@@ -204,7 +203,7 @@ class PlanTimeline(Timeline):
     def busy(self) -> tuple[float, ...]:
         """For each row how long it works, what is done before all micro-batches included."""
         return tuple(
-            sum(piece.length for action in row for piece in self.pieces(action)) + before.length
+            sum(segment.length for action in row for segment in self.segments(action)) + before.length
             for row, before in zip(self.schedule.rows, self.before, strict=True)
         )
 
@@ -237,10 +236,10 @@ def plan_timeline(
     for rank in firsts:
         made = program(rank)
         footprint = replayed(made)
-        rows.append(doings(made, footprint, machine, mesh))
+        rows.append(rank_tasks(made, footprint, machine, mesh))
         peaks.append(RankMemory(made, footprint).peak)
         host = max(host, footprint.cost.issuing(machine))
-    courses = foreseen(rows)
+    courses = simulate_ranks(rows)
     spans: dict[Action, Span] = {action: span for course in courses for action, span in course.spans.items()}
     schedule = Schedule(tuple(tuple(course.spans) or (Action("F", place),) for place, course in enumerate(courses)))
     for row in schedule.rows:
@@ -256,7 +255,7 @@ def plan_timeline(
         host=host,
         planned=graph.pipeline.schedule if graph.pipeline is not None else None,
         interrupted={
-            action: pieces for course in courses for action, pieces in course.pieces.items() if len(pieces) > 1
+            action: spans for course in courses for action, spans in course.segments.items() if len(spans) > 1
         },
     )
 
@@ -267,19 +266,19 @@ def rank_places(graph: Graph) -> tuple[int, ...]:
     return tuple(mesh.coords(rank)[pipeline.axis] if pipeline is not None else 0 for rank in range(mesh.size))
 
 
-class Watched(Protocol):
+class RecordedModule(Protocol):
     """What runs programs, and shows them to a watch."""
 
     _watch: Probe | None
     _measured: Recording | None
 
     @property
-    def _this_rank(self) -> int | None:
+    def this_rank(self) -> int | None:
         """The rank of this process; None where all ranks are here."""
 
 
 @contextmanager
-def recorded(module: Watched, path: str | Path) -> Iterator[Recording]:
+def recorded(module: RecordedModule, path: str | Path) -> Iterator[Recording]:
     """Measure what a module runs within; ranks come together at the end, and the first one writes the trace."""
     before, recording = module._watch, Recording()
     module._watch = recording

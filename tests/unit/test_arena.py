@@ -12,8 +12,16 @@ from torch import fx
 import shardfx as sx
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.loop import loop_ops
-from shardfx.ir.program.aliasing import Sharing
-from shardfx.ir.program.arena_layout import ALIGNMENT, Block, Tenancy, at_once, pack, rooms, use_of_arena
+from shardfx.ir.program.aliasing import Aliasing
+from shardfx.ir.program.arena_layout import (
+    ALIGNMENT,
+    BufferIntervals,
+    Interval,
+    arena_slots,
+    arena_use,
+    pack,
+    peak_bytes,
+)
 from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.rank_program import RankProgram
@@ -42,19 +50,19 @@ def test_blocks_that_are_there_at_once_do_not_overlap(seed: int) -> None:
     blocks = []
     for _ in range(draw.randrange(1, 40)):
         born = draw.randrange(50)
-        blocks.append(Block(draw.randrange(1, 1000), born, born + draw.randrange(20)))
-    packing, bound = pack(blocks), at_once(blocks)
+        blocks.append(Interval(draw.randrange(1, 1000), born, born + draw.randrange(20)))
+    packing, bound = pack(blocks), peak_bytes(blocks)
     assert bound <= packing.nbytes <= 1.5 * bound + ALIGNMENT
-    for i, (mine, at) in enumerate(zip(blocks, packing.places, strict=True)):
+    for i, (mine, at) in enumerate(zip(blocks, packing.offsets, strict=True)):
         assert at % ALIGNMENT == 0 and at + mine.nbytes <= packing.nbytes
-        for other, there in zip(blocks[:i], packing.places, strict=False):
+        for other, there in zip(blocks[:i], packing.offsets, strict=False):
             together = mine.born <= other.last and other.born <= mine.last
             assert not together or at + mine.nbytes <= there or there + other.nbytes <= at
 
 
 def test_nothing_that_is_never_there_together_needs_room_of_its_own() -> None:
-    blocks = [Block(128, 0, 4), Block(64, 1, 2), Block(64, 3, 5)]
-    assert pack(blocks).nbytes == at_once(blocks) == 192
+    blocks = [Interval(128, 0, 4), Interval(64, 1, 2), Interval(64, 3, 5)]
+    assert pack(blocks).nbytes == peak_bytes(blocks) == 192
 
 
 @pytest.mark.long
@@ -67,8 +75,8 @@ def test_steps_are_the_same_to_the_bit_and_proven(zero: int) -> None:
     known, found = plain.full_state_dict(), pm.full_state_dict()
     assert all(torch.equal(known[name], found[name]) for name in known)
     program = pm.rank_program(0)
-    use = use_of_arena(program)
-    assert use is not None and use.places > 5 and use.at_once <= use.nbytes
+    use = arena_use(program)
+    assert use is not None and use.slots > 5 and use.live <= use.nbytes
     verdict = pm.verify()
     assert verdict and verdict.status == "proven"
     assert parse_program(str(program), pm.planned).graph.nodes.__len__() == len(program.graph.nodes)
@@ -88,10 +96,10 @@ def test_a_backward_of_ones_own_gives_gradients_that_lie_elsewhere() -> None:
 @pytest.mark.long
 def test_the_report_says_how_large_it_is_and_could_be() -> None:
     _, pm = arena_plans(1)
-    use = use_of_arena(pm.rank_program(0))
+    use = arena_use(pm.rank_program(0))
     assert use is not None
     text = " ".join(str(pm.report()).split())
-    assert f"{use.places} places in one memory, in which at least {size_text(use.at_once)} lie at once" in text
+    assert f"{use.slots} slots in one arena, of which {size_text(use.live)} are live at once" in text
     assert pm.memory().by_category["arena"] == use.nbytes
 
 
@@ -121,7 +129,7 @@ def test_two_that_are_needed_at_once_do_not_lie_in_the_same_place() -> None:
     _, pm = arena_plans(1)
     program = pm.rank_program(0)
     nodes = list(program.graph.nodes)
-    tenancy, there = Tenancy(nodes), slots(program)
+    tenancy, there = BufferIntervals(nodes), slots(program)
     told = {True: 0, False: 0}
     for mine in there:
         for other in there:
@@ -131,7 +139,7 @@ def test_two_that_are_needed_at_once_do_not_lie_in_the_same_place() -> None:
             moved = program.copy()
             by_name = {node.name: node for node in moved.graph.nodes}
             by_name[mine.name].args = (by_name[mine.name].args[0], other.args[1], *mine.args[2:])
-            placed = rooms(moved.graph.nodes)
+            placed = arena_slots(moved.graph.nodes)
             together = any(_meet(tenancy, placed, by_name[mine.name], each, by_name) for each in there)
             arena: Any = by_name["arena"].args[0]
             outside = placed[by_name[mine.name]].end > arena
@@ -140,7 +148,7 @@ def test_two_that_are_needed_at_once_do_not_lie_in_the_same_place() -> None:
     assert told[True] > 10 and told[False] > 10
 
 
-def _meet(tenancy: Tenancy, placed: Any, mine: fx.Node, other: fx.Node, by_name: dict[str, fx.Node]) -> bool:
+def _meet(tenancy: BufferIntervals, placed: Any, mine: fx.Node, other: fx.Node, by_name: dict[str, fx.Node]) -> bool:
     """Whether the moved place meets another one while both are needed."""
     there = by_name[other.name]
     if there is mine:
@@ -148,7 +156,7 @@ def _meet(tenancy: Tenancy, placed: Any, mine: fx.Node, other: fx.Node, by_name:
     nodes = {node.name: node for node in tenancy._place}
     a, b = tenancy.of(nodes[mine.name], 1), tenancy.of(other, 1)
     assert a is not None and b is not None
-    return a.born <= b.last and b.born <= a.last and placed[mine].meets(placed[there])
+    return a.born <= b.last and b.born <= a.last and placed[mine].overlaps(placed[there])
 
 
 def refused(program: RankProgram) -> str:
@@ -192,7 +200,7 @@ def test_a_place_lies_in_its_arena(change: Any, what: str) -> None:
 @pytest.mark.long
 def test_nothing_leaves_in_an_arena() -> None:
     program = arena_plans(1)[1].rank_program(0)
-    share = Sharing(program.graph.nodes)
+    share = Aliasing(program.graph.nodes)
     places = {share.root(node) for node in slots(program)}
     *_, last = (node for node in program.graph.nodes if share.root(node) in places and node not in places)
     end = program.result()

@@ -15,12 +15,12 @@ from shardfx.ir.cost import calibrate, probes
 from shardfx.ir.cost.amounts import Cost, Work
 from shardfx.ir.cost.curve import Curve
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.replay import changed_by, kind_of
+from shardfx.ir.cost.replay import kind_of, mutated_operands
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.traits import base_name_of
-from shardfx.ir.timing import foreseen
-from shardfx.ir.timing.rank_tasks import Purpose, Receives, Sends, Starts, Waits, Works
+from shardfx.ir.timing.rank_tasks import ComputeTask, Purpose, ReceiveTask, SendTask, StartTask, WaitTask
+from shardfx.ir.timing.simulate import simulate_ranks
 
 aten = torch.ops.aten
 LINKS = Machine.load("cpu-laptop").links
@@ -82,9 +82,9 @@ def test_what_a_call_writes_over_is_read_and_written() -> None:
     w, g, m = (graph.placeholder(name) for name in "wgm")
     step = graph.call_function(aten._fused_sgd_.default, ([w], [g], [m]), {"lr": 0.1})
     product = graph.call_function(aten.mm.out, (w, g), {"out": m})
-    assert changed_by(step) == [w, g, m] and changed_by(product) == []
+    assert mutated_operands(step) == [w, g, m] and mutated_operands(product) == []
     total = graph.call_function(loop_ops.add, (m, g))
-    assert changed_by(total) == [m] and changed_by(graph.call_function(aten.add.Tensor, (w, g))) == []
+    assert mutated_operands(total) == [m] and mutated_operands(graph.call_function(aten.add.Tensor, (w, g))) == []
 
 
 def test_a_program_takes_as_long_as_device_or_host() -> None:
@@ -102,7 +102,7 @@ def test_machines_with_curves_are_read_and_written() -> None:
         Machine.parse(known.json().replace("8.0", "6.0"))
 
 
-CPU = probes.Where(torch.device("cpu"))
+CPU = probes.ProbeSite(torch.device("cpu"))
 PROBED = [(op, make, probes.ROWS["cpu"]) for op, make in probes.BY_ROWS.items()]
 PROBED += [(each.op, each.make, each.sizes) for each in probes.HEAVY["cpu"]]
 
@@ -202,16 +202,20 @@ def test_probes_take_off_what_stands_between_two_calls(monkeypatch: pytest.Monke
 
 def test_a_machine_that_does_not_send_by_itself_hides_nothing() -> None:
     call, purpose = fx.Graph().placeholder("a"), Purpose("B", 0)
-    row = [Works(purpose, 1.0), Starts(purpose, 3.0, 0, call, "dp", hidden=False), Works(purpose, 2.0)]
-    (course,) = foreseen([[*row, Waits(purpose, 0, 0, call)]])
+    row = [ComputeTask(purpose, 1.0), StartTask(purpose, 3.0, 0, call, "dp", hidden=False), ComputeTask(purpose, 2.0)]
+    (course,) = simulate_ranks([[*row, WaitTask(purpose, 0, 0, call)]])
     assert course.exposed == 3.0 and tuple(course.spans[sx.schedules.Action("B", 0, 0)]) == (0.0, 6.0)
 
 
 def test_who_sends_lays_out_and_who_receives_takes_in() -> None:
     call, forward, received = fx.Graph().placeholder("a"), Purpose("F", 0), Purpose("R")
     message = (0, 1, 0, 0)
-    sender = [Works(forward, 1.0), Sends(forward, 4.0, 0, message, hidden=False), Works(forward, 1.0)]
-    taker = [Receives(received, 0, 0, message, call), Waits(received, 0, 0, call), Works(Purpose("F", 1), 1.0)]
-    first, second = foreseen([sender, taker])
+    sender = [ComputeTask(forward, 1.0), SendTask(forward, 4.0, 0, message, hidden=False), ComputeTask(forward, 1.0)]
+    taker = [
+        ReceiveTask(received, 0, 0, message, call),
+        WaitTask(received, 0, 0, call),
+        ComputeTask(Purpose("F", 1), 1.0),
+    ]
+    first, second = simulate_ranks([sender, taker])
     assert tuple(first.spans[sx.schedules.Action("F", 0, 0)]) == (0.0, 4.0) and first.exposed == 2.0
     assert tuple(second.spans[sx.schedules.Action("F", 1, 0)]) == (5.0, 6.0) and second.exposed == 2.0

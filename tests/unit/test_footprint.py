@@ -11,9 +11,9 @@ from torch import fx
 
 import shardfx as sx
 from shardfx.ir.cost.amounts import total
-from shardfx.ir.cost.fake_calls import FakeCalls, Layout, Made, Result, aliases
+from shardfx.ir.cost.fake_calls import CallEffect, FakeCalls, Result, TensorLayout, aliased_argument
 from shardfx.ir.cost.footprint import Footprint, Transport
-from shardfx.ir.cost.node_cost import Prices, price
+from shardfx.ir.cost.node_cost import NodeCosts, node_cost
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
 from shardfx.ir.ops import memory_ops
@@ -115,7 +115,7 @@ def test_what_is_sent_is_what_a_run_counts(case: str) -> None:
 @pytest.mark.parametrize("case", ["mlp3", "dropout", "sequence", "resnet", "stored"])
 def test_the_prices_of_the_nodes_are_the_cost_of_the_program(case: str) -> None:
     pm = planned(case)
-    prices = Prices(pm.planned.mesh, pm._compiled.context.rules)
+    prices = NodeCosts(pm.planned.mesh, pm._compiled.context.rules)
     added, cost = total(prices.of(node) for node in pm.planned.nodes), replay(lowered(pm)).cost
     assert added.flops == cost.flops > 0 and added.sent == cost.sent
     assert added.touched == pytest.approx(cost.touched, rel=0.15), "operands are not always dense"
@@ -135,7 +135,7 @@ outputs:
   result results.0 = %0
 """)
     (node,) = graph.nodes
-    found = price(node, graph.mesh, default_rules())
+    found = node_cost(node, graph.mesh, default_rules())
     assert found.flops == 2 * 32 * 8 * 16 and found.touched == 4 * (32 * 8 + 8 * 16 + 32 * 16) and not found.sent
 
 
@@ -168,7 +168,7 @@ def test_a_bucket_is_allocated_once_and_written_in_place() -> None:
     flat, total = 128 * 4, 64 * 4
     assert [s.nbytes for s in found.storages] == [flat, total]
     assert found.live == (flat, flat, flat, flat, flat + total, flat + total, flat, flat, flat)
-    assert found.at("write") == flat + total
+    assert found.live[[call.name for call in found.calls].index("write")] == flat + total
     assert found.cost.touched == 3 * total + 3 * total + 2 * total, "the product, the sum, the copy"
     assert found.cost.flops == 2 * 8**3 and found.cost.sent == {("dp",): Sent(2.0, float(flat))}
     assert found.storages[0].category == "results" and found.peak.of("temporaries") == total
@@ -222,17 +222,26 @@ def test_what_helpers_hold_inside_counts_at_the_peak_alone() -> None:
 
 
 def test_a_call_says_which_operand_it_gives_back() -> None:
-    assert aliases(c10d.wait_tensor.default) == 0 == aliases(c10d.all_reduce_.default) == aliases(aten.add_.Tensor)
-    assert aliases(aten.mm.out) == "out" == aliases(c10d.all_gather_into_tensor_out.default)
-    assert aliases(aten.mm.default) is None and aliases(aten.reshape.default) is None
+    assert (
+        aliased_argument(c10d.wait_tensor.default)
+        == 0
+        == aliased_argument(c10d.all_reduce_.default)
+        == aliased_argument(aten.add_.Tensor)
+    )
+    assert aliased_argument(aten.mm.out) == "out" == aliased_argument(c10d.all_gather_into_tensor_out.default)
+    assert aliased_argument(aten.mm.default) is None and aliased_argument(aten.reshape.default) is None
 
 
 def test_helpers_are_seen_through() -> None:
     """What a function written in Python does inside counts as if its calls stood in the program."""
-    calls, square, flat = FakeCalls(), Layout.dense((8, 8), torch.float32), Layout.dense((128,), torch.float32)
-    both = Layout.dense((16, 8), torch.float32)
+    calls, square, flat = (
+        FakeCalls(),
+        TensorLayout.dense((8, 8), torch.float32),
+        TensorLayout.dense((128,), torch.float32),
+    )
+    both = TensorLayout.dense((16, 8), torch.float32)
     gathered = calls.made(memory_ops.all_gather_into, (square, 2, "dp2/dp@0"), {"out": both})
-    assert gathered == Made(Result(both, 1), writes=True)
+    assert gathered == CallEffect(Result(both, 1), writes=True)
     place = calls.made(memory_ops.part, (flat, 2, 0, [8, 8]), {})
     assert not place.writes and place.results.layout.shape == (2, 4, 8)
     made = calls.made(memory_ops.mm_pieces, (square, square, place.results.layout), {})
@@ -261,13 +270,15 @@ def test_what_only_looks_is_not_run() -> None:
 
 def test_whether_a_reshape_copies_is_seen() -> None:
     calls = FakeCalls()
-    dense, turned = Layout.dense((4, 6), torch.float32), Layout((4, 6), (1, 4), torch.float32)
+    dense, turned = TensorLayout.dense((4, 6), torch.float32), TensorLayout((4, 6), (1, 4), torch.float32)
     seen = calls.made(aten.reshape.default, (dense, [24]), {})
     copied = calls.made(aten.reshape.default, (turned, [24]), {})
-    flat = Layout.dense((24,), torch.float32)
-    assert seen == Made(Result(flat, 0)) and copied == Made(Result(flat, 0, fresh=True), (96,), 96, 0.0, True)
+    flat = TensorLayout.dense((24,), torch.float32)
+    assert seen == CallEffect(Result(flat, 0)) and copied == CallEffect(
+        Result(flat, 0, fresh=True), (96,), 96, 0.0, True
+    )
     assert calls.made(aten.reshape.default, (dense, [24]), {}) is seen
-    assert Layout((1000, 4), (0, 1), torch.float32).nbytes == 16, "an expanded dim is there once"
+    assert TensorLayout((1000, 4), (0, 1), torch.float32).nbytes == 16, "an expanded dim is there once"
 
 
 def test_a_program_with_anything_but_calls_is_an_error() -> None:

@@ -13,7 +13,7 @@ import shardfx as sx
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm, memory_ops, pack
-from shardfx.ir.program.aliasing import Sharing
+from shardfx.ir.program.aliasing import Aliasing
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import validate_program
 from shardfx.ir.spec import TensorType
@@ -93,7 +93,7 @@ def test_memory_that_may_be_one_with_other_memory_meets_it() -> None:
     """And not what lies beside it."""
     program = stepped_beside(["send", "wait", "step"])
     a, b, both, sent, *_ = program.graph.nodes
-    share = Sharing(program.graph.nodes)
+    share = Aliasing(program.graph.nodes)
     assert share.meet(a, both) and share.meet(both, b) and share.meet(a, a)
     assert not (share.meet(a, b) or share.meet(a, sent) or share.owned(both))
 

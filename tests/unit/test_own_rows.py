@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardfx.ir.mesh import Loop, Mesh
-from shardfx.ir.program.loops.loop_nest import own_place, own_rows
+from shardfx.ir.program.loops.loop_nest import iteration_place, iteration_rows
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
 
@@ -24,12 +24,12 @@ def test_a_iterations_rows_lie_where_shards_put_them(text: str, shape: tuple[int
         held = pieces[shards.by_rank[rank]]
         for at in MESH.along(MESH.coords(rank), ["mb", "chunk"]):
             part, left = held, held
-            for dim, (start, length) in own_place(spec, shape, MESH, at).items():
+            for dim, (start, length) in iteration_place(spec, shape, MESH, at).items():
                 part = part.narrow(dim, start, length)
             for axis in ("mb", "chunk"):
                 for dim, sharding in enumerate(spec.dims):
                     if axis in sharding.axes:
-                        left = left.narrow(dim, *own_rows(spec, shape, MESH, at, axis, dim))
+                        left = left.narrow(dim, *iteration_rows(spec, shape, MESH, at, axis, dim))
             spans = [sharding.spans(size, MESH, at)[0] for sharding, size in zip(spec.dims, shape, strict=True)]
             expected = whole
             for dim, span in enumerate(spans):

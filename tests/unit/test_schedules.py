@@ -95,13 +95,13 @@ def test_bubbles_are_those_of_the_papers(ranks: int, microbatches: int) -> None:
             bubble = (ranks - 1) / (chunks * microbatches + ranks - 1)
             assert checked(name, ranks, microbatches, chunks).bubble == pytest.approx(bubble)
     # A forward and each half of a backward take 1; the first rank waits for (ranks - 1) x (F + I - W), and for nothing.
-    assert checked("zb-h1", ranks, microbatches).simulation.waits == tuple(range(ranks - 1, -1, -1))
+    assert checked("zb-h1", ranks, microbatches).waits == tuple(range(ranks - 1, -1, -1))
     assert checked("zb-h1", ranks, microbatches).bubble == pytest.approx((ranks - 1) / (3 * microbatches + ranks - 1))
     for name, parts in (("zb-h2", 3), ("zb-v", 6)):
-        simulation = checked(name, ranks, microbatches).simulation
+        simulation = checked(name, ranks, microbatches)
         assert simulation.period == parts * microbatches and set(simulation.waits) == {0}
     # At most (ranks - 1) x (F & B + B - 3 W): there a forward beside a backward is one thing, here they follow.
-    assert max(checked("dualpipev", ranks, microbatches).simulation.waits) == ranks - 1 <= (ranks - 1) * (3 + 2 - 3)
+    assert max(checked("dualpipev", ranks, microbatches).waits) == ranks - 1 <= (ranks - 1) * (3 + 2 - 3)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import shardfx as sx
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.computing import segment as module
 from shardfx.ir.ops.computing.segment import misfit, segment
-from shardfx.ir.program.store_layout import stepped_together
+from shardfx.ir.program.store_layout import stepped_groups
 from shardfx.module.programs import STEP
 from shardfx.passes.rank import Segments
 from tests.plans import MESHES
@@ -150,7 +150,7 @@ def test_rows_of_whole_parameters_are_stepped_and_sent_as_one(zero: int) -> None
     assert all(got.target is pack.take for got in brought.args[0])
     (sent,) = (node for node in step.graph.nodes if node.target is memory_ops.adjoin)
     assert all(got.args[0] is step for got in sent.args[0])
-    names = [given.name.removesuffix(".exp_avg") for given in stepped_together(pm.planned)[1]]
+    names = [given.name.removesuffix(".exp_avg") for given in stepped_groups(pm.planned)[1]]
     assert [str(got.args[0]).removesuffix("_weight").removesuffix("_bias") for got in brought.args[0]] == [
         f"_{name.rpartition('.')[0]}" for name in names
     ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfx.ir.cost.fake_calls import FakeCalls, Layout
+from shardfx.ir.cost.fake_calls import FakeCalls, TensorLayout
 from shardfx.ir.ops.pools import transfer
 
 POOLS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -41,7 +41,7 @@ def test_what_is_fetched_lies_as_it_lay(pool: str, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_replay_foresees_what_a_copy_holds(form: str) -> None:
     x, calls = FORMS[form](), FakeCalls()
-    layout = Layout(tuple(x.shape), x.stride(), x.dtype)
+    layout = TensorLayout(tuple(x.shape), x.stride(), x.dtype)
     for copy in (transfer.to_host, transfer.to_device):
         made = calls.made(copy, (layout,), {})
         held = copy(x)

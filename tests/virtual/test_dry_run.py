@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 import shardfx as sx
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.loop import stage_transfer
-from shardfx.ir.program.loops.loop_regions import executed
+from shardfx.ir.program.loops.loop_regions import execution_order
 from shardfx.ir.timing.stream_order import moves_only, stream_order
 from shardfx.passes import BucketComm
 
@@ -89,7 +89,7 @@ def test_dry_run_does_what_the_program_of_the_rank_says(name: str, tmp_path: Pat
             run(pm, name)
         done = recording.calls(rank)
         program = pm.rank_program(rank)
-        wanted = [node for node, _ in executed([n for n in program.graph.nodes if n.op == "call_function"])]
+        wanted = [node for node, _ in execution_order([n for n in program.graph.nodes if n.op == "call_function"])]
         assert [str(node) for node in done] == [str(node) for node in wanted if _is_called(node)]
         assert (tmp_path / "step.json").exists() and recording.step > 0
         streams = {event.stream for event in stream_order(done)} - {"compute"}
@@ -207,7 +207,7 @@ def test_messages_from_rank_to_rank_are_received_in_the_order_in_which_they_are_
     sent, received = (defaultdict[tuple[int, int], list[Any]](list) for _ in range(2))
     for rank in range(3):
         program = pm.rank_program(rank)
-        for node, iterations in executed([n for n in program.graph.nodes if n.op == "call_function"]):
+        for node, iterations in execution_order([n for n in program.graph.nodes if n.op == "call_function"]):
             if node.target is stage_transfer.send:
                 sent[rank, node.args[1]].append((node.args[2], iterations))  # type: ignore[index]
             elif node.target is stage_transfer.receive:

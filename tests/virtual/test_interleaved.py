@@ -16,7 +16,7 @@ import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops.local_ops import BY_NAME
 from shardfx.ir.ops.loop import loop_ops
-from shardfx.ir.program.loops.loop_regions import UnitOrder, order_of
+from shardfx.ir.program.loops.loop_regions import ActionOrder, action_order
 from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.module.programs import TRAIN
@@ -101,7 +101,7 @@ def test_less_communication_is_exposed() -> None:
     assert interleaved.step < behind.step
     for timeline in (behind, interleaved):
         assert 0 <= timeline.bubble < 1e-9
-    first, second = (interleaved.pieces(sx.schedules.Action("F", 0, iteration)) for iteration in range(2))
+    first, second = (interleaved.segments(sx.schedules.Action("F", 0, iteration)) for iteration in range(2))
     assert len(first) > 1
     assert len(second) > 1
     assert first[0].end <= second[0].start < first[1].start
@@ -150,7 +150,7 @@ def test_so_many_iterations_are_under_way_as_the_pass_says() -> None:
         hints = {"specs": specs, "rank_passes": [f"interleave{{copies={copies}}}"]}
         program = plan(case, mesh, **hints).rank_program(0)
         begin = next(node for node in reversed(program.graph.nodes) if node.target is loop_ops.begin)
-        assert UnitOrder.of(order_of(begin).split()).under_way == copies
+        assert ActionOrder.of(action_order(begin).split()).in_flight == copies
     with pytest.raises(sx.Error, match="cannot be under way"):
         plan(case, mesh, specs=specs, rank_passes=["interleave{copies=0}"])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardfx as sx
-from shardfx.ir.cost.traffic import Loops
+from shardfx.ir.cost.traffic import TripCounts
 from shardfx.runtime.collective_counts import count_collectives
 from shardfx.visualize.boxes import Box
 from shardfx.visualize.detail import show
@@ -46,7 +46,7 @@ def test_what_is_done_in_iterations_is_drawn_once_with_how_often() -> None:
 
 def test_each_box_says_the_iterations_of_what_is_in_it() -> None:
     pm = plan(make("gpt_fused"), sx.Mesh(dp=2), grad_accumulation=2, zero=3, zero_min_numel=0)
-    iterations = Loops.of(pm.planned)
+    iterations = TripCounts.of(pm.planned)
     assert 0 < len(iterations.axes) < len(pm.planned.nodes)
 
     def look(box: Box, around: tuple[str, ...]) -> None:
@@ -77,7 +77,7 @@ def test_a_iteration_holds_as_much_whatever_their_number(zero: int) -> None:
     assert few.own == many.own > 0 and (few.axis, few.count, many.count) == ("mb", 4, 8)
     for report in reports:
         (iteration,) = report.memory.iterations
-        assert iteration.own + iteration.stays <= report.memory.peak.nbytes
+        assert iteration.own + iteration.before <= report.memory.peak.nbytes
         assert "a turn of mb  " in str(report)
 
 

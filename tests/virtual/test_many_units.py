@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops import comm
-from shardfx.ir.program.loops.loop_nest import Loop, nodes_of
+from shardfx.ir.program.loops.loop_nest import PlannedLoop, nodes_of
 from shardfx.module.programs import TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan
@@ -24,7 +24,7 @@ from tests.virtual.test_chunks import Language, next_tokens
 from tests.zoo import make
 
 
-def stages(steps: Sequence[Node | Loop]) -> Callable[[Node], str]:
+def stages(steps: Sequence[Node | PlannedLoop]) -> Callable[[Node], str]:
     """Of mlp3: fc1 as stage 0, what comes behind it as stage 2."""
     nodes = nodes_of(steps)
     second = [at for at, node in enumerate(nodes) if node.where.module == "fc2"]
@@ -33,7 +33,7 @@ def stages(steps: Sequence[Node | Loop]) -> Callable[[Node], str]:
     return lambda node: f"{'F' if node.phase is Phase.FORWARD else 'B'}{0 if id(node) in first else 2}"
 
 
-def weights_apart(steps: Sequence[Node | Loop]) -> Callable[[Node], str]:
+def weights_apart(steps: Sequence[Node | PlannedLoop]) -> Callable[[Node], str]:
     """The backward in two parts: what no other backward waits for is W0."""
     nodes, later = nodes_of(steps), set[int]()
     users: dict[int, list[Node]] = {}
@@ -106,9 +106,9 @@ def test_units_of_any_plan(how: str) -> None:
         check_footprint(pm._programs.running(rank, TRAIN), held[rank])
 
 
-def from_the_chunks_on(steps: Sequence[Node | Loop]) -> Callable[[Node], str]:
+def from_the_chunks_on(steps: Sequence[Node | PlannedLoop]) -> Callable[[Node], str]:
     """The backward begins where logits are made a chunk at a time."""
-    begin = next(at for at, step in enumerate(steps) if isinstance(step, Loop))
+    begin = next(at for at, step in enumerate(steps) if isinstance(step, PlannedLoop))
     back = {id(node) for node in nodes_of(steps[begin:])}
     return lambda node: "B0" if id(node) in back else "F0"
 

@@ -21,7 +21,7 @@ from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.text import parse_graph, print_graph
 from shardfx.ir.text.printer import size_text
-from shardfx.ir.timing.stream_order import name_of, stream_order
+from shardfx.ir.timing.stream_order import call_label, stream_order
 from shardfx.ir.validate import validate_graph
 from shardfx.module.programs import STEP, TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
@@ -215,7 +215,7 @@ def test_states_travel_during_the_backward(hints: dict[str, Any]) -> None:
     order = [each for each in stream_order(pm.memory().footprint.calls) if each.stream == "dp"]
     at = {(each.does, each.call): i for i, each in enumerate(order)}
     reduced = [
-        e.call for e in order if e.does == "start" and "reduce" in name_of(e.call) and "layers" in name_of(e.call)
+        e.call for e in order if e.does == "start" and "reduce" in call_label(e.call) and "layers" in call_label(e.call)
     ]
     assert len(reduced) > 4
     for first, second in pairwise(reduced):
@@ -270,10 +270,10 @@ def test_the_price_is_that_of_the_link() -> None:
     """Bytes both ways, over what the machine says connects it with the host."""
     plain, pm = blocks(machine="h100-dgx"), blocks(machine="h100-dgx", offload=away("activations"))
     cost, host = pm.report().time.cost, pm.memory().host
-    assert not plain.report().time.cost.carried and cost.carried["host"].nbytes == 2 * host
+    assert not plain.report().time.cost.copied and cost.copied["host"].nbytes == 2 * host
     link = sx.Machine.load("h100-dgx").pools["host"]
-    seconds = cost.carrying(sx.Machine.load("h100-dgx"))
-    assert seconds == pytest.approx(cost.carried["host"].messages * link.latency + 2 * host / 64e9)
+    seconds = cost.copying(sx.Machine.load("h100-dgx"))
+    assert seconds == pytest.approx(cost.copied["host"].messages * link.latency + 2 * host / 64e9)
     time = pm.report().time
     assert time.carrying == seconds
     assert time.exposed + time.hidden == pytest.approx(time.communication + seconds)

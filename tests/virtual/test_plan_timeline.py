@@ -19,8 +19,8 @@ import shardfx as sx
 from shardfx.ir.cost.machine import Level, Machine
 from shardfx.ir.mesh import Link
 from shardfx.ir.schedule.dependencies import dependencies
-from shardfx.ir.timing import Purpose, foreseen
-from shardfx.ir.timing.rank_tasks import Doing, Receives, Sends, Starts, Waits, Works
+from shardfx.ir.timing.rank_tasks import ComputeTask, Purpose, RankTask, ReceiveTask, SendTask, StartTask, WaitTask
+from shardfx.ir.timing.simulate import simulate_ranks
 
 SVG = "{http://www.w3.org/2000/svg}"
 X, Y = torch.randn(64, 8), torch.randint(0, 4, (64,))
@@ -56,12 +56,12 @@ def staged(schedule: str = "1f1b", ranks: int = 2, microbatches: int = 4, chunks
 # ---- clocks
 
 
-def rows_of(schedule: sx.schedules.Schedule, seconds: dict[str, float], comm: float) -> list[list[Doing]]:
+def rows_of(schedule: sx.schedules.Schedule, seconds: dict[str, float], comm: float) -> list[list[RankTask]]:
     """What ranks do for a schedule: they receive, work, send."""
     calls = (fx.Graph().placeholder(f"x{i}") for i in range(10**6))
     needs = dependencies(schedule)
     tags = {action: tag for tag, action in enumerate(schedule)}
-    rows: list[list[Doing]] = [[] for _ in schedule.ranks]
+    rows: list[list[RankTask]] = [[] for _ in schedule.ranks]
     for rank, row in enumerate(schedule.rows):
         for action in row:
             purpose, microbatch = Purpose(action.kind, action.stage), action.microbatch
@@ -69,11 +69,11 @@ def rows_of(schedule: sx.schedules.Schedule, seconds: dict[str, float], comm: fl
                 if (origin := schedule.rank_of(made.stage)) != rank:
                     call, received = next(calls), Purpose("R")
                     message = (origin, rank, tags[made], 0)
-                    rows[rank] += [Receives(received, 0, 0, message, call), Waits(received, 0, 0, call)]
-            rows[rank].append(Works(purpose, seconds[action.kind], microbatch))
+                    rows[rank] += [ReceiveTask(received, 0, 0, message, call), WaitTask(received, 0, 0, call)]
+            rows[rank].append(ComputeTask(purpose, seconds[action.kind], microbatch))
             users = [user for user, made in needs.items() if action in made]
             for place in sorted({schedule.rank_of(user.stage) for user in users} - {rank}):
-                rows[rank].append(Sends(purpose, comm, 0, (rank, place, tags[action], 0)))
+                rows[rank].append(SendTask(purpose, comm, 0, (rank, place, tags[action], 0)))
     return rows
 
 
@@ -90,7 +90,7 @@ def test_clocks_are_those_of_the_schedule_alone(
         {"F": 1, "B": 2, "I": 1, "W": 1},
     )
     simulated = sx.schedules.simulate(schedule, costs, comm)
-    courses = foreseen(rows_of(schedule, costs, comm))
+    courses = simulate_ranks(rows_of(schedule, costs, comm))
     spans = {action: span for course in courses for action, span in course.spans.items()}
     assert spans == {action: pytest.approx(span) for action, span in simulated.spans.items()}
     assert tuple(tuple(course.spans) for course in courses) == schedule.rows
@@ -100,18 +100,18 @@ def test_what_computes_meanwhile_hides_communication() -> None:
     call, other = fx.Graph().placeholder("a"), fx.Graph().placeholder("b")
     purpose = Purpose("B", 0)
     row = [
-        Works(purpose, 1.0),
-        Starts(purpose, 3.0, 0, call, "dp"),
-        Starts(purpose, 1.0, 0, other, "dp"),  # over the same link, behind it
-        Works(purpose, 2.0),
-        Waits(purpose, 0, 0, call),
-        Waits(purpose, 0, 0, other),
-        Works(purpose, 0.5),
+        ComputeTask(purpose, 1.0),
+        StartTask(purpose, 3.0, 0, call, "dp"),
+        StartTask(purpose, 1.0, 0, other, "dp"),  # over the same link, behind it
+        ComputeTask(purpose, 2.0),
+        WaitTask(purpose, 0, 0, call),
+        WaitTask(purpose, 0, 0, other),
+        ComputeTask(purpose, 0.5),
     ]
-    (course,) = foreseen([row])
+    (course,) = simulate_ranks([row])
     assert course.exposed == 2.0
     assert tuple(course.spans[sx.schedules.Action("B", 0, 0)]) == (0.0, 5.5)
-    (apart,) = foreseen([[Starts(e.purpose, e.seconds, 0, e.call, "tp") if e is row[2] else e for e in row]])
+    (apart,) = simulate_ranks([[StartTask(e.purpose, e.seconds, 0, e.call, "tp") if e is row[2] else e for e in row]])
     assert apart.exposed == 1.0
 
 

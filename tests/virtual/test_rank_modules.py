@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.rank_module import Origin
+from shardfx.ir.program.rank_module import NodeOrigin
 from tests.captures import captured_once
 from tests.plans import plan
 from tests.printed import check_printed, noting_programs
@@ -62,7 +62,7 @@ def test_a_module_is_copied_and_pickled() -> None:
     for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert again.code == module.code and same(again(*inputs), module(*inputs))
         origins = [node.meta.get("shardfx") for node in again.graph.nodes]
-        assert any(isinstance(each, Origin) and each.where.module == "up" for each in origins)
+        assert any(isinstance(each, NodeOrigin) and each.where.module == "up" for each in origins)
 
 
 @pytest.mark.long

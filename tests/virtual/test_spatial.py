@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import shardfx as sx
 from shardfx.ir.cost.amounts import total
-from shardfx.ir.cost.node_cost import Prices
+from shardfx.ir.cost.node_cost import NodeCosts
 from tests.space_nets import ResNet18
 
 from .test_space import MESHES, UNet, call, energy, image, narrow, ops, specs, trained, with_argument
@@ -77,7 +77,7 @@ def test_cost_takes_what_is_cheaper_by_its_own_figures(link: sx.Link) -> None:
     for merge in ("never", "always", "cost"):
         pm = planned(net, mesh, merge, image(1, 8, 32, 32))
         context = pm._compiled.context
-        prices = Prices(pm.planned.mesh, context.rules)
+        prices = NodeCosts(pm.planned.mesh, context.rules)
         seconds[merge] = total(prices.of(node) for node in pm.planned.nodes).seconds(context.machine, pm.planned.mesh)
         counts[merge] = exchanges(pm)
     assert counts["cost"] == counts["always" if link is SLOW else "never"]

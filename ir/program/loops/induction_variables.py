@@ -1,4 +1,5 @@
-"""One text for all iterations: the numbers that differ between them become calls of the iteration's number.
+"""Induction variables: the numbers of a loop body that differ between iterations become calls of the iteration's
+number.
 
     iteration 0    pack.take(x, [32, 8], 0, 0, 8, [8, 8])
     iteration 1    pack.take(x, [32, 8], 0, 8, 8, [8, 8])         at = loop.index(iteration, 0, 8)
@@ -20,7 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
+from operator import mul
 from typing import Any
 
 from torch import fx
@@ -32,7 +35,7 @@ from shardfx.ir.ops.alike import argument_key, type_of
 from shardfx.ir.ops.loop import loop_ops
 
 from .loop_nest import Runs, loop_axes
-from .loop_regions import order_of, part_in_iterations, regions
+from .loop_regions import action_order, loop_role, regions
 
 Written = Callable[[Mapping[str, int]], fx.Graph]
 Path = tuple[Any, ...]
@@ -41,16 +44,13 @@ Number = Any
 how much it grows from turn to iteration; both of which are numbers of the other axes."""
 
 
-def of_every_iteration(made: fx.Graph, written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
+def with_induction_variables(made: fx.Graph, written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
     """The program for all iterations, ``made`` of that of the first; ``written`` gives it as it is in one iteration of
-    each axis, and those that are ``alike`` have numbers that are lines.
-
-    Raises:
-        Error: iterations differ in what they call, not in numbers alone.
-    """
+    each axis.
+    In iterations that are ``alike`` numbers are lines; iterations that differ in more than numbers are an Error."""
     axes = tuple(axis for axis in reversed(loop_axes(mesh)) if mesh[axis].size > 1)
     if axes:
-        _Merge(made, axes, written, {axis: list(alike[axis]) for axis in axes}).run()
+        _Merger(made, axes, written, {axis: list(alike[axis]) for axis in axes}).run()
     return made
 
 
@@ -63,7 +63,7 @@ class _Uneven(Exception):
 
 
 @dataclass
-class _Merge:
+class _Merger:
     graph: fx.Graph
     axes: tuple[str, ...]
     """The innermost first."""
@@ -101,17 +101,14 @@ class _Merge:
             first, second, last = (self._numbers(others, {**iteration, axis: each}) for each in at)
             for place, number in first.items():
                 step = self._step(place, number, second[place], depth)
-                if self._step(place, number, last[place], depth) != _times(step, len(run) - 1, depth):
+                grown = _each(partial(mul, len(run) - 1), depth, step)
+                if self._step(place, number, last[place], depth) != grown:
                     raise _Uneven(axis, run)
                 lines.setdefault(place, []).append((run[0], number, step))
         return {place: tuple(each) for place, each in lines.items()}
 
     def _step(self, place: Path, first: Number, other: Number, depth: int) -> Number:
-        """By how much a number is larger in another iteration.
-
-        Raises:
-            Error: it is no number.
-        """
+        """The difference of a number in another iteration."""
         if depth:
             return _each(lambda a, b: self._step(place, a, b, 0), depth, first, other)
         if _is_number(first) and _is_number(other) and place[-1] != "size":
@@ -151,7 +148,7 @@ class _Merge:
 
     def _put(self, place: Path, number: Number, depth: int) -> None:
         """Write a number that is not the same in all iterations as a call, before who takes it."""
-        if not isinstance(number, _Lines):
+        if not isinstance(number, _Piecewise):
             return
         node, path = self.nodes[place[0]], place[1:]
         if path[0] == "shape":  # it is known of no iteration but the first
@@ -165,24 +162,22 @@ class _Merge:
 
     def _written(self, number: Number, before: fx.Node) -> Any:
         """A number as an argument of a node."""
-        if not isinstance(number, _Lines):
+        if not isinstance(number, _Piecewise):
             return number
         axis = self.axes[-number.depth]
-        begin = next(
-            loop for loop in self.inside[before] if part_in_iterations(loop) == "opens" and loop.args[0] == axis
-        )
-        shared = bool(order_of(begin))
+        begin = next(loop for loop in self.inside[before] if loop_role(loop) == "opens" and loop.args[0] == axis)
+        shared = bool(action_order(begin))
         place = begin if shared else before  # what the line of an inner iteration is made of is there when these begin
         lines = tuple((at, self._written(n, place), self._written(step, place)) for at, n, step in number.lines)
         for made in (each for line in lines for each in line[1:] if shared and isinstance(each, fx.Node)):
-            _say(begin, made)
+            _declare_use(begin, made)
         call = (loop_ops.index, *lines[0][1:]) if len(lines) == 1 else (loop_ops.piecewise_index, lines)
         return self._number(begin, before, call)
 
     def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...]) -> fx.Node:
-        """A number of the iteration: where units share it, at the begin of iterations, else just before its first
+        """A number of the iteration: where actions share it, at the begin of iterations, else just before its first
         use."""
-        shared, inside = bool(order_of(begin)), self.inside[before]
+        shared, inside = bool(action_order(begin)), self.inside[before]
         known = self.known.setdefault(begin, {})
         key = (() if shared else inside, call[0], str(call[1:]))
         if key not in known:
@@ -190,13 +185,13 @@ class _Merge:
             with self.graph.inserting_after(last) if shared else self.graph.inserting_before(before):
                 known[key] = self.graph.call_function(call[0], (begin, *call[1:]))
         for loop in inside[inside.index(begin) + 1 :]:
-            if part_in_iterations(loop) == "opens":
-                _say(loop, known[key] if shared else begin)
+            if loop_role(loop) == "opens":
+                _declare_use(loop, known[key] if shared else begin)
         return known[key]
 
 
 @dataclass(frozen=True)
-class _Lines:
+class _Piecewise:
     """Lines over the axis of that depth, the outermost being 1; the least of them that say a number."""
 
     depth: int
@@ -216,7 +211,7 @@ def _plain(number: Number, depth: int) -> Any:
         found.append((begin, start, step))
     lines = tuple((begin, _plain(start, depth - 1), _plain(step, depth - 1)) for begin, start, step in found)
     (_, start, step), *more = lines
-    return start if not more and not isinstance(step, _Lines) and step == 0 else _Lines(depth, lines)
+    return start if not more and not isinstance(step, _Piecewise) and step == 0 else _Piecewise(depth, lines)
 
 
 def _each(function: Callable[..., Any], depth: int, *numbers: Number) -> Number:
@@ -229,10 +224,6 @@ def _each(function: Callable[..., Any], depth: int, *numbers: Number) -> Number:
     )
 
 
-def _times(number: Number, count: int, depth: int) -> Number:
-    return _each(lambda each: each * count, depth, number)
-
-
 def _moved(number: Number, step: Number, count: int, depth: int) -> Number:
     """A number so many steps further; what is no number does not grow."""
     return _each(lambda each, by: each + by * count if _is_number(each) else each, depth, number, step)
@@ -243,7 +234,7 @@ def _is_number(arg: Any) -> bool:
     return isinstance(arg, Integral) and not isinstance(arg, bool)
 
 
-def _say(loop: fx.Node, iteration: fx.Node) -> None:
+def _declare_use(loop: fx.Node, iteration: fx.Node) -> None:
     """Iterations use the number of the iteration that they stand in."""
     for end in (loop, *(user for user in loop.users if user.target is loop_ops.end)):
         *before, around = end.args[:3] if end is loop else end.args[:2]
@@ -266,7 +257,6 @@ def _gather(arg: Any, path: Path, found: dict[Path, Any]) -> None:
 def _replaced(nest: Any, path: Path, new: Any) -> Any:
     if not path:
         return new
-    if isinstance(nest, Mapping):
-        return {key: _replaced(each, path[1:], new) if key == path[0] else each for key, each in nest.items()}
-    changed = [_replaced(each, path[1:], new) if i == path[0] else each for i, each in enumerate(nest)]
-    return changed if isinstance(nest, list) else tuple(changed)
+    items = nest.items() if isinstance(nest, Mapping) else enumerate(nest)
+    changed = {key: _replaced(each, path[1:], new) if key == path[0] else each for key, each in items}
+    return changed if isinstance(nest, Mapping) else type(nest)(changed.values())

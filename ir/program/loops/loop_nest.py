@@ -26,18 +26,16 @@ from shardfx.ir.spec import Spec
 
 
 @dataclass(frozen=True)
-class Loop:
-    """Steps that are done once for each iteration of an axis; ``ends`` are values that are given out as each iteration
-    makes them.
+class PlannedLoop:
+    """Steps that run once for each iteration of an axis; ``ends`` are values that leave as each iteration makes them.
 
-    Where iterations are done in parts, ``units`` are these by name, which together are the ``steps``, and ``order``
-    says which unit is done of which iteration, one word ``F0.1`` behind the other.
+    Schedule actions are ``units`` by name, which together are the ``steps``, and run in an ``order`` of words ``F0.1``.
     """
 
     axis: str
-    steps: tuple[Node | Loop, ...]
+    steps: tuple[Node | PlannedLoop, ...]
     ends: frozenset[Value] = frozenset()
-    units: tuple[tuple[str, tuple[Node | Loop, ...]], ...] = ()
+    units: tuple[tuple[str, tuple[Node | PlannedLoop, ...]], ...] = ()
     order: str = ""
 
     def nodes(self) -> list[Node]:
@@ -46,12 +44,12 @@ class Loop:
 
     def given(self) -> set[Value]:
         """The values that this loop and those inside give out as each iteration makes them."""
-        return {*self.ends, *(value for step in self.steps if isinstance(step, Loop) for value in step.given())}
+        return {*self.ends, *(value for step in self.steps if isinstance(step, PlannedLoop) for value in step.given())}
 
 
-def nodes_of(steps: Iterable[Node | Loop]) -> list[Node]:
+def nodes_of(steps: Iterable[Node | PlannedLoop]) -> list[Node]:
     """The nodes of steps, those of loops among them."""
-    return [node for step in steps for node in (step.nodes() if isinstance(step, Loop) else [step])]
+    return [node for step in steps for node in (step.nodes() if isinstance(step, PlannedLoop) else [step])]
 
 
 def loop_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -59,12 +57,12 @@ def loop_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis.name for axis in mesh.axes if axis.loop)
 
 
-def in_iterations(nodes: Sequence[Node], outputs: Iterable[Output], mesh: Mesh) -> list[Node | Loop]:
+def loop_nest(nodes: Sequence[Node], outputs: Iterable[Output], mesh: Mesh) -> list[Node | PlannedLoop]:
     """The nodes in an order in which each may be done, those of iterations in loops."""
     return _arranged(list(nodes), {output.value for output in outputs}, loop_axes(mesh))
 
 
-def hangs_on(axis: str, value: Value) -> bool:
+def varies_over(axis: str, value: Value) -> bool:
     """Whether each iteration of an axis has another piece, or another share, of a value."""
     return value.spec is not None and _over(value.spec, axis)
 
@@ -73,36 +71,36 @@ def _over(spec: Spec | None, axis: str) -> bool:
     return spec is not None and (axis in spec.axes or axis in spec.partial_axes)
 
 
-def is_turned(node: Node, axis: str) -> bool:
+def is_looped(node: Node, axis: str) -> bool:
     """Whether a node is done once for each iteration of an axis."""
     made = node.strategy
     specs = (*made.operands, *made.results) if made is not None else ()
-    return any(hangs_on(axis, value) for value in (*node.operands, *node.outs)) or any(_over(s, axis) for s in specs)
+    return any(varies_over(axis, value) for value in (*node.operands, *node.outs)) or any(_over(s, axis) for s in specs)
 
 
-def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) -> list[Node | Loop]:
+def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) -> list[Node | PlannedLoop]:
     if not axes:
         return list(nodes)
     axis, *inner = axes
-    turned = {node for node in nodes if is_turned(node, axis)}
+    turned = {node for node in nodes if is_looped(node, axis)}
     if not turned:
         return _arranged(nodes, wanted, inner)
-    turned |= _sunk(nodes, turned, inner)
-    loops = _Loops(axis, nodes, turned, wanted)
-    steps: list[Node | Loop] = []
+    turned |= _recomputed_inside(nodes, turned, inner)
+    loops = _LoopSplit(axis, nodes, turned, wanted)
+    steps: list[Node | PlannedLoop] = []
     for each in loops.order():
-        if isinstance(each, Loop):
+        if isinstance(each, PlannedLoop):
             inside = _arranged(each.nodes(), each.ends, inner)
-            deeper = {value for step in inside if isinstance(step, Loop) for value in step.given()}
-            steps.append(Loop(axis, tuple(inside), each.ends - deeper))
+            deeper = {value for step in inside if isinstance(step, PlannedLoop) for value in step.given()}
+            steps.append(PlannedLoop(axis, tuple(inside), each.ends - deeper))
         else:
             steps.append(each)
     if not inner:
         return steps
-    plain: list[Node | Loop] = []
+    plain: list[Node | PlannedLoop] = []
     run: list[Node] = []
     for step in steps:  # what is done once may have iterations of the other axes in it
-        if isinstance(step, Loop):
+        if isinstance(step, PlannedLoop):
             plain += [*_arranged(run, wanted, inner), step]
             run = []
         else:
@@ -110,7 +108,7 @@ def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) 
     return [*plain, *_arranged(run, wanted, inner)]
 
 
-def _sunk(nodes: Sequence[Node], turned: set[Node], inner: Sequence[str]) -> set[Node]:
+def _recomputed_inside(nodes: Sequence[Node], turned: set[Node], inner: Sequence[str]) -> set[Node]:
     """What is done anew in each iteration: what says so, and what is made of it for iterations alone; and what
     iterations within these
     have pieces of."""
@@ -121,7 +119,7 @@ def _sunk(nodes: Sequence[Node], turned: set[Node], inner: Sequence[str]) -> set
                 users.setdefault(value.node, []).append(node)
     behind: set[Node] = set()
     for node in nodes:
-        again = node.attrs.get(EACH_ITERATION) or any(hangs_on(axis, value) for axis in inner for value in node.outs)
+        again = node.attrs.get(EACH_ITERATION) or any(varies_over(axis, value) for axis in inner for value in node.outs)
         if node not in turned and (again or any(value.node in behind for value in node.operands)):
             behind.add(node)
     sunk: set[Node] = set()
@@ -131,32 +129,32 @@ def _sunk(nodes: Sequence[Node], turned: set[Node], inner: Sequence[str]) -> set
     return sunk
 
 
-def crossing(nodes: Sequence[Node], mesh: Mesh) -> tuple[Node, Node, str, str] | None:
+def crossing_use(nodes: Sequence[Node], mesh: Mesh) -> tuple[Node, Node, str, str] | None:
     """Who uses a piece of a turn on the other side of where iterations around it begin or end, and who makes it; with
     the
     axes around and within. There is no order in which that can be done."""
     axes = loop_axes(mesh)
     for at, axis in enumerate(axes[:-1]):
         inner = axes[at + 1 :]
-        own = {node for node in nodes if is_turned(node, axis)}
-        turned = own | _sunk(nodes, own, inner)
+        own = {node for node in nodes if is_looped(node, axis)}
+        turned = own | _recomputed_inside(nodes, own, inner)
         for node in nodes:
             for value in node.operands:
-                maker, within = value.node, next((each for each in inner if hangs_on(each, value)), "")
-                if maker is None or not within or hangs_on(axis, value):
+                maker, within = value.node, next((each for each in inner if varies_over(each, value)), "")
+                if maker is None or not within or varies_over(axis, value):
                     continue
                 if maker in own or (maker in turned) is not (node in turned):
                     return node, maker, axis, within
     return None
 
 
-class _Loops:
+class _LoopSplit:
     """The loops over one axis among some nodes, and what stands between them."""
 
     def __init__(self, axis: str, nodes: list[Node], turned: set[Node], wanted: Container[Value]) -> None:
         self.axis, self.nodes, self.turned = axis, nodes, turned
         self.wanted = wanted
-        self.ending = {n for n in turned if is_turned(n, axis) and not any(hangs_on(axis, v) for v in n.outs)}
+        self.ending = {n for n in turned if is_looped(n, axis) and not any(varies_over(axis, v) for v in n.outs)}
         """Where a value becomes whole over the axis."""
         self.count = self._earliest()
         self.loop_of = self._latest()
@@ -186,9 +184,9 @@ class _Loops:
                 before[value] = min(before.get(value, self.count), needed)
         return found
 
-    def order(self) -> list[Node | Loop]:
+    def order(self) -> list[Node | PlannedLoop]:
         """All of it, in order: before each loop what it needs; behind the last one the rest."""
-        made: list[Node | Loop] = []
+        made: list[Node | PlannedLoop] = []
         done: set[Node] = set()
         for number in range(self.count):
             loop = self._loop(number)
@@ -200,7 +198,7 @@ class _Loops:
         made += [node for node in self.nodes if node not in self.turned and node not in done]
         return made
 
-    def _loop(self, number: int) -> Loop:
+    def _loop(self, number: int) -> PlannedLoop:
         """What one loop collects, and all that it is made of in iterations."""
         last = number == self.count - 1
         kept = {node for node, loop in self.loop_of.items() if loop == number}
@@ -208,7 +206,7 @@ class _Loops:
         for node in reversed(self.nodes):
             if node not in self.turned or node in self.ending:
                 continue
-            given = {v for v in node.outs if v in self.wanted and hangs_on(self.axis, v)} if last else set()
+            given = {v for v in node.outs if v in self.wanted and varies_over(self.axis, v)} if last else set()
             ends |= given
             if given:
                 kept.add(node)
@@ -217,7 +215,7 @@ class _Loops:
             if node in self.turned and node not in self.ending and any(value in needed for value in node.outs):
                 kept.add(node)
                 needed.update(node.operands)
-        return Loop(self.axis, tuple(node for node in self.nodes if node in kept), frozenset(ends))
+        return PlannedLoop(self.axis, tuple(node for node in self.nodes if node in kept), frozenset(ends))
 
     def _before(self, nodes: Iterable[Node], done: set[Node]) -> list[Node]:
         """What is done once, and needed by some nodes: as far as it is not done yet."""
@@ -231,14 +229,12 @@ class _Loops:
         return found[::-1]
 
 
-def own_rows(
+def iteration_rows(
     spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int], axis: str, dim: int
 ) -> tuple[int, int]:
-    """Start and length of an iteration's rows among those of all iterations of an axis, along a dim that it shardings.
-
-    ``coords`` says which iteration, and which of the axes around; what an iteration has is that of all iterations of
-    the axes within.
-    """
+    """Start and length of an iteration's rows among those of all iterations of an axis, along a dim that it shardings,
+    at ``coords``
+    of it and the axes around; an iteration has the rows of all iterations of the axes within."""
     sharding = spec.dims[dim]
     inner = [a for a in loop_axes(mesh) if a in sharding.axes and mesh.order(a) > mesh.order(axis)]
     if sharding.is_even(shape[dim], mesh):
@@ -246,7 +242,7 @@ def own_rows(
         return coords[axis] * length, length
     (part,) = (each for each in sharding.sub(shape[dim]) if axis in each.axes)
     start, iteration = 0, coords[axis]
-    for run in _alike(bounds(part.size, part.axes[: part.axes.index(axis)], mesh, coords)[1], mesh[axis].size):
+    for run in _equal_chunks(bounds(part.size, part.axes[: part.axes.index(axis)], mesh, coords)[1], mesh[axis].size):
         of_run = mesh.along({**coords, axis: run[0]}, inner)
         length = sum(spec.local_shape(shape, mesh, at)[dim] for at in of_run)
         if iteration <= run[-1]:
@@ -256,20 +252,22 @@ def own_rows(
 
 
 @lru_cache(maxsize=4096)
-def _alike(size: int, parts: int) -> tuple[range, ...]:
+def _equal_chunks(size: int, parts: int) -> tuple[range, ...]:
     """Runs of chunks that are equally long: few, however many chunks there are."""
     ends = [i for i in range(1, parts) if chunk(size, parts, i)[1] != chunk(size, parts, i - 1)[1]]
     return tuple(range(a, b) for a, b in pairwise([0, *ends, parts]))
 
 
-def own_place(spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]) -> dict[int, tuple[int, int]]:
+def iteration_place(
+    spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]
+) -> dict[int, tuple[int, int]]:
     """By dim that iterations shard: start and length of an iteration's part in what the rank gives for all
     iterations."""
     found = {}
     for dim, sharding in enumerate(spec.dims):
         over = [axis for axis in loop_axes(mesh) if axis in sharding.axes]
         if over:
-            start = sum(own_rows(spec, shape, mesh, coords, axis, dim)[0] for axis in over)
+            start = sum(iteration_rows(spec, shape, mesh, coords, axis, dim)[0] for axis in over)
             found[dim] = start, spec.local_shape(shape, mesh, coords)[dim]
     return found
 
@@ -277,15 +275,14 @@ def own_place(spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str,
 Runs = dict[str, list[range]]
 
 
-def alike_iterations(parts: Collection[Part], mesh: Mesh, coords: Mapping[str, int]) -> Runs:
-    """By loop axis: runs of iterations in which a rank holds as many rows of all that is sharded.
-
-    Numbers of such iterations are lines: sizes are the same, and places grow evenly. ``coords`` are those of the rank.
-    """
+def uniform_runs(parts: Collection[Part], mesh: Mesh, coords: Mapping[str, int]) -> Runs:
+    """By loop axis: runs of iterations in which the rank at ``coords`` has as many rows of all that is sharded. Numbers
+    of
+    such iterations are lines: sizes are the same, and offsets grow evenly."""
     return {axis: _runs(axis, [part for part in parts if axis in part.axes], mesh, coords) for axis in loop_axes(mesh)}
 
 
-def parts_in_iterations(nodes: Iterable[Node], mesh: Mesh) -> set[Part]:
+def looped_parts(nodes: Iterable[Node], mesh: Mesh) -> set[Part]:
     """Of the values of some nodes all that is sharded over time, each once."""
     held: set[tuple[tuple[int, ...], Spec]] = set()
     for node in nodes:

@@ -13,30 +13,29 @@ from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of, sent_by
 
-FRAMES = ("opens", "unit", "closes")
-"""Where iterations and their units begin and end."""
+DELIMITERS = ("opens", "unit", "closes")
+"""Where iterations and their actions begin and end."""
 
 
-def part_in_iterations(node: fx.Node) -> str:
+def loop_role(node: fx.Node) -> str:
     """``opens``, ``closes``, ``unit``, ``number`` or ``collects``; empty for what is done as anywhere."""
     row = row_of(node.target) if node.op == "call_function" else None
     return row.loop if row is not None else ""
 
 
-def gives_number(node: fx.Node) -> bool:
+def is_induction_variable(node: fx.Node) -> bool:
     """Whether a call gives a number of an iteration."""
     row = row_of(node.target) if node.op == "call_function" else None
     return row is not None and row.is_number
 
 
 def regions(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """For each node the loops and units that it stands in, outermost first, by their first calls; these stand in
-    front."""
+    """For each node the loops and actions around it, outermost first, by their first calls."""
     found: dict[fx.Node, tuple[fx.Node, ...]] = {}
     open_: tuple[fx.Node, ...] = ()
     for node in nodes:
-        part = part_in_iterations(node)
-        if part in ("unit", "closes") and open_ and part_in_iterations(open_[-1]) == "unit":
+        part = loop_role(node)
+        if part in ("unit", "closes") and open_ and loop_role(open_[-1]) == "unit":
             open_ = open_[:-1]
         if part == "closes":
             open_ = open_[:-1]
@@ -46,18 +45,26 @@ def regions(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
     return found
 
 
-def sibling(made: Sequence[fx.Node], used: Sequence[fx.Node]) -> int | None:
-    """Of where a value was made and where it is used: the place of the two units of the same iterations in which that
-    is;
-    None: it is not in two such."""
+def declare_uses(graph: fx.Graph, begin: fx.Node) -> list[fx.Node]:
+    """Let the begin of the last loop of a graph name the values of before that the loop uses; gives them."""
+    nodes = list(graph.nodes)
+    inside = nodes[nodes.index(begin) :]
+    own = set(inside)
+    around = list(dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in own))
+    begin.args = (*begin.args[:2], around, *begin.args[3:])
+    return around
+
+
+def sibling_actions(made: Sequence[fx.Node], used: Sequence[fx.Node]) -> int | None:
+    """The depth at which a value is made and used in two actions of one loop; None: it is not."""
     for place, (there, here) in enumerate(zip(made, used, strict=False)):
         if there is not here:
-            return place if part_in_iterations(there) == part_in_iterations(here) == "unit" else None
+            return place if loop_role(there) == loop_role(here) == "unit" else None
     return None
 
 
-class Word(NamedTuple):
-    """A unit of one iteration, ``F0.3``."""
+class ActionStep(NamedTuple):
+    """An action of one iteration, ``F0.3``."""
 
     unit: str
     iteration: int
@@ -67,32 +74,28 @@ class Word(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UnitOrder:
-    """The order of the units of iterations."""
+class ActionOrder:
+    """The order of the schedule actions."""
 
-    words: tuple[Word, ...]
+    words: tuple[ActionStep, ...]
 
     @staticmethod
-    def of(words: Iterable[str]) -> UnitOrder:
-        """The order of some words.
-
-        Raises:
-            ValueError: naming the first that is none.
-        """
+    def of(words: Iterable[str]) -> ActionOrder:
+        """The order of some words; a ValueError names the first that is none."""
         found = []
         for word in words:
             if not (match := re.fullmatch(r"([A-Za-z_]\w*)\.(\d+)", word)):
                 raise ValueError(f"{word!r} is no unit of an iteration, as F0.1 is")
-            found.append(Word(match[1], int(match[2])))
-        return UnitOrder(tuple(found))
+            found.append(ActionStep(match[1], int(match[2])))
+        return ActionOrder(tuple(found))
 
     @cached_property
     def units(self) -> tuple[str, ...]:
-        """The units, in the order in which they are first done."""
+        """The actions, in the order in which they are first done."""
         return tuple(dict.fromkeys(word.unit for word in self.words))
 
     @cached_property
-    def _place(self) -> dict[Word, int]:
+    def _place(self) -> dict[ActionStep, int]:
         return {word: place for place, word in enumerate(self.words)}
 
     @cached_property
@@ -100,27 +103,31 @@ class UnitOrder:
         return {}
 
     def incomplete(self, iterations: int) -> str:
-        """Which unit is not done once of each of so many iterations; empty where each is."""
+        """Which action is not done once of each of so many iterations; empty where each is."""
         there = Counter(self.words)
         for unit in self.units:
             for iteration in range(iterations):
-                if (times := there.pop(Word(unit, iteration), 0)) != 1:
-                    return f"{Word(unit, iteration)} is done {'twice' if times == 2 else f'{times} times'}"
+                if (times := there.pop(ActionStep(unit, iteration), 0)) != 1:
+                    return f"{ActionStep(unit, iteration)} is done {'twice' if times == 2 else f'{times} times'}"
         return f"{next(iter(there))} is of none of {iterations} iterations" if there else ""
 
     def turned_round(self, first: str, second: str) -> int | None:
-        """The first iteration in which the unit that is to be first is not done before the other; None where it always
-        is."""
+        """The first iteration in which the action that is to be first does not run before the other, if there is
+        one."""
         pair, place = (first, second), self._place
         if pair not in self._turned:  # it is asked of each value that one hands on to the other
             never = len(place)
-            done = ((word, place.get(Word(first, word.iteration), never)) for word in self.words if word.unit == second)
+            done = (
+                (word, place.get(ActionStep(first, word.iteration), never))
+                for word in self.words
+                if word.unit == second
+            )
             self._turned[pair] = next((word.iteration for word, at in done if at > place[word]), None)
         return self._turned[pair]
 
     @cached_property
-    def under_way(self) -> int:
-        """How many iterations have begun and are not over, at most."""
+    def in_flight(self) -> int:
+        """The most iterations that are in flight at once."""
         left = Counter(word.iteration for word in self.words)
         begun, most = set[int](), 0
         for word in self.words:
@@ -132,49 +139,49 @@ class UnitOrder:
         return most
 
     def last(self, units: Sequence[str], iteration: int) -> str:
-        """The unit of several that is done last of an iteration."""
-        return max(units, key=lambda unit: self._place[Word(unit, iteration)])
+        """The action of several that is done last of an iteration."""
+        return max(units, key=lambda unit: self._place[ActionStep(unit, iteration)])
 
     def __str__(self) -> str:
         return " ".join(map(str, self.words))
 
 
-def order_of(begin: fx.Node) -> str:
-    """The order of the units of iterations that begin here; empty where they have none."""
+def action_order(begin: fx.Node) -> str:
+    """The order of the schedule actions that begin here; empty where they have none."""
     return str(begin.args[3]) if len(begin.args) > 3 else ""
 
 
-Loops = tuple[tuple[str, int], ...]
+Iterations = tuple[tuple[str, int], ...]
 """Of the axes around, outermost first: which turn it is."""
 
 
-def executed(nodes: Sequence[fx.Node], iterations: Loops = ()) -> Iterator[tuple[fx.Node, Loops]]:
-    """Each call of some nodes, among which is where iterations and units begin and end."""
+def execution_order(nodes: Sequence[fx.Node], iterations: Iterations = ()) -> Iterator[tuple[fx.Node, Iterations]]:
+    """Each call of some nodes, among which is where iterations and actions begin and end."""
     at = 0
     while at < len(nodes):
         node = nodes[at]
-        if part_in_iterations(node) != "opens":
+        if loop_role(node) != "opens":
             yield node, iterations
             at += 1
             continue
-        end = end_of(nodes, at)
+        end = loop_end(nodes, at)
         inside, axis = nodes[at + 1 : end], str(node.args[0])
-        if order := order_of(node):
+        if order := action_order(node):
             units = _units(inside, node)
-            for word in UnitOrder.of(order.split()).words:
-                yield from executed(units[word.unit], (*iterations, (axis, word.iteration)))
+            for word in ActionOrder.of(order.split()).words:
+                yield from execution_order(units[word.unit], (*iterations, (axis, word.iteration)))
         else:
             count: Any = node.args[1]
             for iteration in range(count):
-                yield from executed(inside, (*iterations, (axis, iteration)))
+                yield from execution_order(inside, (*iterations, (axis, iteration)))
         at = end + 1
 
 
-def end_of(nodes: Sequence[fx.Node], begin: int) -> int:
+def loop_end(nodes: Sequence[fx.Node], begin: int) -> int:
     """The place of the end of the iterations that begin at a place."""
     depth = 0
     for at in range(begin, len(nodes)):
-        part = part_in_iterations(nodes[at])
+        part = loop_role(nodes[at])
         depth += (part == "opens") - (part == "closes")
         if depth == 0:
             return at
@@ -182,12 +189,12 @@ def end_of(nodes: Sequence[fx.Node], begin: int) -> int:
 
 
 def _units(nodes: Sequence[fx.Node], begin: fx.Node) -> dict[str, list[fx.Node]]:
-    """The nodes of each unit of iterations."""
+    """The nodes of each schedule action."""
     found: dict[str, list[fx.Node]] = {"": []}
     name = ""
     for node in nodes:
-        if part_in_iterations(node) == "unit" and node.args[0] is begin:
-            name = name_of(node)
+        if loop_role(node) == "unit" and node.args[0] is begin:
+            name = action_name(node)
             found[name] = []
         else:
             found[name].append(node)
@@ -195,20 +202,21 @@ def _units(nodes: Sequence[fx.Node], begin: fx.Node) -> dict[str, list[fx.Node]]
 
 
 class Lifetimes:
-    """Of the calls of a program, what they let go, and what units take of others of the same iteration."""
+    """Of the calls of a program, what they let go, and what actions take of others of the same iteration."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.inside = regions(nodes)
         self.takes: dict[fx.Node, list[fx.Node]] = {}
-        """By unit: the values of its iteration that other units made."""
+        """By action: the values of its iteration that other actions made."""
         self._takers: dict[fx.Node, dict[fx.Node, None]] = {}
         self._let_go: dict[tuple[fx.Node, tuple[str, ...], str], list[int]] = {}
         last: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
         for node in nodes:
-            if node.op == "call_function" and not node.users and part_in_iterations(node) != "unit":
+            if node.op == "call_function" and not node.users and loop_role(node) != "unit":
                 last[node, None] = node
             for used in (*node.all_input_nodes, *sent_by(node)):
-                unit = self._other_unit(used, node)
+                at = sibling_actions(self.inside[used], self.inside[node])
+                unit = None if at is None else self.inside[node][at]
                 if unit is not None:
                     last.setdefault((used, None), used)
                     if unit not in self._takers.setdefault(used, {}):
@@ -216,53 +224,48 @@ class Lifetimes:
                         self.takes.setdefault(unit, []).append(used)
                 last[used, unit] = node
         self.dying: dict[fx.Node, list[fx.Node]] = {}
-        """Behind which call a value is let go; one that is kept for other units, by the unit."""
+        """Behind which call a value is let go; one that is kept for other actions, by the action."""
         for (used, _), user in last.items():
             self.dying.setdefault(user, []).append(used)
 
         first = {node: self._first_need(node) for node in nodes}
         self.made_for = {node: user for node, user in first.items() if user is not None}
-        """Of memory that iterations in units collect into: the call that collects, before which it is made once."""
+        """Of memory that loops in schedule actions collect into: the call that collects, before which it is made
+        once."""
 
     def _first_need(self, memory: fx.Node) -> fx.Node | None:
-        """The call that collects into memory, if nothing but a unit of iterations that are in no others needs it."""
+        """The call that collects into memory, if nothing but an action of an outermost loop needs it."""
         row = row_of(memory.target) if memory.op == "call_function" else None
         if row is None or not row.filled or self.inside[memory]:
             return None
-        needs = [user for user in memory.users if part_in_iterations(user) not in ("opens", "closes")]
-        if len(needs) != 1 or part_in_iterations(needs[0]) != "collects":
+        needs = [user for user in memory.users if loop_role(user) not in ("opens", "closes")]
+        if len(needs) != 1 or loop_role(needs[0]) != "collects":
             return None
         around = self.inside[needs[0]]
-        return needs[0] if len(around) == 2 and part_in_iterations(around[1]) == "unit" else None
-
-    def _other_unit(self, value: fx.Node, user: fx.Node) -> fx.Node | None:
-        """The unit that uses a value of another one of the same iteration."""
-        here = self.inside[user]
-        at = sibling(self.inside[value], here)
-        return None if at is None else here[at]
+        return needs[0] if len(around) == 2 and loop_role(around[1]) == "unit" else None
 
     def kept(self, value: fx.Node) -> fx.Node | None:
-        """The iterations in which a value is kept for other units; None where it is not."""
+        """The iterations in which a value is kept for other actions; None where it is not."""
         unit = next(iter(self._takers.get(value, ())), None)
         return None if unit is None else loop_of(unit)
 
     def let_go(self, value: fx.Node, unit: fx.Node) -> list[int]:
-        """The iterations in which a unit is the last that takes a value."""
-        names = tuple(name_of(each) for each in self._takers[value])
-        key = loop_of(unit), names, name_of(unit)
+        """The iterations in which an action is the last that takes a value."""
+        names = tuple(action_name(each) for each in self._takers[value])
+        key = loop_of(unit), names, action_name(unit)
         if key not in self._let_go:
-            order, count = UnitOrder.of(order_of(key[0]).split()), key[0].args[1]
+            order, count = ActionOrder.of(action_order(key[0]).split()), key[0].args[1]
             iterations: Any = range(count)  # type: ignore[arg-type]
             self._let_go[key] = [iteration for iteration in iterations if order.last(names, iteration) == key[2]]
         return self._let_go[key]
 
 
 def loop_of(unit: fx.Node) -> fx.Node:
-    """The iterations of which this is a unit."""
+    """The iterations of which this is an action."""
     begin: fx.Node = unit.args[0]  # type: ignore[assignment]
     return begin
 
 
-def name_of(unit: fx.Node) -> str:
-    """What a unit is called in the order."""
+def action_name(unit: fx.Node) -> str:
+    """What an action is called in the order."""
     return str(unit.args[1])

@@ -20,7 +20,8 @@ from shardfx.ir.ops.table import RankEmit
 from shardfx.ir.program.aliasing import destination
 from shardfx.ir.shards import held_shape
 
-from .loop_nest import Loop, hangs_on, nodes_of, own_place, own_rows
+from .loop_nest import PlannedLoop, iteration_place, iteration_rows, nodes_of, varies_over
+from .loop_regions import declare_uses
 
 if TYPE_CHECKING:
     from shardfx.ir.program.lower import Lowering
@@ -30,8 +31,8 @@ aten = torch.ops.aten
 
 
 @dataclass
-class Opened:
-    """A loop that is being written: its first call, and by value what it leaves behind."""
+class OpenLoop:
+    """A loop that is being written: its first call, and its results by value."""
 
     begin: fx.Node
     left: dict[Value, Any] = field(default_factory=dict)
@@ -39,18 +40,18 @@ class Opened:
     """What is made of collected values, once iterations are done."""
 
 
-class Loops:
+class LoopWriter:
     """Writes loops into the program of a lowering."""
 
     def __init__(self, lowering: Lowering) -> None:
         self._to, self.mesh = lowering, lowering.mesh
-        self._open: dict[str, Opened] = {}
+        self._open: dict[str, OpenLoop] = {}
 
-    def write(self, loop: Loop) -> None:
+    def write(self, loop: PlannedLoop) -> None:
         """Write the steps of a loop, and its begin and end."""
         to, axis = self._to, loop.axis
         to.current = None
-        opened = Opened(to.call(loop_ops.begin, axis, self.mesh[axis].size, []))
+        opened = OpenLoop(to.call(loop_ops.begin, axis, self.mesh[axis].size, []))
         before = dict(to.env)
         self._open[axis] = opened
         if loop.order:
@@ -59,9 +60,9 @@ class Loops:
             if name:
                 to.current = None
                 to.call(loop_ops.action, opened.begin, name)
-            whole = self._take_pieces(axis, steps)
+            full = self._take_pieces(axis, steps)
             self._write(steps, loop)
-            to.env.update(whole)  # another unit takes its own
+            to.env.update(full)  # another action takes its own
         to.current = None
         self._close(opened)
         del self._open[axis]
@@ -71,7 +72,7 @@ class Loops:
             to.current = value.node
             to.env[value] = make()
 
-    def _write(self, steps: Sequence[Node | Loop], loop: Loop) -> None:
+    def _write(self, steps: Sequence[Node | PlannedLoop], loop: PlannedLoop) -> None:
         for step in steps:
             self._to.step(step)
             if isinstance(step, Node):
@@ -79,20 +80,16 @@ class Loops:
                     if value in loop.ends:
                         self._give_out(value)
 
-    def _close(self, opened: Opened) -> None:
-        """Say at both ends what the iterations use of what was made before."""
-        nodes = list(self._to.fx.nodes)
-        inside = nodes[nodes.index(opened.begin) :]
-        own = set(inside)
-        around = list(dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in own))
-        opened.begin.args = (*opened.begin.args[:2], around, *opened.begin.args[3:])
+    def _close(self, opened: OpenLoop) -> None:
+        """Declare at both ends what the loop uses of what was made before."""
+        around = declare_uses(self._to.fx, opened.begin)
         into = [used for used in around if any(destination(user) is used for user in used.users)]
         self._to.call(loop_ops.end, opened.begin, [used for used in around if used not in into], into)
 
-    # ---- what comes in, and goes out as it is -------------------------------------------------------------------
+    # ---- inputs and outputs -------------------------------------------------------------------------------------
 
-    def _take_pieces(self, axis: str, steps: Sequence[Node | Loop]) -> dict[Value, Any]:
-        """Of inputs that are sharded over the axis, this iteration's part, for some steps; gives what was known of
+    def _take_pieces(self, axis: str, steps: Sequence[Node | PlannedLoop]) -> dict[Value, Any]:
+        """Slice inputs that are sharded over the axis for this iteration, for some steps; gives what was known of
         them."""
         nodes = nodes_of(steps)
         taken = dict.fromkeys(value for node in nodes for value in node.operands if value.node is None)
@@ -101,31 +98,31 @@ class Loops:
             assert value.spec is not None
             for dim, sharding in enumerate(value.spec.dims):
                 if axis in sharding.axes:
-                    rows = own_rows(value.spec, value.shape, self.mesh, self._to.coords, axis, dim)
+                    rows = iteration_rows(value.spec, value.shape, self.mesh, self._to.coords, axis, dim)
                     self._to.env[value] = self._to.call(loop_ops.slice_of, self._to.env[value], dim, *rows)
         return before
 
     def _give_out(self, value: Value) -> None:
-        """What leaves the program as each iteration makes it, behind that of the iterations before."""
+        """Write an iteration's part of an output into its place."""
         assert value.spec is not None
         to = self._to
-        place = own_place(value.spec, value.shape, self.mesh, to.coords)
+        place = iteration_place(value.spec, value.shape, self.mesh, to.coords)
         dims, starts, lengths = list(place), [at[0] for at in place.values()], [at[1] for at in place.values()]
         shape = list(held_shape(value.spec, value.shape, self.mesh, to.rank))
-        outermost = next(axis for axis in self._open if hangs_on(axis, value))
+        outermost = next(axis for axis in self._open if varies_over(axis, value))
         memory = self._before(outermost, memory_ops.empty, shape, value.type.dtype, str(to.device))
         made = to.call(loop_ops.write, memory, to.env[value], dims, starts, lengths, gives=shape)
         self._open[outermost].left[value] = made
 
-    # ---- what becomes whole -------------------------------------------------------------------------------------
+    # ---- reductions ---------------------------------------------------------------------------------------------
 
     def collects(self, node: Node) -> bool:
-        """Whether a node makes whole what each iteration has a share or a piece of."""
+        """Whether a node sums or concatenates a value over the iterations."""
         axes = node.kwargs.get("axes", ())
         return node.op in (comm.all_reduce, comm.all_gather) and any(self.mesh[axis].loop for axis in axes)
 
     def collected(self, emit: RankEmit) -> list[Any]:
-        """The sum over the iterations (or another reduction) of one value, or its parts together."""
+        """Accumulate (or reduce otherwise) a value over the iterations, or concatenate its slices."""
         site = Site(emit)
         (axis,), (out,) = site.axes, emit.node.outs
         opened, dtype, device = self._open[axis], out.type.dtype, emit.device
@@ -134,12 +131,12 @@ class Loops:
             memory = self._before(axis, memory_ops.filled, site.shape, fitting(first, dtype), dtype, device)
             made = emit.call(collect, memory, emit.args[0], gives=site.shape)
         else:
-            whole = site.local_view(site.target)
-            memory = self._before(axis, memory_ops.empty, whole, dtype, device)
+            full = site.local_view(site.target)
+            memory = self._before(axis, memory_ops.empty, full, dtype, device)
             held = bounds(site.view[site.dim], site.target.dims[site.dim].axes, self.mesh, emit.coords)[0]
             start, length = bounds(site.view[site.dim], site.source.dims[site.dim].axes, self.mesh, emit.coords)
-            made = emit.call(loop_ops.write, memory, emit.args[0], [site.dim], [start - held], [length], gives=whole)
-            if whole != site.shape:
+            made = emit.call(loop_ops.write, memory, emit.args[0], [site.dim], [start - held], [length], gives=full)
+            if full != site.shape:
                 opened.behind.append((out, lambda: self._to.call(aten.reshape.default, made, list(site.shape))))
         opened.left[out] = made
         return [made]

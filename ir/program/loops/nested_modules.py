@@ -21,21 +21,31 @@ to another must be alike in all iterations.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.loop import loop_ops
 
-from .loop_regions import UnitOrder, Word, end_of, gives_number, name_of, order_of, part_in_iterations, regions
+from .loop_regions import (
+    ActionOrder,
+    ActionStep,
+    action_name,
+    action_order,
+    declare_uses,
+    is_induction_variable,
+    loop_end,
+    loop_role,
+    regions,
+)
 
 
 @dataclass
-class _Unit:
-    """A unit of iterations: its calls, what it takes, and what others take of it."""
+class _ActionPart:
+    """A schedule action: its calls, what it takes, and what others take of it."""
 
     name: str
     nodes: list[fx.Node]
@@ -46,31 +56,24 @@ class _Unit:
 def write_driver(
     nodes: Sequence[fx.Node], made: fx.Graph, env: dict[fx.Node, fx.Node], found: dict[str, fx.Graph]
 ) -> None:
-    """Write the calls of iterations in units into a graph.
-
-    Args:
-        nodes: the iterations, from their begin to their end.
-        env: what stands for values of before; of what is used behind, it is added.
-        found: the graphs of the units, by the attribute's name, are added.
-    """
+    """Write the driver of a loop in schedule actions into a graph: of ``nodes``, from its begin to its end, with
+    ``env`` for values of before, and behind; the graphs of the actions are added to ``found`` by attribute name."""
     begin, axis = nodes[0], str(nodes[0].args[0])
     units = _action_parts(nodes)
     inside = {node for unit in units.values() for node in unit.nodes}
-    head = [node for node in nodes[1:] if gives_number(node) and node not in inside]
+    head = [node for node in nodes[1:] if is_induction_variable(node) and node not in inside]
     modules = {}
     for unit in units.values():
         name = unit.name
         while name in found:
             name += "_"
-        modules[unit.name], found[name] = name, _unit_graph(begin, axis, unit, head)
-    order = UnitOrder.of(order_of(begin).split())
+        modules[unit.name], found[name] = name, _action_graph(begin, axis, unit, head)
+    order = ActionOrder.of(action_order(begin).split())
     last = {word.unit: word for word in order.words}
     there: dict[tuple[fx.Node, int], fx.Node] = {}
     for word in order.words:
         unit = units[word.unit]
-        given = [
-            there.get((each, word.iteration)) or env.get(each) or _not_yet(each, word, units) for each in unit.takes
-        ]
+        given = [there.get((each, word.iteration)) or env[each] for each in unit.takes]
         name = f"{word.unit.lower()}_{word.iteration}"
         call = made.create_node("call_module", modules[word.unit], (word.iteration, *given), name=name)
         for place, each in enumerate(unit.gives):
@@ -83,20 +86,20 @@ def write_driver(
             there[each, word.iteration] = env[each] = got
 
 
-def _action_parts(nodes: Sequence[fx.Node]) -> dict[str, _Unit]:
-    """The units of iterations, with what they take and give."""
-    inside, found = regions(nodes), dict[str, _Unit]()
-    of: dict[fx.Node, _Unit] = {}
+def _action_parts(nodes: Sequence[fx.Node]) -> dict[str, _ActionPart]:
+    """The schedule actions, with what they take and give."""
+    inside, found = regions(nodes), dict[str, _ActionPart]()
+    of: dict[fx.Node, _ActionPart] = {}
     for node in nodes[1:-1]:
-        if part_in_iterations(node) == "unit" and len(inside[node]) == 1:
-            found[name_of(node)] = _Unit(name_of(node), [])
+        if loop_role(node) == "unit" and len(inside[node]) == 1:
+            found[action_name(node)] = _ActionPart(action_name(node), [])
         elif len(inside[node]) > 1:
-            unit = of[node] = found[name_of(inside[node][1])]
+            unit = of[node] = found[action_name(inside[node][1])]
             unit.nodes.append(node)
     for unit in found.values():
         own = set(unit.nodes)
         used = [each for node in unit.nodes for each in node.all_input_nodes if each not in own]
-        for each in used:  # and what numbers of the iteration are made of, which stand in each unit that uses them
+        for each in used:  # and what numbers of the iteration are made of, which stand in each action that uses them
             used += each.all_input_nodes if each in inside and each not in of and each is not nodes[0] else []
         outer = dict.fromkeys(each for each in used if each is not nodes[0])
         unit.takes = [each for each in outer if each not in inside or each in of]
@@ -104,7 +107,7 @@ def _action_parts(nodes: Sequence[fx.Node]) -> dict[str, _Unit]:
     return found
 
 
-def of_iteration(graph: fx.Graph, begin: fx.Node, takes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+def body_inputs(graph: fx.Graph, begin: fx.Node, takes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     """The inputs of a module of iterations that begin at a node: the number of the iteration, and what it takes, each
     by its
     name (a number of the iterations around is called ``iteration``, too)."""
@@ -118,9 +121,9 @@ def of_iteration(graph: fx.Graph, begin: fx.Node, takes: Sequence[fx.Node]) -> d
     return made
 
 
-def _unit_graph(begin: fx.Node, axis: str, unit: _Unit, head: Sequence[fx.Node]) -> fx.Graph:
+def _action_graph(begin: fx.Node, axis: str, unit: _ActionPart, head: Sequence[fx.Node]) -> fx.Graph:
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    env |= of_iteration(graph, begin, unit.takes)
+    env |= body_inputs(graph, begin, unit.takes)
     graph.call_function(loop_ops.action, (env[begin], unit.name, axis))
     needed = {used for node in unit.nodes for used in node.all_input_nodes}
     for node in reversed(head):
@@ -132,56 +135,36 @@ def _unit_graph(begin: fx.Node, axis: str, unit: _Unit, head: Sequence[fx.Node])
     return graph
 
 
-def _not_yet(value: fx.Node, word: Word, units: Mapping[str, _Unit]) -> NoReturn:
-    """Raise for a value that the unit takes before it is made.
-
-    Raises:
-        Error: naming both units.
-    """
-    maker = next((name for name, unit in units.items() if value in unit.nodes), "")
-    raise Error(
-        f"{word} takes {value.name} before it is made",
-        where=f"the order of units, {word}",
-        expected=f"{Word(maker, word.iteration)} before it" if maker else "what was made before the iterations",
-        got=value.format_node() or value.name,
-        remedy="let the unit that makes it stand earlier in the order",
-    )
-
-
 # ---- a driver read back ---------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Called:
-    """A call of a unit's module: of which iteration, and what it is given beside the iteration's number."""
+class ActionCall:
+    """A call of an action's module: of which iteration, and its arguments beside the iteration's number."""
 
     node: fx.Node
     module: fx.GraphModule
-    word: Word
+    word: ActionStep
     given: list[Any]
 
 
 @dataclass
-class Driven:
-    """The calls of units of some iterations, in their order."""
+class DriverCalls:
+    """The calls of actions of some iterations, in their order."""
 
     axis: str
-    calls: list[Called]
+    calls: list[ActionCall]
 
-    def models(self) -> dict[str, Called]:
-        """Of each unit the call that is done first; its calls in other iterations must be alike.
-
-        Raises:
-            Error: they are not.
-        """
+    def models(self) -> dict[str, ActionCall]:
+        """The first call of each action; its calls in other iterations must be alike."""
         by_node = {call.node: call for call in self.calls}
-        first: dict[str, Called] = {}
+        first: dict[str, ActionCall] = {}
         for call in self.calls:
             model = first.setdefault(call.word.unit, call)
-            here, there = (self._sources(each, by_node) for each in (call, model))
+            here, there = ([self.source(one, each, by_node) for each in one.given] for one in (call, model))
             if here != there:
                 at = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
-                raise _wrong(
+                raise _driver_error(
                     f"{call.word} is given another value than {model.word}",
                     call.node,
                     expected=f"argument {at + 1} as in {model.node.format_node()}",
@@ -191,25 +174,21 @@ class Driven:
         for call in self.calls:
             for got in call.node.users:
                 if call is not last[call.word.unit] and any(user not in by_node for user in got.users):
-                    raise _wrong(
+                    raise _driver_error(
                         f"{got.name} of iteration {call.word.iteration} is used behind the iterations",
                         call.node,
                         expected=f"what the last call of {call.word.unit} gives, {last[call.word.unit].node.name}",
                     )
         return first
 
-    def _sources(self, call: Called, by_node: Mapping[fx.Node, Called]) -> list[Any]:
-        return [self.source(call, each, by_node) for each in call.given]
-
-    def source(self, call: Called, given: Any, by_node: Mapping[fx.Node, Called] | None = None) -> Any:
-        """Where an argument comes from: a unit of the same iteration and the place among its results, or itself."""
-        by_node = {each.node: each for each in self.calls} if by_node is None else by_node
+    def source(self, call: ActionCall, given: Any, by_node: Mapping[fx.Node, ActionCall]) -> Any:
+        """The source of an argument: an action of the same iteration and the place among its results, or itself."""
         maker = given.args[0] if isinstance(given, fx.Node) and given.target is operator.getitem else given
         if not isinstance(maker, fx.Node) or maker not in by_node:
             return given
         made = by_node[maker]
         if made.word.iteration != call.word.iteration or maker is given:
-            raise _wrong(
+            raise _driver_error(
                 f"{call.word} is given what {made.word} makes",
                 call.node,
                 expected=f"values of iteration {call.word.iteration}",
@@ -218,19 +197,15 @@ class Driven:
         return made.word.unit, given.args[1]
 
     @property
-    def order(self) -> UnitOrder:
+    def order(self) -> ActionOrder:
         """The order of the calls."""
-        return UnitOrder(tuple(call.word for call in self.calls))
+        return ActionOrder(tuple(call.word for call in self.calls))
 
 
-def read_drivers(module: fx.GraphModule) -> list[fx.Node | Driven]:
-    """The nodes of a module's graph, with the calls of units together; what stands between calls, and does not need
-    them, stands before.
-
-    Raises:
-        Error: a unit is called without a number of an iteration.
-    """
-    found: list[fx.Node | Driven] = []
+def read_drivers(module: fx.GraphModule) -> list[fx.Node | DriverCalls]:
+    """The nodes of a module's graph, with the calls of actions grouped; what stands between calls, and does not need
+    them, stands before."""
+    found: list[fx.Node | DriverCalls] = []
     nodes = list(module.graph.nodes)
     taken: set[fx.Node] = set()
     for at, node in enumerate(nodes):
@@ -247,10 +222,10 @@ def read_drivers(module: fx.GraphModule) -> list[fx.Node | Driven]:
 
 
 def _group(
-    module: fx.GraphModule, nodes: Sequence[fx.Node], first: tuple[str, Called]
-) -> tuple[Driven, list[fx.Node], set[fx.Node]]:
+    module: fx.GraphModule, nodes: Sequence[fx.Node], first: tuple[str, ActionCall]
+) -> tuple[DriverCalls, list[fx.Node], set[fx.Node]]:
     """The calls that belong to the first one, what stands between them, and all that is taken of them."""
-    driven, between, members = Driven(first[0], []), list[fx.Node](), set[fx.Node]()
+    driven, between, members = DriverCalls(first[0], []), list[fx.Node](), set[fx.Node]()
     pending: list[fx.Node] = []
     modules: dict[str, Any] = {}
     for node in nodes:
@@ -272,54 +247,47 @@ def _group(
     return driven, between, members
 
 
-def _called(module: fx.GraphModule, node: fx.Node) -> tuple[str, Called] | None:
-    """The unit that a node calls, with the axis of its iterations; None for any other node."""
+def _called(module: fx.GraphModule, node: fx.Node) -> tuple[str, ActionCall] | None:
+    """The action that a node calls, with the axis of its iterations; None for any other node."""
     if node.op != "call_module":
         return None
-    called = operator.attrgetter(str(node.target))(module)
-    said = _says(called)
+    called = attribute(module, str(node.target))
+    nodes: Sequence[fx.Node] = [*called.graph.nodes] if isinstance(called, fx.GraphModule) else []
+    said = next((each for each in nodes if each.target is loop_ops.action and len(each.args) == 3), None)
     if said is None:
         return None
     inputs = [each for each in called.graph.nodes if each.op == "placeholder"]
     given = [*node.args, *(node.kwargs[str(each.target)] for each in inputs[len(node.args) :])]
     if not given or type(given[0]) is not int or len(given) != len(inputs):
-        raise _wrong(f"{said.args[1]} is called without the number of an iteration", node, expected="self.F0(0, ...)")
-    return str(said.args[2]), Called(node, called, Word(str(said.args[1]), given[0]), given[1:])
+        raise _driver_error(
+            f"{said.args[1]} is called without the number of an iteration", node, expected="self.F0(0, ...)"
+        )
+    return str(said.args[2]), ActionCall(node, called, ActionStep(str(said.args[1]), given[0]), given[1:])
 
 
-def _says(called: Any) -> fx.Node | None:
-    """What says in a module that it is a unit."""
-    nodes: Iterable[fx.Node] = called.graph.nodes if isinstance(called, fx.GraphModule) else ()
-    return next((node for node in nodes if node.target is loop_ops.action and len(node.args) == 3), None)
-
-
-def _wrong(what: str, node: fx.Node, expected: str, got: str | None = None) -> Error:
+def _driver_error(what: str, node: fx.Node, expected: str, got: str | None = None) -> Error:
     return Error(what, where=node.format_node() or node.name, expected=expected, got=got)
 
 
-Units = dict[str, fx.Graph]
-
-
-def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units]:
-    """The graph with each of its outermost loops as one call, and the graphs of these calls by the attribute's name,
-    in which loops inside are loops still."""
-    made, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    found: Units = {} if units is None else units
+def nested(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Graph]]:
+    """The graph with each of its outermost loops as one call, and the graphs of these calls by attribute name, in which
+    inner loops are loops still."""
+    made, env, found = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, fx.Graph]()
     nodes = list(graph.nodes)
     at = 0
     while at < len(nodes):
         node = nodes[at]
-        if part_in_iterations(node) != "opens":
+        if loop_role(node) != "opens":
             env[node] = made.node_copy(node, env.__getitem__)
             at += 1
             continue
-        end = end_of(nodes, at)
-        if order_of(node):
+        end = loop_end(nodes, at)
+        if action_order(node):
             write_driver(nodes[at : end + 1], made, env, found)
             at = end + 1
             continue
         name = f"each_{node.args[0]}_{len(found)}"
-        found[name], left = _unit(nodes[at : end + 1])
+        found[name], left = _loop_body(nodes[at : end + 1])
         around: Sequence[fx.Node] = node.args[2]
         unit = made.get_attr(name)
         given = (unit, *node.args[:2], *(env[each] for each in around))
@@ -331,11 +299,10 @@ def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units
     return made, found
 
 
-def _unit(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """What is done in an iteration, and what of it is used behind: its results."""
-    begin, inside = nodes[0], set(nodes)
-    graph, around = fx.Graph(), begin.args[2]
-    env = of_iteration(graph, begin, around)  # type: ignore[arg-type]
+def _loop_body(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+    """The body of a loop, and what of it is used behind: its results."""
+    begin, inside, graph = nodes[0], set(nodes), fx.Graph()
+    env = body_inputs(graph, begin, begin.args[2])  # type: ignore[arg-type]
     for node in nodes[1:-1]:
         env[node] = graph.node_copy(node, env.__getitem__)
     left = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -346,16 +313,12 @@ def _unit(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
 def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], path: str = "") -> Any:
     """Copy a module's graph, and the graphs of the modules that it calls, into one; gives what it returns.
 
-    Args:
-        env: what stands for its inputs; where it is the outermost module, they become inputs of the one graph.
-        path: of the module in the outermost one, with a dot behind it.
-
-    Raises:
-        Error: it calls what is no function; units of iterations are not called alike in all iterations.
+    ``env`` stands for its inputs (those of the outermost module become inputs of the graph), ``path`` is the module's
+    in the outermost one, with a dot behind it.
     """
     for node in read_drivers(module):
-        if isinstance(node, Driven):
-            _units(into, node, env, path)
+        if isinstance(node, DriverCalls):
+            _inline_driver(into, node, env, path)
             continue
         if node in env:
             continue
@@ -372,7 +335,7 @@ def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pat
             if not isinstance(unit, fx.GraphModule):
                 raise _not_a_call(path, node, f"iterations of {node.args[0]}, which is no module of calls")
             into.erase_node(args[0])
-            env[node] = _iterations(into, unit, args[1:], path)
+            env[node] = _inline_loop(into, unit, args[1:], path)
             continue
         if node.op == "output":
             return args[0]
@@ -400,7 +363,7 @@ def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pat
     return ()
 
 
-def _iterations(into: fx.Graph, unit: fx.GraphModule, args: Sequence[Any], path: str) -> Sequence[fx.Node]:
+def _inline_loop(into: fx.Graph, unit: fx.GraphModule, args: Sequence[Any], path: str) -> Sequence[fx.Node]:
     """The iterations of a module that is called once for each."""
     axis, count, *around = args
     inputs = [each for each in unit.graph.nodes if each.op == "placeholder"]
@@ -410,15 +373,15 @@ def _iterations(into: fx.Graph, unit: fx.GraphModule, args: Sequence[Any], path:
     return results  # type: ignore[no-any-return]
 
 
-def _units(into: fx.Graph, driven: Driven, env: dict[fx.Node, Any], path: str) -> None:
-    """Iterations in units, of the calls of a driver; what they give is known from then on."""
-    models = driven.models()
+def _inline_driver(into: fx.Graph, driven: DriverCalls, env: dict[fx.Node, Any], path: str) -> None:
+    """Loops in schedule actions, of the calls of a driver; what they give is known from then on."""
+    models, by_node = driven.models(), {call.node: call for call in driven.calls}
     count = max(call.word.iteration for call in driven.calls) + 1
     begin = into.call_function(loop_ops.begin, (driven.axis, count, [], str(driven.order)))
     made: dict[str, Sequence[Any]] = {}
     for name, call in models.items():
         given = []
-        for source in (driven.source(call, each) for each in call.given):
+        for source in (driven.source(call, each, by_node) for each in call.given):
             if isinstance(source, tuple):
                 given.append(_result(made, source, call.node, path))
             else:
@@ -432,13 +395,9 @@ def _units(into: fx.Graph, driven: Driven, env: dict[fx.Node, Any], path: str) -
         for got in call.node.users:
             if got.target is operator.getitem:
                 env[got] = _result(made, (call.word.unit, got.args[1]), got, path)
-    inside = list(into.nodes)
-    inside = inside[inside.index(begin) :]
-    _to_head(begin, inside)
-    own = set(inside)
-    around = list(dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in own))
-    begin.args = (*begin.args[:2], around, *begin.args[3:])
-    _done(into, begin, around)
+    nodes = list(into.nodes)
+    _hoist_numbers(begin, nodes[nodes.index(begin) :])
+    _done(into, begin, declare_uses(into, begin))
 
 
 def _result(made: dict[str, Sequence[Any]], source: tuple[str, Any], node: fx.Node, path: str) -> Any:
@@ -449,8 +408,8 @@ def _result(made: dict[str, Sequence[Any]], source: tuple[str, Any], node: fx.No
     return there[place]
 
 
-def _to_head(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
-    """Units have each said what they are, and taken numbers of their iteration: these stand once, behind the begin."""
+def _hoist_numbers(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
+    """Hoist the induction variables of actions: each stands once, behind the begin; drop the markers of actions."""
     head, last = {begin: begin}, begin
     known: dict[Any, fx.Node] = {}
     own = set(inside)
@@ -460,7 +419,7 @@ def _to_head(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
                 user = next(iter(node.users))
                 raise _not_a_call(f"{begin.args[0]}: ", user, f"{node.name}, which says of which unit a call is")
             node.graph.erase_node(node)
-        elif part_in_iterations(node) == "number" and _of_head(node, head, own):
+        elif loop_role(node) == "number" and _made_of(node.all_input_nodes, head, own):
             key = (node.target, node.args)
             if key in known:
                 node.replace_all_uses_with(known[key])
@@ -470,20 +429,17 @@ def _to_head(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
             known[key] = last = head[node] = node
 
 
-def _of_head(number: fx.Node, head: Collection[fx.Node], inside: Collection[fx.Node]) -> bool:
-    """Whether a number of the iteration is made of others of it, and of what was there before."""
-    used = number.all_input_nodes
+def _made_of(used: Sequence[fx.Node], head: Collection[fx.Node], inside: Collection[fx.Node]) -> bool:
+    """Whether operands are induction variables of the loop, one at least, and values of before it."""
     return any(each in head for each in used) and all(each in head or each not in inside for each in used)
 
 
 def _done(into: fx.Graph, begin: fx.Node, around: Sequence[fx.Node]) -> None:
-    """The end of iterations."""
-    collected = [each for each in around if any(_collects(user, each) for user in each.users)]
+    """The end of a loop."""
+    collected = [
+        each for each in around if any(loop_role(user) == "collects" and user.args[0] is each for user in each.users)
+    ]
     into.call_function(loop_ops.end, (begin, [each for each in around if each not in collected], collected))
-
-
-def _collects(user: fx.Node, memory: fx.Node) -> bool:
-    return part_in_iterations(user) == "collects" and user.args[0] is memory
 
 
 def _not_a_call(path: str, node: fx.Node, got: str) -> Error:
@@ -497,7 +453,4 @@ def _not_a_call(path: str, node: fx.Node, got: str) -> Error:
 
 def attribute(module: fx.GraphModule, name: str) -> Any:
     """What a module has under a dotted name."""
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(name)(module)

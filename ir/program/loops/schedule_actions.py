@@ -5,7 +5,7 @@
     row "F1.0 B1.0 F1.1 B1.1"
 
 A row with ``I`` and ``W`` splits the backward into two actions: gradients of inputs, which other stages wait for, and
-gradients of weights. In one with ``B`` the first part runs first, as far as memory allows (:func:`sent_first`).
+gradients of weights. In one with ``B`` the first part runs first, as far as memory allows (:func:`send_early`).
 Messages of another rank are received in actions of their own, in the order in which that rank sends.
 What leaves the program from each iteration, and comes from a later stage, is received last, in an action ``O``.
 
@@ -24,28 +24,19 @@ from shardfx.ir.ops import comm
 from shardfx.ir.ops.traits import is_heavy, is_view
 from shardfx.ir.schedule.actions import Pipelined
 
-from .loop_nest import Loop, hangs_on, nodes_of
-from .loop_regions import UnitOrder
+from .loop_nest import PlannedLoop, nodes_of, varies_over
+from .loop_regions import ActionOrder
 
 
-def in_units(loop: Loop, unit_of: Callable[[Node], str], order: Sequence[str]) -> Loop:
-    """A loop whose steps are done unit by unit; within a unit they keep their order.
-
-    Args:
-        unit_of: names the unit of a node. Iterations inside lie in one unit whole: in that of their nodes which is done
-            last.
-        order: words ``F0.1``; each unit once for each iteration.
-
-    Raises:
-        AssertionError: a step needs what a later unit of the same iteration makes; a unit does not stand in the order.
-    """
-    words = UnitOrder.of(order)
+def split_into_actions(loop: PlannedLoop, unit_of: Callable[[Node], str], order: Sequence[str]) -> PlannedLoop:
+    """A loop split into the actions that ``unit_of`` names by node, which run in an ``order`` of words ``F0.1``; within
+    an action steps keep their order. A nested loop lies in the last action of its nodes."""
+    words = ActionOrder.of(order)
     place = {unit: at for at, unit in enumerate(words.units)}
-    units: dict[str, list[Node | Loop]] = {unit: [] for unit in words.units}
+    units: dict[str, list[Node | PlannedLoop]] = {unit: [] for unit in words.units}
     made: dict[Value, str] = {}
     for step in loop.steps:
         names = dict.fromkeys(map(unit_of, nodes_of([step])))
-        assert names.keys() <= place.keys(), f"no unit {', '.join(sorted(names.keys() - place.keys()))} in the order"
         unit = max(names, key=place.__getitem__)
         units[unit].append(step)
         made |= {value: unit for node in nodes_of([step]) for value in node.outs}
@@ -65,39 +56,41 @@ def in_units(loop: Loop, unit_of: Callable[[Node], str], order: Sequence[str]) -
     )
 
 
-Steps = Sequence[Node | Loop]
+Steps = Sequence[Node | PlannedLoop]
 
 
-def sent_first(steps: Steps, late: Collection[Node], place: int, mesh: Mesh, axis: str) -> list[Node | Loop]:
-    """The steps of a unit in such an order.
+def send_early(steps: Steps, late: Collection[Node], place: int, mesh: Mesh, axis: str) -> list[Node | PlannedLoop]:
+    """The steps of a backward with those in front that other stages wait for: sends of the rank at ``place``.
 
-    Args:
-        late: the nodes that nobody waits for.
-        place: the coordinate of the rank along the axis of stages.
-        axis: of the iterations. What does not hang on it is there all the time.
+        B1: %1 dx   %2 dw   %3 dx   %4 dw   send %3        ->        B1: %1 dx   %3 dx   send %3   %2 dw   %4 dw
+
+    A pipeline that drains waits for the last backward of each stage in turn: so it waits without their products for
+    weights. Those that are deferred keep their operands longer: so many are, the nearest to the send first, that the
+    peak of the action is not higher. ``late`` are the nodes that nobody waits for; values that do not vary over
+    ``axis`` are always live.
     """
     sends = [at for at, step in enumerate(steps) if isinstance(step, Node) and _sends(step, place)]
     if not sends:
         return list(steps)
-    movable = _movable(steps[: sends[-1]], late)
-    held = _Held(steps, mesh, axis)
+    movable = _deferrable(steps[: sends[-1]], late)
+    held = _LiveBytes(steps, mesh, axis)
     places = range(len(steps))
     most, fewest = held.most(places), 0
     many = len(movable)
     while fewest < many:
         middle = (fewest + many + 1) // 2
-        if held.most(_moved(places, movable[:middle], sends[-1])) <= most:
+        if held.most(_deferred(places, movable[:middle], sends[-1])) <= most:
             fewest = middle
         else:
             many = middle - 1
-    return [steps[at] for at in _moved(places, movable[:fewest], sends[-1])]
+    return [steps[at] for at in _deferred(places, movable[:fewest], sends[-1])]
 
 
 def _sends(node: Node, place: int) -> bool:
     return node.op is comm.send and node.kwargs["origin"] == place
 
 
-def _movable(steps: Steps, late: Collection[Node]) -> list[int]:
+def _deferrable(steps: Steps, late: Collection[Node]) -> list[int]:
     """The places of what may be done behind all of these steps, the last of them first: nothing that stays needs it."""
     needed: set[Value] = set()
     found = []
@@ -110,14 +103,14 @@ def _movable(steps: Steps, late: Collection[Node]) -> list[int]:
     return found
 
 
-def _moved(places: Sequence[int], moved: Sequence[int], behind: int) -> list[int]:
+def _deferred(places: Sequence[int], moved: Sequence[int], behind: int) -> list[int]:
     """The places, some of them behind one."""
     away = set(moved)
     stay = [at for at in places[: behind + 1] if at not in away]
     return [*stay, *sorted(moved), *places[behind + 1 :]]
 
 
-class _Held:
+class _LiveBytes:
     """What an iteration holds during steps, of what they use and make."""
 
     def __init__(self, steps: Steps, mesh: Mesh, axis: str) -> None:
@@ -151,12 +144,12 @@ class _Held:
 def _nbytes(value: Value, mesh: Mesh, axis: str) -> int:
     """What an iteration holds of a value: of a share of what all iterations sum nothing, for that is added where the
     sum lies."""
-    if value.spec is None or axis in value.spec.partial_axes or not hangs_on(axis, value):
+    if value.spec is None or axis in value.spec.partial_axes or not varies_over(axis, value):
         return 0
     return value.local_bytes(mesh)
 
 
-def _operands(steps: Iterable[Node | Loop]) -> list[Value]:
+def _operands(steps: Iterable[Node | PlannedLoop]) -> list[Value]:
     return [value for node in nodes_of(steps) for value in node.operands]
 
 
@@ -168,55 +161,57 @@ def _source(value: Value) -> Value:
 
 
 OUT = "O"
-"""The unit in which a rank receives what it has no part in, and gives out."""
+"""The action in which a rank receives what it has no part in, and gives out."""
 
 
-def of_stages(steps: Sequence[Node | Loop], graph: Graph, coords: Mapping[str, int]) -> list[Node | Loop]:
+def rank_actions(
+    steps: Sequence[Node | PlannedLoop], graph: Graph, coords: Mapping[str, int]
+) -> list[Node | PlannedLoop]:
     """What of all steps the rank at ``coords`` does, in the order of its row."""
     if graph.pipeline is None:
         return list(steps)
-    found: list[Node | Loop] = []
+    found: list[Node | PlannedLoop] = []
     for step in steps:
         if isinstance(step, Node):
-            if is_done(step, graph, coords):
+            if runs_here(step, graph, coords):
                 found.append(step)
-        elif inside := of_stages(step.steps, graph, coords):
-            ends = frozenset(value for value in step.ends if graph.is_here(made_at(value), coords))
-            loop = Loop(step.axis, tuple(inside), ends)
+        elif inside := rank_actions(step.steps, graph, coords):
+            ends = frozenset(value for value in step.ends if graph.is_here(stages_of(value), coords))
+            loop = PlannedLoop(step.axis, tuple(inside), ends)
             meet = step.axis == graph.pipeline.microbatches and any(node.op is comm.send for node in nodes_of([step]))
-            place, behind = coords[graph.pipeline.axis], forward_within_backward(step.steps)
-            found.append(_Units(graph.pipeline, graph.mesh, place, loop, behind).written() if meet else loop)
+            place, behind = coords[graph.pipeline.axis], forward_in_backward(step.steps)
+            found.append(_RankActions(graph.pipeline, graph.mesh, place, loop, behind).written() if meet else loop)
     return found
 
 
-def ends_here(
+def local_ends(
     graph: Graph, inputs: Sequence[Input], outputs: Sequence[Output], coords: Mapping[str, int]
 ) -> tuple[list[Input], list[Output]]:
     """Those of some inputs and outputs that the rank at ``coords`` holds, and gives."""
     here = [given for given in inputs if graph.is_here(given.at, coords)]
-    return here, [output for output in outputs if graph.is_here(made_at(output.value), coords)]
+    return here, [output for output in outputs if graph.is_here(stages_of(output.value), coords)]
 
 
-def is_done(node: Node, graph: Graph, coords: Mapping[str, int]) -> bool:
+def runs_here(node: Node, graph: Graph, coords: Mapping[str, int]) -> bool:
     """Whether the rank at ``coords`` has a part in a node: of a send also where its value comes from."""
     return graph.is_here(node.at, coords) or (
-        node.op is comm.send and any(graph.is_here(made_at(value), coords) for value in node.operands)
+        node.op is comm.send and any(graph.is_here(stages_of(value), coords) for value in node.operands)
     )
 
 
-def made_at(value: Value) -> tuple[int, ...]:
+def stages_of(value: Value) -> tuple[int, ...]:
     """The stages in which a value is made; none: in all."""
     return value.node.at if value.node is not None else ()
 
 
-def forward_within_backward(steps: Sequence[Node | Loop]) -> set[tuple[Node, int]]:
+def forward_in_backward(steps: Sequence[Node | PlannedLoop]) -> set[tuple[Node, int]]:
     """What of the forward is done with the backward, by node and stage: it stands in iterations within an iteration
     that have
     backward in them as well, or needs what is made there."""
     found: set[tuple[Node, int]] = set()
     for step in steps:
         nodes = nodes_of([step])
-        backward = [node for node in nodes if node.phase is Phase.BACKWARD] if isinstance(step, Loop) else []
+        backward = [node for node in nodes if node.phase is Phase.BACKWARD] if isinstance(step, PlannedLoop) else []
         both = {stage for node in backward for stage in node.at}
         for node in (node for node in nodes if node.phase is Phase.FORWARD):
             for stage in node.at:
@@ -225,13 +220,10 @@ def forward_within_backward(steps: Sequence[Node | Loop]) -> set[tuple[Node, int
     return found
 
 
-def of_weights(steps: Sequence[Node | Loop], place: int) -> set[Node]:
-    """What of the backward no other stage and no product waits for: it makes the gradients of weights.
+def weight_gradients(steps: Sequence[Node | PlannedLoop], place: int) -> set[Node]:
+    """The nodes of the backward that no other stage than ``place`` and no product waits for: the gradients of weights.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
-
-    Args:
-        place: the coordinate of the rank along the axis of stages: what it sends, others wait for.
     """
     awaited: set[Value] = set()
     found = set()
@@ -255,8 +247,9 @@ def is_halved(pipeline: Pipelined) -> bool:
     return any(action.kind == "I" for action in pipeline.schedule)
 
 
-def row_of_units(pipeline: Pipelined, place: int) -> list[tuple[str, int]]:
-    """The units of a row, each with its iteration; where some of a backward are halves, a whole one is both of them."""
+def row_of_actions(pipeline: Pipelined, place: int) -> list[tuple[str, int]]:
+    """The actions of a row, each with its iteration; where some of a backward are halves, a whole one is both of
+    them."""
     halved, found = is_halved(pipeline), list[tuple[str, int]]()
     for kind, stage, iteration in pipeline.schedule.rows[place]:
         kinds = "IW" if kind == "B" and halved else kind
@@ -265,29 +258,29 @@ def row_of_units(pipeline: Pipelined, place: int) -> list[tuple[str, int]]:
 
 
 @dataclass
-class _Units:
-    """The iterations of a rank as units: those of its row, and before them what they receive (``RF0``: what F0
+class _RankActions:
+    """The iterations of a rank as actions: those of its row, and before them what they receive (``RF0``: what F0
     sends)."""
 
     pipeline: Pipelined
     mesh: Mesh
     place: int
-    loop: Loop
+    loop: PlannedLoop
     behind: set[tuple[Node, int]]
     """What of the forward is done in the backward, in which stages."""
 
     def __post_init__(self) -> None:
         nodes = self.loop.nodes()
         self.back = "I" if is_halved(self.pipeline) else "B"
-        self._late = of_weights(self.loop.steps, self.place)
+        self._late = weight_gradients(self.loop.steps, self.place)
         self._received = [node for node in nodes if node.op is comm.send and node.kwargs["origin"] != self.place]
         self._units = {node: self._unit(node) for node in nodes}
 
-    def written(self) -> Loop:
-        """The loop in units."""
+    def written(self) -> PlannedLoop:
+        """The loop in actions."""
         there = set(self._units.values())
         words = [
-            *row_of_units(self.pipeline, self.place),
+            *row_of_actions(self.pipeline, self.place),
             *((OUT, iteration) for iteration in self.pipeline.schedule.microbatches),
         ]
         receives = _Receives(self.pipeline)
@@ -302,23 +295,19 @@ class _Units:
             if unit in there:
                 order.append(f"{unit}.{iteration}")
         self._check_within(order)
-        made = in_units(self.loop, self._units.__getitem__, order)
+        made = split_into_actions(self.loop, self._units.__getitem__, order)
         if self.back == "I":
             return made
-        units = tuple((unit, tuple(self._sent_first(part))) for unit, part in made.units)
+        units = tuple(
+            (unit, tuple(send_early(part, self._late, self.place, self.mesh, self.loop.axis)))
+            for unit, part in made.units
+        )
         return replace(made, units=units, steps=tuple(step for _, part in units for step in part))
 
-    def _sent_first(self, steps: Sequence[Node | Loop]) -> list[Node | Loop]:
-        return sent_first(steps, self._late, self.place, self.mesh, self.loop.axis)
-
     def _check_within(self, order: Sequence[str]) -> None:
-        """Iterations of another axis lie in one unit whole: no unit before it may need what they make.
-
-        Raises:
-            Error: one does; naming who.
-        """
+        """Check that no action needs what a nested loop makes in a later one."""
         place = {word.partition(".")[0]: at for at, word in reversed([*enumerate(order)])}
-        for step in (step for step in self.loop.steps if isinstance(step, Loop)):
+        for step in (step for step in self.loop.steps if isinstance(step, PlannedLoop)):
             inside = set(step.nodes())
             last = max(place[self._units[node]] for node in inside)
             made = {value for node in inside for value in node.outs}
@@ -333,7 +322,7 @@ class _Units:
                     )
 
     def _unit(self, node: Node) -> str:
-        """In which unit a node is done: of several stages of this rank, in the first."""
+        """In which action a node is done: of several stages of this rank, in the first."""
         if node.op is comm.send:
             if node.kwargs["origin"] != self.place:
                 return "R" + self._sender(node)
@@ -342,7 +331,7 @@ class _Units:
         return self._named(here, self._phase(node, here), node in self._late)
 
     def _sender(self, node: Node) -> str:
-        """The unit that sends."""
+        """The action that sends."""
         (maker,) = (value.node for value in node.operands)
         assert maker is not None
         stages = [stage for stage in maker.at if self.pipeline.homes[stage] == node.kwargs["origin"]]
@@ -353,7 +342,7 @@ class _Units:
         return Phase.BACKWARD if any((node, stage) in self.behind for stage in stages) else node.phase
 
     def _taker(self, node: Node) -> str:
-        """The unit before which a value must have come."""
+        """The action before which a value must have come."""
         (value,) = node.operands
         assert value.node is not None
         origin, here = value.node.at[0], self._here(node.at)
@@ -382,19 +371,19 @@ class _Receives:
         self._pipeline = pipeline
         self._origin: dict[str, int] = {}
         self._units: dict[int, dict[str, str]] = {}
-        """By place, which units send, and in which unit that is received."""
+        """By place, which actions send, and in which action that is received."""
         self._queues: dict[int, list[tuple[str, int]]] = {}
 
     def expect(self, unit: str, origin: int, sender: str) -> None:
-        """What a unit of another place sends is received in a unit of this one."""
+        """What an action of another place sends is received in an action of this one."""
         self._origin[unit] = origin
         self._units.setdefault(origin, {})[sender] = unit
 
     def up_to(self, unit: str, iteration: int) -> list[str]:
-        """The words of what is received until that of a unit of an iteration has come, as far as it has not."""
+        """The words of what is received until that of an action of an iteration has come, as far as it has not."""
         origin = self._origin[unit]
         if origin not in self._queues:
-            units, row = self._units[origin], row_of_units(self._pipeline, origin)
+            units, row = self._units[origin], row_of_actions(self._pipeline, origin)
             self._queues[origin] = [(units[sender], at) for sender, at in row if sender in units]
         queue = self._queues[origin]
         if (unit, iteration) not in queue:

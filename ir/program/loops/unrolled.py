@@ -2,7 +2,7 @@
 
     iteration = loop.begin('mb', 4, ...)                  of iteration 2, where mb is an axis of ranks:
         at = loop.index(iteration, 0, 16)
-        part = loop.slice(x, 0, at, 16)              (the slice of iteration 2 is the whole x)
+        part = loop.slice(x, 0, at, 16)              (the slice of iteration 2 is all of x)
         grad = aten.mm(part, w)                      grad = aten.mm(x, w)
         sum = loop.add(total, grad)                  sum = c10d.all_reduce(grad, 'sum', 'mb4.dp2/mb@1')
     done = loop.end(iteration, ...)                      wait = c10d.wait_tensor(sum)
@@ -30,7 +30,8 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 from shardfx.ir.spec import Spec
 
-from .loop_nest import loop_axes, own_place, own_rows
+from .loop_nest import iteration_place, iteration_rows, loop_axes
+from .loop_regions import loop_role
 from .lower_loops import fitting
 
 c10d = torch.ops._c10d_functional
@@ -38,7 +39,7 @@ REDUCTION: dict[Any, tuple[str, float]] = {collect: (reduce, first) for reduce, 
 
 
 class NotALoop(Exception):
-    """Of a program whose iterations are not those of its plan: what is wrong, and at which node."""
+    """The loops of a program are not those of its plan: what is wrong, and at which node."""
 
     def __init__(self, what: str, node: fx.Node) -> None:
         super().__init__(what)
@@ -46,7 +47,7 @@ class NotALoop(Exception):
 
 
 @dataclass
-class Put:
+class IterationOutput:
     """An iteration's part of an output, where it lies in what the rank gives, and who puts it there."""
 
     x: Any
@@ -56,8 +57,24 @@ class Put:
     node: fx.Node
 
 
-class Walk:
-    """A program with iterations, walked as one of them: what is known so far."""
+def loops_as_ranks(mesh: Mesh) -> Mesh:
+    """The mesh on which each iteration is a rank of its own."""
+    return Mesh(links={axis.name: axis.link for axis in mesh.axes}, **{axis.name: axis.size for axis in mesh.axes})
+
+
+def unrolled(program: RankProgram, graph: Graph, rank: int) -> RankProgram:
+    """The program of one iteration of a rank's program as that of a ``rank`` of the mesh :func:`loops_as_ranks`, on
+    which ``graph`` is planned.
+
+    Raises:
+        NotTurns: iterations are left out or run twice, take other rows than their own, or something leaves them that
+            they do not accumulate.
+    """
+    return _Unrolling(program, graph, rank).run()
+
+
+class _Unrolling:
+    """The unrolling of a program into one of its iterations."""
 
     def __init__(self, program: RankProgram, graph: Graph, rank: int) -> None:
         self.program, self.planned, self.rank = program, graph, rank
@@ -65,7 +82,6 @@ class Walk:
         self.time = loop_axes(program.mesh)
         self.fx = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
-        self.inputs = {given.name: given for given in graph.inputs}
         self.place_of = {value.name: node for node in graph.nodes for value in node.outs}
         self.sources = dict(zip((n for n in program.graph.nodes if n.op == "placeholder"), program.inputs, strict=True))
         self.taken: dict[fx.Node, frozenset[str]] = {}
@@ -76,6 +92,124 @@ class Walk:
         """Of what is collected: the loops that collect it."""
         self.memory: set[fx.Node] = set()
         """What iterations go on from."""
+
+    def run(self) -> RankProgram:
+        for node in self.program.graph.nodes:
+            self.inside[node] = tuple(self.open)
+            if node.op == "placeholder":
+                self.env[node] = self.fx.node_copy(node)
+                self.taken[node] = frozenset()
+            elif node.op == "output":
+                self._output(node)
+            elif node.op == "get_attr":
+                self.env[node] = self.fx.node_copy(node)
+            else:
+                self._call(node)
+        if self.open:
+            raise NotALoop("iterations begin here and do not end", self.open[-1])
+        of = {(given.kind, given.name): given for given in self.planned.inputs}
+        to = {(output.kind, output.name): output for output in self.planned.outputs}
+        return replace(
+            self.program,
+            rank=self.rank,
+            mesh=self.planned.mesh,
+            graph=self.fx,
+            inputs=tuple(of[given.kind, given.name] for given in self.program.inputs),
+            outputs=tuple(to[output.kind, output.name] for output in self.program.outputs),
+        )
+
+    def _call(self, node: fx.Node) -> None:
+        row = row_of(node.target)
+        part = row.loop if row is not None else ""
+        if part == "unit":
+            return  # what it says of the order was checked with the form of the program
+        if part == "opens":
+            self._opens(node)
+        elif part == "closes":
+            if not self.open or node.args[0] is not self.open[-1]:
+                raise NotALoop("iterations end here that did not begin last", node)
+            self.open.pop()
+        elif part == "number":
+            self.env[node] = row.function(*(self._number(arg, node) for arg in node.args))  # type: ignore[union-attr]
+        elif part == "collects":
+            self._collects(node)
+        elif node.target is loop_ops.slice_of:
+            self._piece(node)
+        elif node.target is memory_ops.filled or (node.target is memory_ops.part and node.args[0] not in self.env):
+            self.memory.add(node)
+        elif node.target is memory_ops.join and node.args[0] in self.memory:
+            self._copied(node, pack.flatten, node.args[1:])
+        else:
+            self._copied(node)
+
+    def _opens(self, node: fx.Node) -> None:
+        axis, count = node.args[:2]
+        mesh = self.program.mesh
+        if axis not in self.time or mesh[str(axis)].size != count:
+            raise NotALoop(f"{count} iterations of {axis!r}, where the mesh is {mesh!r}", node)
+        if any(other.args[0] == axis for other in self.open):
+            raise NotALoop(f"iterations of {axis!r} within iterations of {axis!r}", node)
+        self.open.append(node)
+        self.env[node] = self.coords[str(axis)]
+
+    def _copied(self, node: fx.Node, target: Any = None, args: Any = None) -> None:
+        args = node.args if args is None else args
+        fx.map_arg((args, node.kwargs), lambda used: self._usable(used, node))
+        given, named = fx.map_arg((args, node.kwargs), self.env.__getitem__)
+        row = row_of(node.target)
+        if row is not None and row.group is not None:
+            given = (*given[: row.group], self._group(node, str(given[row.group])), *given[row.group + 1 :])
+        self.env[node] = self._make(node, target or node.target, given, named)
+
+    def _piece(self, node: fx.Node) -> None:
+        """An iteration's own rows of an input."""
+        args: Any = node.args
+        source, dim, start, length = args
+        if not isinstance(source, fx.Node) or source not in self.taken or not self._reaches(source):
+            raise NotALoop(f"{node.name} is an iteration's part of what is no input", node)
+        start, length = self._number((start, length), node)
+        left = [loop for loop in self.open if loop.args[0] in self._turned(source) - self.taken[source]]
+        origin = self._origin(source)
+        spec, shape = self.sources[origin].value.spec, self.sources[origin].value.shape
+        assert spec is not None
+        over = next((loop for loop in left if dim < len(spec.dims) and loop.args[0] in spec.dims[dim].axes), None)
+        if over is None:
+            raise NotALoop(f"{node.name} takes a part of dim {dim}, which these iterations do not sharded", node)
+        axis = str(over.args[0])
+        expected = iteration_rows(spec, shape, self.program.mesh, self.coords, axis, dim)
+        if (start, length) != expected:
+            what = f"iteration {self.coords[axis]} of {axis} takes {length} rows of {origin.name} from {start} on"
+            raise NotALoop(f"{what}, where its own are {expected[1]} from {expected[0]} on", node)
+        self.env[node] = self.env[source]
+        self.taken[node] = self.taken[source] | {axis}
+
+    def _output(self, node: fx.Node) -> None:
+        given: Any = node.args[0]
+        results = []
+        for output, result in zip(self.program.outputs, given, strict=False):
+            made = self.env.get(result) if isinstance(result, fx.Node) else result
+            spec = output.value.spec
+            if isinstance(made, IterationOutput):
+                made = self._own_part(output, made)
+            elif isinstance(result, fx.Node) and result not in self.taken:
+                self._usable(result, node)
+            assert spec is not None
+            results.append(made)
+        self.fx.output(tuple(results))
+
+    def _own_part(self, output: Output, made: IterationOutput) -> Any:
+        """What this iteration has put, where it is the output's own place for it."""
+        spec, shape = output.value.spec, output.value.shape
+        assert spec is not None
+        place = iteration_place(spec, shape, self.program.mesh, self.coords)
+        held = held_shape(spec, shape, self.program.mesh, self.program.rank)
+        if made.place != place or tuple(made.shape) != held:
+            what = f"an iteration's part of {output.kind} {output.name} is put at {made.place}, not {place}"
+            raise NotALoop(what, made.node)
+        if made.dtype != output.value.type.dtype:
+            what = f"{output.kind} {output.name} is put into memory of {made.dtype}, not {output.value.type.dtype}"
+            raise NotALoop(what, made.node)
+        return made.x
 
     def _number(self, arg: Any, node: fx.Node) -> Any:
         def known(each: fx.Node) -> Any:
@@ -108,12 +242,15 @@ class Walk:
             what = f"{used.name} holds what all iterations of {', '.join(sorted(missing))} have, and is used whole"
             raise NotALoop(what, node)
 
+    def _origin(self, node: fx.Node) -> fx.Node:
+        """The input that a slice is taken of."""
+        while node.op != "placeholder":
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
     def _turned(self, node: fx.Node) -> frozenset[str]:
         """The loop axes over which an input is sharded."""
-        source = node
-        while source.op != "placeholder":
-            source = source.args[0]  # type: ignore[assignment]
-        spec = self.sources[source].value.spec
+        spec = self.sources[self._origin(node)].value.spec
         return frozenset(axis for axis in self.time if spec is not None and axis in spec.axes)
 
     def _make(
@@ -128,13 +265,13 @@ class Walk:
 
     # ---- what leaves --------------------------------------------------------------------------------------------
 
-    def collects(self, node: fx.Node) -> None:
+    def _collects(self, node: fx.Node) -> None:
         """What a call collects over the iterations around it, as ranks would reduce or gather it."""
         memory = node.args[0]
         x = self._added(node)
         if not isinstance(memory, fx.Node) or not isinstance(x, fx.Node) or not self.open:
             raise NotALoop(f"{node.name} collects what is not done in iterations", node)
-        others = [user for user in memory.users if user is not node and not _frames(user)]
+        others = [user for user in memory.users if user is not node and loop_role(user) not in ("opens", "closes")]
         depth = len(self.inside[memory])
         if others or self.inside[memory] != tuple(self.open[:depth]) or depth == len(self.open):
             raise NotALoop(f"{memory.name} is not memory that these iterations alone collect into", node)
@@ -178,7 +315,7 @@ class Walk:
         return self._make(node, c10d.wait_tensor.default, (sent,))
 
     def _fits(self, node: fx.Node, memory: fx.Node, planned: Value) -> None:
-        """Memory for a sum has the shape of what is summed; a part of a buffer may have it in pieces."""
+        """Memory for a sum has the shape of what is summed; a part of a buffer may be strided."""
         spec = planned.spec or Spec.whole(planned.type.ndim)
         held = held_shape(spec, planned.shape, self.program.mesh, self.program.rank)
         if memory.target is memory_ops.part:
@@ -191,23 +328,23 @@ class Walk:
             raise NotALoop(f"{node.name} sums into memory of {list(asked)}, where what it adds has {list(held)}", node)
 
     def _put(self, node: fx.Node, memory: fx.Node, collected: list[fx.Node]) -> None:
-        """What each iteration makes, one behind the other, or at its place in the whole."""
+        """What each iteration makes, contiguous, or at its offset."""
         args: Any = node.args
         x, dims, starts, lengths = args[1:]
         dims, starts, lengths = (self._number(arg, node) for arg in (dims, starts, lengths))
-        whole: Any = self._number(memory_ops.shape_asked(memory.target, memory.args), node)
+        full: Any = self._number(memory_ops.shape_asked(memory.target, memory.args), node)
         dtype: Any = memory_ops.dtype_asked(memory.target, memory.args)
         if not len(dims) == len(starts) == len(lengths):
             raise NotALoop(f"{node.name} puts a part at {starts} of dims {dims}, in lengths {lengths}", node)
         made = self.env[x]
         if self._leaves(node):
             place = dict(zip(dims, zip(starts, lengths, strict=True), strict=True))
-            self.env[node] = Put(self._make(node, memory_ops.own, (made,)), place, list(whole), dtype, node)
+            self.env[node] = IterationOutput(self._make(node, memory_ops.own, (made,)), place, list(full), dtype, node)
         elif len(collected) == 1 and len(dims) == 1:
             planned = node.meta.get("shardfx")
             if not isinstance(planned, Node) or dtype != planned.outs[0].type.dtype:
                 raise NotALoop(f"{node.name} puts parts into memory of {dtype}, which is not what the plan has", node)
-            self.env[node] = self._gathered(node, made, collected[0], dims[0], list(whole), lengths[0])
+            self.env[node] = self._gathered(node, made, collected[0], dims[0], list(full), lengths[0])
         else:
             raise NotALoop(f"{node.name} puts parts of several axes together", node)
 
@@ -221,7 +358,7 @@ class Walk:
             for output, result in zip(self.program.outputs, given, strict=False)
         )
 
-    def _gathered(self, node: fx.Node, x: Any, loop: fx.Node, dim: int, whole: list[int], length: int) -> fx.Node:
+    def _gathered(self, node: fx.Node, x: Any, loop: fx.Node, dim: int, full: list[int], length: int) -> fx.Node:
         """The parts of all iterations together: what so many ranks would gather."""
         axis, count = str(loop.args[0]), self.program.mesh[str(loop.args[0])].size
         rows, at = [self._rows(node, loop, iteration) for iteration in range(count)], 0
@@ -229,14 +366,14 @@ class Walk:
             if start != at:
                 raise NotALoop(f"iteration {iteration} puts its part at {start}, where {at} is the next place", node)
             at += length_
-        if at != whole[dim]:
-            raise NotALoop(f"iterations put {at} rows into memory for {whole[dim]}", node)
+        if at != full[dim]:
+            raise NotALoop(f"iterations put {at} rows into memory for {full[dim]}", node)
         per = max(length_ for _, length_ in rows)
-        packed = self._make(node, pack.pack, (x, [*whole[:dim], length, *whole[dim + 1 :]], dim, per))
+        packed = self._make(node, pack.pack, (x, [*full[:dim], length, *full[dim + 1 :]], dim, per))
         group = self.planned.mesh.group_name(self.rank, [axis])
         sent = self._make(node, c10d.all_gather_into_tensor.default, (packed, count, group))
         wait = self._make(node, c10d.wait_tensor.default, (sent,))
-        return self._make(node, pack.unpack_gathered, (wait, per, [length_ for _, length_ in rows], dim, whole))
+        return self._make(node, pack.unpack_gathered, (wait, per, [length_ for _, length_ in rows], dim, full))
 
     def _rows(self, node: fx.Node, loop: fx.Node, iteration: int) -> tuple[int, int]:
         """Where another iteration puts its part."""
@@ -252,153 +389,3 @@ class Walk:
         args: Any = node.args
         (start,), (length,) = fx.map_arg(args[3:5], number)
         return start, length
-
-
-def _frames(node: fx.Node) -> bool:
-    row = row_of(node.target)
-    return row is not None and row.loop in ("opens", "closes")
-
-
-def as_ranks(mesh: Mesh) -> Mesh:
-    """The mesh on which each iteration is a rank of its own."""
-    return Mesh(links={axis.name: axis.link for axis in mesh.axes}, **{axis.name: axis.size for axis in mesh.axes})
-
-
-def unrolled(program: RankProgram, graph: Graph, rank: int) -> RankProgram:
-    """What one rank of the mesh without iterations does, of the program of the rank that it is a turn of.
-
-    Args:
-        graph: the planned one, on the mesh :func:`as_ranks`.
-        rank: of this mesh.
-
-    Raises:
-        NotTurns: iterations are left out or done twice, take other rows than their own, or something leaves them that
-            they do not collect.
-    """
-    return _Unrolling(program, graph, rank).run()
-
-
-class _Unrolling(Walk):
-    def run(self) -> RankProgram:
-        for node in self.program.graph.nodes:
-            self.inside[node] = tuple(self.open)
-            if node.op == "placeholder":
-                self.env[node] = self.fx.node_copy(node)
-                self.taken[node] = frozenset()
-            elif node.op == "output":
-                self._output(node)
-            elif node.op == "get_attr":
-                self.env[node] = self.fx.node_copy(node)
-            else:
-                self._call(node)
-        if self.open:
-            raise NotALoop("iterations begin here and do not end", self.open[-1])
-        of = {(given.kind, given.name): given for given in self.planned.inputs}
-        to = {(output.kind, output.name): output for output in self.planned.outputs}
-        return replace(
-            self.program,
-            rank=self.rank,
-            mesh=self.planned.mesh,
-            graph=self.fx,
-            inputs=tuple(of[given.kind, given.name] for given in self.program.inputs),
-            outputs=tuple(to[output.kind, output.name] for output in self.program.outputs),
-        )
-
-    def _call(self, node: fx.Node) -> None:
-        row = row_of(node.target)
-        part = row.loop if row is not None else ""
-        if part == "unit":
-            return  # what it says of the order was checked with the form of the program
-        if part == "opens":
-            self._opens(node)
-        elif part == "closes":
-            if not self.open or node.args[0] is not self.open[-1]:
-                raise NotALoop("iterations end here that did not begin last", node)
-            self.open.pop()
-        elif part == "number":
-            self.env[node] = row.function(*(self._number(arg, node) for arg in node.args))  # type: ignore[union-attr]
-        elif part == "collects":
-            self.collects(node)
-        elif node.target is loop_ops.slice_of:
-            self._piece(node)
-        elif node.target is memory_ops.filled or (node.target is memory_ops.part and node.args[0] not in self.env):
-            self.memory.add(node)
-        elif node.target is memory_ops.join and node.args[0] in self.memory:
-            self._copied(node, pack.flatten, node.args[1:])
-        else:
-            self._copied(node)
-
-    def _opens(self, node: fx.Node) -> None:
-        axis, count = node.args[:2]
-        mesh = self.program.mesh
-        if axis not in self.time or mesh[str(axis)].size != count:
-            raise NotALoop(f"{count} iterations of {axis!r}, where the mesh is {mesh!r}", node)
-        if any(other.args[0] == axis for other in self.open):
-            raise NotALoop(f"iterations of {axis!r} within iterations of {axis!r}", node)
-        self.open.append(node)
-        self.env[node] = self.coords[str(axis)]
-
-    def _copied(self, node: fx.Node, target: Any = None, args: Any = None) -> None:
-        args = node.args if args is None else args
-        fx.map_arg((args, node.kwargs), lambda used: self._usable(used, node))
-        given, named = fx.map_arg((args, node.kwargs), self.env.__getitem__)
-        row = row_of(node.target)
-        if row is not None and row.group is not None:
-            given = (*given[: row.group], self._group(node, str(given[row.group])), *given[row.group + 1 :])
-        self.env[node] = self._make(node, target or node.target, given, named)
-
-    # ---- what comes in ------------------------------------------------------------------------------------------
-
-    def _piece(self, node: fx.Node) -> None:
-        """An iteration's own rows of an input."""
-        args: Any = node.args
-        source, dim, start, length = args
-        if not isinstance(source, fx.Node) or source not in self.taken or not self._reaches(source):
-            raise NotALoop(f"{node.name} is an iteration's part of what is no input", node)
-        start, length = self._number((start, length), node)
-        left = [loop for loop in self.open if loop.args[0] in self._turned(source) - self.taken[source]]
-        origin = source
-        while origin.op != "placeholder":
-            origin = origin.args[0]  # type: ignore[assignment]
-        spec, shape = self.sources[origin].value.spec, self.sources[origin].value.shape
-        assert spec is not None
-        over = next((loop for loop in left if dim < len(spec.dims) and loop.args[0] in spec.dims[dim].axes), None)
-        if over is None:
-            raise NotALoop(f"{node.name} takes a part of dim {dim}, which these iterations do not sharded", node)
-        axis = str(over.args[0])
-        expected = own_rows(spec, shape, self.program.mesh, self.coords, axis, dim)
-        if (start, length) != expected:
-            what = f"iteration {self.coords[axis]} of {axis} takes {length} rows of {origin.name} from {start} on"
-            raise NotALoop(f"{what}, where its own are {expected[1]} from {expected[0]} on", node)
-        self.env[node] = self.env[source]
-        self.taken[node] = self.taken[source] | {axis}
-
-    def _output(self, node: fx.Node) -> None:
-        given: Any = node.args[0]
-        results = []
-        for output, result in zip(self.program.outputs, given, strict=False):
-            made = self.env.get(result) if isinstance(result, fx.Node) else result
-            spec = output.value.spec
-            if isinstance(made, Put):
-                made = self._own_part(output, made)
-            elif isinstance(result, fx.Node) and result not in self.taken:
-                self._usable(result, node)
-            assert spec is not None
-            results.append(made)
-        self.fx.output(tuple(results))
-
-    def _own_part(self, output: Output, made: Put) -> Any:
-        """What this iteration has put, where it is the output's own place for it."""
-        spec, shape = output.value.spec, output.value.shape
-        assert spec is not None
-        place, held = (
-            own_place(spec, shape, self.program.mesh, self.coords),
-            held_shape(spec, shape, self.program.mesh, self.program.rank),
-        )
-        if made.place != place or tuple(made.shape) != held:
-            what = f"an iteration's part of {output.kind} {output.name} is put at {made.place}, not {place}"
-            raise NotALoop(what, made.node)
-        if made.dtype != output.value.type.dtype:
-            what = f"{output.kind} {output.name} is put into memory of {made.dtype}, not {output.value.type.dtype}"
-            raise NotALoop(what, made.node)
-        return made.x

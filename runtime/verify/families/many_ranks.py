@@ -39,7 +39,7 @@ from typing import Any
 from shardfx.ir.graph import Graph, Input, Node, Output
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.program.loops.schedule_actions import ends_here, is_done
+from shardfx.ir.program.loops.schedule_actions import local_ends, runs_here
 from shardfx.ir.rules.book import RuleBook
 from shardfx.runtime.verify.data_movement import COLLECTIVES, MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault
@@ -76,8 +76,8 @@ class FamilyRequest:
     def at(self, graph: Graph, rank: int) -> FamilyRequest:
         """The part that belongs to the stages of a rank."""
         coords = graph.mesh.coords(rank)
-        inputs, outputs = ends_here(graph, self.inputs, self.outputs, coords)
-        nodes = [node for node in self.nodes if is_done(node, graph, coords)]
+        inputs, outputs = local_ends(graph, self.inputs, self.outputs, coords)
+        nodes = [node for node in self.nodes if runs_here(node, graph, coords)]
         return replace(self, nodes=nodes, inputs=inputs, outputs=outputs)
 
 

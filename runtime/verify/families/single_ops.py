@@ -35,7 +35,7 @@ from shardfx.ir.ops.alike import argument_key
 from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.ops.table import OwnOp, carried
-from shardfx.ir.program.loops.schedule_actions import ends_here, made_at
+from shardfx.ir.program.loops.schedule_actions import local_ends, stages_of
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import gives_list, is_sharded
 from shardfx.runtime.verify.data_movement import MESSAGES
@@ -99,7 +99,7 @@ class SingleOps:
         proof = Proof(small, universe, Deduction(universe, self._book, small.mesh), Numbering(universe, small.mesh))
         of = {rank: family for family in made for rank in family.ranks}
         asked = self._ranks(small.nodes[0], made, small.mesh)
-        ends = {r: ends_here(small, small.inputs, small.outputs, small.mesh.coords(r)) for r in asked}
+        ends = {r: local_ends(small, small.inputs, small.outputs, small.mesh.coords(r)) for r in asked}
         ranks = {r: Rank(proof, r, of[r].at(r), given) for r, (given, _) in ends.items()}
         try:
             LockStep(proof, ranks).run()
@@ -193,7 +193,7 @@ def op_key(node: Node) -> Any:
     kwargs = tuple([(name, argument_key(arg, index)) for name, arg in node.kwargs.items()])
     placed = tuple([(v.type, v.spec) for v in places])
     made = tuple([None if v is None else (v.type, v.spec) for v in node.results])
-    stages = (node.at, *map(made_at, places)) if node.op is comm.send else ()
+    stages = (node.at, *map(stages_of, places)) if node.op is comm.send else ()
     return node.op, args, kwargs, placed, made, node.strategy, stages
 
 
@@ -214,7 +214,7 @@ def alone(node: Node, graph: Graph) -> Graph:
     staged = node.op is comm.send
     return Graph(
         graph.mesh,
-        [Input(InputKind.ARGUMENT, v.name, v, at=made_at(of) if staged else ()) for of, v in inputs.items()],
+        [Input(InputKind.ARGUMENT, v.name, v, at=stages_of(of) if staged else ()) for of, v in inputs.items()],
         [made],
         [Output(OutputKind.RESULT, str(i), v) for i, v in enumerate(made.outs)],
         pipeline=graph.pipeline if staged else None,

@@ -17,7 +17,7 @@ from torch import fx
 
 from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Input, Output, op_name
-from shardfx.ir.program.loops.schedule_actions import ends_here
+from shardfx.ir.program.loops.schedule_actions import local_ends
 from shardfx.runtime.rendezvous import Groups, Mailbox, Request, unfit
 from shardfx.runtime.verify.data_movement import MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault
@@ -38,7 +38,7 @@ def interpret(
     ``inputs`` and ``outputs`` are those of all programs, in order: each has what is of its rank's stages.
     """
     mesh = proof.after.mesh
-    ends = {r: ends_here(proof.after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
+    ends = {r: local_ends(proof.after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
     ranks = {r: Rank(proof, r, modules[r], given) for r, (given, _) in ends.items()}
     try:
         LockStep(proof, ranks).run()

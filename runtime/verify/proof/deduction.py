@@ -23,7 +23,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.traits import draw_slot, with_defaults
-from shardfx.ir.program.devices import kernel_forms
+from shardfx.ir.program.devices import kernel_variants
 from shardfx.ir.rules.book import RuleBook, perform, replicated
 from shardfx.ir.rules.local import Share
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -255,7 +255,7 @@ def written(
     if not isinstance(call, ExpectedCall):
         yield call
         return
-    for form in kernel_forms(share, (call.op, call.args, call.kwargs)):
+    for form in kernel_variants(share, (call.op, call.args, call.kwargs)):
         yield ExpectedCall(*form)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 from torch._decomp import core_aten_decompositions, decomposition_table
 
-from shardfx.ir.cost.fake_calls import FakeCalls, Layout, Result, change, leaves
+from shardfx.ir.cost.fake_calls import FakeCalls, Result, TensorLayout, leaves, map_nest
 from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops.computing.rings import ring
@@ -305,7 +305,7 @@ class NormalForms:
 
         every = result if isinstance(result, list) else [result]
         results = [None if each is None else Value(TensorType(each[0], widened(each[1]))) for each in every]
-        wide, named = (change(widened(each), operand, NormalValue) for each in (list(args), dict(kwargs)))
+        wide, named = (map_nest(widened(each), operand, NormalValue) for each in (list(args), dict(kwargs)))
         node = Node(op, tuple(wide), named, results)
         self._within.append(op)
         try:
@@ -343,8 +343,8 @@ class NormalForms:
             Unfollowed: it cannot be called so.
         """
 
-        def layout(value: NormalValue) -> Layout:
-            return Layout.dense(self.shape(value), self.dtype(value))
+        def layout(value: NormalValue) -> TensorLayout:
+            return TensorLayout.dense(self.shape(value), self.dtype(value))
 
         def type_of(made: Any) -> Any:
             if isinstance(made, (list, tuple)):
@@ -352,7 +352,7 @@ class NormalForms:
             return (made.layout.shape, made.layout.dtype) if isinstance(made, Result) else None
 
         try:
-            made = self.fakes.made(op, *(change(each, layout, NormalValue) for each in (list(args), dict(kwargs))))
+            made = self.fakes.made(op, *(map_nest(each, layout, NormalValue) for each in (list(args), dict(kwargs))))
         except DOES_NOT_RUN as error:
             raise Unfollowed from error
         return type_of(made.results)
@@ -371,7 +371,7 @@ class NormalForms:
             return found if op in ON_LOOPS else found.written_out()
 
         try:
-            given, named = change(list(args), elements, NormalValue), change(dict(kwargs), elements, NormalValue)
+            given, named = map_nest(list(args), elements, NormalValue), map_nest(dict(kwargs), elements, NormalValue)
             made = ON_LOOPS.get(op, op)(*given, **named)
         except DOES_NOT_RUN:
             return None
