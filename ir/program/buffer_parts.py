@@ -85,11 +85,11 @@ class BufferParts:
         if slot is None or seen is None or node in self._exact:
             return
         in_order = seen in self._exact and slot[1][0] == 1 and node.target in IN_ORDER
-        in_order = in_order or self._turned_back(node, seen)
+        in_order = in_order or self._sees_all_in_order(node, seen)
         (self._exact if in_order else self._within)[node] = slot
 
-    def _turned_back(self, node: fx.Node, seen: fx.Node) -> bool:
-        """Whether a view of what lies in a slot sees all of it in order: it may turn back what one before turned."""
+    def _sees_all_in_order(self, node: fx.Node, seen: fx.Node) -> bool:
+        """Whether a view of what lies in a slot sees all of it in order: it may undo a transposition."""
         known = self._views.get(seen)
         if known is None or not isinstance(node.target, torch._ops.OpOverload) or node.all_input_nodes != [seen]:
             return False

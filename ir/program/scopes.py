@@ -142,7 +142,7 @@ class ScopeCheck:
     def _handed_on(self, used: fx.Node, node: fx.Node, at: int) -> None:
         """What another action of the same iteration made: it was done before, and its memory is this iteration's."""
         begin, maker, unit = self._open[at - 1], action_name(self._inside[used][at]), action_name(self._open[at])
-        iteration = self._orders[begin].turned_round(maker, unit)
+        iteration = self._orders[begin].first_violation(maker, unit)
         if iteration is not None:
             what = f"{used.name} is used in {unit} of iteration {iteration}, before {maker} makes it"
             self._fail(
@@ -164,10 +164,12 @@ class ScopeCheck:
             before = self._touched.setdefault((begin, root), {})
             writes = self._into.get(node) is root
             for other, wrote in before.items():
-                iteration = self._orders[begin].turned_round(other, name) if other != name else None
+                iteration = self._orders[begin].first_violation(other, name) if other != name else None
                 if iteration is not None and (wrote or writes):
                     what = f"{value.name} lies in memory that is written over, and {name} uses it before {other}"
                     self._fail(
-                        f"{what} in turn {iteration}", node, expected=f"{other}.{iteration} before {name}.{iteration}"
+                        f"{what} in iteration {iteration}",
+                        node,
+                        expected=f"{other}.{iteration} before {name}.{iteration}",
                     )
             before[name] = before.get(name, False) or writes

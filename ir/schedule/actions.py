@@ -110,7 +110,7 @@ class Schedule:
 
     @cached_property
     def microbatches(self) -> range:
-        """The turns up to the highest that is named."""
+        """The micro-batches up to the highest that is named."""
         return range(1 + max(action.microbatch for action in self))
 
     @cached_property

@@ -13,8 +13,7 @@ from .actions import Action, Schedule
 
 def check_complete(schedule: Schedule, stages: int, microbatches: int) -> None:
     """Check that each action is of a stage and micro-batch that there are, stands once, on the rank of its stage, and
-    that
-    none is missing: a forward and a backward, whole or in halves, of each micro-batch; an update of each stage, or of
+    that none is missing: a forward and a backward (or its halves) of each micro-batch, an update of each stage or
     none."""
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.rows):

@@ -3,8 +3,8 @@
 The micro-batches of ``Hints(pipeline=...)`` sharded the batch too, where no hint says what they shard.
 
 >>> hints = Hints(args=(x,), specs={"args.0": "dp, -"}, accumulate=4)
->>> mesh = with_turns(Mesh(dp=2), hints)
->>> mesh, specs_in_turns(mesh, hints)["args.0"]
+>>> mesh = with_iterations(Mesh(dp=2), hints)
+>>> mesh, specs_in_iterations(mesh, hints)["args.0"]
 (Mesh(mb=Loop(4), dp=2), [.{mb,dp}, .])
 """
 

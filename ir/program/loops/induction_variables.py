@@ -13,7 +13,7 @@ alike:
     iteration 8, 9      3 rows from 32, 35 on                     at = loop.piecewise_index(iteration, [(0, 0, 4), (8,
     32, 3)])
 
-Of iterations within turns a number is a line of the inner iteration, whose begin and growth are numbers of the outer
+In nested loops a number is a line of the inner iteration, whose begin and growth are numbers of the outer
 one.
 """
 
@@ -40,8 +40,8 @@ from .loop_regions import action_order, loop_role, regions
 Written = Callable[[Mapping[str, int]], fx.Graph]
 Path = tuple[Any, ...]
 Number = Any
-"""Of no axis, an argument as it is. Of some, lines over the first of them: from which turn on, the number in it, and by
-how much it grows from turn to iteration; both of which are numbers of the other axes."""
+"""Of no axis, an argument as it is. Of some, lines over the first of them: from which iteration on, the number in it,
+and by how much it grows from iteration to iteration; both of which are numbers of the other axes."""
 
 
 def with_induction_variables(made: fx.Graph, written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:

@@ -82,11 +82,11 @@ def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) 
     if not axes:
         return list(nodes)
     axis, *inner = axes
-    turned = {node for node in nodes if is_looped(node, axis)}
-    if not turned:
+    looped = {node for node in nodes if is_looped(node, axis)}
+    if not looped:
         return _arranged(nodes, wanted, inner)
-    turned |= _recomputed_inside(nodes, turned, inner)
-    loops = _LoopSplit(axis, nodes, turned, wanted)
+    looped |= _recomputed_inside(nodes, looped, inner)
+    loops = _LoopSplit(axis, nodes, looped, wanted)
     steps: list[Node | PlannedLoop] = []
     for each in loops.order():
         if isinstance(each, PlannedLoop):
@@ -108,7 +108,7 @@ def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) 
     return [*plain, *_arranged(run, wanted, inner)]
 
 
-def _recomputed_inside(nodes: Sequence[Node], turned: set[Node], inner: Sequence[str]) -> set[Node]:
+def _recomputed_inside(nodes: Sequence[Node], looped: set[Node], inner: Sequence[str]) -> set[Node]:
     """What is done anew in each iteration: what says so, and what is made of it for iterations alone; and what
     iterations within these
     have pieces of."""
@@ -120,30 +120,30 @@ def _recomputed_inside(nodes: Sequence[Node], turned: set[Node], inner: Sequence
     behind: set[Node] = set()
     for node in nodes:
         again = node.attrs.get(EACH_ITERATION) or any(varies_over(axis, value) for axis in inner for value in node.outs)
-        if node not in turned and (again or any(value.node in behind for value in node.operands)):
+        if node not in looped and (again or any(value.node in behind for value in node.operands)):
             behind.add(node)
     sunk: set[Node] = set()
     for node in reversed(nodes):
-        if node in behind and users.get(node) and all(user in turned or user in sunk for user in users[node]):
+        if node in behind and users.get(node) and all(user in looped or user in sunk for user in users[node]):
             sunk.add(node)
     return sunk
 
 
 def crossing_use(nodes: Sequence[Node], mesh: Mesh) -> tuple[Node, Node, str, str] | None:
-    """Who uses a piece of a turn on the other side of where iterations around it begin or end, and who makes it; with
+    """A use of a slice of an iteration outside the loop around it, and its maker; with
     the
     axes around and within. There is no order in which that can be done."""
     axes = loop_axes(mesh)
     for at, axis in enumerate(axes[:-1]):
         inner = axes[at + 1 :]
         own = {node for node in nodes if is_looped(node, axis)}
-        turned = own | _recomputed_inside(nodes, own, inner)
+        looped = own | _recomputed_inside(nodes, own, inner)
         for node in nodes:
             for value in node.operands:
                 maker, within = value.node, next((each for each in inner if varies_over(each, value)), "")
                 if maker is None or not within or varies_over(axis, value):
                     continue
-                if maker in own or (maker in turned) is not (node in turned):
+                if maker in own or (maker in looped) is not (node in looped):
                     return node, maker, axis, within
     return None
 
@@ -151,10 +151,10 @@ def crossing_use(nodes: Sequence[Node], mesh: Mesh) -> tuple[Node, Node, str, st
 class _LoopSplit:
     """The loops over one axis among some nodes, and what stands between them."""
 
-    def __init__(self, axis: str, nodes: list[Node], turned: set[Node], wanted: Container[Value]) -> None:
-        self.axis, self.nodes, self.turned = axis, nodes, turned
+    def __init__(self, axis: str, nodes: list[Node], looped: set[Node], wanted: Container[Value]) -> None:
+        self.axis, self.nodes, self.looped = axis, nodes, looped
         self.wanted = wanted
-        self.ending = {n for n in turned if is_looped(n, axis) and not any(varies_over(axis, v) for v in n.outs)}
+        self.ending = {n for n in looped if is_looped(n, axis) and not any(varies_over(axis, v) for v in n.outs)}
         """Where a value becomes whole over the axis."""
         self.count = self._earliest()
         self.loop_of = self._latest()
@@ -165,7 +165,7 @@ class _LoopSplit:
         most = 0
         for node in self.nodes:
             loop = max((there.get(value, 0) for value in node.operands), default=0)
-            if node in self.turned:
+            if node in self.looped:
                 most = max(most, loop)
             there |= dict.fromkeys(node.outs, loop + (node in self.ending))
         return most + 1
@@ -178,7 +178,7 @@ class _LoopSplit:
             needed = min((before.get(value, self.count) for value in node.outs), default=self.count)
             if node in self.ending:
                 needed = found[node] = needed - 1
-            elif node in self.turned:
+            elif node in self.looped:
                 needed = min(needed, self.count - 1)
             for value in node.operands:
                 before[value] = min(before.get(value, self.count), needed)
@@ -195,7 +195,7 @@ class _LoopSplit:
             made += self._before(loop.nodes(), done)
             made.append(loop)
             done |= {node for node in loop.nodes() if node in self.ending}
-        made += [node for node in self.nodes if node not in self.turned and node not in done]
+        made += [node for node in self.nodes if node not in self.looped and node not in done]
         return made
 
     def _loop(self, number: int) -> PlannedLoop:
@@ -204,7 +204,7 @@ class _LoopSplit:
         kept = {node for node, loop in self.loop_of.items() if loop == number}
         ends: set[Value] = set()
         for node in reversed(self.nodes):
-            if node not in self.turned or node in self.ending:
+            if node not in self.looped or node in self.ending:
                 continue
             given = {v for v in node.outs if v in self.wanted and varies_over(self.axis, v)} if last else set()
             ends |= given
@@ -212,7 +212,7 @@ class _LoopSplit:
                 kept.add(node)
         needed = {value for node in kept for value in node.operands}
         for node in reversed(self.nodes):
-            if node in self.turned and node not in self.ending and any(value in needed for value in node.outs):
+            if node in self.looped and node not in self.ending and any(value in needed for value in node.outs):
                 kept.add(node)
                 needed.update(node.operands)
         return PlannedLoop(self.axis, tuple(node for node in self.nodes if node in kept), frozenset(ends))
@@ -222,7 +222,7 @@ class _LoopSplit:
         needed = {value for node in nodes for value in node.operands}
         found = []
         for node in reversed(self.nodes):
-            if node not in self.turned and node not in done and any(value in needed for value in node.outs):
+            if node not in self.looped and node not in done and any(value in needed for value in node.outs):
                 found.append(node)
                 done.add(node)
                 needed.update(node.operands)

@@ -99,7 +99,7 @@ class ActionOrder:
         return {word: place for place, word in enumerate(self.words)}
 
     @cached_property
-    def _turned(self) -> dict[tuple[str, str], int | None]:
+    def _violations(self) -> dict[tuple[str, str], int | None]:
         return {}
 
     def incomplete(self, iterations: int) -> str:
@@ -111,19 +111,19 @@ class ActionOrder:
                     return f"{ActionStep(unit, iteration)} is done {'twice' if times == 2 else f'{times} times'}"
         return f"{next(iter(there))} is of none of {iterations} iterations" if there else ""
 
-    def turned_round(self, first: str, second: str) -> int | None:
+    def first_violation(self, first: str, second: str) -> int | None:
         """The first iteration in which the action that is to be first does not run before the other, if there is
         one."""
         pair, place = (first, second), self._place
-        if pair not in self._turned:  # it is asked of each value that one hands on to the other
+        if pair not in self._violations:  # it is asked of each value that one hands on to the other
             never = len(place)
             done = (
                 (word, place.get(ActionStep(first, word.iteration), never))
                 for word in self.words
                 if word.unit == second
             )
-            self._turned[pair] = next((word.iteration for word, at in done if at > place[word]), None)
-        return self._turned[pair]
+            self._violations[pair] = next((word.iteration for word, at in done if at > place[word]), None)
+        return self._violations[pair]
 
     @cached_property
     def in_flight(self) -> int:
@@ -152,7 +152,7 @@ def action_order(begin: fx.Node) -> str:
 
 
 Iterations = tuple[tuple[str, int], ...]
-"""Of the axes around, outermost first: which turn it is."""
+"""Of the axes around, outermost first: the iteration."""
 
 
 def execution_order(nodes: Sequence[fx.Node], iterations: Iterations = ()) -> Iterator[tuple[fx.Node, Iterations]]:

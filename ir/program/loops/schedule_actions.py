@@ -44,9 +44,9 @@ def split_into_actions(loop: PlannedLoop, unit_of: Callable[[Node], str], order:
         for node in nodes_of(steps):
             for value in node.operands:
                 maker = made.get(value, unit)
-                late = None if maker == unit else words.turned_round(maker, unit)
+                late = None if maker == unit else words.first_violation(maker, unit)
                 assert late is None, (
-                    f"{node.name} of {unit} needs {value.name}, which {maker} makes later in turn {late}"
+                    f"{node.name} of {unit} needs {value.name}, which {maker} makes later in iteration {late}"
                 )
     return replace(
         loop,

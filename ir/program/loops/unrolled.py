@@ -168,7 +168,7 @@ class _Unrolling:
         if not isinstance(source, fx.Node) or source not in self.taken or not self._reaches(source):
             raise NotALoop(f"{node.name} is an iteration's part of what is no input", node)
         start, length = self._number((start, length), node)
-        left = [loop for loop in self.open if loop.args[0] in self._turned(source) - self.taken[source]]
+        left = [loop for loop in self.open if loop.args[0] in self._loop_axes_of(source) - self.taken[source]]
         origin = self._origin(source)
         spec, shape = self.sources[origin].value.spec, self.sources[origin].value.shape
         assert spec is not None
@@ -238,7 +238,7 @@ class _Unrolling:
             raise NotALoop(f"{used.name} is used in the iterations that collect it", node)
         if not self._reaches(used):
             raise NotALoop(f"{used.name} is used behind its iterations, which do not collect it", node)
-        if used in self.taken and (missing := self._turned(used) - self.taken[used]):
+        if used in self.taken and (missing := self._loop_axes_of(used) - self.taken[used]):
             what = f"{used.name} holds what all iterations of {', '.join(sorted(missing))} have, and is used whole"
             raise NotALoop(what, node)
 
@@ -248,7 +248,7 @@ class _Unrolling:
             node = node.args[0]  # type: ignore[assignment]
         return node
 
-    def _turned(self, node: fx.Node) -> frozenset[str]:
+    def _loop_axes_of(self, node: fx.Node) -> frozenset[str]:
         """The loop axes over which an input is sharded."""
         spec = self.sources[self._origin(node)].value.spec
         return frozenset(axis for axis in self.time if spec is not None and axis in spec.axes)
