@@ -73,7 +73,7 @@ def overwriting(order: str) -> RankProgram:
 
 def test_what_is_written_over_is_read_before_in_every_iteration() -> None:
     validate_program(overwriting("F0.0 I0.0 W0.0 F0.1 I0.1 W0.1"), ends=False)
-    with pytest.raises(ProgramError, match="W0 uses it before I0 in turn 1"):
+    with pytest.raises(ProgramError, match="W0 uses it before I0 in iteration 1"):
         validate_program(overwriting(THREE), ends=False)
 
 

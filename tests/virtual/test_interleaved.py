@@ -127,7 +127,7 @@ def test_a_measured_step_says_which_iteration_it_was(tmp_path: Any) -> None:
     row = [action for action, _ in recording.steps[0].rows[0]]
     assert row[:2] == [sx.schedules.Action("F", 0, 0), sx.schedules.Action("F", 0, 1)]
     assert row.count(sx.schedules.Action("F", 0, 0)) > 1
-    assert {each.iteration for each in row} == {0, 1}
+    assert {each.microbatch for each in row} == {0, 1}
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ def split_into_actions(loop: PlannedLoop, unit_of: Callable[[Node], str], order:
     made: dict[Value, str] = {}
     for step in loop.steps:
         names = dict.fromkeys(map(unit_of, nodes_of([step])))
+        assert names.keys() <= place.keys(), f"no action {', '.join(sorted(names.keys() - place.keys()))} in the order"
         unit = max(names, key=place.__getitem__)
         units[unit].append(step)
         made |= {value: unit for node in nodes_of([step]) for value in node.outs}
