@@ -11,9 +11,10 @@ programs one by one:
    runs once for all ranks whose numbers take it the same way (:mod:`.varying`), and what it writes for such a *family*
    is read op by op (:mod:`.op_code`). The families have one order of collectives.
 4. *One whole program*, with all its collectives: order, operands, waits and results. Its partners in collectives are
-   *shadows* (:mod:`..proof.collective_matching`): by 1 and 3 they have at each node what the rank has, at their own
-   coordinates. Where shards are not equal, it is one of each box (:mod:`.equal_shards`), side by side. Programs for
-   fewer outputs, whose calls are all in one that was interpreted, are read as a part of it (:mod:`..proof.reuse_facts`).
+   *shadows* (:mod:`..proof.collective_matching`): by 1 and 3 they have at each node what the rank itself has, at their
+   own coordinates. Where shards are not equal, it is one of each box (:mod:`.equal_shards`), side by side. Programs for
+   fewer outputs, whose calls are all in one that was interpreted, are read as a part of it
+   (:mod:`..proof.reuse_facts`).
 
 Ranks at different places along the axis of stages are in no family, and each place has its own order of collectives and
 messages. A send is checked by those that it concerns, and *all* ranks' messages of it are compared. In 3 each message
