@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,8 +17,7 @@ import shardfx as sx
 from shardfx.ir import Graph, Node, Rewriter, Value
 from shardfx.ir.ops import memory_ops
 from shardfx.passes import Context
-from shardfx.runtime.verify.proof.normal_form import NormalForms as empty
-from shardfx.runtime.verify.proof.normal_form import Unfollowed
+from shardfx.runtime.verify.proof.normal_form import NormalForms, Unfollowed
 from tests.captures import captured_once
 
 aten = torch.ops.aten
@@ -177,7 +177,76 @@ def test_what_was_not_waited_for_is_no_value_yet() -> None:
 
 def test_a_call_that_cannot_be_made_is_a_verdict() -> None:
     """Where what is no tensor stands in the place of one, behind what is written otherwise."""
-    forms = empty()
+    forms = NormalForms()
     several = [forms.atom(each, (2,), torch.float32) for each in "ab"]
     with pytest.raises(Unfollowed):
         forms.types(aten.neg.default, (several,), {})
+
+
+class Block(nn.Module):
+    """Attention, and a gated layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(y)
+        return torch.as_tensor(self.c(F.gelu(self.a(x)) * F.silu(self.b(x))).mean(1))
+
+
+Rewrite = Callable[..., Any]
+"""Of what writes a call, and the arguments of a node."""
+EQUIVALENT: Mapping[str, tuple[Any, Rewrite, bool]] = {
+    "addmm as mm and add": (
+        aten.addmm.default,
+        lambda call, c, a, b: call(aten.add.Tensor, c, call(aten.mm.default, a, b)),
+        True,
+    ),
+    "addmm as Python's operators": (
+        aten.addmm.default,
+        lambda call, c, a, b: call(operator.add, call(operator.matmul, a, b), c),
+        True,
+    ),
+    "silu as x * sigmoid(x)": (
+        aten.silu.default,
+        lambda call, x: call(aten.mul.Tensor, x, call(aten.sigmoid.default, x)),
+        True,
+    ),
+    "silu as x * torch.tanh(x)": (
+        aten.silu.default,
+        lambda call, x: call(operator.mul, x, call(torch.tanh, x)),
+        False,
+    ),
+    "F.gelu": (aten.gelu.default, lambda call, x: call(F.gelu, x), True),
+    "F.gelu by tanh": (aten.gelu.default, lambda call, x: call(F.gelu, x, approximate="tanh"), False),
+    "operator.add": (aten.add.Tensor, lambda call, a, b: call(operator.add, a, b), True),
+}
+
+
+@pytest.mark.parametrize("name", EQUIVALENT)
+def test_rank_program_rewritten_around_attention_is_proven_only_if_equivalent(name: str) -> None:
+    op, write, sound = EQUIVALENT[name]
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 5, 8), torch.randint(0, 6, (4,))
+    with captured_once("around attention"):
+        hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, specs={"args.0": "dp, -, -"})
+        pm = sx.parallelize(Block(), sx.Mesh(dp=2), hints, virtual=True)
+    changed = {rank: pm.rank_module(rank) for rank in range(2)}
+    for module in changed.values():
+        graph, found = module.graph, [node for node in module.graph.nodes if node.target is op]
+        assert found
+        for node in found:
+
+            def call(of: Any, *args: Any, node: fx.Node = node, graph: fx.Graph = graph, **kwargs: Any) -> fx.Node:
+                with graph.inserting_before(node):
+                    return graph.call_function(of, args, kwargs)
+
+            node.replace_all_uses_with(write(call, *node.args))
+            graph.erase_node(node)
+        module.recompile()
+    verdict = pm.verify(changed)
+    assert verdict.status == ("proven" if sound else "refuted"), verdict

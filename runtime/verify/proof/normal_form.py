@@ -196,6 +196,8 @@ class NormalForms:
         """The finite number that a value is everywhere, if it is."""
         runs = self.values[of.number][0].runs
         what = self.atoms[runs[0].source - 1] if len(runs) == 1 and runs[0].source else None
+        if what == ("number", "-0.0"):
+            return -0.0
         return what.constant if isinstance(what, LinearForm) and not what.parts else None
 
     # ---- linear forms and products --------------------------------------------------------------------------------
