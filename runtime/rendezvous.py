@@ -99,19 +99,12 @@ class Groups:
             shape, _, rest = name.partition("/")
             axes = tuple(rest.partition("@")[0].split("."))
             known = shape == self._mesh.signature and all(a in self._mesh.names for a in axes)
-            group = self._mesh.group(rank, axes) if known else ()
-            if not known or self._mesh.group_name(rank, axes) != name:
-                raise Error(
-                    f"rank {rank} uses a group that it is not in",
-                    expected=f"a group of mesh {self._mesh}",
-                    got=name,
-                    remedy="take group names from Mesh.group_name(rank, axes)",
-                )
-            self._known[name] = group
-        if rank not in self._known[name]:
+            if known and self._mesh.group_name(rank, axes) == name:
+                self._known[name] = self._mesh.group(rank, axes)
+        if rank not in self._known.get(name, ()):
             raise Error(
                 f"rank {rank} uses a group that it is not in",
-                expected=f"ranks {self._known[name]}",
+                expected=f"a group of mesh {self._mesh}, of ranks {self._known.get(name, '?')}",
                 got=name,
                 remedy="take group names from Mesh.group_name(rank, axes)",
             )

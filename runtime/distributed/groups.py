@@ -131,13 +131,14 @@ def asks_for_shm() -> bool:
 
 def check_backend(kind: str) -> None:
     """The process group of all ranks serves the type of device. Gloo takes CUDA tensors and crashes on some
-    collectives of them.
+    collectives of them; of torch's groups with "shm" it is the only backend.
 
     Raises:
         Error: it does not.
     """
     backend = backends().get(kind, "")
-    if backend and (backend != "gloo" or kind == "cpu"):
+    mixed = shm.NAME in backends().values() and len(backends()) > 1
+    if backend and not mixed and (backend != "gloo" or kind == "cpu"):
         return
     own = "gloo" if kind == "cpu" else "nccl"
     other = ", or Hints(device='cuda')" if kind == "cpu" and "cuda" in backends() else ""

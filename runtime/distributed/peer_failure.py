@@ -64,7 +64,7 @@ def exchange(mine: Sequence[int], what: str) -> list[list[int]]:
     with ending_together(what):
         every = torch.empty(dist.get_world_size() * len(mine), dtype=torch.int64)
         group._allgather_base(every, torch.tensor(mine)).wait()
-    return every.view(-1, len(mine)).tolist()  # type: ignore[no-any-return]
+    return every.view(-1, len(mine)).tolist()
 
 
 def tell_all(mine: T) -> list[T]:

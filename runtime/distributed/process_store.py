@@ -96,24 +96,24 @@ class ProcessStore(Store):
     def __init__(self, graph: Graph, device: torch.device) -> None:
         super().__init__(graph, device)
         self.rank = dist.get_rank()
-        self._homes = StagePlacement(graph, self.rank)
+        self._placement = StagePlacement(graph, self.rank)
         self.is_staged, self.is_loaded_anew = graph.pipeline is not None, False
         self.history: Counter[str] = Counter()
         """What this rank did to parameters since all ranks last made a call together, and how often."""
         self._shardings = any(spec_of(given).axes for given in self._inputs)
-        self._here = {given.name for given in self._given.values() if self._homes.is_here(given)}
+        self._here = {given.name for given in self._given.values() if self._placement.is_here(given)}
         self._loaded: set[str] = set()
         self._shards: dict[str, DTensorShard] = {}
         self._stepped = stepped_groups(graph)
         self._places: dict[str, Tensor] = {}
         """Memory for states that are yet to be made."""
-        if (along := self._homes.along) is not None:
+        if (along := self._placement.along) is not None:
             shown_on = device_mesh(self.mesh, device.type, along.names)
             for given in self._given.values():
                 if given.name in self._here:
                     type_ = given.value.type
                     self._shards[given.name] = DTensorShard.of(
-                        spec_of(given), type_.shape, type_.dtype, along, shown_on, self._homes.coords
+                        spec_of(given), type_.shape, type_.dtype, along, shown_on, self._placement.coords
                     )
 
     def has_weights(self, mine: bool) -> bool:
@@ -169,7 +169,7 @@ class ProcessStore(Store):
     @cached_property
     def _everywhere(self) -> list[str]:
         """The parameters and buffers of which every rank holds a shard, or the whole."""
-        return [g.name for g in self._inputs if len(self._homes.holders(g)) == self.mesh.size]
+        return [g.name for g in self._inputs if len(self._placement.holders(g)) == self.mesh.size]
 
     @cached_property
     def _replicated(self) -> list[str]:
@@ -194,7 +194,7 @@ class ProcessStore(Store):
         names = self._everywhere
         if self.is_staged:
             trained = {output.name for output in self.graph.outputs if output.kind is OutputKind.GRADIENT}
-            training = set[int]().union(*(self._homes.holders(g) for g in self._inputs if g.name in trained))
+            training = set[int]().union(*(self._placement.holders(g) for g in self._inputs if g.name in trained))
             names = list(self.parameters) if len(training) == self.mesh.size else []
         return {id(self.parameters[name][0]): name for name in names if name in self.parameters}
 
@@ -237,7 +237,7 @@ class ProcessStore(Store):
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
         """What ranks say of what they hold, by name."""
-        return self._homes.said(mine)
+        return self._placement.said(mine)
 
     def to(self, device: torch.device) -> None:
         """Move what is stored: to where it is, for the process group serves one kind of device."""
@@ -259,7 +259,10 @@ class ProcessStore(Store):
         """Make this rank's shard of a state: one number everywhere, or a copy of a parameter."""
         given = self._given[name]
         self._loaded.add(name)
-        type_, shape = given.value.type, spec_of(given).local_shape(given.value.shape, self.mesh, self._homes.coords)
+        type_, shape = (
+            given.value.type,
+            spec_of(given).local_shape(given.value.shape, self.mesh, self._placement.coords),
+        )
         if isinstance(start, str):
             shard = sharding_local(self.whole(start).to(type_.dtype), spec_of(given), self.mesh, self.rank)
         else:
@@ -322,7 +325,7 @@ class ProcessStore(Store):
         if name in self._here:
             held = own_shards if own_shards is not None else self._held(name)
             mine = self.assemble(spec_of(given), given.value.shape, [DTensorShard.unwrap(held[0].detach())])
-        return self._homes.to_all(given, mine, dtype or given.value.type.dtype, self.device)
+        return self._placement.to_all(given, mine, dtype or given.value.type.dtype, self.device)
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
         """The norm of all ranks' shards: of those that several ranks hold the first one counts its own."""
@@ -336,7 +339,10 @@ class ProcessStore(Store):
     def _is_first(self, name: str) -> bool:
         """Whether this rank is the first one that holds its shard."""
         given = self._given[name]
-        by_rank, places = Shards.of(spec_of(given), given.value.shape, self.mesh).by_rank, self._homes.holders(given)
+        by_rank, places = (
+            Shards.of(spec_of(given), given.value.shape, self.mesh).by_rank,
+            self._placement.holders(given),
+        )
         return next(rank for rank in places if by_rank[rank] == by_rank[self.rank]) == self.rank
 
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:

@@ -57,12 +57,7 @@ forgotten: list[int] = []
 
 
 def shared_bytes(nbytes: int) -> Tensor:
-    """Shared memory of so many bytes, at least one; its file ends with the last tensor in it.
-
-    Raises:
-        AttributeError: this system has no files without a name.
-        OSError: there is no room for it.
-    """
+    """Shared memory of so many bytes, at least one; its file ends with the last tensor in it."""
     file = os.memfd_create("shardfx")
     try:
         os.posix_fallocate(file, 0, nbytes)
@@ -98,7 +93,7 @@ def _forget(segment: SharedFile) -> None:
 MESSAGE = struct.Struct("=QQQQQ")
 FILES = socket.CMSG_SPACE(struct.calcsize("i"))
 CONNECT = 10.0
-"""Seconds a process has to connect, once all have said where they are."""
+"""Seconds that a process has to connect."""
 
 
 class LinkWord(IntEnum):
@@ -154,11 +149,7 @@ class SocketLink:
                 return
 
     def hear(self, word: LinkWord, number: int) -> tuple[int, int]:
-        """Wait for a message; gives the segment and the byte that it names.
-
-        Raises:
-            LinkError: it does not come.
-        """
+        """Wait for a message; gives the segment and the byte that it names. A :class:`LinkError`: it does not come."""
         while (found := self._heard.get((word, number))) is None:
             if not self._read():
                 self._wait(select.POLLIN)
@@ -186,10 +177,10 @@ class SocketLink:
             message, along, _, _ = self._socket.recvmsg(MESSAGE.size, FILES)
         except BlockingIOError:
             return False
-        except OSError as error:
-            raise self._lost(f": {error}") from error
+        except OSError:
+            message, along = b"", []
         if len(message) < MESSAGE.size:
-            raise self._lost()
+            raise LinkError(f"Connection closed by rank {self.rank}")
         word, number, segment, nbytes, offset = MESSAGE.unpack(message)
         for _, _, data in along:
             (file,) = struct.unpack("i", data)
@@ -203,13 +194,10 @@ class SocketLink:
 
     def _wait(self, events: int) -> None:
         if self._socket.fileno() < 0:
-            raise self._lost()
+            raise LinkError(f"Connection closed by rank {self.rank}")
         self._poll.register(self._socket, events)
         if not self._poll.poll(self._timeout * 1e3):
             raise LinkError(f"Timed out waiting {self._timeout:g} s for rank {self.rank}")
-
-    def _lost(self, why: str = "") -> LinkError:
-        return LinkError(f"Connection closed by rank {self.rank}{why}")
 
 
 def connect(gather: Callable[[Any], list[Any]], place: int, ranks: Sequence[int], timeout: float) -> list[SocketLink]:
@@ -239,11 +227,9 @@ def connect(gather: Callable[[Any], list[Any]], place: int, ranks: Sequence[int]
                         (other,) = struct.unpack("=Q", said[16:])
                         links[other] = SocketLink(made, ranks[other], timeout)
         complete = gather(len(links) == len(ranks) - 1)
-    if all(complete):
-        return [links[other] for other in sorted(links)]
-    for link in links.values():
+    for link in links.values() if not all(complete) else ():
         link.close()
-    return []
+    return [links[other] for other in sorted(links)] if all(complete) else []
 
 
 def _machine() -> str:
@@ -309,7 +295,6 @@ class ShmWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it was waited for."""
         return self._finish is None
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -334,12 +319,8 @@ def of_programs() -> Iterator[None]:
 
 
 class ShmGroup(dist.ProcessGroup):
-    """A process group of ranks on one machine.
-
-    Args:
-        links: to the other members, in their order.
-        gloo: the backend for all else.
-    """
+    """A process group of ranks on one machine: ``links`` to the other members, in their order, and ``gloo`` for all
+    that it does not do itself."""
 
     def __init__(self, links: Sequence[SocketLink], gloo: Any) -> None:
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
@@ -392,7 +373,7 @@ class ShmGroup(dist.ProcessGroup):
         """Gather several tensors."""
         return [self.all_gather_single(out, x) for x, out in zip(given, outs, strict=True)][-1]
 
-    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:  # type: ignore[override]
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
         """Gather a tensor of all ranks into one."""
 
         def finish(parts: list[Tensor]) -> None:
@@ -407,7 +388,7 @@ class ShmGroup(dist.ProcessGroup):
             return self._gloo.reduce_scatter_tensor_coalesced(outs, given, opts)
         return [self.reduce_scatter_single(out, x, opts) for x, out in zip(given, outs, strict=True)][-1]
 
-    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:  # type: ignore[override]
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
         """Reduce over a tensor, and scatter it."""
         fold = self._fold_of([x], opts)
         if fold is None:
@@ -494,12 +475,8 @@ class ShmGroup(dist.ProcessGroup):
         where: tuple[SharedFile, int] | None = None,
         starts: Sequence[int] | None = None,
     ) -> ShmWork:
-        """Start a collective: show ``x`` to the others, and ``finish`` it, in ``out``, on what each rank shows.
-
-        Args:
-            where: the shared memory in which ``x`` lies, until all ranks have finished; None: a copy is shown.
-            starts: from which byte on, each rank sees it.
-        """
+        """Start a collective: show ``x``, or a copy where it is not in shared memory (``where``), to the others, each
+        from a byte on (``starts``), and ``finish`` it, in ``out``, on what each rank shows."""
         number, slot = next(self._numbers), None
         if where is None:
             slot = self._slot(x, self._links)
@@ -576,7 +553,7 @@ def _create(options: Any, _: Any) -> Any:
 
     def gather(given: Any) -> list[Any]:
         number = next(rounds)
-        store.set(f"links/{number}/{place}", pickle.dumps(given))
+        store.set(f"links/{number}/{place}", pickle.dumps(given))  # type: ignore[arg-type]
         return [pickle.loads(store.get(f"links/{number}/{other}")) for other in range(len(ranks))]
 
     links = connect(gather, place, ranks, options.timeout.total_seconds()) if len(ranks) > 1 else []
