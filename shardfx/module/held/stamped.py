@@ -33,14 +33,14 @@ def stamp_state_dicts(root: nn.Module) -> None:
 
 def put(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
     """Say in a state dict, and on what is in it, which pieces it holds, in words that may be saved."""
-    held = module.store.held()
+    held = module._store.held()
     local_metadata[STAMP] = {name: list(each) for name, each in held.items()}
     live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for key, tensor in list(state_dict.items()):
         place = _place(key.removeprefix(prefix), held)
         if place is None or not isinstance(tensor, torch.Tensor) or id(tensor) in live:
             continue
-        shown = module.store.shown(key.removeprefix(prefix))
+        shown = module._store.shown(key.removeprefix(prefix))
         if shown is not None:
             tensor = state_dict[key] = shown.wrap(shown.plain(tensor))  # which may be copied
         setattr(tensor, PIECE, list(place))
@@ -54,7 +54,7 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
             there are pieces; new tensors are to be put in the place of those that there are.
     """
     mine = dict((*module.named_parameters(), *module.named_buffers()))
-    given = {name: state_dict[prefix + name] for name in module.store.held() if prefix + name in state_dict}
+    given = {name: state_dict[prefix + name] for name in module._store.held() if prefix + name in state_dict}
     unsaid = given if STAMP not in local_metadata else {}
     whole = next((name for name, new in unsaid.items() if _is_piece(mine.get(name)) and not _is_piece(new)), None)
     if whole is not None or local_metadata.get("assign_to_params_buffers"):
@@ -67,8 +67,8 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
             got="assign=True" if whole is None else "a state dict of the model itself",
             remedy="leave assign=True out" if whole is None else "pm.load_full_state_dict(...)",
         )
-    module.store.loaded(given)
-    held, theirs = module.store.held(), local_metadata.get(STAMP, {})
+    module._store.loaded(given)
+    held, theirs = module._store.held(), local_metadata.get(STAMP, {})
     said = [(name, own, tuple(theirs.get(name, own)), "the piece of another rank") for name, own in held.items()]
     for key, tensor in state_dict.items():
         place = _place(key.removeprefix(prefix), held) if key.startswith(prefix) else None
