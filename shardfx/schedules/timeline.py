@@ -273,7 +273,7 @@ class RecordedModule(Protocol):
     _measured: Recording | None
 
     @property
-    def this_rank(self) -> int | None:
+    def _this_rank(self) -> int | None:
         """The rank of this process; None where all ranks are here."""
 
 
