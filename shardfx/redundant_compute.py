@@ -194,7 +194,7 @@ def _hint(found: Redundancy, compiled: Compiled) -> str:
     for factor in sorted(free, key=lambda factor: bool(strategy.get(factor))):  # those that are not sharded first
         axes = (*strategy.get(factor, ()), axis.name)
         if axis.name not in axes[:-1] and rule.sizes[factor] % graph.mesh.extent(axes) == 0:
-            return f'shardings={{"{_hint_name(node, graph)}": "{factor}{{{",".join(axes)}}}"}}'
+            return f'strategies={{"{_hint_name(node, graph)}": "{factor}{{{",".join(axes)}}}"}}'
     sizes = ", ".join(f"{factor}={size}" for factor, size in rule.sizes.items() if factor not in rule.whole)
     return f"a mesh whose {axis.name} divides a dim of {op_name(node.op)}: {sizes}"
 
@@ -218,7 +218,7 @@ def _sharded_arguments(graph: Graph, axis: str) -> Iterator[tuple[Input, int, Di
 
 def _batch_hint(axis: Axis, graph: Graph) -> str:
     """The spec of the first argument whose leading dim, the batch, the axis divides."""
-    stages = f'pipeline=sx.Pipeline(axis="{axis.name}", time=""), or ' if axis.name == Pipeline.axis else ""
+    stages = f'pipeline=sx.Pipeline(axis="{axis.name}", microbatches=""), or ' if axis.name == Pipeline.axis else ""
     for given in graph.of_kind(InputKind.ARGUMENT):
         value = given.value
         dims = (

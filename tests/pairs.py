@@ -71,7 +71,7 @@ FEATURES = {
     "Adafactor": stepped_by(lambda ps: optim.Adafactor(ps, lr=1e-2)),
     "two": stepped_by(of_two),
     "Lamb": stepped_by(lambda ps: Lamb(ps, lr=1e-2)),
-    "clip_grad_norm": Feature("clip", {"clip_grad_norm": 0.1}),
+    "clip": Feature("clip", {"clip_grad_norm": 0.1}),
     "bfloat16": Feature("compute", {"mixed_precision": torch.bfloat16}),
     "activations": put_away("activations"),
     "parameters": put_away("parameters"),
@@ -215,14 +215,14 @@ def beside_one_device(model: str, names: Names) -> sx.ParallelModule:
     mine = trained(model, pm)
     factory = hints.get("optimizer")
     optimizer = next((each for each in FEATURES if factory and FEATURES[each].hints.get("optimizer") is factory), "")
-    theirs = on_one_device(model, optimizer, hints.get("clip"))
+    theirs = on_one_device(model, optimizer, hints.get("clip_grad_norm"))
     case = model_of(model)
     few_bits = "compute" in hints
     bounds = [FEATURES[name].bound for name in names]
     bounds += [case.tolerance, case.trained_tolerance] if "tp" in mesh.names else []
     loose = max(bounds)
     compare(mine, theirs, 0.05 if few_bits else loose, few_bits)
-    if few_bits and names != ("bfloat16",) and "clip" not in hints and not optimizer:
+    if few_bits and names != ("bfloat16",) and "clip_grad_norm" not in hints and not optimizer:
         base = ("bfloat16", *(each for each in names if FEATURES[each].mesh is not None))
         compare(mine, once(model, base), 1e-2)
     same = tuple(each for each in names if not FEATURES[each].same_bits)

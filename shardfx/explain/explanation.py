@@ -200,9 +200,9 @@ class _Explainer:
             rule = f", of the rule {rule_text(made)}, which was found by running the op"
         shardings = ", ".join(f"{factor} over {' and '.join(axes)}" for factor, axes in node.strategy.shardings)
         said = (
-            f"shardings {shardings}{rule}"
+            f"shards {shardings}{rule}"
             if shardings
-            else "shardings nothing: every rank that has the operands does the same"
+            else "shards nothing: every rank that has the operands does the same"
         )
         return said if node.pin is None else f"{said}; the hint {node.pin.by!r} says {factors_text(node.pin.shardings)}"
 

@@ -21,7 +21,7 @@ from shardfx.runtime.verify.verdict import Status, Verdict, text
 ASSUMPTIONS = (
     "torch's kernels on one device",
     "the capture: that the captured graph is the model (that of one with content and at most 16 million elements is "
-    "run beside it on its example, with gradients and buffers)",
+    "compared with eager on its example, with gradients and buffers)",
     "that a sum in another order is the same sum",
     "op rules beyond the small shapes and values on which their shares of this plan were executed",
 )

@@ -250,7 +250,7 @@ def in_iterations(model: nn.Module, loss: Callable[..., Tensor], **hints: Any) -
 def test_a_batch_norm_needs_all_iterations_at_each_layer() -> None:
     with pytest.raises(sx.Error, match=r"all iterations of 'mb' must have come to this place") as error:
         in_iterations(Normed(), F.cross_entropy)
-    assert "norm  test_iterations.py" in str(error.value) and "batch_stats" in str(error.value)
+    assert "norm  test_loops.py" in str(error.value) and "batch_stats" in str(error.value)
 
 
 @pytest.mark.slow
@@ -270,7 +270,7 @@ def test_what_all_iterations_must_know_of_the_forward_is_done_twice_and_said() -
     torch.manual_seed(0)
     x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(3, (8,))
     hints = sx.Hints(args=(x,), loss=weighted, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=2)
-    with pytest.warns(sx.ShardfxWarning, match="gone through twice"):
+    with pytest.warns(sx.ShardfxWarning, match="runs twice"):
         pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints, virtual=True)
     loss = weighted(model(x), y)
     loss.backward()
@@ -286,7 +286,7 @@ def test_what_all_iterations_must_know_of_the_forward_is_done_twice_and_said() -
 @pytest.mark.parametrize(
     ("hints", "said"),
     [
-        ({"grad_accumulation": 0}, "accumulate"),
+        ({"grad_accumulation": 0}, "grad_accumulation"),
         ({"reduce": "never"}, "reduce"),
         ({"specs": {"args.0": "dp, -", "weight": "mb, -"}}, "a parameter is sharded over 'mb', a loop axis"),
     ],

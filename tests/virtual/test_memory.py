@@ -324,13 +324,13 @@ def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
     ("told", "what"),
     [
         ({"modules": 5}, "a pattern, such as"),
-        ({"modules": "layers.*", "keep": ("aten.mm", 1)}, "a tuple of such"),
+        ({"modules": "layers.*", "save": ("aten.mm", 1)}, "a tuple of such"),
         ({"modules": "layers.*", "count": -1}, "0 or more"),
         ({"modules": "layers.*", "skip": "2"}, "0 or more"),
-        ({"modules": "layers.*", "together": 0}, "1 or more"),
-        ({"modules": "layers.*", "together": 1.5}, "1 or more"),
+        ({"modules": "layers.*", "segment": 0}, "1 or more"),
+        ({"modules": "layers.*", "segment": 1.5}, "1 or more"),
         ({"modules": "layers.*", "comm": "no"}, "True or False"),
-        ({"modules": "layers.*", "slice": None}, "the name of a mesh axis"),
+        ({"modules": "layers.*", "shard_saved": None}, "the name of a mesh axis"),
     ],
     ids=str,
 )

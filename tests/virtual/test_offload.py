@@ -35,7 +35,7 @@ EVERY = ("activations", "optimizer", "parameters")
 
 def away(*what: str, **options: Any) -> tuple[sx.Offload, ...]:
     """All of it, however small."""
-    return (sx.Offload(what or EVERY, **{"least": 0, **options}),)
+    return (sx.Offload(what or EVERY, **{"min_numel": 0, **options}),)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -48,16 +48,16 @@ def nadam(params: Any) -> torch.optim.Optimizer:
 
 
 CASES: list[tuple[str, str, dict[str, Any], tuple[sx.Offload, ...]]] = [
-    ("mlp3", "dp2", {"zero": 3, "zero_min_numel": 0}, away(ahead=2)),
+    ("mlp3", "dp2", {"zero": 3, "zero_min_numel": 0}, away(prefetch=2)),
 ]
 SLOW: list[tuple[str, str, dict[str, Any], tuple[sx.Offload, ...]]] = [
-    ("mlp3", "dp2tp2", {}, away("activations", ahead=1)),
+    ("mlp3", "dp2tp2", {}, away("activations", prefetch=1)),
     ("mlp3", "dp2tp2", {"zero": 1, "zero_min_numel": 0, "clip_grad_norm": 0.1}, away("optimizer", to="disk")),
     ("gpt_fused", "dp2tp2", {"recompute": "layers.*"}, away()),
-    ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min_numel": 0, "recompute": "layers.*"}, away(ahead=4, to="disk")),
+    ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min_numel": 0, "recompute": "layers.*"}, away(prefetch=4, to="disk")),
     ("llama", "dp2tp2", {"zero": 1}, away()),
-    ("resnet", "dp2", {}, away(ahead=3)),
-    ("dropout_mlp", "dp2", {}, away(ahead=0)),
+    ("resnet", "dp2", {}, away(prefetch=3)),
+    ("dropout_mlp", "dp2", {}, away(prefetch=0)),
     ("hf_t5", "dp2", {}, away("activations", "parameters")),
 ]
 
@@ -96,7 +96,7 @@ def test_five_steps_are_the_same_to_the_bit(
 def test_a_step_by_a_fused_kernel_is_the_same_up_to_rounding() -> None:
     """Its kernel computes a parameter alone, between the fetch of its states and their store."""
     hints: dict[str, Any] = {"optimizer": adamw, "zero": 3, "zero_min_numel": 0}
-    plain, other = (plan(make("mlp3"), MESHES["dp2"], **hints, **m) for m in ({}, {"offload": away(ahead=2)}))
+    plain, other = (plan(make("mlp3"), MESHES["dp2"], **hints, **m) for m in ({}, {"offload": away(prefetch=2)}))
     assert all("_fused_adamw_" in str(pm.rank_program(0)) for pm in (plain, other))
     case = make("mlp3")
     for _ in range(5):
@@ -109,7 +109,7 @@ def test_a_step_by_a_fused_kernel_is_the_same_up_to_rounding() -> None:
     "offload",
     [
         away("activations"),
-        away(ahead=2),
+        away(prefetch=2),
         away("optimizer"),
         away(to="disk"),
     ],
@@ -290,7 +290,7 @@ def test_files_go_with_what_lies_in_them(tmp_path: Path) -> None:
     assert transfer.to_disk(torch.zeros(0, 3)).shape == (0, 3)
     with pytest.raises(OSError, match="nowhere"):
         transfer.to_disk(kept, str(tmp_path / "nowhere"))
-    pm = blocks(optimizer=adamw, offload=away(to="disk", folder=str(tmp_path)))
+    pm = blocks(optimizer=adamw, offload=away(to="disk", directory=str(tmp_path)))
     x = torch.randn(256, 16)
     pm.step(x, x)
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
@@ -304,7 +304,7 @@ import resource, sys, torch, shardfx as sx
 wide = 2048
 x = torch.randn(16, wide)
 model = torch.nn.Sequential(*(torch.nn.Linear(wide, wide, bias=False, device="meta") for _ in range(6)))
-away = [sx.Offload(("optimizer", "parameters"), to="disk", folder=sys.argv[1])] if len(sys.argv) > 1 else ()
+away = [sx.Offload(("optimizer", "parameters"), to="disk", directory=sys.argv[1])] if len(sys.argv) > 1 else ()
 adamw = lambda params: torch.optim.AdamW(params, lr=1e-5)
 hints = sx.Hints(args=(x,), targets=(x,), loss=torch.nn.functional.mse_loss, optimizer=adamw, offload=away)
 pm = sx.parallelize(model, sx.Mesh(dp=1), hints, virtual=True)
@@ -341,7 +341,7 @@ def test_what_memory_does_not_hold_is_trained_from_files(tmp_path: Path) -> None
         ({"offload": ("optimiser",)}, "does not know what is put away"),
         ({"offload": "optimizer"}, "a tuple of 'activations'"),
         ({"offload": ("optimizer",)}, "an optimizer in the program"),
-        ({"offload": away("activations", to="disk", folder="/nowhere")}, "a folder that is there"),
+        ({"offload": away("activations", to="disk", directory="/nowhere")}, "a directory that exists"),
         ({"offload": away("activations", modules="layer.*")}, "matches none of the modules"),
     ],
     ids=str,
@@ -353,7 +353,7 @@ def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"to": "tape"}, {"folder": "/tmp"}, {"ahead": -1}, {"least": 1.5}, {"what": ()}], ids=str
+    "options", [{"to": "tape"}, {"directory": "/tmp"}, {"prefetch": -1}, {"min_numel": 1.5}, {"what": ()}], ids=str
 )
 def test_options_that_are_none(options: dict[str, Any]) -> None:
     with pytest.raises(sx.Error, match="offload"):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 def test_on_a_gpu_copies_run_beside_the_step() -> None:
     """From pinned memory, on a stream for each direction; what is computed stays the same."""
-    plain, pm = (blocks(optimizer=adamw, device="cuda", **more) for more in ({}, {"offload": away(ahead=4)}))
+    plain, pm = (blocks(optimizer=adamw, device="cuda", **more) for more in ({}, {"offload": away(prefetch=4)}))
     x = torch.randn(256, 16, device="cuda")
     for _ in range(5):
         torch.testing.assert_close(plain.step(x, x), pm.step(x, x))

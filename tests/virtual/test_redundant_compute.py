@@ -55,7 +55,7 @@ def warned(
 
 def followed(text: str) -> dict[str, Any]:
     """The hint that a warning says to write."""
-    hint = re.search(r'Write .*?(specs|shards|zero_min_numel)=(\{"[^}]*\}?"\}|\d+)', text)
+    hint = re.search(r'Write .*?(specs|strategies|zero_min_numel)=(\{"[^}]*\}?"\}|\d+)', text)
     assert hint is not None, text
     return {hint[1]: eval(hint[2])}
 
@@ -82,7 +82,7 @@ def test_unused_mesh_axis_is_warned_of_with_a_hint_that_shards(case: str) -> Non
 
 def test_unused_pipeline_axis_names_the_pipeline() -> None:
     (text,) = warned(sx.Mesh(pp=2), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
-    assert 'pipeline=sx.Pipeline(axis="pp", time="")' in text
+    assert 'pipeline=sx.Pipeline(axis="pp", microbatches="")' in text
     pipeline = sx.Pipeline(axis="pp", microbatches="")
     assert not warned(sx.Mesh(pp=2), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), pipeline=pipeline)
 

@@ -77,7 +77,7 @@ WEIGHTS = [torch.rand(4, dtype=F64)]
         (mlp, {"bucket_mb": -1}, "megabytes"),
         (mlp, {"device": "gpus"}, "name of a device"),
         (mlp, {"rank_passes": "waits"}, "list of rank passes"),
-        (mlp, {"shapes": 0}, "at least 1"),
+        (mlp, {"max_specializations": 0}, "at least 1"),
         (mlp, {"loss": 3}, "a function loss"),
     ],
 )

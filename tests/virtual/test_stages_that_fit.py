@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.text.printer import size_text
 from shardfx.memory.block_memory import BlockMemory
-from shardfx.passes.stages.best_split import Held, Room, best_split, roomiest_sharding
+from shardfx.passes.stages.best_split import Held, Room, best_split, roomiest_split
 
 BLOCKS, RANKS = 5, 2
 
@@ -147,7 +147,7 @@ def test_of_all_shards_that_fit_it_is_the_fastest_that_sends_least(homes: tuple[
     found = best_split(COSTS, count, SENT, room)
     assert (found is None) == (not fitting)
     assert found is None or price(tuple(found)) == min(fitting)
-    firsts, beyond = roomiest_sharding(COSTS, count, room)
+    firsts, beyond = roomiest_split(COSTS, count, room)
     least = min(max(room.of(sharding, blocks)) for sharding in shardings) - budget
     assert max(room.of(firsts, blocks)) - budget == beyond
     assert beyond <= least + 1.0

@@ -25,7 +25,7 @@ DEEP: dict[str, Any] = {"zero": 3, "zero_min_numel": 0, "recompute": "layers.*"}
 
 def rows(**options: Any) -> tuple[sx.Offload, ...]:
     """Tables, however small."""
-    return (sx.Offload("rows", **{"least": 0, **options}),)
+    return (sx.Offload("rows", **{"min_numel": 0, **options}),)
 
 
 class Looked(nn.Module):

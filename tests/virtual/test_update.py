@@ -22,7 +22,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "zero 1": {"zero": 1},
     "zero 2": {"zero": 2},
     "zero 3": {"zero": 3},
-    "clip_grad_norm": {"clip_grad_norm": 0.1},
+    "clip": {"clip_grad_norm": 0.1},
     "recompute": {"recompute": "1"},
     "zero 1, clip": {"zero": 1, "clip_grad_norm": 0.1},
     "zero 3, clip": {"zero": 3, "clip_grad_norm": 0.1},
@@ -42,7 +42,7 @@ EVERY = [(kind, feature, mesh) for kind in KINDS for feature in FEATURES for mes
 )
 @pytest.mark.one_in(3)
 def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
-    losses, params, _ = alone(KINDS[kind], 5, FEATURES[feature].get("clip"))
+    losses, params, _ = alone(KINDS[kind], 5, FEATURES[feature].get("clip_grad_norm"))
     pm = small_plan(KINDS[kind], MESHES[mesh], **FEATURES[feature])
     assert apart(pm, losses, params) < 1e-9
     verdict = pm.verify()
@@ -84,8 +84,8 @@ def test_models_equal_one_device(name: str, mesh: str, feature: dict[str, Any]) 
         optimizer.zero_grad()
         loss = alone_.loss(alone_.model(*alone_.args, **alone_.kwargs), *alone_.targets)
         loss.backward()
-        if "clip" in feature:
-            torch.nn.utils.clip_grad_norm_(alone_.model.parameters(), feature["clip"])
+        if "clip_grad_norm" in feature:
+            torch.nn.utils.clip_grad_norm_(alone_.model.parameters(), feature["clip_grad_norm"])
         optimizer.step()
         assert rel_err(pm.step(*case.args, *case.targets, **case.kwargs), loss) < 1e-9
     full = pm.full_state_dict()

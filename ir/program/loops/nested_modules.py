@@ -23,7 +23,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import fx
 
@@ -73,7 +73,9 @@ def write_driver(
     there: dict[tuple[fx.Node, int], fx.Node] = {}
     for word in order.words:
         unit = units[word.unit]
-        given = [there.get((each, word.iteration)) or env[each] for each in unit.takes]
+        given = [
+            there.get((each, word.iteration)) or env.get(each) or _not_yet(each, word, units) for each in unit.takes
+        ]
         name = f"{word.unit.lower()}_{word.iteration}"
         call = made.create_node("call_module", modules[word.unit], (word.iteration, *given), name=name)
         for place, each in enumerate(unit.gives):
@@ -84,6 +86,22 @@ def write_driver(
             got = made.create_node("call_function", operator.getitem, (call, place), name=name)
             got.meta = dict(each.meta)
             there[each, word.iteration] = env[each] = got
+
+
+def _not_yet(value: fx.Node, word: ActionStep, units: Mapping[str, _ActionPart]) -> NoReturn:
+    """Raise for a value that an action takes before it is made.
+
+    Raises:
+        Error: naming both actions.
+    """
+    maker = next((name for name, unit in units.items() if value in unit.nodes), "")
+    raise Error(
+        f"{word} takes {value.name} before it is made",
+        where=f"the order of actions, {word}",
+        expected=f"{ActionStep(maker, word.iteration)} before it" if maker else "what was made before the loop",
+        got=value.format_node() or value.name,
+        remedy="let the action that makes it stand earlier in the order",
+    )
 
 
 def _action_parts(nodes: Sequence[fx.Node]) -> dict[str, _ActionPart]:
