@@ -58,11 +58,25 @@ def peak_bytes(intervals: Sequence[Interval]) -> int:
     return max(accumulate(steps), default=0)
 
 
+ORDERS: tuple[Callable[[Interval], tuple[int, ...]], ...] = (
+    lambda each: (-each.aligned, each.born),
+    lambda each: (each.born - each.last, -each.aligned),
+    lambda each: (each.aligned * (each.born - each.last), each.born),
+    lambda each: (each.born, -each.aligned),
+)
+"""The orders in which a greedy packing is tried: by size, by lifetime, by both, as they are made."""
+
+
 def pack(intervals: Sequence[Interval]) -> Packing:
-    """Place intervals so that none that are live together overlap: the largest first, each in the smallest gap that
-    holds it between those that are placed."""
+    """Place intervals so that none that are live together overlap: the smallest of some greedy packings."""
+    orders = (sorted(range(len(intervals)), key=lambda i, by=by: by(intervals[i])) for by in ORDERS)  # type: ignore[misc]
+    return min((_packed(intervals, order) for order in orders), key=lambda packing: packing.nbytes)
+
+
+def _packed(intervals: Sequence[Interval], order: Iterable[int]) -> Packing:
+    """One interval after the other, each in the smallest gap that holds it between those that are placed."""
     offsets, placed = [0] * len(intervals), list[tuple[int, Interval]]()
-    for number in sorted(range(len(intervals)), key=lambda i: (-intervals[i].aligned, intervals[i].born)):
+    for number in order:
         mine, end, gaps = intervals[number], 0, list[tuple[int, int]]()
         for begin, other in sorted(
             (at, each) for at, each in placed if each.born <= mine.last and mine.born <= each.last

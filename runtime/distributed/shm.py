@@ -15,8 +15,8 @@ Gloo does the rest: objects, other layouts, groups of several machines. CUDA ten
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import secrets
 import select
 import socket
@@ -209,15 +209,15 @@ def connect(gather: Callable[[Any], list[Any]], place: int, ranks: Sequence[int]
         if here:
             door.bind("")  # the system gives it a name
             door.listen(len(ranks))
-        every = gather((here, door.getsockname() if here else b"", secret))
+        every = gather((here, door.getsockname().hex() if here else "", secret.hex()))
         if here and len({machine for machine, _, _ in every}) == 1:
             with suppress(OSError):
                 door.settimeout(CONNECT)
                 for other in range(place):
                     made = socket.socket(socket.AF_UNIX)
                     made.settimeout(CONNECT)
-                    made.connect(every[other][1])
-                    made.sendall(every[other][2] + struct.pack("=Q", place))
+                    made.connect(bytes.fromhex(every[other][1]))
+                    made.sendall(bytes.fromhex(every[other][2]) + struct.pack("=Q", place))
                     links[other] = SocketLink(made, ranks[other], timeout)
                 while len(links) < len(ranks) - 1:
                     made, _ = door.accept()
@@ -553,8 +553,8 @@ def _create(options: Any, _: Any) -> Any:
 
     def gather(given: Any) -> list[Any]:
         number = next(rounds)
-        store.set(f"links/{number}/{place}", pickle.dumps(given))  # type: ignore[arg-type]
-        return [pickle.loads(store.get(f"links/{number}/{other}")) for other in range(len(ranks))]
+        store.set(f"links/{number}/{place}", json.dumps(given))
+        return [json.loads(store.get(f"links/{number}/{other}")) for other in range(len(ranks))]
 
     links = connect(gather, place, ranks, options.timeout.total_seconds()) if len(ranks) > 1 else []
     return ShmGroup(links, gloo) if links else gloo

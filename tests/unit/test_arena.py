@@ -228,7 +228,7 @@ def test_what_lies_in_it_at_the_peak_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:redundant compute", "ignore:iterations of")
+@pytest.mark.filterwarnings("ignore:redundant compute", "ignore:the loop")
 def test_what_iterations_put_side_by_side_may_lie_in_it() -> None:
     """Where iterations are gone through twice, for all must have come to a place before any goes on."""
     pm = plan(make("mlp3"), sx.Mesh(dp=3), optimizer=torch.optim.AdamW, grad_accumulation=3, arena=True)
