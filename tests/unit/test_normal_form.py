@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shardfx.ir.builder import trace_on_meta
+from shardfx.ir.ops.dropout import draw
 from shardfx.ir.spec import TensorType
 from shardfx.runtime.verify.proof.normal_form import COMMUTE, NormalForms
 
@@ -167,3 +168,11 @@ def test_commutative_op_gives_the_same_of_exchanged_operands(op: Any) -> None:
     torch.manual_seed(0)
     a, b = (torch.randint(-2, 3, (50,)) for _ in range(2))
     assert torch.equal(op(a, b), op(b, a))
+
+
+def test_random_number_of_a_seed_is_one_value_for_each_number_of_a_draw() -> None:
+    """Its decomposition writes in place: it is the op's own result."""
+    forms = NormalForms()
+    seed = forms.atom(("input", "seed"), (), torch.int64)
+    one, again, two = (forms.call(draw, (seed, n), {}, lambda: ((), torch.int64)) for n in (1, 1, 2))
+    assert one == again != two

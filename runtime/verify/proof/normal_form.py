@@ -311,11 +311,14 @@ class NormalForms:
         node = Node(op, tuple(wide), named, results)
         self._within.append(op)
         try:
-            made = self.graph(justified(node, decomposition).graph, tensors)
+            traced = justified(node, decomposition).graph
+            made = None if _writes(traced) else self.graph(traced, tensors)
         except (Unjustified, Unfollowed, Error, *DOES_NOT_RUN):
             return None
         finally:
             self._within.pop()
+        if made is None:
+            return None
         return list(made) if isinstance(result, list) else made[0]
 
     def graph(self, graph: fx.Graph, given: Sequence[NormalValue]) -> Any:
@@ -559,6 +562,12 @@ def _by_schema(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     named = {n: a for n, a in named.items() if n not in usual or key_of(a) != key_of(usual[n])}
     there = {name: arg for name, arg in given.items() if name not in named}
     return positional(op, {a.name: there.get(a.name, usual.get(a.name)) for a in schema}), named
+
+
+def _writes(graph: fx.Graph) -> bool:
+    """Whether a decomposition writes in place, and draws nothing: what it gives is better known as the op's result."""
+    ops = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return any(op._schema.is_mutable for op in ops) and not any(map(draws, ops))
 
 
 def _looks_at_memory(op: Any) -> bool:
