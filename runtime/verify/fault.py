@@ -26,6 +26,8 @@ class Fault:
     where: str = ""
     numbers: str = ""
     """A counterexample: what the program gives, and what the model does."""
+    agrees: str = ""
+    """``on 3 random draws``: that it was run, and does not differ."""
     certain: bool = False
     seen: tuple[str, int] | None = None
     """At which node of which rank the proof ends, where ``node`` is one that somebody changed."""

@@ -254,20 +254,30 @@ class Counterexample:
     before: Graph
     after: Graph
     known: Mapping[str, Tensor]
+    shrunk: bool = False
+    """Whether it is a plan on smaller shapes than the one that was to be proven."""
 
     def of_graph(self, fault: Fault) -> Fault:
-        """The fault with numbers in which the planned graph, run on one device, differs; or as it is."""
-        if _elements(self.before) > MOST_IN_ALL:
-            return fault
-        found = (self._of_graph(fault, seed) for seed in SEEDS)
-        return next((each for each in found if each.certain), fault)
+        """The fault with numbers in which the planned graph, run on one device, differs; or how many draws agree."""
+        return self._search(fault, self._of_graph) if _elements(self.before) <= MOST_IN_ALL else fault
 
-    def _of_graph(self, fault: Fault, seed: int) -> Fault:
+    def _search(self, fault: Fault, run: Callable[[Fault, int], Fault | None]) -> Fault:
+        """What ``run`` makes of the fault with the first seed that refutes; it gives None where nothing can be run."""
+        agree = 0
+        for seed in SEEDS:
+            found = run(fault, seed)
+            if found is not None and found.certain:
+                return found
+            agree += found is not None
+        on = f"on {agree} random draw{'s' * (agree > 1)}{', on shapes that were shrunk' * self.shrunk}"
+        return replace(fault, agrees=on) if agree else fault
+
+    def _of_graph(self, fault: Fault, seed: int) -> Fault | None:
         try:
             sample = draw_sample(self.before, self.after, self.known, seed)
             right = interpret(sample.before, sample.inputs, draw_masks(sample.after))
         except FAILS:
-            return fault
+            return None
         try:
             got = interpret(sample.after, sample.inputs, draw_masks(sample.after))
         except FAILS as error:
@@ -296,19 +306,22 @@ class Counterexample:
         inputs: Sequence[Input],
         outputs: Sequence[Output],
     ) -> Fault:
-        """The fault with numbers in which the ranks' programs differ; or as it is."""
+        """The fault with numbers in which the ranks' programs differ; or with how many draws agree."""
         if not self.affordable:
             return fault
         modules = {rank: program(rank) for rank in range(self.after.mesh.size)}
-        for seed in SEEDS:
+
+        def run(fault: Fault, seed: int) -> Fault | None:
             try:
                 found, _ = compare(self.before, self.after, modules, inputs, outputs, self.known, seed)
             except FAILS:
-                continue
-            if found is not None:
-                numbers = found.numbers or found.what
-                return replace(fault, output=found.output or fault.output, numbers=numbers, certain=True)
-        return fault
+                return None
+            if found is None:
+                return fault
+            numbers = found.numbers or found.what
+            return replace(fault, output=found.output or fault.output, numbers=numbers, certain=True)
+
+        return self._search(fault, run)
 
 
 def _elements(graph: Graph) -> int:

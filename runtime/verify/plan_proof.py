@@ -241,7 +241,7 @@ class PlanProof:
         if not task.changed and not numbers.affordable:
             small = shrink_plan(self.before, self.after, self.rules)
             if small is not None:
-                numbers = Counterexample(small.before, small.after, small.known(self.stored))
+                numbers = Counterexample(small.before, small.after, small.known(self.stored), shrunk=True)
                 task = Task.of(task.request, {}, small.after)
         return numbers.of_ranks(fault, task.program, task.inputs, task.outputs)
 

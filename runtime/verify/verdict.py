@@ -40,9 +40,10 @@ class Verdict:
     """Whether the ranks' programs compute what the model computes; true where that is proven only.
 
     ``status`` is ``"proven"``, ``"refuted"`` (some output differs: ``fault.numbers`` has a counterexample where one was
-    found) or ``"unknown"`` (the proof does not come to its end, and random numbers do not differ). ``why`` names the
-    output, the rank, the node and the source line; ``programs`` are those that were proven, ``checked`` says how much
-    was checked, ``assumptions`` what is assumed.
+    found) or ``"unknown"`` (the proof does not come to its end; ``fault.agrees`` says on how many random draws the
+    programs agree with the model, where they could be run). ``why`` names the output, the rank, the node and the source
+    line; ``programs`` are those that were proven, ``checked`` says how much was checked, ``assumptions`` what is
+    assumed.
     """
 
     status: Status
@@ -102,7 +103,8 @@ def text(fault: Fault) -> str:
     node = f"node {fault.node!r}" if fault.node else ""
     place = "; ".join(part for part in (rank, node, fault.where) if part)
     seen = "" if fault.seen is None else " (seen at node {!r} of rank {})".format(*fault.seen)
-    lines = [("where:", place), ("output:", fault.output), ("numbers:", fault.numbers)]
+    agrees = f"agrees {fault.agrees}" if fault.agrees else ""
+    lines = [("where:", place), ("output:", fault.output), ("numbers:", fault.numbers or agrees)]
     return "\n".join([fault.what + seen, *(f"  {word:<10}{said}" for word, said in lines if said)])
 
 

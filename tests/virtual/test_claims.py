@@ -91,6 +91,7 @@ def test_what_cannot_be_followed_is_unknown() -> None:
     verdict = sx.proving.prove(before, after)
     assert not verdict and verdict.status == "unknown"
     assert verdict.fault is not None and verdict.fault.node == "3" and not verdict.fault.numbers
+    assert "agrees on 3 random draws" in verdict.why
 
 
 def test_a_lost_output_of_each_kind_is_named() -> None:

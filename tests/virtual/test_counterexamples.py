@@ -71,7 +71,7 @@ def test_a_changed_program_of_ranks_too_many_to_run_is_unknown(monkeypatch: pyte
     gelu.target = aten.relu.default
     changed.recompile()
     verdict = pm.verify(modules={CHANGED: changed})
-    assert verdict.status == "unknown" and verdict.fault is not None
+    assert verdict.status == "unknown" and verdict.fault is not None and "agrees" not in verdict.why
     assert verdict.fault.node == gelu.name and verdict.fault.rank == CHANGED
 
 
