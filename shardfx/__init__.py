@@ -20,16 +20,16 @@ from shardfx.ir.rules.book import rule
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
-from shardfx.module.rules_shown import check_rule
+from shardfx.module.rule_checks import check_rule
 from shardfx.passes import Offload, Pass, Pipeline, Recompute
 from shardfx.passes.rank import RankPass
+from shardfx.plan import Plan
 from shardfx.runtime.verify.verdict import Verdict
 
 from .api import parallelize
 from .compile import default_passes, default_rank_passes
 from .hints import Hints
 from .op_strategies import strategies
-from .plan import Plan
 
 # `shardfx.passes` shows the pipelines that hints ask for beside the passes; the folder itself knows no hints.
 passes.default_passes, passes.default_rank_passes = default_passes, default_rank_passes  # type: ignore[attr-defined]

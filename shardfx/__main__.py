@@ -1,6 +1,6 @@
 """``python -m shardfx``: the command line."""
 
-from .cli import main
+from shardfx.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -18,19 +18,17 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import whole
-from shardfx.memory.auto import fitted
-from shardfx.memory.budget import Foresight, check_budget
-from shardfx.memory.in_flight_microbatches import scheduled
-from shardfx.memory.stages_that_fit import staged
-from shardfx.memory.when_reduced import reduced
-from shardfx.module.call import autocast_around
-from shardfx.module.forms.surroundings_of_call import check_modes
-from shardfx.module.held.original import unwatched, watch_original
+from shardfx.memory.budget import MemoryPredictor, check_budget, with_fastest_reduction, with_fitting_schedule
+from shardfx.memory.recompute_search import fitted
+from shardfx.memory.stage_split import staged
+from shardfx.module.call_signature import autocast_around, check_modes
+from shardfx.module.execution_target import ExecutionTarget
 from shardfx.module.parallel_module import ParallelModule
-from shardfx.module.place import Place
-from shardfx.module.rules_checked import check_own_rules
-from shardfx.module.variants import Variants
+from shardfx.module.rule_checks import check_own_rules
+from shardfx.module.specializations import Specializations
+from shardfx.module.state_checks import unwatched, watch_original
 from shardfx.passes import Pass
+from shardfx.plan import PlannedSpecs
 from shardfx.runtime.distributed.groups import group_of_all, initialise, launched
 from shardfx.runtime.local_device import check_device, local_device
 
@@ -38,7 +36,6 @@ from .compile import capture_model, check_offload, compile_model, no_collection
 from .compiled import Compiled
 from .gradients import check_gradients, check_scale, check_stepped, product, reject_half
 from .hints import Hints
-from .plan import PlannedSpecs
 from .plugins import all_rules
 from .redundant_compute import report_redundant_compute
 
@@ -142,16 +139,18 @@ def parallelize(
         peers = place.make_peers()
         with peers.calling():
             compiled = peers.planned(first, Compiled.subjects)
-            variants = Variants(without_weights(module), hints, build)
+            variants = Specializations(without_weights(module), hints, build)
             pm = ParallelModule(compiled, place, peers, module, variants, optimizer)
     pm._watch_model(given, watch_original(given, pm._store))
     return pm
 
 
-def _within_budget(compiled: Compiled, place: Place) -> Compiled:
+def _within_budget(compiled: Compiled, place: ExecutionTarget) -> Compiled:
     """What hints leave open is chosen so that the plan fits into what a rank may hold."""
-    foresight = Foresight(place)
-    chosen = scheduled(fitted(staged(reduced(compiled, foresight), foresight), foresight), foresight)
+    foresight = MemoryPredictor(place)
+    chosen = with_fitting_schedule(
+        fitted(staged(with_fastest_reduction(compiled, foresight), foresight), foresight), foresight
+    )
     check_budget(chosen, foresight)
     return chosen
 
@@ -177,7 +176,7 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
         return whole(capture_model(module, mesh, replace(hints, loss=loss)).graph)
 
 
-def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> Place:
+def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> ExecutionTarget:
     """All ranks in this process, or this process as one of them.
 
     Raises:
@@ -191,4 +190,4 @@ def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> 
         check_device(device)
     if real:
         initialise(device)
-    return Place(not real, device)
+    return ExecutionTarget(not real, device)

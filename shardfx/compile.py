@@ -48,11 +48,11 @@ from shardfx.passes.pipeline import may_leave_out
 from shardfx.passes.rank import Arena, RankPass, built_in
 from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
+from shardfx.plan import PlannedSpecs, as_said
 from shardfx.runtime.verify.interface import without_content
 
 from .compiled import Compiled
 from .hints import Hints
-from .plan import PlannedSpecs, as_said
 from .plugins import as_passes, as_rank_passes
 from .schedules.accumulate import specs_in_iterations, with_iterations
 

@@ -27,7 +27,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value, op_name
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
-from shardfx.module.held.input_tile import input_value
+from shardfx.module.planned_module import input_value
 
 if TYPE_CHECKING:
     from shardfx.module.parallel_module import ParallelModule

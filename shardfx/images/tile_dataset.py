@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from shardfx.ir.errors import Error
-from shardfx.module.held.input_tile import input_value
+from shardfx.module.planned_module import input_value
 
 from .image_files import Window, read_window
 from .whole_image import DecodingGroup, WholeImage, decoding_group

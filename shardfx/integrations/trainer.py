@@ -25,7 +25,7 @@ from shardfx.api import parallelize
 from shardfx.hints import Hints
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
-from shardfx.module.held.carry_over import carry_over
+from shardfx.module.optimizer_states import carry_over
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.plan import PlannedSpecs
 from shardfx.runtime.store import version

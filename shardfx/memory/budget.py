@@ -1,10 +1,14 @@
-"""Whether a plan fits into the memory that a rank may hold, and if not, what would make it fit."""
+"""Memory budget of a rank: does a plan fit, what would make it fit, and the choices that a budget decides.
+
+Two of them are made here: with ``Hints(reduce="auto")`` whether gradients of micro-batches are reduced once or in each
+iteration, and with ``Pipeline(schedule="auto")`` how many micro-batches are in flight (by bisection).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardfx.compile import default_passes, no_collection, offloads, plan_graph
@@ -15,21 +19,24 @@ from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.ops import comm
+from shardfx.ir.program.loops.loop_nest import loop_axes
+from shardfx.ir.schedule import check_schedule
 from shardfx.ir.text.printer import size_text
-from shardfx.module.place import Place
+from shardfx.memory.rank_memory import RankMemory
+from shardfx.module.execution_target import ExecutionTarget
 from shardfx.module.programs import program_of, usual_kinds
+from shardfx.passes.loops.make_schedule import AUTO
 from shardfx.passes.rank import RankContext
 from shardfx.passes.sharding.seeds import data_axes
-
-from .rank_memory import RankMemory
 
 MOST = 5
 
 
-class Foresight:
+class MemoryPredictor:
     """What plans of one model hold in a place. Each is replayed once, and calls that are alike in several, too."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ExecutionTarget) -> None:
         self.place = place
         self._fakes = FakeCalls()
         self._known: dict[int, tuple[Compiled, tuple[int, ...], RankMemory]] = {}
@@ -85,7 +92,7 @@ def budget_of(hints: Hints) -> int | None:
     return int(Machine.of(hints.machine).memory) if hints.machine is not None else None
 
 
-def check_budget(compiled: Compiled, foresight: Foresight) -> None:
+def check_budget(compiled: Compiled, foresight: MemoryPredictor) -> None:
     """Raise where a plan holds more than ``Hints(memory=...)`` allows.
 
     Raises:
@@ -109,7 +116,7 @@ def check_budget(compiled: Compiled, foresight: Foresight) -> None:
     )
 
 
-def what_fits(compiled: Compiled, foresight: Foresight, budget: int) -> str:
+def what_fits(compiled: Compiled, foresight: MemoryPredictor, budget: int) -> str:
     """The first of the features that make a plan fit; or what the best of them comes to."""
     tried: dict[str, int] = {}
     for more in _features(compiled):
@@ -161,3 +168,104 @@ def repeated_modules(compiled: Compiled) -> list[str]:
             found.setdefault(f"{match[1]}.*", set()).add(match[2])
     lists = [pattern for pattern, numbers in found.items() if len(numbers) > 1]
     return sorted(lists, key=lambda pattern: -len(found[pattern]))[:1]
+
+
+WAYS = {"last": "once, behind the last iteration", "each": "in each iteration"}
+
+
+@dataclass(frozen=True)
+class ReducePlan:
+    """A plan, the bytes that a rank holds at its peak, and the seconds of a step."""
+
+    way: str
+    plan: Compiled
+    peak: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{WAYS[self.way]}: {self.seconds * 1e3:.3g} ms a step, {size_text(self.peak)}"
+
+
+def with_fastest_reduction(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
+    """The plan in which gradients of iterations are reduced when that is cheapest; itself, where nothing is to be
+    chosen."""
+    hints, mesh = compiled.hints, compiled.after.mesh
+    budget = budget_of(hints)
+    trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
+    asked = hints.reduce == "auto"
+    if not asked or not loop_axes(mesh) or not hints.zero or not trains or budget is None:
+        return compiled
+    machine = Machine.of(hints.machine)
+    made = [_candidate(compiled, way, foresight, machine) for way in WAYS]
+    fitting = [each for each in made if each.peak <= budget]
+    best = min(fitting, key=lambda each: each.seconds) if fitting else min(made, key=lambda each: each.peak)
+    (other,) = (each for each in made if each is not best)
+    fits = "which is faster" if other in fitting else f"for a rank may hold {size_text(budget)}"
+    why = f"gradients of iterations are reduced {best}; {fits} ({other})"
+    graph = best.plan.after
+    graph.notes.append(why)
+    gradients = {output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
+    for node in reversed(graph.nodes):
+        if node.op in (comm.all_reduce, comm.reduce_scatter) and gradients & set(node.outs):
+            gradients.update(node.operands)
+            node.why = f"{node.why}; {why}" if node.why else why
+    return best.plan
+
+
+def _candidate(compiled: Compiled, way: str, foresight: MemoryPredictor, machine: Machine) -> ReducePlan:
+    hints = replace(compiled.hints, reduce=way)
+    graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, compiled.passes)
+    plan = Compiled(hints, compiled.captured, graph, context, compiled.passes)
+    memory = foresight.of(plan)
+    return ReducePlan(way, plan, memory.peak, memory.footprint.cost.seconds(machine, graph.mesh))
+
+
+def with_fitting_schedule(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
+    """The plan whose schedule keeps as many iterations live as fit; itself, where nothing is to be chosen, or all fit.
+
+    Raises:
+        Error: one iteration at a time is too much already.
+    """
+    pipeline, planned, budget = compiled.hints.pipeline, compiled.after.pipeline, budget_of(compiled.hints)
+    if pipeline is None or planned is None or pipeline.schedule != AUTO or pipeline.max_in_flight or budget is None:
+        return compiled
+    fastest = foresight.of(compiled)
+    if fastest.peak <= budget:
+        return compiled
+    stages, iterations = len(planned.homes), len(planned.schedule.microbatches)
+    few = pipeline.stages_per_rank
+    many = max(check_schedule(planned.schedule, stages=stages, microbatches=iterations).peaks)
+    best: tuple[Compiled, int] | None = None
+    least, low, high = fastest.peak, few, many - 1
+    while low <= high:
+        live = (low + high) // 2
+        plan = _with_live(compiled, live)
+        peak = foresight.of(plan).peak
+        least = min(least, peak)
+        if peak <= budget:
+            best, low = (plan, peak), live + 1
+        else:
+            high = live - 1
+    if best is None:
+        raise Error(
+            "no schedule fits into what a rank may hold",
+            where="Pipeline(schedule='auto')",
+            expected=f"at most {size_text(budget)}",
+            got=f"{size_text(least)} at least, on rank {fastest.rank}, however few iterations are live",
+            remedy="more ranks along the axis of stages, more iterations, Hints(recompute=...), or Hints(zero=...)",
+        )
+    plan, peak = best
+    plan.after.notes.append(
+        f"schedule: at most {low - 1} iterations live on a rank, which holds {size_text(peak)}, for it may hold "
+        f"{size_text(budget)} (the fastest has {many} live: {size_text(fastest.peak)})"
+    )
+    return plan
+
+
+def _with_live(compiled: Compiled, live: int) -> Compiled:
+    """The same plan with so many iterations live at most."""
+    assert compiled.hints.pipeline is not None
+    hints = replace(compiled.hints, pipeline=replace(compiled.hints.pipeline, max_in_flight=live))
+    passes = default_passes(hints)
+    graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, passes)
+    return Compiled(hints, compiled.captured, graph, context, passes)

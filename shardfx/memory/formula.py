@@ -36,7 +36,7 @@ POWERS = range(4)
 ONE = Fraction(1)
 
 
-class Term(NamedTuple):
+class PeakStorage(NamedTuple):
     """Bytes, and the placement of the value that they hold, where they hold one."""
 
     nbytes: int
@@ -104,7 +104,9 @@ class Sizes:
         return int(size * scale)
 
 
-def formula(here: Sequence[Term], changed: Sequence[Sequence[Term]], sizes: Sizes, mesh: Mesh) -> sympy.Expr:
+def formula(
+    here: Sequence[PeakStorage], changed: Sequence[Sequence[PeakStorage]], sizes: Sizes, mesh: Mesh
+) -> sympy.Expr:
     """The sum of the terms, in batch and sequence, over the axes that shard each.
 
     Args:
@@ -124,7 +126,7 @@ def formula(here: Sequence[Term], changed: Sequence[Sequence[Term]], sizes: Size
     return total
 
 
-def _power(term: Term, others: Sequence[Term], sizes: Sizes) -> sympy.Expr | None:
+def _power(term: PeakStorage, others: Sequence[PeakStorage], sizes: Sizes) -> sympy.Expr | None:
     """A number times powers of batch and sequence, if the bytes are that."""
     for powers in product(POWERS, repeat=len(sizes.named)):
         if all(
@@ -138,7 +140,7 @@ def _power(term: Term, others: Sequence[Term], sizes: Sizes) -> sympy.Expr | Non
     return None
 
 
-def _sum(term: Term, others: Sequence[Term], sizes: Sizes) -> sympy.Expr:
+def _sum(term: PeakStorage, others: Sequence[PeakStorage], sizes: Sizes) -> sympy.Expr:
     """A sum of a number, batch, sequence and their product, each with a factor."""
     plain = [1, *(sympy.Symbol(name) for name in sizes.named), sympy.prod(map(sympy.Symbol, sizes.named))]
     basis = [sympy.sympify(each) for each in dict.fromkeys(plain)]

@@ -27,7 +27,7 @@ from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
 from shardfx.report.console import render, table
 
-from .formula import Sizes, Term, formula, no_formula, spec_of
+from .formula import PeakStorage, Sizes, formula, no_formula, spec_of
 
 CATEGORIES = {
     InputKind.PARAMETER: "parameters",
@@ -200,17 +200,17 @@ class RankMemory:
         """Whether the programs are the same but for sizes, as far as their calls and storages go."""
         return len(other.footprint.storages) == len(self.footprint.storages) and other._calls == self._calls
 
-    def _terms(self, call: int) -> Iterator[Term]:
+    def _terms(self, call: int) -> Iterator[PeakStorage]:
         """What is there at a call."""
         mesh = self.program.mesh
         here = [given for given in self.program.inputs if not given.pool]
         for held, given in zip(self.given, here, strict=True):
-            yield Term(held.nbytes, spec_of([given.value], held.nbytes, mesh))
+            yield PeakStorage(held.nbytes, spec_of([given.value], held.nbytes, mesh))
         for storage in self.footprint.there(call):
             values = storage.node.outs if storage.node is not None else ()
-            yield Term(storage.nbytes, spec_of(values, storage.nbytes, mesh))
-        yield Term(self.footprint.idle[call])
-        yield Term(self.footprint.inside[call])
+            yield PeakStorage(storage.nbytes, spec_of(values, storage.nbytes, mesh))
+        yield PeakStorage(self.footprint.idle[call])
+        yield PeakStorage(self.footprint.inside[call])
 
     @property
     def _top(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,24 @@ from shardfx.compiled import Compiled
 from shardfx.ir.capture.frontend.loss_module import without_own_loss
 from shardfx.ir.capture.frontend.model_preparation import quiet_copies
 from shardfx.ir.errors import Error
+from shardfx.module.call_signature import CallReader, check_modes, first_signature
+from shardfx.module.execution_target import CompileOptions, ExecutionTarget
+from shardfx.module.model_state import ModelState, stamp_state_dicts
+from shardfx.module.module_tree import STATE, ProxyTree, watch
+from shardfx.module.optimizer_hooks import checked, clip, gradients_here, watch_norms
+from shardfx.module.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, carry_over, joined, sharding
+from shardfx.module.planned_module import PlannedModule
+from shardfx.module.program_optimizer import ProgramOptimizer
+from shardfx.module.programs import Programs
+from shardfx.module.specializations import Specializations
+from shardfx.module.state_checks import SourceModelCheck, SourceModelWatch, SourceWeightsCheck
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import version
 
-from .call import Reader, first_form
-from .compile_options import CompileOptions
-from .forms.original_as_was import OriginalAsWas
-from .forms.surroundings_of_call import check_modes
-from .forms.weights_as_were import WeightsAsWere
-from .held.carry_over import carry_over
-from .held.clipping import watch_norms
-from .held.like import STATE
-from .held.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, joined, sharding
-from .held.original import Watch
-from .held.stamped import stamp_state_dicts
-from .held.state import ModelState
-from .held.tree import Tree, watch
-from .place import Place
-from .programs import Programs
-from .stepped_module import WITH_RESULTS, SteppedModule
-from .variants import Variants
+WITH_RESULTS = "with_results"
 
 
-class ParallelModule(SteppedModule):
+class ParallelModule(PlannedModule):
     """What :func:`shardfx.parallelize` returns. Call it like the model, with the targets behind the arguments::
 
         loss = pm(x, y)
@@ -49,50 +44,53 @@ class ParallelModule(SteppedModule):
     a rank may also pass its own part of each input; it then gets its own part of the results.
     """
 
+    _reader: CallReader
+    _optimizer: ProgramOptimizer | None
+
     def __init__(
         self,
         compiled: Compiled,
-        place: Place,
+        place: ExecutionTarget,
         peers: Peers,
         model: nn.Module,
-        variants: Variants,
+        variants: Specializations,
         optimizer: object = None,
     ) -> None:
         super().__init__()
-        self._compiled, self._place, self.mesh = compiled, place, compiled.after.mesh
+        self._compiled, self._target, self.mesh = compiled, place, compiled.after.mesh
         self.training = model.training
         self._state = ModelState(compiled, place.make_store(compiled.after), model, variants.skeleton)
         self._peers = peers
         peers.holds(self._state.store)
         self._compiling = None
-        self._variants, self._reader = variants, Reader(compiled.hints)
+        self._variants, self._reader = variants, CallReader(compiled.hints)
         self._watch = self._measured = None
         self._optimizer = None
         self._state.load_from(model)
         own = {name for name in vars(self) if name.startswith("_") and name not in STATE}
         self.__dict__["_own"] = frozenset((*own, "_tree"))
-        self._tree = Tree(self, model, variants.skeleton)
+        self._tree = ProxyTree(self, model, variants.skeleton)
         self._register()
         stamp_state_dicts(self)
-        first = first_form(compiled.hints, self._tree.training, self._state.trainable, variants.asks)
+        first = first_signature(compiled.hints, self._tree.training, self._state.trainable, variants.asks)
         variants.begin(first, self._new_programs(compiled), self._state.filled)
         if optimizer is not None:
             carry_over(optimizer, model, self._state)
 
-    def _watch_model(self, model: nn.Module, watch: Watch | None) -> None:
+    def _watch_model(self, model: nn.Module, watch: SourceModelWatch | None) -> None:
         """Have each call look whether the model that this one was made of is as it was."""
-        self._tree.watched.append(OriginalAsWas(model, self._variants.names))
+        self._tree.watched.append(SourceModelCheck(model, self._variants.names))
         if watch is not None:
             ranks = range(self.mesh.size) if self._this_rank is None else (self._this_rank,)
-            self._tree.watched.append(WeightsAsWere(model, self.planned, self._state, ranks, watch))
+            self._tree.watched.append(SourceWeightsCheck(model, self.planned, self._state, ranks, watch))
 
     def _register(self) -> None:
         self._tree.register(self._state)
-        if self._compiled.after.pipeline is not None and not self._place.virtual:
+        if self._compiled.after.pipeline is not None and not self._target.virtual:
             watch_norms(self._state.store, self._norm)
 
     def _new_programs(self, compiled: Compiled) -> Programs:
-        place, store = self._place, self._state.store
+        place, store = self._target, self._state.store
         passes = place.rank_passes(compiled.hints)
         made = Programs(compiled, place.device.type, passes, store, lambda: place.make_engine(compiled.after))
         if self._compiling is not None:
@@ -100,7 +98,7 @@ class ParallelModule(SteppedModule):
         return made
 
     def _compile(self, programs: Programs, options: CompileOptions) -> None:
-        place, compiled = self._place, programs.compiled
+        place, compiled = self._target, programs.compiled
         programs.compile_with(
             lambda peaks: place.make_compiled(compiled.after, options, peaks), place.own_rank_passes(compiled.hints)
         )
@@ -122,14 +120,14 @@ class ParallelModule(SteppedModule):
             Error: another dtype, which is another plan; a device that this rank's process group does not serve; or
                 programs that :meth:`use` put in, which are for the kind of device that they were made on.
         """
-        device = self._place.device_by(fn, {t.dtype for t in (*self.parameters(), *self.buffers())})
-        moves = device.type != self._place.device.type
+        device = self._target.device_by(fn, {t.dtype for t in (*self.parameters(), *self.buffers())})
+        moves = device.type != self._target.device.type
         if moves:
             self._programs.reject_changed(device)
-            place = self._place.moved(device)
+            place = self._target.moved(device)
             if self._compiling is not None:
                 self._compiling.check(self._compiled, device, place.virtual)
-            self._place = place
+            self._target = place
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if moves:
             self._state.store.to(device)
@@ -167,6 +165,94 @@ class ParallelModule(SteppedModule):
         """As ``model.train(mode)`` does it, also where the model's own ``train`` leaves some modules as they are."""
         self._tree.train(mode)
         return self
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a whole step: forward, backward, and the update of ``Hints(optimizer=...)``; gives the loss::
+
+            for x, y in batches:
+                loss = pm.step(x, y)
+                scheduler.step()        # torch.optim.lr_scheduler.CosineAnnealingLR(pm.optimizer, 1000)
+
+        Parameters, buffers and the optimizer's states are those of after the step; there are no gradients. Inputs are
+        as for a call, also in other batch sizes and modes. With ``with_results=True``: the loss, and the results.
+
+        Raises:
+            Error: there is no optimizer in the plan; as for a call.
+        """
+        optimizer = self.optimizer
+        with self._peers.calling():
+            check_modes("pm(...)")
+            self._state.check_complete()
+            self._tree.check()
+            optimizer.begin()
+            beside = WITH_RESULTS not in self._compiled.hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
+            call = self._reader.read(args, kwargs)
+            around = self._tree.training, self._peers, self._new_programs, self._watch
+            return self._variants.run(call, *around, beside, optimizer.options())
+
+    def _begin_counts(self) -> None:
+        """What the optimizer's step keeps beside states of parameters is there from the first call on."""
+        update = self._compiled.captured.update
+        if update is not None and update.counts:
+            self.optimizer.begin_counts()
+
+    @contextmanager
+    def _together(self, what: str, anew: bool = False) -> Iterator[None]:
+        """What all ranks are asked for; ``anew``: it loads all that is stored."""
+        with self._peers.calling():
+            self._peers.agree(what, lambda: {"runs": what}, anew=anew)
+            yield
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of all parameters by their norm as one vector, which it gives: what
+        ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does to the model on one device. Under
+        ``torchrun`` all ranks call it.
+
+        Raises:
+            RuntimeError: ``error_if_nonfinite``, and the norm is not finite.
+        """
+        grads = gradients_here(self._store)
+        total = checked(self._norm(grads, norm_type), error_if_nonfinite)
+        clip(total, grads, max_norm)
+        return total
+
+    def _norm(self, grads: Mapping[str, Sequence[torch.Tensor]], kind: float) -> torch.Tensor:
+        """The norm of gradients, of which each rank gives its own."""
+        with self._together("the norm of gradients"):
+            return self._store.norm(grads, kind)
+
+    @property
+    def optimizer(self) -> ProgramOptimizer:
+        """The optimizer in the program: groups, rates and states (see :class:`.ProgramOptimizer`).
+
+        Raises:
+            Error: the plan has none.
+        """
+        if self._optimizer is None:
+            self._optimizer = ProgramOptimizer(self._state)
+        return self._optimizer
+
+    def _in_program(self, optimizer: object, where: str) -> ProgramOptimizer | None:
+        """The optimizer in the program, if that is the one that is given; None: it is one of torch's own.
+
+        Raises:
+            Error: it is in the program of another plan, or none at all.
+        """
+        if isinstance(optimizer, ProgramOptimizer) and optimizer is self.optimizer:
+            return optimizer
+        if isinstance(optimizer, ProgramOptimizer) or not hasattr(optimizer, "param_groups"):
+            raise Error(
+                "this is no optimizer of this module",
+                where=where,
+                expected="one of pm.parameters(), or pm.optimizer",
+                got="the optimizer of another plan"
+                if isinstance(optimizer, ProgramOptimizer)
+                else repr(optimizer)[:100],
+                remedy="call it on the module whose optimizer it is; load what it gives into the other one's",
+            )
+        return None
 
     # ---- the programs ---------------------------------------------------------------------------------------
 
@@ -216,7 +302,7 @@ class ParallelModule(SteppedModule):
                 virtual ranks.
         """
         compiling = CompileOptions(options, cuda_graphs)
-        compiling.check(self._compiled, self._place.device, self._place.virtual)
+        compiling.check(self._compiled, self._target.device, self._target.virtual)
         self._compiling = compiling
         for programs in self._variants.all:
             self._compile(programs, compiling)
@@ -302,7 +388,7 @@ class ParallelModule(SteppedModule):
         """
         with self._together("gathered()"):
             self._state.check_complete()
-            filled = self._state.filled(self._variants.skeleton).to(self._place.device)
+            filled = self._state.filled(self._variants.skeleton).to(self._target.device)
         for path, part in self._tree.paths:
             filled.get_submodule(path).training = part.training
         model = without_own_loss(filled)

@@ -1,9 +1,11 @@
-"""What can be asked of a parallel module: its programs, whether they are the model, why, and what they cost."""
+"""The read side of a parallel module: programs, verdict, report, memory, timeline, pictures, and probes of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -15,50 +17,52 @@ from torch import fx
 
 from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
-from shardfx.explain.explanation import Explanation, explain
+from shardfx.explain import Explanation, explain
 from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.footprint import PLAIN, Footprint, Transport
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay, values
+from shardfx.ir.dim_sharding import in_stretches
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, InputKind, Value
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.schedule.actions import Schedule
 from shardfx.memory.formula import Sizes
 from shardfx.memory.rank_memory import RankMemory
+from shardfx.module.execution_target import CompileOptions, ExecutionTarget
+from shardfx.module.model_state import ModelState
+from shardfx.module.module_tree import ProxyRoot, ProxyTree
+from shardfx.module.programs import Programs
+from shardfx.module.specializations import Specializations
 from shardfx.plan import Plan, make_plan
 from shardfx.report.figures import Report, Timing
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
+from shardfx.runtime.engine import Probe
+from shardfx.runtime.nan_debug import NanDebug
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.recording import Recording
 from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
-from shardfx.schedules.timeline import PlanTimeline, plan_timeline
-
-from .compile_options import CompileOptions
-from .held.input_tile import tile_of
-from .held.state import ModelState
-from .held.tree import Root, Tree
-from .place import Place
-from .programs import Programs
-from .variants import Variants
+from shardfx.schedules.timeline import PlanTimeline, plan_timeline, recorded
 
 
-class PlannedModule(Root):
+class PlannedModule(ProxyRoot):
     """A model with its plan, as far as one only looks at it."""
 
     _compiled: Compiled
     _peers: Peers
-    _place: Place
+    _target: ExecutionTarget
     _state: ModelState
-    _tree: Tree
-    _variants: Variants
+    _tree: ProxyTree
+    _variants: Specializations
     _compiling: CompileOptions | None
     _measured: Recording | None
+    _watch: Probe | None
+    """The probe of each call; None by default, which costs nothing."""
 
     @property
     def _store(self) -> Store:
@@ -143,7 +147,7 @@ class PlannedModule(Root):
         measured, when, replayed = self._measured, None, self._replays()
         timeline = self._timeline(machine, self._programs.kinds(), replayed)
         if self.schedule is not None or measured is not None:
-            when = Timing(timeline, measured, self._place.virtual)
+            when = Timing(timeline, measured, self._target.virtual)
         footprint = replayed(program)
         made = make_report(self._compiled, program, timeline, footprint, machine, self._programs.warnings(), when)
         peak = self._programs.measured(0, self._programs.kinds())
@@ -218,12 +222,12 @@ class PlannedModule(Root):
 
     @property
     def _transport(self) -> Transport:
-        return self._place.transport_here if self._compiling is None else PLAIN
+        return self._target.transport_here if self._compiling is None else PLAIN
 
     @property
     def _this_rank(self) -> int | None:
         """The rank that this process is; None where all ranks are virtual, in this process."""
-        return None if self._place.virtual else dist.get_rank()
+        return None if self._target.virtual else dist.get_rank()
 
     @property
     def _rule_book(self) -> RuleBook:
@@ -300,3 +304,98 @@ class PlannedModule(Root):
             Error: no pass of the plan has this name.
         """
         return diff(self._compiled, name)
+
+    @contextmanager
+    def debug_nan(self, *, inf: bool = True) -> Iterator[None]:
+        """Stop at the first node that makes a NaN or an inf from finite numbers, in forward or backward, on any rank::
+
+            with pm.debug_nan():
+                loss = pm(x, y)
+
+        The error names the rank, the node, module path and source line, and what went into it (shapes, smallest and
+        largest number). "First" is by the order of the program, over all ranks. Parameters, buffers and inputs that
+        hold NaN already are named as such; infinities that the model writes down itself, as in a mask, are let
+        through. Every result is looked at, so a step takes some times longer; outside of the context it costs nothing.
+
+        Under ``torchrun`` all ranks open it; the rank that finds something raises that, and the others end with it.
+
+        Args:
+            inf: whether an infinity counts, too.
+
+        Raises:
+            Error: when something is found.
+        """
+        before, self._watch = self._watch, NanDebug(inf)
+        try:
+            yield
+        finally:
+            self._watch = before
+
+    def record(self, path: str | Path) -> AbstractContextManager[Recording]:
+        """Measure steps: a trace for ui.perfetto.dev of what each rank does when, as :meth:`timeline` foresees it::
+
+            with pm.record("measured.json") as recording:
+                pm(x, y).backward()
+            print(recording.step, recording.bubble)
+
+        The report then says both. Every call is looked at, which takes some microseconds each. Under ``torchrun`` all
+        ranks open it, and rank 0 writes.
+        """
+        return recorded(self, path)
+
+
+GIVEN = (InputKind.ARGUMENT, InputKind.TARGET)
+
+
+def input_value(graph: Graph, name: str, where: str) -> Value:
+    """The value of an argument or a target.
+
+    Raises:
+        Error: no input has this name.
+    """
+    known = {given.name: given.value for given in graph.inputs if given.kind in GIVEN}
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        raise Error(
+            f"there is no input {name!r}",
+            where=where,
+            expected=f"one of {', '.join(known)}",
+            got=name,
+            remedy=f"did you mean {near[0]!r}?" if near else None,
+        )
+    return known[name]
+
+
+def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, ...]:
+    """The slices of a whole input that a rank of a planned graph reads, with ``halo`` rows more of every dim that is
+    sharded, but the first.
+
+    Raises:
+        Error: no input has this name; a halo that is no number of rows; a dim is sharded so that the rank reads several
+            stretches of it.
+    """
+    if not isinstance(halo, int) or halo < 0:
+        raise Error(
+            "a halo is so many rows on each side",
+            where=f"pm.tile({name!r}, halo=...)",
+            expected="0 or more",
+            got=repr(halo),
+            remedy="say halo=0, or how many rows of its neighbours' a rank reads as well",
+        )
+    value, mesh = input_value(graph, name, f"pm.tile({name!r})"), graph.mesh
+    coords = mesh.coords(rank)
+    assert value.spec is not None
+    found = []
+    for dim, (size, sharding) in enumerate(zip(value.shape, value.spec.dims, strict=True)):
+        if in_stretches(sharding) or any(mesh[axis].loop for axis in sharding.axes):
+            raise Error(
+                f"a rank reads several stretches of dim {dim}",
+                where=f"pm.tile({name!r})",
+                expected="each dim split into one stretch for each rank",
+                got=value.spec.text(value.shape),
+                remedy="give the whole input to pm(...), which shards it",
+            )
+        start, length = sharding.span(size, mesh, coords)
+        more = halo if dim and sharding.axes else 0
+        found.append(slice(max(start - more, 0), min(start + length + more, size)))
+    return tuple(found)

@@ -23,6 +23,7 @@ from shardfx.ir.program.lower import lower
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
+from shardfx.module.rule_checks import with_rules
 from shardfx.passes.rank import BUILT_IN, RankContext, RankPass, built_in, run_rank_passes
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.export_programs import write_rank, write_shared
@@ -32,15 +33,13 @@ from shardfx.runtime.store import Store
 from shardfx.runtime.verify.plan_proof import ProgramRequest
 from shardfx.runtime.verify.verdict import Verdict, verify
 
-from .rules_checked import with_rules
-
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
 STEP: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER, OutputKind.PARAMETER, OutputKind.STATE})
 """What a whole step gives, which stores new parameters and states."""
 INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
 PULL: Kinds = frozenset({OutputKind.GRADIENT})
-"""The outputs of the program behind given gradients of results (see :mod:`.pull_back`)."""
+"""The outputs of the program behind given gradients of results (see :mod:`.grad_delivery`)."""
 BESIDE: Kinds = frozenset({OutputKind.RESULT})
 """What ``with_results`` adds."""
 NAMES = {

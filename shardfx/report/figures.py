@@ -11,12 +11,11 @@ from shardfx.ir.cost.footprint import LoopMemory, Peak
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.arena_layout import ArenaUse
+from shardfx.report.report_rows import StageRow, TileRow
 from shardfx.runtime.recording import Recording
 from shardfx.schedules.timeline import PlanTimeline
 
 from .console import render
-from .stage_rows import StageRow
-from .tile_costs import TileRow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -189,7 +188,6 @@ class Report:
         return render(self.__rich__())
 
     def __rich__(self) -> RenderableType:
-        from .stage_tables import stage_tables
-        from .tables import report_tables
+        from shardfx.report.tables import report_tables, stage_tables
 
         return report_tables(self, stage_tables(self))

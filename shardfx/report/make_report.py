@@ -18,11 +18,10 @@ from shardfx.ir.ops.sends import is_comm, is_part
 from shardfx.ir.program.arena_layout import arena_use
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.report.report_rows import gradients_of_rank, is_of_rank, stage_rows, tile_rows
 from shardfx.schedules.timeline import PlanTimeline
 
 from .figures import Cause, CommRow, Communication, Estimate, Memory, Report, Timing
-from .stage_rows import gradients_of_rank, is_of_rank, stage_rows
-from .tile_costs import tile_rows
 
 if TYPE_CHECKING:
     from shardfx.compiled import Compiled

@@ -47,7 +47,7 @@ def steps_are_the_same_put_away(to: str) -> None:
         torch.equal(value, theirs[name]["exp_avg"]) for name, state in mine.items() for value in [state["exp_avg"]]
     )
     case: Any = SimpleNamespace(args=(x,), targets=(y,), kwargs={})
-    transport = other._place.transport_here
+    transport = other._target.transport_here
     for run, kinds in ((other, TRAIN), (other.step, STEP)):
         for rank, held in held_in_a_step(other, case, run).items():
             check_footprint(other._programs.running(rank, kinds), held, exact=False, transport=transport)
@@ -76,7 +76,7 @@ def tables_stay_in_the_host(mesh: str, zero: str) -> None:
     full = other.full_state_dict()
     assert all(torch.equal(value, full[name]) for name, value in plain.full_state_dict().items())
     for rank, held in held_in_a_step(other, case, other.step).items():
-        check_footprint(other._programs.running(rank, STEP), held, exact=False, transport=other._place.transport_here)
+        check_footprint(other._programs.running(rank, STEP), held, exact=False, transport=other._target.transport_here)
         assert max(held.beside.values()) > 0
 
 

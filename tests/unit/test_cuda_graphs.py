@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.module.compile_options import CompileOptions
+from shardfx.module.execution_target import CompileOptions
 from shardfx.runtime.cuda_graphs import WARM_UP, GraphEngine, Work
 from tests.plans import MESHES
 from tests.stepped import KINDS, alone, batches, small_plan
@@ -44,12 +44,12 @@ class Double:
 def graphed(pm: sx.ParallelModule, monkeypatch: pytest.MonkeyPatch) -> list[Double]:
     """Let ``pm`` record its steps; gives the graphs that are made from now on."""
     monkeypatch.setattr(Double, "made", [], raising=False)
-    make, options = type(pm._place).make_compiled, CompileOptions({"backend": "eager"})
+    make, options = type(pm._target).make_compiled, CompileOptions({"backend": "eager"})
 
     def make_graphed(self: Any, graph: Any, _: Any, peaks: Any) -> GraphEngine:
         return GraphEngine(make(self, graph, options, peaks), Double)
 
-    monkeypatch.setattr(type(pm._place), "make_compiled", make_graphed)
+    monkeypatch.setattr(type(pm._target), "make_compiled", make_graphed)
     pm.compile(backend="eager")
     return Double.made
 
@@ -114,7 +114,7 @@ def test_losses_and_results_of_recorded_steps_stay_what_they_were(monkeypatch: p
 
 def refused(pm: sx.ParallelModule, match: str, device: str = "cuda", **options: Any) -> None:
     with pytest.raises(sx.Error, match=match) as caught:
-        CompileOptions(options, True).check(pm._compiled, torch.device(device), pm._place.virtual)
+        CompileOptions(options, True).check(pm._compiled, torch.device(device), pm._target.virtual)
     assert caught.value.remedy and "cuda_graphs=True" in str(caught.value.where)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardfx as sx
-from shardfx.explain.explanation import Entry, Trail, explain
+from shardfx.explain import Entry, Trail, explain
 from shardfx.ir.graph import Graph
 from shardfx.ir.text import parse_graph, print_graph
 from shardfx.passes import Context, Pass, hint_value

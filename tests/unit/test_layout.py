@@ -102,9 +102,8 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         *("shardfx", *PROGRAMS, *CLOCKS, "ir.capture", "memory", "passes.sharding", "passes.loops", "report"),
         "runtime.distributed",
     ),
-    "images": (*RULES, "passes", "visualize", "module", "module.held", "runtime.distributed"),
-    "explain": (*ONE_OP, "ir.cost", "ir.text"),
-    "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
+    "images": (*RULES, "passes", "visualize", "module", "runtime.distributed"),
+    "integrations": ("shardfx", "ir", "module", "runtime"),
 }
 """For each sub-package the others whose modules it may import. A facade (``__init__``) may import whatever lies in
 its own folder, and the rest of ``shardfx`` anything."""
@@ -115,11 +114,10 @@ IN_FUNCTIONS = {
     ("schedules.timeline", "visualize"),
     ("images.receptive_field", "visualize"),
     ("report.figures", "report.tables"),  # need rich, which only what is printed does
-    ("report.figures", "report.stage_tables"),
     ("runtime.module_engine", "runtime.inductor_passes"),  # needs Inductor, which only pm.compile() does
-    ("module.place", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
-    ("module.place", "runtime.distributed.process_engine"),
-    ("module.place", "runtime.distributed.process_peers"),
+    ("module.execution_target", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
+    ("module.execution_target", "runtime.distributed.process_engine"),
+    ("module.execution_target", "runtime.distributed.process_peers"),
 }
 """The imports that stand in a function, and why."""
 MOST_FILES = 16

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.memory.cheapest import Choice, cheapest, least_peak
-from shardfx.memory.stretches import Group, Kind, Stretch
+from shardfx.memory.recompute_search import RecomputeChoice, cheapest, least_peak
+from shardfx.memory.recompute_segments import ModelSegment, OpGroup, SegmentKind
 from tests.plans import MESHES, plan
 from tests.reference import rel_err, single_device
 from tests.virtual.test_memory import blocks
@@ -136,32 +136,32 @@ def test_below_the_floor_it_is_said_what_else_fits() -> None:
 @pytest.mark.parametrize("seed", [331, 427, 483])
 def test_the_solver_says_nothing(seed: int, capfd: pytest.CaptureFixture[str]) -> None:
     """HiGHS prints that it repairs what it rounded where numbers that are whole by themselves may be broken."""
-    draw, groups = random.Random(seed), list[Group]()
+    draw, groups = random.Random(seed), list[OpGroup]()
     count = draw.choice((4, 8, 12))
     for number in range(draw.randint(2, 6)):
         users = draw.sample(groups, min(len(groups), draw.randint(0, 2)))
         nbytes = draw.choice((0, draw.randint(1, 40) * 10**6 + draw.randint(0, 999)))
         seconds, extra = draw.random() * 1e-3, draw.randint(1, 40) * 10**6 if users else 0
-        groups.append(Group(0, "", f"op{number}", nbytes, seconds, extra, users))
+        groups.append(OpGroup(0, "", f"op{number}", nbytes, seconds, extra, users))
     total = sum(group.nbytes for group in groups)
     held = {(waiting,): total * waiting + draw.randint(0, 50) * 10**6 for waiting in range(1, count + 1)}
     cheapest([kind(count, *groups)], held, int(max(held.values()) * draw.uniform(0.3, 0.9)))
     assert capfd.readouterr() == ("", "")
 
 
-def kind(count: int, *groups: Group) -> Kind:
+def kind(count: int, *groups: OpGroup) -> SegmentKind:
     """So many stretches that are alike."""
-    return Kind([Stretch((f"layers.{i}",)) for i in range(count)], list(groups))
+    return SegmentKind([ModelSegment((f"layers.{i}",)) for i in range(count)], list(groups))
 
 
-def chosen(kinds: list[Kind], held: dict[tuple[int, ...], int], budget: int) -> Choice:
+def chosen(kinds: list[SegmentKind], held: dict[tuple[int, ...], int], budget: int) -> RecomputeChoice:
     found = cheapest(kinds, held, budget)
-    assert isinstance(found, Choice)
+    assert isinstance(found, RecomputeChoice)
     return found
 
 
 def test_the_cheaper_of_two_is_made_again() -> None:
-    dear, cheap = Group(0, "", "aten.mm", 10, 2.0), Group(0, "", "aten.gelu", 10, 1.0)
+    dear, cheap = OpGroup(0, "", "aten.mm", 10, 2.0), OpGroup(0, "", "aten.gelu", 10, 1.0)
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 120)
     assert found.again == {dear: 0, cheap: 8} and found.seconds == 8.0
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 100)
@@ -170,7 +170,7 @@ def test_the_cheaper_of_two_is_made_again() -> None:
 
 def test_what_is_dear_is_put_away() -> None:
     """The first stretches make it again, the next ones put it away, whichever costs less for each group."""
-    dear, cheap = Group(0, "", "aten.mm", 10, 2.0, away=1.0), Group(0, "", "aten.gelu", 10, 0.5, away=1.0)
+    dear, cheap = OpGroup(0, "", "aten.mm", 10, 2.0, away=1.0), OpGroup(0, "", "aten.gelu", 10, 0.5, away=1.0)
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 80)
     assert found.again == {dear: 0, cheap: 8} and found.away == {dear: 4, cheap: 0} and found.seconds == 8.0
     both = chosen([kind(4, dear)], {(4,): 100}, 60)
@@ -181,20 +181,20 @@ def test_what_is_dear_is_put_away() -> None:
 def test_what_is_made_of_something_needs_it() -> None:
     """The gelu is made again from the product, which the backward itself does not need: that is kept, or made again
     too."""
-    gelu = Group(0, "", "aten.gelu", 10, 1.0)
-    product = Group(0, "", "aten.mm", 0, 50.0, 4, [gelu])
+    gelu = OpGroup(0, "", "aten.gelu", 10, 1.0)
+    product = OpGroup(0, "", "aten.mm", 0, 50.0, 4, [gelu])
     found = chosen([kind(4, gelu, product)], {(4,): 100}, 76)
     assert found.again == {gelu: 4, product: 0} and found.kept[product] == 4
     found = chosen([kind(4, gelu, product)], {(4,): 100}, 60)
     assert found.again == {gelu: 4, product: 4} and found.seconds == 204.0
-    statistics = Group(0, "", "aten.native_layer_norm", 1, 50.0, 4, [gelu])  # the backward needs but a part of it
+    statistics = OpGroup(0, "", "aten.native_layer_norm", 1, 50.0, 4, [gelu])  # the backward needs but a part of it
     found = chosen([kind(4, gelu, statistics)], {(4,): 104}, 80)
     assert found.again == {gelu: 4, statistics: 0} and found.kept[statistics] == 4
 
 
 def test_the_last_blocks_keep_what_a_later_moment_has_room_for() -> None:
     """Half way back, when gradients have come, the first half waits alone: that makes again, the last blocks keep."""
-    group = Group(0, "", "aten.mm", 10, 1.0)
+    group = OpGroup(0, "", "aten.mm", 10, 1.0)
     found = chosen([kind(8, group)], {(8,): 100, (4,): 120}, 90)
     assert found.again == {group: 3}
     assert cheapest([kind(8, group)], {(8,): 100, (4,): 120}, 70) is None

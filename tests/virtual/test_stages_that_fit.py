@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.text.printer import size_text
-from shardfx.memory.block_memory import BlockMemory
+from shardfx.memory.stage_split import BlockMemory
 from shardfx.passes.stages.best_split import Held, Room, best_split, roomiest_split
 
 BLOCKS, RANKS = 5, 2

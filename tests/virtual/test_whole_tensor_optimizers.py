@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardfx as sx
-from shardfx.module.stepping import trial
+from shardfx.module import elementwise_trial as trial
 from tests import whole_tensor
 from tests.whole_tensor import (
     AdaptiveClipping,

@@ -1,16 +1,28 @@
-"""``Hints(recompute="auto", memory=...)``: the cheapest values to make again, or to put away, so that a plan fits.
+"""``Hints(recompute="auto", memory=...)``: the cheapest activations to recompute or offload so that a plan fits.
 
-The plan that keeps all says what is held at each moment (:mod:`.stretches`); what to make again is then chosen
-(:mod:`.cheapest`), and is a few passes ``recompute{...}`` whose text says it; with ``offload=("activations",)`` also
-what to put away, as passes ``offload{...}``. The plan with them is measured as any other; where it holds more than was
-thought, that is taken off the budget.
+The plan that keeps everything tells the live bytes at each moment (:mod:`.recompute_segments`). What to recompute is
+then chosen by a mixed integer program, solved by HiGHS, and written as a few passes ``recompute{...}`` (and
+``offload{...}`` with ``offload=("activations",)``). The resulting plan is replayed like any other; bytes beyond the
+prediction are subtracted from the budget. Of ``K`` equal segments the first ``R[g]`` recompute group ``g``, and the
+last ones, which the backward needs first, keep it, so a kind of segments costs one variable per group:
+
+    minimize    sum of seconds[g] R[g] + away[g] A[g]
+    subject to  R[g] + kept[g] >= R[user]      a recomputed user of g has it: g is recomputed too, or kept for that
+                live[t] - sum of nbytes[g] (p - m[g, p]) + sum of extra[g] kept[g] <= budget       at each moment t
+                m[g, p] >= p - R[g] - A[g], m >= 0     of the p segments live at t so many keep g on the device
+                R[g] + A[g] <= K               the next A[g] segments offload it, where that is possible
+
+All but the peak are integers: ``kept`` and ``m`` are so by themselves, and declared so, else HiGHS repairs what it
+rounded, and prints that it does. (After Jain et al., Checkmate, 2020; over folded segments.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
+from typing import Any
 
 from shardfx.compile import default_passes, offloads, plan_graph
 from shardfx.compiled import Compiled
@@ -20,12 +32,9 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind, Phase
 from shardfx.ir.names import prefixes
 from shardfx.ir.text.printer import size_text
+from shardfx.memory.budget import MemoryPredictor, repeated_modules, what_fits
+from shardfx.memory.recompute_segments import OpGroup, SegmentedStep, SegmentKind, runs, segmentations
 from shardfx.passes import Offload, Recompute
-
-from .budget import Foresight, repeated_modules, what_fits
-from .cheapest import Choice, cheapest, least_peak
-from .stretches import Course, Group, Kind, runs
-from .successive import partings
 
 ACTIVATIONS = "activations"
 TOGETHER = (2, 4, 8)
@@ -34,7 +43,7 @@ TRIES = 4
 """So often the budget is corrected by what a plan really holds."""
 
 
-def fitted(compiled: Compiled, foresight: Foresight) -> Compiled:
+def fitted(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
     """The plan in which so much is made again that it fits; itself, where nothing is asked for, or all fits.
 
     Raises:
@@ -55,7 +64,7 @@ def fitted(compiled: Compiled, foresight: Foresight) -> Compiled:
     trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
     if memory.peak <= budget or not trains:
         return compiled
-    search = _Search(compiled, foresight, budget)
+    search = RecomputeSearch(compiled, foresight, budget)
     made = search.within(budget) or search.from_leanest() or search.joined() or search.wholesale()
     if made is None:
         raise Error(
@@ -76,7 +85,7 @@ def fitted(compiled: Compiled, foresight: Foresight) -> Compiled:
 
 
 @dataclass
-class _Search:
+class RecomputeSearch:
     """For a plan that fits into a budget, of one that keeps all.
 
     ``parts``: the modules of each stretch, where they are several. ``said``: how good the last plan that was found is;
@@ -84,19 +93,19 @@ class _Search:
     """
 
     compiled: Compiled
-    foresight: Foresight
+    foresight: MemoryPredictor
     budget: int
     parts: tuple[tuple[str, ...], ...] = ()
     said: str = ""
     least: int = 0
 
     @cached_property
-    def course(self) -> Course:
+    def course(self) -> SegmentedStep:
         """What may be made again, or put away."""
         hints = self.compiled.hints
         options = next((each for each in offloads(hints) if ACTIVATIONS in each.whats), None)
         memory, machine = self.foresight.of(self.compiled), Machine.of(hints.machine)
-        return Course(memory, self.compiled.after, machine, options, self.parts)
+        return SegmentedStep(memory, self.compiled.after, machine, options, self.parts)
 
     @cached_property
     def _moments(self) -> dict[tuple[int, ...], int]:
@@ -135,7 +144,9 @@ class _Search:
 
     def joined(self) -> Compiled | None:
         """The same with longer stretches, of modules that follow one another: those first whose choice is cheapest."""
-        longer = [_Search(self.compiled, self.foresight, self.budget, parts) for parts in partings(self.course)]
+        longer = [
+            RecomputeSearch(self.compiled, self.foresight, self.budget, parts) for parts in segmentations(self.course)
+        ]
         choices = [(cheapest(each.course.kinds, each._moments, self.budget), each) for each in longer]
         fit = sorted(((choice.seconds, at) for at, (choice, _) in enumerate(choices) if choice is not None))
         leanest = sorted(range(len(longer)), key=lambda at: least_peak(longer[at].course.kinds, longer[at]._moments))
@@ -167,8 +178,8 @@ class _Search:
         self.least = min(self.least or peak, peak)
         return peak
 
-    def _chosen(self, choice: Choice) -> Compiled:
-        return self._planned(tuple(_passes(self.course, choice)), tuple(_put_away(self.course, choice)))
+    def _chosen(self, choice: RecomputeChoice) -> Compiled:
+        return self._planned(tuple(_passes(self.course, choice)), tuple(_offloads(self.course, choice)))
 
     def _planned(self, again: tuple[Recompute, ...], away: tuple[Offload, ...]) -> Compiled:
         """The same with some recomputation, and some activations put away."""
@@ -180,7 +191,7 @@ class _Search:
         return Compiled(hints, compiled.captured, graph, context, passes)
 
 
-def _passes(course: Course, choice: Choice) -> Iterator[Recompute]:
+def _passes(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Recompute]:
     """The choice as passes: of each kind one for each run of stretches that keep the same."""
     for kind in course.kinds:
         count = len(kind.stretches)
@@ -191,7 +202,7 @@ def _passes(course: Course, choice: Choice) -> Iterator[Recompute]:
                 yield _pass(course, kind, start, length, kept[start])
 
 
-def _put_away(course: Course, choice: Choice) -> Iterator[Offload]:
+def _offloads(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Offload]:
     """What is put away as passes, likewise."""
     assert course.offload is not None or not any(choice.away.values())
     for kind in course.kinds:
@@ -206,20 +217,20 @@ def _put_away(course: Course, choice: Choice) -> Iterator[Offload]:
                 yield chosen
 
 
-def _keeps(group: Group, choice: Choice, index: int, count: int) -> bool:
+def _keeps(group: OpGroup, choice: RecomputeChoice, index: int, count: int) -> bool:
     """Whether a stretch keeps a group."""
     again = choice.again[group]
     return again <= index and (group.nbytes > 0 or index < again + choice.kept[group])
 
 
-def _pass(course: Course, kind: Kind, start: int, length: int, kept: frozenset[Group]) -> Recompute:
+def _pass(course: SegmentedStep, kind: SegmentKind, start: int, length: int, kept: frozenset[OpGroup]) -> Recompute:
     modules, skip, count, keep = _named(course, kind, start, length, kept)
     together = len(kind.stretches[start].paths)
     return Recompute(modules, keep, regather=False, skip=skip, count=count, segment=together)
 
 
 def _named(
-    course: Course, kind: Kind, start: int, length: int, groups: frozenset[Group]
+    course: SegmentedStep, kind: SegmentKind, start: int, length: int, groups: frozenset[OpGroup]
 ) -> tuple[str | tuple[str, ...], int, int, tuple[str, ...]]:
     """How a pass names stretches, and groups of them: patterns of modules, how many to skip and to take, ops."""
     chosen = kind.stretches[start : start + length]
@@ -233,10 +244,134 @@ def _named(
     return tuple(paths), 0, 0, tuple(sorted({group.pattern(each.paths) for group in groups for each in chosen}))
 
 
-def _matched(course: Course, pattern: str) -> list[str]:
+def _matched(course: SegmentedStep, pattern: str) -> list[str]:
     """The modules that a pattern of a pass stands for, in its order."""
     depth = pattern.count(".") + 1
     outer = pattern[:-1]
     nodes = [node for node in course.graph.nodes if node.phase is Phase.FORWARD]
     paths = (prefixes(node.where.module)[depth - 1 : depth] for node in nodes)
     return list(dict.fromkeys(path for each in paths for path in each if path.startswith(outer)))
+
+
+SECONDS = 20.0
+"""So long the solver may take; the best that it has found by then is taken."""
+UNIT = 1e6
+"""Bytes count in megabytes, seconds in microseconds: solvers want numbers of a size."""
+ROUNDING = 1e-6
+"""So many megabytes are not counted: a byte."""
+LEAST = 1e-9
+"""Seconds of what takes none: nothing is made again for nothing."""
+LiveCounts = tuple[int, ...]
+"""Of each kind how many stretches wait for their backward."""
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    """How many of the stretches make each group again (the first ones), and how many behind them keep it for others
+    that are made again; what it costs, and how far from the best it may be. ``away``: how many behind the first ones
+    put it away."""
+
+    again: dict[OpGroup, int]
+    kept: dict[OpGroup, int]
+    seconds: float
+    gap: float
+    away: dict[OpGroup, int] = field(default_factory=dict)
+
+
+def cheapest(kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int], budget: int) -> RecomputeChoice | None:
+    """The cheapest choice that holds at most ``budget`` bytes at each moment; None: there is none."""
+    problem = _Problem(kinds, moments)
+    problem.upper[problem.peak] = budget / UNIT
+    cost = [0.0] * len(problem.upper)
+    for kind in kinds:
+        for group in kind.groups:
+            cost[problem.number["R", group, 0]] = max(group.seconds, LEAST) * UNIT
+            if ("A", group, 0) in problem.number:
+                cost[problem.number["A", group, 0]] = max(group.away, LEAST) * UNIT
+    found = problem.solved(cost)
+    if found.x is None:
+        return None
+    named = {(name, group): round(found.x[i]) for (name, group, _), i in problem.number.items()}
+    again = {group: count for (name, group), count in named.items() if name == "R"}
+    kept = {group: count for (name, group), count in named.items() if name == "kept"}
+    away = {group: count for (name, group), count in named.items() if name == "A"}
+    seconds = sum(group.seconds * count for group, count in again.items())
+    seconds += sum(group.away * count for group, count in away.items())
+    return RecomputeChoice(again, kept, seconds, float(found.mip_gap or 0.0), away)
+
+
+def least_peak(kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int]) -> int:
+    """The bytes that the choice holds which holds least."""
+    problem = _Problem(kinds, moments)
+    cost = [0.0] * len(problem.upper)
+    cost[problem.peak] = 1
+    return round((float(problem.solved(cost).x[problem.peak]) + ROUNDING) * UNIT)
+
+
+class _Problem:
+    """The variables and the rows of the program; ``peak`` is the variable of what is held at most."""
+
+    def __init__(self, kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int]) -> None:
+        self.number: dict[tuple[str, OpGroup, int], int] = {}
+        self.upper: list[float] = [inf]
+        self.whole: list[int] = [0]
+        self.peak = 0
+        self._rows: list[dict[int, float]] = []
+        self._least: list[float] = []
+        for kind in kinds:
+            self._kind(kind, len(kind.stretches))
+        for waiting, held in moments.items():
+            self._moment(kinds, waiting, held)
+
+    def _variable(self, name: str, group: OpGroup, most: float, at: int = 0) -> int:
+        key = name, group, at
+        if key not in self.number:
+            self.number[key] = len(self.upper)
+            self.upper.append(most)
+            self.whole.append(1)
+        return self.number[key]
+
+    def _row(self, row: dict[int, float], least: float) -> None:
+        self._rows.append(row)
+        self._least.append(least)
+
+    def _kind(self, kind: SegmentKind, count: int) -> None:
+        for group in kind.groups:
+            again, kept = self._variable("R", group, count), self._variable("kept", group, count)
+            if group.nbytes and group.away < inf:
+                self._row({again: -1, self._variable("A", group, count): -1}, -count)
+            for user in group.users:
+                self._row({again: 1, kept: 1, self._variable("R", user, count): -1}, 0)
+
+    def _moment(self, kinds: Sequence[SegmentKind], waiting: LiveCounts, held: int) -> None:
+        row: dict[int, float] = {self.peak: 1}
+        least = held / UNIT
+        for kind, p in zip(kinds, waiting, strict=True):
+            for group in kind.groups if p else ():
+                count = len(kind.stretches)
+                if group.users:
+                    row[self._variable("kept", group, count)] = -group.extra / UNIT
+                fresh = ("m", group, p) not in self.number
+                stays = self._variable("m", group, p, p)
+                if fresh:
+                    gone = {self.number[name, group, 0]: 1.0 for name in "RA" if (name, group, 0) in self.number}
+                    self._row({stays: 1, **gone}, p)
+                row[stays] = -group.nbytes / UNIT
+                least -= group.nbytes / UNIT * p
+        self._row(row, least)
+
+    def solved(self, cost: Sequence[float]) -> Any:
+        """What the solver finds, for the cost of each variable."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # which takes a second to import
+        from scipy.sparse import csr_array
+
+        entries = [(i, column, value) for i, row in enumerate(self._rows) for column, value in row.items()]
+        rows, columns, values = zip(*entries, strict=True)
+        matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self.upper)))
+        return milp(
+            cost,
+            integrality=self.whole,
+            bounds=Bounds(0, self.upper),
+            constraints=LinearConstraint(matrix, [least - ROUNDING for least in self._least], inf),
+            options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},
+        )

@@ -1,18 +1,21 @@
-"""What each block of a model keeps, so that it is known what any stage would hold that has some of them.
+"""``Pipeline(stages=None)`` under a budget: the split into stages whose slowest is fastest, of those that fit.
 
-Counted on the planned graph, as if each block were a stage of its own: parameters and states as they are stored, their
-gradients, what each iteration that is live keeps for the backward, and the most that an iteration makes in passing.
-What several blocks use is there once in each stage that has one of them.
+The plan whose stages cost about the same is made first. Where what its blocks keep (:class:`BlockMemory`) says that a
+rank holds more than it may, the best split that fits is sought (:mod:`shardfx.passes.stages.best_split`), planned, and
+its ranks' programs replayed; by how much they hold more or less than was thought the next one is sought with.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 
+from shardfx.compile import default_passes, plan_graph
+from shardfx.compiled import Compiled
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.graph import Graph, Node, OutputKind, Phase, Value
 from shardfx.ir.ops import comm
@@ -20,11 +23,158 @@ from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.schedule.actions import Pipelined
 from shardfx.ir.schedule.simulation import KEEPS
 from shardfx.ir.shards import held_shape
+from shardfx.ir.text.printer import size_text
+from shardfx.memory.budget import MemoryPredictor, budget_of, first_ranks
+from shardfx.memory.recompute_segments import sources
+from shardfx.passes.loops.make_schedule import AUTO
+from shardfx.passes.stages import Found, stages_as_planned
 from shardfx.passes.stages.assignment import OF_WEIGHTS, Assignment
-from shardfx.passes.stages.best_split import Held
+from shardfx.passes.stages.best_split import Held, Room, best_split, roomiest_split
 from shardfx.passes.stages.stage_blocks import Blocks
 
-from .stretches import sources
+TRIES = 4
+"""So many splits are planned at most."""
+HOPED = 0.2
+"""Before a plan is known, ranks are taken to hold less by so much of the budget than was counted, for what is there in
+passing is counted as if an iteration held most of it beside all that it keeps."""
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """A plan, where its stages begin, how long the slowest takes, and what each rank along the axis holds."""
+
+    plan: Compiled
+    firsts: tuple[int, ...]
+    seconds: float
+    peaks: tuple[int, ...]
+
+    def fits(self, budget: int) -> bool:
+        """Whether no rank holds more."""
+        return max(self.peaks) <= budget
+
+
+def staged(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
+    """The plan whose stages fit into what a rank may hold; itself, where nothing is to be chosen, or all fits.
+
+    Where no split fits, the plan is the one whose fullest rank holds least; but where it is also to be chosen what is
+    made again, or how many iterations are live, it is left to that.
+    """
+    pipeline, planned, budget = compiled.hints.pipeline, compiled.after.pipeline, budget_of(compiled.hints)
+    trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
+    if pipeline is None or planned is None or pipeline.stages is not None or budget is None or not trains:
+        return compiled
+    search = StageSearch(compiled, foresight, budget)
+    if not search.balanced:
+        return compiled
+    found = search.found()
+    if found is None:
+        others = compiled.hints.recompute == "auto" or pipeline.schedule == AUTO
+        return compiled if others else search.roomiest()
+    if found.plan is not compiled:
+        found.plan.after.notes.append(search.note(found))
+    return found.plan
+
+
+class StageSearch:
+    """The splits that were planned, and what was learnt of them."""
+
+    def __init__(self, compiled: Compiled, foresight: MemoryPredictor, budget: int) -> None:
+        assert compiled.after.pipeline is not None
+        self.compiled, self.foresight, self.budget = compiled, foresight, budget
+        self.homes = compiled.after.pipeline.homes
+        self.blocks = BlockMemory(compiled.after, compiled.after.pipeline)
+        self.more = [-HOPED * budget] * (max(self.homes) + 1)
+        """By rank: what it holds beyond what was thought."""
+        self.known: dict[tuple[int, ...], SplitPlan] = {}
+
+    @property
+    def room(self) -> Room:
+        """What ranks may hold, with what is known by now."""
+        return Room(self.homes, [self.budget - more for more in self.more], self.blocks.held)
+
+    @cached_property
+    def balanced(self) -> tuple[int, ...]:
+        """Where the stages begin of the plan that is given; empty where they are no stretches of blocks."""
+        return first_blocks(self.compiled.after, self.blocks.blocks.names)
+
+    def found(self) -> SplitPlan | None:
+        """The fastest split that fits, of those that were planned."""
+        thought = self.room.of(self.balanced, self.blocks.count)
+        fits = all(held <= budget for held, budget in zip(thought, self.room.budgets, strict=True))
+        if fits and (made := self._planned(self.balanced)).fits(self.budget):
+            return made
+        for _ in range(TRIES):
+            firsts = best_split(self.blocks.costs, len(self.homes), self.blocks.sent, self.room)
+            if firsts is None or tuple(firsts) in self.known:
+                break
+            fitting = self._fitting()
+            if fitting is not None and self._seconds(firsts) >= fitting.seconds:
+                break
+            self._planned(tuple(firsts))
+        return self._fitting()
+
+    def _fitting(self) -> SplitPlan | None:
+        fitting = (split for split in self.known.values() if split.fits(self.budget))
+        return min(fitting, key=lambda split: split.seconds, default=None)
+
+    def roomiest(self) -> Compiled:
+        """The split whose fullest rank holds least."""
+        firsts, _ = roomiest_split(self.blocks.costs, len(self.homes), self.room)
+        made = self.known.get(tuple(firsts)) or self._planned(tuple(firsts))
+        return min((made, *self.known.values()), key=lambda split: max(split.peaks)).plan
+
+    def _planned(self, firsts: tuple[int, ...]) -> SplitPlan:
+        """Plan a split, and learn from it what ranks hold."""
+        plan = self.compiled if firsts == self.balanced else self._with(firsts)
+        held = self.foresight.peaks(plan)
+        thought = self.room.of(firsts, self.blocks.count)
+        self.more = [a - b for a, b in zip(held, thought, strict=True)]
+        self.known[firsts] = SplitPlan(plan, firsts, self._seconds(firsts), held)
+        return self.known[firsts]
+
+    def _with(self, firsts: Sequence[int]) -> Compiled:
+        hints = self.compiled.hints
+        assert hints.pipeline is not None
+        counts = Found(b - a for a, b in pairwise((*firsts, self.blocks.count)))
+        hints = replace(hints, pipeline=replace(hints.pipeline, stages=counts))
+        passes = default_passes(hints)
+        graph, context = plan_graph(self.compiled.captured, hints, self.compiled.context.rules, passes)
+        return Compiled(hints, self.compiled.captured, graph, context, passes)
+
+    def _seconds(self, firsts: Sequence[int]) -> float:
+        """What the slowest stage takes."""
+        return max(sum(self.blocks.costs[a:b]) for a, b in pairwise((*firsts, self.blocks.count)))
+
+    def note(self, split: SplitPlan) -> str:
+        """What each stage takes and holds."""
+        total, edges = sum(self.blocks.costs), [*pairwise((*split.firsts, self.blocks.count))]
+        counts = ", ".join(str(b - a) for a, b in edges)
+        shares = ", ".join(f"{sum(self.blocks.costs[a:b]) / total:.0%}" for a, b in edges)
+        ranks = ", ".join(map(str, first_ranks(self.compiled.after)))
+        held = ", ".join(map(size_text, split.peaks))
+        longer = split.seconds / self._seconds(self.balanced)
+        return (
+            f"stages of {counts} blocks, so that no rank holds more than {size_text(self.budget)}: "
+            f"ranks {ranks} hold {held}, where a rank would hold {size_text(self.unbounded)}; "
+            f"stages do {shares} of the operations, the slowest {longer:.2f} times those of the slowest then"
+        )
+
+    @property
+    def unbounded(self) -> int:
+        """What the fullest rank would hold if nobody had asked."""
+        known = self.known.get(self.balanced)
+        return max(known.peaks) if known else round(max(self.room.of(self.balanced, self.blocks.count)))
+
+
+def first_blocks(graph: Graph, names: Sequence[str]) -> tuple[int, ...]:
+    """Where the stages of a plan begin, of blocks of these names; empty where they are no stretches of them."""
+    stages = stages_as_planned(graph)
+    firsts = tuple(names.index(stage[0]) for stage in stages if stage)
+    ends = (*firsts[1:], len(names))
+    whole = len(firsts) == len(stages) and firsts[0] == 0
+    apart = (stage != tuple(names[a:b]) for stage, a, b in zip(stages, firsts, ends, strict=False))
+    return firsts if whole and not any(apart) else ()
+
 
 Uses = dict[tuple[int, ...], int]
 """Bytes, by the blocks that use them."""
@@ -40,8 +190,8 @@ class BlockMemory:
         self.live = in_flight_microbatches(pipeline)
         self._assigned = Assignment(graph, self.blocks.of, self.count - 1, told=False)
         kept = {v for v in self._kept if pipeline.microbatches in (v.spec.axes if v.spec is not None else ())}
-        self._once = Stretches(self.count, [*self._stored(), *self._uses(self._kept - kept)])
-        self._in_iterations = Stretches(self.count, self._uses(kept))
+        self._once = RangeBytes(self.count, [*self._stored(), *self._uses(self._kept - kept)])
+        self._in_iterations = RangeBytes(self.count, self._uses(kept))
         self._passing = self._in_passing(self._kept)
 
     def held(self, stage: int, first: int, end: int) -> Held:
@@ -138,7 +288,7 @@ class BlockMemory:
         return found
 
 
-class Stretches:
+class RangeBytes:
     """Bytes that are there in each stretch of blocks that has one of those that use them."""
 
     def __init__(self, count: int, uses: Iterable[tuple[int, Sequence[int]]]) -> None:

@@ -1,25 +1,166 @@
-"""The module tree of a parallel module: the model's own paths, with the stored pieces; nothing in it computes."""
+"""The module tree of a parallel module: proxies of the model's modules with the stored shards."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
 
+from shardfx.ir.capture.python_state.bytecode import set_by_calls
 from shardfx.ir.errors import Error
-from shardfx.module.stepping.local_steps import step_locally
-
-from .like import NUMBER, Like
-from .optimizers import watch_pieces
-from .state import ModelState
+from shardfx.module.model_state import NUMBER, ModelState
+from shardfx.module.optimizer_hooks import step_locally, watch_pieces
 
 if TYPE_CHECKING:
-    from shardfx.module.forms.original_as_was import OriginalAsWas
-    from shardfx.module.forms.weights_as_were import WeightsAsWere
+    from shardfx.module.state_checks import SourceModelCheck, SourceWeightsCheck
 
 
-class Part(Like):
+STATE = frozenset(vars(nn.Module()))
+WHOLE = ("generate", "save_pretrained", "push_to_hub")
+"""Methods that want the weights of the model, whole."""
+
+
+class ProxyTensors(dict[str, Any]):
+    """The parameters or buffers of a module that looks like another one: those that are sharded are not missing."""
+
+    def __init__(self, owner: ModelProxy, held: Mapping[str, Any]) -> None:
+        super().__init__(held)
+        self._owner = owner
+
+    def __missing__(self, name: str) -> NoReturn:
+        self._owner._reject_in_pieces(name)
+        raise KeyError(name)
+
+
+class ModelProxy(nn.Module):
+    """Has what its twin has: a copy of a module of the model without weights."""
+
+    _twin: nn.Module
+
+    def _show(self, twin: nn.Module) -> None:
+        own = self.__dict__
+        own["_twin"] = twin
+        own |= {place: ProxyTensors(self, own[place]) for place in ("_parameters", "_buffers")}
+
+    @property
+    def _shown(self) -> Mapping[str, Any]:
+        """The twin's own attributes."""
+        twin = self.__dict__.get("_twin")
+        return {} if twin is None else {name: value for name, value in vars(twin).items() if name not in STATE}
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.__dict__
+        for place in ("_parameters", "_buffers", "_modules"):
+            if name in held.get(place, ()):
+                return held[place][name]
+        twin = held.get("_twin")
+        if twin is None or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in vars(twin) and name not in STATE:
+            if name in set_by_calls(type(twin)):
+                raise Error(
+                    f"{name!r} is set by the model's forward, and no program sets attributes",
+                    where=f"pm.{name}",
+                    expected="what forward returns, parameters and buffers",
+                    got=f"an attribute of {type(twin).__name__}",
+                    remedy="return it with the results, or make it a buffer that forward writes into",
+                )
+            return vars(twin)[name]
+        if name in WHOLE and hasattr(twin, name):
+            return lambda *args, **kwargs: reject_gathered(name)
+        found = inspect.getattr_static(type(twin), name, held)
+        if found is held:
+            self._reject_in_pieces(name)
+            kind = type(self.__dict__["_twin"]).__name__
+            raise AttributeError(f"neither a parallel module nor {kind!r} has an attribute {name!r}")
+        return found.__get__(self, type(twin)) if hasattr(type(found), "__get__") else found
+
+    def __getitem__(self, index: Any) -> Any:
+        """As the twin's class has it: a part of a list or a dict of modules."""
+        if isinstance(index, slice) and isinstance(self._twin, (nn.Sequential, nn.ModuleList)):
+            return nn.ModuleList(list(self)[index])
+        return self._as_twin("__getitem__", "is not subscriptable")(self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._refuse_item("__setitem__", "another module", "does not support item assignment")
+
+    def __delitem__(self, index: Any) -> None:
+        self._refuse_item("__delitem__", "one module less", "doesn't support item deletion")
+
+    def _refuse_item(self, name: str, got: str, otherwise: str) -> None:
+        self._as_twin(name, otherwise)
+        raise Error(
+            "the modules of a parallel module cannot be changed",
+            where=f"{self.__dict__.get('_path') or 'pm'} ({type(self._twin).__name__})",
+            expected="the model as it was parallelized",
+            got=got,
+            remedy="change the model, and parallelize it again",
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._as_twin("__iter__", "is not iterable")(self))
+
+    def __len__(self) -> int:
+        return int(self._as_twin("__len__", "has no len()")(self))
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self._as_twin("__contains__", "is no container")(self, key))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _as_twin(self, name: str, otherwise: str) -> Callable[..., Any]:
+        """What the twin's class does in the place of an operator.
+
+        Raises:
+            TypeError: nothing, as the twin itself says.
+        """
+        kind = type(self.__dict__.get("_twin"))
+        if not hasattr(kind, name):
+            raise TypeError(f"{kind.__name__!r} object {otherwise}")
+        return getattr(kind, name)  # type: ignore[no-any-return]
+
+    def __dir__(self) -> list[str]:
+        twin = self.__dict__.get("_twin")
+        return [*super().__dir__(), *(dir(twin) if twin is not None else ())]  # type: ignore[no-untyped-call]
+
+    def _reject_in_pieces(self, name: str) -> None:
+        """No AttributeError: ``getattr(module, "weight", None)`` would say that there is none.
+
+        Raises:
+            Error: it is a parameter or a buffer that is sharded.
+        """
+        inside = {own: part for own, part in self._modules.items() if own.startswith(NUMBER) and part is not None}
+        pieces = [own for own, part in inside.items() if name in part._parameters or name in part._buffers]
+        if pieces:
+            raise Error(
+                f"{name!r} is in {len(pieces)} pieces here",
+                where=f"{self.__dict__.get('_path') or 'pm'} ({type(self.__dict__['_twin']).__name__})",
+                expected=f"{', '.join(f'{own}.{name}' for own in pieces)}, or the whole: pm.full_state_dict()",
+                got=f"the whole {name!r} asked for",
+                remedy="what is to change a module (a parametrization, pruning) is put on the model before parallelize",
+            )
+
+
+def reject_gathered(name: str) -> NoReturn:
+    """Refuse a method that wants whole weights.
+
+    Raises:
+        Error: always.
+    """
+    raise Error(
+        f"{name}() wants the model with whole weights, and here they may be pieces",
+        where=f"pm.{name}(...)",
+        expected="the model itself",
+        got="a parallel module",
+        remedy=f"with pm.gathered() as model: model.{name}(...)",
+    )
+
+
+class ProxyModule(ModelProxy):
     """A module of the model in a parallel module: it holds stored pieces and the mode, and computes nothing.
 
     It looks like the module that it stands for: by class (``isinstance``), attributes and methods. What would change
@@ -35,7 +176,7 @@ class Part(Like):
     def __class__(self) -> type:
         """That of the module, to whoever asks; ``type(part)`` is this one."""
         twin = self.__dict__.get("_twin")
-        return Part if twin is None else type(twin)
+        return ProxyModule if twin is None else type(twin)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """It cannot be called.
@@ -45,7 +186,7 @@ class Part(Like):
         """
         self._refuse("is called on its own", "call the whole module; parallelize the part on its own if you need it")
 
-    def train(self, mode: bool = True) -> Part:
+    def train(self, mode: bool = True) -> ProxyModule:
         """As the module itself does it."""
         train_as(self, self._twin, mode)
         return self
@@ -111,7 +252,7 @@ def train_as(part: nn.Module, twin: nn.Module, mode: bool) -> None:
         module.training = others[path].training if path in others else mode
 
 
-class Root(Like):
+class ProxyRoot(ModelProxy):
     """The root of such a tree: what would change the model, or carry its programs elsewhere, is an error."""
 
     @property
@@ -184,18 +325,18 @@ def watch(state: ModelState) -> None:
     step_locally(state.store)
 
 
-class Tree:
+class ProxyTree:
     """The model's modules under ``root``, and what is stored in them."""
 
-    def __init__(self, root: Root, model: nn.Module, twin: nn.Module) -> None:
+    def __init__(self, root: ProxyRoot, model: nn.Module, twin: nn.Module) -> None:
         self.root, self.twin = root, twin
         root._show(twin)
-        self.paths: list[tuple[str, Like]] = [("", root)]
+        self.paths: list[tuple[str, ModelProxy]] = [("", root)]
         self._children: dict[str, dict[str, nn.Module | None]] = {}
         self._made: dict[int, nn.Module] = {id(model): root}
         self._grow(root, model, twin, "")
         self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
-        self.watched: list[OriginalAsWas | WeightsAsWere] = []
+        self.watched: list[SourceModelCheck | SourceWeightsCheck] = []
         """What else must be as it was."""
         self._order = {name: i for i, (name, _) in enumerate(twin.named_parameters())}
 
@@ -208,7 +349,7 @@ class Tree:
                 own = f"{path}.{name}" if path else name
                 other = twin._modules[name]
                 assert other is not None
-                made = self._made[id(child)] = Part(own, other)
+                made = self._made[id(child)] = ProxyModule(own, other)
                 made.training = child.training
                 self.paths.append((own, made))
                 self._grow(made, child, other, own)
@@ -251,15 +392,15 @@ class Tree:
                     place._non_persistent_buffers_set.add(leaf)
         self._children = {path: _inside(part) for path, part in self.paths}
 
-    def _places(self, name: str, holder: Like, count: int) -> list[Like]:
+    def _places(self, name: str, holder: ModelProxy, count: int) -> list[ModelProxy]:
         """The modules that hold the pieces of a parameter: its own; or one for each piece, which looks like it."""
         if count == 1:
             return [holder]
         twin = self.twin.get_submodule(name.rpartition(".")[0])
-        made: list[tuple[str, Like]] = [
-            (f"{NUMBER}{i}", Part(f"{name.rpartition('.')[0]}.{NUMBER}{i}", twin)) for i in range(count)
+        made: list[tuple[str, ModelProxy]] = [
+            (f"{NUMBER}{i}", ProxyModule(f"{name.rpartition('.')[0]}.{NUMBER}{i}", twin)) for i in range(count)
         ]
-        return [cast(Like, holder._modules.setdefault(own, part)) for own, part in made]
+        return [cast(ModelProxy, holder._modules.setdefault(own, part)) for own, part in made]
 
     def check(self) -> None:
         """Raise if somebody put another tensor in the place of a stored one, or changed what is watched.
@@ -300,18 +441,18 @@ class Tree:
                 remedy="change the model, and parallelize it again",
             )
 
-    def _holder(self, name: str) -> tuple[Like, str]:
+    def _holder(self, name: str) -> tuple[ModelProxy, str]:
         """The module that holds a parameter or buffer, and the last part of its name. A child may be called as one of
         our methods is (``memory``, ``step``): it is not asked for as an attribute."""
         *path, leaf = name.split(".")
-        holder: Like = self.root
+        holder: ModelProxy = self.root
         for each in path:
             inside = holder._modules[each]
-            assert isinstance(inside, Like)
+            assert isinstance(inside, ModelProxy)
             holder = inside
         return holder, leaf
 
 
-def _inside(part: Like) -> dict[str, nn.Module | None]:
+def _inside(part: ModelProxy) -> dict[str, nn.Module | None]:
     """What a module holds: the modules in it, and the names of its own tensors."""
     return {**part._modules, **dict.fromkeys((*part._parameters, *part._buffers))}

@@ -18,9 +18,8 @@ from shardfx.ir.capture.optimizer.gradient_scaling import SCALE
 from shardfx.ir.capture.optimizer.update_spec import NAMES, OptimizerState, fixed, inputs_of, options_by_name
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.pools.transfer import finish
-
-from .optimizer_states import StatesElsewhere
-from .state import ModelState
+from shardfx.module.model_state import ModelState
+from shardfx.module.optimizer_states import StatesElsewhere
 
 
 class ProgramOptimizer(torch.optim.Optimizer):

@@ -61,7 +61,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ParameterKind:
     """What an optimizer may go by of a parameter, in a small copy; ``name`` is that of one such parameter."""
 
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class Kind:
     name: str = field(default="", compare=False)
 
     @staticmethod
-    def of(parameter: Tensor) -> Kind:
+    def of(parameter: Tensor) -> ParameterKind:
         """That of a parameter, which may be a shard, or not sharded at all."""
         layout = _layouts.get(parameter) or Layout("", tuple(parameter.shape), (1,) * parameter.dim())
         counts, shape = list(layout.counts), list(layout.shape)
@@ -86,7 +86,7 @@ class Kind:
                 break
             shape = halves
         dtype = torch.complex128 if parameter.is_complex() else torch.float64
-        return Kind(tuple(shape), tuple(counts), dtype, repr(sorted(marks_of(parameter).items())), layout.name)
+        return ParameterKind(tuple(shape), tuple(counts), dtype, repr(sorted(marks_of(parameter).items())), layout.name)
 
     def shards(self, whole: Tensor) -> list[Tensor]:
         """The shards of a copy."""
@@ -116,7 +116,7 @@ class Trial:
 
 
 Options = list[dict[str, Any]]
-Kinds = dict[Tensor, Kind]
+ParameterKinds = dict[Tensor, ParameterKind]
 
 
 @dataclass
@@ -182,7 +182,7 @@ def _kind(value: object) -> Hashable:
 
 
 def _known_trial(optimizer: Optimizer, options: Options, with_closure: bool) -> Trial:
-    groups = [{p: Kind.of(p) for p in group["params"]} for group in optimizer.param_groups]
+    groups = [{p: ParameterKind.of(p) for p in group["params"]} for group in optimizer.param_groups]
     device = next(p.device for group in groups for p in group)
     kinds = repr([list(dict.fromkeys(group.values())) for group in groups])
     key = type(optimizer), repr(_own(optimizer)), repr(options), kinds, device.type, with_closure
@@ -198,7 +198,7 @@ def _known_trial(optimizer: Optimizer, options: Options, with_closure: bool) -> 
 
 
 def _try(
-    optimizer: Optimizer, options: Options, groups: Sequence[Kinds], device: torch.device, with_closure: bool
+    optimizer: Optimizer, options: Options, groups: Sequence[ParameterKinds], device: torch.device, with_closure: bool
 ) -> Trial:
     generator = torch.Generator().manual_seed(0)
     kinds = [kind for group in groups for kind in dict.fromkeys(group.values())]
@@ -226,7 +226,9 @@ def _try(
     return _try_overflow(runs, kinds, slopes, device)
 
 
-def _try_overflow(runs: Sequence[_Run], kinds: Sequence[Kind], slopes: Sequence[Tensor], device: torch.device) -> Trial:
+def _try_overflow(
+    runs: Sequence[_Run], kinds: Sequence[ParameterKind], slopes: Sequence[Tensor], device: torch.device
+) -> Trial:
     """A last step, in which one element of each gradient is infinite: who skips it, skips whole tensors."""
     for slope in slopes:
         slope.view(-1)[:1] = math.inf
@@ -258,7 +260,7 @@ class _Run:
         self,
         optimizer: Optimizer,
         options: Options,
-        groups: Sequence[Kinds],
+        groups: Sequence[ParameterKinds],
         starts: Sequence[Tensor],
         sharded: bool,
         with_closure: bool,

@@ -1,15 +1,16 @@
-"""What may be kept or made again: the stretches of a step's forward, those alike as one, and the values of each.
+"""Segments of a step that may be recomputed: equal ones as one kind, and the values of each.
 
-A stretch is what a module of a list does (``layers.3``), or of a module of the root where there is no list; or several
-modules that follow one another (:mod:`.successive`). Of what it makes some waits for the backward; what goes on to
-other stretches stays in any case.
+A segment is what a module of a list does (``layers.3``), or of a module of the root where there is no list; or several
+consecutive modules (:func:`segmentations`). Some of its values are live until the backward; outputs that go on to other
+segments are kept in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from math import inf
 
 from shardfx.ir.cost.machine import Machine
@@ -19,19 +20,18 @@ from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.ops.sends import fetched, is_comm
 from shardfx.ir.ops.traits import gives_alias
+from shardfx.memory.rank_memory import RankMemory
 from shardfx.passes import Offload
 from shardfx.passes.memory.regions import joined
 
-from .rank_memory import RankMemory
 
-
-def stretch_of(module: str) -> str:
+def segment_of(module: str) -> str:
     """The module of a list that a module lies in, or else the module of the root; empty for the root itself."""
     return block_of(module) or next(iter(prefixes(module)), "")
 
 
 @dataclass
-class Stretch:
+class ModelSegment:
     """The nodes of one stretch, and when a rank calls them: ``ahead`` in the forward, ``back`` in the backward.
 
     ``paths`` are its modules.
@@ -53,7 +53,7 @@ class Stretch:
 
 
 @dataclass(eq=False)
-class Group:
+class OpGroup:
     """The nodes of one op in one module of a stretch: kept together, or made again together.
 
     ``at`` and ``module`` are the :meth:`Stretch.place` of it.
@@ -68,7 +68,7 @@ class Group:
     nbytes: int = 0
     seconds: float = 0.0
     extra: int = 0
-    users: list[Group] = field(default_factory=list)
+    users: list[OpGroup] = field(default_factory=list)
     away: float = inf
 
     def pattern(self, paths: Sequence[str]) -> str:
@@ -77,15 +77,15 @@ class Group:
 
 
 @dataclass
-class Kind:
+class SegmentKind:
     """Stretches that are alike, in the order in which they run, and the groups that each of them has."""
 
-    stretches: list[Stretch]
-    groups: list[Group]
+    stretches: list[ModelSegment]
+    groups: list[OpGroup]
 
 
 @dataclass
-class Course:
+class SegmentedStep:
     """The memory of a step in which all is kept, and what of it may be made again.
 
     Args:
@@ -104,7 +104,7 @@ class Course:
     def stretch_at(self, module: str) -> str:
         """The first module of the stretch that a module lies in; empty where it lies in none."""
         if not self.parts:
-            return stretch_of(module)
+            return segment_of(module)
         return next((self._into[path] for path in prefixes(module) if path in self._into), "")
 
     @cached_property
@@ -116,17 +116,17 @@ class Course:
         """The stretch of each node of the forward that lies in one, by the first of its modules."""
         forward = [node for node in self.graph.nodes if node.phase is Phase.FORWARD]
         if not self.parts:
-            return {node: path for node in forward if (path := stretch_of(node.where.module))}
+            return {node: path for node in forward if (path := segment_of(node.where.module))}
         of = {node: path for node in forward for path in prefixes(node.where.module) if path in self._into}
         return joined(self.graph, of, self._into)
 
     @cached_property
-    def stretches(self) -> list[Stretch]:
+    def stretches(self) -> list[ModelSegment]:
         """Those that have a forward and a backward, the first first."""
         of_parts = {paths[0]: paths for paths in self.parts}
-        found: dict[str, Stretch] = {}
+        found: dict[str, ModelSegment] = {}
         for node, path in self._names.items():
-            found.setdefault(path, Stretch(of_parts.get(path, (path,)))).nodes.append(node)
+            found.setdefault(path, ModelSegment(of_parts.get(path, (path,)))).nodes.append(node)
         for at, call in enumerate(self.memory.footprint.calls):
             planned = call.meta.get("shardfx")
             if not isinstance(planned, Node) or planned.phase is Phase.UPDATE:
@@ -136,33 +136,33 @@ class Course:
             if stretch is not None:
                 (stretch.ahead if ahead else stretch.back).append(at)
         for each in found.values():
-            each.ahead, each.back = parted(each.ahead, each.back)
+            each.ahead, each.back = split_calls(each.ahead, each.back)
         whole = [each for each in found.values() if each.ahead and each.back]
         return sorted(whole, key=lambda each: each.ahead[0])
 
     @cached_property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[SegmentKind]:
         """The stretches, those alike together."""
-        found: dict[Hashable, list[Stretch]] = {}
+        found: dict[Hashable, list[ModelSegment]] = {}
         for each in self.stretches:
             key = tuple([(each.place(node.where.module), alike(node, placed=True)) for node in each.nodes])
             found.setdefault(key, []).append(each)
-        return [Kind(alike, self._groups(alike[len(alike) // 2])) for alike in found.values()]
+        return [SegmentKind(alike, self._groups(alike[len(alike) // 2])) for alike in found.values()]
 
-    def _groups(self, stretch: Stretch) -> list[Group]:
+    def _groups(self, stretch: ModelSegment) -> list[OpGroup]:
         """The groups of one stretch that may be made again: no gathers of parameters, which travel with those of other
         stretches, so that to gather some of them again frees nothing."""
-        found: dict[tuple[int, str, str], Group] = {}
-        of: dict[Node, Group] = {}
+        found: dict[tuple[int, str, str], OpGroup] = {}
+        of: dict[Node, OpGroup] = {}
         made: dict[Node, list[Value]] = {}
-        carried: dict[Group, list[Value]] = {}
+        carried: dict[OpGroup, list[Value]] = {}
         leaving = sources(value for value, users in self._users.items() if users - {stretch.paths[0]})
         for node in stretch.nodes:
             made[node] = [value for value in node.outs if value not in leaving]
             gathers = is_comm(node) and self._fetched.issuperset(node.outs)
             if made[node] and not gives_alias(node.op) and not moves_pool(node) and not gathers:
                 key = *stretch.place(node.where.module), op_name(node.op)
-                of[node] = found.setdefault(key, Group(*key))
+                of[node] = found.setdefault(key, OpGroup(*key))
         for node, group in of.items():
             group.seconds += self._seconds.get(node, 0.0)
             for value in made[node]:
@@ -248,7 +248,7 @@ class Course:
         return tuple(sum(each.waits(call) for each in kind.stretches) for kind in self.kinds)
 
 
-def parted(ahead: Sequence[int], back: Sequence[int]) -> tuple[list[int], list[int]]:
+def split_calls(ahead: Sequence[int], back: Sequence[int]) -> tuple[list[int], list[int]]:
     """The calls of a forward before the moment that parts it best from its backward, and those of the backward behind.
 
     A few may stand elsewhere: the part of a layer in the loss is summed when all else is done.
@@ -284,3 +284,139 @@ def runs(marks: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
         if i == len(marks) or marks[i] != marks[start]:
             yield start, i - start
             start = i
+
+
+SLACK = (1.0, 1.1, 1.25, 1.5)
+"""How much more than the leanest parting others may hold."""
+COUNTS = (3, 4, 6, 8, 12)
+"""Into so many stretches of about the same size a forward is parted, too."""
+SHARE = 1 / 8
+"""A module of a list that holds more than this of all that waits is taken apart into the modules in it."""
+Paths = tuple[str, ...]
+
+
+def segmentations(course: SegmentedStep) -> Iterator[tuple[Paths, ...]]:
+    """The modules of each stretch, in several ways.
+
+    While a stretch is made again it is there whole, beside what the stretches before it gave; so that the first may be
+    longer than the last (:func:`_parted`). Even ones come from among all modules: a stretch may begin with what does
+    not wait for the backward, where that is not made again.
+    """
+    forward = [node for node in course.graph.nodes if node.phase is Phase.FORWARD and node.where.module]
+    units = _modules_of(course, forward)
+    pieces, single = _module_runs(course, units)
+    seen = set()
+    for runs in (*_lean(pieces), *(_even(single, count) for count in COUNTS)):
+        parts = tuple(tuple(unit for piece in run for unit in piece.units) for run in runs)
+        if len(parts) > 1 and any(len(each) > 1 for each in parts) and parts not in seen:
+            seen.add(parts)
+            yield parts
+
+
+def _lean(pieces: Sequence[ModuleRun]) -> Iterator[list[list[ModuleRun]]]:
+    """The parting that holds least, and some that hold more and part less."""
+    low, high = 0.0, float(sum(piece.held + piece.given for piece in pieces) + max(piece.beside for piece in pieces))
+    least = high
+    while least - low > high / 1000:
+        middle = (low + least) / 2
+        low, least = (low, middle) if _runs_within(pieces, middle) else (middle, least)
+    yield from (_runs_within(pieces, least * slack) for slack in SLACK)
+
+
+def _even(pieces: Sequence[ModuleRun], count: int) -> list[list[ModuleRun]]:
+    """About so many runs of pieces, of which about as much waits."""
+    each, so_far = max(sum(piece.held for piece in pieces), 1) / count, 0.0
+    found: dict[int, list[ModuleRun]] = {}
+    for piece in pieces:
+        found.setdefault(min(int((so_far + piece.held / 2) / each), count - 1), []).append(piece)
+        so_far += piece.held
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class ModuleRun:
+    """Modules that stay together; in bytes what of them waits for the backward, what they give to others, and what is
+    there in their backward beside what waits."""
+
+    units: Paths
+    held: int
+    given: int
+    beside: int
+
+
+def _runs_within(pieces: Sequence[ModuleRun], limit: float) -> list[list[ModuleRun]]:
+    """The longest runs of pieces that hold no more, each beside what those before it gave; none: it cannot be."""
+    found: list[list[ModuleRun]] = [[]]
+    waits = held = 0
+    for piece in pieces:
+        if found[-1] and waits + held + piece.held + piece.beside > limit:
+            waits, held = waits + found[-1][-1].given, 0
+            found.append([])
+        if waits + piece.held + piece.beside > limit:
+            return []
+        found[-1].append(piece)
+        held += piece.held
+    return found
+
+
+def _module_runs(course: SegmentedStep, units: Mapping[Node, str]) -> tuple[list[ModuleRun], list[ModuleRun]]:
+    """Units between which what goes on waits for the backward as it is, for a stretch that begins with what does not
+    has that wait, too; and all units by themselves."""
+    mesh = course.graph.mesh
+    held, given = (dict.fromkeys(units.values(), 0) for _ in range(2))
+    goes_on: dict[Value, str] = {}
+    for node, unit in units.items():
+        held[unit] += _live_bytes(course, node)
+        for value in sources(node.operands):
+            maker = units.get(value.node, unit) if value.node is not None else unit
+            if maker != unit:
+                goes_on[value] = maker
+    for value, unit in goes_on.items():
+        given[unit] += value.local_bytes(mesh)
+    open_ = {unit for value, unit in goes_on.items() if value not in course.needed}
+    found: list[list[str]] = [[]]
+    for unit in held:
+        found[-1].append(unit)
+        if unit not in open_:
+            found.append([])
+    beside = _beside(course, units, held)
+
+    def piece(each: Sequence[str]) -> ModuleRun:
+        return ModuleRun(tuple(each), sum(held[u] for u in each), given[each[-1]], max(beside[u] for u in each))
+
+    return [piece(each) for each in found if each], [piece([unit]) for unit in held]
+
+
+def _beside(course: SegmentedStep, units: Mapping[Node, str], held: Mapping[str, int]) -> dict[str, int]:
+    """The most bytes in the backward of each unit, beside what waits of it and those before it."""
+    waits = dict(zip(held, accumulate(held.values()), strict=True))
+    of = {node.where.module: unit for node, unit in units.items()}
+    found = dict.fromkeys(held, 0)
+    for call, nbytes in zip(course.memory.footprint.calls, course.held, strict=True):
+        planned = call.meta.get("shardfx")
+        if isinstance(planned, Node) and planned.phase is Phase.BACKWARD and planned.where.module in of:
+            unit = of[planned.where.module]
+            found[unit] = max(found[unit], nbytes - waits[unit])
+    return found
+
+
+def _modules_of(course: SegmentedStep, forward: Sequence[Node]) -> dict[Node, str]:
+    """The modules that are not taken apart, of each node of the forward that lies in one."""
+    blocks: dict[str, int] = {}
+    for node in forward:
+        path = course.stretch_at(node.where.module)
+        blocks[path] = blocks.get(path, 0) + _live_bytes(course, node)
+    large = {path for path, nbytes in blocks.items() if nbytes > SHARE * sum(blocks.values())}
+    modules = dict.fromkeys(node.where.module for node in forward)
+    outer = {module for module in modules if any(other != module and within(other, module) for other in modules)}
+    found = {}
+    for node in forward:
+        path, module = course.stretch_at(node.where.module), node.where.module
+        if path not in large or module not in outer:  # what an outer one does itself lies around the others
+            found[node] = module if path in large else path
+    return found
+
+
+def _live_bytes(course: SegmentedStep, node: Node) -> int:
+    """The bytes of a node that wait for the backward."""
+    return sum(value.local_bytes(course.graph.mesh) for value in node.outs if value in course.needed)

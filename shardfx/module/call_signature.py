@@ -1,0 +1,548 @@
+"""The signature of a call: everything that decides which specialization (programs) serves it, and the checks of a call.
+
+Beside shapes, dtypes and Python values of the inputs, the signature has what the model's code asks of tensors::
+
+    a is b          x.is_contiguous()          h.requires_grad
+
+What the code asks is told by the names in it (see :mod:`shardfx.ir.capture.python_state.bytecode`). Inputs that differ
+only in facts that the code never asks for are served by the same programs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from shardfx.compiled import Compiled
+from shardfx.hints import Hints
+from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
+from shardfx.ir.capture.python_state.bytecode import asks_which
+from shardfx.ir.capture.python_state.python_modules import is_users_class
+from shardfx.ir.capture.python_state.python_state import ASKS_FOR_GRADIENTS
+from shardfx.ir.capture.python_state.python_values import ValueReader
+from shardfx.ir.errors import Error, ShardfxWarning
+from shardfx.ir.graph import Input, InputKind, OutputKind
+from shardfx.ir.spec import TensorType, laid_of, lying, strides_of
+from shardfx.runtime.peers import AROUND, Passed, RankInput
+from shardfx.runtime.step import ProgramRunner, Results
+from shardfx.runtime.verify.interface import without_content
+
+ASKS_HOW_IT_LIES = frozenset(
+    "is_contiguous stride strides as_strided dim_order storage_offset is_non_overlapping_and_dense".split()
+)
+"""What code names that goes by how a tensor lies in memory."""
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """How a tensor lies in memory: its dims from the slowest to the fastest, or its strides where there are gaps."""
+
+    dims: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(tensor: torch.Tensor, part: bool) -> MemoryLayout:
+        """How an input lies; a ``part`` of it as the whole would, without the gaps that it has as a part."""
+        dims = laid_of(tensor)
+        if dims or tensor.stride() == strides_of(tensor.shape):
+            return MemoryLayout(dims)
+        strides = tensor.stride()
+        order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+        if part:
+            return MemoryLayout(order if order != tuple(range(tensor.dim())) else ())
+        return MemoryLayout(order, strides)
+
+    def example(self, type: TensorType, like: torch.Tensor | None) -> torch.Tensor:
+        """A tensor that lies so: with the content of ``like``, or without any."""
+        strides = self.strides or strides_of(type.shape, self.dims)
+        if like is None:
+            return torch.empty_strided(type.shape, strides, dtype=type.dtype, device="meta")
+        return lying(like, strides)
+
+    def __str__(self) -> str:
+        if self.strides:
+            return f"strides {self.strides}"
+        return f"dims in memory in the order {self.dims}" if self.dims else "contiguous"
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """What the code asks, and what the tensors of a call answer; nothing where it does not ask.
+
+    ``trainable``: the parameters and inputs with ``requires_grad``; ``laid``: how inputs lie that are not contiguous;
+    ``same``: inputs that are one tensor with an earlier one, and which.
+    """
+
+    trainable: frozenset[str] = frozenset()
+    laid: frozenset[tuple[str, MemoryLayout]] = frozenset()
+    same: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The answers by subject."""
+        found = {f"memory of {name}": str(laid) for name, laid in sorted(self.laid, key=str)}
+        found |= {f"tensor of {name}": f"that of {first}" for name, first in sorted(self.same)}
+        return found | {f"requires_grad of {name}": "yes" for name in sorted(self.trainable)}
+
+    def differences(self, other: InputFacts) -> Iterator[str]:
+        """In what another call answers otherwise, in words."""
+        mine, theirs = self.words, other.words
+        usual = {"memory": "contiguous", "tensor": "another one", "requires_grad": "no"}
+        for subject in sorted(mine.keys() | theirs.keys()):
+            if mine.get(subject) != theirs.get(subject):
+                yield f"{subject} is {theirs.get(subject, usual[subject.split()[0]])}, for which the code asks"
+
+    def examples(self) -> ExampleInputs:
+        """Tensors that answer alike."""
+        return ExampleInputs(dict(self.laid), dict(self.same), {})
+
+
+NO_FACTS = InputFacts()
+
+
+@dataclass(frozen=True)
+class ExampleInputs:
+    """Makes example inputs for a form of call, that lie as its inputs do, and are one where they are."""
+
+    laid: Mapping[str, MemoryLayout]
+    same: Mapping[str, str]
+    made: dict[str, torch.Tensor]
+
+    def make(self, name: str, type: TensorType, like: torch.Tensor | None, wants: bool) -> torch.Tensor:
+        """One, with the content of ``like`` or without any."""
+        first = self.same.get(name, name)
+        if first not in self.made:
+            self.made[first] = self.laid.get(name, MemoryLayout()).example(type, like).requires_grad_(wants)
+        return self.made[first]
+
+
+@dataclass(frozen=True)
+class InputQueries:
+    """What code asks, by what it names."""
+
+    gradients: bool
+    memory: bool
+    identity: bool
+
+    @staticmethod
+    def of(named: Collection[str]) -> InputQueries:
+        """What code asks that names these."""
+        gradients, memory = (not each.isdisjoint(named) for each in (ASKS_FOR_GRADIENTS, ASKS_HOW_IT_LIES))
+        return InputQueries(gradients, memory, asks_which(named))
+
+    def of_call(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        types: Mapping[str, object],
+        trainable: Callable[[], Collection[str]],
+    ) -> InputFacts:
+        """What the tensors of a call answer, which are given whole where they are of these types."""
+        laid = frozenset[tuple[str, MemoryLayout]]()
+        if self.memory:
+            parts = {name: TensorType(tuple(each.shape), each.dtype) != types[name] for name, each in tensors.items()}
+            every = ((name, MemoryLayout.of(each, parts[name])) for name, each in tensors.items())
+            laid = frozenset((name, laid) for name, laid in every if laid != MemoryLayout())
+        same = frozenset[tuple[str, str]]()
+        if self.identity:
+            first: dict[int, str] = {}
+            pairs = ((name, first.setdefault(id(each), name)) for name, each in tensors.items())
+            same = frozenset((name, other) for name, other in pairs if name != other)
+        return InputFacts(frozenset(trainable()) if self.gradients else frozenset(), laid, same)
+
+
+OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
+"""Whose hooks on saved tensors give back what they were given."""
+PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
+NO_PART = (vars(torch.Tensor)["__torch_function__"].__func__, torch._C._disabled_torch_function_impl)
+"""What classes have as ``__torch_function__`` that change no function."""
+
+
+def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse inputs that are no plain tensors with content, and a call within what programs have no part in.
+
+    Raises:
+        Error: one of ``torch.func``; or an input with a tangent, which would be lost; a fake one, a sparse one, one of
+            a class that changes what functions do; modes that do so; hooks that change what is kept for the backward.
+    """
+    for name, leaf in tensors.items():
+        if type(leaf) not in PLAIN_CLASSES:
+            _check_class(name, type(leaf))
+    odd = next((name for name, leaf in tensors.items() if leaf.layout is not torch.strided or leaf.is_nested), None)
+    if odd is not None:
+        raise Error(
+            "an input is no dense tensor",
+            where="pm(...)",
+            expected=f"a dense tensor as {odd}, which ranks have pieces of",
+            got="a nested one" if tensors[odd].is_nested else str(tensors[odd].layout),
+            remedy=f"{odd}.to_dense(), or .to_padded_tensor(...) of a nested one",
+        )
+    empty = next((name for name, leaf in tensors.items() if without_content(leaf)), None)
+    if empty is not None:
+        raise Error(
+            "an input has no content",
+            where="pm(...)",
+            expected=f"a real tensor as {empty}",
+            got="a fake one, or one on meta",
+            remedy="sx.api.trace(model, hints) and pm.verify() need no inputs",
+        )
+    dual = forward_ad._current_level >= 0
+    moves = dual and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors.values())
+    if moves or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Error(
+            "pm(...) is called within a transform of its inputs",
+            where="pm(...)",
+            expected="a call with tensors as they are, and loss.backward() or torch.autograd.grad",
+            got="an input with a tangent (forward_ad)" if moves else "torch.func.grad, jvp, vmap or the like",
+            remedy="transform the model itself: with pm.gathered() as model: ...",
+        )
+    if torch.is_grad_enabled():
+        _check_hooks(tensors.values())
+
+
+def check_modes(where: str) -> None:
+    """Refuse a script's modes that see each function of the model, of which a program calls none, and a trace.
+
+    Raises:
+        Error: naming one.
+    """
+    if torch.jit.is_tracing() or get_proxy_mode() is not None:
+        raise Error(
+            "the programs of a parallel module are no part of a trace",
+            where=f"{where}, while it is traced",
+            expected="a call with tensors",
+            got="torch.export, make_fx or torch.jit.trace",
+            remedy="trace the model itself: with pm.gathered() as model: ...; pm.rank_module(rank) is a rank's program",
+        )
+    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+        return
+    mode = next((each for each in _get_current_function_mode_stack() if is_users_class(type(each))), None)
+    if mode is not None:
+        raise Error(
+            "a mode around a call sees no function of the model, and changes none",
+            where=f"{where}, within {type(mode).__name__}()",
+            expected="no TorchFunctionMode of one's own",
+            got=f"a {type(mode).__name__}",
+            remedy=f"open it in the model's forward, with which it is captured; or call {where} outside of it",
+        )
+    mode = next((each for each in _get_current_dispatch_mode_stack() if is_users_class(type(each))), None)
+    if mode is not None:
+        warnings.warn(
+            f"{type(mode).__name__} around {where} sees the ops of the ranks' programs, on their pieces, and not those "
+            "of the model",
+            ShardfxWarning,
+            stacklevel=2,
+        )
+
+
+def _check_class(name: str, kind: type[torch.Tensor]) -> None:
+    """Refuse a class of tensors whose code would have a part in each function that is called with one.
+
+    Of installed ones those that only wrap (``tv_tensors``) have the values of plain ones."""
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    own = function not in NO_PART and is_users_class(kind)
+    if issubclass(kind, FakeTensor) or (not own and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl):
+        return
+    raise Error(
+        f"an input is a {kind.__name__}, whose own code would be passed over",
+        where="pm(...)",
+        expected=f"a plain tensor as {name}",
+        got=f"a {kind.__name__}, which defines {'__torch_function__' if own else '__torch_dispatch__'}",
+        remedy=f"{name}.as_subclass(torch.Tensor)"
+        if own
+        else f"the plain tensor that {name} stands for, "
+        "such as .full_tensor() of a DTensor; a rank's own part may be passed as .to_local()",
+    )
+
+
+def _check_hooks(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse hooks on saved tensors that give back others, tried on what comes in."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ in OF_TORCH:
+        return
+    pack, unpack = hooks
+    with torch.no_grad():
+        tried = [torch.linspace(-3, 3, 1000), *(each.detach() for each in tensors if each.is_floating_point())]
+        same = all(torch.equal(unpack(pack(each)), each) for each in tried)
+    if not same:
+        raise Error(
+            "hooks on saved tensors change them, and programs keep theirs by themselves",
+            where="pm(...), within torch.autograd.graph.saved_tensors_hooks(...)",
+            expected="hooks that give back what they were given: what moves or stores it",
+            got=f"{pack.__module__}.{pack.__qualname__}, after which a tensor has other values",
+            remedy="call pm(...) outside of them; Hints(recompute=...) and Hints(offload=...) save memory",
+        )
+
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
+TARGETS = "targets."
+KNOWN = 8
+"""So many ways to nest arguments are kept in mind."""
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """The inputs of one call: as they were given, and their leaves by name."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    targets: tuple[Any, ...]
+    leaves: Mapping[str, Any]
+    has_targets: bool
+
+    def holding(self, tensors: Mapping[str, torch.Tensor]) -> ModuleCall:
+        """The same call with other tensors, by name."""
+        return replace(self, leaves={**self.leaves, **tensors})
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name."""
+        return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectInput:
+    """An input of no plain type: which object it is, and its attributes as they were. It is held, so that no other
+    object takes its place in memory."""
+
+    held: object
+    attributes: tuple[tuple[str, Hashable], ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectInput) and self.held is other.held and self.attributes == other.attributes
+
+    def __hash__(self) -> int:
+        return hash((id(self.held), self.attributes))
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{name}={value}" for name, value in self.attributes if name)
+        return f"a {type(self.held).__name__}" + (f"({said})" if said else "")
+
+
+def attributes(thing: object) -> tuple[tuple[str, Hashable], ...]:
+    """What an object or a container holds, as text."""
+    held = CONTENTS.held(thing)
+    if isinstance(held, str):
+        return (("", held),)
+    return tuple((name, CONTENTS.said(value)) for name, value in held)
+
+
+CONTENTS = ValueReader()
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """What programs are made for: another form of call needs other programs.
+
+    ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
+    else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
+    around the call. ``pulls``: the targets are gradients of the results. ``state`` is the number of the state
+    in which is what the code reads beside its inputs, and ``changed`` what of it is not as it was first;
+    ``asked`` what the code asks of the tensors themselves.
+    """
+
+    training: frozenset[str]
+    inputs: Mapping[str, object]
+    gradients: frozenset[str]
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    pulls: bool = False
+    state: int = 0
+    changed: tuple[str, ...] = ()
+    asked: InputFacts = NO_FACTS
+
+    def serves(self, other: CallSignature) -> bool:
+        """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
+        same = all(name in self.inputs and self.inputs[name] == given for name, given in other.inputs.items())
+        left = [name for name in self.inputs if name not in other.inputs]
+        rest = all(name.startswith(TARGETS) for name in left)
+        return same and rest and self._around == other._around and other.gradients <= self.gradients
+
+    @property
+    def _around(self) -> Hashable:
+        return self.training, self.autocast, self.pulls, self.state, self.asked
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        """What has ``requires_grad`` where programs are captured for this form."""
+        return self.gradients | self.asked.trainable
+
+    @property
+    def key(self) -> Hashable:
+        """The same for equal forms."""
+        return frozenset(self.inputs.items()), self.gradients, self._around
+
+    def words(self) -> dict[str, str]:
+        """The form by subject; equal forms have the same words in every process."""
+        found = {name: _text_of(given) for name, given in self.inputs.items()}
+        found |= {"gradients of results": "given"} if self.pulls else {}
+        found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
+        found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
+        found |= {AROUND: f"state {self.state}"} if self.state else {}
+        found |= self.asked.words
+        return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
+
+    def difference(self, other: CallSignature) -> str:
+        """In which way another form differs, in words."""
+        found = ["gradients of its results are given"] if other.pulls and not self.pulls else []
+        for name, given in other.inputs.items():
+            if self.inputs.get(name) != given and not (other.pulls and name.startswith(TARGETS)):
+                found.append(f"{name} is {_text_of(given)}, not {_text_of(self.inputs.get(name))}")
+        if self.training != other.training:
+            modes = sorted(self.training ^ other.training)
+            more = f" and {len(modes) - 1} more" if len(modes) > 1 else ""
+            mode = "training" if modes[0] in other.training else "evaluation"
+            found.append(f"{modes[0] or 'the model'}{more} in {mode} mode")
+        if self.autocast != other.autocast:
+            dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in other.autocast)
+            found.append(f"under torch.autocast({dtypes})" if dtypes else "not under torch.autocast")
+        if self.state != other.state:
+            found.append(f"another value of {', '.join(other.changed[:3])}, which the code reads")
+        found += [*self.asked.differences(other.asked)][:3]
+        found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
+        return "; ".join(found) or "no targets"
+
+
+def _text_of(given: object) -> str:
+    if isinstance(given, TensorType):
+        return f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}"
+    if isinstance(given, tuple):
+        return str(given[1])
+    return str(given)
+
+
+def input_key(leaf: object) -> object:
+    """What programs depend on of an input: a tensor's type, any other leaf itself."""
+    if isinstance(leaf, torch.Tensor):
+        return TensorType(tuple(leaf.shape), leaf.dtype)
+    return (type(leaf).__name__, repr(leaf)) if isinstance(leaf, PLAIN) else ObjectInput(leaf, attributes(leaf))
+
+
+def first_signature(
+    hints: Hints, training: frozenset[str], trainable: Mapping[str, bool], asks: InputQueries
+) -> CallSignature:
+    """What the first programs are made for: the example inputs, and the model as it was."""
+    named = leaf_names(hints.args, hints.kwargs, hints.targets)
+    wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    wanting |= {name for name, wants in trainable.items() if wants}
+    inputs = {name: input_key(leaf) for name, leaf in named}
+    tensors = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
+    asked = asks.of_call(tensors, inputs, lambda: wanting)
+    return CallSignature(training, inputs, frozenset(wanting), autocast_around(), asked=asked)
+
+
+def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of device for which ``torch.autocast`` is on, and its dtypes. What is captured has the casts in it."""
+    kinds = ("cpu", "cuda")
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+class CallReader:
+    """Reads calls: the names of their leaves, which are the same wherever calls are nested alike."""
+
+    def __init__(self, hints: Hints) -> None:
+        self._wanted = [name for name, _ in leaf_names(hints.args, hints.kwargs, hints.targets)]
+        self._count = len(hints.args)
+        self._targets = any(name.startswith(TARGETS) for name in self._wanted)
+        self._known: list[tuple[pytree.TreeSpec, list[str]]] = []
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleCall:
+        """The inputs of a call by name: those of the model, then the loss's targets.
+
+        Raises:
+            Error: there are others than the model was captured with.
+        """
+        given = args[: self._count], dict(kwargs), args[self._count :]
+        leaves, tree = pytree.tree_flatten(given)
+        names = next((names for known, names in self._known if known == tree), None)
+        if names is None:
+            names = [name for name, _ in leaf_names(*given)]
+            self._check(names, bool(given[2]))
+            self._known = [(tree, names), *self._known[:KNOWN]]
+        named = dict(zip(names, leaves, strict=True))
+        check_call({name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)})
+        return ModuleCall(*given, named, bool(given[2]) or not self._targets)
+
+    def _check(self, names: Sequence[str], has_targets: bool) -> None:
+        needed = [name for name in self._wanted if has_targets or not name.startswith(TARGETS)]
+        if sorted(names) != sorted(needed):
+            raise Error(
+                "the inputs are not those that the model was captured with",
+                where="pm(...)",
+                expected=", ".join(needed),
+                got=", ".join(names) or "none",
+                remedy="pass the model's arguments first, as positions and names were in Hints, then the targets",
+            )
+
+
+def inputs_of(call: ModuleCall, step: ProgramRunner) -> dict[str, object]:
+    """What programs depend on of a call's inputs; a rank's own part of an input counts as the whole."""
+    expected = {g.name: g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
+    found = {}
+    for name, leaf in call.leaves.items():
+        found[name] = input_key(leaf)
+        given = expected.get(name)
+        if given is None or not isinstance(leaf, torch.Tensor) or leaf.dtype != given.value.type.dtype:
+            continue
+        if tuple(leaf.shape) != given.value.shape and tuple(leaf.shape) in step.local_shapes(given):
+            found[name] = TensorType(given.value.shape, leaf.dtype)
+    return found
+
+
+def model_results(compiled: Compiled, step: ProgramRunner, local: bool, results: Results) -> Any:
+    """The model's own results, as it arranges them: whole, or (``local``) of a local batch this rank's part.
+
+    Raises:
+        Error: the model gives something that holds tensors in a way that is not known.
+    """
+    captured = compiled.captured
+    unknown = next((leaf for leaf in captured.result_leaves if isinstance(leaf, UnknownResult)), None)
+    if unknown is not None:
+        raise unknown.error("pm(...)")
+    outputs = [o for o in step.graph.outputs if o.kind is OutputKind.RESULT]
+    given = iter([results[o.kind, o.name][0] if local else step.whole(o, results[o.kind, o.name]) for o in outputs])
+    leaves = [next(given) if leaf == "tensor" else leaf for leaf in captured.result_leaves]
+    return pytree.tree_unflatten(leaves, captured.result_tree)
+
+
+def program_tensors(step: ProgramRunner, call: ModuleCall) -> list[tuple[Input, torch.Tensor]]:
+    """The tensors of a call that programs take."""
+    inputs = {g.name: g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
+    return [(inputs[name], tensor) for name, tensor in call.tensors.items() if name in inputs]
+
+
+def passing_of(step: ProgramRunner, call: ModuleCall) -> Passed:
+    """How a rank was given its inputs: one that is its own part tells."""
+    found = [_passing_of(step, given, tensor) for given, tensor in program_tensors(step, call)]
+    return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
+
+
+def _passing_of(step: ProgramRunner, given: Input, tensor: torch.Tensor) -> Passed:
+    shape = tuple(tensor.shape)
+    if shape not in step.local_shapes(given):
+        return Passed.WHOLE  # perhaps that of another form
+    return Passed.EITHER if shape == given.value.shape else Passed.PART
+
+
+def rank_inputs(step: ProgramRunner, call: ModuleCall, local: bool) -> list[RankInput]:
+    """The tensors of a call as a real rank passes them, where its programs run."""
+    (rank,) = step.ranks
+    space = [axis.name for axis in step.graph.mesh.space]
+    found = []
+    for given, tensor in program_tensors(step, call):
+        shards, whole = step.shards(given), _passing_of(step, given, tensor) is Passed.WHOLE or not local
+        piece, part = shards.by_rank[rank], tuple(shards.local_shapes[shards.by_rank[rank]])
+        sharding = given.value.spec.axes if given.value.spec is not None and not whole else ()
+        axes = tuple(axis for axis in space if axis not in sharding)
+        found.append(RankInput(given.name, tensor, given.value.shape, part, -1 if whole else piece, axes))
+    return found

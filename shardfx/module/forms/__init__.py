@@ -1,1 +1,0 @@
-"""Forms of call: what becomes of those that come again and again."""

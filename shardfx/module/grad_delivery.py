@@ -1,0 +1,380 @@
+"""Autograd edges of a parallel module: precomputed gradients of a loss, and the VJP of the model's results.
+
+    out = pm(x)                                   the forward program
+    other_loss(out).backward()                    gradients of the results come in; a program that recomputes the
+                                                  forward, then runs the backward for them
+
+The second program is planned as any other: its loss is the product of results and incoming gradients, which are its
+targets. The same random numbers are drawn again, and buffers are as they were before the forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from shardfx.compiled import Compiled
+from shardfx.gradients import gradients_of, is_pulled
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import OutputKind
+from shardfx.module.call_signature import TARGETS, CallSignature, ModuleCall, input_key
+from shardfx.runtime.distributed.dtensor_shard import DTensorShard
+from shardfx.runtime.step import ProgramRunner, Results, RunStart
+from shardfx.runtime.store import Store, version
+
+Note = Callable[[torch.Tensor | float], None]
+
+
+def _backward(
+    loss: weakref.ref[torch.Tensor],
+    copy: torch.Tensor,
+    node: Any,
+    gradient: torch.Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """``Tensor.backward`` of a loss: its gradient is the one that its node knows, unless a hook may change that. In
+    ``pm(x, y).backward()`` the loss is gone by now, and a copy stands for it."""
+    self = loss()
+    own = gradient is None and self is not None and self.grad_fn is node
+    own = own and not (self._backward_hooks or self.retains_grad)  # type: ignore[union-attr]
+    given = node.one if own else gradient
+    torch.Tensor.backward(copy if self is None else self, given, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class DeliverGradients(torch.autograd.Function):
+    """A loss whose gradients are there already: ``backward`` hands them out, and keeps none.
+
+    A gradient that nobody else holds becomes ``parameter.grad`` itself; one that is held would be copied.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, grads: list[torch.Tensor | None], note: Note, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss as it is, and the gradients of ``parameters`` kept for ``backward``."""
+        ctx.grads, ctx.note, ctx.one = grads, note, None
+        return loss.clone()
+
+    @staticmethod
+    @torch._disable_dynamo
+    def backward(ctx: Any, *above: torch.Tensor) -> Any:
+        """The kept gradients, times that of the loss.
+
+        Raises:
+            Error: they were handed out before; or are to have gradients again.
+        """
+        reject_second("a loss of pm(...)", above)
+        (scale,) = above
+        grads: list[torch.Tensor | None] | None = ctx.grads
+        if grads is None:
+            raise Error(
+                "the gradients of this loss were handed out already",
+                where="loss.backward()",
+                expected="one backward per pm(...)",
+                got="another one",
+                remedy="call pm(...) again, or keep them: loss.backward(retain_graph=True)",
+            )
+        one = scale is ctx.one
+        ctx.note(1.0 if one and scale.device.type == "cpu" else scale)
+        if _kept_for_later():
+            return (None, None, None, *(g if g is None else g * scale for g in grads))
+        ctx.grads = None
+        if not one:
+            _multiply([g for g in grads if g is not None], scale)
+        return (None, None, None, *grads)
+
+
+def _multiply(grads: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
+    """Multiply gradients in place, by one call for each device."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in map(DTensorShard.unwrap, grads):
+        by_device.setdefault(grad.device, []).append(grad)
+    for device, each in by_device.items():
+        torch._foreach_mul_(each, scale.to(device))
+
+
+def _kept_for_later() -> bool:
+    """Whether this backward was asked to retain the graph."""
+    known = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return known is None or bool(known())
+
+
+def deliver_gradients(
+    loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: Sequence[torch.Tensor], note: Note
+) -> torch.Tensor:
+    """The loss, whose ``backward()`` gives ``grads`` to ``parameters``, and notes what they are multiplied by.
+
+    Its own ``backward()`` multiplies by nothing, and reads nothing to know that: it is an attribute of this tensor,
+    which is saved and pickled without it.
+    """
+    made: Any = DeliverGradients.apply(loss, grads, note, *parameters)  # type: ignore[no-untyped-call]
+    node: Any = made.grad_fn
+    if node is not None:
+        node.one = torch.ones_like(loss)
+        made.backward = partial(_backward, weakref.ref(made), made.clone(), node)
+        made.__getstate__ = dict
+    return made  # type: ignore[no-any-return]
+
+
+def tensors_with_grad(store: Store, call: ModuleCall | None = None) -> dict[str, list[torch.Tensor]]:
+    """The parameters, in the pieces that are here, and the inputs of a call that want a gradient.
+
+    Raises:
+        Error: some pieces of a parameter do, and some do not.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    elsewhere: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(store.trained_elsewhere)}
+    for name, pieces in store.parameters.items():
+        wants: list[torch.Tensor] = [piece for piece in pieces if piece.requires_grad]
+        if wants:
+            found[name] = wants
+            if len(wants) != len(pieces):
+                raise Error(
+                    f"some pieces of {name!r} are frozen, and some are not",
+                    where="pm(...)",
+                    expected="all of them, or none",
+                    got=f"{len(wants)} of {len(pieces)} with requires_grad",
+                    remedy=f"freeze each of them: for n, p in pm.named_parameters() of those that are {name!r}",
+                )
+    found |= {name: [tensor] for name, tensor in (call.tensors if call else {}).items() if tensor.requires_grad}
+    return {**elsewhere, **found}
+
+
+def leaves(wanted: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors that want a gradient. Where only those of other processes do, one that gets none: a backward begins
+    on all ranks alike."""
+    tensors = [tensor for pieces in wanted.values() for tensor in pieces]
+    return tensors or [torch.zeros((), requires_grad=True) for _ in list(wanted)[:1]]
+
+
+def gradients(
+    step: ProgramRunner, call: ModuleCall, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
+) -> list[torch.Tensor | None]:
+    """The gradients of all that want one; an input's is whole, as the input is unless ``local``."""
+    grads: list[torch.Tensor | None] = []
+    for name, pieces in wanted.items():
+        made = results.get((OutputKind.GRADIENT, name))
+        if made is None:
+            grads += [None] * len(pieces)
+        elif name in call.leaves and not local:
+            output = next(o for o in step.graph.outputs if (o.kind, o.name) == (OutputKind.GRADIENT, name))
+            grads.append(step.whole(output, made))
+        else:
+            grads += made
+    return grads
+
+
+def loss_with_grads(
+    step: ProgramRunner, call: ModuleCall, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
+) -> torch.Tensor:
+    """The loss, with its gradients ready for all that want one."""
+    grads = gradients(step, call, local, wanted, results)
+    tensors = leaves(wanted)
+    given = grads or [None for _ in tensors]
+    return deliver_gradients(results[OutputKind.LOSS, "loss"][0], given, tensors, step.store.handed_out)
+
+
+def check_step(
+    compiled: Compiled,
+    parameters: Mapping[str, Iterable[nn.Parameter]],
+    loss_with_grads: Collection[str],
+    has_targets: bool,
+) -> None:
+    """A call may be a whole step: the parameters that want a gradient are those that the optimizer was planned for, and
+    nobody waits for their gradients.
+
+    Raises:
+        Error: they are others; one has a hook; or there is no loss, without targets.
+    """
+    if not has_targets:
+        raise Error(
+            "a step needs a loss, and so the loss's targets",
+            where="pm.step(...)",
+            expected="the targets behind the model's arguments: pm.step(x, y)",
+            got="a call that gives the model's results",
+        )
+    for name, pieces in parameters.items():
+        if any(piece._backward_hooks or piece._post_accumulate_grad_hooks for piece in pieces):
+            raise Error(
+                f"{name!r} has a hook on its gradient, which would never be called",
+                where="pm.step(...)",
+                expected="parameters without hooks: a step has its gradients within",
+                got="a hook that was registered after parallelize",
+                remedy="pm(x, y).backward() calls it, with an optimizer of pm.parameters(); or remove the hook",
+            )
+    update = compiled.captured.update
+    assert update is not None
+    planned = gradients_of(compiled.before) & {name for group in update.groups for name in group.names}
+    frozen, more = sorted(planned - set(loss_with_grads)), sorted(set(loss_with_grads) - gradients_of(compiled.before))
+    if frozen or more:
+        says = f"{len(frozen)} of them with" if frozen else f"{len(more)} more without"
+        raise Error(
+            f"{(frozen or more)[0]!r} was {'frozen' if frozen else 'made trainable'} since its step was planned",
+            where="pm.step(...)",
+            expected="the parameters that were trained when the model was parallelized",
+            got=f"{says} requires_grad=False",
+            remedy="say it in the model, parallelize it again, and carry states over by pm.optimizer.full_state_dict()",
+        )
+
+
+def vjp_call(
+    call: ModuleCall, form: CallSignature, given: Sequence[torch.Tensor], wanted: frozenset[str]
+) -> tuple[ModuleCall, CallSignature]:
+    """The call, and what it needs, with the gradients of its results as targets."""
+    named = {f"{TARGETS}{i}": tensor for i, tensor in enumerate(given)}
+    inputs = {**form.inputs, **{name: input_key(tensor) for name, tensor in named.items()}}
+    call = replace(call, targets=tuple(given), leaves={**call.leaves, **named}, has_targets=True)
+    return call, replace(form, inputs=inputs, gradients=wanted, pulls=True)
+
+
+@dataclass(frozen=True)
+class ForwardSnapshot:
+    """What a forward went out from, so that it can be done again."""
+
+    tensors: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+    kept: RunStart
+
+    @staticmethod
+    def of(step: ProgramRunner, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None) -> ForwardSnapshot:
+        """The versions of these tensors, and copies of the buffers that the forward writes."""
+        written = {output.name for output in step.graph.outputs if output.kind is OutputKind.BUFFER}
+        copies: dict[int, torch.Tensor] = {}
+        buffers = {}
+        for name in filter(step.store.is_here, written):
+            for rank in step.ranks:
+                piece = step.store.shard(name, rank)
+                buffers[name, rank] = copies.setdefault(piece.data_ptr(), piece.clone())
+        return ForwardSnapshot(tuple(tensors), tuple(version(t) for t in tensors), RunStart(seed, buffers))
+
+    def check(self) -> None:
+        """Raise where something was written into what the forward used.
+
+        Raises:
+            Error: a parameter or an input has changed since.
+        """
+        changed = [t for t, known in zip(self.tensors, self.versions, strict=True) if version(t) != known]
+        if changed:
+            raise Error(
+                "a parameter or an input of pm(...) was changed in place before the backward of its results",
+                where="backward() through pm(...)",
+                expected="the tensors of the forward, as they were",
+                got=f"{len(changed)} of {len(self.tensors)} written to since",
+                remedy="step the optimizer after the backward; or call pm(...) again",
+            )
+
+
+class ResultVjp(torch.autograd.Function):
+    """The results of a forward, whose gradients are pulled back by ``pull``."""
+
+    @staticmethod
+    def forward(ctx: Any, pull: Callable[..., Any], results: list[torch.Tensor], *tensors: torch.Tensor) -> Any:
+        """The results, as outputs of what ``tensors`` are inputs of."""
+        ctx.pull = pull
+        return tuple(each.clone() if each._is_view() else each for each in results)
+
+    @staticmethod
+    def backward(ctx: Any, *above: torch.Tensor) -> Any:
+        """The gradients of the tensors.
+
+        Raises:
+            Error: these are to have gradients again; or ``pull`` says why there are none.
+        """
+        reject_second("the results of pm(...)", above)
+        return (None, None, *(ctx.pull(above) or [None for _ in ctx.needs_input_grad[2:]]))
+
+
+def reject_second(what: str, above: Sequence[torch.Tensor | None]) -> None:
+    """Refuse gradients of gradients, and many at once.
+
+    Raises:
+        Error: the backward that is running was asked for ``create_graph``, or is of a batch of gradients.
+    """
+    if any(each is not None and is_batched(each) for each in above):
+        raise Error(
+            f"the gradients of {what} are asked for in a batch, and programs compute one of them",
+            where="torch.autograd.grad(..., is_grads_batched=True), or torch.func.vmap",
+            expected="a backward for each",
+            got="a batch of gradients",
+            remedy="a loop of torch.autograd.grad(..., retain_graph=True); or transform the model itself: "
+            "with pm.gathered() as model: ...",
+        )
+    if torch.is_grad_enabled():
+        raise Error(
+            f"the gradients of {what} have no gradients themselves",
+            where="backward(create_graph=True)",
+            expected="gradients that are used as they are",
+            got="create_graph=True",
+            remedy="compute what needs second derivatives (a gradient penalty) on the model itself",
+        )
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for many, to a ``vmap``."""
+    inside = torch._C._functorch
+    return inside.is_batchedtensor(tensor) or inside.is_legacy_batchedtensor(tensor)
+
+
+def attach(out: Any, pull: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """The model's results, with a gradient that ``pull`` gives to ``tensors``."""
+    leaves, tree = pytree.tree_flatten(out)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and is_pulled(leaf.dtype)]
+    if places:
+        made = ResultVjp.apply(pull, [leaves[i] for i in places], *tensors)  # type: ignore[no-untyped-call]
+        for i, tensor in zip(places, made, strict=True):
+            leaves[i] = tensor
+    return pytree.tree_unflatten(leaves, tree)
+
+
+def reject_part() -> None:
+    """Refuse to pull back what only this rank knows.
+
+    Raises:
+        Error: always.
+    """
+    raise Error(
+        "the results of pm(...) are this rank's part, and how a loss of them counts is not known",
+        where="backward() through pm(...)",
+        expected="inputs of the global batch, whose results are whole on every rank",
+        got="this rank's own part of them",
+        remedy="pass the whole batch; or give pm the loss: use pm(x, y)",
+    )
+
+
+def refuse(above: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Any:
+    """What pulls back results that came beside a loss.
+
+    Raises:
+        Error: always.
+    """
+    raise Error(
+        "results that came beside a loss have no gradient",
+        where="backward() through pm(..., with_results=True)",
+        expected="the loss alone to be differentiated",
+        got="a gradient of the results",
+        remedy="say the whole loss in Hints(loss=...); or use pm(x) and a loss of its results",
+    )
+
+
+def reject_without_loss(trains: bool) -> None:
+    """Refuse ``with_results`` where a call gives results anyway.
+
+    Raises:
+        Error: there is no loss in this call.
+    """
+    if not trains:
+        raise Error(
+            "there is no loss for results to come beside",
+            where="pm(..., with_results=True)",
+            expected="Hints(loss=...), and its targets behind the model's arguments",
+            got="a call that gives the model's results",
+            remedy="leave with_results out",
+        )

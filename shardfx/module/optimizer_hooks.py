@@ -1,0 +1,336 @@
+"""Hooks on ``torch.optim`` optimizers of sharded parameters: refusal, local steps, and norms of gradients.
+
+An optimizer that needs the full tensor (Adafactor, Muon, LAMB) computes something else on shards. Whether it does is
+found by running it (see :mod:`.elementwise_trial`); one that gives other weights, or cannot be tried, is an Error.
+
+Under ``torchrun`` sharded parameters are DTensors. To an elementwise optimizer of torch they are nothing but elements,
+and DTensor's dispatch of each op costs more than the op: a :class:`LocalOptimizer` steps the local shards in the same
+memory, and its states are wrapped as DTensors again. Optimizers of others, gradients of other placements, hooks and
+closures go through DTensor.
+
+In a pipeline ``clip_grad_norm_`` would clip each stage by a norm of its own: it gets that over all ranks instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import utils
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardfx.ir.errors import Error
+from shardfx.module.elementwise_trial import Layout, lay_out, tried
+from shardfx.module.program_optimizer import ProgramOptimizer
+from shardfx.runtime.store import Shown, Store, laid_as
+from shardfx.runtime.virtual.shard_gradient import ShardGradient, plain
+
+
+def watch_pieces(
+    parameters: Mapping[str, Sequence[nn.Parameter]], layouts: Mapping[str, Layout], stepped: Collection[str] = ()
+) -> None:
+    """Have the first step of an optimizer of any of these parameters looked at, where they are sharded by ``layouts``,
+    or ``stepped`` by the program (names)."""
+    for name, pieces in parameters.items():
+        _stepped.update(dict.fromkeys(pieces if name in stepped else (), True))
+        for piece in pieces:
+            lay_out(piece, layouts[name])
+            if len(pieces) > 1:
+                _pieces[piece] = name
+    if (_pieces or stepped) and not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+_hooks: list[Any] = []
+_guarded: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
+"""The gradients that an optimizer does not see while it steps: of each parameter its own, and what is there instead."""
+_pieces = WeakIdKeyDictionary()
+"""The parameters that are shards, by their names in the model."""
+_stepped = WeakIdKeyDictionary()
+"""The parameters that a program steps."""
+
+
+@torch._disable_dynamo
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    if isinstance(optimizer, ProgramOptimizer):  # which says itself that it is a part of the program
+        return None
+    reject_stepped(optimizer)
+    shard = next((p for group in optimizer.param_groups for p in group["params"] if p in _pieces), None)
+    if shard is None:
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    found = tried(optimizer, closure is not None)
+    if found.apart or found.failed:
+        kind, name = type(optimizer).__name__, found.name or _pieces[shard]
+        raise Error(
+            f"{kind} looks at whole tensors, and {name!r} is sharded here"
+            if found.apart
+            else f"{kind} cannot be tried on shards, and {name!r} is sharded here",
+            where=f"{kind}.step()",
+            expected="an optimizer that works on each element alone, such as AdamW",
+            got=found,
+            remedy="Hints(optimizer=...), whose step is a part of the program and sees the whole; or leave these "
+            "parameters unsharded; or run under torchrun, where parameters are DTensors",
+        )
+    _guarded[optimizer] = []
+    _take_plain(optimizer)
+    if closure is None:
+        return None
+
+    def computed(*given: Any, **more: Any) -> Any:
+        loss = closure(*given, **more)
+        _take_plain(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": computed}
+    return (args[0], computed, *args[2:]), kwargs
+
+
+def _take_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer see plain gradients, which were not changed shard by shard.
+
+    Raises:
+        Error: one was.
+    """
+    for p in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, ShardGradient)):
+        p.grad.check(f"{type(optimizer).__name__}.step()")
+        p.grad.check_others(f"{type(optimizer).__name__}.step()")
+        _guarded[optimizer].append((p, p.grad, p.grad.plain))
+        p.grad = _guarded[optimizer][-1][2]
+
+
+@torch._disable_dynamo
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for p, guarded, taken in _guarded.pop(optimizer, ()):
+        if p.grad is taken:
+            p.grad = guarded
+
+
+def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where an optimizer steps parameters that a program steps.
+
+    Raises:
+        Error: it does.
+    """
+    for group in optimizer.param_groups:
+        if not isinstance(optimizer, ProgramOptimizer) and any(p in _stepped for p in group["params"]):
+            raise Error(
+                f"{type(optimizer).__name__} steps parameters that have an optimizer in the program",
+                where=f"{type(optimizer).__name__}.step()",
+                expected="pm.step(x, y)",
+                got="a second optimizer of the same parameters",
+                remedy="leave it out; or leave Hints(optimizer=...) out, and go on as with any module",
+            )
+
+
+Tensor = torch.Tensor
+_shown = WeakIdKeyDictionary()
+"""How each parameter shows its piece."""
+_local_hooks: list[Any] = []
+_twins: WeakKeyDictionary[torch.optim.Optimizer, LocalOptimizer] = WeakKeyDictionary()
+
+
+def step_locally(store: Store) -> None:
+    """Have torch's optimizers of a store's parameters step the pieces that these show."""
+    for name, pieces in store.parameters.items():
+        shown = store.shown(name)
+        if shown is not None:
+            _shown.update(dict.fromkeys(pieces, shown))
+    if _shown and not _local_hooks:
+        _local_hooks.append(register_optimizer_step_pre_hook(_begin_local_step))
+        _local_hooks.append(register_optimizer_step_post_hook(_end_local_step))
+
+
+class _OtherPlacement(Exception):
+    """Something is not shown as its parameter is."""
+
+
+class LocalOptimizer:
+    """Does the steps of an optimizer on plain pieces. Parameters that show none are the optimizer's own."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
+        self.optimizer = object.__new__(kind)
+        self._known: dict[Tensor, tuple[Shown, Tensor, nn.Parameter]] = {}
+        """Of each parameter that shows a piece how it does, that piece, and the piece as a parameter."""
+        self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self._same: dict[Tensor, tuple[list[Any], list[Any]]] = {}
+        """What was in the state of each parameter, and in that of its piece, when they were the same."""
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the twin to where the optimizer is.
+
+        Raises:
+            _Elsewhere: it cannot be.
+        """
+        groups = [{**group, "params": [self._own(p) for p in group["params"]]} for group in optimizer.param_groups]
+        for p, (shown, piece, own) in self._known.items():
+            own.grad = None if p.grad is None else laid_as(_piece(shown, p.grad), piece)
+            held = optimizer.state.get(p, {})
+            if not _are(held, self._same.get(p, ([], []))[0]):
+                self._state[own] = {key: _plain(shown, value) for key, value in held.items()}
+                self._same[p] = list(held.values()), list(self._state[own].values())
+        others = {p: held for p, held in optimizer.state.items() if p not in self._known}
+        self._state.update(others)
+        self.optimizer.__dict__.update({**optimizer.__dict__, "param_groups": groups, "state": self._state})
+
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer what a step left: states, as their parameters are, and options."""
+        for p, (shown, piece, own) in self._known.items():
+            own.grad = None
+            made = self._state.get(own, {})
+            if not _are(made, self._same.get(p, ([], []))[1]):
+                held = optimizer.state[p]
+                for key, new in made.items():
+                    if key not in held or _plain(shown, held[key]) is not new:
+                        held[key] = _as_shown(shown, piece, new)
+                self._same[p] = list(held.values()), list(made.values())
+        mine = {own for _, _, own in self._known.values()}
+        others = [p for p in self._state if p not in mine]
+        optimizer.state.update({p: self._state.pop(p) for p in others})
+        for group, made in zip(optimizer.param_groups, self.optimizer.param_groups, strict=True):
+            group.update({key: value for key, value in made.items() if key != "params"})
+        self.optimizer.__dict__.clear()
+
+    def _own(self, p: Tensor) -> Tensor:
+        known = self._known.get(p)
+        shown = known[0] if known is not None else _shown.get(p)
+        if shown is None:
+            return p
+        piece = _piece(shown, p)
+        if known is None or known[1] is not piece:
+            known = self._known[p] = shown, piece, nn.Parameter(piece, requires_grad=p.requires_grad)
+        return known[2]
+
+
+def _are(held: dict[str, Any], known: list[Any]) -> bool:
+    """Whether these are the values that are known, each of them."""
+    return len(held) == len(known) and all(map(is_, held.values(), known))
+
+
+def _piece(shown: Shown, tensor: Tensor) -> Tensor:
+    """The piece that is shown.
+
+    Raises:
+        _Elsewhere: it is placed otherwise.
+    """
+    piece = shown.plain(tensor)
+    if piece is None:
+        raise _OtherPlacement
+    return piece
+
+
+def _plain(shown: Shown, value: Any) -> Any:
+    """What an optimizer keeps of a parameter, of its piece."""
+    return _piece(shown, value) if isinstance(value, Tensor) else value
+
+
+def _as_shown(shown: Shown, piece: Tensor, value: Any) -> Any:
+    """What an optimizer keeps of a piece, of its parameter: an element for each of its own."""
+    alike = isinstance(value, Tensor) and value.dim() and value.shape == piece.shape
+    return shown.wrap(value) if alike else value
+
+
+def _begin_local_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    computes = kwargs.get("closure") is not None or any(each is not None for each in args[1:])
+    shown = any(p in _shown for group in optimizer.param_groups for p in group["params"])
+    if computes or not shown or not _may(optimizer):
+        return None
+    twin = _twins.setdefault(optimizer, LocalOptimizer(type(optimizer)))
+    try:
+        twin.begin(optimizer)
+    except _OtherPlacement:
+        return None
+    return (twin.optimizer, *args[1:]), kwargs
+
+
+def _may(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is known to do the same to a tensor and to its pieces, and is done at once."""
+    if torch.compiler.is_compiling() or optimizer._optimizer_step_pre_hooks:
+        return False
+    own = type(optimizer).step.__module__.startswith("torch.optim.")
+    if not own or any(group.get("differentiable") for group in optimizer.param_groups):
+        return False
+    trial = tried(optimizer)
+    return not (trial.apart or trial.failed)
+
+
+def _end_local_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    twin = _twins.get(optimizer)
+    if twin is not None and args[0] is twin.optimizer:
+        twin.end(optimizer)
+
+
+Norm = Callable[[Mapping[str, Sequence[Tensor]], float], Tensor]
+"""The norm of gradients by name, of which each rank gives its own."""
+_staged = WeakIdKeyDictionary()
+"""Of each parameter of a stage how norms are taken, and its name."""
+_taken: list[Any] = []
+
+
+def gradients_here(store: Store) -> dict[str, list[Tensor]]:
+    """The gradients of this process, in pieces."""
+    every = {name: [plain(p.grad) for p in pieces if p.grad is not None] for name, pieces in store.parameters.items()}
+    return {name: grads for name, grads in every.items() if grads}
+
+
+def clip(total: Tensor, grads: Mapping[str, Sequence[Tensor]], max_norm: float) -> None:
+    """Scale gradients whose norm is too large, as torch does it."""
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    with torch.no_grad():
+        for grad in (grad for pieces in grads.values() for grad in pieces):
+            grad.mul_(scale.to(grad.device))
+
+
+def watch_norms(store: Store, norm: Norm) -> None:
+    """Let torch take norms of gradients of these parameters by ``norm``, a method of what owns them."""
+    owner = weakref.WeakMethod(norm)
+    _staged.update({piece: (owner, name) for name, pieces in store.parameters.items() for piece in pieces})
+    if not _taken:
+        inside: Any = clip_grad
+        _taken.append(inside._get_total_norm)
+        inside._get_total_norm = utils.get_total_norm = functools.wraps(_taken[0])(_total_norm)
+
+
+def _total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    known = {id(p.grad): held for p, held in _staged.items() if p.grad is not None}
+    owner = next((known[id(grad)][0]() for grad in given if id(grad) in known), None)
+    if owner is None:
+        made: Tensor = _taken[0](given, norm_type, error_if_nonfinite, foreach)
+        return made
+    mine: dict[str, list[Tensor]] = {}
+    for grad in given:
+        if id(grad) in known:
+            mine.setdefault(known[id(grad)][1], []).append(grad)
+    rest = [grad for grad in given if id(grad) not in known]
+    total: Tensor = owner(mine, float(norm_type))
+    if rest:
+        total = torch.linalg.vector_norm(torch.stack([total, _taken[0](rest, norm_type).to(total)]), norm_type)
+    return checked(total, error_if_nonfinite)
+
+
+def checked(total: Tensor, error_if_nonfinite: bool) -> Tensor:
+    """The norm.
+
+    Raises:
+        RuntimeError: it is not finite, as torch has it.
+    """
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError("the total norm of the gradients is not finite, so it cannot be clipped")
+    return total

@@ -1,0 +1,426 @@
+"""Checks that the source model of a parallel module is unchanged: its modules, attributes, hooks, and weights.
+
+    model.act = nn.GELU()        model.config = other        model.load_state_dict(...)        model.head.weight = tied
+
+Programs made before see none of these, so each is an error at the next call. A script that goes on with the source
+model's parameters would train nothing and save untrained weights: an optimizer that steps them, and evaluating or
+saving the model after the parallel module was trained, are errors too. Its modes (``eval()``), and training or loading
+it for its own sake, are fine.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import compress
+from operator import attrgetter
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardfx.ir.capture.frontend.forward_hooks import is_users
+from shardfx.ir.capture.python_state.bytecode import CodeNames, set_by_calls
+from shardfx.ir.capture.python_state.python_values import ATOMS, STATE, ValueReader, is_apart
+from shardfx.ir.errors import Error, ShardfxWarning
+from shardfx.ir.graph import Graph
+from shardfx.ir.shards import sharding_local
+from shardfx.module.model_state import ModelState
+from shardfx.runtime.step import STORED
+from shardfx.runtime.store import Store, version
+
+_originals = WeakIdKeyDictionary()
+"""The watch of each parameter of a model that is parallel, too."""
+_hooks: list[Any] = []
+_quiet: list[None] = []
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Within, models may be read whatever became of them."""
+    _quiet.append(None)
+    try:
+        yield
+    finally:
+        _quiet.pop()
+
+
+class SourceModelWatch:
+    """What became of a model and of the parallel modules that were made of it; a hook of the model, to be asked when
+    it is called or saved. A copy of the model has one that watches nothing. ``trainings`` grows where
+    the model is trained itself."""
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None
+        self._stores: weakref.WeakKeyDictionary[Store, int] = weakref.WeakKeyDictionary()
+        self._version, self.trainings = 0, 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SourceModelWatch:
+        return SourceModelWatch()
+
+    def __reduce__(self) -> tuple[type[SourceModelWatch], tuple[()]]:
+        return SourceModelWatch, ()
+
+    def begin(self, model: nn.Module, store: Store) -> None:
+        """Watch a model beside a store that was filled from it."""
+        self._model = weakref.ref(model)
+        self._stores[store] = _version_of(store.parameters)
+        self._version = _version_of({"": list(model.parameters())})
+        for parameter in model.parameters():
+            _originals[parameter] = self
+
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        """The module's forward pre-hook: a call is the beginning of a training of its own, or reads its weights."""
+        if not torch.compiler.is_compiling() and not (module.training and torch.is_grad_enabled()):
+            self._check(module, "model(...)")
+        if module.training and not _quiet and self._model is not None and self._model() is module:
+            self.trainings += 1
+
+    def saving(self, module: nn.Module, *given: Any) -> None:
+        """The module's state dict pre-hook."""
+        self._check(module, "model.state_dict()")
+
+    def _check(self, module: nn.Module, where: str) -> None:
+        if _quiet or self._model is None or self._model() is not module:
+            return
+        now = _version_of({"": list(module.parameters())})
+        trained = [store for store, known in self._stores.items() if _version_of(store.parameters) != known]
+        if now != self._version:  # the model was trained or loaded since
+            self._version = now
+            self._stores.update({store: _version_of(store.parameters) for store in trained})
+        elif trained:
+            raise Error(
+                "the parallel module was trained, and the model that it was made of was not",
+                where=where,
+                expected="the trained weights",
+                got="those from before parallelize",
+                remedy="call and save pm; or model.load_state_dict(pm.full_state_dict()) first. The weights as they "
+                "were: copy.deepcopy(model) before parallelize",
+            )
+
+    @property
+    def stepped_elsewhere(self) -> bool:
+        """Whether a parallel module of the model has gradients to be stepped by."""
+        every = (p for store in self._stores for pieces in store.parameters.values() for p in pieces)
+        return any(p.grad is not None for p in every)
+
+
+def _version_of(parameters: Mapping[str, list[Any]]) -> int:
+    """How many times something was written into any of these."""
+    return sum(version(p) for pieces in parameters.values() for p in pieces)
+
+
+def watch_original(model: nn.Module, store: Store) -> SourceModelWatch | None:
+    """Watch a model that is parallel from now on, if there are weights that it may fall behind."""
+    if not store.parameters:
+        return None
+    watch = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, SourceModelWatch)), None)
+    if watch is None or watch._model is None:
+        watch = SourceModelWatch()
+        model.register_forward_pre_hook(watch)
+        model.register_state_dict_pre_hook(watch.saving)
+    watch.begin(model, store)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+    return watch
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """An optimizer that was made before ``parallelize`` has the model's parameters, which get no gradient."""
+    old = [p for group in optimizer.param_groups for p in group["params"] if p in _originals]
+    if not old:
+        return
+    if any(p.grad is not None and bool(p.grad.any()) for p in old):
+        for p in old:
+            _originals[p].trainings += 1
+        return
+    if _originals[old[0]].stepped_elsewhere:
+        kind = type(optimizer).__name__
+        raise Error(
+            f"this {kind} has the parameters of the model, and gradients are those of the parallel module's",
+            where=f"{kind}.step()",
+            expected="an optimizer of pm.parameters()",
+            got=f"{len(old)} parameters of the model from before parallelize, without a gradient",
+            remedy="parallelize(model, mesh, hints, optimizer=optimizer) carries it over; or make it afterwards",
+        )
+
+
+HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class ValueText(NamedTuple):
+    """What stands for a value with tensors or modules in it, which is not to be kept."""
+
+    said: str
+
+
+class ModuleSnapshot(NamedTuple):
+    """What a module was; it is not kept."""
+
+    path: str
+    module: weakref.ref[nn.Module]
+    kind: type
+    children: Mapping[str, weakref.ref[nn.Module] | None]
+    hooks: list[int]
+    attributes: Mapping[str, object]
+    size: int
+
+
+class SourceModelCheck:
+    """What a model was.
+
+    Args:
+        names: what its code names.
+    """
+
+    def __init__(self, model: nn.Module, names: CodeNames) -> None:
+        self._names, self._contents = names, ValueReader(names)
+        self._model = weakref.ref(model)
+        self._was = [self._of(path, module) for path, module in model.named_modules()]
+        self._ties, self._parameters = _ties(model), list[int]()
+
+    def __deepcopy__(self, memo: object) -> SourceModelCheck:
+        return self
+
+    def _of(self, path: str, module: nn.Module) -> ModuleSnapshot:
+        children = {name: None if child is None else weakref.ref(child) for name, child in module._modules.items()}
+        own = vars(module)
+        held = {name: own[name] for name in self._read(module)}
+        kept = {n: v if is_apart(v) else ValueText(self._contents.said(v)) for n, v in held.items()}
+        return ModuleSnapshot(path, weakref.ref(module), type(module), children, _hook_ids(module), kept, len(own))
+
+    def _read(self, module: nn.Module) -> Iterable[str]:
+        """The attributes that the code reads, and does not set itself."""
+        set_there = set_by_calls(type(module))
+        return (n for n in self._names.of(module, vars(module).keys() - STATE) if n not in set_there)
+
+    def check(self) -> None:
+        """Raise if the model is not what it was.
+
+        Raises:
+            Error: naming the module, and what is other in it.
+        """
+        model = self._model()
+        if model is None:
+            return
+        parameters: list[int] = []
+        for was in self._was:
+            module = was.module()
+            if module is None:
+                continue  # of which its parent says more
+            parameters += map(id, module._parameters.values())
+            if type(module) is not was.kind:
+                _refuse(was, f"a {type(module).__name__}, and was a {was.kind.__name__}")
+            if module._modules or was.children:
+                self._check_children(was, module._modules)
+            if _hook_ids(module) != was.hooks:
+                _refuse(was, "another hook")
+            self._check_attributes(was, module)
+        if parameters != self._parameters and _ties(model) not in (self._ties, None):
+            _refuse(self._was[0], "other parameters of it are one, or are not any more")
+        self._parameters = parameters  # none of which is another one, as long as these are the same
+
+    def _check_children(self, was: ModuleSnapshot, now: Mapping[str, nn.Module | None]) -> None:
+        for name, child in now.items():
+            known = was.children.get(name, self._model)
+            if child is not (known and known()):
+                _refuse(was, f"another module {name!r}" + (f", a {type(child).__name__}" if child is not None else ""))
+        if len(now) != len(was.children):
+            _refuse(was, f"no module {next(name for name in was.children if name not in now)!r}")
+
+    def _check_attributes(self, was: ModuleSnapshot, module: nn.Module) -> None:
+        own = vars(module)
+        for name, kept in was.attributes.items():
+            if (now := own.get(name, was)) is not kept and not self._same(kept, now):
+                _refuse(was, f"another {name!r}" if now is not was else f"no {name!r}")
+        if len(own) != was.size:
+            new = next((name for name in self._read(module) if name not in was.attributes), None)
+            if new is not None:
+                _refuse(was, f"a {new!r}, which the code reads")
+
+    def _same(self, kept: object, now: object) -> bool:
+        if isinstance(kept, ValueText):
+            return kept.said == self._contents.said(now)
+        if isinstance(kept, ATOMS):
+            return type(kept) is type(now) and bool(kept == now)
+        return self._contents.said(kept) == self._contents.said(now)
+
+
+def _hook_ids(module: nn.Module) -> list[int]:
+    """The numbers of a script's hooks."""
+    own = vars(module)
+    held = [each for kind in HOOK_DICTS if (each := own.get(kind))]
+    return [key for each in held for key, hook in each.items() if type(hook) is not SourceModelWatch and is_users(hook)]
+
+
+def _ties(model: nn.Module) -> list[int] | None:
+    """For each parameter the number of the first that is the same one; None, where the model has no content now."""
+    first: dict[int, int] = {}
+    every: list[Any] = [p for module in model.modules() for p in module._parameters.values()]
+    if any(p is not None and p.is_meta for p in every):
+        return None
+    return [first.setdefault(id(p), place) for place, p in enumerate(every)]
+
+
+def _refuse(was: ModuleSnapshot, got: str) -> NoReturn:
+    raise Error(
+        "the model was changed after parallelize, and the parallel module is of the model as it was",
+        where=f"{was.path or 'the model'} ({was.kind.__name__})",
+        expected="the model as it was parallelized",
+        got=got,
+        remedy="parallelize it again; a model that is to go its own way is a copy: "
+        "parallelize(copy.deepcopy(model), mesh, hints)",
+    )
+
+
+REMEDY = (
+    "load them into pm: pm.load_full_state_dict(model.state_dict()); a model that is to go its own way is a copy: "
+    "parallelize(copy.deepcopy(model), mesh, hints)"
+)
+
+WRITTEN, TRAINED = attrgetter("_version"), attrgetter("requires_grad")
+GRADIENT_HOOKS, ACCUMULATED_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+
+class SourceWeightsCheck:
+    """What a model's weights were when they last were those of a parallel module of it.
+
+    Args:
+        graph: the plan by which ``state`` holds them.
+        ranks: those of this process.
+        watch: knows whether the model is trained itself.
+    """
+
+    def __init__(
+        self, model: nn.Module, graph: Graph, state: ModelState, ranks: Sequence[int], watch: SourceModelWatch
+    ) -> None:
+        self._model, self._modules = weakref.ref(model), [weakref.ref(module) for module in model.modules()]
+        self._graph, self._state, self._ranks, self._watch = graph, state, ranks, watch
+        self._trainings = watch.trainings
+        parameters, every = self._tensors()
+        self._plain = [_is_plain(each) for each in every]
+        self._known, self._written = self._content(every), self._version()
+        self._trained = [*map(TRAINED, parameters)]
+
+    def __deepcopy__(self, memo: object) -> SourceWeightsCheck:
+        made = copy.copy(self)
+        made._modules = []  # a copy of the parallel module was not made of the model
+        return made
+
+    def check(self) -> None:
+        """Raise if the weights were changed, and are not those of the parallel module.
+
+        Raises:
+            Error: naming the first one; or a parameter that was frozen, or given a hook.
+        """
+        if not self._modules or self._watch.trainings != self._trainings:
+            return
+        parameters, every = self._tensors()
+        trained = [*map(TRAINED, parameters)]
+        if trained != self._trained and any(trained):  # with none it is a teacher
+            self._check_trained()
+        self._trained = trained
+        if any(map(GRADIENT_HOOKS, parameters)) or any(map(ACCUMULATED_HOOKS, parameters)):
+            raise Error(
+                "a hook on a parameter of the model would never be called",
+                where="pm(...)",
+                expected="hooks on parameters of pm, which are other tensors",
+                got="one that was registered on the model after parallelize",
+                remedy="register it on the parameters of pm, and remove this one",
+            )
+        content = self._content(every)
+        if content != self._known:
+            self._compare()
+            self._plain = [_is_plain(each) for each in every]
+            self._known, self._written = self._content(every), self._version()
+
+    def _tensors(self) -> tuple[list[Any], list[Any]]:
+        """The parameters, and these with the buffers."""
+        held = [module for each in self._modules if (module := each()) is not None]
+        parameters = [p for module in held for p in module._parameters.values() if p is not None]
+        buffers = [b for module in held if module._buffers for b in module._buffers.values() if b is not None]
+        return parameters, parameters + buffers
+
+    def _content(self, tensors: Sequence[Any]) -> list[object]:
+        """Which tensors there are, how often each was written into, where it lies; and two elements, for what is
+        written by ``p.data`` counts nowhere."""
+        plain = [*compress(tensors, self._plain)]
+        found: list[object] = [*map(id, tensors), *map(WRITTEN, plain), *map(torch.Tensor.data_ptr, plain)]
+        some = [each for each in (*plain[:1], *plain[-1:]) if each.numel() and each.device.type == "cpu"]
+        return found + [str(each.detach()[tuple(n // 2 for n in each.shape)].item()) for each in some]
+
+    def _version(self) -> int:
+        return sum(version(piece) for pieces in self._state.store.parameters.values() for piece in pieces)
+
+    def _compare(self) -> None:
+        model = self._model()
+        other = None if model is None else next(self._others(model), None)
+        if other is None:
+            return
+        if self._version() == self._written:
+            raise Error(
+                "the model's weights were changed after parallelize, and the parallel module has those from before",
+                where="pm(...)",
+                expected="weights as they were when it was parallelized, or those of pm",
+                got=f"another {other!r}",
+                remedy=REMEDY,
+            )
+        warnings.warn(
+            "the model was given weights that are not those of the parallel module, which goes on with its own "
+            f"(another {other!r}); if they are meant for it, {REMEDY}",
+            ShardfxWarning,
+            stacklevel=2,
+        )
+
+    def _others(self, model: nn.Module) -> Iterator[str]:
+        """The names of weights that are not those of the parallel module."""
+        state = self._state
+        whole = {
+            state.aliases.get(name, name): (name, tensor.detach())
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if not tensor.is_meta and not isinstance(tensor, FakeTensor)
+        }
+        for given in self._graph.inputs:
+            if given.kind not in STORED or given.name not in whole or not state.store.is_here(given.name):
+                continue
+            (name, tensor), spec = whole[given.name], given.value.spec
+            if tensor.dtype != given.value.type.dtype or spec is None or tuple(tensor.shape) != given.value.shape:
+                continue
+            for rank in self._ranks:
+                piece = state.store.shard(given.name, rank).detach()
+                if not same(piece, sharding_local(tensor, spec, self._graph.mesh, rank).to(piece.device)):
+                    yield name
+                    break
+
+    def _check_trained(self) -> None:
+        """Raise where some parameters were frozen or unfrozen, but not those of the parallel module."""
+        model, state = self._model(), self._state
+        for name, p in model.named_parameters() if model is not None else ():
+            pieces = state.store.parameters.get(state.aliases.get(name, name), ())
+            if any(piece.requires_grad != p.requires_grad for piece in pieces):
+                did = "trainable" if p.requires_grad else "frozen"
+                raise Error(
+                    f"{name!r} of the model was made {did} after parallelize, and the parallel module's is not",
+                    where="pm(...)",
+                    expected="requires_grad as it was, or of the parameters of pm as well",
+                    got=f"requires_grad={p.requires_grad} of the model, {not p.requires_grad} of pm",
+                    remedy="say it of pm: pm.get_submodule(path).requires_grad_(...); a model that is to go its own "
+                    "way is a copy: parallelize(copy.deepcopy(model), mesh, hints)",
+                )
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same, NaN where NaN is."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has memory, and a number of writes into it."""
+    known = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    return known and not tensor.is_meta and not tensor.is_inference()
