@@ -259,9 +259,7 @@ def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(SCHEDULES)}, auto, or a file of rows")
     parser.add_argument("--stages", type=int, required=True, metavar="N", help="stages on all ranks together")
-    parser.add_argument(
-        "--microbatches", type=int, required=True, metavar="N", help="micro-batches of a step"
-    )
+    parser.add_argument("--microbatches", type=int, required=True, metavar="N", help="micro-batches of a step")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default: as many as the stages need)")
     parser.add_argument("--max-in-flight", type=int, metavar="N", help="micro-batches that may be in flight on a rank")
     parser.add_argument("--costs", default="", metavar="F=1,B=2,...", help="how long each kind of action takes")

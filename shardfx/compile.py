@@ -302,6 +302,13 @@ def plan_graph(
     return graph, context
 
 
+def replanned(compiled: Compiled, hints: Hints) -> Compiled:
+    """The same captured model, planned under other hints."""
+    passes = default_passes(hints)
+    graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, passes)
+    return Compiled(hints, compiled.captured, graph, context, passes)
+
+
 def own_constants(graph: Graph) -> Graph:
     """The same graph with constants of its own: what a pass writes into them is not written into the captured ones."""
     for given in graph.inputs:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardfx.ir.capture.trace import Captured
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import Context, Pass
 from shardfx.runtime.distributed.process_peers import subjects
@@ -30,6 +30,11 @@ class Compiled:
         update = self.captured.update
         groups = update.groups if update is not None else ()
         return subjects(self.captured.graph, self.after, {"the optimizer": [str(group.options) for group in groups]})
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the plan is for training."""
+        return any(output.kind is OutputKind.GRADIENT for output in self.after.outputs)
 
     @cached_property
     def before(self) -> Graph:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardfx.compile import default_passes, no_collection, offloads, plan_graph
+from shardfx.compile import no_collection, offloads, replanned
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints, bytes_of
 from shardfx.ir.cost.fake_calls import FakeCalls
@@ -121,10 +121,8 @@ def what_fits(compiled: Compiled, foresight: MemoryPredictor, budget: int) -> st
     tried: dict[str, int] = {}
     for more in _features(compiled):
         hints = replace(compiled.hints, **more)
-        graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, default_passes(hints))
         said = "Hints(" + ", ".join(f"{name}={value!r}" for name, value in more.items()) + ")"
-        planned = Compiled(hints, compiled.captured, graph, context, default_passes(hints))
-        tried[said] = foresight.of(planned).peak
+        tried[said] = foresight.of(replanned(compiled, hints)).peak
         if tried[said] <= budget:
             return f"{said} holds {size_text(tried[said])}"
     if not tried:
@@ -191,9 +189,8 @@ def with_fastest_reduction(compiled: Compiled, foresight: MemoryPredictor) -> Co
     chosen."""
     hints, mesh = compiled.hints, compiled.after.mesh
     budget = budget_of(hints)
-    trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
     asked = hints.reduce == "auto"
-    if not asked or not loop_axes(mesh) or not hints.zero or not trains or budget is None:
+    if not asked or not loop_axes(mesh) or not hints.zero or not compiled.has_gradients or budget is None:
         return compiled
     machine = Machine.of(hints.machine)
     made = [_candidate(compiled, way, foresight, machine) for way in WAYS]
@@ -213,11 +210,9 @@ def with_fastest_reduction(compiled: Compiled, foresight: MemoryPredictor) -> Co
 
 
 def _candidate(compiled: Compiled, way: str, foresight: MemoryPredictor, machine: Machine) -> ReducePlan:
-    hints = replace(compiled.hints, reduce=way)
-    graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, compiled.passes)
-    plan = Compiled(hints, compiled.captured, graph, context, compiled.passes)
+    plan = replanned(compiled, replace(compiled.hints, reduce=way))
     memory = foresight.of(plan)
-    return ReducePlan(way, plan, memory.peak, memory.footprint.cost.seconds(machine, graph.mesh))
+    return ReducePlan(way, plan, memory.peak, memory.footprint.cost.seconds(machine, plan.after.mesh))
 
 
 def with_fitting_schedule(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
@@ -266,6 +261,4 @@ def _with_live(compiled: Compiled, live: int) -> Compiled:
     """The same plan with so many iterations live at most."""
     assert compiled.hints.pipeline is not None
     hints = replace(compiled.hints, pipeline=replace(compiled.hints.pipeline, max_in_flight=live))
-    passes = default_passes(hints)
-    graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, passes)
-    return Compiled(hints, compiled.captured, graph, context, passes)
+    return replanned(compiled, hints)

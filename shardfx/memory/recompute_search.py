@@ -24,12 +24,12 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from shardfx.compile import default_passes, offloads, plan_graph
+from shardfx.compile import offloads, replanned
 from shardfx.compiled import Compiled
 from shardfx.hints import bytes_of
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import OutputKind, Phase
+from shardfx.ir.graph import Phase
 from shardfx.ir.names import prefixes
 from shardfx.ir.text.printer import size_text
 from shardfx.memory.budget import MemoryPredictor, repeated_modules, what_fits
@@ -61,8 +61,7 @@ def fitted(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
             remedy="say it; or name modules: Hints(recompute='layers.*')",
         )
     budget, memory = bytes_of(hints.memory), foresight.of(compiled)
-    trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
-    if memory.peak <= budget or not trains:
+    if memory.peak <= budget or not compiled.has_gradients:
         return compiled
     search = RecomputeSearch(compiled, foresight, budget)
     made = search.within(budget) or search.from_leanest() or search.joined() or search.wholesale()
@@ -186,9 +185,7 @@ class RecomputeSearch:
         compiled = self.compiled
         others = tuple(left for each in offloads(compiled.hints) for left in each.without(ACTIVATIONS))
         hints = replace(compiled.hints, recompute=again, offload=(*others, *away))  # what is planned anew keeps to it
-        passes = default_passes(hints)
-        graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, passes)
-        return Compiled(hints, compiled.captured, graph, context, passes)
+        return replanned(compiled, hints)
 
 
 def _passes(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Recompute]:

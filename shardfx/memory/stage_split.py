@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 
-from shardfx.compile import default_passes, plan_graph
+from shardfx.compile import replanned
 from shardfx.compiled import Compiled
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.graph import Graph, Node, OutputKind, Phase, Value
@@ -59,9 +59,9 @@ def staged(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
     Where no split fits, the plan is the one whose fullest rank holds least; but where it is also to be chosen what is
     made again, or how many iterations are live, it is left to that.
     """
-    pipeline, planned, budget = compiled.hints.pipeline, compiled.after.pipeline, budget_of(compiled.hints)
-    trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
-    if pipeline is None or planned is None or pipeline.stages is not None or budget is None or not trains:
+    pipeline, budget = compiled.hints.pipeline, budget_of(compiled.hints)
+    trains_in_stages = compiled.has_gradients and compiled.after.pipeline is not None
+    if not trains_in_stages or pipeline is None or pipeline.stages is not None or budget is None:
         return compiled
     search = StageSearch(compiled, foresight, budget)
     if not search.balanced:
@@ -137,9 +137,7 @@ class StageSearch:
         assert hints.pipeline is not None
         counts = Found(b - a for a, b in pairwise((*firsts, self.blocks.count)))
         hints = replace(hints, pipeline=replace(hints.pipeline, stages=counts))
-        passes = default_passes(hints)
-        graph, context = plan_graph(self.compiled.captured, hints, self.compiled.context.rules, passes)
-        return Compiled(hints, self.compiled.captured, graph, context, passes)
+        return replanned(self.compiled, hints)
 
     def _seconds(self, firsts: Sequence[int]) -> float:
         """What the slowest stage takes."""
