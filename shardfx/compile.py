@@ -97,7 +97,7 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
     axes = (hints.zero_axis,) if isinstance(hints.zero_axis, str) else tuple(hints.zero_axis)
     away = tuple(left for each in offloads(hints) for left in each.without("rows"))
     tables = tuple(TableRows(each.modules, each.min_numel) for each in offloads(hints) if "rows" in each.whats)
-    auto = hints.recompute == "auto"  # which a plan without it decides, and what activations are put away
+    auto = hints.recompute == "auto"  # which a plan without it decides, and what activations are offloaded
     asked = None if auto else hints.recompute
     given = (asked,) if isinstance(asked, (str, Recompute)) else tuple(asked or ())
     return {
@@ -115,7 +115,7 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
 
 
 def _again(kind: type, given: tuple[str | Recompute, ...]) -> tuple[Recompute, ...]:
-    """What hints make again, all of one kind, as passes: names of modules together are one."""
+    """What hints recompute, all of one kind, as passes: names of modules together are one."""
     if kind is not str:
         return tuple(each for each in given if isinstance(each, Recompute))
     names = tuple(map(str, given))
@@ -123,14 +123,14 @@ def _again(kind: type, given: tuple[str | Recompute, ...]) -> tuple[Recompute, .
 
 
 def offloads(hints: Hints) -> tuple[Offload, ...]:
-    """What hints put away, as passes: words together, with the options that are usual."""
+    """What hints offload, as passes: words together, with the options that are usual."""
     words = tuple(each for each in hints.offload if isinstance(each, str))
     usual = (Offload(words),) if words else ()
     return (*usual, *(each for each in hints.offload if isinstance(each, Offload)))
 
 
 def check_offload(hints: Hints) -> None:
-    """What hints put away is there.
+    """What hints offload is there.
 
     Raises:
         Error: the plan is for inference, has no optimizer in it, or a folder is none.
@@ -185,7 +185,7 @@ def no_collection() -> Iterator[None]:
 def capture_model(
     model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, hints: Hints, behind: Sequence[EarlierCapture] = ()
 ) -> Captured:
-    """Capture ``model`` for the examples of the hints, ``behind`` calls in other forms."""
+    """Capture ``model`` for the examples of the hints, ``behind`` calls of other signatures."""
     return capture(
         model,
         mesh,
@@ -207,7 +207,7 @@ def batch_parts(mesh: Mesh, hints: Hints) -> BatchParts:
     """The parts, each with statistics of its own, into which hints shard the batch: the leading dims of inputs.
 
     Raises:
-        Error: iterations are to have their own, and are no stretches of the batch.
+        Error: iterations are to have their own, and are no contiguous ranges of the batch.
     """
     if hints.batch_stats is None:
         return ONE
@@ -240,8 +240,8 @@ def compile_model(
     on_pass: Callable[[Pass, Graph], None] | None = None,
     behind: Sequence[EarlierCapture] = (),
 ) -> Compiled:
-    """Capture ``model``, ``behind`` calls in other forms, and run the passes. Links that the mesh does not state are
-    those of the machine."""
+    """Capture ``model``, ``behind`` calls of other signatures, and run the passes. Links that the mesh does not
+    state are those of the machine."""
     passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
     mesh = with_iterations(mesh, hints)
     with no_collection():
@@ -256,7 +256,7 @@ def compile_model(
 
 
 def as_checkpointed(captured: Captured, hints: Hints) -> Hints:
-    """The hints; where they do not say what is made again, with what the model's own code checkpoints."""
+    """The hints; where they do not say what is recomputed, with what the model's own code checkpoints."""
     asked = captured.checkpointed if hints.loss is not None else ()
     if hints.recompute is not None or not asked or is_whole(as_passes(hints.passes)):
         return hints

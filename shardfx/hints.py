@@ -50,7 +50,7 @@ class Hints:
             (the CPU for those on ``meta``). Under ``torchrun`` ``"cuda"`` is the device of the local rank. One that is
             not there is an error, but for a model without weights: its report, memory and timeline need none, and the
             error comes when weights are loaded.
-        shapes: how many forms of call (batch sizes, modes, ...) beside the captured one are kept planned.
+        shapes: how many call signatures (batch sizes, modes, ...) beside the captured one are kept planned.
         rules: op rules of your own, as :func:`shardfx.rule` gives them; they win over built-in ones and plugins'.
             They are executed at planning as the plan uses them, and a wrong one is an error (see also
             :func:`shardfx.check_rule`).
@@ -60,7 +60,7 @@ class Hints:
             runs for the examples, which must be real, as must be the weights. Every call then checks that each
             condition and each such size is as it was: another branch is an error, and no wrong number.
         zero: 1, 2, 3: optimizer states, gradients, parameters too are sharded over ``zero_axis`` (a mesh axis, or
-            several, major first): each rank stores its piece of every parameter, which is what ``pm.parameters()`` are.
+            several, major first): each rank stores its shard of every parameter, which is what ``pm.parameters()`` are.
             They are gathered for a step (1, 2), or for each use in forward and backward (3); gradients are reduced and
             scattered as they come. With ``optimizer``, 1 and 2 store parameters whole, once, and gather new ones.
             Parameters of fewer than ``zero_min_numel`` elements stay as they are.
@@ -70,7 +70,7 @@ class Hints:
             :class:`shardfx.Recompute` says what of them stays; or several of either. ``"auto"``: what makes the plan
             fit into ``memory`` at the least cost. By default what the model's own code checkpoints
             (``torch.utils.checkpoint``); ``()``: nothing.
-        offload: what is put away into the host's memory while it waits, and fetched shortly before it is needed:
+        offload: what is offloaded into the host's memory while it waits, and fetched shortly before it is needed:
             ``"activations"`` (what the forward made for the backward, of which ``recompute`` leaves where it starts),
             ``"rows"`` (tables that are looked up in stay there, with their states: rows are fetched),
             ``"optimizer"`` (states, which are on the device during their update alone), ``"parameters"`` (fetched for
@@ -100,8 +100,8 @@ class Hints:
             whose gradients are added. Loss and gradients are those of the whole batch. It is the short form of an
             loop axis in the mesh, ``Mesh(mb=sx.Loop(4), dp=2)``, which shards batches first: ``"mb dp, -"``.
         reduce: when gradients of iterations are reduced among ranks: ``"last"``, once behind all iterations;
-            ``"each"``, in each iteration, so that a rank adds up its pieces alone; ``"auto"``: what is faster and fits,
-            where gradients leave in pieces (``zero``) and ``memory`` or ``machine`` says what a rank may hold; else in
+            ``"each"``, in each iteration, so that a rank adds up its shards alone; ``"auto"``: what is faster and fits,
+            where gradients leave sharded (``zero``) and ``memory`` or ``machine`` says what a rank may hold; else in
             each with ``zero`` 2, 3.
         arena: buckets, what is gathered, and temporaries lie in one memory, at places that follow from when they are
             needed; its size, and the most that lies in it at once, stand in ``pm.report()``. The peak falls with

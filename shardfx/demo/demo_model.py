@@ -110,7 +110,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of Python's own help texts, and the same one byte on; the same at every call."""
+    """Parts of Python's own help texts, and the same one byte on; the same at every call."""
     text = "\n".join(pydoc_data.topics.topics.values()).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(0)

@@ -39,7 +39,7 @@ class WholeOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self.pm.full_optimizer_state_dict(self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load whole states, each rank its pieces."""
+        """Load whole states, each rank its shards."""
         self.pm.load_full_optimizer_state_dict(self.optimizer, state_dict)
 
 

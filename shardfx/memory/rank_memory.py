@@ -64,7 +64,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of one rank in a step, as ``pm.memory(rank)`` foresees it.
+    """The memory of one rank in a step, as ``pm.memory(rank)`` predicts it.
 
     Bytes are those of live tensors, by storage: what views share counts once; :attr:`reserved` has the allocator's
     fragmentation too. Workspaces of kernels are not in it, nor what an optimizer of your own keeps.
@@ -116,12 +116,12 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """The most bytes in the second pool, the host's memory or files: what is put away, or lies there for good."""
+        """The most bytes in the host memory or files: what is offloaded, or lies there for good."""
         return max(self._beside, default=0)
 
     @property
     def _beside(self) -> list[int]:
-        """The bytes in the second pool when each call is done: what is stored there, and what is put away."""
+        """The bytes in the host memory when each call is done: what is stored there, and what is offloaded."""
         stored = sum(self._holder(given).nbytes for given in self.program.inputs if given.pool)
         return [stored + nbytes for nbytes in self.footprint.beside]
 

@@ -38,13 +38,13 @@ from shardfx.passes import Offload, Recompute
 
 ACTIVATIONS = "activations"
 TOGETHER = (2, 4, 8)
-"""So many modules that follow one another are made again as one, at last."""
+"""So many modules that follow one another are recomputed as one, at last."""
 TRIES = 4
 """So often the budget is corrected by what a plan really holds."""
 
 
 def fitted(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
-    """The plan in which so much is made again that it fits; itself, where nothing is asked for, or all fits.
+    """The plan in which so much is recomputed that it fits; itself, where nothing is asked for, or all fits.
 
     Raises:
         Error: there is no budget; or no choice fits.
@@ -87,7 +87,7 @@ def fitted(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
 class RecomputeSearch:
     """For a plan that fits into a budget, of one that keeps all.
 
-    ``parts``: the modules of each stretch, where they are several. ``said``: how good the last plan that was found is;
+    ``parts``: the modules of each segment, where they are several. ``said``: how good the last plan that was found is;
     ``least``: what those that were tried hold at the least.
     """
 
@@ -100,7 +100,7 @@ class RecomputeSearch:
 
     @cached_property
     def course(self) -> SegmentedStep:
-        """What may be made again, or put away."""
+        """What may be recomputed, or offloaded."""
         hints = self.compiled.hints
         options = next((each for each in offloads(hints) if ACTIVATIONS in each.whats), None)
         memory, machine = self.foresight.of(self.compiled), Machine.of(hints.machine)
@@ -142,7 +142,7 @@ class RecomputeSearch:
         return self.within(self.budget + floor - peak) or leanest
 
     def joined(self) -> Compiled | None:
-        """The same with longer stretches, of modules that follow one another: those first whose choice is cheapest."""
+        """The same with longer segments, of modules that follow one another: those first whose choice is cheapest."""
         longer = [
             RecomputeSearch(self.compiled, self.foresight, self.budget, parts) for parts in segmentations(self.course)
         ]
@@ -157,8 +157,8 @@ class RecomputeSearch:
         return None
 
     def wholesale(self) -> Compiled | None:
-        """The quickest that fits, of those that make all stretches again, or all modules that stand in a list, or those
-        of the root, by themselves or some together; put all away; or both."""
+        """The quickest that fits, of those that recompute all segments, or all modules that stand in a list, or those
+        of the root, by themselves or some together; offload all; or both."""
         all_again = tuple(
             replace(_pass(self.course, kind, 0, len(kind.stretches), frozenset()), regather=True)
             for kind in self.course.kinds
@@ -181,7 +181,7 @@ class RecomputeSearch:
         return self._planned(tuple(_passes(self.course, choice)), tuple(_offloads(self.course, choice)))
 
     def _planned(self, again: tuple[Recompute, ...], away: tuple[Offload, ...]) -> Compiled:
-        """The same with some recomputation, and some activations put away."""
+        """The same with some recomputation, and some activations offloaded."""
         compiled = self.compiled
         others = tuple(left for each in offloads(compiled.hints) for left in each.without(ACTIVATIONS))
         hints = replace(compiled.hints, recompute=again, offload=(*others, *away))  # what is planned anew keeps to it
@@ -189,7 +189,7 @@ class RecomputeSearch:
 
 
 def _passes(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Recompute]:
-    """The choice as passes: of each kind one for each run of stretches that keep the same."""
+    """The choice as passes: of each kind one for each run of segments that keep the same."""
     for kind in course.kinds:
         count = len(kind.stretches)
         kept = [frozenset(g for g in kind.groups if _keeps(g, choice, i, count)) for i in range(count)]
@@ -200,7 +200,7 @@ def _passes(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Recomput
 
 
 def _offloads(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Offload]:
-    """What is put away as passes, likewise."""
+    """What is offloaded as passes, likewise."""
     assert course.offload is not None or not any(choice.away.values())
     for kind in course.kinds:
         gone = [
@@ -215,7 +215,7 @@ def _offloads(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Offloa
 
 
 def _keeps(group: OpGroup, choice: RecomputeChoice, index: int, count: int) -> bool:
-    """Whether a stretch keeps a group."""
+    """Whether a segment keeps a group."""
     again = choice.again[group]
     return again <= index and (group.nbytes > 0 or index < again + choice.kept[group])
 
@@ -229,7 +229,7 @@ def _pass(course: SegmentedStep, kind: SegmentKind, start: int, length: int, kep
 def _named(
     course: SegmentedStep, kind: SegmentKind, start: int, length: int, groups: frozenset[OpGroup]
 ) -> tuple[str | tuple[str, ...], int, int, tuple[str, ...]]:
-    """How a pass names stretches, and groups of them: patterns of modules, how many to skip and to take, ops."""
+    """How a pass names segments, and groups of them: patterns of modules, how many to skip and to take, ops."""
     chosen = kind.stretches[start : start + length]
     paths = [path for each in chosen for path in each.paths]
     outer = paths[0].rpartition(".")[0]
@@ -257,16 +257,16 @@ UNIT = 1e6
 ROUNDING = 1e-6
 """So many megabytes are not counted: a byte."""
 LEAST = 1e-9
-"""Seconds of what takes none: nothing is made again for nothing."""
+"""Seconds of what takes none: nothing is recomputed for nothing."""
 LiveCounts = tuple[int, ...]
-"""Of each kind how many stretches wait for their backward."""
+"""Of each kind how many segments wait for their backward."""
 
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """How many of the stretches make each group again (the first ones), and how many behind them keep it for others
-    that are made again; what it costs, and how far from the best it may be. ``away``: how many behind the first ones
-    put it away."""
+    """How many of the segments recompute each group (the first ones), and how many behind them keep it for others
+    that are recomputed; what it costs, and how far from the best it may be. ``away``: how many behind the first ones
+    offload it."""
 
     again: dict[OpGroup, int]
     kept: dict[OpGroup, int]

@@ -32,7 +32,7 @@ def segment_of(module: str) -> str:
 
 @dataclass
 class ModelSegment:
-    """The nodes of one stretch, and when a rank calls them: ``ahead`` in the forward, ``back`` in the backward.
+    """The nodes of one segment, and when a rank calls them: ``ahead`` in the forward, ``back`` in the backward.
 
     ``paths`` are its modules.
     """
@@ -43,7 +43,7 @@ class ModelSegment:
     back: list[int] = field(default_factory=list)
 
     def place(self, module: str) -> tuple[int, str]:
-        """Of a module the one of the stretch that it lies in, and the rest of its path; -1: none, and the whole."""
+        """Of a module the one of the segment that it lies in, and the rest of its path; -1: none, and the whole."""
         at = next((at for at, path in enumerate(self.paths) if within(module, path)), -1)
         return at, module[len(self.paths[at]) :] if at >= 0 else module
 
@@ -54,12 +54,12 @@ class ModelSegment:
 
 @dataclass(eq=False)
 class OpGroup:
-    """The nodes of one op in one module of a stretch: kept together, or made again together.
+    """The nodes of one op in one module of a segment: kept together, or recomputed together.
 
     ``at`` and ``module`` are the :meth:`Stretch.place` of it.
-    ``seconds`` is what making it again takes. Where it is kept, ``nbytes`` of it wait for the backward, which needs
-    them itself; the ``extra`` bytes are needed by ``users`` that are made again, and wait where there are such.
-    ``away`` are the seconds that putting the bytes away and fetching them take, where that may be.
+    ``seconds`` is what recomputing it takes. Where it is kept, ``nbytes`` of it wait for the backward, which needs
+    them itself; the ``extra`` bytes are needed by ``users`` that are recomputed, and wait where there are such.
+    ``away`` are the seconds that offloading the bytes and fetching them take, where that may be.
     """
 
     at: int
@@ -72,13 +72,13 @@ class OpGroup:
     away: float = inf
 
     def pattern(self, paths: Sequence[str]) -> str:
-        """Its name in the option ``keep``, with ``paths`` for the modules of the stretch."""
+        """Its name in the option ``keep``, with ``paths`` for the modules of the segment."""
         return f"{paths[self.at] if self.at >= 0 else ''}{self.module}:{self.op}"
 
 
 @dataclass
 class SegmentKind:
-    """Stretches that are alike, in the order in which they run, and the groups that each of them has."""
+    """Segments that are alike, in the order in which they run, and the groups that each of them has."""
 
     stretches: list[ModelSegment]
     groups: list[OpGroup]
@@ -86,10 +86,10 @@ class SegmentKind:
 
 @dataclass
 class SegmentedStep:
-    """The memory of a step in which all is kept, and what of it may be made again.
+    """The memory of a step in which all is kept, and what of it may be recomputed.
 
     Args:
-        memory: of a rank, foreseen.
+        memory: of a rank, predicted.
         graph: the planned graph that its program was lowered from.
     """
 
@@ -97,12 +97,12 @@ class SegmentedStep:
     graph: Graph
     machine: Machine
     offload: Offload | None = None
-    """How activations may be put away."""
+    """How activations may be offloaded."""
     parts: tuple[tuple[str, ...], ...] = ()
-    """The modules of each stretch, where they are not those of lists, each by itself."""
+    """The modules of each segment, where they are not those of lists, each by itself."""
 
     def stretch_at(self, module: str) -> str:
-        """The first module of the stretch that a module lies in; empty where it lies in none."""
+        """The first module of the segment that a module lies in; empty where it lies in none."""
         if not self.parts:
             return segment_of(module)
         return next((self._into[path] for path in prefixes(module) if path in self._into), "")
@@ -113,7 +113,7 @@ class SegmentedStep:
 
     @cached_property
     def _names(self) -> dict[Node, str]:
-        """The stretch of each node of the forward that lies in one, by the first of its modules."""
+        """The segment of each node of the forward that lies in one, by the first of its modules."""
         forward = [node for node in self.graph.nodes if node.phase is Phase.FORWARD]
         if not self.parts:
             return {node: path for node in forward if (path := segment_of(node.where.module))}
@@ -142,7 +142,7 @@ class SegmentedStep:
 
     @cached_property
     def kinds(self) -> list[SegmentKind]:
-        """The stretches, those alike together."""
+        """The segments, those alike together."""
         found: dict[Hashable, list[ModelSegment]] = {}
         for each in self.stretches:
             key = tuple([(each.place(node.where.module), alike(node, placed=True)) for node in each.nodes])
@@ -150,8 +150,8 @@ class SegmentedStep:
         return [SegmentKind(alike, self._groups(alike[len(alike) // 2])) for alike in found.values()]
 
     def _groups(self, stretch: ModelSegment) -> list[OpGroup]:
-        """The groups of one stretch that may be made again: no gathers of parameters, which travel with those of other
-        stretches, so that to gather some of them again frees nothing."""
+        """The groups of one segment that may be recomputed: no gathers of parameters, which are bucketed with those of
+        other segments, so that to gather some of them again frees nothing."""
         found: dict[tuple[int, str, str], OpGroup] = {}
         of: dict[Node, OpGroup] = {}
         made: dict[Node, list[Value]] = {}
@@ -180,7 +180,7 @@ class SegmentedStep:
         return list(found.values())
 
     def _carrying(self, values: Sequence[Value]) -> float:
-        """The seconds of putting values away and fetching them; infinite, where some of them are not."""
+        """The seconds of offloading values and fetching them; infinite, where some of them are not."""
         options = self.offload
         if options is None or any(value.type.numel < options.min_numel for value in values):
             return inf
@@ -189,7 +189,7 @@ class SegmentedStep:
 
     @cached_property
     def _users(self) -> dict[Value, set[str]]:
-        """Of each value the stretches whose forward uses it; or that it leaves the graph."""
+        """Of each value the segments whose forward uses it; or that it leaves the graph."""
         found: dict[Value, set[str]] = {output.value: {"outputs"} for output in self.graph.outputs}
         for node in self.graph.nodes:
             for value in node.operands if node.phase is Phase.FORWARD else ():
@@ -229,9 +229,9 @@ class SegmentedStep:
         return [self.given + a + b for a, b in zip(footprint.live, footprint.inside, strict=True)]
 
     def moments(self) -> dict[tuple[int, ...], int]:
-        """The most bytes that are held, by how many stretches of each kind wait for their backward then.
+        """The most bytes that are held, by how many segments of each kind wait for their backward then.
 
-        Where a stretch is about to be made again, what its forward holds for a moment is there too.
+        Where a segment is about to be recomputed, what its forward holds for a moment is there too.
         """
         found: dict[tuple[int, ...], int] = {}
         held = self.held
@@ -278,7 +278,7 @@ def sources(values: Iterable[Value]) -> set[Value]:
 
 
 def runs(marks: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
-    """The starts and lengths of the stretches of equal marks."""
+    """The starts and lengths of the segments of equal marks."""
     start = 0
     for i in range(1, len(marks) + 1):
         if i == len(marks) or marks[i] != marks[start]:
@@ -289,18 +289,18 @@ def runs(marks: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
 SLACK = (1.0, 1.1, 1.25, 1.5)
 """How much more than the leanest parting others may hold."""
 COUNTS = (3, 4, 6, 8, 12)
-"""Into so many stretches of about the same size a forward is parted, too."""
+"""Into so many segments of about the same size a forward is split, too."""
 SHARE = 1 / 8
-"""A module of a list that holds more than this of all that waits is taken apart into the modules in it."""
+"""A module of a list that holds more than this of all that waits is split into the modules in it."""
 Paths = tuple[str, ...]
 
 
 def segmentations(course: SegmentedStep) -> Iterator[tuple[Paths, ...]]:
-    """The modules of each stretch, in several ways.
+    """The modules of each segment, in several ways.
 
-    While a stretch is made again it is there whole, beside what the stretches before it gave; so that the first may be
-    longer than the last (:func:`_parted`). Even ones come from among all modules: a stretch may begin with what does
-    not wait for the backward, where that is not made again.
+    While a segment is recomputed it is there whole, beside what the segments before it gave; so that the first may be
+    longer than the last (:func:`_runs_within`). Even ones come from all modules: a segment may begin with what does
+    not wait for the backward, where that is not recomputed.
     """
     forward = [node for node in course.graph.nodes if node.phase is Phase.FORWARD and node.where.module]
     units = _modules_of(course, forward)
@@ -324,7 +324,7 @@ def _lean(pieces: Sequence[ModuleRun]) -> Iterator[list[list[ModuleRun]]]:
 
 
 def _even(pieces: Sequence[ModuleRun], count: int) -> list[list[ModuleRun]]:
-    """About so many runs of pieces, of which about as much waits."""
+    """About so many runs of modules, of which about as much waits."""
     each, so_far = max(sum(piece.held for piece in pieces), 1) / count, 0.0
     found: dict[int, list[ModuleRun]] = {}
     for piece in pieces:
@@ -345,7 +345,7 @@ class ModuleRun:
 
 
 def _runs_within(pieces: Sequence[ModuleRun], limit: float) -> list[list[ModuleRun]]:
-    """The longest runs of pieces that hold no more, each beside what those before it gave; none: it cannot be."""
+    """The longest runs of modules that hold no more, each beside what those before it gave; none: it cannot be."""
     found: list[list[ModuleRun]] = [[]]
     waits = held = 0
     for piece in pieces:
@@ -360,7 +360,7 @@ def _runs_within(pieces: Sequence[ModuleRun], limit: float) -> list[list[ModuleR
 
 
 def _module_runs(course: SegmentedStep, units: Mapping[Node, str]) -> tuple[list[ModuleRun], list[ModuleRun]]:
-    """Units between which what goes on waits for the backward as it is, for a stretch that begins with what does not
+    """Units between which what goes on waits for the backward as it is, for a segment that begins with what does not
     has that wait, too; and all units by themselves."""
     mesh = course.graph.mesh
     held, given = (dict.fromkeys(units.values(), 0) for _ in range(2))
@@ -401,7 +401,7 @@ def _beside(course: SegmentedStep, units: Mapping[Node, str], held: Mapping[str,
 
 
 def _modules_of(course: SegmentedStep, forward: Sequence[Node]) -> dict[Node, str]:
-    """The modules that are not taken apart, of each node of the forward that lies in one."""
+    """The modules that are not split up, of each node of the forward that lies in one."""
     blocks: dict[str, int] = {}
     for node in forward:
         path = course.stretch_at(node.where.module)

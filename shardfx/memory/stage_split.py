@@ -57,7 +57,7 @@ def staged(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
     """The plan whose stages fit into what a rank may hold; itself, where nothing is to be chosen, or all fits.
 
     Where no split fits, the plan is the one whose fullest rank holds least; but where it is also to be chosen what is
-    made again, or how many iterations are live, it is left to that.
+    recomputed, or how many iterations are live, it is left to that.
     """
     pipeline, budget = compiled.hints.pipeline, budget_of(compiled.hints)
     trains_in_stages = compiled.has_gradients and compiled.after.pipeline is not None
@@ -94,7 +94,7 @@ class StageSearch:
 
     @cached_property
     def balanced(self) -> tuple[int, ...]:
-        """Where the stages begin of the plan that is given; empty where they are no stretches of blocks."""
+        """Where the stages begin of the plan that is given; empty where they are no contiguous ranges of blocks."""
         return first_blocks(self.compiled.after, self.blocks.blocks.names)
 
     def found(self) -> SplitPlan | None:
@@ -165,7 +165,7 @@ class StageSearch:
 
 
 def first_blocks(graph: Graph, names: Sequence[str]) -> tuple[int, ...]:
-    """Where the stages of a plan begin, of blocks of these names; empty where they are no stretches of them."""
+    """Where the stages of a plan begin, of blocks of these names; empty where they are no contiguous ranges of them."""
     stages = stages_as_planned(graph)
     firsts = tuple(names.index(stage[0]) for stage in stages if stage)
     ends = (*firsts[1:], len(names))
@@ -179,7 +179,7 @@ Uses = dict[tuple[int, ...], int]
 
 
 class BlockMemory:
-    """The blocks of a planned graph in stages, and what stretches of them cost and hold on the rank that holds most."""
+    """The blocks of a planned graph in stages, and what ranges of them cost and hold on the rank that holds most."""
 
     def __init__(self, graph: Graph, pipeline: Pipelined) -> None:
         self.graph, self.pipeline = graph, pipeline
@@ -287,7 +287,7 @@ class BlockMemory:
 
 
 class RangeBytes:
-    """Bytes that are there in each stretch of blocks that has one of those that use them."""
+    """Bytes that are there in each range of blocks that has one of those that use them."""
 
     def __init__(self, count: int, uses: Iterable[tuple[int, Sequence[int]]]) -> None:
         self._sums = [[0] * (count + 1) for _ in range(count + 1)]
@@ -296,7 +296,7 @@ class RangeBytes:
             key = tuple(sorted({*blocks}))
             together[key] = together.get(key, 0) + nbytes
         for blocks, nbytes in together.items():
-            for before, block in pairwise((-1, *blocks)):  # of stretches that begin behind the use before
+            for before, block in pairwise((-1, *blocks)):  # of ranges that begin behind the use before
                 for first in range(before + 1, block + 1):
                     self._sums[first][block + 1] += nbytes
         for row in self._sums:
@@ -304,7 +304,7 @@ class RangeBytes:
                 row[end] += row[end - 1]
 
     def there(self, first: int, end: int) -> int:
-        """The bytes in the stretch of the blocks from one to before another."""
+        """The bytes in the range of blocks from one to before another."""
         return self._sums[first][end]
 
 

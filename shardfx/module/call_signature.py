@@ -114,7 +114,7 @@ NO_FACTS = InputFacts()
 
 @dataclass(frozen=True)
 class ExampleInputs:
-    """Makes example inputs for a form of call, that lie as its inputs do, and are one where they are."""
+    """Makes example inputs for a call signature, that lie as its inputs do, and are one where they are."""
 
     laid: Mapping[str, MemoryLayout]
     same: Mapping[str, str]
@@ -343,7 +343,7 @@ CONTENTS = ValueReader()
 
 @dataclass(frozen=True)
 class CallSignature:
-    """What programs are made for: another form of call needs other programs.
+    """What programs are made for: another call signature needs other programs.
 
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``

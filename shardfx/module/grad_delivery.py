@@ -125,10 +125,10 @@ def deliver_gradients(
 
 
 def tensors_with_grad(store: Store, call: ModuleCall | None = None) -> dict[str, list[torch.Tensor]]:
-    """The parameters, in the pieces that are here, and the inputs of a call that want a gradient.
+    """The parameters, in the shards that are here, and the inputs of a call that want a gradient.
 
     Raises:
-        Error: some pieces of a parameter do, and some do not.
+        Error: some shards of a parameter do, and some do not.
     """
     found: dict[str, list[torch.Tensor]] = {}
     elsewhere: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(store.trained_elsewhere)}

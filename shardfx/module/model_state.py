@@ -71,7 +71,7 @@ class ModelState:
         self._mark()
 
     def _mark(self) -> None:
-        """What a script's attributes say of a parameter, its pieces say."""
+        """What a script's attributes say of a parameter, its shards say."""
         for name, pieces in self.store.parameters.items():
             for mark, value in self._marks.get(name, {}).items():
                 for piece in pieces:
@@ -271,7 +271,7 @@ def stamp_state_dicts(root: nn.Module) -> None:
 
 
 def put_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Say in a state dict, and on what is in it, which pieces it holds, in words that may be saved."""
+    """Say in a state dict, and on what is in it, which shards it holds, in words that may be saved."""
     held = module._store.held()
     local_metadata[STAMP] = {name: list(each) for name, each in held.items()}
     live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -286,11 +286,11 @@ def put_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[s
 
 
 def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
-    """Refuse a state dict that says other pieces than are held here.
+    """Refuse a state dict that says other shards than are held here.
 
     Raises:
-        Error: naming the first parameter or buffer that is another piece, is sharded in another way, or is whole where
-            there are pieces; new tensors are to be put in the place of those that there are.
+        Error: naming the first parameter or buffer that is another shard, is sharded in another way, or is whole where
+            there are shards; new tensors are to be put in the place of those that there are.
     """
     mine = dict((*module.named_parameters(), *module.named_buffers()))
     given = {name: state_dict[prefix + name] for name in module._store.held() if prefix + name in state_dict}
@@ -328,7 +328,7 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
 
 
 def _place(key: str, held: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
-    """How the parameter or buffer of a key is placed, and which of its pieces the key is; None: it is neither."""
+    """How the parameter or buffer of a key is placed, and which of its shards the key is; None: it is neither."""
     path = key.split(".")
     name = ".".join(part for part in path if not part.startswith(NUMBER))
     if name not in held:
@@ -338,5 +338,5 @@ def _place(key: str, held: Mapping[str, tuple[str, int]]) -> tuple[str, int] | N
 
 
 def _is_piece(held: object) -> bool:
-    """Whether this is no whole tensor: one of a DTensor, or (None) of a parameter that has a name for each piece."""
+    """Whether this is no whole tensor: one of a DTensor, or (None) of a parameter that has a name for each shard."""
     return held is None or hasattr(type(held), "to_local")

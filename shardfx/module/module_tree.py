@@ -161,7 +161,7 @@ def reject_gathered(name: str) -> NoReturn:
 
 
 class ProxyModule(ModelProxy):
-    """A module of the model in a parallel module: it holds stored pieces and the mode, and computes nothing.
+    """A module of the model in a parallel module: it holds stored shards and the mode, and computes nothing.
 
     It looks like the module that it stands for: by class (``isinstance``), attributes and methods. What would change
     the model is an error: the plan was made of the model as it was.
@@ -200,7 +200,7 @@ class ProxyModule(ModelProxy):
         self._twin.set_extra_state(state)
 
     def apply(self, fn: Any) -> NoReturn:
-        """It is no module of its class, and its parameters may be pieces.
+        """It is no module of its class, and its parameters may be shards.
 
         Raises:
             Error: always.
@@ -294,7 +294,7 @@ class ProxyRoot(ModelProxy):
         super().__setattr__(name, value)
 
     def apply(self, fn: Any) -> NoReturn:
-        """Modules of the model are not here, and parameters may be pieces.
+        """Modules of the model are not here, and parameters may be shards.
 
         Raises:
             Error: always.
@@ -370,7 +370,7 @@ class ProxyTree:
         train_as(self.root, self.twin, mode)
 
     def register(self, state: ModelState) -> None:
-        """Make the stored pieces parameters and buffers of the tree, under the model's own names and in their order.
+        """Make the stored shards parameters and buffers of the tree, under the model's own names and in their order.
 
         Whoever walks the modules finds them in the order of ``named_parameters()``: a copy that is held by a module of
         somebody else's (``AveragedModel``) is compared with them one by one.
@@ -393,7 +393,7 @@ class ProxyTree:
         self._children = {path: _inside(part) for path, part in self.paths}
 
     def _places(self, name: str, holder: ModelProxy, count: int) -> list[ModelProxy]:
-        """The modules that hold the pieces of a parameter: its own; or one for each piece, which looks like it."""
+        """The modules that hold the shards of a parameter: its own; or one for each shard, which looks like it."""
         if count == 1:
             return [holder]
         twin = self.twin.get_submodule(name.rpartition(".")[0])

@@ -136,13 +136,13 @@ def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 Tensor = torch.Tensor
 _shown = WeakIdKeyDictionary()
-"""How each parameter shows its piece."""
+"""How each parameter shows its shard."""
 _local_hooks: list[Any] = []
 _twins: WeakKeyDictionary[torch.optim.Optimizer, LocalOptimizer] = WeakKeyDictionary()
 
 
 def step_locally(store: Store) -> None:
-    """Have torch's optimizers of a store's parameters step the pieces that these show."""
+    """Have torch's optimizers of a store's parameters step the shards that these show."""
     for name, pieces in store.parameters.items():
         shown = store.shown(name)
         if shown is not None:
@@ -157,15 +157,15 @@ class _OtherPlacement(Exception):
 
 
 class LocalOptimizer:
-    """Does the steps of an optimizer on plain pieces. Parameters that show none are the optimizer's own."""
+    """Does the steps of an optimizer on plain shards. Parameters that show none are the optimizer's own."""
 
     def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
         self.optimizer = object.__new__(kind)
         self._known: dict[Tensor, tuple[Shown, Tensor, nn.Parameter]] = {}
-        """Of each parameter that shows a piece how it does, that piece, and the piece as a parameter."""
+        """Of each parameter that shows a shard how it does, that shard, and the shard as a parameter."""
         self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._same: dict[Tensor, tuple[list[Any], list[Any]]] = {}
-        """What was in the state of each parameter, and in that of its piece, when they were the same."""
+        """What was in the state of each parameter, and in that of its shard, when they were the same."""
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the twin to where the optimizer is.
@@ -219,7 +219,7 @@ def _are(held: dict[str, Any], known: list[Any]) -> bool:
 
 
 def _piece(shown: Shown, tensor: Tensor) -> Tensor:
-    """The piece that is shown.
+    """The shard that is shown.
 
     Raises:
         _Elsewhere: it is placed otherwise.
@@ -231,12 +231,12 @@ def _piece(shown: Shown, tensor: Tensor) -> Tensor:
 
 
 def _plain(shown: Shown, value: Any) -> Any:
-    """What an optimizer keeps of a parameter, of its piece."""
+    """What an optimizer keeps of a parameter, of its shard."""
     return _piece(shown, value) if isinstance(value, Tensor) else value
 
 
 def _as_shown(shown: Shown, piece: Tensor, value: Any) -> Any:
-    """What an optimizer keeps of a piece, of its parameter: an element for each of its own."""
+    """What an optimizer keeps of a shard, of its parameter: an element for each of its own."""
     alike = isinstance(value, Tensor) and value.dim() and value.shape == piece.shape
     return shown.wrap(value) if alike else value
 
@@ -255,7 +255,7 @@ def _begin_local_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
 
 
 def _may(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is known to do the same to a tensor and to its pieces, and is done at once."""
+    """Whether a step is known to do the same to a tensor and to its shards, and is done at once."""
     if torch.compiler.is_compiling() or optimizer._optimizer_step_pre_hooks:
         return False
     own = type(optimizer).step.__module__.startswith("torch.optim.")
@@ -279,7 +279,7 @@ _taken: list[Any] = []
 
 
 def gradients_here(store: Store) -> dict[str, list[Tensor]]:
-    """The gradients of this process, in pieces."""
+    """The gradients of this process, sharded."""
     every = {name: [plain(p.grad) for p in pieces if p.grad is not None] for name, pieces in store.parameters.items()}
     return {name: grads for name, grads in every.items() if grads}
 

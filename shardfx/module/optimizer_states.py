@@ -1,7 +1,7 @@
-"""The states of an optimizer, whole and in pieces: they move between plans, and to and from the model alone.
+"""The states of an optimizer, whole and sharded: they move between plans, and to and from the model alone.
 
 A whole one is what ``optimizer.state_dict()`` of an optimizer of the model itself would be: the model's parameters in
-the place of their pieces, in the same groups, and states in their parameters' whole shapes.
+the place of their shards, in the same groups, and states in their parameters' whole shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Walk:
 
 
 def pieces_of_state(state: ModelState, name: str, whole: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The state of each piece of a parameter: tensors of its shape are sharded as it is, and numbers are the same.
+    """The state of each shard of a parameter: tensors of its shape are sharded as it is, and numbers are the same.
 
     Raises:
         Error: a tensor of another shape, of a parameter that is sharded.
@@ -56,10 +56,10 @@ def pieces_of_state(state: ModelState, name: str, whole: Mapping[str, Any], wher
 
 
 def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The whole state dict of an optimizer of stored pieces (other parameters stay as they are). Ranks call it alike.
+    """The whole state dict of an optimizer of stored shards (other parameters stay as they are). Ranks call it alike.
 
     Raises:
-        Error: only some pieces of a parameter have a state, or are there; a state cannot be joined.
+        Error: only some shards of a parameter have a state, or are there; a state cannot be joined.
     """
     given = optimizer.state_dict()
     every = _every(state, walk, optimizer)
@@ -133,7 +133,7 @@ def by_name(names: Sequence[Sequence[str]], given: Mapping[str, Any]) -> Mapping
 
 
 def _owners(state: ModelState) -> dict[int, str]:
-    """The name of the parameter that each piece is of."""
+    """The name of the parameter that each shard is of."""
     return {id(piece): name for name, pieces in state.store.parameters.items() for piece in pieces}
 
 
@@ -141,7 +141,7 @@ def _every(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> l
     """Of each group the parameters, as :func:`_wholes`; also those that only other processes hold.
 
     They stand in the order in which an optimizer of the model itself would have them: in the model's, if they stand
-    here as ``pm.parameters()`` gives them (the pieces of some behind what is whole), and else as the user has put them.
+    here as ``pm.parameters()`` gives them (the shards of some behind what is whole), and else as the user has put them.
     """
     owners = _owners(state)
     mine = [_wholes(group["params"], owners) for group in optimizer.param_groups]
@@ -168,7 +168,7 @@ def _rises(walked: Mapping[str, int], wholes: Sequence[tuple[str, list[int]]]) -
 
 
 def _wholes(params: Sequence[torch.Tensor], owners: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """The parameters of a group: name ("" for one that is not the model's), and where its pieces stand."""
+    """The parameters of a group: name ("" for one that is not the model's), and where its shards stand."""
     places: dict[tuple[str, int], list[int]] = {}
     for i, tensor in enumerate(params):
         name = owners.get(id(tensor), "")
@@ -200,7 +200,7 @@ def _check_all(name: str, state: ModelState, count: int) -> None:
 
 
 def _whole_state(state: ModelState, name: str, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole state of a parameter, of its pieces, which may be in other processes; nothing where it has none."""
+    """The whole state of a parameter, of its shards, which may be in other processes; nothing where it has none."""
     kept: dict[str, Any] = {}
     stored: Sequence[torch.Tensor] = state.store.parameters.get(name, ())
     for key, value in pieces[0].items() if pieces else ():
@@ -259,7 +259,7 @@ WHERE = "parallelize(..., optimizer=...)"
 
 
 def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
-    """Have optimizers step the stored pieces in the place of the model's own parameters: options of groups stay, and
+    """Have optimizers step the stored shards in the place of the model's own parameters: options of groups stay, and
     states are sharded as the parameters are. Parameters that are not the model's stay as they are.
 
     Raises:
@@ -304,7 +304,7 @@ def _optimizers(given: object) -> list[torch.optim.Optimizer]:
 
 
 def _move_group(group: dict[str, Any], pieces: dict[nn.Parameter, list[nn.Parameter]]) -> None:
-    """Put the pieces in the place of the parameters, in the same list: some optimizers hold it, too."""
+    """Put the shards in the place of the parameters, in the same list: some optimizers hold it, too."""
     params, names = [], []
     for i, p in enumerate(group["params"]):
         there = pieces.get(p, [p])

@@ -142,7 +142,7 @@ class ParallelModule(PlannedModule):
         """Run a step on this process's ranks. With the loss's targets it gives the loss (and, where gradients are
         enabled, has them ready for ``backward()``), without them the model's results, whole.
 
-        A call in another form than the captured one (mode, shapes, numbers, what wants a gradient) is planned when it
+        A call of another signature than the captured one (mode, shapes, numbers, required gradients) is planned when it
         is first seen, which a line of the log says; the most recent ``Hints(max_specializations=8)`` are kept.
 
         Results have a gradient, as those of any module: a loss of them, or a part of it, may be computed outside. (That
@@ -283,13 +283,13 @@ class ParallelModule(PlannedModule):
         torch plans memory itself: the programs are then those of the rank passes ``rematerialize``, ``waits``,
         ``materialize-scalars``, ``write-back`` and ``own-outputs`` alone, and ``rank_module``, ``verify`` and
         ``report`` speak of them. ``pm.step`` writes parameters and states in place. What :meth:`use` put in runs on as
-        it is. What is put away and fetched (``Hints(offload=...)``) is so between what is compiled, as planned. Of a
+        it is. What is offloaded and fetched (``Hints(offload=...)``) is so between what is compiled, as planned. Of a
         pipeline's stages on real ranks what is between sends, receives and collectives is compiled, once for all
         iterations.
 
         Args:
             cuda_graphs: record ``pm.step`` as a CUDA graph, forward, backward and update in one; it is launched as one
-                from the fourth step on, for each form of call. Inputs are copied to memory that stays, and memory of a
+                from the fourth step on, for each call signature. Inputs are copied to static memory, and memory of a
                 step is kept between steps. Other calls run compiled, without graphs.
             options: of ``torch.compile``.
 
@@ -327,7 +327,7 @@ class ParallelModule(PlannedModule):
             return self._state.full()
 
     def load_full_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load whole parameters and buffers by the model's own names, each rank its pieces.
+        """Load whole parameters and buffers by the model's own names, each rank its shards.
 
         What is loaded already is written over, so that optimizers stay valid. A plan that was made of a fake or meta
         model gets its weights here. Under ``torchrun`` all ranks call it, and rank 0's tensors are loaded: the others
@@ -346,7 +346,7 @@ class ParallelModule(PlannedModule):
         ``pm.optimizer`` is one of them.
 
         Raises:
-            Error: a state is no piece as its parameter is (Adafactor's, where a parameter is sharded); it is the
+            Error: a state is no shard as its parameter is (Adafactor's, where a parameter is sharded); it is the
                 optimizer of another plan.
         """
         with self._together("full_optimizer_state_dict(...)"):
@@ -355,7 +355,7 @@ class ParallelModule(PlannedModule):
             return joined(self._state, self._walk, optimizer)
 
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load whole states into an optimizer of ``pm.parameters()``, each rank its pieces: those of
+        """Load whole states into an optimizer of ``pm.parameters()``, each rank its shards: those of
         :meth:`full_optimizer_state_dict` under any plan, or of an optimizer of the model itself. Under ``torchrun`` all
         ranks call it, and rank 0's tensors are loaded. ``pm.optimizer`` is one of them.
 

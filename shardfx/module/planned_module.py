@@ -66,12 +66,12 @@ class PlannedModule(ProxyRoot):
 
     @property
     def _store(self) -> Store:
-        """The pieces of parameters and buffers in this process."""
+        """The shards of parameters and buffers in this process."""
         return self._state.store
 
     @property
     def _programs(self) -> Programs:
-        """Those of the form of call that the model was captured for."""
+        """Those of the call signature that the model was captured for."""
         return self._variants.known[0][1]
 
     @property
@@ -87,7 +87,7 @@ class PlannedModule(ProxyRoot):
     def rank_module(self, rank: int, *, training: bool | None = None) -> RankModule:
         """The program that a rank runs, also of one that this process is not, as a ``GraphModule``.
 
-        Inputs are the rank's own pieces, in the order of the placeholders; results are the loss, gradients and new
+        Inputs are the rank's own shards, in the order of the placeholders; results are the loss, gradients and new
         buffers (or, where there is no loss, the model's results). ``str(pm.rank_program(rank))`` is its text.
         ``meta["val"]`` of a node is a tensor without content, of the shape and stride of what the node gives.
         """
@@ -256,7 +256,7 @@ class PlannedModule(ProxyRoot):
             halo: so many rows more on each side of every dim that is sharded, but the first, as far as there are any.
 
         Raises:
-            Error: no input has this name; the rank reads several stretches of a dim; no rank is named, and there are
+            Error: no input has this name; the rank reads several ranges of a dim; no rank is named, and there are
                 virtual ones.
         """
         rank = self._this_rank if rank is None else rank
@@ -332,7 +332,7 @@ class PlannedModule(ProxyRoot):
             self._watch = before
 
     def record(self, path: str | Path) -> AbstractContextManager[Recording]:
-        """Measure steps: a trace for ui.perfetto.dev of what each rank does when, as :meth:`timeline` foresees it::
+        """Measure steps: a trace for ui.perfetto.dev of what each rank does when, as :meth:`timeline` predicts it::
 
             with pm.record("measured.json") as recording:
                 pm(x, y).backward()
@@ -372,7 +372,7 @@ def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, .
 
     Raises:
         Error: no input has this name; a halo that is no number of rows; a dim is sharded so that the rank reads several
-            stretches of it.
+            ranges of it.
     """
     if not isinstance(halo, int) or halo < 0:
         raise Error(

@@ -27,7 +27,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
     names, may be changed, by a schedule of torch or by hand, and hold from the next ``pm.step(...)`` on; other options
     are those of the plan.
 
-    ``state_dict()`` has the pieces of this process, for ``torch.distributed.checkpoint`` and for the same plan;
+    ``state_dict()`` has the shards of this process, for ``torch.distributed.checkpoint`` and for the same plan;
     ``full_state_dict()`` whole states by the model's names, for any plan and for torch's own optimizers.
     """
 
@@ -134,7 +134,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
     # ---- states ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of this process, in pieces (under ``torchrun`` DTensors), by the model's names; and the groups."""
+        """The states of this process, sharded (under ``torchrun`` DTensors), by the model's names; and the groups."""
         self.begin()
         store = self.held.store
         finish(store.device)
@@ -180,7 +180,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         return {"state": found, "param_groups": self.named_groups(), **({"counts": counts} if counts else {})}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load whole states by the model's own names, each rank its pieces. All ranks call it; rank 0's are loaded.
+        """Load whole states by the model's own names, each rank its shards. All ranks call it; rank 0's are loaded.
 
         Raises:
             Error: they are those of another model or optimizer; or differ where parameters share one.

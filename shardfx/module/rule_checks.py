@@ -87,7 +87,7 @@ def _is_wrong(node: Node, why: str) -> str:
 def check_rule(rule: RuleEntry, *args: Any, op: Any = None, **kwargs: Any) -> None:
     """Execute all that a rule allows of one call of its op: every sharding, every partial sum, and some together.
 
-    Each is tried on values of both signs, zeros, ties, indices over their whole range, and pieces that lie in memory
+    Each is tried on values of both signs, zeros, ties, indices over their whole range, and shards that lie in memory
     in several ways; and without numbers, by the op's fake version. It runs in a process of its own.
 
     Args:

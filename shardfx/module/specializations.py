@@ -101,7 +101,7 @@ def hints_of_signature(hints: Hints, ours: Mapping[str, Spec], form: CallSignatu
 
 
 def _examples(form: CallSignature, call: ModuleCall, real: bool) -> Any:
-    """Example inputs for a form of call: arguments by position and by name, and targets; those of the call itself if
+    """Example inputs for a call signature: arguments by position and by name, and targets; those of the call itself if
     they are to be real, else without content.
 
     Raises:
@@ -272,7 +272,7 @@ log = logging.getLogger("shardfx")
 
 
 class Specializations:
-    """The programs of a module by form of call: those it was captured for, and the most recent others."""
+    """The programs of a module by call signature: those it was captured for, and the most recent others."""
 
     def __init__(self, skeleton: nn.Module, hints: Hints, build: Build) -> None:
         self.skeleton, self.hints, self.build = skeleton, hints, build
@@ -476,7 +476,7 @@ class Specializations:
         self.known = [(form, make(programs.compiled)) for form, programs in self.known]
 
     def _plan(self, first: Graph, form: CallSignature, call: ModuleCall) -> Compiled:
-        """The plan for a form of call, which stores what ``first`` stores.
+        """The plan for a call signature, which stores what ``first`` stores.
 
         Raises:
             Error: it would store a parameter otherwise.

@@ -34,9 +34,9 @@ class Memory:
     states: int = 0
     """Of an optimizer in the program."""
     beside: int = 0
-    """At most in other memory than the device's: what is put away."""
+    """At most in other memory than the device's: what is offloaded."""
     iterations: tuple[LoopMemory, ...] = ()
-    """What a turn of each loop axis holds at its peak."""
+    """What an iteration of each loop axis holds at its peak."""
     arena: ArenaUse | None = None
     """Where the program's own buffers and temporaries lie in one memory: of what size."""
     measured: int | None = None
@@ -62,7 +62,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Cause:
-    """What implied a piece of communication: the node that made the value, its module, and in words what it is."""
+    """What implied a collective: the node that made the value, its module, and in words what it is."""
 
     node: str
     module: str
@@ -130,12 +130,12 @@ class Estimate:
 
     @property
     def carrying(self) -> float:
-        """Seconds of what is put away and fetched, by the machine's link to its other memory."""
+        """Seconds of what is offloaded and fetched, by the machine's link to its other memory."""
         return self.cost.copying(self.machine)
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication, and of what is put away and fetched, that no computing hides, on the rank that has
+        """Seconds of communication, and of what is offloaded and fetched, that no computing hides, on the rank that has
         most of them."""
         return self.timeline.exposed
 
@@ -152,7 +152,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Timing:
-    """What ranks do when: foreseen, and as it was measured last."""
+    """What ranks do when: predicted, and as it was measured last."""
 
     foreseen: PlanTimeline
     measured: Recording | None = None
@@ -161,7 +161,7 @@ class Timing:
 
     @property
     def as_measured(self) -> float:
-        """The seconds that are foreseen of what a measurement takes: of virtual ranks the work of all of them."""
+        """The seconds that are predicted of what a measurement takes: of virtual ranks the work of all of them."""
         seen = self.foreseen
         rows = seen.places or seen.schedule.ranks
         return sum(seen.busy[row] for row in rows) if self.virtual else seen.step

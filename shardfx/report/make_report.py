@@ -69,7 +69,7 @@ def make_report(
 
 
 def memory_of(graph: Graph, peak: Peak, beside: int = 0, rank: int = 0) -> Memory:
-    """The bytes of what a rank is given, of its gradients, of the peak of its program, and of what this puts away."""
+    """The bytes of what a rank is given, of its gradients, of the peak of its program, and of what this offloads."""
     mesh = graph.mesh
     given: dict[InputKind, int] = {}
     held = [each for each in graph.inputs if graph.is_here(each.at, mesh.coords(rank))]

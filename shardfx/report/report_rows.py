@@ -105,7 +105,7 @@ def gradients_of_rank(graph: Graph, rank: int) -> int:
 @dataclass(frozen=True)
 class TileRow:
     """One layer: how often rows are exchanged for it, bytes that the rank which sends most sends, operations on a rank,
-    and how many of them the rank with the largest rim does for rows that are another rank's own."""
+    and how many of them the rank with the largest border recompute does for rows that are another rank's own."""
 
     module: str
     exchanges: int
@@ -147,7 +147,7 @@ def tile_rows(nodes: Iterable[Node], mesh: Mesh, prices: NodeCosts) -> list[Tile
 
 
 def rim(node: Node, mesh: Mesh) -> float:
-    """What the rank with the largest rim computes of a node for another rank, as a share of what rank 0 computes."""
+    """The largest border recompute of a rank in a node, as a share of what rank 0 computes of it."""
     most = 0.0
     for value in node.outs:
         spec = value.spec

@@ -165,7 +165,7 @@ def test_large_parameters_are_tried_small_with_the_same_ratio(
 ) -> None:
     parameter = nn.Parameter(torch.zeros(1))
     trial.lay_out(parameter, trial.Layout("w", shape, counts))
-    kind = trial.Kind.of(parameter)
+    kind = trial.ParameterKind.of(parameter)
     assert torch.Size(kind.shape).numel() <= trial.MOST and kind.shape[0] * shape[1] == kind.shape[1] * shape[0]
     assert (trial.tried(Spectral([parameter])).apart == 0) == alike
     assert trial.tried(torch.optim.AdamW([parameter])) == trial.Trial()
