@@ -147,7 +147,7 @@ def check_offload(hints: Hints) -> None:
     for found, expected, got in wrong:
         if found:
             raise Error(
-                "this cannot be put away",
+                "this cannot be offloaded",
                 where=f"Hints(offload={tuple(hints.offload)})",
                 expected=expected,
                 got=got,
@@ -262,7 +262,7 @@ def as_checkpointed(captured: Captured, hints: Hints) -> Hints:
         return hints
     said = ", ".join(" to ".join(dict.fromkeys((texts[0], texts[-1]))) for texts in asked)
     captured.graph.notes.append(
-        f"{said}: made again in the backward, as the model checkpoints them; Hints(recompute=()) keeps them"
+        f"{said}: recomputed in the backward, as the model checkpoints them; Hints(recompute=()) keeps them"
     )
     again = (Recompute(texts, segment=len(texts)) if len(texts) > 1 else texts[0] for texts in asked)
     return replace(hints, recompute=tuple(again))

@@ -148,7 +148,7 @@ class Trails:
 
     def name(self, value: Value) -> str:
         """The value's name in the graph's text."""
-        return self.printer.use(value) if value in self.printer.tokens else "a value that was taken apart"
+        return self.printer.use(value) if value in self.printer.tokens else "a value that was decomposed"
 
     def _dim(self, value: Value, dim: int | None) -> str:
         return self.name(value) + (f" dim {dim}" if dim is not None else "")

@@ -268,7 +268,7 @@ class RankMemory:
             made.add_row(category, size_text(nbytes))
         made.add_row("reserved on CUDA", size_text(self.reserved))
         if self.host:
-            made.add_row("put away, beside the device", size_text(self.host))
+            made.add_row("offloaded to host memory", size_text(self.host))
         largest = "\n".join(f"  {held}" for held in self.at_peak[:8])
         return f"{render(made)}\n\nThe largest:\n{largest}"
 

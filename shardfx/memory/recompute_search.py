@@ -67,7 +67,7 @@ def fitted(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
     made = search.within(budget) or search.from_leanest() or search.joined() or search.wholesale()
     if made is None:
         raise Error(
-            f"no choice of what is made again fits into Hints(memory={hints.memory!r})",
+            f"no choice of what is recomputed fits into Hints(memory={hints.memory!r})",
             where="Hints(recompute='auto')",
             expected=f"a budget of at least about {size_text(search.least)}",
             got=f"{size_text(budget)}, where a rank that keeps all holds {size_text(memory.peak)}",
@@ -75,7 +75,7 @@ def fitted(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
         )
     longer = search.seconds(made) / search.seconds(compiled) - 1
     away = any(isinstance(each, Offload) and ACTIVATIONS in each.whats for each in made.passes)
-    how = "made again or put away" if away else "made again"
+    how = "recomputed or offloaded" if away else "recomputed"
     made.after.notes.append(
         f"{how} to fit into {size_text(budget)}: {longer:.1%} more time in a step; "
         f"{search.said}; the rank holds {size_text(foresight.of(made).peak)}"

@@ -141,12 +141,12 @@ def tile_rows(nodes: Iterable[Node], mesh: Mesh, prices: NodeCosts) -> list[Tile
             more = TileRow(taker.where.module, sent.iterations if sent.nbytes else 0, sent.total, 0.0, 0.0)
         else:
             flops = prices.of(node).flops * loop_of(node, mesh)
-            more = TileRow(node.where.module, 0, 0.0, flops, flops * rim(node, mesh))
+            more = TileRow(node.where.module, 0, 0.0, flops, flops * border_recompute(node, mesh))
         found[more.module] = found[more.module] + more if more.module in found else more
     return [row for row in found.values() if row.exchanges or row.rim_flops]
 
 
-def rim(node: Node, mesh: Mesh) -> float:
+def border_recompute(node: Node, mesh: Mesh) -> float:
     """The largest border recompute of a rank in a node, as a share of what rank 0 computes of it."""
     most = 0.0
     for value in node.outs:

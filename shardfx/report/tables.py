@@ -58,7 +58,7 @@ def _memory(report: Report) -> list[RenderableType]:
         ("constants", memory.constants, "tensors that the model made when it was captured"),
         ("inputs", memory.inputs, "this rank's part of the batch"),
         ("gathered", peak.of("gathered"), "at the peak: stored parameters made whole"),
-        ("fetched", peak.of("fetched"), "at the peak: what was put away, shortly before and while it is used"),
+        ("fetched", peak.of("fetched"), "at the peak: what was offloaded, shortly before and while it is used"),
         ("activations", memory.activations, "at the peak: made by the forward pass, kept for the backward"),
         ("gradients", peak.of("gradients"), f"at the peak; {size_text(memory.gradients)} when the step is done"),
         ("results", peak.of("results") + sum(map(peak.of, NEW)), "at the peak: loss, results, new contents of buffers"),
@@ -76,7 +76,7 @@ def _memory(report: Report) -> list[RenderableType]:
     made.add_row(Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(how))
     for iteration in memory.iterations:
         name, held = (
-            f"a turn of {iteration.axis}",
+            f"an iteration of {iteration.axis}",
             f"at its peak: made in each of {iteration.count} iterations, and gone with it",
         )
         if iteration.in_flight > 1:
@@ -87,7 +87,7 @@ def _memory(report: Report) -> list[RenderableType]:
         stays = f"{held}; beside it {size_text(iteration.before)} stay"
         made.add_row(name, size_text(iteration.own), Text(stays, "dim"))
     if memory.beside:
-        made.add_row("put away", size_text(memory.beside), Text("in other memory than the device's, at most", "dim"))
+        made.add_row("offloaded", size_text(memory.beside), Text("in other memory than the device's, at most", "dim"))
     machine = report.time.machine
     share = memory.peak_bytes / machine.memory
     of = "" if machine.name == DEFAULT else f"\n{share:.2%} of the {size_text(machine.memory)} of {machine.name}."
@@ -155,19 +155,19 @@ def _tiles(report: Report) -> list[RenderableType]:
     alike: dict[str, list[TileRow]] = {}
     for row in report.tiles:
         alike.setdefault(starred(row.module), []).append(row)
-    columns = ("layer", "exchanges", "rows sent", "rim", "of the layer")
-    made = table("Tiles of one rank by layer; a rim is work done twice", *columns, right=[1, 2, 3, 4])
+    columns = ("layer", "exchanges", "rows sent", "border recompute", "of the layer")
+    made = table("Tiles of one rank by layer; border recompute is work done twice", *columns, right=[1, 2, 3, 4])
     for name, rows in list(alike.items())[:MOST_LAYERS]:
-        rim, flops = sum(row.rim_flops for row in rows), sum(row.flops for row in rows)
-        sent, share = size_text(sum(row.nbytes for row in rows)), f"{rim / flops:.1%}" if rim else ""
+        border, flops = sum(row.rim_flops for row in rows), sum(row.flops for row in rows)
+        sent, share = size_text(sum(row.nbytes for row in rows)), f"{border / flops:.1%}" if border else ""
         exchanges = str(sum(row.exchanges for row in rows))
-        made.add_row(f"{name}{times(len(rows))}", exchanges, sent, count_text(rim, "FLOP"), share)
+        made.add_row(f"{name}{times(len(rows))}", exchanges, sent, count_text(border, "FLOP"), share)
     if len(alike) > MOST_LAYERS:
         made.add_row(f"and {len(alike) - MOST_LAYERS} more layers", "", "", "", "")
     made.add_section()
-    sent, rim = size_text(sum(row.nbytes for row in report.tiles)), sum(row.rim_flops for row in report.tiles)
-    share = f"{rim / report.time.cost.flops:.1%}" if rim else ""
-    made.add_row("all", str(sum(row.exchanges for row in report.tiles)), sent, count_text(rim, "FLOP"), share)
+    sent, border = size_text(sum(row.nbytes for row in report.tiles)), sum(row.rim_flops for row in report.tiles)
+    share = f"{border / report.time.cost.flops:.1%}" if border else ""
+    made.add_row("all", str(sum(row.exchanges for row in report.tiles)), sent, count_text(border, "FLOP"), share)
     return [made, ""]
 
 
@@ -197,7 +197,7 @@ def _time(report: Report) -> list[RenderableType]:
     )
     made.add_row("communication", seconds_text(time.communication), Text("by the links of the mesh", "dim"))
     if time.cost.copied:
-        made.add_row("put away and fetched", seconds_text(time.carrying), Text("by the link to other memory", "dim"))
+        made.add_row("offloaded and fetched", seconds_text(time.carrying), Text("by the link to other memory", "dim"))
     if time.exposed or time.hidden:
         note = f"communication that no compute hides; {seconds_text(time.hidden)} are hidden"
         made.add_row("exposed", seconds_text(time.exposed), Text(note, "dim"))
@@ -255,11 +255,11 @@ def _schedule(timing: Timing, staged: bool) -> list[RenderableType]:
 
 def _step(timing: Timing) -> RenderableType:
     seen, measured = timing.foreseen, timing.measured
-    columns = ["foreseen"] if measured is None else ["foreseen", "measured"]
+    columns = ["predicted"] if measured is None else ["predicted", "measured"]
     made = table("A step, over all ranks", "", *columns, right=[1, 2])
 
-    def add(name: str, foreseen: str, then: str) -> None:
-        made.add_row(name, foreseen, *([then] if measured is not None else []))
+    def add(name: str, predicted: str, then: str) -> None:
+        made.add_row(name, predicted, *([then] if measured is not None else []))
 
     add("step", seconds_text(seen.step), "" if measured is None or timing.virtual else seconds_text(measured.step))
     if measured is not None and timing.virtual:

@@ -185,7 +185,7 @@ def test_what_a_model_checkpoints_is_made_again(which: str, count: int) -> None:
     model = Deep(CHECKPOINTS[which], count).double()
     kept, pm = parallel(copy.deepcopy(model), recompute=()), parallel(copy.deepcopy(model))
     assert [str(each) for each in pm._compiled.passes if each.name == "recompute"] == [str(sx.Recompute("layers.*"))]
-    assert any("layers.*: made again in the backward" in note for note in pm.planned.notes)
+    assert any("layers.*: recomputed in the backward" in note for note in pm.planned.notes)
     same_step(pm, model, x, y)
     assert pm.verify() and pm.memory().peak < kept.memory().peak
     assert not [each for each in kept._compiled.passes if each.name == "recompute"]

@@ -78,7 +78,7 @@ def test_a_iteration_holds_as_much_whatever_their_number(zero: int) -> None:
     for report in reports:
         (iteration,) = report.memory.iterations
         assert iteration.own + iteration.before <= report.memory.peak.nbytes
-        assert "a turn of mb  " in str(report)
+        assert "an iteration of mb  " in str(report)
 
 
 @pytest.mark.long

@@ -297,7 +297,7 @@ def test_measured_steps_are_traced(make: Callable[[], sx.ParallelModule], tmp_pa
 def test_the_report_says_both(tmp_path: Path) -> None:
     pm = staged()
     before = str(pm.report())
-    assert "foreseen" in before
+    assert "predicted" in before
     with pm.record(tmp_path / "measured.json") as recording:
         pm(X, Y).backward()
     timing = pm.report().timing

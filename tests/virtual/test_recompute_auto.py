@@ -38,7 +38,7 @@ def test_a_smaller_budget_holds_less_and_costs_more(name: str, mesh: str) -> Non
     for part in (0.95, 0.9):
         budget = int(peaks[0] * part)
         pm = plan(make(name), MESHES[mesh], recompute="auto", memory=budget)
-        assert pm.memory().peak <= budget and "made again to fit" in pm.planned.notes[-1]
+        assert pm.memory().peak <= budget and "recomputed to fit" in pm.planned.notes[-1]
         peaks.append(pm.memory().peak)
         times.append(seconds(pm))
     assert peaks == sorted(peaks, reverse=True) and times == sorted(times)
@@ -74,7 +74,7 @@ def test_what_costs_less_is_put_away() -> None:
     )
     assert max(again.memory().peak, both.memory().peak) <= budget
     times = [pm.memory().footprint.cost.seconds(fast, mesh) for pm in (again, both)]
-    assert times[1] < times[0] and both.memory().host > 0 and "made again or put away" in both.planned.notes[-1]
+    assert times[1] < times[0] and both.memory().host > 0 and "recomputed or offloaded" in both.planned.notes[-1]
     case = make("gpt_fused")
     assert torch.equal(*(pm(*case.args, *case.targets, **case.kwargs) for pm in (again, both)))
     assert both.verify(), both.verify().why
@@ -123,7 +123,7 @@ def test_below_the_floor_it_is_said_what_else_fits() -> None:
     """A feature that was tried, and what the plan holds with it."""
     hints: dict[str, Any] = {"optimizer": lambda params: torch.optim.AdamW(params), "zero_min_numel": 0}
     budget = blocks(recompute="layers.*", **hints).memory().peak - 10_000
-    with pytest.raises(sx.Error, match="no choice of what is made again fits") as raised:
+    with pytest.raises(sx.Error, match="no choice of what is recomputed fits") as raised:
         blocks(recompute="auto", memory=budget, **hints)
     found = re.match(r"Hints\((.*)\) holds", str(raised.value.remedy))
     assert found, raised.value.remedy

@@ -96,7 +96,7 @@ def test_a_chain_is_made_to_fit(make: Callable[[], nn.Module]) -> None:
     for part in (0.8, 0.6):
         pm = planned(model, recompute="auto", memory=int(peaks[0] * part))
         peaks.append(pm.memory().peak)
-        assert peaks[-1] <= peaks[0] * part and "made again to fit" in pm.planned.notes[-1]
+        assert peaks[-1] <= peaks[0] * part and "recomputed to fit" in pm.planned.notes[-1]
     assert peaks == sorted(peaks, reverse=True)
     check_equal(pm, plain)
 
