@@ -335,11 +335,7 @@ def attach(out: Any, pull: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
 
 
 def reject_part() -> None:
-    """Refuse to pull back what only this rank knows.
-
-    Raises:
-        Error: always.
-    """
+    """Refuse to pull back what only this rank knows: always an Error."""
     raise Error(
         "the results of pm(...) are this rank's part, and how a loss of them counts is not known",
         where="backward() through pm(...)",
@@ -350,11 +346,7 @@ def reject_part() -> None:
 
 
 def refuse(above: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Any:
-    """What pulls back results that came beside a loss.
-
-    Raises:
-        Error: always.
-    """
+    """What pulls back results that came beside a loss: always an Error."""
     raise Error(
         "results that came beside a loss have no gradient",
         where="backward() through pm(..., with_results=True)",

@@ -146,11 +146,7 @@ class ModelProxy(nn.Module):
 
 
 def reject_gathered(name: str) -> NoReturn:
-    """Refuse a method that wants whole weights.
-
-    Raises:
-        Error: always.
-    """
+    """Refuse a method that wants whole weights: always an Error."""
     raise Error(
         f"{name}() wants the model with whole weights, and here they may be pieces",
         where=f"pm.{name}(...)",
@@ -179,11 +175,7 @@ class ProxyModule(ModelProxy):
         return ProxyModule if twin is None else type(twin)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """It cannot be called.
-
-        Raises:
-            Error: always.
-        """
+        """It cannot be called: always an Error."""
         self._refuse("is called on its own", "call the whole module; parallelize the part on its own if you need it")
 
     def train(self, mode: bool = True) -> ProxyModule:
@@ -200,11 +192,7 @@ class ProxyModule(ModelProxy):
         self._twin.set_extra_state(state)
 
     def apply(self, fn: Any) -> NoReturn:
-        """It is no module of its class, and its parameters may be shards.
-
-        Raises:
-            Error: always.
-        """
+        """It is no module of its class, and its parameters may be shards: always an Error."""
         self._refuse("is to be changed by apply()", REINITIALISE)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -294,11 +282,7 @@ class ProxyRoot(ModelProxy):
         super().__setattr__(name, value)
 
     def apply(self, fn: Any) -> NoReturn:
-        """Modules of the model are not here, and parameters may be shards.
-
-        Raises:
-            Error: always.
-        """
+        """Modules of the model are not here, and parameters may be shards: always an Error."""
         raise Error(
             "pm.apply(fn) cannot do to pieces of a model what fn does to a whole one",
             expected="a model that is ready",

@@ -227,11 +227,7 @@ class StatesElsewhere(Mapping[Any, Any]):
     """What ``pm.optimizer.state`` is: nothing, for the states of a program are stored by name."""
 
     def __getitem__(self, parameter: Any) -> NoReturn:
-        """There are none here.
-
-        Raises:
-            Error: always.
-        """
+        """There are none here: always an Error."""
         raise Error(
             "the states of an optimizer in the program are not kept by parameter",
             where="pm.optimizer.state",

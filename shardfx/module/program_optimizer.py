@@ -57,11 +57,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self._began = False
 
     def step(self, closure: Any = None) -> NoReturn:
-        """The step is a part of the program.
-
-        Raises:
-            Error: always.
-        """
+        """The step is a part of the program: always an Error."""
         raise Error(
             "the optimizer's step is a part of the program",
             where="pm.optimizer.step()",
