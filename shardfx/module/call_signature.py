@@ -184,7 +184,7 @@ def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
         raise Error(
             "an input is no dense tensor",
             where="pm(...)",
-            expected=f"a dense tensor as {odd}, which ranks have pieces of",
+            expected=f"a dense tensor as {odd}, which ranks have shards of",
             got="a nested one" if tensors[odd].is_nested else str(tensors[odd].layout),
             remedy=f"{odd}.to_dense(), or .to_padded_tensor(...) of a nested one",
         )
@@ -239,7 +239,7 @@ def check_modes(where: str) -> None:
     mode = next((each for each in _get_current_dispatch_mode_stack() if is_users_class(type(each))), None)
     if mode is not None:
         warnings.warn(
-            f"{type(mode).__name__} around {where} sees the ops of the ranks' programs, on their pieces, and not those "
+            f"{type(mode).__name__} around {where} sees the ops of the ranks' programs, on their shards, and not those "
             "of the model",
             ShardfxWarning,
             stacklevel=2,

@@ -140,7 +140,7 @@ class ExecutionTarget:
         """
         if device.type == "meta":
             raise Error(
-                "the pieces of a parallel module cannot lose their content",
+                "the shards of a parallel module cannot lose their content",
                 where="pm.to(device)",
                 expected="a device that holds numbers",
                 got="meta",

@@ -138,7 +138,7 @@ def tensors_with_grad(store: Store, call: ModuleCall | None = None) -> dict[str,
             found[name] = wants
             if len(wants) != len(pieces):
                 raise Error(
-                    f"some pieces of {name!r} are frozen, and some are not",
+                    f"some shards of {name!r} are frozen, and some are not",
                     where="pm(...)",
                     expected="all of them, or none",
                     got=f"{len(wants)} of {len(pieces)} with requires_grad",

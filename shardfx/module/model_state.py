@@ -300,29 +300,29 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
         raise Error(
             "new tensors cannot take the place of the stored ones"
             if whole is None
-            else f"{whole!r} of this state dict is whole, and in pieces here",
+            else f"{whole!r} of this state dict is whole, and sharded here",
             where="pm.load_state_dict(...)",
-            expected="pieces, as pm.state_dict() gives them",
+            expected="shards, as pm.state_dict() gives them",
             got="assign=True" if whole is None else "a state dict of the model itself",
             remedy="leave assign=True out" if whole is None else "pm.load_full_state_dict(...)",
         )
     module._store.loaded(given)
     held, theirs = module._store.held(), local_metadata.get(STAMP, {})
-    said = [(name, own, tuple(theirs.get(name, own)), "the piece of another rank") for name, own in held.items()]
+    said = [(name, own, tuple(theirs.get(name, own)), "the shard of another rank") for name, own in held.items()]
     for key, tensor in state_dict.items():
         place = _place(key.removeprefix(prefix), held) if key.startswith(prefix) else None
         if place is not None:
-            said.append((key, place, tuple(getattr(tensor, PIECE, place)), "another piece, put under this name"))
+            said.append((key, place, tuple(getattr(tensor, PIECE, place)), "another shard, put under this name"))
     for name, (spec, piece), (got_spec, got), otherwise in said:
         if (got_spec, got) == (spec, piece):
             continue
-        sharding, other = got_spec != spec, "all pieces" if got < 0 else f"piece {got}"
+        sharding, other = got_spec != spec, "all shards" if got < 0 else f"shard {got}"
         raise Error(
             f"{name!r} of this state dict is {'stored otherwise' if sharding else otherwise}",
             where="pm.load_state_dict(...)",
-            expected=spec if sharding else f"piece {piece} of it",
+            expected=spec if sharding else f"shard {piece} of it",
             got=got_spec if sharding else other,
-            remedy="save pm.full_state_dict(), and pm.load_full_state_dict(...) that; or save the pieces of all "
+            remedy="save pm.full_state_dict(), and pm.load_full_state_dict(...) that; or save the shards of all "
             "ranks by torch.distributed.checkpoint",
         )
 

@@ -137,7 +137,7 @@ class ModelProxy(nn.Module):
         pieces = [own for own, part in inside.items() if name in part._parameters or name in part._buffers]
         if pieces:
             raise Error(
-                f"{name!r} is in {len(pieces)} pieces here",
+                f"{name!r} is in {len(pieces)} shards here",
                 where=f"{self.__dict__.get('_path') or 'pm'} ({type(self.__dict__['_twin']).__name__})",
                 expected=f"{', '.join(f'{own}.{name}' for own in pieces)}, or the whole: pm.full_state_dict()",
                 got=f"the whole {name!r} asked for",
@@ -148,7 +148,7 @@ class ModelProxy(nn.Module):
 def reject_gathered(name: str) -> NoReturn:
     """Refuse a method that wants whole weights: always an Error."""
     raise Error(
-        f"{name}() wants the model with whole weights, and here they may be pieces",
+        f"{name}() wants the model with whole weights, and here they may be shards",
         where=f"pm.{name}(...)",
         expected="the model itself",
         got="a parallel module",
@@ -284,7 +284,7 @@ class ProxyRoot(ModelProxy):
     def apply(self, fn: Any) -> NoReturn:
         """Modules of the model are not here, and parameters may be shards: always an Error."""
         raise Error(
-            "pm.apply(fn) cannot do to pieces of a model what fn does to a whole one",
+            "pm.apply(fn) cannot do to shards of a model what fn does to a whole one",
             expected="a model that is ready",
             got=getattr(fn, "__name__", repr(fn)),
             remedy=REINITIALISE,
@@ -400,7 +400,7 @@ class ProxyTree:
                 raise Error(
                     f"{name!r} of a parallel module was replaced by another tensor",
                     where="pm(...)",
-                    expected="the stored pieces, whose contents may change",
+                    expected="the stored shards, whose contents may change",
                     got="another tensor, as torch.func.functional_call puts in",
                     remedy="pm.load_full_state_dict(state_dict), or parameter.data.copy_(...), and call pm itself",
                 )

@@ -191,11 +191,11 @@ def _check_all(name: str, state: ModelState, count: int) -> None:
     wanted = len(state.store.parameters[name]) if name else 1
     if count != wanted:
         raise Error(
-            f"only some pieces of {name!r} have a state",
+            f"only some shards of {name!r} have a state",
             where=SAVED,
-            expected=f"all {wanted} pieces in one group",
+            expected=f"all {wanted} shards in one group",
             got=count,
-            remedy="keep the pieces of a parameter together: groups by name, not by number",
+            remedy="keep the shards of a parameter together: groups by name, not by number",
         )
 
 
@@ -208,7 +208,7 @@ def _whole_state(state: ModelState, name: str, pieces: Sequence[Mapping[str, Any
             kept[key] = value.dtype
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
             raise Error(
-                f"the state {key!r} of {name!r} is in pieces that are not those of the parameter",
+                f"the state {key!r} of {name!r} is in shards that are not those of the parameter",
                 where=SAVED,
                 expected=f"tensors of shape {tuple(stored[0].shape)}, or numbers",
                 got=f"one of shape {tuple(value.shape)}",
@@ -233,7 +233,7 @@ class StatesElsewhere(Mapping[Any, Any]):
             where="pm.optimizer.state",
             expected="states by name",
             got="a look into pm.optimizer.state",
-            remedy="pm.optimizer.full_state_dict() has them whole, state_dict() the pieces that are stored; "
+            remedy="pm.optimizer.full_state_dict() has them whole, state_dict() the shards that are stored; "
             "load_full_state_dict(...) changes them",
         )
 

@@ -449,7 +449,7 @@ class Specializations:
             made = make(peers.planned(lambda: self._plan(ours, form, call), Compiled.subjects))
         self._surroundings.settle(self._states.own(form))
         seconds = time.perf_counter() - started
-        log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))
+        log.warning("planned in %.1f s for another call signature: %s", seconds, first.difference(form))
         self._anew.see(form, [known for known, _ in self.known])
         if len(self.known) > self.hints.max_specializations:
             del self.known[1]

@@ -194,9 +194,9 @@ def pieces_are_this_ranks() -> None:
         loaded = torch.load(io.BytesIO(sent[0]), weights_only=False)
         if refused and dist.get_rank() == 1:
             said = error(lambda pm=pm, loaded=loaded: pm.load_state_dict(loaded))
-            assert "the piece of another rank" in said
+            assert "the shard of another rank" in said
             said = error(lambda pm=pm, loaded=loaded: pm.load_state_dict({**pm.state_dict(), **loaded}))
-            assert "another piece, put under this name" in said
+            assert "another shard, put under this name" in said
         else:
             pm.load_state_dict(loaded)
             pm.load_state_dict({**pm.state_dict(), **loaded})

@@ -51,7 +51,7 @@ def test_other_modules_in_a_parallel_module_are_an_error(what: str) -> None:
     ],
 )
 def test_sharded_weight_is_not_missing(change: Callable[[Any], Any]) -> None:
-    with pytest.raises(sx.Error, match=r"(?s)'weight' is in 2 pieces.*@0.weight, @1.weight"):
+    with pytest.raises(sx.Error, match=r"(?s)'weight' is in 2 shards.*@0.weight, @1.weight"):
         change(parallel(mlp(), specs=SHARDING)[0])
 
 

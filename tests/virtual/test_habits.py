@@ -170,7 +170,7 @@ def test_averages_and_statistics(both: tuple[sx.ParallelModule, Net]) -> None:
             average.update_parameters(each)
     with torch.no_grad():
         assert near(averages[0](X), averages[1](X)) and not near(averages[0](X), pm(X))
-    with pytest.raises((sx.Error, AttributeError), match=r"another 'momentum'|'running_mean' is in 2 pieces"):
+    with pytest.raises((sx.Error, AttributeError), match=r"another 'momentum'|'running_mean' is in 2 shards"):
         update_bn([X], pm)
     with averages[0].module.gathered() as whole:
         update_bn([X, X.sin()], whole)

@@ -167,5 +167,5 @@ def test_states_that_are_no_pieces_of_their_parameter() -> None:
     with pytest.raises(sx.Error, match="not those of the parameter"):
         pm.full_optimizer_state_dict(optimizer)
     optimizer.state.pop(piece)
-    with pytest.raises(sx.Error, match=r"only some pieces of '0.weight' have a state"):
+    with pytest.raises(sx.Error, match=r"only some shards of '0.weight' have a state"):
         pm.full_optimizer_state_dict(optimizer)

@@ -92,7 +92,7 @@ def test_a_piece_under_the_name_of_another_is_refused(put: str, keep: Any) -> No
     pm = square()
     state = keep(pm.state_dict())
     state["up.@0.weight"], state[put] = state[put], state["up.@0.weight"]
-    with pytest.raises(sx.Error, match=r"weight' of this state dict is (another piece|stored otherwise)"):
+    with pytest.raises(sx.Error, match=r"weight' of this state dict is (another shard|stored otherwise)"):
         pm.load_state_dict(state)
 
 
