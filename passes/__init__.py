@@ -1,55 +1,27 @@
-"""What may be done to a graph: one file a pass, and the pipeline that runs them."""
+"""Transformations of a graph: the passes, and the pipeline that runs them."""
 
 from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Pass, PassError
 from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
-from .loops import Loops
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whole, run_passes, steps
 from .rank import RankContext, RankPass
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
 from .space import Spatial
-from .stages import Pipeline, stages_as_planned
+from .stages import LoopCheck, Pipeline, stages_as_planned
 from .unfold_repeats import UnfoldRepeats
 
-__all__ = [
-    "BUILT_IN",
-    "COMM_EXPLICIT",
-    "HINTED",
-    "ON_REQUEST",
-    "ORDER",
-    "SHARDED",
-    "BindHints",
+__all__ = ["BUILT_IN", "COMM_EXPLICIT", "HINTED", "ON_REQUEST", "ORDER", "SHARDED", "BindHints", "RematerializeCasts"]
+__all__ += [
     "BucketComm",
     "CastPlacement",
     "Context",
     "DuplicateViews",
-    "Loops",
     "Offload",
     "Order",
     "Partition",
-    "Pass",
-    "PassError",
-    "Pipeline",
-    "Propagate",
-    "RankContext",
-    "RankPass",
-    "Reassociate",
-    "Recompute",
-    "RematerializeCasts",
     "RematerializeGathers",
-    "Spatial",
-    "SumPlacement",
-    "TableRows",
-    "UnfoldRepeats",
-    "Zero",
-    "arrange",
-    "check_order",
-    "hint_value",
-    "is_whole",
-    "options_text",
-    "parse_pass",
-    "run_passes",
-    "stages_as_planned",
-    "steps",
 ]
+__all__ += ["Pass", "PassError", "Pipeline", "Propagate", "RankContext", "RankPass", "Reassociate", "Recompute"]
+__all__ += ["LoopCheck", "Spatial", "SumPlacement", "TableRows", "UnfoldRepeats", "Zero", "arrange", "check_order"]
+__all__ += ["hint_value", "is_whole", "options_text", "parse_pass", "run_passes", "stages_as_planned", "steps"]

@@ -1,25 +1,74 @@
-"""What a pass is: a frozen dataclass whose fields are its options, and what it is given beside the graph."""
+"""Passes: frozen dataclasses whose fields are their options, and what they are given beside the graph."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from shardfx.ir.cost.machine import Machine
+from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, Node, Strategy
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.redistribute import Redistribution
-from shardfx.ir.rules.book import RuleBook
+from shardfx.ir.rules.book import RuleBook, replicated
+from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
 
-from .options import options_of
-from .rule_cache import RuleCache
+from .pass_text import options_of
 
-__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Pass", "PassError", "check_requires"]
+__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Pass", "PassError", "RuleCache", "check_requires"]
 
 HINTED = "HINTED"
 """The user's hints are written on the values that they name."""
+
+
+class KnownRule(NamedTuple):
+    """A node's rule, and its source: somebody wrote it, it was found by running the op, or there is none (all is
+    replicated)."""
+
+    rule: ShardingRule
+    source: Literal["written", "discovered", "none"]
+
+
+@dataclass
+class RuleCache:
+    """The rules of nodes, and their strategies on a mesh, each made once; nodes alike (of repeated blocks) share one
+    rule. All passes of a pipeline share one cache, that of their context."""
+
+    book: RuleBook
+    mesh: Mesh
+    _rules: dict[object, KnownRule] = field(default_factory=dict)
+    _strategies: dict[object, Strategy] = field(default_factory=dict)
+
+    def rule(self, node: Node) -> ShardingRule:
+        """The rule of a node; one by which nothing is sharded, where there is none."""
+        return self.known(node).rule
+
+    def known(self, node: Node) -> KnownRule:
+        """The rule of a node, and where it comes from."""
+        key = alike(node)
+        if key not in self._rules:
+            entry = self.book.entry(node.op)
+            made = entry.make(node) if entry is not None else None
+            if entry is None or made is None:
+                self._rules[key] = KnownRule(replicated(node), "none")
+            else:
+                self._rules[key] = KnownRule(made, "discovered" if entry.discovered else "written")
+        return self._rules[key]
+
+    def strategy(
+        self, rule: ShardingRule, shardings: Mapping[str, DimSharding], partial: Mapping[str, Any] | None = None
+    ) -> Strategy:
+        """The strategy of one of these rules (see :func:`shardfx.ir.rules.strategy.strategy`)."""
+        key = (id(rule), tuple(shardings.items()), tuple(partial.items()) if partial else None)
+        found = self._strategies.get(key)
+        if found is None:
+            found = self._strategies[key] = strategy(rule, shardings, self.mesh, partial)
+        return found
 
 
 @dataclass
@@ -48,7 +97,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Pass:
-    """One thing that may be done to a graph.
+    """A transformation of a graph.
 
     ``before`` and ``after`` are the slot in which it stands when a user adds it to the built-in passes: the name of one
     of them. ``after`` goes first; without either it stands before ``order``. Where a pass ``copies`` nodes, the copies
@@ -82,15 +131,10 @@ class Pass:
 
 
 class Ordered(Protocol):
-    """A pass of any kind: what it wants to stand behind."""
+    """A pass of any kind, by its name and what must be established before it."""
 
-    @property
-    def name(self) -> str:
-        """The name."""
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """What must be established before it."""
+    name: ClassVar[str]
+    requires: ClassVar[frozenset[str]]
 
 
 def check_requires(each: Ordered, established: Collection[str], before: Sequence[str], kind: str = "pass") -> None:

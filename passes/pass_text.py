@@ -9,23 +9,22 @@ A value is a Python literal (``25.0``, ``None``, ``[["a.*", "b"]]``), or a bare 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import enum
 import re
-from collections.abc import Callable
+import types
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shardfx.ir.errors import Error
 
-from .options import BARE, NO_LITERAL, NOT_FINITE, fits, literal, named, value_text
-
-if TYPE_CHECKING:
-    pass
-
 HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\{(.*)\}\s*)?", re.DOTALL)
-
-
+BARE = re.compile(r"[\w.*/+-]+")
+NOT_FINITE = ("inf", "-inf", "nan")
+NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 Made = TypeVar("Made")
 
 
@@ -37,36 +36,90 @@ def parse_pass(text: str, find: Callable[[str], type[Made]]) -> Made:
     """
     match = HEAD.fullmatch(text)
     if match is None:
-        raise Error(
-            "this text is not a pass",
-            where="Hints(passes=...)",
-            expected="a name, and options in braces: bucket-comm{mb=25.0}",
-            got=repr(text),
-        )
+        expected = "a name, and options in braces: bucket-comm{mb=25.0}"
+        raise Error("this text is not a pass", where="Hints(passes=...)", expected=expected, got=repr(text))
     kind = find(match[1])
     hints = get_type_hints(kind)
     known = {each.name: each for each in fields(kind) if each.init}  # type: ignore[arg-type]
     options: dict[str, Any] = {}
-    for item in split(match[2] or "", text):
+    for item in _items(match[2] or "", text):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise _wrong(text, "an option has no value", "option=value", repr(item.strip()))
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {near[0]!r}?" if near else None
-            raise _wrong(
-                text, f"pass {match[1]!r} has no option {name!r}", ", ".join(known) or "no options", item, remedy
-            )
+            what, expected = f"pass {match[1]!r} has no option {name!r}", ", ".join(known) or "no options"
+            raise _wrong(text, what, expected, item, f"did you mean {near[0]!r}?" if near else None)
         if name in options:
             raise _wrong(text, f"option {name!r} is given twice", "each option once", text)
-        options[name] = read_value(value, hints.get(name, Any), known[name], text)
+        options[name] = _read(value, hints.get(name, Any), known[name], text)
     try:
         return kind(**options)
     except (TypeError, ValueError) as error:
         raise _wrong(text, f"pass {match[1]!r} cannot be made: {error}", options_text(kind), text) from None
 
 
-def split(text: str, whole: str) -> list[str]:
+def options_of(each: Any) -> str:
+    """The options of a pass as text, ``{mb=25.0}``: the fields of the dataclass; nothing where it has none."""
+    options = ",".join(f"{f.name}={_value_text(getattr(each, f.name))}" for f in fields(each) if f.init)
+    return f"{{{options}}}" if options else ""
+
+
+def options_text(kind: type[Any], between: str = ", ") -> str:
+    """The options of a pass with their types and defaults: ``mb: float = 25.0``."""
+    hints = get_type_hints(kind)
+    return between.join(
+        f"{each.name}: {_named(hints[each.name])}{_default(each)}" for each in fields(kind) if each.init
+    )
+
+
+def check_options(each: Any, where: str, least: Mapping[str, int]) -> None:
+    """Check the options of a pass by their declared types, and numbers by the ``least`` that they may be.
+
+    Raises:
+        Error: naming the option, what fits, and what was given.
+    """
+    hints = get_type_hints(type(each))
+    for name in (option.name for option in fields(each)):
+        given = getattr(each, name)
+        if not fits(given, hints[name]) or (name in least and given < least[name]):
+            expected = _named(hints[name]) + (f", {least[name]} or more" if name in least else "")
+            raise option_error(type(each).__name__, name, given, expected, where)
+
+
+def option_error(kind: str, name: str, given: object, expected: str, where: str, remedy: str = "") -> Error:
+    """That an option of a pass is of another type, or out of its range."""
+    got, remedy = f"{given!r:.100} of type {type(given).__name__}", remedy or f"see help(sx.{kind})"
+    return Error(f"{kind}({name}=...) is of another kind", where=where, expected=expected, got=got, remedy=remedy)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a declared type; to a type that is none of the usual ones anything fits."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if origin in (Union, types.UnionType):
+        return any(fits(value, each) for each in args)
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in args)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        inner = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else args
+        return len(value) == len(inner) and all(map(fits, value, inner))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(fits(k, args[0]) and fits(v, args[1]) for k, v in value.items())
+    if isinstance(origin, type) and issubclass(origin, Iterable):
+        kinds = (origin,) if origin in (list, set, frozenset) else (list, tuple)
+        return isinstance(value, kinds) and all(fits(each, args[0]) for each in value)
+    if hint in (bool, int, float, str):
+        return type(value) is hint
+    return isinstance(value, hint) if isinstance(hint, type) else True
+
+
+def _items(text: str, whole: str) -> list[str]:
     """The items between those commas that stand in no brackets or quotes."""
     items, depth, quote, start, at = [], 0, "", 0, 0
     while at < len(text):
@@ -76,10 +129,8 @@ def split(text: str, whole: str) -> list[str]:
             quote = "" if letter == quote else quote
         elif letter in "\"'":
             quote = letter
-        elif letter in "([{":
-            depth += 1
-        elif letter in ")]}":
-            depth -= 1
+        elif letter in "([{)]}":
+            depth += 1 if letter in "([{" else -1
         elif letter == "," and depth == 0:
             items.append(text[start:at])
             start = at + 1
@@ -89,14 +140,15 @@ def split(text: str, whole: str) -> list[str]:
     return items if not text[start:].strip() else [*items, text[start:]]
 
 
-def read_value(text: str, hint: Any, option: Field[Any], whole: str) -> Any:
+def _read(text: str, hint: Any, option: Field[Any], whole: str) -> Any:
     """The value of an option, checked against the type that the pass declares."""
     value: Any
     try:
-        value = literal(text)
+        value = _literal(text)
     except NO_LITERAL:
         if not BARE.fullmatch(text):
-            raise _wrong(whole, f"option {option.name!r} has a value that cannot be read", named(hint), text) from None
+            what = f"option {option.name!r} has a value that cannot be read"
+            raise _wrong(whole, what, _named(hint), text) from None
         value = float(text) if text in NOT_FINITE and fits(0.0, hint) else text
     for kind in (hint, *get_args(hint)):
         if isinstance(kind, type) and issubclass(kind, enum.Enum) and value in [each.value for each in kind]:
@@ -104,21 +156,44 @@ def read_value(text: str, hint: Any, option: Field[Any], whole: str) -> Any:
     if type(value) is int and not fits(value, hint) and fits(float(value), hint):
         value = float(value)
     if not fits(value, hint):
-        raise _wrong(whole, f"option {option.name!r} has a value of another type", named(hint), text)
+        raise _wrong(whole, f"option {option.name!r} has a value of another type", _named(hint), text)
     return value
 
 
-def options_text(kind: type[Any], between: str = ", ") -> str:
-    """The options of a pass with their types and defaults: ``mb: float = 25.0``."""
-    hints = get_type_hints(kind)
-    return between.join(f"{each.name}: {named(hints[each.name])}{default(each)}" for each in fields(kind) if each.init)
+def _literal(text: str) -> Any:
+    """The Python literal that ``text`` is; raises one of ``NO_LITERAL`` where it is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.literal_eval(text)
 
 
-def default(option: Field[Any]) -> str:
+def _value_text(value: Any) -> str:
+    """A value as it is written in a pass: a string bare, where nothing else is written so."""
+    if isinstance(value, enum.Enum):
+        return _value_text(value.value)
+    if isinstance(value, float) and str(value) in NOT_FINITE:
+        return str(value)
+    if not isinstance(value, str) or not BARE.fullmatch(value) or value in NOT_FINITE:
+        return repr(value)
+    try:
+        _literal(value)
+    except NO_LITERAL:
+        return value
+    return repr(value)
+
+
+def _named(hint: Any) -> str:
+    """A type as one would write it."""
+    if isinstance(hint, type) and not get_args(hint):
+        return hint.__name__
+    return str(hint).replace("collections.abc.", "").replace("typing.", "")
+
+
+def _default(option: Field[Any]) -> str:
     """`` = 25.0``; nothing where the option must be given."""
     if option.default is not MISSING:
-        return f" = {value_text(option.default)}"
-    return f" = {value_text(option.default_factory())}" if option.default_factory is not MISSING else ""
+        return f" = {_value_text(option.default)}"
+    return f" = {_value_text(option.default_factory())}" if option.default_factory is not MISSING else ""
 
 
 def _wrong(text: str, what: str, expected: str, got: object, remedy: str | None = None) -> Error:

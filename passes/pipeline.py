@@ -1,4 +1,4 @@
-"""The order of passes, and running them: the order is checked before anything runs, the graph after each pass.
+"""The pipeline of passes: its order is checked before anything runs, the graph after each pass.
 
 The order is data: :data:`ORDER`. A pass of somebody else stands in a slot (``before``, ``after``), or takes the place
 of a built-in one that has its name; who names ``propagate`` among his own says what the whole pipeline is.
@@ -18,40 +18,33 @@ from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError, check_requires
 from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
-from .loops import Loops
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .space import Spatial
-from .stages import Pipeline
+from .stages import LoopCheck, Pipeline
 from .unfold_repeats import UnfoldRepeats
 
 ORDER: tuple[type[Pass], ...] = (
-    BindHints,
-    Propagate,
-    Zero,
-    CastPlacement,
-    Reassociate,
-    SumPlacement,
-    Spatial,
-    DuplicateViews,
-    Partition,
-    UnfoldRepeats,
-    Pipeline,
-    Recompute,
-    RematerializeGathers,
-    RematerializeCasts,
-    TableRows,
-    BucketComm,
-    Loops,
-    Order,
-    Offload,
+    *(BindHints, Propagate, Zero, CastPlacement, Reassociate, SumPlacement, Spatial, DuplicateViews, Partition),
+    *(
+        UnfoldRepeats,
+        Pipeline,
+        Recompute,
+        RematerializeGathers,
+        RematerializeCasts,
+        TableRows,
+        BucketComm,
+        LoopCheck,
+        Order,
+        Offload,
+    ),
 )
 """The built-in passes, in the order in which they run."""
-ON_REQUEST: frozenset[str] = frozenset(
-    {each.name for each in (Zero, Pipeline, Recompute, RematerializeGathers, RematerializeCasts, Offload, TableRows)}
+BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
+ON_REQUEST = frozenset(
+    {"zero", "pipeline", "recompute", "rematerialize-gathers", "rematerialize-casts", "offload", "table-rows"}
 )
 """Those of them that are left out where nobody asks for them."""
-BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 WHERE = "Hints(passes=...)"
 
 
@@ -77,19 +70,14 @@ def arrange(built_in: Sequence[Pass], given: Sequence[Pass]) -> tuple[Pass, ...]
     """
     for each in given:
         if not isinstance(each, Pass):
-            raise Error(
-                "this is not a pass",
-                where=WHERE,
-                expected="an instance of a subclass of shardfx.Pass, such as MyPass()",
-                got=repr(each),
-            )
+            raise Error("this is not a pass", where=WHERE, expected="a shardfx.Pass, such as MyPass()", got=repr(each))
     if is_whole(given):
         return tuple(given)
     own = [each for each in given if each.name in BUILT_IN]
     names = [each.name for each in own if not each.repeats]
-    if len(names) != len(set(names)):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise Error(f"pass {twice!r} is given twice", where=WHERE, expected="each built-in pass once", got=names)
+    for name in names:
+        if names.count(name) > 1:
+            raise Error(f"pass {name!r} is given twice", where=WHERE, expected="each built-in pass once", got=names)
     line = [each for each in built_in if each.name not in {new.name for new in own}]
     for each in own:
         later = ORDER[ORDER.index(BUILT_IN[each.name]) + 1 :]
@@ -106,13 +94,9 @@ def _slot(each: Pass, line: Sequence[Pass]) -> int:
     near = each.after or each.before
     if near not in names:
         found = difflib.get_close_matches(near, names, 1)
-        raise Error(
-            f"pass {each.name!r} stands {'after' if each.after else 'before'} a pass that is not there",
-            where=WHERE,
-            expected=f"one of {', '.join(names)}",
-            got=near,
-            remedy=f"did you mean {found[0]!r}?" if found else None,
-        )
+        remedy = f"did you mean {found[0]!r}?" if found else None
+        what = f"pass {each.name!r} stands {'after' if each.after else 'before'} a pass that is not there"
+        raise Error(what, where=WHERE, expected=f"one of {', '.join(names)}", got=near, remedy=remedy)
     at = names.index(near)
     if each.after:
         at += 1
@@ -127,21 +111,16 @@ def check_order(passes: Iterable[Pass], established: Iterable[str] = (), wanted:
     Raises:
         Error: naming the pass, what it lacks, and which passes stand before it.
     """
-    known = set(established)
-    before: list[str] = []
+    known, before = set(established), list[str]()
     for each in passes:
         check_requires(each, known, before)
         known |= each.establishes
         before.append(each.name)
     lacking = set(wanted) - known
     if lacking:
-        raise Error(
-            "the pipeline is not whole",
-            where=WHERE,
-            expected=f"passes that establish {', '.join(sorted(lacking))}",
-            got=", ".join(before) or "no passes",
-            remedy="start from shardfx.passes.default_passes(hints)",
-        )
+        expected, got = f"passes that establish {', '.join(sorted(lacking))}", ", ".join(before) or "no passes"
+        remedy = "start from shardfx.passes.default_passes(hints)"
+        raise Error("the pipeline is not whole", where=WHERE, expected=expected, got=got, remedy=remedy)
 
 
 def run_passes(
@@ -160,7 +139,7 @@ def run_passes(
 def steps(graph: Graph, passes: Iterable[Pass], context: Context, each_validated: bool = True) -> Iterator[Pass]:
     """Run ``passes`` over ``graph`` one by one; gives each when it has run and the graph was found well formed.
 
-    Where not ``each_validated``, it is looked at behind the last one, and behind somebody's own: enough to know that
+    Where not ``each_validated``, it is validated behind the last one, and behind somebody's own: enough to know that
     something is wrong, and not which pass did it.
 
     Raises:
@@ -168,11 +147,9 @@ def steps(graph: Graph, passes: Iterable[Pass], context: Context, each_validated
     """
     passes = tuple(passes)
     check_order(passes, graph.established)
-    ran: list[str] = []
-    validator = Validator(context.rules)
+    ran, validator = list[str](), Validator(context.rules)
     for number, each in enumerate(passes):
-        known = set(graph.nodes)
-        started = time.perf_counter()
+        known, started = set(graph.nodes), time.perf_counter()
         try:
             each.run(graph, context)
         except Exception as error:
@@ -197,15 +174,9 @@ def _blamed(each: Pass, error: Exception, ran: Sequence[str]) -> PassError:
     line = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
     place = f"{line.filename}:{line.lineno} in {line.name}; after {', '.join(ran) or 'capture'}"
     if isinstance(error, Error):
-        return PassError(
-            f"pass {each.name!r}: {error.what}",
-            where=f"{error.where}; {place}" if error.where else place,
-            expected=error.expected,
-            got=error.got,
-            remedy=error.remedy,
-        )
-    return PassError(
-        f"pass {each.name!r} failed: {type(error).__name__}: {error}",
-        where=place,
-        remedy="if it is your own pass, see the traceback above; else please report it",
-    )
+        where = f"{error.where}; {place}" if error.where else place
+        what = f"pass {each.name!r}: {error.what}"
+        return PassError(what, where=where, expected=error.expected, got=error.got, remedy=error.remedy)
+    what = f"pass {each.name!r} failed: {type(error).__name__}: {error}"
+    remedy = "if it is your own pass, see the traceback above; else please report it"
+    return PassError(what, where=place, remedy=remedy)

@@ -5,7 +5,7 @@
     parameter %layers.78.w : f32[8{tp}, 6]            parameter %layers.2.w : f32[8{tp}, 6]   and so on, as block 1
 
 What was decided of block 1, and why, is said of the others too. Before this pass a graph costs by distinct block,
-behind it by depth: it stands as far behind as can be, before the first pass that looks beyond a block.
+behind it by depth: it stands as far behind as possible, before the first pass that looks beyond a block.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class UnfoldRepeats(Pass):
         if not graph.repeats:
             return False
         unfolded = unfold(graph, _gone(graph), lambda other: _difference(other, graph.reasons))
-        graph.reasons.later(lambda made: _hand_on(unfolded, made))
+        graph.reasons.later(lambda made: _copy_decisions(unfolded, made))
         return True
 
 
 def _gone(graph: Graph) -> list[Node]:
-    """The nodes that are no longer in the graph, of which decisions tell."""
+    """The nodes that are no longer in the graph, on which decisions depend."""
     nodes = [value.node for value in graph.reasons.values if value.node is not None]
     present, found = set(graph.nodes), dict[Node, None]()
     while nodes:
@@ -60,24 +60,20 @@ def _gone(graph: Graph) -> list[Node]:
 def _difference(other: Twin, reasons: Reasons) -> str:
     """What was decided otherwise of a block than of the one that it is like; nothing, mostly."""
     for one, twin in other.pairs():
-        mine, theirs = reasons.of(one), reasons.of(twin)
-        if len(mine) != len(theirs) or not all(_alike(_moved(a, other), b) for a, b in zip(mine, theirs, strict=True)):
+        if [_key(_moved(made, other)) for made in reasons.of(one)] != [_key(made) for made in reasons.of(twin)]:
             return f"{twin!r} is sharded for other reasons than {one!r}"
     return ""
 
 
-def _alike(one: Decision, other: Decision) -> bool:
-    """Whether two decisions are one, as far as can be said of what is no longer in the graph."""
+def _key(made: Decision) -> object:
+    """What is the same of two decisions that are one, as far as can be said of what is no longer in the graph."""
 
     def value(value: Value | None) -> object:
         return value and (value.type, value.index, (value.node and (value.node.op, value.node.where)) or value)
 
-    def key(made: Decision) -> object:
-        down = tuple((text, value(loser)) for text, loser in made.refused)
-        near = tuple((axis, value(carrier), dim) for axis, carrier, dim in made.carriers)
-        return made.dim, made.sharding, made.how, down, made.op, made.where, near
-
-    return key(one) == key(other)
+    rejected = tuple((text, value(loser)) for text, loser in made.refused)
+    near = tuple((axis, value(carrier), dim) for axis, carrier, dim in made.carriers)
+    return made.dim, made.sharding, made.how, rejected, made.op, made.where, near
 
 
 def _moved(made: Decision, twin: Twin) -> Decision:
@@ -87,7 +83,7 @@ def _moved(made: Decision, twin: Twin) -> Decision:
     return moved
 
 
-def _hand_on(unfolded: Iterable[Unfolded], decisions: ByValue) -> None:
+def _copy_decisions(unfolded: Iterable[Unfolded], decisions: ByValue) -> None:
     """Say of each block that was put back what was said of the one that it is like, in its own neighbourhood.
 
     The blocks beside those that were put back have new neighbours as well.
@@ -116,8 +112,8 @@ def why_whole(graph: Graph, hints: Mapping[str, Any]) -> str:
     for repeat in graph.repeats:
         alike = range(repeat.first - 1, repeat.last + 2)
         names = [name for name in dict.fromkeys(known) if repeat.within(name) == alike[0]]
-        for text, hint in hints.items():
-            if not _for_all(text, hint, hints, repeat, alike, names):
+        for text in hints:
+            if not _is_for_all(text, hints, repeat, alike, names):
                 return f"the hint {text!r} is not for all of the blocks {repeat.block(alike[0])} to {alike[-1]}"
     return ""
 
@@ -128,11 +124,10 @@ def of_those_there(graph: Graph, hints: Mapping[str, Any]) -> dict[str, Any]:
     return {t: hint for t, hint in hints.items() if "*" in t or not any(r.within(t) in r.left_out for r in repeats)}
 
 
-def _for_all(
-    text: str, hint: Any, hints: Mapping[str, Any], repeat: Repeat, alike: range, names: Iterable[str]
-) -> bool:
+def _is_for_all(text: str, hints: Mapping[str, Any], repeat: Repeat, alike: range, names: Iterable[str]) -> bool:
     """Whether a hint says the same of all blocks that are alike, or other hints say it of the others."""
     if "*" not in text:
-        return repeat.within(text) not in alike or all(hints.get(repeat.moved(text, i)) == hint for i in alike)
+        moved = (hints.get(repeat.moved(text, i)) for i in alike)
+        return repeat.within(text) not in alike or all(hint == hints[text] for hint in moved)
     matches = pattern(text.partition(":")[0]).fullmatch  # a hint on ops names them behind a colon
     return all(bool(matches(name)) == bool(matches(repeat.moved(name, i))) for name in names for i in alike)

@@ -1,4 +1,4 @@
-"""How the optimizer's step is placed: forward from what it is given, the parameter, its gradient and its states.
+"""Placement of the optimizer's step: forward from the parameter, its gradient and its states.
 
 Hints do not go through it: nothing of it decides how the model computes. ``propagate`` places it as the parameters are
 stored; ``zero`` once more, as their states are.
@@ -6,14 +6,15 @@ stored; ``zero`` once more, as their states are.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value, substitute
+from shardfx.ir.graph import Graph, InputKind, OutputKind, Phase, Value, substitute
 from shardfx.ir.rules.as_placed import as_placed
 from shardfx.ir.spec import Spec
 
-from .rule_cache import RuleCache
+from .base import RuleCache
 
 
 @contextmanager
@@ -24,14 +25,13 @@ def update_apart(graph: Graph, cache: RuleCache) -> Iterator[None]:
     inputs = [given for given in graph.inputs if given.kind.is_of_optimizer and given.value not in read]
     outputs = [output for output in graph.outputs if output.kind.is_stepped]
     clipped = {output: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
-    gradients = {output: as_made(value) for output, value in clipped.items()}
     if not nodes and not outputs:
         yield
         return
+    gradients = {output: as_made(value) for output, value in clipped.items()}
     for output, value in gradients.items():
         output.value = value
-    apart = set(nodes)
-    graph.nodes = [node for node in graph.nodes if node not in apart]
+    graph.nodes = [node for node in graph.nodes if node.phase is not Phase.UPDATE]
     graph.inputs = [given for given in graph.inputs if given not in inputs]
     graph.outputs = [output for output in graph.outputs if not output.kind.is_stepped]
     yield
@@ -54,45 +54,38 @@ def update_apart(graph: Graph, cache: RuleCache) -> Iterator[None]:
     graph.rename()
 
 
-def place_update(graph: Graph, cache: RuleCache, shardings: Mapping[str, Spec]) -> None:
-    """Place the step of each parameter as the parameter is stored, or as ``shardings`` says of it by name.
+def place_update(graph: Graph, cache: RuleCache, stored: Mapping[str, Spec]) -> None:
+    """Place the step of each parameter as the parameter is stored, or as ``stored`` says of it by name.
 
-    States of the parameter's shape lie so too; what has another shape is as the step makes it of its parameter.
+    States of the parameter's shape are placed so too; what has another shape is as the step makes it of its parameter.
     """
     parameters = {given.name: given for given in graph.of_kind(InputKind.PARAMETER)}
-    seen = _given(graph, parameters, shardings)
+    seen: dict[Value, Spec] = {}
+    for name, given in parameters.items():
+        spec = stored.get(name) or given.value.spec
+        assert spec is not None
+        seen[given.value] = spec
+    for output in graph.outputs:
+        if output.kind is OutputKind.GRADIENT and output.name in parameters:
+            seen[as_made(output.value)] = seen[parameters[output.name].value]
+    made = {output.name: output.value for output in graph.outputs if output.kind is OutputKind.STATE}
+    odd: dict[Value, Value] = {}
+    """New contents of states of another shape."""
     for given in graph.inputs:
         if given.kind.is_of_optimizer:
-            like = _owner(given, parameters)
-            alike = like is not None and like.value.shape == given.value.shape
-            given.value.spec = seen[like.value] if alike and like is not None else Spec.whole(given.value.type.ndim)
-            seen[given.value] = given.value.spec
-    made = {output.name: output for output in graph.outputs if output.kind is OutputKind.STATE}
-    odd = [given for given in graph.of_kind(InputKind.STATE) if given.name in made and given.value.type.ndim]
+            owner = parameters.get(given.name.rpartition(".")[0])
+            like = owner.value if owner is not None and owner.value.shape == given.value.shape else None
+            given.value.spec = seen[given.value] = seen[like] if like is not None else Spec.whole(given.value.type.ndim)
+            if like is None and given.kind is InputKind.STATE and given.name in made and given.value.type.ndim:
+                odd[given.value] = made[given.name]
     _place(graph, cache, seen)
-    for given in odd:  # of another shape than the parameter: as its new content comes out, and then all once more
-        spec = made[given.name].value.spec
-        assert spec is not None
-        like = _owner(given, parameters)
-        if like is None or like.value.shape != given.value.shape:
-            given.value.spec = seen[given.value] = spec.reduced()
+    for value, new in odd.items():  # as their new content comes out, and then all once more
+        assert new.spec is not None
+        value.spec = seen[value] = new.spec.reduced()
     _place(graph, cache, seen)
     for output in graph.outputs:
         if output.kind.is_stepped:
             output.spec = graph.input(output.name).value.spec
-
-
-def _given(graph: Graph, parameters: Mapping[str, Input], shardings: Mapping[str, Spec]) -> dict[Value, Spec]:
-    """How the step sees parameters and gradients."""
-    found: dict[Value, Spec] = {}
-    for name, given in parameters.items():
-        spec = shardings.get(name) or given.value.spec
-        assert spec is not None
-        found[given.value] = spec
-    for output in graph.outputs:
-        if output.kind is OutputKind.GRADIENT and output.name in parameters:
-            found[as_made(output.value)] = found[parameters[output.name].value]
-    return found
 
 
 def as_made(gradient: Value) -> Value:
@@ -102,27 +95,17 @@ def as_made(gradient: Value) -> Value:
     return gradient
 
 
-def _owner(given: Input, parameters: Mapping[str, Input]) -> Input | None:
-    """The parameter that a state is of."""
-    return parameters.get(given.name.rpartition(".")[0])
-
-
 def _place(graph: Graph, cache: RuleCache, seen: dict[Value, Spec]) -> None:
-    """Each node of the step as its operands are seen; its results are seen as they are made, once they are reduced."""
-    for node in graph.nodes:
-        if node.phase is Phase.UPDATE:
-            _settle(node, cache, seen)
-
-
-def _settle(node: Node, cache: RuleCache, seen: dict[Value, Spec]) -> None:
-    """A value that goes in twice is needed in one way: whole, where it would be needed in two."""
-    rule = cache.rule(node)
-    made = as_placed(rule, node, cache.mesh, seen.get)
-    needs: dict[Value, set[Spec]] = {}
-    for value, spec in zip(node.operands, made.operands, strict=True):
-        needs.setdefault(value, set()).add(spec)
-    torn = {value: Spec.whole(value.type.ndim) for value, specs in needs.items() if len(specs) > 1}
-    node.strategy = as_placed(rule, node, cache.mesh, lambda v: torn.get(v) or seen.get(v)) if torn else made
-    for value, spec in zip(node.outs, node.strategy.results, strict=True):
-        value.spec = spec
-        seen[value] = spec.reduced()
+    """Place each node of the step as its operands are seen; its results are seen as they are made, once reduced. A
+    value that goes in twice is needed in one way: replicated, where it would be needed in two."""
+    for node in (node for node in graph.nodes if node.phase is Phase.UPDATE):
+        rule, needs = cache.rule(node), dict[Value, set[Spec]]()
+        node.strategy = as_placed(rule, node, cache.mesh, seen.get)
+        for value, spec in zip(node.operands, node.strategy.operands, strict=True):
+            needs.setdefault(value, set()).add(spec)
+        both = {value: Spec.whole(value.type.ndim) for value, specs in needs.items() if len(specs) > 1}
+        if both:
+            node.strategy = as_placed(rule, node, cache.mesh, ChainMap(both, seen).get)
+        for value, spec in zip(node.outs, node.strategy.results, strict=True):
+            value.spec = spec
+            seen[value] = spec.reduced()

@@ -40,7 +40,7 @@ from shardfx.ir.schedule.simulation import COSTS, Costs, ScheduleReport, check_s
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rule_checks import rule_infos
 from shardfx.passes import Pass, options_text
-from shardfx.passes.loops import SCHEDULES, make_schedule
+from shardfx.passes.stages import SCHEDULES, make_schedule
 from shardfx.plan import version
 from shardfx.plugins import all_passes, plugin_rules
 from shardfx.report.console import table

@@ -25,7 +25,7 @@ from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_heavy, uncast
 from shardfx.passes import Pipeline
-from shardfx.passes.gathered_space import space_axes
+from shardfx.passes.replicated_spatial_ops import space_axes
 
 from .compiled import Compiled
 from .hints import Hints
@@ -34,7 +34,7 @@ LOST = 0.05
 """Of the FLOPs of a rank, the part from which on what is sharded unevenly over an axis, or gathered over it and then
 computed by each rank, is worth a warning: the hints ask for a sharding that is not there, and for lack of it a step
 computes at least 5 % longer. Vocabularies and sequences that an axis does not divide stay far below. Of axes that shard
-an image :mod:`shardfx.passes.gathered_space` says what is gathered."""
+an image :mod:`shardfx.passes.replicated_spatial_ops` says what is gathered."""
 UNSHARDED = 0.5
 """Of the FLOPs of one device, the part from which on an axis that leaves it alone is worth a warning: it shards less
 than it replicates. Less is left to the hints, for a tensor-parallel plan may leave a head or a router replicated.

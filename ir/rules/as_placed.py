@@ -14,7 +14,7 @@ from .strategy import strategy, wished
 
 APPROXIMATE = "approximate"
 """The attribute of a node by which a pass says that partial sums may pass it, though the sum is then a rounded one."""
-SUMS_BEHIND = "sums_behind"
+REDUCE_AFTER = "reduce_after"
 """The attribute of a node by which is said that partial sums pass it, if they go nowhere else: a cast to the dtype in
 which they are to be added."""
 

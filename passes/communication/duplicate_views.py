@@ -1,8 +1,8 @@
 """duplicate-views: views are made once for each placement that is needed of them, which costs nothing.
 
-What lies otherwise is then asked of *their* operand, and so on up: a value that is needed whole as it is and whole
-transposed is gathered once, and the gathered copy transposed. A partial sum is reduced where ``sum-placement``
-says, and not above a view that it was to pass: a gradient in its parameter's own shape travels with the others.
+What is placed otherwise is then asked of *their* operand, and so on up: a value that is needed replicated as it is and
+transposed is gathered once, and the gathered copy transposed. A partial sum is reduced where ``sum-placement`` says,
+and not above a view that it was to pass: a gradient in its parameter's own shape is bucketed with the others.
 
     %3 = t(%w) : [6, 8{tp}]    needed as such, and whole    ->    %3 = t(%w) : [6, 8{tp}]
                                                                  %4 = t(%w) : [6, 8]  needs [8, 6]
@@ -20,8 +20,8 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
 
-Use = tuple[Node | Output, int]
-"""Who uses a value, and as which operand."""
+Uses = dict[Spec, list[tuple[Node | Output, int]]]
+"""By placement, who needs a value so, and as which operand."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,8 @@ class DuplicateViews(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
 
     def run(self, graph: Graph, context: Context) -> bool:
-        users = graph.users()
-        rewriter = Rewriter(graph)
-        asked: dict[Value, dict[Spec, list[Use]]] = {}
+        users, rewriter = graph.users(), Rewriter(graph)
+        asked: dict[Value, Uses] = {}
         for output, spec in graph.output_specs().items():
             asked.setdefault(output.value, {}).setdefault(spec, []).append((output, 0))
         for node in reversed(graph.nodes):
@@ -58,48 +57,40 @@ def _moves(node: Node, context: Context) -> bool:
     return entry.free and node.operands[0].type.numel == node.outs[0].type.numel
 
 
-def _copies(node: Node, asked: dict[Spec, list[Use]], context: Context, rewriter: Rewriter) -> list[Node]:
+def _copies(node: Node, asked: Uses, context: Context, rewriter: Rewriter) -> list[Node]:
     """One node per placement that users ask for; the node itself serves those that no copy can."""
-    rule = context.cache.rule(node)
-    value, made = node.outs[0], [node]
+    rule, value, made = context.cache.rule(node), node.outs[0], [node]
     for spec, users in asked.items():
         if spec == value.spec or value.spec is None or {*spec.partial} != {*value.spec.partial}:
             continue
-        found = produce(rule, spec, node, context)
+        found = _strategy_for(rule, spec, node, context)
         if found is None:
             continue
         copy = Rewriter.make(node.op, node.args, value.type, like=node, kwargs=node.kwargs)
-        copy.strategy, copy.why = found, node.why
-        copy.outs[0].spec = spec
+        copy.strategy, copy.why, copy.outs[0].spec = found, node.why, spec
         rewriter.after(node, copy)
         for user, place in users:
             rewriter.replace(value, copy.outs[0], [user], at=[place])
         made.append(copy)
-    served = [spec for spec in asked if any(n.outs[0].spec == spec for n in made)]
-    if value.spec not in asked and len(served) == len(asked) and len(made) > 1:
+    if len(made) > 1 and value.spec not in asked and {*asked} <= {n.outs[0].spec for n in made}:
         rewriter.erase(node)
         made.remove(node)
     return made
 
 
-def produce(rule: ShardingRule, spec: Spec, node: Node, context: Context) -> Strategy | None:
+def _strategy_for(rule: ShardingRule, spec: Spec, node: Node, context: Context) -> Strategy | None:
     """The strategy by which a one-operand move gives its result as ``spec``, if there is one; not in rows that overlap,
     which are exchanged last."""
-    mesh = context.planner.mesh
     if any(sharding.rows is not None for sharding in spec.dims):
         return None
-    dims = rule.results[0]
-    assert dims is not None
     shardings: dict[str, DimSharding] = {}
-    for d, dim in enumerate(dims):
-        projected = project(spec.dims[d], node.outs[0].shape[d], rule.dim_sizes(dim), mesh)
-        if projected is None:
+    moved = {f for dims in rule.operands for dim in dims for f in dim} - rule.whole
+    for d, dim in enumerate(rule.results[0] or ()):
+        projected = project(spec.dims[d], node.outs[0].shape[d], rule.dim_sizes(dim), context.planner.mesh)
+        if projected is None or any(
+            sharding.axes and f not in moved for f, sharding in zip(dim, projected, strict=True)
+        ):
             return None
-        for factor, sharding in zip(dim, projected, strict=True):
-            if sharding.axes:
-                if factor in rule.whole or factor not in {f for dims in rule.operands for dim in dims for f in dim}:
-                    return None
-                shardings[factor] = sharding
-    partial = {axis: (op, frozenset({0})) for axis, op in spec.partial}
-    made = context.cache.strategy(rule, shardings, partial)
+        shardings |= {factor: sharding for factor, sharding in zip(dim, projected, strict=True) if sharding.axes}
+    made = context.cache.strategy(rule, shardings, {axis: (op, frozenset({0})) for axis, op in spec.partial})
     return made if made.results[0] == spec else None

@@ -1,8 +1,8 @@
 """partition: placements that differ become communication.
 
-Each operand whose value lies otherwise than its node needs it gets the cheapest sequence of ``comm`` steps. All
-consumers that need the same thing share it, and a partial sum is reduced once: what else is needed of the value
-starts from a reduced copy. A stored parameter is gathered before its first use.
+Each operand whose value is placed otherwise than its node needs it gets the cheapest sequence of ``comm`` steps. All
+consumers that need the same thing share it, and a partial sum is reduced once: what else is needed of the value starts
+from a reduced copy. A stored parameter is gathered before its first use.
 
     %3 = aten.mm(%1, %2) : f32[64{dp}, 512] +{tp}        %3 = aten.mm(%1, %2) : f32[64{dp}, 512] +{tp}
     %4 = aten.relu(%3)   needs f32[64{dp}, 512]     ->   %4 = comm.all_reduce(%3, axes=[tp], reduce=sum)
@@ -12,7 +12,7 @@ starts from a reduced copy. A stored parameter is gathered before its first use.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shardfx.ir.graph import Graph, Node, Output, Strategy, Value
 from shardfx.ir.ops import comm
@@ -21,6 +21,9 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.shards import has_rows
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
+
+Needs = dict[Spec, dict[Node | Output, list[int]]]
+"""By placement, who needs a value so, and as which operands."""
 
 
 @dataclass(frozen=True)
@@ -32,69 +35,47 @@ class Partition(Pass):
     establishes: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
     def run(self, graph: Graph, context: Context) -> bool:
-        needs: dict[Value, dict[Spec, list[tuple[Node | Output, list[int]]]]] = {}
+        needs: dict[Value, Needs] = {}
         for node in graph.nodes:
             assert node.strategy is not None
             for i, (value, spec) in enumerate(zip(node.operands, node.strategy.operands, strict=True)):
-                _ask(needs, value, spec, node, i)
+                needs.setdefault(value, {}).setdefault(spec, {}).setdefault(node, []).append(i)
         for output, spec in graph.output_specs().items():
-            _ask(needs, output.value, spec, output, 0)
+            needs.setdefault(output.value, {}).setdefault(spec, {}).setdefault(output, []).append(0)
         rewriter, users = Rewriter(graph), graph.users()
         for value in list(graph.values()):
             if value in needs:
-                hint = value.hint if value.node is not None else None
                 first = next(iter(users[value]), None)
-                Copies(value, rewriter, context.planner, hint, first).serve(needs[value])
+                _Copies(value, rewriter, context.planner, first).serve(needs[value])
         changed = rewriter.apply()
         graph.rename()
         return changed
 
 
-def _ask(
-    needs: dict[Value, dict[Spec, list[tuple[Node | Output, list[int]]]]],
-    value: Value,
-    spec: Spec,
-    user: Node | Output,
-    position: int,
-) -> None:
-    users = needs.setdefault(value, {}).setdefault(spec, [])
-    for known, positions in users:
-        if known is user:
-            positions.append(position)
-            return
-    users.append((user, [position]))
-
-
-class Copies:
+class _Copies:
     """The copies of one value under different placements, each made once, by the cheapest steps from another.
 
     They stand behind the node that makes the value; those of an input before the ``first`` node that uses it.
     """
 
-    def __init__(
-        self, value: Value, rewriter: Rewriter, planner: Redistribution, hint: Spec | None, first: Node | None
-    ) -> None:
+    def __init__(self, value: Value, rewriter: Rewriter, planner: Redistribution, first: Node | None) -> None:
         assert value.spec is not None
-        self._first = first
-        self.value, self._rewriter, self._planner = value, rewriter, planner
+        self.value, self._rewriter, self._planner, self._first = value, rewriter, planner, first
         self._at: dict[Spec, Value] = {value.spec: value}
-        if hint is not None and hint != value.spec:
-            held = self._make(hint)
-            self._at = {hint: held}
+        if value.node is not None and value.hint is not None and value.hint != value.spec:
+            self._at = {value.hint: self._make(value.hint)}
 
-    def serve(self, needs: dict[Spec, list[tuple[Node | Output, list[int]]]]) -> None:
+    def serve(self, needs: Needs) -> None:
         """Give every user the copy that it needs; those that keep the partial sum first, then the rest."""
-        wanted = sorted(needs, key=lambda spec: self._cost(spec))
+        wanted = sorted(needs, key=lambda target: min(self._seconds(source, target) for source in self._at))
         for spec in wanted:
             wider = [each for each in wanted if self._has(each, spec) and any(sharding.rows for sharding in each.dims)]
             widest = next((each for each in wider if all(self._has(each, other) for other in wider)), spec)
             if widest != spec and widest not in self._at and not self._has(self.value.spec, spec):
                 self._make(widest)
-            leaves = all(isinstance(user, Output) for user, _ in needs[spec])
+            leaves = all(isinstance(user, Output) for user in needs[spec])
             copy = self._at.get(spec) or self._make(spec, leaves)
-            if copy is self.value:
-                continue
-            for user, places in needs[spec]:
+            for user, places in needs[spec].items() if copy is not self.value else ():
                 self._rewriter.replace(self.value, copy, [user], places)
 
     def _sources(self, target: Spec) -> list[Spec]:
@@ -104,8 +85,8 @@ class Copies:
         reduced = [s for s in tiles if len(s.partial) <= len(target.partial)]
         return reduced or tiles or list(self._at)[:1]
 
-    def _cost(self, target: Spec) -> float:
-        return min(self._planner.seconds(self.value.type, s, target) for s in self._at)
+    def _seconds(self, source: Spec, target: Spec) -> float:
+        return self._planner.seconds(self.value.type, source, target)
 
     def _has(self, source: Spec | None, target: Spec) -> bool:
         assert source is not None
@@ -114,7 +95,7 @@ class Copies:
     def _make(self, target: Spec, leaves: bool = False) -> Value:
         """A copy; where it ``leaves`` the program at once, it is gathered at the end, and what follows stands there."""
         type, at_end = self.value.type, False
-        source = min(self._sources(target), key=lambda s: self._planner.seconds(type, s, target))
+        source = min(self._sources(target), key=lambda each: self._seconds(each, target))
         copy = self._at[source]
         for step in self._planner.steps(type, source, target):
             known = self._at.get(step.spec)
@@ -125,20 +106,13 @@ class Copies:
         return copy
 
     def _step(self, copy: Value, step: Step, at_end: bool) -> Value:
-        kwargs = {
-            "axes": list(step.axes),
-            "dim": step.dim,
-            "to": step.to,
-            "reduce": step.reduce,
-            "view": list(step.view) if step.view is not None else None,
-            "rows": step.rows,
-        }
-        kwargs = {k: v for k, v in kwargs.items() if v is not None}
+        given: dict[str, Any] = {"axes": [*step.axes], "dim": step.dim, "to": step.to, "reduce": step.reduce}
+        given |= {"view": list(step.view) if step.view is not None else None, "rows": step.rows}
+        kwargs = {name: each for name, each in given.items() if each is not None}
         maker = copy.node
         node = Rewriter.make(step.op, (copy,), copy.type, like=maker or self._first, kwargs=kwargs)
-        node.results[0].spec = step.spec  # type: ignore[union-attr]
         assert copy.spec is not None
-        node.strategy = Strategy((copy.spec,), (step.spec,))
+        node.outs[0].spec, node.strategy = step.spec, Strategy((copy.spec,), (step.spec,))
         node.why = f"{copy.spec} is needed as {step.spec}"
         if at_end:
             self._rewriter.at_end(node)
@@ -146,6 +120,4 @@ class Copies:
             self._rewriter.before(self._first, node)
         else:
             self._rewriter.after(maker, node)
-        result = node.results[0]
-        assert result is not None
-        return result
+        return node.outs[0]

@@ -1,9 +1,8 @@
-"""What a rank holds, and when: parameters stored in pieces, values that are made again, or put away."""
+"""Memory of a rank: sharded storage of parameters, recomputation, offloading."""
 
-from .cast_again import RematerializeCasts
 from .offload import Offload
-from .recompute import Recompute
+from .recompute import Recompute, RematerializeCasts, RematerializeGathers
 from .table_rows import TableRows
-from .zero import RematerializeGathers, Zero
+from .zero import Zero
 
 __all__ = ["Offload", "Recompute", "RematerializeCasts", "RematerializeGathers", "TableRows", "Zero"]

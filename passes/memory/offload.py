@@ -1,4 +1,4 @@
-"""offload: what waits is put away into the host's memory, or a file, and fetched shortly before it is needed.
+"""offload: what is idle is moved to host memory, or a file, and fetched shortly before it is needed.
 
     forward:                                         forward:
       %1 = aten.mm(%x, %w)                             %1 = aten.mm(%x, %w)
@@ -9,52 +9,56 @@
       %8 = aten.mm(%6, %v)                             %9 = aten.mm(%8, %v)
       %9 = aten.gelu_backward(%8, %1)                  %10 = aten.gelu_backward(%9, %7)
 
-So are states of the optimizer, which lie there for good: each is fetched for its update, and what that makes is
-offloaded again, during the backward of earlier layers (:mod:`.update_order`); and parameters, fetched for each of
-forward, backward and update. (Rajbhandari et al., ZeRO-Infinity, 2021.) What the backward recomputes is not offloaded;
-what it starts from is.
+So are optimizer states, which are stored there: each is fetched for its update, whose result is offloaded again, during
+the backward of earlier layers (:mod:`.update_order`); and parameters, fetched for each of forward, backward and update
+(Rajbhandari et al., ZeRO-Infinity, 2021). What the backward recomputes is not offloaded; what it starts from is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, OutputKind
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value
+from shardfx.ir.ops.comm import send
+from shardfx.ir.ops.pools.pool_ops import moves_pool, to_device, to_disk, to_host
+from shardfx.ir.ops.traits import gives_alias
+from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
-from .put_away import Pool, put_away_waiting, store_beside
-from .regions import of_ops, regions
-from .update_order import update_early
+from .module_patterns import matching_modules, matching_ops
+from .recompute import Recomputation
+from .update_order import ParameterUpdate, update_early, updates_of
 
 ACTIVATIONS, OPTIMIZER, PARAMETERS, ROWS = WHAT = ("activations", "optimizer", "parameters", "rows")
 USUAL = (ACTIVATIONS, OPTIMIZER, PARAMETERS)
-"""What is put away where nothing is said."""
+"""What is offloaded where nothing is said."""
 POOLS = ("host", "disk")
 WHERE = "Hints(offload=...)"
 STORED = {OPTIMIZER: InputKind.STATE, PARAMETERS: InputKind.PARAMETER}
-"""What lies in the other pool for good."""
+"""What is stored in the other pool."""
 
 
 @dataclass(frozen=True)
 class Offload(Pass):
-    """Put away what waits, and fetch it before it is needed.
+    """Offload what is idle, and fetch it before it is needed.
 
-    A parameter with states in the other pool is updated as soon as its gradient is final and the backward reads it no
-    more, so that its states travel while the backward of earlier layers is computed. An update that needs all gradients
+    A parameter with offloaded states is updated as soon as its gradient is final and the backward reads it no more, so
+    that its states are copied while the backward of earlier layers is computed. An update that needs all gradients
     (a clip by the norm of all, a loss scale that skips) stays behind the backward.
 
     Args:
         what: ``"activations"`` (what the forward made for the backward), ``"optimizer"`` (its states),
-            ``"parameters"``, ``"rows"`` (of tables that are looked up in: :class:`.TableRows`); or several of them.
-        to: ``"host"``: the host's memory (pinned, on CUDA); ``"disk"``: files that are mapped into memory, of the
-            ``folder``, or of the system's for temporary files. They have no names, and go with the plan.
-        ahead: so many nodes before its first use something is fetched. States are fetched as early as no more bytes of
-            them are on the device at a time than of the two largest updates, and at least so many nodes before theirs.
-        least: what has fewer elements stays where it is.
-        modules: of which modules activations are put away (patterns of paths, as in ``Hints(recompute=...)``); and
+            ``"parameters"``, ``"rows"`` (of embedding tables: :class:`.TableRows`); or several of them.
+        to: ``"host"``: host memory (pinned, on CUDA); ``"disk"``: memory-mapped files of the ``directory``, or of the
+            system's for temporary files. They have no names, and go with the plan.
+        prefetch: so many nodes before its first use something is fetched. States are fetched as early as no more bytes
+            of them are on the device than of the two largest updates, and at least so many nodes before theirs.
+        min_numel: what has fewer elements is not offloaded.
+        modules: of which modules activations are offloaded (patterns of paths, as in ``Hints(recompute=...)``); and
             ``only``, of which ops: ``"aten.mm"``, or ``"layers.*.mlp:aten.mm"``.
         count: only so many of the modules that match, the first ones; 0 for all.
         skip: and none of so many before these.
@@ -64,8 +68,8 @@ class Offload(Pass):
 
     Example::
 
-        Hints(offload=[sx.Offload(("activations", "optimizer"), ahead=16)])
-        Hints(offload=["activations", sx.Offload("optimizer", to="disk", folder="/scratch")], optimizer=...)
+        Hints(offload=[sx.Offload(("activations", "optimizer"), prefetch=16)])
+        Hints(offload=["activations", sx.Offload("optimizer", to="disk", directory="/scratch")], optimizer=...)
     """
 
     name: ClassVar[str] = "offload"
@@ -83,21 +87,14 @@ class Offload(Pass):
     directory: str = ""
 
     def __post_init__(self) -> None:
-        if not self.whats:
-            raise _unknown("what is put away", WHAT, self.what)
-        for what in self.whats:
-            if what not in WHAT:
-                raise _unknown("what is put away", WHAT, what)
-        if self.to not in POOLS:
-            raise _unknown("where it is put", POOLS, self.to)
+        words = [("what is offloaded", WHAT, what) for what in self.whats or [self.what]]
+        for what, known, given in (*words, ("where it is put", POOLS, self.to)):
+            if given not in known:
+                expected = f"of {', '.join(known)}"
+                raise Error(f"Hints(offload=...) does not know {what}", where=WHERE, expected=expected, got=given)
         if ROWS in self.whats and self.to != "host":
-            raise Error(
-                "rows are looked up in the host's memory",
-                where=WHERE,
-                expected="to='host'",
-                got=f"to={self.to!r}",
-                remedy="put them there, and the rest elsewhere: (sx.Offload('rows'), sx.Offload(..., to='disk'))",
-            )
+            what, remedy = "rows are looked up in the host's memory", "(sx.Offload('rows'), sx.Offload(..., to='disk'))"
+            raise Error(what, where=WHERE, expected="to='host'", got=f"to={self.to!r}", remedy=remedy)
         if self.directory and self.to != "disk":
             raise Error(
                 "only files lie in a folder", where=WHERE, expected="to='disk'", got=f"folder={self.directory!r}"
@@ -109,7 +106,7 @@ class Offload(Pass):
 
     @property
     def whats(self) -> tuple[str, ...]:
-        """What is put away, in words."""
+        """What is offloaded, in words."""
         return (self.what,) if isinstance(self.what, str) else tuple(self.what)
 
     def without(self, what: str) -> tuple[Offload, ...]:
@@ -120,18 +117,38 @@ class Offload(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         changed, trains = False, any(output.kind is OutputKind.GRADIENT for output in graph.outputs)
         for what in self.whats:
-            if what == ROWS:  # a pass of its own, that stands before collectives are joined
+            if what == ROWS:  # a pass of its own, that stands before collectives are bucketed
                 continue
             count = self._activations(graph) if what == ACTIVATIONS else self._stored(graph, what)
             if not count and trains:
-                graph.notes.append(f"nothing of {what} is put away: of {self.min_numel} elements and more none waits")
+                graph.notes.append(
+                    f"nothing of {what} is offloaded: of {self.min_numel} elements and more none is idle"
+                )
             changed |= bool(count)
         return changed
 
     def _activations(self, graph: Graph) -> int:
-        of = regions(graph, self.modules, self.skip, self.count, where=WHERE, root=True)
-        named = set(of_ops(of, self.only, where=WHERE) if self.only else of)
-        return put_away_waiting(graph, self._pool, lambda v: v.node in named and v.type.numel >= self.min_numel)
+        """Offload what is idle between forward and backward; gives how many values that were."""
+        of = matching_modules(graph, self.modules, self.skip, self.count, where=WHERE, root=True)
+        named = set(matching_ops(of, self.only, where=WHERE) if self.only else of)
+        uses = _Uses(graph)
+        kept = uses.of_parameters() | {uses.source(output.value) for output in graph.outputs}
+
+        def is_idle(value: Value, first: int) -> bool:
+            node = value.node
+            if (
+                node is None
+                or node not in named
+                or value.type.numel < self.min_numel
+                or value in kept
+                or moves_pool(node)
+            ):
+                return False
+            return uses.ahead(graph.nodes[first], self.prefetch) > max(uses.end_of(value) + 1, uses.begin)
+
+        away = {value for value, first in uses.needed.items() if is_idle(value, first)}
+        _Fetches(graph, self, uses, dict.fromkeys(away)).run()
+        return len(away)
 
     def _stored(self, graph: Graph, what: str) -> int:
         found = [given for given in graph.of_kind(STORED[what]) if given.value.type.ndim and not given.pool]
@@ -139,13 +156,154 @@ class Offload(Pass):
         if large:
             if what == OPTIMIZER:
                 update_early(graph, large)
-            store_beside(graph, self._pool, large)
+            _store_in_pool(graph, self, large)
         return len(large)
 
-    @property
-    def _pool(self) -> Pool:
-        return Pool(self.to, self.directory, self.prefetch)
+    def put(self, rewriter: Rewriter, value: Value) -> Node:
+        """The node that offloads a value."""
+        folder: dict[str, Any] = {"folder": self.directory} if self.directory else {}
+        return rewriter.comm(to_host if self.to == "host" else to_disk, value, why="offloaded", **folder)
+
+    def fetch(self, rewriter: Rewriter, away: Value, user: Node, place: int) -> Value:
+        """What is fetched for its first user, before the node at ``place``."""
+        back = rewriter.comm(to_device, away, like=user, why=f"fetched for {user.name}")
+        if away.node is not None:
+            back.where = away.node.where
+            if user.op is send or not user.at:  # else another stage of the same rank may need it first
+                back.at = away.node.at
+        else:  # what several stages store, each fetches
+            back.at = next(given.at for given in rewriter.graph.inputs if given.value is away)
+        rewriter.before(rewriter.graph.nodes[place], back)
+        return back.outs[0]
 
 
-def _unknown(what: str, known: Iterable[str], got: object) -> Error:
-    return Error(f"Hints(offload=...) does not know {what}", where=WHERE, expected=f"of {', '.join(known)}", got=got)
+@dataclass
+class _Uses:
+    """When the values of a graph are used: in the forward last, and behind it first."""
+
+    graph: Graph
+    shown: dict[Value, Value] = field(default_factory=dict)
+    """For a view of a value of the forward, that value."""
+    last: dict[Value, int] = field(default_factory=dict)
+    needed: dict[Value, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        nodes = self.graph.nodes
+        self.places = {node: i for i, node in enumerate(nodes)}
+        self.begin = next((i for i, node in enumerate(nodes) if node.phase is not Phase.FORWARD), len(nodes))
+        self.update = [i for i, node in enumerate(nodes) if node.phase is Phase.UPDATE]
+        self.other = [i for i, node in enumerate(nodes) if node.phase is not Phase.UPDATE]
+        for i, node in enumerate(nodes):
+            forward = node.phase is Phase.FORWARD
+            if forward and gives_alias(node.op) and len(node.operands) == 1:
+                self.shown.update(dict.fromkeys(node.outs, self.source(node.operands[0])))
+            for value in map(self.source, node.operands):
+                if forward:
+                    self.last[value] = i
+                else:
+                    self.needed.setdefault(value, i)
+
+    def source(self, value: Value) -> Value:
+        """What a value is a view of; itself, if it is none."""
+        return self.shown.get(value, value)
+
+    def of_parameters(self) -> set[Value]:
+        """Parameters, and what is made of nothing else: gathered, cast."""
+        found = {given.value for given in self.graph.of_kind(InputKind.PARAMETER)}
+        for node in self.graph.nodes:
+            if node.phase is Phase.FORWARD and node.operands and all(self.source(v) in found for v in node.operands):
+                found.update(node.outs)
+        return found
+
+    def ahead(self, user: Node, count: int) -> int:
+        """The place so many nodes before a user; those of the update, which stand among others, count in it alone."""
+        places = self.update if user.phase is Phase.UPDATE else self.other
+        return places[max(bisect_left(places, self.places[user]) - count, 0)]
+
+    def end_of(self, value: Value) -> int:
+        """The place of what uses a value of the forward last, there."""
+        assert value.node is not None
+        return self.last.get(value, self.places[value.node])
+
+
+@dataclass
+class _Fetches:
+    """Fetches values once for the backward: those of the forward are offloaded behind it, those of an input are there.
+    Views of them are recomputed."""
+
+    graph: Graph
+    pool: Offload
+    uses: _Uses
+    inputs: Mapping[Value, Input | None]
+    fetched: dict[Value, Value] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Rewrite the graph."""
+
+        def is_view(value: Value) -> bool:
+            return self.uses.source(value) is not value and self.uses.source(value) in self.inputs
+
+        Recomputation(self.graph, is_view, self._instead).run()
+
+    def _instead(self, rewriter: Rewriter, value: Value, anchor: Node) -> Value:
+        if value in self.inputs and value not in self.fetched:
+            given = self.inputs[value]
+            away = given.value if given is not None else None
+            if away is None:
+                put = rewriter.after(self.graph.nodes[self.uses.end_of(value)], self.pool.put(rewriter, value))
+                away = put.outs[0]
+            place = max(self.uses.ahead(anchor, self.pool.prefetch), self.uses.begin)
+            self.fetched[value] = self.pool.fetch(rewriter, away, anchor, place)
+        return self.fetched.get(value, value)
+
+
+def _store_in_pool(graph: Graph, pool: Offload, stored: Sequence[Input]) -> None:
+    """Store inputs in another pool: each is fetched for every phase that takes it, and its new content put there."""
+    rewriter, uses, users = Rewriter(graph), _Uses(graph), graph.users()
+    outputs: dict[str, list[Output]] = {}
+    for output in graph.outputs:
+        if output.kind.is_given_away:
+            outputs.setdefault(output.name, []).append(output)
+    forward: dict[Value, Input] = {}
+    """What is fetched for the forward."""
+    updates = updates_of(graph, [given for given in stored if given.kind is InputKind.STATE])
+    starts = _starts(updates, uses, pool.prefetch)
+    ends = {given.name: update.nodes[-1] for update in updates for given in update.states}
+    for given in (*starts, *(given for given in stored if given not in starts)):
+        given.pool = f"{pool.to}:{pool.directory}" if pool.directory else pool.to
+        by_phase = {phase: [n for n in users[given.value] if n.phase is phase] for phase in Phase}
+        if by_phase[Phase.FORWARD]:  # the backward takes that as well, and views of it, until it is given its own
+            by_phase[Phase.FORWARD] += by_phase.pop(Phase.BACKWARD)
+        for phase, mine in by_phase.items():
+            if mine:
+                place = uses.ahead(mine[0], pool.prefetch)
+                if phase is Phase.UPDATE and given in starts:
+                    place = min(starts[given], uses.places[mine[0]])
+                value = pool.fetch(rewriter, given.value, mine[0], place)
+                rewriter.replace(given.value, value, users=mine)
+                if phase is Phase.FORWARD:
+                    forward[value] = given
+        for output in outputs.get(given.name, ()):
+            if (made := output.value.node) is not None:
+                away = pool.put(rewriter, output.value)
+                rewriter.after(max(made, ends.get(given.name, made), key=uses.places.__getitem__), away)
+                rewriter.replace(output.value, away.outs[0], users=[output])
+    rewriter.apply()
+    graph.rename()
+    _Fetches(graph, pool, _Uses(graph), forward).run()
+
+
+def _starts(updates: Sequence[ParameterUpdate], uses: _Uses, ahead: int) -> dict[Input, int]:
+    """Where states are fetched for their updates, in that order: as early as no more bytes of them are on the device at
+    a time than of the two largest updates."""
+    room, first, there = 2 * max((update.nbytes for update in updates), default=0), 0, 0
+    found: dict[Input, int] = {}
+    for update in updates:
+        there += update.nbytes
+        while there > room:
+            there -= updates[first].nbytes
+            first += 1
+        earliest = uses.places[updates[first].nodes[0]]
+        place = max(min(earliest, uses.places[update.nodes[0]] - ahead), uses.begin)
+        found.update(dict.fromkeys(update.states, place))
+    return found

@@ -1,63 +1,70 @@
-"""recompute: what the forward made is made again where the backward needs it, so that it need not wait there.
+"""Recomputation of values in the backward, so that they need not be live from the forward on.
+
+recompute::
 
     forward:                                         forward:
       %1 = aten.mm(%x, %w)       @ layers.0            %1 = aten.mm(%x, %w)
       %2 = aten.gelu(%1)         @ layers.0            %2 = aten.gelu(%1)
       %3 = aten.mm(%2, %v)       @ layers.0     ->     %3 = aten.mm(%2, %v)
     backward:                                        backward:
-      %9 = aten.gelu_backward(%8, %1)                  %8 = aten.mm(%x, %w)              once more; %1 is gone
+      %9 = aten.gelu_backward(%8, %1)                  %8 = aten.mm(%x, %w)              once more; %1 is freed
                                                        %9 = aten.gelu_backward(%7, %8)
 
-The values that leave a module that is recomputed stay, and it starts from them: what goes into the next module
-(Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; ``torch.utils.checkpoint``). Of the forward only
-what the backward needs is repeated, each op once and as late as it may, and dropout draws the same numbers.
+Values that leave a recomputed module are kept, and it starts from them (Chen et al., Training Deep Nets with Sublinear
+Memory Cost, 2016; ``torch.utils.checkpoint``). Of the forward only what the backward needs is repeated, each op once
+and as late as possible, and dropout draws the same numbers. ``rematerialize-gathers`` and ``rematerialize-casts`` do so
+with all-gathers and casts of stored parameters.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Phase, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value
+from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import fetched, is_comm
+from shardfx.ir.ops.traits import is_view, narrows
+from shardfx.ir.rewriter import Rewriter, dead_code
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.pass_text import check_options
 
-from .boundaries import Slices
-from .made_again import Repeats
-from .regions import joined, of_ops, regions, successive
+from .module_patterns import joined, matching_modules, matching_ops, successive
 
 WHERE = "Hints(recompute=...)"
 
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Make again in the backward what modules made in the forward.
+    """Recompute in the backward what modules computed in the forward.
 
     Args:
         modules: patterns of module paths (``*`` is one part of a path, ``**`` any number).
-        keep: patterns of ops whose results stay, such as ``"aten.mm"``; those of some modules alone are
+        save: patterns of ops whose results are kept, such as ``"aten.mm"``; those of some modules alone are
             ``"layers.*.mlp:aten.mm"``.
-        comm: whether collectives are repeated; if not, their results stay.
-        gathers: whether stored parameters are gathered again too; if not, they stay whole.
-        slice: a mesh axis: what stays waits sharded over it, and is gathered where it is needed.
+        comm: whether collectives are repeated; if not, their results are kept.
+        regather: whether stored parameters are gathered again too; if not, they are kept replicated.
+        shard_saved: a mesh axis: what is kept is sharded over it, and gathered where it is needed.
         count: only so many of the modules that match, the first ones; 0 for all.
         skip: and none of so many before these.
-        together: so many modules that follow one another are one: what they give each other is made again too, and so
-            is what is done between them (``torch.utils.checkpoint.checkpoint_sequential``).
+        segment: so many consecutive modules are one region: what they give each other is recomputed too, and so is
+            what is done between them (``torch.utils.checkpoint.checkpoint_sequential``).
 
     Example::
 
-        Hints(recompute=sx.Recompute("layers.*", keep="aten.mm"))
-        Hints(recompute=sx.Recompute("features.*", together=4))
+        Hints(recompute=sx.Recompute("layers.*", save="aten.mm"))
+        Hints(recompute=sx.Recompute("features.*", segment=4))
     """
 
     name: ClassVar[str] = "recompute"
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
     repeats: ClassVar[bool] = True
 
-    modules: str | tuple[str, ...] = ()
-    save: str | tuple[str, ...] = ()
+    modules: str | Sequence[str] = ()
+    save: str | Sequence[str] = ()
     comm: bool = True
     regather: bool = True
     shard_saved: str = ""
@@ -66,22 +73,10 @@ class Recompute(Pass):
     segment: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("modules", "save"):
-            given = getattr(self, name)
-            if not (isinstance(given, str) or (isinstance(given, (tuple, list)) and all(map(_is_text, given)))):
-                raise _of_another_kind(name, given, "a pattern, such as 'layers.*', or a tuple of such")
-        for name, least in (("count", 0), ("skip", 0), ("segment", 1)):
-            number = getattr(self, name)
-            if type(number) is not int or number < least:
-                raise _of_another_kind(name, number, f"a number of modules, {least} or more")
-        for name in ("comm", "regather"):
-            if not isinstance(getattr(self, name), bool):
-                raise _of_another_kind(name, getattr(self, name), "True or False")
-        if not isinstance(self.shard_saved, str):
-            raise _of_another_kind("shard_saved", self.shard_saved, "the name of a mesh axis")
+        check_options(self, WHERE, {"count": 0, "skip": 0, "segment": 1})
 
     def run(self, graph: Graph, context: Context) -> bool:
-        of = regions(graph, self.modules, self.skip, self.count, where=WHERE)
+        of = matching_modules(graph, self.modules, self.skip, self.count, where=WHERE)
         if not of:
             return False
         if self.shard_saved and self.shard_saved not in graph.mesh.names:
@@ -90,41 +85,194 @@ class Recompute(Pass):
                 where=f"{WHERE}: slice",
                 expected=f"one of {', '.join(graph.mesh.names)}",
                 got=self.shard_saved,
-                remedy="name the axis over which what stays waits sharded, such as that of tensor parallelism",
+                remedy="name the axis over which what is kept is sharded, such as that of tensor parallelism",
             )
         if self.segment > 1:
             of = joined(graph, of, successive(list(dict.fromkeys(of.values())), self.segment))
-        stays = self._staying(graph, of)
-        again = {v for node in of for v in node.outs if v not in stays}
+        kept = self._kept(graph, of)
+        again = {v for node in of for v in node.outs if v not in kept}
         if not self.shard_saved:
-            return Repeats(graph, again.__contains__).run()
+            return Recomputation(graph, again.__contains__).run()
         of_regions = {value for node in of for value in (*node.outs, *node.operands)}
-        return Repeats(graph, again.__contains__, Slices(graph, self.shard_saved, of_regions).of).run()
+        return Recomputation(graph, again.__contains__, _Slices(graph, self.shard_saved, of_regions).of).run()
 
-    def _staying(self, graph: Graph, of: dict[Node, str]) -> set[Value]:
-        """What is not made again: what leaves a module, or the graph, and what the options say."""
-        stays = {output.value for output in graph.outputs}
+    def _kept(self, graph: Graph, of: dict[Node, str]) -> set[Value]:
+        """What is not recomputed: what leaves a module, or the graph, and what the options say."""
+        kept = {output.value for output in graph.outputs}
         for node in graph.nodes:
             if node.phase is Phase.FORWARD:
-                stays |= {v for v in node.operands if v.node in of and of[v.node] != of.get(node)}
-        stays |= {value for node in of_ops(of, self.save, where=WHERE) for value in node.outs}
-        if not self.comm:
-            stays |= {value for node in of if is_comm(node) for value in node.outs}
-        if not self.regather:
-            whole = fetched(graph)
-            stays |= {value for node in of if is_comm(node) for value in node.outs if value in whole}
-        return stays
+                kept |= {v for v in node.operands if v.node in of and of[v.node] != of.get(node)}
+        kept |= {value for node in matching_ops(of, self.save, where=WHERE) for value in node.outs}
+        gathered = set[Value]() if self.regather else fetched(graph)
+        for node in (node for node in of if is_comm(node)):
+            kept |= {value for value in node.outs if not self.comm or value in gathered}
+        return kept
 
 
-def _is_text(given: object) -> bool:
-    return isinstance(given, str)
+@dataclass(frozen=True)
+class RematerializeGathers(Pass):
+    """Gather stored parameters once more for the backward (``Hints(zero=3)``), and cast what was gathered."""
+
+    name: ClassVar[str] = "rematerialize-gathers"
+    requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return Recomputation(graph, fetched(graph).__contains__).run()
 
 
-def _of_another_kind(name: str, given: object, expected: str) -> Error:
-    return Error(
-        f"sx.Recompute({name}=...) is of another kind",
-        where=WHERE,
-        expected=expected,
-        got=f"{given!r:.100} of type {type(given).__name__}",
-        remedy="see what help(sx.Recompute) says of it",
-    )
+@dataclass(frozen=True)
+class RematerializeCasts(Pass):
+    """Cast parameters once more for the backward (``Hints(mixed_precision=...)``): a copy in fewer bits is not kept
+    beside its
+    master weights. What was gathered is kept, unless ``rematerialize-gathers`` fetches it once more."""
+
+    name: ClassVar[str] = "rematerialize-casts"
+    requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        known = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+        for node in graph.nodes:
+            simple = node.phase is Phase.FORWARD and (narrows(node) or is_view(node))
+            if simple and all(value in known for value in node.operands):
+                known.update(node.outs)
+        return Recomputation(graph, known.__contains__).run()
+
+
+@dataclass
+class Recomputation:
+    """Gives the nodes behind the forward copies of what ``again`` says; each is made once, as late as possible, on each
+    rank that needs it: a parameter of several stages is gathered again in each of them.
+
+    Args:
+        again: whether a value of the forward is recomputed, where something behind it needs it.
+        instead: what is used behind the forward for a value that is not recomputed: called with the value and the node
+            before which it is needed.
+    """
+
+    graph: Graph
+    again: Callable[[Value], bool]
+    instead: Callable[[Rewriter, Value, Node], Value] = lambda rewriter, value, anchor: value
+    _made: dict[Value, list[tuple[frozenset[int], Value]]] = field(default_factory=dict)
+    """What replaces a value, and at which coordinates along the axis of stages."""
+
+    def run(self) -> bool:
+        """Make the copies; says whether there are any."""
+        rewriter = Rewriter(self.graph)
+        for node in self.graph.nodes:
+            for value in dict.fromkeys(node.operands) if node.phase is not Phase.FORWARD else ():
+                if _is_of_forward(value):
+                    new = self._recomputed(value, node, rewriter)
+                    if new is not value:
+                        rewriter.replace(value, new, users=[node])
+        changed = rewriter.apply()
+        if changed:
+            dead_code(self.graph)
+            self.graph.rename()
+        return changed
+
+    def _recomputed(self, wanted: Value, anchor: Node, rewriter: Rewriter) -> Value:
+        """What replaces ``wanted`` at ``anchor``: copies that are missing are made just before it."""
+        places = self._places(anchor)
+        todo = [wanted]  # a walk, for a chain may go through many nodes
+        while todo:
+            value = todo[-1]
+            node = value.node
+            assert node is not None
+            if self._there(value, places) is not None:
+                todo.pop()
+            elif node.op is comm.send:  # what came from another stage is kept
+                self._note(todo.pop(), places, value)
+            elif not self.again(value):
+                self._note(todo.pop(), places, self.instead(rewriter, value, anchor))
+            else:
+                missing = [v for v in node.operands if _is_of_forward(v) and self._there(v, places) is None]
+                todo += missing
+                if not missing:
+                    todo.pop()
+                    self._copy(node, anchor, rewriter)
+        return self._there(wanted, places) or wanted
+
+    def _there(self, value: Value, places: frozenset[int]) -> Value | None:
+        """What replaces a value wherever it is needed; None: nothing yet."""
+        return next((made for held, made in self._made.get(value, ()) if places <= held), None)
+
+    def _note(self, value: Value, places: frozenset[int], made: Value) -> None:
+        self._made.setdefault(value, []).append((places, made))
+
+    def _places(self, anchor: Node) -> frozenset[int]:
+        """Where a node needs its operands, as coordinates along the axis of stages."""
+        pipeline = self.graph.pipeline
+        if pipeline is None:
+            return frozenset()
+        return frozenset([anchor.kwargs["origin"]] if anchor.op is comm.send else pipeline.places(anchor.at))
+
+    def _copy(self, node: Node, anchor: Node, rewriter: Rewriter) -> None:
+        """One node once more; a view of what is kept is that view."""
+        places = self._places(anchor)
+
+        def there(value: Value) -> Value:
+            return self._there(value, places) or value
+
+        if is_view(node) and all(there(value) is value for value in node.operands):
+            for value in node.outs:
+                self._note(value, places, value)
+            return
+        copy = node.copied(there)
+        copy.phase, copy.why = anchor.phase, f"recomputed for {anchor.name}"
+        if node.at and anchor.at:  # another stage of the same rank may need it first
+            pipeline = self.graph.pipeline
+            assert pipeline is not None
+            here = tuple(stage for stage in node.at if places.issuperset(pipeline.places((stage,))))
+            copy.at = anchor.at if anchor.op is not comm.send else here
+        rewriter.before(anchor, copy)
+        for value, made in zip(node.outs, copy.outs, strict=True):
+            self._note(value, places, made)
+
+
+def _is_of_forward(value: Value) -> bool:
+    return value.node is not None and value.node.phase is Phase.FORWARD
+
+
+@dataclass
+class _Slices:
+    """Stores ``values`` sharded over ``axis`` (Korthikanti et al., Reducing Activation Recomputation, 2022).
+
+    %1 = aten.add(%x, %0)                              %1 = aten.add(%x, %0) : [8, 6]
+                                                 ->    %2 = comm.slice(%1, axes=[tp], dim=0) : [8{tp}, 6]
+    %9 = aten.mul(%8, %1)                              %9 = comm.all_gather(%2, axes=[tp], dim=0) : [8, 6]
+                                                       %10 = aten.mul(%8, %9)
+    """
+
+    graph: Graph
+    axis: str
+    values: Container[Value]
+    _gathered: dict[Value, Value] = field(default_factory=dict, init=False)
+
+    def of(self, rewriter: Rewriter, value: Value, anchor: Node) -> Value:
+        """What replaces ``value`` at ``anchor``."""
+        dim = self._dim(value) if value in self.values else None
+        if dim is None or value.node is None or not _is_of_forward(value) or value in self._outputs:
+            return value
+        if value not in self._gathered:
+            shard = rewriter.comm(comm.shard, value, axes=[self.axis], dim=dim, why="kept for the backward in slices")
+            rewriter.after(value.node, shard)
+            gathered = rewriter.comm(comm.all_gather, shard.outs[0], axes=[self.axis], dim=dim)
+            gathered.phase = anchor.phase
+            rewriter.before(anchor, gathered)
+            self._gathered[value] = gathered.outs[0]
+        return self._gathered[value]
+
+    @cached_property
+    def _outputs(self) -> set[Value]:
+        return {output.value for output in self.graph.outputs}
+
+    def _dim(self, value: Value) -> int | None:
+        """The first dim that the axis divides; None where the value is sharded over it already, or there is none."""
+        spec, mesh = value.spec, self.graph.mesh
+        if spec is None or spec.partial or self.axis in spec.axes:
+            return None
+        for dim, (sharding, size) in enumerate(zip(spec.dims, value.shape, strict=True)):
+            n = mesh.extent((*sharding.axes, self.axis))
+            if not sharding.parts and size % n == 0 and size >= n:
+                return dim
+        return None

@@ -1,9 +1,9 @@
-"""table-rows: a table that is only looked up in stays in the host's memory, and a step brings the rows it needs.
+"""table-rows: an embedding table that is only looked up in is stored in host memory; a step brings the rows it needs.
 
     parameter %w : f32[50000, 64]                    parameter %w : f32[50000, 64] in host
     forward:                                         forward:
                                                        %1 = memory.to_host(%ids)
-      %1 = aten.embedding(%w, %ids)                    %2 = aten.embedding(%w, %1)                done in the host
+      %1 = aten.embedding(%w, %ids)                    %2 = aten.embedding(%w, %1)                done on the host
                                               ->       %3 = memory.to_device(%2)                  the rows
     backward:                                        backward:
                                                        %8 = memory.to_host(%7)
@@ -12,9 +12,9 @@
       gradient w = %8                                  gradient w = %9
 
 So are its gradient, its states and their update there, and what else is as large; numbers that go into them are sent
-there, and what follows from them (a norm) is fetched. What is reduced of it among ranks is reduced in the host's
-memory. (Rajbhandari et al., ZeRO-Infinity, 2021, put states there; that lookups are done where the table lies is how
-recommenders keep theirs: Naumov et al., DLRM, 2019.)
+there, and what follows from them (a norm) is fetched. What ranks reduce of it is reduced in host memory. (Rajbhandari
+et al., ZeRO-Infinity, 2021, put states there; lookups are done where the table is stored as in Naumov et al., DLRM,
+2019.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardfx.ir.ops.traits import is_cast, is_view
 from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
-from .regions import regions
+from .module_patterns import matching_modules
 
 aten = torch.ops.aten
 LOOKUPS = (aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -46,11 +46,11 @@ WHERE = "Hints(offload=('rows',))"
 
 @dataclass(frozen=True)
 class TableRows(Pass):
-    """Keep tables in the host's memory, with their states, and bring the rows that are looked up.
+    """Store embedding tables in host memory, with their states, and bring the rows that are looked up.
 
     Args:
         modules: tables that are looked up in these modules (patterns of paths, as in ``Hints(recompute=...)``).
-        min_numel: tables of fewer elements stay where they are.
+        min_numel: tables of fewer elements are not offloaded.
 
     Raises:
         Error: a pattern matches nothing; a table is used otherwise, too, as one that is tied to the head is.
@@ -70,24 +70,24 @@ class TableRows(Pass):
 
     def run(self, graph: Graph, context: Context) -> bool:
         tables = list(self._tables(graph))
-        iterations = [axis.name for axis in graph.mesh.axes if axis.loop]
-        if tables and iterations:
+        loops = [axis.name for axis in graph.mesh.axes if axis.loop]
+        if tables and loops:
             raise Error(
-                "gradients of a loop are added up on the device, and a table in host memory has its gradient there",
+                "gradients of micro-batches are added up on the device, those of a table in host memory are not",
                 where=WHERE,
                 expected="a plan whose batch is done at once",
-                got=f"iterations over {', '.join(iterations)}",
-                remedy="leave out Hints(grad_accumulation=...) and Hints(pipeline=...), or put 'parameters' away",
+                got=f"iterations over {', '.join(loops)}",
+                remedy="leave out Hints(grad_accumulation=...) and Hints(pipeline=...), or offload 'parameters'",
             )
         if not tables:
-            graph.notes.append(f"no rows are put away: of {self.min_numel} elements and more no table is looked up in")
+            graph.notes.append(f"no rows are offloaded: of {self.min_numel} elements and more no table is looked up in")
         for table in tables:
-            _Course(graph, table).put_away()
+            _Table(graph, table).offload()
         return bool(tables)
 
     def _tables(self, graph: Graph) -> Iterator[Input]:
         """The parameters of which rows are looked up."""
-        named = regions(graph, self.modules, where=WHERE, root=True)
+        named = matching_modules(graph, self.modules, where=WHERE, root=True)
         looked_up = {_source(node.operands[0]) for node in named if node.op in LOOKUPS}
         for given in graph.of_kind(InputKind.PARAMETER):
             if given.value in looked_up and given.value.type.numel >= self.min_numel and not given.pool:
@@ -95,7 +95,7 @@ class TableRows(Pass):
 
 
 def _source(value: Value) -> Value:
-    """What a value was before it was cast, gathered or seen otherwise."""
+    """What a value was before it was cast, gathered or viewed otherwise."""
     while value.node is not None and _only_moves(value.node):
         value = value.node.operands[value.index if len(value.node.operands) > 1 else 0]
     return value
@@ -106,24 +106,22 @@ def _only_moves(node: Node) -> bool:
 
 
 @dataclass
-class _Course:
+class _Table:
     """What is done with a table, from its lookup to the update."""
 
     graph: Graph
     table: Input
-    beside: dict[Node, None] = field(default_factory=dict)
-    """What is done in the host's memory."""
+    in_host: dict[Node, None] = field(default_factory=dict)
+    """What is done in host memory."""
 
-    def put_away(self) -> None:
-        """Let the table, and what is as large, lie in the host's memory."""
+    def offload(self) -> None:
+        """Store the table, and what is as large, in host memory."""
         states = [s for s in self.graph.of_kind(InputKind.STATE) if s.name.rpartition(".")[0] == self.table.name]
         stored = [self.table, *(each for each in states if each.value.type.shape == self.table.value.type.shape)]
         self._follow(stored)
         for given in stored:
             given.pool = HOST
-        rewriter = Rewriter(self.graph)
-        self._carry(rewriter, {given.name for given in stored})
-        rewriter.apply()
+        self._transfer({given.name for given in stored})
         self.graph.rename()
 
     def _follow(self, stored: Iterable[Input]) -> None:
@@ -133,33 +131,28 @@ class _Course:
             if node not in gradient and large.isdisjoint(node.operands):
                 continue
             if node.phase is not Phase.UPDATE and node not in gradient:
-                self._check(node, large)
-            self.beside[node] = None
+                taken = [value for value in node.operands if value in large]
+                if not _only_moves(node) and not (node.op in LOOKUPS and taken == [node.operands[0]]):
+                    raise self._more_than_rows(node)
+            self.in_host[node] = None
             if node.op not in LOOKUPS:
                 large.update(value for value in node.outs if value.type.numel >= self.table.value.type.numel)
 
-    def _check(self, node: Node, large: set[Value]) -> None:
-        """Before the update a table is looked up in, and nothing else."""
-        taken = [value for value in node.operands if value in large]
-        if _only_moves(node) or (node.op in LOOKUPS and taken == [node.operands[0]]):
-            return
-        raise self._more_than_rows(node)
-
     def _gradient(self) -> set[Node]:
         """What makes the table's gradient of gradients of rows, and what becomes of it."""
-        found: dict[Node, None] = {}
+        found: set[Node] = set()
         outputs = [o for o in self.graph.outputs if o.kind is OutputKind.GRADIENT and o.name == self.table.name]
         todo = [output.value for output in outputs]
         while todo:
             node = todo.pop().node
             if node is None or node in found:
                 continue
-            found[node] = None
+            found.add(node)
             before = [v for v in node.operands if v.type.shape == self.table.value.type.shape]
             if node.op not in BACK and not before:
                 raise self._more_than_rows(node)
             todo += before if node.op not in BACK else []
-        return set(found)
+        return found
 
     def _more_than_rows(self, node: Node) -> Error:
         return Error(
@@ -167,13 +160,14 @@ class _Course:
             where=f"{op_name(node.op)}  {node.where}",
             expected="a table that nn.Embedding or nn.EmbeddingBag alone use, not one that is tied to a head",
             got=f"{op_name(node.op)} of it, or of its gradient",
-            remedy="name other tables, sx.Offload('rows', modules=...), or put all of it away: 'parameters'",
+            remedy="name other tables, sx.Offload('rows', modules=...), or offload all of it: 'parameters'",
         )
 
-    def _carry(self, rewriter: Rewriter, names: set[str]) -> None:
-        """Send there what is done there takes, and fetch what others take of it."""
+    def _transfer(self, names: set[str]) -> None:
+        """Send to the host what is needed there, and fetch what others take of it."""
+        rewriter, in_host = Rewriter(self.graph), self.in_host
         away = {given.value for given in self.graph.inputs if given.pool}
-        away.update(value for node in self.beside for value in node.outs)
+        away.update(value for node in in_host for value in node.outs)
         sent, fetched = dict[Value, Value](), dict[Value, Value]()
 
         def put(value: Value, user: Node) -> Value:
@@ -192,11 +186,11 @@ class _Course:
 
         for node in self.graph.nodes:
             for value in dict.fromkeys(node.operands):
-                if node in self.beside and value not in away:
+                if node in in_host and value not in away:
                     rewriter.replace(value, put(value, node), users=[node])
-                elif node not in self.beside and value.node in self.beside:
+                elif node not in in_host and value.node in in_host:
                     rewriter.replace(value, fetch(value), users=[node])
         for output in self.graph.outputs:
-            there = output.value.node in self.beside
-            if there and not (output.kind.is_given_away and output.name in names):
+            if output.value.node in in_host and not (output.kind.is_given_away and output.name in names):
                 rewriter.replace(output.value, fetch(output.value), users=[output])
+        rewriter.apply()

@@ -1,4 +1,4 @@
-"""The update where states of the optimizer are offloaded: of each parameter as soon as its gradient is final.
+"""Order of the update with offloaded optimizer states: of each parameter as soon as its gradient is final.
 
     backward:                                        backward:
       %7 = aten.mm(%6, %x)       gradient of w         %7 = aten.mm(%6, %x)
@@ -10,9 +10,9 @@
                                                        %11 = aten.mm(%8, %y)
 
 So states are fetched and stored during the backward of earlier layers, and a gradient is freed by its update. What
-depends on all gradients (clipping by a norm of all, a loss scale that skips) stays behind the backward; and where a
-condition is watched, all of it, for nothing may be stored before. A gradient that ranks reduce is final where
-``UNDER_WAY`` later ones are sent, so that nobody waits for it. New content that ranks gather is gathered at the end.
+depends on all gradients (clipping by a norm of all, a loss scale that skips) stays behind the backward; with a guard
+all of it, for nothing may be stored before. A gradient that ranks reduce is final where ``UNDER_WAY`` later ones are
+sent, so that nobody waits for it. New content that ranks gather is gathered at the end.
 """
 
 from __future__ import annotations
@@ -30,36 +30,31 @@ UNDER_WAY = 2
 
 
 @dataclass
-class Update:
-    """The update of one parameter: its nodes in order, up to where ranks gather new content; and the offloaded states
-    that they take."""
+class ParameterUpdate:
+    """The update of one parameter: its nodes in order, up to where ranks gather new content; and its offloaded
+    states, with their bytes on the rank that stores most."""
 
     nodes: list[Node] = field(default_factory=list)
     states: list[Input] = field(default_factory=list)
     nbytes: int = 0
-    """Of its states on the rank that holds most."""
 
 
-def updates_of(graph: Graph, states: Iterable[Input]) -> list[Update]:
+def updates_of(graph: Graph, states: Iterable[Input]) -> list[ParameterUpdate]:
     """The updates that take some states, in the order of the graph."""
-    found: dict[str, Update] = {}
+    found: dict[str, ParameterUpdate] = {}
     owners: dict[Value, str | None] = {given.value: given.name for given in graph.of_kind(InputKind.PARAMETER)}
     for given in states:
         owner = owners[given.value] = given.name.rpartition(".")[0]
-        update = found.setdefault(owner, Update())
+        update = found.setdefault(owner, ParameterUpdate())
         update.states.append(given)
         update.nbytes += given.value.local_bytes(graph.mesh)
     for node in graph.nodes:
-        if node.phase is not Phase.UPDATE:
-            continue
-        names = {owners[value] for value in node.operands if value in owners}
-        if not names:
-            continue
-        alone = len(names) == 1 and not _travels(node, graph)
-        name = names.pop() if alone else None  # several, or what is gathered
-        owners.update(dict.fromkeys(node.outs, name))
-        if name in found:
-            found[name].nodes.append(node)
+        names = {owners[value] for value in node.operands if value in owners} if node.phase is Phase.UPDATE else set()
+        if names:
+            name = names.pop() if len(names) == 1 and not _sends(node, graph) else None  # several, or what is gathered
+            owners.update(dict.fromkeys(node.outs, name))
+            if name in found:
+                found[name].nodes.append(node)
     place = {node: i for i, node in enumerate(graph.nodes)}
     return sorted((each for each in found.values() if each.nodes), key=lambda each: place[each.nodes[0]])
 
@@ -91,16 +86,16 @@ def _ready(graph: Graph, now: Mapping[Node, int]) -> dict[Node, float]:
     read: dict[Value, int] = {}
     found: dict[Node, float] = {}
     final = _final(graph, now)
+
+    def there(value: Value) -> float:
+        made = value.node
+        if made is None:
+            return read.get(value, 0)
+        return found[made] if made in found else max(now[made], final.get(value, 0))
+
     for i, node in enumerate(graph.nodes):
         if node.phase is Phase.UPDATE:
-            places: list[float] = [math.inf if _travels(node, graph) else 0]
-            for value in node.operands:
-                made = value.node
-                if made is None:
-                    places.append(read.get(value, 0))
-                else:
-                    places.append(found[made] if made in found else max(now[made], final.get(value, 0)))
-            found[node] = max(places)
+            found[node] = max([math.inf if _sends(node, graph) else 0, *map(there, node.operands)])
             continue
         for value in node.operands:
             if value in shown:
@@ -112,19 +107,19 @@ def _ready(graph: Graph, now: Mapping[Node, int]) -> dict[Node, float]:
 
 def _final(graph: Graph, now: Mapping[Node, int]) -> dict[Value, float]:
     """Of gradients that ranks reduce: where they are final."""
-    brought: dict[Value, Node] = {}
+    reduced: dict[Value, Node] = {}
     for node in graph.nodes:
         for value in node.operands if node.phase is Phase.UPDATE else ():
             made = value.node
             while made is not None and made.phase is Phase.BACKWARD and (is_view(made) or is_cast(made)):
                 made = made.operands[0].node
-            if made is not None and made.phase is Phase.BACKWARD and _travels(made, graph):
-                brought[value] = made
-    sent = sorted({now[node] for node in brought.values()})
+            if made is not None and made.phase is Phase.BACKWARD and _sends(made, graph):
+                reduced[value] = made
+    sent = sorted({now[node] for node in reduced.values()})
     later = dict(zip(sent, sent[UNDER_WAY:], strict=False))
-    return {value: later.get(now[node], math.inf) for value, node in brought.items()}
+    return {value: later.get(now[node], math.inf) for value, node in reduced.items()}
 
 
-def _travels(node: Node, graph: Graph) -> bool:
+def _sends(node: Node, graph: Graph) -> bool:
     """Whether a node sends something to other ranks."""
     return is_comm(node) and not node.op.stays and not is_part(node, graph.mesh)

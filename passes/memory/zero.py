@@ -1,11 +1,11 @@
-"""zero: parameters are stored sharded over the ranks that would all hold the same (Rajbhandari et al., ZeRO, 2020).
+"""zero: parameters are stored sharded over the ranks that would all hold replicas (Rajbhandari et al., ZeRO, 2020).
 
     parameter %w : f32[512{tp}, 256]      ->      parameter %w : f32[512{tp,dp}, 256]
 
 It changes where parameters are stored, and nothing else: that they are gathered before they are used, and that their
 gradients are reduced and scattered, follows from placements that differ (``partition``). Where the optimizer's step is
-in the graph, parameters stay whole on levels 1 and 2; but masters that are computed with in fewer bits are stored
-sharded, for their casts are gathered in fewer bytes than new masters would be.
+in the graph, parameters stay replicated on levels 1 and 2; but master weights that are computed with in fewer bits are
+stored sharded, for their casts are gathered in fewer bytes than new master weights would be.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from typing import ClassVar
 
 from shardfx.ir.dim_sharding import DimSharding, Part, compound
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.graph import Graph, InputKind, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.sends import fetched
 from shardfx.ir.ops.traits import narrows
 from shardfx.ir.reasons import Decision
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
+from shardfx.passes.base import SHARDED, Context, Pass
 from shardfx.passes.update_placement import place_update
-
-from .made_again import Repeats
 
 
 @dataclass(frozen=True)
@@ -45,42 +42,18 @@ class Zero(Pass):
     least: int = 2**14
 
     def run(self, graph: Graph, context: Context) -> bool:
-        for axis in self.axes:
-            if axis not in graph.mesh.names:
-                raise Error(
-                    f"unknown mesh axis {axis!r}",
-                    where="Hints(zero_axis=...)",
-                    expected=f"one of {', '.join(graph.mesh.names)}",
-                    got=axis,
-                    remedy="name the axis, or a tuple of axes, over which parameters are to be stored sharded",
-                )
-            if self.axes.count(axis) > 1:
-                raise Error(
-                    f"parameters are to be stored sharded over {axis!r} twice",
-                    where="Hints(zero_axis=...)",
-                    expected="each axis once",
-                    got=", ".join(self.axes),
-                    remedy="name each axis once, major first",
-                )
-            if graph.mesh[axis].loop:
-                raise Error(
-                    f"parameters are to be stored sharded over {axis!r}, a loop axis",
-                    where="Hints(zero_axis=...)",
-                    expected="axes of ranks: each rank has what it stores in all iterations",
-                    got=axis,
-                    remedy="name an axis of ranks, such as that of data",
-                )
+        self._check(graph.mesh)
         trained = {output.name: output for output in graph.outputs if output.kind is OutputKind.GRADIENT}
         stepped = {output.name for output in graph.outputs if output.kind is OutputKind.PARAMETER}
-        changed, shardings, users = False, dict[str, Spec](), graph.users()
+        changed, stored, users = False, dict[str, Spec](), graph.users()
         for given in graph.of_kind(InputKind.PARAMETER):
             value = given.value
             if value.type.numel < self.least or (self.level < 3 and given.name not in trained):
                 continue
-            spec = stored(value, self.axes, graph.mesh)
+            spec = stored_spec(value, self.axes, graph.mesh)
             if given.name in stepped:
-                shardings[given.name] = spec
-                if self.level < 3 and not all(map(_casts, users[value])):
+                stored[given.name] = spec
+                if self.level < 3 and not all(narrows(n) or n.phase is Phase.UPDATE for n in users[value]):
                     continue
             changed |= spec != value.spec
             value.spec = spec
@@ -88,11 +61,25 @@ class Zero(Pass):
             if given.name in trained:
                 trained[given.name].spec = spec
         if any(node.phase is Phase.UPDATE for node in graph.nodes):
-            place_update(graph, context.cache, shardings)
+            place_update(graph, context.cache, stored)
             for given in graph.of_kind(InputKind.STATE):
-                if given.name.rpartition(".")[0] in shardings:
+                if given.name.rpartition(".")[0] in stored:
                     self._say(graph, given.value)
-        return changed or bool(shardings)
+        return changed or bool(stored)
+
+    def _check(self, mesh: Mesh) -> None:
+        for axis in self.axes:
+            what, expected = "", ""
+            if axis not in mesh.names:
+                what, expected = f"unknown mesh axis {axis!r}", f"one of {', '.join(mesh.names)}"
+            elif self.axes.count(axis) > 1:
+                what, expected = f"parameters are to be stored sharded over {axis!r} twice", "each axis once"
+            elif mesh[axis].loop:
+                what = f"parameters are to be stored sharded over {axis!r}, a loop axis"
+                expected = "axes of ranks: each rank has what it stores in all iterations"
+            if what:
+                remedy = "name an axis, or a tuple of axes, of ranks, major first, such as that of data"
+                raise Error(what, where="Hints(zero_axis=...)", expected=expected, got=self.axes, remedy=remedy)
 
     def _say(self, graph: Graph, value: Value) -> None:
         """That a value is stored sharded over the axes, where a hint says so as well."""
@@ -101,44 +88,19 @@ class Zero(Pass):
                 graph.reasons.add(Decision(value, dim, DimSharding(axes), f"zero={self.level}"))
 
 
-@dataclass(frozen=True)
-class RematerializeGathers(Pass):
-    """Gather stored parameters once more for the backward, so that they need not be whole between.
-
-    ``Hints(zero=3)`` says so: a parameter's all-gather is a value that is made again, and so is its cast.
-    """
-
-    name: ClassVar[str] = "rematerialize-gathers"
-    requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
-
-    def run(self, graph: Graph, context: Context) -> bool:
-        return Repeats(graph, fetched(graph).__contains__).run()
-
-
-def _casts(user: Node) -> bool:
-    """Whether a node of a parameter gives it in fewer bits, or steps it."""
-    return narrows(user) or user.phase is Phase.UPDATE
-
-
-def stored(value: Value, axes: tuple[str, ...], mesh: Mesh) -> Spec:
+def stored_spec(value: Value, axes: tuple[str, ...], mesh: Mesh) -> Spec:
     """How a value is stored that is sharded over ``axes`` too: on the first dim that they divide, or else on the one of
-    which a rank holds most; a compound dim is left alone where there is another."""
+    which a rank has most; a compound dim is left alone where there is another."""
     spec = value.spec or Spec.whole(value.type.ndim)
     more = tuple(axis for axis in axes if axis not in spec.axes)
     if not more or not spec.dims:
         return spec
     plain = [dim for dim, sharding in enumerate(spec.dims) if not sharding.parts]
     even = [dim for dim in plain if value.shape[dim] % mesh.extent((*spec.dims[dim].axes, *more)) == 0]
-    if even:
-        dim = even[0]
-    else:
-        dim = max(plain or range(len(spec.dims)), key=lambda d: value.shape[d] / mesh.extent(spec.dims[d].axes))
-    return spec.with_dim(dim, _sharding_more(spec.dims[dim], value.shape[dim], more, mesh))
-
-
-def _sharding_more(sharding: DimSharding, size: int, more: tuple[str, ...], mesh: Mesh) -> DimSharding:
-    """The sharding with further axes, minor to those that it has."""
+    local = {d: value.shape[d] / mesh.extent(spec.dims[d].axes) for d in plain or range(len(spec.dims))}
+    dim = even[0] if even else max(local, key=local.__getitem__)
+    sharding = spec.dims[dim]
     if not sharding.parts:
-        return DimSharding(sharding.axes + more)
+        return spec.with_dim(dim, DimSharding(sharding.axes + more))
     *rest, last = sharding.parts
-    return compound([*rest, Part(last.size, last.axes + more)], mesh)
+    return spec.with_dim(dim, compound([*rest, Part(last.size, last.axes + more)], mesh))

@@ -1,4 +1,4 @@
-"""arena: what a program makes for itself lies in one memory, at offsets that follow from when it is needed.
+"""arena: what a program allocates lies in one memory, at offsets that follow from live intervals.
 
     flat = memory.empty([48], float32)              arena = memory.arena(448)
     ...                                             flat = memory.slot(arena, 0, [48], float32)
@@ -7,15 +7,13 @@
                                                     place = memory.slot(arena, 0, [8, 8], float32)
                                                     mm = aten.mm.out(x, w, out=place)
 
-Buckets, what is gathered into, and temporaries of ops whose kernels compute into memory that they are given. What
-leaves the program has memory of its own, and so has what is made in iterations, or used by units of them. Without an
-arena buckets are kept between steps, each for itself, and idle where activations are many; here these lie in their
-place.
+Buckets, destinations of gathers, and temporaries of ops with an ``out`` form. Outputs of the program have memory of
+their own, and so has what is made in loops, or used by units of their iterations. Without an arena buckets are kept
+between steps, each by itself, and idle where activations are many; here these lie in their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,12 +29,12 @@ from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.arena_layout import BufferIntervals, dense_bytes, pack
 from shardfx.ir.program.rank_program import RankProgram
 
-from .rank_pass import RankContext, RankPass
+from .rank_pass import RankContext, RankPass, call_before
 
 
 @dataclass(frozen=True)
 class Arena(RankPass):
-    """Let buffers, and temporaries of at least ``least`` bytes, lie in one memory."""
+    """Place buffers, and temporaries of at least ``least`` bytes, in one memory."""
 
     name: ClassVar[str] = "arena"
 
@@ -44,24 +42,19 @@ class Arena(RankPass):
 
     def __post_init__(self) -> None:
         if type(self.least) is not int or self.least < 1:
-            raise Error(
-                "temporaries have no such size",
-                where="arena{least=...}",
-                expected="an int of at least 1",
-                got=self.least,
-            )
+            where, expected = "arena{least=...}", "an int of at least 1"
+            raise Error("temporaries have no such size", where=where, expected=expected, got=self.least)
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Give places."""
-        changed = self._into_memory(program, context)
+        changed = self._allocate(program, context)
         nodes = list(program.graph.nodes)
-        live = BufferIntervals(nodes)
-        found = {}
+        live, found = BufferIntervals(nodes), {}
         for node in (each for each in nodes if each.target is memory_ops.empty):
-            arguments: Any = node.args
+            shape, dtype, *_ = node.args
             if live.of(node, 0) is None:  # also what has another size in each iteration
                 continue
-            block = live.of(node, dense_bytes(*arguments[:2]))
+            block = live.of(node, dense_bytes(shape, dtype))
             if block is not None and block.nbytes:
                 found[node] = block
         if not found:
@@ -74,40 +67,32 @@ class Arena(RankPass):
             node.target, node.args = memory_ops.slot, (arena, offset, *node.args[:2])
         return True
 
-    def _into_memory(self, program: RankProgram, context: RankContext) -> bool:
+    def _allocate(self, program: RankProgram, context: RankContext) -> bool:
         """Let temporaries be computed into memory that the program asks for."""
         nodes = list(program.graph.nodes)
         live, known, changed = BufferIntervals(nodes), dict[str, Any](), False
-        beside = computed_beside(context.graph)
+        in_host = computed_beside(context.graph)
         for node in nodes:
             row = WITH_DESTINATION.get(node.target) if node.op == "call_function" else None
-            if row is None or row.into in node.kwargs or node.meta.get("shardfx") in beside:
+            if row is None or row.into in node.kwargs or node.meta.get("shardfx") in in_host:
                 continue
-            if not _tensors(node) or live.of(node, 0) is None:
+            if not _takes_tensors(node) or live.of(node, 0) is None:
                 continue
             known = known or values(program)
-            layout = _dense(known, node)
-            if layout is None or layout.nbytes < self.least:
+            made = known[node.name]
+            if not isinstance(made, torch.Tensor):
                 continue
-            with program.graph.inserting_before(node):
-                memory = program.graph.call_function(memory_ops.empty, ([*layout.shape], layout.dtype, context.device))
-            memory.meta["shardfx"] = node.meta.get("shardfx")
+            layout = TensorLayout(tuple(made.shape), made.stride(), made.dtype)
+            if layout != TensorLayout.dense(layout.shape, layout.dtype) or layout.nbytes < self.least:
+                continue
+            memory = call_before(node, memory_ops.empty, [*layout.shape], layout.dtype, context.device)
             node.target, node.kwargs = row.function, {**node.kwargs, str(row.into): memory}
             changed = True
         return changed
 
 
-def _tensors(node: fx.Node) -> bool:
+def _takes_tensors(node: fx.Node) -> bool:
     """Whether tensors stand where an op takes such, and no numbers."""
     schema: Any = node.target._schema  # type: ignore[union-attr]
     given = zip(schema.arguments, node.args, strict=False)
     return all(isinstance(arg, fx.Node) for argument, arg in given if str(argument.type) == "Tensor")
-
-
-def _dense(known: Mapping[str, Any], node: fx.Node) -> TensorLayout | None:
-    """How the result of a call lies, where that is as memory is handed out."""
-    made = known[node.name]
-    if not isinstance(made, torch.Tensor):
-        return None
-    layout = TensorLayout(tuple(made.shape), made.stride(), made.dtype)
-    return layout if layout == TensorLayout.dense(layout.shape, layout.dtype) else None

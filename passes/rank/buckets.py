@@ -1,4 +1,6 @@
-"""buckets: what is reduced together is computed where it is reduced.
+"""Computing into buckets and into accumulators.
+
+buckets: what is reduced together is computed in the memory where it is reduced::
 
     grad = aten.mm(t, x)                            flat = memory.empty([48], float32)
     flat = pack.flatten([grad], 1)            ->    part = memory.part(flat, 1, 0, [8, 6])
@@ -7,7 +9,15 @@
                                                     sent = c10d.all_reduce(full, 'sum', ...)
 
 A matrix product that is used for nothing else is computed into the bucket, anything else is written there when it is
-made, so that its own memory is let go at once. DistributedDataParallel's gradients are views of buckets likewise.
+made, so that its own memory is freed at once. DistributedDataParallel's gradients are views of buckets likewise.
+
+add-into: what an iteration of a loop adds to a sum is computed into it::
+
+    grad = aten.mm(t, x)                      ->    sum = loop.addmm(total, t, x)
+    sum = loop.add(total, grad)
+
+A weight's gradient then never exists twice, and is read once an iteration in place of three times. The gradient of a
+table (``aten.embedding_dense_backward``) is added row by row: only rows that were looked up are touched.
 """
 
 from __future__ import annotations
@@ -19,8 +29,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardfx.ir.graph import Node, Value
+from shardfx.ir.graph import Value
 from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.local_ops import ADDING
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.aliasing import destination
@@ -28,7 +39,7 @@ from shardfx.ir.program.loops.loop_nest import loop_axes
 from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
 
-from .rank_pass import RankContext, RankPass
+from .rank_pass import RankContext, RankPass, call_after, call_before, planned_node
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 REDUCTIONS = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
@@ -44,105 +55,121 @@ class Buckets(RankPass):
         """Make the buckets."""
         changed = False
         nodes = list(program.graph.nodes)
-        inside, beside = regions(nodes), computed_beside(context.graph)
+        inside, in_host = regions(nodes), computed_beside(context.graph)
         order = {node: place for place, node in enumerate(nodes)}
         for node in nodes:
-            made = node.meta.get("shardfx")
-            if node.target is not pack.flatten or len(node.users) != 1 or not isinstance(made, Node) or made in beside:
+            planned = planned_node(node)
+            if node.target is not pack.flatten or len(node.users) != 1 or planned is None or planned in in_host:
                 continue
-            if next(iter(node.users)).target not in REDUCTIONS:
+            tensors, shards = node.args
+            if next(iter(node.users)).target not in REDUCTIONS or len(set(tensors)) != len(tensors):
                 continue
-            tensors, pieces = node.args
-            if len(set(tensors)) != len(tensors) or any(each.op == "placeholder" for each in tensors):
+            sums = [_is_sum(each, node) for each in tensors]
+            apart = any(inside[each] != inside[node] for each in tensors)
+            shapes = [shape for v in planned.operands if (shape := _shape(v, program)) is not None]
+            if any(sums) != all(sums) or (apart and not all(sums)) or len(shapes) != len(tensors):
                 continue
-            collected = [_collected(each, node) for each in tensors]
-            if any(collected) != all(collected) or any(
-                inside[each] != inside[node] for each in tensors if not all(collected)
-            ):
-                continue
-            shapes = [shape for v in made.operands if (shape := _shape(v, program)) is not None]
-            if len(shapes) != len(tensors):
-                continue
-            first = min((_made(each) for each in tensors), key=order.__getitem__)
-            _bucket(program.graph, node, tensors, first, shapes, pieces, made.operands[0].type.dtype, context.device)
-            changed = True
+            if all(each.op != "placeholder" for each in tensors):
+                first = min((_allocated(each) for each in tensors), key=order.__getitem__)
+                _bucket(node, first, shapes, shards, planned.operands[0].type.dtype, context.device)
+                changed = True
         return changed
 
 
 def _shape(value: Value, program: RankProgram) -> tuple[int, ...] | None:
-    """What a rank holds of a value, in each iteration; None where iterations have unequal parts."""
+    """The local shape of a value, in each iteration; None where iterations have shards of several shapes."""
     spec, mesh = value.spec, program.mesh
-    over = [axis for axis in loop_axes(mesh) if spec is not None and axis in spec.axes]
+    if spec is None:
+        return None
+    over = [axis for axis in loop_axes(mesh) if axis in spec.axes]
     coords = {**dict.fromkeys(loop_axes(mesh), 0), **mesh.coords(program.rank)}
-    held = {spec.local_shape(value.shape, mesh, at) for at in mesh.along(coords, over)} if spec is not None else set()
-    return held.pop() if len(held) == 1 else None
+    shapes = {spec.local_shape(value.shape, mesh, at) for at in mesh.along(coords, over)}
+    return shapes.pop() if len(shapes) == 1 else None
 
 
-def _made(tensor: fx.Node) -> fx.Node:
-    """Where the memory of a tensor is made: that of a sum over iterations is there before them."""
+def _allocated(tensor: fx.Node) -> fx.Node:
+    """Where the memory of a tensor is allocated: that of a sum over iterations is there before them."""
     into = destination(tensor) if tensor.target is loop_ops.add else None
     return tensor if into is None else into
 
 
-def _collected(tensor: fx.Node, flat: fx.Node) -> bool:
+def _is_sum(tensor: fx.Node, flat: fx.Node) -> bool:
     """Whether a tensor is a sum over iterations, in memory of its own, that is used for nothing but ``flat``."""
-    into = _made(tensor)
+    into = _allocated(tensor)
     return into is not tensor and into.target is memory_ops.filled and list(tensor.users) == [flat]
 
 
 def _bucket(
-    graph: fx.Graph,
-    flat: fx.Node,
-    tensors: Sequence[fx.Node],
-    first: fx.Node,
-    shapes: Sequence[tuple[int, ...]],
-    pieces: int,
-    dtype: torch.dtype,
-    device: str,
+    flat: fx.Node, first: fx.Node, shapes: Sequence[tuple[int, ...]], shards: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Put memory in place of a concatenation; ``first`` is the first of the tensors to be made."""
-    sizes = [torch.Size(shape).numel() // pieces for shape in shapes]
-
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = graph.call_function(target, args, kwargs)
-        made.meta["shardfx"] = flat.meta["shardfx"]
-        return made
-
-    collected = _made(tensors[0]) is not tensors[0]
-    with graph.inserting_before(first):
-        if collected:
-            memory = call(memory_ops.filled, [sum(sizes) * pieces], 0.0, dtype, device)
-        else:
-            memory = call(memory_ops.empty, [sum(sizes) * pieces], dtype, device)
+    """Replace a concatenation by memory; ``first`` is where the first of its tensors is allocated."""
+    graph, tensors = flat.graph, list[fx.Node](flat.args[0])  # type: ignore[arg-type]
+    sizes = [torch.Size(shape).numel() // shards for shape in shapes]
+    numel, sums = sum(sizes) * shards, _allocated(tensors[0]) is not tensors[0]
+    if sums:
+        memory = call_before(first, memory_ops.filled, [numel], 0.0, dtype, device, like=flat)
+    else:
+        memory = call_before(first, memory_ops.empty, [numel], dtype, device, like=flat)
     written, at = [], 0
     for tensor, shape, size in zip(tensors, shapes, sizes, strict=True):
-        if collected:
-            filled = _made(tensor)
-            with graph.inserting_before(filled):
-                part = call(memory_ops.part, memory, pieces, at, list(shape))
-            filled.replace_all_uses_with(part)
+        arguments = (memory_ops.part, memory, shards, at, list(shape))
+        if sums:
+            filled, into = _allocated(tensor), tensor
+            filled.replace_all_uses_with(call_before(filled, *arguments, like=flat))
             graph.erase_node(filled)
-            into = tensor
         elif tensor.target is aten.mm.default and list(tensor.users) == [flat]:
-            with graph.inserting_before(tensor):
-                part = call(memory_ops.part, memory, pieces, at, list(shape))
-                a, b = tensor.args
-                if pieces == 1:
-                    into = graph.call_function(aten.mm.out, (a, b), {"out": part})
-                else:
-                    into = graph.call_function(memory_ops.mm_pieces, (a, b, part))
+            part = call_before(tensor, *arguments, like=flat)
+            if shards == 1:
+                into = call_before(tensor, aten.mm.out, *tensor.args, out=part)
+            else:
+                into = call_before(tensor, memory_ops.mm_pieces, *tensor.args, part)
             into.meta = dict(tensor.meta)
             tensor.replace_all_uses_with(into)
             graph.erase_node(tensor)
         else:
-            with graph.inserting_after(tensor):
-                part = call(memory_ops.part, memory, pieces, at, list(shape))
-            with graph.inserting_after(part):
-                into = call(memory_ops.write, part, tensor)
+            part = call_after(tensor, *arguments)
+            into = call_after(part, memory_ops.write, part, tensor)
+            part.meta, into.meta = ({"shardfx": flat.meta["shardfx"]} for _ in range(2))
         written.append(into)
         at += size
-    with graph.inserting_before(flat):
-        joined = call(memory_ops.join, memory, written, pieces)
-        joined.meta["shape"] = (sum(sizes) * pieces,)
+    joined = call_before(flat, memory_ops.join, memory, written, shards)
+    joined.meta["shape"] = (numel,)
     flat.replace_all_uses_with(joined)
     graph.erase_node(flat)
+
+
+@dataclass(frozen=True)
+class AddInto(RankPass):
+    """MixedPrecision what is used for nothing but a sum over iterations into that sum."""
+
+    name: ClassVar[str] = "add-into"
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Do so where the sum has the dtype and the shape of what is added."""
+        inside, changed = regions(program.graph.nodes), False
+        for node in list(program.graph.nodes):
+            if node.target is not loop_ops.add:
+                continue
+            args: Any = node.args
+            total, x = args
+            alone = inside[x] == inside[node] and list(x.users) == [node]
+            if alone and x.target in ADDING and not x.kwargs and _is_alike(x, node) and _fits(x, total):
+                node.target, node.args = ADDING[x.target], (total, *x.args)
+                program.graph.erase_node(x)
+                changed = True
+        return changed
+
+
+def _is_alike(x: fx.Node, node: fx.Node) -> bool:
+    """Whether what is added has the type of the sum, so that it is neither cast nor viewed otherwise."""
+    made, to = planned_node(x), planned_node(node)
+    if made is None or to is None:
+        return False
+    return len(made.outs) == 1 and [*made.outs] == [*to.operands] and made.outs[0].type == to.outs[0].type
+
+
+def _fits(x: fx.Node, total: fx.Node) -> bool:
+    """Whether a sum is laid out as its rows are: a table's contiguously, of a gradient that is no mean by frequency."""
+    if ADDING[x.target] is not loop_ops.index_add:
+        return True
+    return (total.target is not memory_ops.part or total.args[1:2] == (1,)) and x.args[4] is False

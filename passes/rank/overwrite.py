@@ -1,4 +1,6 @@
-"""overwrite: an optimizer's step is computed where what it makes anew lies, or in memory that nothing else needs.
+"""Memory of new contents: parameters, optimizer states and buffers, and gradients.
+
+overwrite: an optimizer's step is computed in the memory of what it updates, or of what nothing else needs::
 
     mul = aten.mul(w, scale)                      mul = aten.mul.out(w, scale, out=w)
     lerp = aten.lerp(m, grad, 0.1)                lerp = aten.lerp.Scalar_out(m, grad, 0.1, out=m)
@@ -10,9 +12,15 @@
     return (new, lerp, gathered, away)            away = memory.stored(memory.put(place, m))
                                                   return (new, lerp, kept, away)
 
-So a step makes no second copy of parameters and states, and writes none; nor of the rows that a rank steps of what it
-has whole. Where a condition is watched (a guard), what is stored may not change before it was looked at, and all stays
-as it is.
+So a step allocates no second copy of parameters and states; nor of the rows that a rank updates of what is replicated.
+Where a guard is watched, what is stored may not change before it was looked at, and nothing is done.
+
+own-outputs: results that the caller owns (gradients, new contents) and that share memory are copied::
+
+    return (t, t)                          ->     own = memory.own(t)
+                                                  return (t, own)
+
+Parts of one reduced buffer do not overlap, and are given away as they are.
 """
 
 from __future__ import annotations
@@ -25,15 +33,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardfx.ir.graph import Input, Node, Phase, Value
+from shardfx.ir.graph import Input, Value
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.computing.segment import CAST
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.ops.pools import transfer
-from shardfx.ir.program.aliasing import STEPPED, Aliasing, renewed
+from shardfx.ir.program.aliasing import STEPPED, Aliasing, ResultOwnership, renewed
 from shardfx.ir.program.rank_program import RankProgram
 
-from .rank_pass import RankContext, RankPass
+from .rank_pass import RankContext, RankPass, call_after, call_before, is_update, origin, planned_node
 
 
 @dataclass(frozen=True)
@@ -53,128 +61,121 @@ class Overwrite(RankPass):
 class _Overwriting:
     def __init__(self, program: RankProgram) -> None:
         self.program, self.coords = program, program.mesh.coords(program.rank)
-        self.share = Aliasing(program.graph.nodes)
-        self.renewed = renewed(program, STEPPED)
-        """Inputs whose new content the program gives, and which result that is."""
         self.values: dict[fx.Node, Value] = {}
         """What may be written over, as it was planned."""
+        self._look()
+
+    def _look(self) -> None:
+        self.share = Aliasing(self.program.graph.nodes)
+        self.renewed = renewed(self.program, STEPPED)
+        """Inputs whose new content the program gives, and which result that is."""
 
     def run(self) -> bool:
-        places = (node for node in self.program.graph.nodes if node.op == "placeholder")
-        inputs = dict(zip(places, self.program.inputs, strict=True))
+        inputs = dict(zip(self.program.graph.find_nodes(op="placeholder"), self.program.inputs, strict=True))
         self.values = {node: given.value for node, given in inputs.items() if node in self.renewed}
-        changed, share = self._put(), self.share
+        changed = self._put()
         for node in self.program.graph.nodes:
-            planned = node.meta.get("shardfx")
-            if node.target is pack.take and isinstance(planned, Node) and share.root(node) in self.renewed:
-                self.values[node] = planned.outs[0]  # a rank's rows of a parameter that is stored whole
-            if not isinstance(planned, Node) or planned.phase is not Phase.UPDATE:
+            planned = planned_node(node)
+            if node.target is pack.take and planned is not None and self.share.root(node) in self.renewed:
+                self.values[node] = planned.outs[0]  # a rank's rows of a replicated parameter
+            if planned is None or not is_update(node):
                 continue
-            if node.target is transfer.arrived and share.owned(node):
+            if node.target is transfer.arrived and self.share.owned(node):
                 self.values[node] = planned.outs[0]
-            if node.target is not planned.op:
-                continue
-            form = OVERWRITING.get(node.target)
-            if form is None or len(planned.outs) != 1:
+            out_form = OVERWRITING.get(node.target) if node.target is planned.op else None
+            if out_form is None or len(planned.outs) != 1:
                 continue
             into = self._into(node, planned.outs[0])
             self.values[node] = planned.outs[0]
             if into is not None:
-                node.target, node.kwargs = form, {**node.kwargs, "out": into}
+                node.target, node.kwargs = out_form, {**node.kwargs, "out": into}
                 changed = True
         self.share = Aliasing(self.program.graph.nodes)
         if self._write_rounded():
             changed, self.share = True, Aliasing(self.program.graph.nodes)
         return self._write(inputs) or changed
 
+    def _is_free(self, memory: fx.Node, call: fx.Node) -> bool:
+        """Whether nothing uses some memory behind a call, or sends it by then."""
+        return self.share.last_use(memory, call) and self.share.sender(memory, call) is None
+
     def _put(self) -> bool:
-        """What lies beside the device is written there, and no second copy of it is made."""
+        """Write offloaded states where they are stored, without a second copy there."""
         changed = False
         for place, result in self.renewed.items():
             away: Any = result
             while away.target in (transfer.arrived, transfer.stored):
                 away = away.args[0]
-            if away.target not in (transfer.to_host, transfer.to_disk):
-                continue
-            if self.share.last_use(place, away):
+            if away.target in (transfer.to_host, transfer.to_disk) and self.share.last_use(place, away):
                 away.target, away.args = transfer.put, (place, away.args[0])
                 changed = True
         if changed:
-            self.share, self.renewed = Aliasing(self.program.graph.nodes), renewed(self.program, STEPPED)
+            self._look()
         return changed
 
     def _write_rounded(self) -> bool:
-        """New rows of a parameter that were computed in more bits, and rounded, are written where the old ones lie."""
+        """Write new rows of a parameter that were computed in more bits, and rounded, over the old ones."""
         changed = False
         for node in list(self.program.graph.nodes):
-            planned = node.meta.get("shardfx")
-            if node.target is not CAST or not isinstance(planned, Node) or planned.phase is not Phase.UPDATE:
+            planned = planned_node(node)
+            rows = _rows(node) if node.target is CAST and is_update(node) else None
+            if planned is None or rows is None or rows not in self.values:
                 continue
-            rows = _rows(node)
-            if rows is None or rows not in self.values:
-                continue
-            free = self.share.last_use(rows, node) and self.share.sender(rows, node) is None
-            old, new = self.values[rows], planned.outs[0]
-            if not free or old.type.dtype is not new.type.dtype or self._shape(old) != self._shape(new):
-                continue
-            with self.program.graph.inserting_after(node):
-                made = self.program.graph.call_function(memory_ops.write, (rows, node))
-            made.meta = {key: value for key, value in node.meta.items() if key == "shardfx"}
-            node.replace_all_uses_with(made, lambda user, made=made: user is not made)
-            changed = True
+            if self._is_free(rows, node) and self._is_like(self.values[rows], planned.outs[0]):
+                made = call_after(node, memory_ops.write, rows, node)
+                node.replace_all_uses_with(made, lambda user, made=made: user is not made)
+                changed = True
         return changed
 
     def _write(self, inputs: Mapping[fx.Node, Input]) -> bool:
-        """What lies elsewhere (it was gathered) is written where it belongs at once, so that its memory is let go."""
-        graph, end, share = self.program.graph, self.program.result(), self.share
+        """Write what is elsewhere (it was gathered) where it belongs at once, so that its memory is freed."""
+        end, share = self.program.result(), self.share
         written, spent = dict[str, fx.Node](), list[fx.Node]()
         for place, result in self.renewed.items():
-            free = share.last_use(place, result) and share.sender(place, result) is None
             apart = result.op == "call_function" and share.root(result) is not share.root(place)
-            if not free or not apart or self._home(result) is place:
+            if not apart or not self._is_free(place, result) or _home(result) is place:
                 continue
             part = _part(result)
-            with graph.inserting_after(result):
-                if part is None:
-                    made = graph.call_function(memory_ops.write, (place, result))
-                else:
-                    made = graph.call_function(memory_ops.write_part, (place, *part))
-                    spent.append(result)
-            made.meta = {key: value for key, value in result.meta.items() if key == "shardfx"}
+            if part is None:
+                made = call_after(result, memory_ops.write, place, result)
+            else:
+                made = call_after(result, memory_ops.write_part, place, *part)
+                spent.append(result)
             written[inputs[place].name] = made
         given: Any = end.args[0]
         named = zip(given, self.program.outputs, strict=True)
         end.args = (tuple(written.get(o.name, r) if o.kind.is_stepped else r for r, o in named),)
         for result in spent:
-            _erase_unused(graph, result)
+            _erase_unused(self.program.graph, result)
         return bool(written)
 
     def _into(self, node: fx.Node, value: Value) -> fx.Node | None:
         """The operand whose memory the result takes; that of what it is the new content of, where there is one."""
         found = [used for used in node.all_input_nodes if used in self.values and self._may(node, value, used)]
-        home = [used for used in found if self.renewed.get(self._home(used)) is node]
+        home = [used for used in found if self.renewed.get(_home(used)) is node]
         return next(iter((*home, *found)), None)
 
-    def _home(self, node: fx.Node) -> fx.Node:
-        """The value at the begin of a chain of calls, each over the one before."""
-        while isinstance(into := node.kwargs.get("out"), fx.Node):
-            node = into
-        return node
-
     def _may(self, node: fx.Node, value: Value, used: fx.Node) -> bool:
-        theirs, share = self.values[used], self.share
-        if any(other is not used and share.meet(other, used) for other in node.all_input_nodes):
+        if any(other is not used and self.share.meet(other, used) for other in node.all_input_nodes):
             return False
-        same = self._shape(value) == self._shape(theirs) and value.type.dtype == theirs.type.dtype
-        return same and share.last_use(used, node) and share.sender(used, node) is None
+        return self._is_like(value, self.values[used]) and self._is_free(used, node)
 
-    def _shape(self, value: Value) -> tuple[int, ...]:
-        assert value.spec is not None
-        return torch.Size(value.spec.local_shape(value.shape, self.program.mesh, self.coords))
+    def _is_like(self, a: Value, b: Value) -> bool:
+        """Whether two values have one local shape and dtype."""
+        assert a.spec is not None and b.spec is not None
+        shapes = (v.spec.local_shape(v.shape, self.program.mesh, self.coords) for v in (a, b) if v.spec is not None)
+        return a.type.dtype == b.type.dtype and len({torch.Size(shape) for shape in shapes}) == 1
+
+
+def _home(node: fx.Node) -> fx.Node:
+    """The value at the begin of a chain of calls, each over the one before."""
+    while isinstance(into := node.kwargs.get("out"), fx.Node):
+        node = into
+    return node
 
 
 def _rows(node: fx.Node) -> fx.Node | None:
-    """A rank's rows of what it has whole, with which a chain of calls began, each of the one before first of all."""
+    """A rank's rows of what is replicated, with which a chain of calls began, each of the one before first of all."""
     found: Any = node
     while isinstance(found, fx.Node) and found.op == "call_function" and found.target is not pack.take:
         found = found.args[0] if found.args else None
@@ -182,13 +183,13 @@ def _rows(node: fx.Node) -> fx.Node | None:
 
 
 def _part(result: fx.Node) -> tuple[Any, ...] | None:
-    """Where a result, which is nothing but new content, stands in what was gathered: buffer, pieces, offset, shape."""
+    """Where a result, which is nothing but new content, is in what was gathered: buffer, shards, offset, shape."""
     arguments: Any = result.args
     if result.target is not operator.getitem or len(result.users) != 1 or arguments[0].target is not memory_ops.spread:
         return None
-    (_, buffer, shapes, pieces), number = arguments[0].args, arguments[1]
-    before = sum(torch.Size(shape).numel() // pieces for shape in shapes[:number])
-    return buffer, pieces, before, [*shapes[number]]
+    (_, buffer, shapes, shards), number = arguments[0].args, arguments[1]
+    before = sum(torch.Size(shape).numel() // shards for shape in shapes[:number])
+    return buffer, shards, before, [*shapes[number]]
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
@@ -199,3 +200,26 @@ def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
     for used in inputs:
         _erase_unused(graph, used)
+
+
+@dataclass(frozen=True)
+class OwnOutputs(RankPass):
+    """Copy gradients and new contents that share memory with an input, or with another result."""
+
+    name: ClassVar[str] = "own-outputs"
+    establishes: ClassVar[frozenset[str]] = frozenset({"OWN_OUTPUTS"})
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Copy what is shared."""
+        end = program.result()
+        given_away = ResultOwnership(Aliasing(program.graph.nodes), renewed(program))
+        results: list[Any] = list(end.args[0])  # type: ignore[arg-type]
+        changed = False
+        for i, (planned, result) in enumerate(zip(program.outputs, results, strict=True)):
+            if isinstance(result, fx.Node) and not given_away.take(result) and planned.kind.is_given_away:
+                results[i] = call_before(end, memory_ops.own, result)
+                results[i].meta = origin(result)
+                changed = True
+        if changed:
+            end.args = (tuple(results),)
+        return changed

@@ -1,30 +1,34 @@
 """Rank passes: from one rank's program to a better one, before it runs.
 
-A rank pass is a frozen dataclass whose fields are its options, as a pass on the planned graph is. It sees one rank's
-program alone; so that all ranks stay in step it must leave the order of collectives as it is, and nothing that it does
-may hang on the rank's number. What they leave is validated, and the pass that left it wrong is named.
+A rank pass is a frozen dataclass whose fields are its options. It sees one rank's program alone; so that ranks stay in
+step it keeps the order of collectives, and nothing that it does depends on the rank's number. What passes leave is
+validated, and the pass that left it wrong is named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from torch import fx
 
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.graph import Graph, Node, OutputKind, Phase
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.table import LocalOp
 from shardfx.ir.program.lower import SharedLowering
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import collective_order, validate_program
 from shardfx.passes.base import PassError, check_requires
-from shardfx.passes.options import options_of
+from shardfx.passes.pass_text import options_of
 
 
 @dataclass
 class RankContext:
-    """What rank passes know beside the program: the planned graph, the kind of device, what they noted, the machine
-    that is planned for, and what was established of the program before."""
+    """What rank passes know besides the program: the planned graph, the kind of device, the machine planned for, their
+    notes, and what was established of the program before."""
 
     graph: Graph
     device: str = "cpu"
@@ -34,14 +38,14 @@ class RankContext:
     _common: dict[frozenset[OutputKind], SharedLowering] = field(default_factory=dict)
 
     def common(self, kinds: Iterable[OutputKind]) -> SharedLowering:
-        """What the programs of the ranks have in common that give outputs of some kinds."""
+        """What the programs of all ranks that give outputs of some kinds have in common."""
         which = frozenset(kinds)
         return self._common.setdefault(which, SharedLowering(self.graph, which))
 
 
 @dataclass(frozen=True)
 class RankPass:
-    """One thing that may be done to a rank's program.
+    """A transformation of a rank's program.
 
     Subclass it as a frozen dataclass, give it a ``name``, and write :meth:`run`::
 
@@ -66,6 +70,50 @@ class RankPass:
         return f"{self.name}{options_of(self)}"
 
 
+def planned_node(call: fx.Node) -> Node | None:
+    """The planned node that a call comes from."""
+    planned = call.meta.get("shardfx")
+    return planned if isinstance(planned, Node) else None
+
+
+def is_update(call: fx.Node) -> bool:
+    """Whether a call is of an optimizer's step."""
+    planned = planned_node(call)
+    return planned is not None and planned.phase is Phase.UPDATE
+
+
+def local_op(call: fx.Node) -> LocalOp | None:
+    """The row of a call of one of our own functions."""
+    return row_of(call.target) if call.op == "call_function" else None
+
+
+def waits(call: fx.Node) -> bool:
+    """Whether a call waits for what was started before."""
+    row = local_op(call)
+    return row is not None and row.waits
+
+
+def origin(call: fx.Node) -> dict[str, Any]:
+    """The metadata of another call for the same planned node."""
+    return {key: value for key, value in call.meta.items() if key == "shardfx"}
+
+
+def call_before(anchor: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+    """Insert a call before ``anchor``, of the planned node of ``like`` (or of ``anchor``)."""
+    with anchor.graph.inserting_before(anchor):
+        made = anchor.graph.call_function(target, args, kwargs)
+    made.meta = origin(like or anchor)
+    return made
+
+
+def call_after(anchor: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call after ``anchor``, of its planned node."""
+    with anchor.graph.inserting_after(anchor):
+        made = anchor.graph.call_function(target, args, kwargs)
+    made.meta = origin(anchor)
+    return made
+
+
 def run_rank_passes(
     program: RankProgram,
     passes: Sequence[RankPass],
@@ -74,12 +122,11 @@ def run_rank_passes(
 ) -> RankProgram:
     """Run ``passes`` over ``program`` in place, validating what they leave; gives the program.
 
-    ``again`` makes the program anew: then it is validated once, at its end, and only if it is wrong there once more,
-    after each pass. Without it after each pass at once.
+    With ``again``, which makes the program anew, it is validated at its end, and only if it is wrong there once more,
+    after each pass; without it after each pass at once.
 
     Raises:
-        Error: a pass stands too early, fails, or leaves a program that is wrong: naming the pass, the node and what is
-            wrong with it.
+        Error: a pass stands too early, fails, or leaves a program that is wrong: naming the pass and the node.
     """
     if again is None:
         return _run(program, passes, context, each_validated=True)
@@ -92,8 +139,7 @@ def run_rank_passes(
 def _run(
     program: RankProgram, passes: Sequence[RankPass], context: RankContext, *, each_validated: bool
 ) -> RankProgram:
-    established = set(context.established)
-    ran: list[str] = []
+    established, ran = set(context.established), list[str]()
     order = collective_order(program)
     for number, each in enumerate(passes):
         check_requires(each, established, ran, "rank pass")
@@ -111,22 +157,23 @@ def _run(
         last = number == len(passes) - 1
         if last or (changed and each_validated):
             validate_program(program, after=each.name, ends=last and "OWN_OUTPUTS" in established)
-            _same_order(order, collective_order(program), each, program)
+            _check_order(order, collective_order(program), each, program)
         ran.append(each.name)
     if not passes:
         validate_program(program, ends=False)
     return program
 
 
-def _same_order(before: Sequence[str], after: Sequence[str], each: RankPass, program: RankProgram) -> None:
-    """The collectives of each group keep their order: else ranks would wait for one another."""
+def _check_order(before: Sequence[str], after: Sequence[str], each: RankPass, program: RankProgram) -> None:
+    """Raise if the collectives of a group do not keep their order: ranks would wait for one another."""
     if before == after:
         return
     at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    expected, got = (names[at] if at < len(names) else "no further collective" for names in (before, after))
     raise Error(
         f"rank pass {each.name!r} changes the order of collectives",
         where=f"rank {program.rank}, collective {at}",
-        expected=before[at] if at < len(before) else "no further collective",
-        got=after[at] if at < len(after) else "no further collective",
+        expected=expected,
+        got=got,
         remedy="keep the order of collectives: it must be the same on all ranks (passes on the graph may change it)",
     )

@@ -10,9 +10,8 @@
 
 For programs that ``torch.compile`` runs: it fuses the copies into the kernels of the backward. Which values are saved
 is a minimum-cut of the forward, by bytes, between what is not pointwise and what the backward reads, as in the
-partitioner of AOTAutograd (``torch._functorch.partitioners.min_cut_rematerialization_partition``); among shardings of
-equal bytes the one that recomputes least. What a product of the backward reads lies in memory in any case, and is
-saved.
+partitioner of AOTAutograd (``torch._functorch.partitioners.min_cut_rematerialization_partition``); among minimum shards
+the one that recomputes least. What a product of the backward reads is in memory in any case, and is saved.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from torch import fx
 
 from shardfx.ir.cost.fusion import is_computed
 from shardfx.ir.cost.replay import values
-from shardfx.ir.graph import Node, Phase
+from shardfx.ir.graph import Phase
 from shardfx.ir.ops.traits import draws
 from shardfx.ir.program.aliasing import view_source
 from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
 
-from .rank_pass import RankContext, RankPass
+from .rank_pass import RankContext, RankPass, planned_node
 
 TOTAL = 2**29
 """All capacities of a flow together, of the 32 bits that scipy computes in."""
@@ -59,11 +58,10 @@ class Rematerialize(RankPass):
         recomputed = _recomputed(nodes, program)
         copies: dict[fx.Node, fx.Node] = {}
         for node in nodes if recomputed else ():
-            if not _is_late(node):
-                continue
-            for used in node.all_input_nodes:
-                if used in recomputed:
-                    node.replace_input_with(used, _copied(used, node, recomputed, copies))
+            if _is_late(node):
+                for used in node.all_input_nodes:
+                    if used in recomputed:
+                        node.replace_input_with(used, _copied(used, node, recomputed, copies))
         return bool(copies)
 
 
@@ -73,32 +71,31 @@ def _copied(value: fx.Node, before: fx.Node, recomputed: set[fx.Node], copies: d
     while todo:
         node = todo[-1]
         missing = [used for used in node.all_input_nodes if used in recomputed and used not in copies]
-        if node in copies or missing:
+        if missing and node not in copies:
             todo += missing
-            if not missing:
-                todo.pop()
             continue
-        with before.graph.inserting_before(before):
-            copies[todo.pop()] = before.graph.node_copy(node, lambda used: copies.get(used, used))
+        todo.pop()
+        if node not in copies:
+            with before.graph.inserting_before(before):
+                copies[node] = before.graph.node_copy(node, lambda used: copies.get(used, used))
     return copies[value]
 
 
 def _recomputed(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
     """The values of the forward that the backward recomputes."""
-    inside = regions(nodes)
+    inside, views = regions(nodes), _views(nodes, program)
     forward = [node for node in nodes if not _is_late(node) and node.op == "call_function"]
     number = {node: 2 + 2 * i for i, node in enumerate(forward)}
-    views = _views(nodes, program)
     edges: dict[tuple[int, int], int] = {}
     nbytes = {node: _nbytes(node, program) for node in forward}
     unit = max(1, sum(nbytes.values()) // TOTAL)
     for node, into in number.items():
         late = [user for user in node.users if _is_late(user)]
-        stays = late and any(user.op == "output" for user in node.users)
-        edges[into, into + 1] = 0 if stays or _lies_in_input(node) else 1 + nbytes[node] // unit
+        leaves = any(user.op == "output" for user in node.users)
+        edges[into, into + 1] = 0 if leaves or _is_view_of_input(node) else 1 + nbytes[node] // unit
         if any(user.op != "output" for user in late):
             edges[into + 1, SINK] = UNSHARDED
-        free = _is_pointwise(node) and not (node not in views and _is_materialized(node, views))
+        free = _is_pointwise(node) and (node in views or not _is_materialized(node, views))
         if free and all(inside[user] == inside[node] for user in late):
             edges |= {(number[used] + 1, into): UNSHARDED for used in node.all_input_nodes if used in number}
         else:
@@ -118,8 +115,8 @@ def _behind_sharding(edges: dict[tuple[int, int], int], size: int) -> set[int]:
     return set(breadth_first_order(left.T.tocsr(), SINK, return_predecessors=False).tolist())
 
 
-def _lies_in_input(node: fx.Node) -> bool:
-    """Whether a value is a view of an input of the program, which is there in any case."""
+def _is_view_of_input(node: fx.Node) -> bool:
+    """Whether a value is a view of an input of the program, which is live in any case."""
     seen: fx.Node | None = node
     while seen is not None and seen.op == "call_function":
         seen = view_source(seen, None)
@@ -154,10 +151,10 @@ def _views(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
 
 def _is_late(node: fx.Node) -> bool:
     """Whether a call stands behind the forward."""
-    made = node.meta.get("shardfx")
-    return node.op == "output" or (isinstance(made, Node) and made.phase is not Phase.FORWARD)
+    planned = planned_node(node)
+    return node.op == "output" or (planned is not None and planned.phase is not Phase.FORWARD)
 
 
 def _nbytes(node: fx.Node, program: RankProgram) -> int:
-    made = node.meta.get("shardfx")
-    return sum(value.local_bytes(program.mesh) for value in made.outs) if isinstance(made, Node) else 0
+    planned = planned_node(node)
+    return sum(value.local_bytes(program.mesh) for value in planned.outs) if planned is not None else 0

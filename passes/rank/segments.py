@@ -6,16 +6,14 @@
     new_1 = aten.add.out(mul_1, grad_b, out=mul_1)   new, new_1 = both[0], both[1]
     return (new, new_1)                              return (new, new_1)
 
-Calls are put off until something needs what they give, so that those of one wait come together; none passes a wait, so
-that what arrives is used while the rest is under way. Only calls that compute elementwise, and over what they are
-given, are packed.
+Calls are deferred until something needs their results, so that those of one wait are packed together; none passes a
+wait, so that what arrives is used while the rest is in flight. Only elementwise calls over their operands are packed.
+Where torch has a fused kernel for a member's calls, with those that make scalars for it (bias corrections), the segment
+runs that one (:mod:`shardfx.ir.ops.computing.fused_update`); then a member may be alone, too.
 
-Where torch has a fused kernel that computes a member's calls, with those that make scalars for it (bias corrections),
-the segment runs that one (:mod:`shardfx.ir.ops.computing.fused_update`); then a member may be alone, too.
-
-Members stand in the order in which their gradients came together, for so stores keep the states: all columns of a
-segment then lie one behind the other, and it is computed as if it were one member. A rank's rows of parameters that it
-has whole lie apart; they are brought together, and gathered from where they are::
+Members stand in the order of their gradients' buckets, for so stores keep the states: all columns of a segment are then
+adjacent in memory, and it is computed as if it were one member. A rank's rows of replicated parameters are not; they
+are packed, and gathered from where they are::
 
     rows = pack.take(w, ...), pack.take(b, ...)            flat = pack.flatten(rows, 1)
     both = update.segment(..., rows)                ->     both = update.segment(..., pack.unflatten(flat, ..., 1))
@@ -32,23 +30,23 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardfx.ir.graph import Node, Phase, Value
+from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.computing.fused_update import fusion_of, run_of
 from shardfx.ir.ops.computing.segment import CAST, COPY, Ref, call_text, segment
-from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE, row_of
+from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.aliasing import Aliasing, destination
 from shardfx.ir.program.rank_module import ORIGINS
 from shardfx.ir.program.rank_program import RankProgram
 
-from .rank_pass import RankContext, RankPass
+from .rank_pass import RankContext, RankPass, is_update, planned_node, waits
 
 PACKED = frozenset((*POINTWISE, *OVERWRITING.values()))
 RESULTS = frozenset((CAST, memory_ops.write))
-"""Packed behind calls that are: what these give in another dtype, and what lies where it belongs then."""
-PLAIN = {over: op for op, over in OVERWRITING.items()}
-"""By the form of an op that is computed over an operand: the op."""
+"""Packed behind packed calls: their results in another dtype, or written into their own memory."""
+FUNCTIONAL = {over: op for op, over in OVERWRITING.items()}
+"""By the ``out`` form of an op: the op."""
 NUMBERS = (bool, int, float)
 DEVICES = ("cpu", "cuda")
 """For which torch has fused kernels."""
@@ -56,7 +54,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Segments(RankPass):
-    """MixedPrecision elementwise steps of parameters that are stepped alike by one call."""
+    """MixedPrecision elementwise steps of parameters that are updated alike by one call."""
 
     name: ClassVar[str] = "segments"
 
@@ -67,29 +65,28 @@ class Segments(RankPass):
 
 @dataclass(eq=False)
 class _Member:
-    """The calls of one parameter, in order, and how many of them were put off so far."""
+    """The calls of one parameter, in order, and how many of them are deferred so far."""
 
     nodes: list[fx.Node] = field(default_factory=list)
-    waiting: int = 0
+    deferred: int = 0
 
 
 class _Packing:
-    def __init__(self, program: RankProgram, beside: Container[Node], device: str) -> None:
-        self.beside, self.device = beside, device
+    def __init__(self, program: RankProgram, in_host: Container[Node], device: str) -> None:
+        self.in_host, self.device = in_host, device
         self.program, self.coords = program, program.mesh.coords(program.rank)
         self.nodes = list(program.graph.nodes)
         self.place = {node: place for place, node in enumerate(self.nodes)}
         self.share = Aliasing(self.nodes)
         self.values: dict[fx.Node, Value] = {}
-        """What calls take, as it was planned."""
+        """Operands of calls, as planned."""
         self.members: dict[fx.Node, _Member] = {}
-        self.waiting: dict[_Member, None] = {}
-        """Those of which calls are put off."""
+        self.deferred: dict[_Member, None] = {}
         self.order: list[fx.Node] = []
         self.flat: dict[fx.Node, fx.Node] = {}
-        """Of rows that were brought together: the memory in which they lie one behind the other."""
+        """Of rows that were packed: their common memory."""
         self.spent: set[fx.Node] = set()
-        """Calls that kernels compute for themselves."""
+        """Calls that fused kernels compute for themselves."""
         self.changed = False
 
     def run(self) -> bool:
@@ -97,23 +94,27 @@ class _Packing:
         for node in self.nodes:
             member = self.members.get(node)
             if member is not None:
-                member.waiting += 1
-                self.waiting[member] = None
+                member.deferred += 1
+                self.deferred[member] = None
                 continue
-            if self.waiting and self._needs(node):
-                self._pack([*self.waiting])
-            elif (row := row_of(node.target)) is not None and row.waits:
-                self._pack([each for each in self.waiting if each.waiting == len(each.nodes)])
+            if self.deferred and self._needs(node):
+                self._pack([*self.deferred])
+            elif waits(node):
+                self._pack([each for each in self.deferred if each.deferred == len(each.nodes)])
             self.order.append(node)
         if self.changed:
             self._arrange()
-            self._send_as_they_lie()
+            for node in self.order:  # what is adjacent is not packed once more, to be gathered
+                if node.target is pack.flatten and node.args[1] == 1:
+                    flats = {self.flat.get(used) for used in node.all_input_nodes}
+                    if len(flats) == 1 and None not in flats:
+                        node.target, node.args = memory_ops.adjoin, node.args[:1]
         return self.changed
 
     def _find_members(self) -> None:
-        """Calls are together that take what one another gives."""
+        """Group calls that take one another's results."""
         for node in self.nodes:
-            if not self._elementwise(node):
+            if not self._is_elementwise(node):
                 continue
             found = list(dict.fromkeys(self.members[used] for used in node.all_input_nodes if used in self.members))
             member = found[0] if found else _Member()
@@ -126,24 +127,18 @@ class _Packing:
             member.nodes.sort(key=self.place.__getitem__)
 
     def _needs(self, node: fx.Node) -> bool:
-        """Whether a call takes what those give that are put off, or writes over what they take."""
-        if node.op == "output":
+        """Whether a call takes results of deferred ones, or writes over their operands."""
+        deferred = [each for member in self.deferred for each in member.nodes[: member.deferred]]
+        if node.op == "output" or not set(deferred).isdisjoint(node.all_input_nodes):
             return True
-        put_off = [each for member in self.waiting for each in member.nodes[: member.waiting]]
-        if not set(put_off).isdisjoint(node.all_input_nodes):
-            return True
-        row = row_of(node.target)
-        into = row.destination(node) if row is not None else None
-        return into is not None and self.share.root(into) in {
-            self.share.root(used) for each in put_off for used in each.all_input_nodes
-        }
+        into = destination(node)
+        read = (self.share.root(used) for each in deferred for used in each.all_input_nodes)
+        return into is not None and self.share.root(into) in read
 
-    def _elementwise(self, node: fx.Node) -> bool:
+    def _is_elementwise(self, node: fx.Node) -> bool:
         """Whether a call of the step computes each element of operands of one shape, and of numbers, alone."""
-        planned = node.meta.get("shardfx")
-        if node.op != "call_function" or not isinstance(planned, Node):
-            return False
-        if planned.phase is not Phase.UPDATE or planned in self.beside:
+        planned = planned_node(node)
+        if node.op != "call_function" or planned is None or not is_update(node) or planned in self.in_host:
             return False
         if node.target in RESULTS:
             return self._is_rounding(node, planned)
@@ -164,7 +159,7 @@ class _Packing:
         return True
 
     def _is_rounding(self, node: fx.Node, planned: Node) -> bool:
-        """Whether a call casts what a member gives for a call of a member, or writes that where it belongs."""
+        """Whether a call casts a member's result for a call of a member, or writes that into its own memory."""
         source = node.args[-1]
         if source not in self.members or planned.op is not CAST:
             return False
@@ -179,71 +174,70 @@ class _Packing:
         return torch.Size(value.spec.local_shape(value.shape, self.program.mesh, self.coords))
 
     def _pack(self, members: Sequence[_Member]) -> None:
-        """Put what was put off where it stands now: alike members as one call, others as they were."""
-        alike: dict[Any, list[_Form]] = {}
-        apart = self._apart(members)
+        """Insert what was deferred here: members alike as one call, others as they were."""
+        alike: dict[Any, list[_Recipe]] = {}
+        apart = self._are_apart(members)
         for member in members:
-            del self.waiting[member]
-            form = _form(member.nodes, self.values) if apart and member.waiting == len(member.nodes) else None
-            if form is not None:
-                alike.setdefault(form.key, []).append(form)
+            del self.deferred[member]
+            made = _recipe(member.nodes, self.values) if apart and member.deferred == len(member.nodes) else None
+            if made is not None:
+                alike.setdefault(made.key, []).append(made)
                 continue
-            self.order += member.nodes[: member.waiting]
-            rest = _Member(member.nodes[member.waiting :])
+            self.order += member.nodes[: member.deferred]
+            rest = _Member(member.nodes[member.deferred :])
             self.members.update(dict.fromkeys(rest.nodes, rest))
-        for forms in alike.values():
-            fused = self._fused(forms)
-            if len(forms) == 1 and not fused:
-                self.order += forms[0].nodes
+        for recipes in alike.values():
+            fused = self._fused(recipes)
+            if len(recipes) == 1 and not fused:
+                self.order += recipes[0].nodes
             else:
-                self._segment(fused or forms)
+                self._segment(fused or recipes)
 
-    def _apart(self, members: Sequence[_Member]) -> bool:
+    def _are_apart(self, members: Sequence[_Member]) -> bool:
         """Whether no member takes what another one writes."""
         roots: dict[fx.Node, set[_Member]] = {}
         written: set[fx.Node] = set()
         for member in members:
-            for node in member.nodes[: member.waiting]:
+            for node in member.nodes[: member.deferred]:
                 for used in node.all_input_nodes:
                     roots.setdefault(self.share.root(used), set()).add(member)
                 into = destination(node)
                 written |= {self.share.root(into)} if isinstance(into, fx.Node) else set()
         return all(len(roots[root]) == 1 for root in written)
 
-    def _fused(self, forms: Sequence[_Form]) -> Sequence[_Form]:
+    def _fused(self, recipes: Sequence[_Recipe]) -> Sequence[_Recipe]:
         """The same members with what their fused kernel computes of scalars; none where there is no such kernel."""
-        form, made_of = forms[0], self._of_scalars(forms[0].scalars)
-        if torch.device(self.device).type not in DEVICES or len({self.values[c].type.dtype for c in form.columns}) > 1:
+        first, made_of = recipes[0], self._scalar_calls(recipes[0].scalars)
+        if torch.device(self.device).type not in DEVICES or len({self.values[c].type.dtype for c in first.columns}) > 1:
             return ()
-        whole = _form(form.nodes, self.values, made_of)
+        whole = _recipe(first.nodes, self.values, made_of)
         found = fusion_of(tuple(whole.calls), tuple(whole.gives)) if whole is not None else None
         if found is None:
             return ()
         inlined = [node for number, node in enumerate(made_of) if number in found.computed]
-        made = [each for old in forms if (each := _form(old.nodes, self.values, inlined)) is not None]
-        if len(made) != len(forms) or not run_of(made[0].calls, made[0].gives):
+        made = [each for old in recipes if (each := _recipe(old.nodes, self.values, inlined)) is not None]
+        if len(made) != len(recipes) or not run_of(made[0].calls, made[0].gives):
             return ()
-        if not all(self._stays(scalar) for scalar in made[0].scalars if scalar not in form.scalars):
+        if any(self._is_overwritten(scalar) for scalar in made[0].scalars if scalar not in first.scalars):
             return ()
         self.spent.update(inlined)
         return made
 
-    def _stays(self, scalar: fx.Node) -> bool:
-        """Whether nothing is written over a scalar later on."""
+    def _is_overwritten(self, scalar: fx.Node) -> bool:
+        """Whether something is written over a scalar later on."""
         root = self.share.root(scalar)
         writing = (use for use in self.share.uses(root) if (into := destination(use)) and self.share.root(into) is root)
-        return all(self.place[use] <= self.place[scalar] for use in writing)
+        return any(self.place[use] > self.place[scalar] for use in writing)
 
-    def _of_scalars(self, scalars: Sequence[fx.Node]) -> list[fx.Node]:
+    def _scalar_calls(self, scalars: Sequence[fx.Node]) -> list[fx.Node]:
         """The calls of the step that make scalars of scalars, and write nothing that was there before."""
         found, todo = set[fx.Node](), [*scalars]
         while todo:
             node = todo.pop()
-            planned = node.meta.get("shardfx")
-            if node in found or node.op != "call_function" or not isinstance(planned, Node):
+            planned, op = planned_node(node), FUNCTIONAL.get(node.target, node.target)
+            if node in found or node.op != "call_function" or planned is None:
                 continue
-            op = PLAIN.get(node.target, node.target)
-            if planned.phase is not Phase.UPDATE or planned.op is not op or not self.share.owned(node):
+            if not is_update(node) or planned.op is not op or not self.share.owned(node):
                 continue
             if torch.Tag.pointwise not in op.tags or any(value.shape for value in (*planned.operands, *planned.outs)):
                 continue
@@ -252,47 +246,45 @@ class _Packing:
             self.values |= {a: v for a, v in zip(node.args, planned.args, strict=True) if isinstance(a, fx.Node)}
         return sorted(found, key=self.place.__getitem__)
 
-    def _segment(self, forms: Sequence[_Form]) -> None:
-        graph, form = self.program.graph, forms[0]
-        forms = sorted(forms, key=self._brought)
-        rows = self._side_by_side(forms)
+    def _segment(self, recipes: Sequence[_Recipe]) -> None:
+        graph, first = self.program.graph, recipes[0]
+        recipes = sorted(recipes, key=self._place_in_buckets)
+        rows = self._side_by_side(recipes)
         tensors = [column for row in rows for column in row]
-        fused = run_of(form.calls, form.gives)
-        given = (form.calls, form.gives, len(forms), tensors, form.scalars, *([fused] if fused else ()))
+        fused = run_of(first.calls, first.gives)
+        given = (first.calls, first.gives, len(recipes), tensors, first.scalars, *([fused] if fused else ()))
         made = graph.call_function(segment, given)
-        origins = [node.meta["shardfx"] for each in forms for node in (*each.inlined, *each.nodes)]
+        origins = [node.meta["shardfx"] for each in recipes for node in (*each.inlined, *each.nodes)]
         made.meta.update({"shardfx": origins[0], ORIGINS: origins})
         self.order.append(made)
-        for number, each in enumerate(forms):
+        for number, each in enumerate(recipes):
             inside = set(each.nodes)
             for place, result in enumerate(each.results):
-                got = graph.call_function(operator.getitem, (made, number * len(each.results) + place))
-                got.meta = dict(result.meta)
-                lies = rows[number][form.gives[place]]
-                if lies in self.flat:
-                    self.flat[got] = self.flat[lies]
+                got = self._call(operator.getitem, result, made, number * len(each.results) + place)
+                column = rows[number][first.gives[place]]
+                if column in self.flat:
+                    self.flat[got] = self.flat[column]
                 result.replace_all_uses_with(got, lambda user, inside=inside: user not in inside)  # type: ignore[misc]
-                self.order.append(got)
             for node in reversed(each.nodes):
                 graph.erase_node(node)
         self.changed = True
 
-    def _brought(self, form: _Form) -> tuple[int, int]:
-        """Where what a member takes stands among what came together: stored values lie in that order."""
-        for column in form.columns:
+    def _place_in_buckets(self, recipe: _Recipe) -> tuple[int, int]:
+        """Where a column of a member is in a reduced bucket: stored values are in that order."""
+        for column in recipe.columns:
             source = column.args[0] if column.target is operator.getitem else None
             if isinstance(source, fx.Node) and source.target is pack.unflatten:
                 return self.place[source], int(column.args[1])  # type: ignore[arg-type]
         return len(self.place), 0
 
-    def _side_by_side(self, forms: Sequence[_Form]) -> list[list[fx.Node]]:
-        """The columns of members, with a rank's rows of what it stores whole, which lie apart, brought together."""
-        rows = [list(form.columns) for form in forms]
+    def _side_by_side(self, recipes: Sequence[_Recipe]) -> list[list[fx.Node]]:
+        """The columns of members, with a rank's rows of what is replicated packed into one memory."""
+        rows = [list(recipe.columns) for recipe in recipes]
         for place in range(len(rows[0])):
             taken = [row[place] for row in rows]
+            pairs = zip(taken, recipes, strict=True)
             if any(
-                each.target is not pack.take or not set(form.nodes).issuperset(each.users)
-                for each, form in zip(taken, forms, strict=True)
+                each.target is not pack.take or not {*recipe.nodes}.issuperset(each.users) for each, recipe in pairs
             ):
                 continue
             shapes = [list(self._shape(self.values[each])) for each in taken]
@@ -303,14 +295,6 @@ class _Packing:
                 self.flat[row[place]] = flat
         return rows
 
-    def _send_as_they_lie(self) -> None:
-        """What lies one behind the other is not put there once more, to be gathered."""
-        for node in self.order:
-            if node.target is pack.flatten and node.args[1] == 1:
-                flats = {self.flat.get(used) for used in node.all_input_nodes}
-                if len(flats) == 1 and None not in flats:
-                    node.target, node.args = memory_ops.adjoin, node.args[:1]
-
     def _call(self, target: Any, like: fx.Node, *args: Any) -> fx.Node:
         made = self.program.graph.call_function(target, args)
         made.meta = dict(like.meta)
@@ -318,23 +302,22 @@ class _Packing:
         return made
 
     def _arrange(self) -> None:
-        """Let the graph's nodes stand in the new order, without the scalars that kernels compute for themselves."""
-        cursor, spent = self.program.graph._root, list[fx.Node]()
+        """Put the graph's nodes into the new order, without the scalars that kernels compute for themselves."""
+        cursor = self.program.graph._root
         for node in self.order:
-            spent += [node] if node in self.spent else []
             if cursor.next is not node:
                 cursor.append(node)
             cursor = node
-        for node in reversed(spent):
+        for node in [node for node in reversed(self.order) if node in self.spent]:
             if not node.users:
                 self.program.graph.erase_node(node)
                 self.order.remove(node)
 
 
 @dataclass(frozen=True)
-class _Form:
-    """The calls of a member as they stand in a segment, behind those that make scalars for them (``inlined``); ``key``
-    is the same for members that are stepped alike."""
+class _Recipe:
+    """The calls of a member as a segment has them, behind those that make scalars for them (``inlined``); ``key`` is
+    the same for members that are updated alike."""
 
     nodes: Sequence[fx.Node]
     inlined: Sequence[fx.Node]
@@ -346,8 +329,10 @@ class _Form:
     key: Any
 
 
-def _form(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value], inlined: Sequence[fx.Node] = ()) -> _Form | None:
-    """The form of a member; None: what others need of it does not lie where a column does."""
+def _recipe(
+    nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value], inlined: Sequence[fx.Node] = ()
+) -> _Recipe | None:
+    """The recipe of a member; None: what others need of it is not in the memory of a column."""
     refs, home = dict[fx.Node, Ref](), dict[fx.Node, fx.Node]()
     columns, scalars, calls = list[fx.Node](), list[fx.Node](), list[str]()
     last: dict[fx.Node, fx.Node] = {}
@@ -357,9 +342,13 @@ def _form(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value], inlined: Se
                 group, kind = (columns, "c") if values[used].shape else (scalars, "s")
                 refs[used] = Ref(kind, len(group))
                 group.append(used)
-        target, given = (node.target, node.kwargs) if number >= len(inlined) else _of_its_own(node)
+        target, given = node.target, node.kwargs
+        if number < len(inlined):  # its result has memory of its own
+            target, given = FUNCTIONAL.get(target, target), {key: arg for key, arg in given.items() if key != "out"}
         target = COPY if target is memory_ops.write else target
-        args, kwargs = ([_put(a, refs) for a in each] for each in (node.args, given.values()))
+        args, kwargs = (
+            [refs[a] if isinstance(a, fx.Node) else a for a in each] for each in (node.args, given.values())
+        )
         calls.append(call_text(target, args, dict(zip(given, kwargs, strict=True))))
         into = given.get("out") if target is not COPY else node.args[0]
         home[node] = home.get(into, into) if isinstance(into, fx.Node) else node
@@ -370,15 +359,5 @@ def _form(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value], inlined: Se
     if any(home[node] not in columns or last[home[node]] is not node for node in results):
         return None
     gives = [columns.index(home[node]) for node in results]
-    dtypes = tuple([values[column].type.dtype for column in columns])
-    key = (*calls, *gives, *scalars, dtypes)
-    return _Form(nodes, inlined, calls, gives, columns, scalars, results, key)
-
-
-def _of_its_own(node: fx.Node) -> tuple[Any, dict[str, Any]]:
-    """A call as one whose result has memory of its own: its op and keywords."""
-    return PLAIN.get(node.target, node.target), {key: arg for key, arg in node.kwargs.items() if key != "out"}
-
-
-def _put(arg: Any, refs: Mapping[fx.Node, Ref]) -> Any:
-    return refs[arg] if isinstance(arg, fx.Node) else arg
+    key = (*calls, *gives, *scalars, tuple([values[column].type.dtype for column in columns]))
+    return _Recipe(nodes, inlined, calls, gives, columns, scalars, results, key)

@@ -2,7 +2,6 @@
 
 from .bind_hints import BindHints, hint_value
 from .propagate import Propagate
-from .reassociate import Reassociate
-from .sum_placement import SumPlacement
+from .sum_placement import Reassociate, SumPlacement
 
 __all__ = ["BindHints", "Propagate", "Reassociate", "SumPlacement", "hint_value"]

@@ -1,38 +1,41 @@
 """bind-hints: the user's hints, written onto the values of the graph.
 
 Names are those of ``named_parameters()``, ``args.N``, ``kwargs.NAME``, ``targets.N``, and a module's path for its
-output; ``*`` stands for one part of a name, ``**`` for any. A spec is text (``"dp tp, -"``), a :class:`Spec`, or
-DTensor placements, one per mesh axis. Text and placements say which dims are sharded, and a fused parameter is then
-stored by its parts; a :class:`Spec`, as a plan has it, says how a parameter is stored, and wins over them.
+output; ``*`` is one part of a name, ``**`` any. A spec is text (``"dp tp, -"``), a :class:`Spec`, or DTensor
+placements, one per mesh axis. Text and placements say which dims are sharded, and a fused parameter is then stored by
+its parts; a :class:`Spec`, as a plan has it, says how a parameter is stored, and wins over them.
 
     before   parameter %qkv.weight : f32[192, 64]                   hints: "qkv.weight": "tp, dp"
     after    parameter %qkv.weight : f32[(3 64{tp}), 64{dp}] hint [(3 64{tp}), 64] "qkv.weight"
 
-Hints on ops (``Hints(strategies=...)``) are written onto nodes by :mod:`.bind_strategies`. An axis that shards the
-leading dim of an input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
+Hints on ops (``Hints(strategies=...)``) are written onto nodes by :mod:`.op_hints`. An axis that shards the leading dim
+of an input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardfx.ir.dim_sharding import DimSharding
+from shardfx.ir.dim_sharding import DimSharding, Part, compound, project
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import module_outputs, pattern
+from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import HINTED, Context, Pass
+from shardfx.passes.base import HINTED, Context, Pass, RuleCache
 
-from .bind_strategies import pin_nodes
-from .fused_layout import fused_layout
+from .op_hints import pin_nodes
 from .seeds import BY_PASS, as_used, data_axes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
+
+MOST_STEPS = 12
+"""A dim is followed through so many ops."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,25 @@ class BindHints(Pass):
 
 
 def store(graph: Graph, parameters: Iterable[Value], context: Context, exact: Container[Value]) -> None:
-    """Take the hints of parameters apart: how each is stored (a fused one by its parts), and how it computes.
+    """Split the hints of parameters into how each is stored (a fused one by its parts), and how it computes.
 
     Args:
         exact: those that are stored as hinted, by parts or not.
+
+    Raises:
+        Error: a parameter is sharded over a loop axis.
     """
     data, users, mesh = data_axes(graph), graph.users(), graph.mesh
     for value in parameters:
         assert value.hint is not None
-        check_stored(value, mesh)
+        for axis in (axis for axis in value.hint.axes if mesh[axis].loop):
+            raise Error(
+                f"a parameter is sharded over {axis!r}, a loop axis",
+                where=f"hint {value.hinted_by!r}",
+                expected="axes of ranks: each rank has what it stores in all iterations",
+                got=str(value.hint),
+                remedy=f"shard an input, or the output of a module, over {axis!r}",
+            )
         layouts = list(value.hint.dims)
         for d, sharding in enumerate(layouts) if value not in exact else ():
             layouts[d] = fused_layout(value, d, sharding, set(sharding.axes) - data, context.cache, users, mesh)
@@ -69,25 +82,8 @@ def store(graph: Graph, parameters: Iterable[Value], context: Context, exact: Co
         value.hint = as_used(value.spec, data, value, mesh)
 
 
-def check_stored(value: Value, mesh: Mesh) -> None:
-    """What is stored is stored by ranks.
-
-    Raises:
-        Error: a parameter is sharded over a loop axis.
-    """
-    over = [axis for axis in value.hint.axes if mesh[axis].loop] if value.hint is not None else []
-    if over:
-        raise Error(
-            f"a parameter is sharded over {over[0]!r}, a loop axis",
-            where=f"hint {value.hinted_by!r}",
-            expected="axes of ranks: each rank has what it stores in all iterations",
-            got=str(value.hint),
-            remedy=f"sharded an input, or the output of a module, over {over[0]!r}",
-        )
-
-
 def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: Context) -> bool:
-    """Hint a value on behalf of a pass that stands before ``propagate``; False if it has a hint, which stays.
+    """Hint a value on behalf of a pass that stands before ``propagate``; False if it has a hint, which is kept.
 
     Args:
         spec: as in ``Hints(specs=...)``: text such as ``"tp, -"``, a :class:`Spec`, or DTensor placements.
@@ -119,9 +115,9 @@ def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]
     modules = module_outputs(graph)
     bound: dict[Value, tuple[Spec, str]] = {}
     for text, given in context.specs.items():
-        matcher = pattern(text)
-        hits = {names[n]: inputs[names[n]].value for n in names if matcher.fullmatch(n)}
-        values = list(hits.values()) or [v for m, vs in modules.items() if matcher.fullmatch(m) for v in vs]
+        matches = pattern(text).fullmatch
+        hits = {names[n]: inputs[names[n]].value for n in names if matches(n)}
+        values = list(hits.values()) or [v for m, vs in modules.items() if matches(m) for v in vs]
         if not values:
             near = difflib.get_close_matches(text, [*names, *modules], 3, 0.5)
             raise Error(
@@ -154,43 +150,33 @@ def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
         spec = Spec.parse(hint, mesh, ndim, where=where)
     elif isinstance(hint, Spec):
         spec = hint
-    elif isinstance(hint, (list, tuple)) and hint and all(is_placement(p) for p in hint):
-        spec = from_placements(hint, mesh, ndim, where)
+    elif isinstance(hint, (list, tuple)) and hint and all(map(_is_placement, hint)):
+        spec = _from_placements(hint, mesh, ndim, where)
     else:
-        raise Error(
-            "a hint is of no known form",
-            where=where,
-            expected="text such as 'dp, -', a Spec, or a sequence of DTensor placements",
-            got=repr(hint),
-        )
+        expected = "text such as 'dp, -', a Spec, or a sequence of DTensor placements"
+        raise Error("a hint is of no known form", where=where, expected=expected, got=repr(hint))
     if len(spec.dims) != ndim:
         raise Error("a spec does not have one entry per dim", where=where, expected=f"{ndim} dims", got=str(spec))
     if spec.partial:
-        raise Error(
-            "a hint cannot ask for a partial value", where=where, expected="sharded or whole dims", got=str(spec)
-        )
+        expected = "sharded or replicated dims"
+        raise Error("a hint cannot ask for a partial value", where=where, expected=expected, got=str(spec))
     return spec
 
 
-def is_placement(given: object) -> bool:
-    """Whether something is a placement of DTensor's."""
+def _is_placement(given: object) -> bool:
     from torch.distributed.tensor.placement_types import Placement  # all of DTensor, which most hints do not need
 
     return isinstance(given, Placement)
 
 
-def from_placements(placements: Iterable[Placement], mesh: Mesh, ndim: int, where: str) -> Spec:
+def _from_placements(placements: Iterable[Placement], mesh: Mesh, ndim: int, where: str) -> Spec:
     """DTensor placements, one per axis of ranks, as a spec."""
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
     given = tuple(placements)
     if len(given) != len(mesh.space):
-        raise Error(
-            "there is not one placement per mesh axis",
-            where=where,
-            expected=f"{len(mesh.space)} placements, for {', '.join(a.name for a in mesh.space)}",
-            got=len(given),
-        )
+        expected = f"{len(mesh.space)} placements, for {', '.join(a.name for a in mesh.space)}"
+        raise Error("there is not one placement per mesh axis", where=where, expected=expected, got=len(given))
     axes: list[tuple[str, ...]] = [()] * ndim
     for axis, placement in zip(mesh.space, given, strict=True):
         if isinstance(placement, Shard):
@@ -198,3 +184,56 @@ def from_placements(placements: Iterable[Placement], mesh: Mesh, ndim: int, wher
         elif not isinstance(placement, Replicate):
             raise Error("a hint takes Shard and Replicate only", where=where, got=repr(placement))
     return Spec(tuple(DimSharding(a) for a in axes))
+
+
+def fused_layout(
+    value: Value,
+    dim: int,
+    sharding: DimSharding,
+    operator: set[str],
+    rules: RuleCache,
+    users: Mapping[Value, list[Node]],
+    mesh: Mesh,
+) -> DimSharding:
+    """How a dim is stored for which a hint says ``sharding``; ``operator`` are its axes that shard ops.
+
+    Follows the dim to the first op that splits it (a split, a view); where the plain sharding does not survive that,
+    but one of a part does, each rank stores its share of every part: ``3 * 64`` rows of q, k and v sharded over heads
+    are ``(3 64{tp})``.
+    """
+    size, at = value.shape[dim], dim
+    for _ in range(MOST_STEPS if operator else 0):
+        step = _follow(value, at, rules, users)
+        if step is None:
+            return sharding
+        factors, rule, value, at = step
+        if len(factors) == 1:
+            continue
+        sizes = rule.dim_sizes(factors)
+        plain = project(sharding, size, sizes, mesh)
+        if plain is not None and not any(c.axes and f in rule.whole for f, c in zip(factors, plain, strict=True)):
+            return sharding
+        extent = mesh.extent(sharding.axes)
+        for i, factor in enumerate(factors):
+            if factor not in rule.whole and sizes[i] % extent == 0:
+                return compound([Part(s, sharding.axes if j == i else ()) for j, s in enumerate(sizes)], mesh)
+        return sharding
+    return sharding
+
+
+def _follow(
+    value: Value, dim: int, rules: RuleCache, users: Mapping[Value, list[Node]]
+) -> tuple[tuple[str, ...], ShardingRule, Value, int] | None:
+    """The next forward value that has the dim, its place there, and its factors on the way."""
+    for node in users[value]:
+        if node.phase is not Phase.FORWARD:
+            continue
+        rule = rules.rule(node)
+        factors = rule.operands[node.operands.index(value)][dim]
+        if len(factors) != 1:
+            return factors, rule, value, dim
+        for result, dims in zip(node.results, rule.results, strict=True):
+            for d, names in enumerate(dims or ()):
+                if names == factors and result is not None:
+                    return factors, rule, result, d
+    return None

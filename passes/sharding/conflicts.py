@@ -1,8 +1,8 @@
-"""Which sharded wins where the tensors of a node do not agree.
+"""Resolution of conflicts between the shardings of a node's tensors.
 
-Two factors that want one axis, or two tensors that shard one factor differently, are a conflict: the sharding that
-comes from a hint on a parameter wins (it says how the op is sharded; a hint on an activation says how it is held), else
-the sharding of the larger tensor, or the factor whose choice sends fewer bytes.
+Two factors that want one axis, or two tensors that shard one factor differently, are a conflict: what comes from a hint
+on a parameter wins (it says how the op is sharded; a hint on an activation says how it is stored), else the sharding of
+the larger tensor, or the factor whose choice sends fewer bytes.
 
     %5 = mm(%3, %4)    %3 [., .{tp}]  %4 [., .{tp}]    k over tp, or n over tp?
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardfx.ir.dim_sharding import WHOLE, DimSharding, join, project, without
 from shardfx.ir.errors import Error
@@ -20,13 +21,12 @@ from shardfx.ir.reasons import Refused
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.rules.strategy import wished
 
-from .held import Held
 from .pins import pinned
+from .sharding_state import ShardingState
 
 
-@dataclass
-class Candidate:
-    """A sharding of a factor, the tensor that holds it, and whether a parameter's hint stands behind it."""
+class Proposal(NamedTuple):
+    """A sharding of a factor, the tensor that has it, and whether a parameter's hint stands behind it."""
 
     sharding: DimSharding
     value: Value
@@ -35,75 +35,72 @@ class Candidate:
 
 @dataclass
 class Conflicts:
-    """Settles the shardings of a node's factors from what its tensors hold."""
+    """Settles the shardings of a node's factors from those of its tensors."""
 
-    held: Held
+    state: ShardingState
     planner: Redistribution
 
     def resolve(self, node: Node, with_results: bool) -> tuple[dict[str, DimSharding], tuple[Refused, ...]]:
-        """The sharding of each factor, conflicts settled; and what was turned down, in words."""
+        """The sharding of each factor, conflicts settled; and what was rejected, in words."""
         pins = pinned(node)
-        found = {factor: each for factor, each in self._candidates(node, with_results).items() if factor not in pins}
+        found = {factor: each for factor, each in self._proposals(node, with_results).items() if factor not in pins}
         if not found and not pins:
             return {}, ()
-        down: list[Refused] = []
-        shardings = {factor: self._best(node, factor, options, down) for factor, options in found.items()}
-        mesh = self.held.mesh
+        rejected: list[Refused] = []
+        shardings = {factor: self._best(node, factor, options, rejected) for factor, options in found.items()}
+
+        def drop(factor: str, axis: str) -> None:
+            rejected.append(Refused(f"axis {axis} on factor {factor}"))
+            shardings[factor] = without(shardings[factor], axis, self.state.mesh)
+
         for axis in (axis for sharding in pins.values() for axis in sharding.axes):
             for factor in (factor for factor, sharding in shardings.items() if axis in sharding.axes):
-                down.append(Refused(f"axis {axis} on factor {factor}"))
-                shardings[factor] = without(shardings[factor], axis, mesh)
+                drop(factor, axis)
         shardings |= pins
-        wanted: dict[str, list[str]] = {}
-        for factor, sharding in shardings.items():
-            for axis in sharding.axes:
-                wanted.setdefault(axis, []).append(factor)
-        for axis, factors in wanted.items():
-            still = [f for f in factors if axis in shardings[f].axes]
-            if len(still) > 1:
-                winner = self._settle(node, axis, still, shardings, found)
-                for factor in still:
-                    if factor != winner:
-                        down.append(Refused(f"axis {axis} on factor {factor}"))
-                        shardings[factor] = without(shardings[factor], axis, mesh)
-        return {f: c for f, c in shardings.items() if c.axes}, tuple(down)
+        for axis in dict.fromkeys(axis for sharding in shardings.values() for axis in sharding.axes):
+            factors = [factor for factor, sharding in shardings.items() if axis in sharding.axes]
+            winner = self._settle(node, axis, factors, shardings, found) if len(factors) > 1 else ""
+            for factor in factors if winner else ():
+                if factor != winner:
+                    drop(factor, axis)
+        return {f: c for f, c in shardings.items() if c.axes}, tuple(rejected)
 
-    def _candidates(self, node: Node, with_results: bool) -> dict[str, list[Candidate]]:
-        """For each factor that may be sharded, the shardings that the node's tensors hold of it."""
-        rule, mesh = self.held.rules[node], self.held.mesh
-        found: dict[str, list[Candidate]] = {}
-        for value, dims, is_operand in self.held.tensors(node):
-            held = self.held.shardings.get(value)
-            if held is None or not (is_operand or with_results):
+    def _proposals(self, node: Node, with_results: bool) -> dict[str, list[Proposal]]:
+        """For each factor that may be sharded, how the node's tensors are sharded on it."""
+        state = self.state
+        rule, mesh = state.rules[node], state.mesh
+        found: dict[str, list[Proposal]] = {}
+        for value, dims, is_operand in state.tensors(node):
+            shardings = state.shardings.get(value)
+            if shardings is None or not (is_operand or with_results):
                 continue
             for d, dim in enumerate(dims):
-                if not held[d].axes:
+                if not shardings[d].axes:
                     continue
-                for each, given in zip(dim, parted(held[d], dim, rule, self.held), strict=True):
+                for each, given in zip(dim, factor_shardings(shardings[d], dim, rule, state), strict=True):
                     factor, sharding = wished(rule, each, given)
                     for axis in sharding.axes:
-                        rows = factor in rule.leaders and mesh[axis].loop  # iterations do not exchange rows
-                        if rows or not self.held.chunks.has(node, axis):
+                        rows = factor in rule.leaders and mesh[axis].loop  # iterations do not exchange halos
+                        if rows or not state.chunks.has(node, axis):
                             sharding = without(sharding, axis, mesh)
-                    if sharding.axes and factor not in rule.whole and self.held.feeds(sharding, rule.sizes[factor]):
-                        strong = any(self.held.is_strong(value, a) for a in sharding.axes)
-                        found.setdefault(factor, []).append(Candidate(sharding, value, strong))
+                    if sharding.axes and factor not in rule.whole and state.feeds(sharding, rule.sizes[factor]):
+                        strong = any(state.origin_of(value, a).operator for a in sharding.axes)
+                        found.setdefault(factor, []).append(Proposal(sharding, value, strong))
         return found
 
-    def _best(self, node: Node, factor: str, options: list[Candidate], down: list[Refused]) -> DimSharding:
-        """The sharding of one factor: all that the tensors hold of it, where they agree."""
-        size, mesh = self.held.rules[node].sizes[factor], self.held.mesh
-        best = options[0]
+    def _best(self, node: Node, factor: str, options: list[Proposal], rejected: list[Refused]) -> DimSharding:
+        """The sharding of one factor: all that the tensors have of it, where they agree."""
+        size, best = self.state.rules[node].sizes[factor], options[0]
         for option in options[1:]:
             if option.sharding == best.sharding:
                 continue
-            joined = join(best.sharding, option.sharding, size, mesh)
+            joined = join(best.sharding, option.sharding, size, self.state.mesh)
             if joined is not None:
-                best = Candidate(joined, best.value, best.strong or option.strong)
+                best = Proposal(joined, best.value, best.strong or option.strong)
                 continue
             winner = max(best, option, key=lambda c: (c.strong, c.value.type.nbytes))
             loser = option if winner is best else best
-            down.append(Refused(loser.sharding.text("."), loser.value))
+            rejected.append(Refused(loser.sharding.text("."), loser.value))
             best = winner
         return best.sharding
 
@@ -113,45 +110,45 @@ class Conflicts:
         axis: str,
         factors: list[str],
         shardings: dict[str, DimSharding],
-        found: dict[str, list[Candidate]],
+        found: dict[str, list[Proposal]],
     ) -> str:
-        """Which of the factors gets the axis: the one that was pinned in the forward, one sharded by a parameter's
-        hint,
-        else the cheapest by bytes moved."""
+        """Which of the factors gets the axis: the one that was pinned in the forward, one of a parameter's hint, else
+        the cheapest by bytes moved."""
+        state, mesh = self.state, self.state.mesh
         having = {f: [c.value for c in found[f] if axis in c.sharding.axes] for f in factors}
-        followed = [f for f, values in having.items() if any(self.held.follows(node, v, axis) for v in values)]
-        strong = [f for f, values in having.items() if any(self.held.is_strong(v, axis) for v in values)]
+        followed = [f for f, values in having.items() if any(state.follows(node, v, axis) for v in values)]
+        strong = [f for f, values in having.items() if any(state.origin_of(v, axis).operator for v in values)]
         for sure in (followed, strong):
             if len(sure) == 1:
                 return sure[0]
-        mesh = self.held.mesh
         scored = []
         for i, factor in enumerate(factors):
             trial = {f: without(c, axis, mesh) if f in factors and f != factor else c for f, c in shardings.items()}
             try:
-                scored.append((self.seconds(node, {f: c for f, c in trial.items() if c.axes}), i, factor))
-            except Error:  # these shards use an axis twice in one tensor: they are no choice
+                scored.append((self._seconds(node, {f: c for f, c in trial.items() if c.axes}), i, factor))
+            except Error:  # these use an axis twice in one tensor: they are no choice
                 continue
         return min(scored)[2] if scored else factors[0]
 
-    def seconds(self, node: Node, shardings: dict[str, DimSharding]) -> float:
+    def _seconds(self, node: Node, shardings: dict[str, DimSharding]) -> float:
         """The time of the communication that a node implies when its factors are sharded so."""
-        made = self.held.cache.strategy(self.held.rules[node], shardings)
+        made = self.state.cache.strategy(self.state.rules[node], shardings)
         total = 0.0
         for value, need in zip(node.operands, made.operands, strict=True):
-            total += self.planner.seconds(value.type, self.held.spec(value), need)
+            total += self.planner.seconds(value.type, self.state.spec(value), need)
         for value, given in zip(node.outs, made.results, strict=True):
-            held = self.held.spec(value)
-            if given != held:
-                total += self.planner.seconds(value.type, given, held if held.axes else given.reduced())
+            spec = self.state.spec(value)
+            if given != spec:
+                total += self.planner.seconds(value.type, given, spec if spec.axes else given.reduced())
         return total
 
 
-def parted(sharding: DimSharding, dim: Dim, rule: ShardingRule, held: Held) -> tuple[DimSharding, ...]:
-    """The shardings of a dim's factors that a sharding of it asks for. Tiles that end within a block are tiles of
-    blocks then:
+def factor_shardings(
+    sharding: DimSharding, dim: Dim, rule: ShardingRule, state: ShardingState
+) -> tuple[DimSharding, ...]:
+    """The shardings of a dim's factors that the dim's asks for. Tiles that end within a block are tiles of blocks then:
     64 rows for three ranks, of which a window reads 4 at a time, are 16 blocks for three ranks."""
-    sizes, mesh = rule.dim_sizes(dim), held.mesh
+    sizes, mesh = rule.dim_sizes(dim), state.mesh
     found = project(sharding, math.prod(sizes), sizes, mesh)
     if found is not None or not dim:
         return found or ()
@@ -159,5 +156,5 @@ def parted(sharding: DimSharding, dim: Dim, rule: ShardingRule, held: Held) -> t
         DimSharding(sharding.axes),
         not sharding.parts and not any(mesh[axis].loop for axis in sharding.axes),
     )
-    fits = space and held.feeds(blocks, sizes[0])
+    fits = space and state.feeds(blocks, sizes[0])
     return (blocks if fits else WHOLE, *(WHOLE for _ in dim[1:]))

@@ -1,8 +1,8 @@
-"""Taking an op apart where a sharding that is wanted stands in its way.
+"""Decomposition of an op where a wanted sharding is not possible for the fused op.
 
 A softmax whose dim is sharded, a bias inside a product whose sum is sharded, a batch norm over a sharded batch: the
 fused op cannot do it, its decomposition can, with small reductions inside. The op is replaced only where that happens,
-so that elsewhere the fused kernel stays.
+so that elsewhere the fused kernel is kept.
 
     %3 = aten._log_softmax(%2{tp on dim 1})  ->  amax, sub, exp, sum, log, sub, with two all-reduces of a column
 """
@@ -24,68 +24,64 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.by_pieces import ByPieces, in_pieces
 
+Shardings = Callable[[Value], Sequence[DimSharding]]
+"""How the dims of a value are sharded."""
 
-class Parted(NamedTuple):
-    """A node that was taken apart: what it is made of, and which value stands for each of its results."""
+
+class Decomposed(NamedTuple):
+    """A node that was decomposed: its parts, and which value replaces each of its results."""
 
     node: Node
     made: list[Node]
     swapped: list[tuple[Value, Value]]
 
 
-class Expander:
+class Decomposer:
     """Replaces nodes by their decompositions; each distinct one is traced once."""
 
     def __init__(self, book: RuleBook) -> None:
         self._book = book
         self._traced: dict[object, torch.fx.GraphModule] = {}
         self._parts_of: dict[Node, frozenset[Any]] = {}
-        """Of a node that is a part: the ops that were taken apart to it, of which none is taken apart again."""
+        """Of a node that is a part: the ops that were decomposed to it, of which none is decomposed again."""
 
     def can(self, node: Node) -> bool:
         """Whether there is a decomposition, and the node is not already what is left of one: so there is an end."""
-        if node.op in self._parts_of.get(node, ()):
-            return False
         entry = self._book.entry(node.op)
-        return entry is not None and bool(entry.expand)
+        return node.op not in self._parts_of.get(node, ()) and entry is not None and bool(entry.expand)
 
-    def helps(self, node: Node, shardings: Callable[[Value], Sequence[DimSharding]], mesh: Mesh) -> bool:
-        """Whether the decomposition is another one than the op itself, where operands are held in these shardings."""
+    def helps(self, node: Node, shardings: Shardings, mesh: Mesh) -> bool:
+        """Whether the decomposition is another one than the op itself, for operands that are sharded so."""
         expand = self._expand(node)
         if not isinstance(expand, ByPieces) or not expand.apart:
             return True
-        made = in_pieces(expand, node, shardings(node.operands[0]), mesh)
-        return bool(made.pieces)
+        return bool(in_pieces(expand, node, shardings(node.operands[0]), mesh).pieces)
 
     def parts(self, node: Node) -> list[Any]:
-        """The ops that a node would be taken apart into."""
+        """The ops of a node's decomposition."""
         nodes = self._trace(node, self._expand(node)).graph.nodes
         return list(dict.fromkeys(each.target for each in nodes if each.op == "call_function"))
 
-    def apply(
-        self, graph: Graph, nodes: list[Node], shardings: Callable[[Value], Sequence[DimSharding]]
-    ) -> list[Parted]:
-        """Replace the nodes, whose operands are held in these shardings; gives of each what stands for it."""
+    def apply(self, graph: Graph, nodes: list[Node], shardings: Shardings) -> list[Decomposed]:
+        """Replace the nodes, whose operands are sharded so; gives of each what replaces it."""
         rewriter = Rewriter(graph)
-        parted = [self._replace(graph, node, rewriter, shardings) for node in nodes]
+        decomposed = [self._replace(graph, node, rewriter, shardings) for node in nodes]
         rewriter.apply()
-        return parted
+        return decomposed
 
-    def _replace(
-        self, graph: Graph, node: Node, rewriter: Rewriter, shardings: Callable[[Value], Sequence[DimSharding]]
-    ) -> Parted:
+    def _replace(self, graph: Graph, node: Node, rewriter: Rewriter, shardings: Shardings) -> Decomposed:
         traced = self._trace(node, in_pieces(self._expand(node), node, shardings(node.operands[0]), graph.mesh))
         made, given = splice(traced, node.operands, like=node, mesh=graph.mesh)
-        whole = self._parts_of.get(node, frozenset()) | {node.op}
+        ops = self._parts_of.get(node, frozenset()) | {node.op}
         for each in made:
-            each.why = f"part of {op_name(node.op)}, taken apart because a sharding stands in its way"
+            each.why = f"part of {op_name(node.op)}, decomposed because it cannot be sharded as wanted"
             rewriter.before(node, each)
-            self._parts_of[each] = whole
+            self._parts_of[each] = ops
         swapped = [(o, n) for o, n in zip(node.results, given, strict=False) if o is not None and n is not None]
         for old, new in swapped:
             rewriter.replace(old, new)
         rewriter.erase(node)
-        return Parted(node, made, swapped)
+        return Decomposed(node, made, swapped)
 
     def _expand(self, node: Node) -> Any:
         entry = self._book.entry(node.op)
@@ -95,30 +91,22 @@ class Expander:
     def _trace(self, node: Node, expand: Any) -> torch.fx.GraphModule:
         key = alike(node), expand
         if key not in self._traced:
-            function = as_function(node, expand if callable(expand) else decomposition_table[node.op])
+            function = _as_function(node, expand if callable(expand) else decomposition_table[node.op])
             self._traced[key] = trace_function(function, [value.type for value in node.operands])
         return self._traced[key]
 
 
-def as_function(node: Node, decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """The decomposition of a node as a function of the tensor operands alone."""
+def _as_function(node: Node, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """The decomposition of a node as a function of the tensor operands alone, with results in the dtypes of the op:
+    statistics in few bits are in many in a decomposition."""
 
     def function(*tensors: torch.Tensor) -> Any:
         given = iter(tensors)
-
-        def next_tensor(_: Value) -> torch.Tensor:
-            return next(given)
-
-        args = substitute(node.args, next_tensor)
-        kwargs = {k: substitute(a, next_tensor) for k, a in node.kwargs.items()}
-        out = decomposition(*args, **kwargs)
+        args = substitute(node.args, lambda value: next(given))
+        out = decomposition(*args, **{k: substitute(a, lambda value: next(given)) for k, a in node.kwargs.items()})
         if not isinstance(out, tuple):
             return out
-        return tuple(map(_as_planned, out, node.results))  # some give a named tuple, which is no op
+        pairs = zip(out, node.results, strict=False)  # some give a named tuple, which is no op
+        return tuple([x if x is None or value is None else x.to(value.type.dtype) for x, value in pairs])
 
     return function
-
-
-def _as_planned(made: torch.Tensor | None, value: Value | None) -> torch.Tensor | None:
-    """A result in the dtype that the op gives: statistics of few bits are of many bits in a decomposition."""
-    return made if made is None or value is None else made.to(value.type.dtype)

@@ -1,15 +1,15 @@
 """Propagation of shardings through the factors of op rules: a fixpoint in an order of confidence.
 
-Every value *holds* a sharding per dim (:mod:`.held`). A node projects what its tensors hold onto the factors of its
-rule, settles conflicts (:mod:`.conflicts`), and hands the result on. What is surest goes first:
+A node projects the shardings of its tensors (:mod:`.sharding_state`) onto the factors of its rule, settles conflicts
+(:mod:`.conflicts`), and hands the result on. What is surest goes first:
 
     0  ops that only move elements or work on each alone (both ways)
     1  from the operands of any op to its results and to its other operands
     2  from the results of any op back to its operands
 
-and all of the forward pass before the backward. A hint is never overwritten; but what is made within iterations is so,
-though a hint on it says of ranks alone how it is sharded. A pin (:mod:`.pins`) says how a node is
-sharded, whatever its tensors hold.
+and all of the forward pass before the backward. A hint is never overwritten; but what is made within a loop is so,
+though a hint on it says of ranks alone how it is sharded. A pin (:mod:`.pins`) says how a node is sharded, whatever its
+tensors are.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.rules.strategy import place, wishes
 
 from .conflicts import Conflicts
-from .held import Held, Origin
 from .pins import pinned
 from .seeds import Seed
+from .sharding_state import HintOrigin, ShardingState
 
 LEVELS = ("elementwise", "operands to results", "results to operands")
 
 
 @dataclass
 class Propagation:
-    """Hands shards on from value to value, and remembers why."""
+    """Hands shardings on from value to value, and remembers why."""
 
-    held: Held
+    state: ShardingState
     conflicts: Conflicts
     decisions: dict[Value, list[Decision]] = field(default_factory=dict)
     swapped: dict[Value, Value] = field(default_factory=dict)
-    """What stands for a value now."""
+    """What replaces a value now."""
 
     def seed(self, seeds: Iterable[Seed]) -> None:
         """Start from these values."""
         for seed in seeds:
-            self.held.shardings[seed.value] = list(seed.spec.dims)
+            self.state.shardings[seed.value] = list(seed.spec.dims)
             if seed.closed:
-                self.held.closed.add(seed.value)
+                self.state.closed.add(seed.value)
             for dim, sharding in enumerate(seed.spec.dims):
                 for axis in sharding.axes:
-                    self.held.origin[seed.value, axis] = Origin(seed.name, seed.operator)
+                    self.state.origin[seed.value, axis] = HintOrigin(seed.name, seed.operator)
                 if sharding.axes:
                     hint = "" if seed.by_pass else seed.name
                     self._note(Decision(seed.value, dim, sharding, f"by {seed.name}", hint))
 
     def take_over(self, old: Value, new: Value) -> None:
-        """``new`` stands for ``old`` from now on: it holds the same, for the same reasons."""
-        if old in self.held.shardings:
+        """``new`` replaces ``old`` from now on: it is sharded alike, for the same reasons."""
+        if old in self.state.shardings:
             self.decisions[new] = self.decisions.pop(old, [])
         self.swapped[old] = new
-        self.held.take_over(old, new)
+        self.state.take_over(old, new)
 
     def reasons(self) -> Reasons:
         """The decisions, of what stands in the graph now."""
@@ -73,16 +73,15 @@ class Propagation:
         return Reasons(self.decisions).moved(now)
 
     def run(self, start: Iterable[Value] | None = None) -> None:
-        """Hand shards on until nothing changes, from all values that hold one, or from ``start``."""
-        held = self.held
-        users = held.graph.users()
-        order = {node: i for i, node in enumerate(held.graph.nodes)}
+        """Hand shardings on until nothing changes, from all values that have one, or from ``start``."""
+        state = self.state
+        users, gradients = state.graph.users(), state.gradients()
+        order = {node: i for i, node in enumerate(state.graph.nodes)}
         queue: list[tuple[int, int, int, Node]] = []
         queued: set[tuple[int, Node]] = set()
-        gradients = held.gradients()
 
         def visit(node: Node) -> None:
-            rule = held.rules[node]
+            rule = state.rules[node]
             for level in (0,) if rule.transparent or rule.moves_only else (1, 2):
                 if (level, node) not in queued:
                     queued.add((level, node))
@@ -95,21 +94,19 @@ class Propagation:
         for node in order:
             if pinned(node):
                 visit(node)
-        for value in list(held.shardings if start is None else start):
-            if any(sharding.axes for sharding in held.of(value)):
+        for value in list(state.shardings if start is None else start):
+            if any(sharding.axes for sharding in state.of(value)):
                 touch(value)
         while queue:
             _, level, _, node = heapq.heappop(queue)
             queued.discard((level, node))
             shardings, refused = self.conflicts.resolve(node, with_results=level != 1)
-            if not shardings:
-                continue
-            shardings = wishes(held.rules[node], shardings)
-            for value, dims, _ in held.tensors(node):
+            shardings = wishes(state.rules[node], shardings) if shardings else shardings
+            for value, dims, _ in state.tensors(node) if shardings else ():
                 later = node.phase is not Phase.FORWARD and (value.node is None or value.node.phase is Phase.FORWARD)
-                if later or (value in held.closed and value.node is None):
+                if later or (value in state.closed and value.node is None):
                     continue
-                given = held.in_iterations(value, shardings, node) if value in held.closed else shardings
+                given = state.of_closed(value, shardings, node) if value in state.closed else shardings
                 if self._extend(value, dims, given, node, level, refused):
                     touch(value)
                     for gradient in gradients.get(value, ()):
@@ -125,36 +122,30 @@ class Propagation:
         level: int,
         refused: tuple[Refused, ...],
     ) -> bool:
-        """Give ``value`` the shardings that it does not hold yet; says whether it changed."""
-        rule, held, changed = self.held.rules[node], self.held.of(value), False
+        """Give ``value`` the shardings that it does not have yet; says whether it changed."""
+        rule, current, changed = self.state.rules[node], self.state.of(value), False
         for d, dim in enumerate(dims):
-            wanted = [axis for f in dim if f in shardings for axis in shardings[f].axes]
-            if all(axis in held[d].axes for axis in wanted):
+            if all(axis in current[d].axes for f in dim if f in shardings for axis in shardings[f].axes):
                 continue
             sharding = self._longer(value, d, dim, shardings, rule)
-            if sharding is None and self.held.iterations:  # iterations in which it is made stay, whoever wins the ranks
-                iterations = {f: self.held.loop_of(each, rule.sizes[f]) for f, each in shardings.items()}
-                sharding = self._longer(value, d, dim, iterations, rule)
+            if sharding is None and self.state.loops:  # loops in which it is made are kept, whoever wins the ranks
+                loops = {f: self.state.loops_of(each, rule.sizes[f]) for f, each in shardings.items()}
+                sharding = self._longer(value, d, dim, loops, rule)
             if sharding is None:
                 continue
-            fresh = set(sharding.axes) - set(held[d].axes)
-            held[d] = sharding
-            hint = ""
+            fresh = set(sharding.axes) - set(current[d].axes)
+            current[d] = sharding
             carriers: list[Carrier] = []
             causes: list[Decision] = []
             for axis in sorted(fresh):
                 factor = next(f for f in dim if f in shardings and axis in shardings[f].axes)
                 having = self._origin(value, node, axis, factor)
-                made = [
-                    next(each for each in those if axis in each.sharding.axes) for v in having if (those := self._of(v))
-                ]
-                causes += made
+                of_those = (those for v in having if (those := self.decisions.get(v, [])))
+                causes += [next(each for each in those if axis in each.sharding.axes) for those in of_those]
                 carriers += self._carriers(node, axis, factor, having)
-            if not carriers and node.pin is not None:
-                hint = node.pin.by
+            hint = node.pin.by if node.pin is not None and not carriers else ""
             back = bool(carriers) and carriers[-1].value.node is node
-            how = LEVELS[level and (2 if back else 1)]
-            op = op_name(node.op)
+            how, op = LEVELS[level and (2 if back else 1)], op_name(node.op)
             self._note(Decision(value, d, sharding, how, hint, refused, op, node.where, tuple(carriers), tuple(causes)))
             changed = True
         return changed
@@ -162,58 +153,56 @@ class Propagation:
     def _longer(
         self, value: Value, d: int, dim: Dim, shardings: Mapping[str, DimSharding], rule: ShardingRule
     ) -> DimSharding | None:
-        """What a value's dim holds, with what there is more in the shardings of its factors; None where that is
-        nothing, or
-        goes with nothing that the value holds."""
-        mesh, held = self.held.mesh, self.held.of(value)
-        current = project(held[d], value.shape[d], rule.dim_sizes(dim), mesh)
-        if current is None:
+        """The sharding of a value's dim with what there is more in those of its factors; None where that is nothing, or
+        does not fit to what the value has."""
+        mesh, current = self.state.mesh, self.state.of(value)
+        parts = project(current[d], value.shape[d], rule.dim_sizes(dim), mesh)
+        if parts is None:
             return None
         merged = {}
-        for f, now in zip(dim, current, strict=True):
+        for f, now in zip(dim, parts, strict=True):
             merged[f] = join(now, shardings.get(f, WHOLE), rule.sizes[f], mesh) or now
         (sharding,) = place((dim,), merged, rule, mesh)
-        fresh, used = set(sharding.axes) - set(held[d].axes), {axis for each in held for axis in each.axes}
-        return sharding if fresh and not fresh & used and set(held[d].axes) <= set(sharding.axes) else None
+        fresh, used = set(sharding.axes) - set(current[d].axes), {axis for each in current for axis in each.axes}
+        return sharding if fresh and not fresh & used and set(current[d].axes) <= set(sharding.axes) else None
 
     def _follow(self, gradient: Value, parameter: Value) -> bool:
         """A gradient is sharded as its parameter is, where that comes from a pin; says whether it changed."""
-        held = self.held
-        by_pin = all(held.is_pinned(parameter, axis) for sharding in held.of(parameter) for axis in sharding.axes)
-        if not by_pin or gradient in held.closed or held.of(gradient) == held.of(parameter):
+        state = self.state
+        axes = [axis for sharding in state.of(parameter) for axis in sharding.axes]
+        by_pin = all(state.origin_of(parameter, axis).pinned is not None for axis in axes)
+        if not by_pin or gradient in state.closed or state.of(gradient) == state.of(parameter):
             return False
-        held.shardings[gradient] = list(held.of(parameter))
+        state.shardings[gradient] = list(state.of(parameter))
         for made in self.decisions.get(parameter, ()):
             carriers = tuple([Carrier(axis, parameter, made.dim) for axis in made.sharding.axes])
             self._note(Decision(gradient, made.dim, made.sharding, "gradient of it", carriers=carriers, causes=(made,)))
             for axis in made.sharding.axes:
-                held.origin[gradient, axis] = held.origin[parameter, axis]
+                state.origin[gradient, axis] = state.origin[parameter, axis]
         return True
 
     def _origin(self, value: Value, node: Node, axis: str, factor: str) -> list[Value]:
         """Remember which hint an axis of a value came from; gives the tensors that it came from."""
+        state = self.state
         if node.pin is not None and axis in pinned(node).get(factor, WHOLE).axes:
-            self.held.origin[value, axis] = Origin(node.pin.by, operator=True, pinned=node.where)
+            state.origin[value, axis] = HintOrigin(node.pin.by, operator=True, pinned=node.where)
             return []
-        having = self.held.having(node, axis, factor)
-        origins = [self.held.origin[v, axis] for v in having if (v, axis) in self.held.origin]
+        having = state.having(node, axis, factor)
+        origins = [state.origin[v, axis] for v in having if (v, axis) in state.origin]
         if origins:
-            self.held.origin.setdefault((value, axis), next((o for o in origins if o.operator), origins[0]))
+            state.origin.setdefault((value, axis), next((o for o in origins if o.operator), origins[0]))
         return [v for v in having if v is not value]
 
     def _carriers(self, node: Node, axis: str, factor: str, having: Iterable[Value]) -> Iterator[Carrier]:
         """The first tensor that was sharded over the axis on the factor for a reason, and its dim."""
-        dims = {value: dims for value, dims, _ in self.held.tensors(node)}
-        kin = self.held.rules[node].kin(factor)
+        dims = {value: dims for value, dims, _ in self.state.tensors(node)}
+        kin = self.state.rules[node].kin(factor)
         for value in having:
+            made: Sequence[Decision] = self.decisions.get(value, ())
             for d, each in enumerate(dims[value]):
-                made_here = (made for made in self._of(value) if made.dim == d)
-                if not kin.isdisjoint(each) and any(axis in made.sharding.axes for made in made_here):
+                if not kin.isdisjoint(each) and any(m.dim == d and axis in m.sharding.axes for m in made):
                     yield Carrier(axis, value, d)
                     return
-
-    def _of(self, value: Value) -> Sequence[Decision]:
-        return self.decisions.get(value, ())
 
     def _note(self, made: Decision) -> None:
         self.decisions.setdefault(made.value, []).append(made)

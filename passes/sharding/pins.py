@@ -1,13 +1,12 @@
-"""What a pin (how somebody wants a node to be sharded) means to propagation: checked against the op's rule, and
-followed.
+"""Pins (how somebody wants a node to be sharded): checked against the op's rule, and followed.
 
 A pinned factor is sharded as it says, whatever the operands hold; its axes are no other factor's. An op that cannot be
-sharded so as it is, is taken apart, and the pin goes to the part that has these factors.
+sharded so as it is, is decomposed, and the pin goes to the part that has these factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from shardfx.ir.dim_sharding import DimSharding, smallest
@@ -18,19 +17,21 @@ from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 
 
 def pinned(node: Node) -> dict[str, DimSharding]:
-    """The shardings of the factors that are pinned, whole ones too."""
-    said = [pin for pin in node.pin.each() if not pin.op] if node.pin is not None else []
-    return {factor: DimSharding(axes) for pin in said for factor, axes in pin.shardings}
+    """The sharding of the factors that are pinned, replicated ones too."""
+    return {factor: DimSharding(axes) for pin in _pins(node) if not pin.op for factor, axes in pin.shardings}
 
 
-def must_part(node: Node, rule: ShardingRule) -> bool:
-    """Whether a pin asks for something that the op can do only in parts."""
-    said = node.pin.each() if node.pin is not None else ()
-    return any(pin.op or any(axes and f in rule.whole for f, axes in pin.shardings) for pin in said)
+def needs_decomposition(node: Node, rule: ShardingRule) -> bool:
+    """Whether a pin asks for something that only parts of the op can do."""
+    return any(pin.op or any(axes and f in rule.whole for f, axes in pin.shardings) for pin in _pins(node))
+
+
+def _pins(node: Node) -> Iterable[Pin]:
+    return node.pin.each() if node.pin is not None else ()
 
 
 def check_names(pin: Pin, mesh: Mesh, where: str) -> None:
-    """Raise if a pin names a factor or an axis twice, or an axis that is none of ranks.
+    """Raise if a pin names a factor or an axis twice, or an axis that is none of the mesh.
 
     Raises:
         Error: naming it.
@@ -46,58 +47,45 @@ def check_names(pin: Pin, mesh: Mesh, where: str) -> None:
             raise Error(f"mesh axis {axis!r} is unknown", where=where, expected=f"axes of {mesh!r}", got=got)
 
 
-def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, may_part: bool = False) -> None:
-    """Raise if a node cannot be sharded as it is pinned. ``may_part``: the op may still be taken apart.
+def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, decomposes: bool = False) -> None:
+    """Raise if a node cannot be sharded as it is pinned. ``decomposes``: the op may still be decomposed.
 
     Raises:
-        Error: there is no such factor, axis or piece; the factor must stay whole. It prints the op's rule.
+        Error: there is no such factor, axis or shard; the factor must be replicated. It prints the op's rule.
     """
-    assert node.pin is not None
-    for pin in node.pin.each():
-        if not pin.op:
-            _check(pin, node, rule, mesh, may_part)
-
-
-def _check(pin: Pin, node: Node, rule: ShardingRule, mesh: Mesh, may_part: bool) -> None:
-    check_names(pin, mesh, str(node.where))
-    where = f"hint {pin.by!r}; {node.where}"
     said = f"{op_name(node.op)}: {rule_text(rule)}"
-    for factor, axes in pin.shardings:
-        got = factors_text(((factor, axes),))
-        if factor not in rule.sizes:
-            raise Error(f"the op has no factor {factor!r}", where=where, expected=f"a factor of {said}", got=got)
-        if axes and factor in rule.whole and not may_part:
-            raise Error(
-                f"the op needs its factor {factor!r} whole", where=where, expected=f"{said} (! is whole)", got=got
-            )
-        if axes and factor in rule.windows:
-            leader = rule.windows[factor].leader
-            raise Error(
-                f"the op needs of its factor {factor!r} what the chunks of {leader!r} are made of",
-                where=where,
-                expected=f"a sharding of {leader!r}: {said}",
-                got=got,
-            )
-        if axes and smallest(rule.sizes[factor], axes, mesh) == 0:
-            raise Error(
-                f"some ranks would get nothing of the factor {factor!r}",
-                where=where,
-                expected=f"at most {rule.sizes[factor]} pieces, each with something in it; {said}",
-                got=f"{got}, which is {mesh.extent(axes)} pieces",
-            )
+    for pin in _pins(node):
+        if pin.op:
+            continue
+        check_names(pin, mesh, str(node.where))
+        for factor, axes in pin.shardings:
+            what, expected, got = "", said, factors_text(((factor, axes),))
+            if factor not in rule.sizes:
+                what, expected = f"the op has no factor {factor!r}", f"a factor of {said}"
+            elif axes and factor in rule.whole and not decomposes:
+                what, expected = f"the op needs its factor {factor!r} whole", f"{said} (! is whole)"
+            elif axes and factor in rule.windows:
+                leader = rule.windows[factor].leader
+                what = f"the op needs of its factor {factor!r} what the chunks of {leader!r} are made of"
+                expected = f"a sharding of {leader!r}: {said}"
+            elif axes and smallest(rule.sizes[factor], axes, mesh) == 0:
+                what = f"some ranks would get nothing of the factor {factor!r}"
+                expected = f"at most {rule.sizes[factor]} shards, each with something in it; {said}"
+                got = f"{got}, which is {mesh.extent(axes)} shards"
+            if what:
+                raise Error(what, where=f"hint {pin.by!r}; {node.where}", expected=expected, got=got)
 
 
-def join(pin: Pin, node: Node) -> Pin:
+def join_pins(pin: Pin, node: Node) -> Pin:
     """A pin and what was said of a node before, of its other parts.
 
     Raises:
         Error: something else was said of the same.
     """
-    said = node.pin.each() if node.pin is not None else ()
-    for other in said:
+    for other in _pins(node):
         if other.op == pin.op and other.shardings != pin.shardings:
             raise _disagree(other, pin, pin.op or op_name(node.op), node)
-    for other in reversed([each for each in said if each.op != pin.op]):
+    for other in reversed([each for each in _pins(node) if each.op != pin.op]):
         pin = replace(pin, also=replace(other, also=pin.also))
     return pin
 
@@ -112,30 +100,24 @@ def _disagree(one: Pin, two: Pin, op: str, node: Node) -> Error:
     )
 
 
-def hand_over(pin: Pin, node: Node, parts: Iterable[Node], rules: Mapping[Node, ShardingRule], mesh: Mesh) -> None:
-    """Pin the parts of a node that was taken apart of which the pin is said: first those that it names.
+def pin_parts(pin: Pin, node: Node, parts: Iterable[Node], rules: Mapping[Node, ShardingRule], mesh: Mesh) -> None:
+    """Pin the parts of a decomposed node of which the pin is said: first those that it names.
 
     Raises:
         Error: no part can be sharded so.
     """
     made = list(parts)
-    for each in sorted(pin.each(), key=lambda each: not each.op):
-        _hand_over(each, node, made, rules, mesh)
-
-
-def _hand_over(pin: Pin, node: Node, made: list[Node], rules: Mapping[Node, ShardingRule], mesh: Mesh) -> None:
-    named = [each for each in made if not pin.op or op_name(each.op) == pin.op]
-    fitting = [each for each in named if _fits(pin, rules[each])]
-    for each in fitting:
-        each.pin = _merged(replace(pin, op=""), each)
-        check_pin(each, rules[each], mesh)
-    if not fitting:
-        raise Error(
-            f"{op_name(node.op)} cannot be sharded so",
-            where=f"hint {pin.by!r}; {node.where}",
-            expected=f"factors of {_rules(named or made, rules)} (! is whole)",
-            got=factors_text(pin.shardings),
-        )
+    for said in sorted(pin.each(), key=lambda each: not each.op):
+        named = [each for each in made if not said.op or op_name(each.op) == said.op]
+        fitting = [each for each in named if _fits(said, rules[each])]
+        for each in fitting:
+            each.pin = _merged(replace(said, op=""), each)
+            check_pin(each, rules[each], mesh)
+        if not fitting:
+            texts = dict.fromkeys(f"{op_name(each.op)}: {rule_text(rules[each])}" for each in named or made)
+            what, where = f"{op_name(node.op)} cannot be sharded so", f"hint {said.by!r}; {node.where}"
+            expected, got = f"factors of {'; '.join(texts)} (! is whole)", factors_text(said.shardings)
+            raise Error(what, where=where, expected=expected, got=got)
 
 
 def _merged(pin: Pin, node: Node) -> Pin:
@@ -147,9 +129,8 @@ def _merged(pin: Pin, node: Node) -> Pin:
     if node.pin is None:
         return pin
     known = dict(node.pin.shardings)
-    for factor, axes in pin.shardings:
-        if known.get(factor, axes) != axes:
-            raise _disagree(node.pin, pin, op_name(node.op), node)
+    if any(known.get(factor, axes) != axes for factor, axes in pin.shardings):
+        raise _disagree(node.pin, pin, op_name(node.op), node)
     return replace(
         node.pin, shardings=(*node.pin.shardings, *((f, axes) for f, axes in pin.shardings if f not in known))
     )
@@ -158,7 +139,3 @@ def _merged(pin: Pin, node: Node) -> Pin:
 def _fits(pin: Pin, rule: ShardingRule) -> bool:
     barred = rule.whole | rule.windows.keys()
     return all(factor in rule.sizes and not (axes and factor in barred) for factor, axes in pin.shardings)
-
-
-def _rules(nodes: Sequence[Node], rules: Mapping[Node, ShardingRule]) -> str:
-    return "; ".join(dict.fromkeys(f"{op_name(node.op)}: {rule_text(rules[node])}" for node in nodes))

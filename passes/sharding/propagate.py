@@ -1,8 +1,8 @@
 """propagate: from a few hints to a strategy for every op.
 
-Hints flow both ways through the graph (:mod:`.fixpoint`), ops that stand in the way of a wanted sharding are taken
-apart (:mod:`.decompose`), and then every node is settled in order. Partial sums are reduced where they are made: where
-else they may be is decided afterwards (:mod:`.reassociate`, :mod:`.sum_placement`).
+Hints flow both ways through the graph (:mod:`.fixpoint`), ops that cannot be sharded as wanted are decomposed
+(:mod:`.decompose`), and then every node is settled in order. Partial sums are reduced where they are made: where else
+they may be is decided afterwards (:mod:`.sum_placement`).
 
     before   %3 = aten.mm(%1, %2)                                hints: %1 "dp, -", %2 "-, tp"
     after    %3 = aten.mm(%1, %2) : f32[64{dp}, 512{tp}]         each node has a strategy, each value a spec
@@ -22,24 +22,24 @@ from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, SHARDED, Context, Pass
-from shardfx.passes.gathered_space import report_gathered_space
-from shardfx.passes.lost_work import share_lost_work
+from shardfx.passes.replicated_spatial_ops import report_replicated_space
 from shardfx.passes.update_placement import update_apart
 
-from .conflicts import Conflicts, parted
-from .decompose import Expander
+from .conflicts import Conflicts, factor_shardings
+from .decompose import Decomposer
 from .fixpoint import Propagation
-from .held import Held
-from .pins import check_pin, hand_over, must_part
+from .pins import check_pin, needs_decomposition, pin_parts
 from .seeds import as_used, data_axes, seeds_of, stored_by_hints
+from .sharding_state import ShardingState
+from .share_compute import share_compute
 
 
 @dataclass(frozen=True)
 class Propagate(Pass):
     """Give every op a strategy, from hints on a few values.
 
-    With ``strict`` an op without a sharding rule is an error, and one that gathers a sharding of space; else it is
-    computed whole on every rank, and said so.
+    With ``strict`` an op without a sharding rule is an error, and one that gathers what is sharded over space; else it
+    is replicated on every rank, which a warning says.
     """
 
     name: ClassVar[str] = "propagate"
@@ -52,56 +52,33 @@ class Propagate(Pass):
         with update_apart(graph, context.cache):
             self._place(graph, context)
         self._report_missing(graph, context)
-        report_gathered_space(graph, context.cache, self.strict)
+        report_replicated_space(graph, context.cache, self.strict)
         return True
 
     def _place(self, graph: Graph, context: Context) -> None:
-        expander = Expander(context.rules)
-        held = Held(graph, context.cache)
-        state = Propagation(held, Conflicts(held, context.planner))
-        state.seed(seeds_of(graph))
-        state.run()
-        self._take_apart(graph, expander, state)
-        if share_lost_work(graph, data_axes(graph), state):
-            self._take_apart(graph, expander, state)
+        decomposer, state = Decomposer(context.rules), ShardingState(graph, context.cache)
+        propagation = Propagation(state, Conflicts(state, context.planner))
+        propagation.seed(seeds_of(graph))
+        propagation.run()
+        _decompose(graph, decomposer, propagation)
+        if share_compute(graph, data_axes(graph), propagation):
+            _decompose(graph, decomposer, propagation)
         for node in graph.nodes:
             if node.pin is not None:
-                check_pin(node, held.rules[node], graph.mesh)
-        write(held, sweep(held, state.conflicts))
-        graph.reasons = state.reasons()
+                check_pin(node, state.rules[node], graph.mesh)
+        _write(state, _settled(state, propagation.conflicts))
+        graph.reasons = propagation.reasons()
         for made in stored_by_hints(graph):
             graph.reasons.add(made)
         graph.rename()
 
-    def _take_apart(self, graph: Graph, expander: Expander, state: Propagation) -> None:
-        """Take apart what stands in the way of a sharding, and hand on what that lets through, as long as there is
-        any."""
-        held = state.held
-
-        def parts(node: Node) -> bool:
-            return expander.can(node) and is_blocked(node, held) and expander.helps(node, held.of, graph.mesh)
-
-        while blocked := [node for node in graph.nodes if parts(node)]:
-            around = [value for node in blocked for value in node.operands]
-            parted = expander.apply(graph, blocked, held.of)
-            around += [value for each in parted for node in each.made for value in node.operands]
-            for old, new in (pair for each in parted for pair in each.swapped):
-                state.take_over(old, new)
-                new.hint, new.hinted_by = old.hint, old.hinted_by
-                around.append(new)
-            held.changed_graph()
-            for each in parted:
-                if each.node.pin is not None:
-                    hand_over(each.node.pin, each.node, each.made, held.rules, graph.mesh)
-            state.run(around)
-
     def _report_missing(self, graph: Graph, context: Context) -> None:
         """Say once per op that its rule was discovered, or that it has none."""
         known = {node: context.cache.known(node) for node in graph.nodes}
-        for node in unique_ops(node for node, found in known.items() if found.source == "discovered"):
+        for node in _first_of_each_op(node for node, found in known.items() if found.source == "discovered"):
             rule = rule_text(known[node].rule)
             graph.notes.append(f"the rule of {op_name(node.op)} ({node.where}) was found by running it: {rule}")
-        for node in unique_ops(node for node, found in known.items() if found.source == "none"):
+        for node in _first_of_each_op(node for node, found in known.items() if found.source == "none"):
             name = op_name(node.op)
             if self.strict:
                 raise Error(
@@ -109,58 +86,73 @@ class Propagate(Pass):
                     where=f"{node.where}  {node.where.code}",
                     expected="a rule for every op (strict=True), or one that is found by running it on small tensors",
                     got=name,
-                    remedy="write one (docs/writing_rules.md), or pass strict=False to compute it whole on every rank",
+                    remedy="write one (docs/writing_rules.md), or pass strict=False to replicate it on every rank",
                 )
             text = f"no sharding rule for {name} ({node.where}): it is computed whole on every rank"
             graph.notes.append(text)
             warnings.warn(text, ShardfxWarning, stacklevel=2)
 
 
-def is_blocked(node: Node, state: Held) -> bool:
-    """Whether some operand holds a sharding of a factor that the op needs whole, or somebody wants it sharded."""
+def _decompose(graph: Graph, decomposer: Decomposer, propagation: Propagation) -> None:
+    """Decompose ops that cannot be sharded as wanted, and hand on what that lets through, as long as there is any."""
+    state = propagation.state
+
+    def parts(node: Node) -> bool:
+        return decomposer.can(node) and _is_blocked(node, state) and decomposer.helps(node, state.of, graph.mesh)
+
+    while blocked := [node for node in graph.nodes if parts(node)]:
+        around = [value for node in blocked for value in node.operands]
+        decomposed = decomposer.apply(graph, blocked, state.of)
+        around += [value for each in decomposed for node in each.made for value in node.operands]
+        for old, new in (pair for each in decomposed for pair in each.swapped):
+            propagation.take_over(old, new)
+            new.hint, new.hinted_by = old.hint, old.hinted_by
+            around.append(new)
+        state.changed_graph()
+        for each in decomposed:
+            if each.node.pin is not None:
+                pin_parts(each.node.pin, each.node, each.made, state.rules, graph.mesh)
+        propagation.run(around)
+
+
+def _is_blocked(node: Node, state: ShardingState) -> bool:
+    """Whether some operand is sharded on a factor that the op needs whole, or somebody wants it sharded."""
     rule = state.rules[node]
-    if must_part(node, rule):
+    if needs_decomposition(node, rule):
         return True
     if node.pin is not None and not is_heavy(node):
         return False  # its parts are other ops, of which the pin says nothing: those of a product are products
     for value, dims in zip(node.operands, rule.operands, strict=True):
-        held = state.shardings.get(value)
-        if held is None:
-            continue
-        for d, dim in enumerate(dims):
-            if held[d].axes and any(f in rule.whole for f in dim):
-                pieces = parted(held[d], dim, rule, state)
-                if not any(pieces) or any(c.axes and f in rule.whole for f, c in zip(dim, pieces, strict=True)):
+        for sharding, dim in zip(state.shardings.get(value, ()), dims, strict=False):
+            if sharding.axes and any(f in rule.whole for f in dim):
+                factors = factor_shardings(sharding, dim, rule, state)
+                if not any(factors) or any(c.axes and f in rule.whole for f, c in zip(dim, factors, strict=True)):
                     return True
     return False
 
 
-def unique_ops(nodes: Iterable[Node]) -> list[Node]:
-    """The first node of every op."""
+def _first_of_each_op(nodes: Iterable[Node]) -> list[Node]:
     return list({op_name(node.op): node for node in reversed(list(nodes))}.values())[::-1]
 
 
-def sweep(held: Held, conflicts: Conflicts) -> dict[Node, dict[str, DimSharding]]:
-    """Settle every node's strategy in order, now that all shardings are known; open values take what is made of
-    them."""
+def _settled(state: ShardingState, conflicts: Conflicts) -> dict[Node, dict[str, DimSharding]]:
+    """Settle every node's strategy in order, now that all is known; open values take what is made of them."""
     settled: dict[Node, dict[str, DimSharding]] = {}
-    for node in held.graph.nodes:
+    for node in state.graph.nodes:
         shardings, _ = conflicts.resolve(node, with_results=True)
         settled[node] = shardings
-        made = held.cache.strategy(held.rules[node], shardings)
+        made = state.cache.strategy(state.rules[node], shardings)
         for value, spec in zip(node.outs, made.results, strict=True):
-            if value not in held.closed:
-                wished = held.of(value)
-                if tuple(wished) != spec.dims:
-                    held.shardings[value] = list(scattered(spec, wished))
+            if value not in state.closed and tuple(state.of(value)) != spec.dims:
+                state.shardings[value] = list(scattered(spec, state.of(value)))
     return settled
 
 
-def scattered(made: Spec, wish: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
-    """What an open value is held as: as it is made, but a partial sum may be scattered as was wished."""
+def scattered(made: Spec, preferred: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
+    """How an open value is stored: as it is made, but a partial sum may be scattered as is preferred."""
     waiting = set(made.partial_axes)
     result = []
-    for sharding, wished in zip(made.dims, wish, strict=True):
+    for sharding, wished in zip(made.dims, preferred, strict=True):
         extra = set(wished.axes) - set(sharding.axes)
         fits = extra and extra <= waiting and set(sharding.axes) <= set(wished.axes)
         result.append(wished if fits else sharding)
@@ -168,20 +160,19 @@ def scattered(made: Spec, wish: Iterable[DimSharding]) -> tuple[DimSharding, ...
     return tuple(result)
 
 
-def write(held: Held, shardings: Mapping[Node, dict[str, DimSharding]]) -> None:
-    """Write strategies on nodes and specs on values and outputs; a parameter lies as it is stored: in all iterations,
-    though
-    each may read a part of it alone."""
-    iterations = {axis.name for axis in held.mesh.axes if axis.loop}
-    for node in held.graph.nodes:
-        node.strategy = held.cache.strategy(held.rules[node], shardings[node])
+def _write(state: ShardingState, shardings: Mapping[Node, dict[str, DimSharding]]) -> None:
+    """Write strategies on nodes and specs on values and outputs; a parameter is placed as it is stored: in all
+    iterations, though each may read a part of it alone."""
+    loops = {axis.name for axis in state.mesh.axes if axis.loop}
+    for node in state.graph.nodes:
+        node.strategy = state.cache.strategy(state.rules[node], shardings[node])
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
             value.spec = spec
-            value.hint = held.spec(value) if value.hint is not None else None  # with the turns it is made in
-    for given in held.graph.inputs:
+            value.hint = state.spec(value) if value.hint is not None else None  # with the loops it is made in
+    for given in state.graph.inputs:
         if given.value.spec is None or given.kind is not InputKind.PARAMETER:
-            given.value.spec = held.spec(given.value)
+            given.value.spec = state.spec(given.value)
         if given.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            given.value.spec = as_used(given.value.spec, iterations, given.value, held.mesh)
-    for output, spec in held.graph.output_specs().items():
+            given.value.spec = as_used(given.value.spec, loops, given.value, state.mesh)
+    for output, spec in state.graph.output_specs().items():
         output.spec = spec

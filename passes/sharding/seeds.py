@@ -1,9 +1,9 @@
-"""Where propagation starts: the values that have a hint, and the gradients of parameters that have one.
+"""Seeds of propagation: the values that have a hint, and the gradients of parameters that have one.
 
 An axis that shards the leading dim of an input of the model is a *data axis*: on a parameter it says how the parameter
 is stored, not how it computes (gathered at use, its gradient reduce-scattered), and is no part of the seed.
 
-An loop axis that shards no input makes chunks of a step (``head "dp, chunk, -"``). It reaches from what is hinted to
+A loop axis that shards no input makes chunks of a step (``head "dp, chunk, -"``). It reaches from what is hinted to
 what follows, and into the backward of these: chunks that came back along the residual stream to an attention would have
 to meet there, layer by layer.
 """
@@ -16,19 +16,20 @@ from dataclasses import dataclass
 import torch
 
 from shardfx.ir.dim_sharding import DimSharding, Part, compound
-from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Pin, Value
+from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.reasons import Decision
 from shardfx.ir.spec import Spec
 
-aten = torch.ops.aten
+BY_PASS = "pass "
+"""The name of what hints begins so where that is a pass."""
 
 
 @dataclass(frozen=True)
 class Seed:
     """A value, how it is sharded, and who says so.
 
-    ``operator`` seeds are parameters: their shardings decide conflicts. A ``closed`` value is never changed.
+    ``operator`` seeds are parameters: they decide conflicts. A ``closed`` value is never changed.
     """
 
     value: Value
@@ -43,19 +44,14 @@ class Seed:
         return self.name.startswith(BY_PASS)
 
 
-BY_PASS = "pass "
-"""The name of what hints begins so where that is a pass."""
-
-
 def seeds_of(graph: Graph) -> list[Seed]:
     """The seeds of a graph: inputs first, then nodes, then gradients that have no hint of their own."""
-    seeds = []
     used: dict[str, Seed] = {}
     for given in graph.inputs:
         if given.value.hint is not None:
             is_parameter = given.kind is InputKind.PARAMETER
-            seed = used[given.name] = Seed(given.value, given.value.hint, given.value.hinted_by, operator=is_parameter)
-            seeds.append(seed)
+            used[given.name] = Seed(given.value, given.value.hint, given.value.hinted_by, operator=is_parameter)
+    seeds = [*used.values()]
     for node in graph.nodes:
         seeds += [Seed(value, value.hint, value.hinted_by) for value in node.outs if value.hint is not None]
     for output in graph.outputs:
@@ -67,28 +63,22 @@ def seeds_of(graph: Graph) -> list[Seed]:
 
 def stored_by_hints(graph: Graph) -> Iterator[Decision]:
     """Why parameters are stored over data axes, which are no part of their seeds."""
-    for given in graph.of_kind(InputKind.PARAMETER):
-        value = given.value
-        if value.hint is None or value.spec is None:
-            continue
-        seed = Seed(value, value.hint, value.hinted_by)
-        for dim, sharding in enumerate(value.spec.dims):
-            if axes := tuple(axis for axis in sharding.axes if axis not in value.hint.axes):
-                yield Decision(value, dim, DimSharding(axes), f"by {seed.name}", "" if seed.by_pass else seed.name)
+    for value in (given.value for given in graph.of_kind(InputKind.PARAMETER)):
+        if value.hint is not None and value.spec is not None:
+            seed = Seed(value, value.hint, value.hinted_by)
+            for dim, sharding in enumerate(value.spec.dims):
+                if axes := tuple(axis for axis in sharding.axes if axis not in value.hint.axes):
+                    yield Decision(value, dim, DimSharding(axes), f"by {seed.name}", "" if seed.by_pass else seed.name)
 
 
 def data_axes(graph: Graph) -> set[str]:
     """The axes that shard the leading dim of an input of the model, by the hints."""
-    return {
-        axis
-        for given in graph.of_kind(InputKind.ARGUMENT)
-        if given.value.hint is not None and given.value.type.ndim
-        for axis in given.value.hint.dims[0].axes
-    }
+    hints = (given.value.hint for given in graph.of_kind(InputKind.ARGUMENT) if given.value.type.ndim)
+    return {axis for hint in hints if hint is not None for axis in hint.dims[0].axes}
 
 
 def as_used(stored: Spec, data: set[str], value: Value, mesh: Mesh) -> Spec:
-    """How a parameter is held where it is used: without the data axes."""
+    """How a parameter is placed where it is used: without the data axes."""
     return Spec(tuple(strip(sharding, data, value.shape[d], mesh) for d, sharding in enumerate(stored.dims)))
 
 
@@ -108,35 +98,34 @@ class ChunkReach:
     @staticmethod
     def of(graph: Graph) -> ChunkReach:
         """What the hints of a graph say."""
-        given = {axis for each in graph.of_kind(InputKind.ARGUMENT) for axis in _hinted(each.value, graph.mesh)}
+        given = {axis for each in graph.of_kind(InputKind.ARGUMENT) for axis in _loops(each.value, graph.mesh)}
         axes = [axis.name for axis in graph.mesh.axes if axis.loop and axis.name not in given]
-        return ChunkReach({axis: _modules(graph, axis) for axis in axes})
+        return ChunkReach({axis: _reached(graph, axis) for axis in axes})
 
     def has(self, node: Node, axis: str) -> bool:
         """Whether a node may be sharded over an axis. The sum of two gradients is no module's: both must be so made."""
-        if axis not in self.modules:
+        known = self.modules.get(axis)
+        if known is None:
             return True
-        known = self.modules[axis]
-        summed = node.operands if node.op is aten.add.Tensor and node.phase is Phase.BACKWARD else ()
-        return node.where.module in known and all(v.node is None or v.node.where.module in known for v in summed)
+        is_sum = node.op is torch.ops.aten.add.Tensor and node.phase is Phase.BACKWARD
+        summed = [value.node for value in node.operands if value.node is not None] if is_sum else []
+        return all(each.where.module in known for each in (node, *summed))
 
 
-def _modules(graph: Graph, axis: str) -> frozenset[str]:
-    """Those whose output a hint shardings, or one of whose ops is pinned so, and all that use what they make."""
+def _reached(graph: Graph, axis: str) -> frozenset[str]:
+    """The modules whose output a hint shards, or one of whose ops is pinned so, and all that use what they make."""
     forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
-    found = {node.where.module for node in forward if any(axis in _hinted(value, graph.mesh) for value in node.outs)}
-    found |= {node.where.module for node in forward if node.pin and axis in _pinned(node.pin)}
-    behind: set[Value] = {each.value for each in graph.inputs if axis in _hinted(each.value, graph.mesh)}
+    found = {node.where.module for node in forward if any(axis in _loops(value, graph.mesh) for value in node.outs)}
     for node in forward:
-        if node.where.module in found or any(value in behind for value in node.operands):
+        if node.pin is not None and any(axis in axes for each in node.pin.each() for _, axes in each.shardings):
+            found.add(node.where.module)
+    behind: set[Value] = {each.value for each in graph.inputs if axis in _loops(each.value, graph.mesh)}
+    for node in forward:
+        if node.where.module in found or not behind.isdisjoint(node.operands):
             behind.update(node.outs)
-    return frozenset(found | {node.where.module for node in forward if any(value in behind for value in node.outs)})
+    return frozenset(found | {node.where.module for node in forward if not behind.isdisjoint(node.outs)})
 
 
-def _pinned(pin: Pin) -> set[str]:
-    return {axis for each in pin.each() for _, axes in each.shardings for axis in axes}
-
-
-def _hinted(value: Value, mesh: Mesh) -> tuple[str, ...]:
+def _loops(value: Value, mesh: Mesh) -> tuple[str, ...]:
     """The loop axes in the hint on a value."""
     return tuple(axis for axis in value.hint.axes if mesh[axis].loop) if value.hint is not None else ()

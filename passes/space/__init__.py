@@ -1,4 +1,4 @@
-"""Space: which tiles of an image are computed where, beyond what hints say."""
+"""Tiles of images: which are computed where, beyond what hints say."""
 
 from .spatial import Spatial
 

@@ -1,9 +1,9 @@
-"""In which stages each node is done.
+"""Assignment of nodes to stages.
 
-A node in a block is done where the block is; others go where the data flow takes them: forward as soon as what they
-need is there, what stands in front of all blocks with the first that uses it, backward the other way round. What hangs
-on the batch alone (masks, positions) or on parameters alone (casts, gathers) is done in each stage that uses it; so is
-what hangs on rates and counts of steps. An update is where its gradient and its weight are; states go with it.
+A node of a block is in the block's stage; others are where the data flow takes them: forward as soon as what they need
+is there, what stands in front of all blocks with the first that uses it, backward the other way round. What depends on
+the batch alone (masks, positions) or on parameters alone (casts, gathers) is done in each stage that uses it; so is
+what depends on rates and counts of steps. An update is where its gradient and its weight are; states go with it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Phase, Value
 from shardfx.ir.ops.traits import is_heavy
 
 At = tuple[int, ...]
@@ -35,14 +35,20 @@ class Assignment:
         self.at: dict[Node, At] = {}
         self.inputs: dict[Value, At] = {}
         self._users = graph.users()
-        self._light = self._copied()
-        work = [node for node in graph.nodes if node not in self._light]
-        self._forward([node for node in work if node.phase is Phase.FORWARD])
-        self._backward([node for node in work if node.phase is Phase.BACKWARD])
+        self._copied = self._find_copied()
+        once = [node for node in graph.nodes if node not in self._copied]
+        self._forward([node for node in once if node.phase is Phase.FORWARD])
+        self._backward([node for node in once if node.phase is Phase.BACKWARD])
         self._spread([node for node in graph.nodes if node.phase is not Phase.UPDATE])
-        self._update([node for node in work if node.phase is Phase.UPDATE])
+        made: dict[Value, set[int]] = {}
+        for node in once:
+            if node.phase is Phase.UPDATE:
+                self.at[node] = tuple(sorted(self._meeting(node, made))) or (0,)
         self._spread(graph.nodes)
-        self._beside_work()
+        given = {output.value for output in graph.outputs}
+        for each in graph.inputs:  # weights that nothing uses
+            if each.kind in OF_WEIGHTS and not self.inputs[each.value] and each.value not in given:
+                self.inputs[each.value] = self._of_module(each.name.rpartition(".")[0])
 
     def of(self, value: Value) -> At:
         """The stages in which a value is there."""
@@ -55,40 +61,38 @@ class Assignment:
         given = next((each for each in self.graph.inputs if each.name == output.name), None)
         return self.inputs[given.value] if given is not None and given.kind in OF_WEIGHTS else ()
 
-    def _copied(self) -> set[Node]:
+    def _find_copied(self) -> set[Node]:
         """What is done in each stage that uses it."""
-        kinds: dict[Value, frozenset[bool]] = {
-            given.value: frozenset() if _is_rate(given) else frozenset([given.kind in OF_WEIGHTS])
-            for given in self.graph.inputs
-        }
+        kinds: dict[Value, frozenset[bool]] = {}
+        for given in self.graph.inputs:  # a single number of the optimizer (a rate, a count) is in each stage
+            number = given.kind.is_of_optimizer and given.value.type.numel == 1
+            kinds[given.value] = frozenset() if number else frozenset([given.kind in OF_WEIGHTS])
         found = set()
         for node in self.graph.nodes:
             kind = frozenset[bool]().union(*(kinds[value] for value in node.operands))
-            light = (
-                len(kind) <= 1 and not is_heavy(node) and all(v.node is None or v.node in found for v in node.operands)
-            )
-            if light:
+            if len(kind) <= 1 and not is_heavy(node) and all(v.node is None or v.node in found for v in node.operands):
                 found.add(node)
-            for value in node.outs:
-                kinds[value] = kind
+            kinds.update(dict.fromkeys(node.outs, kind))
         return found
-
-    # ---- the model ----------------------------------------------------------------------------------------------
 
     def _forward(self, nodes: list[Node]) -> None:
         front = []
         for node in nodes:
-            needs = [self.at[v.node][0] for v in node.operands if v.node in self.at]
-            own, before = self._own(node), max(needs, default=None)
+            own, before = self._own(node), max((at[0] for at in self._made(node)), default=None)
             if own is None and before is None:
                 front.append(node)
                 continue
             if self._told and own is not None and before is not None and own < before:
                 raise self._circle(node, own, before)
-            self.at[node] = (max(own if own is not None else 0, before or 0),)
+            self.at[node] = (max(own or 0, before or 0),)
         for node in reversed(front):  # what stands in front of all blocks
             users = [self.at[u][0] for v in node.outs for u in self._users[v] if u in self.at]
             self.at[node] = (min(users, default=0),)
+
+    def _made(self, node: Node, phase: Phase | None = None) -> list[At]:
+        """The stages of the nodes that make its operands."""
+        makers = [v.node for v in node.operands if v.node in self.at]
+        return [self.at[maker] for maker in makers if maker is not None and phase in (None, maker.phase)]
 
     def _circle(self, node: Node, own: int, before: int) -> Error:
         maker = next(v.node for v in node.operands if v.node in self.at and self.at[v.node][0] == before)
@@ -103,53 +107,35 @@ class Assignment:
 
     def _backward(self, nodes: list[Node]) -> None:
         for node in nodes:
-            made = [v.node for v in node.operands if v.node in self.at]
-            behind = [self.at[m][0] for m in made if m is not None and m.phase is Phase.BACKWARD]
-            ahead = [self.at[m][0] for m in made if m is not None and m.phase is Phase.FORWARD]
+            behind = [at[0] for at in self._made(node, Phase.BACKWARD)]
             own = self._own(node)
-            if own is None:
-                self.at[node] = (min(behind) if behind else max(ahead, default=self._last),)
-            else:  # what is kept of stages before it does not hold it back: it was sent
+            if own is not None:  # what was saved in stages before it does not delay it: it was sent
                 self.at[node] = (min([own, *behind]),)
-
-    # ---- what is done in several stages -----------------------------------------------------------------------
+            else:
+                ahead = [at[0] for at in self._made(node, Phase.FORWARD)]
+                self.at[node] = (min(behind) if behind else max(ahead, default=self._last),)
 
     def _spread(self, nodes: list[Node]) -> None:
-        """Give what is copied of these nodes, and inputs, the stages of what uses them."""
+        """Give copied nodes, and inputs, the stages of what uses them."""
         given = {output.value for output in self.graph.outputs}
         for node in reversed(nodes):
-            if node in self._light:
+            if node in self._copied:
                 leaves = any(value in given for value in node.outs)
-                self.at[node] = self._union(node.outs) or (self._beside(node.where.module) if leaves else ())
+                self.at[node] = self._union(node.outs) or (self._of_module(node.where.module) if leaves else ())
         for each in self.graph.inputs:
             self.inputs[each.value] = self._union([each.value])
 
-    def _beside_work(self) -> None:
-        """Give weights that no work uses the stage of their module."""
-        given = {output.value for output in self.graph.outputs}
-        for each in self.graph.inputs:
-            if each.kind in OF_WEIGHTS and not self.inputs[each.value] and each.value not in given:
-                self.inputs[each.value] = self._beside(each.name.rpartition(".")[0])
-
     def _union(self, values: list[Value]) -> At:
         users = [user for value in values for user in self._users[value]]
-        found = sorted({stage for user in users for stage in self.at.get(user, ())})
-        return tuple(found)
+        return tuple(sorted({stage for user in users for stage in self.at.get(user, ())}))
 
-    def _beside(self, module: str) -> At:
-        """Where that is which no work uses: where its module is, or in the first stage."""
+    def _of_module(self, module: str) -> At:
+        """Where that is which nothing uses: where its module is, or in the first stage."""
         return next((self.at[n] for n in self.graph.nodes if n.where.module == module and self.at.get(n)), (0,))
 
-    # ---- the optimizer ------------------------------------------------------------------------------------------
-
-    def _update(self, nodes: list[Node]) -> None:
+    def _meeting(self, node: Node, made: dict[Value, set[int]]) -> set[int]:
         """Where all is there that an update needs, but for single numbers (a norm), which are sent there; where it is
         scattered over stages, in the first of them."""
-        made: dict[Value, set[int]] = {}
-        for node in nodes:
-            self.at[node] = tuple(sorted(self._meeting(node, made))) or (0,)
-
-    def _meeting(self, node: Node, made: dict[Value, set[int]]) -> set[int]:
         tensors = [value for value in node.operands if value.type.numel > 1] or node.operands
         sets = [found for value in tensors if (found := self._there(value, made))]
         common = set.intersection(*sets) if sets else set()
@@ -157,18 +143,13 @@ class Assignment:
 
     def _there(self, value: Value, made: dict[Value, set[int]]) -> set[int]:
         """The stages in which a value is, or can be made of what is there: none where it takes after what uses it."""
-        if value.node not in self._light:
+        if value.node not in self._copied:
             return set(self.inputs[value] if value.node is None else self.at.get(value.node, ()))
         if value not in made:
             made[value] = set(self.at.get(value.node, ())) or self._meeting(value.node, made)
         return made[value]
 
 
-def _is_rate(given: Input) -> bool:
-    """Whether it is a single number of the optimizer, which each stage has: a rate, a count of steps."""
-    return given.kind.is_of_optimizer and given.value.type.numel == 1
-
-
-def places(at: Mapping[Node, At]) -> set[int]:
+def stages_in(at: Mapping[Node, At]) -> set[int]:
     """All stages in which something is done."""
     return {stage for stages in at.values() for stage in stages}

@@ -1,4 +1,4 @@
-"""pipeline: which stage does what; what another stage needs is sent there.
+"""pipeline: assignment of nodes to stages; what another stage needs is sent there.
 
     %3 = aten.relu(%2)      @ layers.0        %3 = aten.relu(%2)      at{0}  @ layers.0
     %4 = aten.mm(%3, %w1)   @ layers.1   ->   %4 = comm.send(%3, axes=[pp], origin=0, places=[1], tag=0)  at{1}
@@ -10,26 +10,29 @@ needed elsewhere than where they are made, like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import torch
 
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Output, Phase, Strategy, Value
-from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rewriter import Rewriter
+from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.schedule import COSTS, Costs, Pipelined, Schedule, check_schedule
 from shardfx.ir.schedule.actions import WORD as ACTION
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
-from shardfx.passes.loops import check_live, make_schedule
+from shardfx.passes.pass_text import option_error
 
-from .assignment import Assignment, At, places
-from .homes import keep_homes
-from .shared_sums import sum_behind_iterations
-from .stage_blocks import AsPlanned, Blocks, Found, Stages
+from .assignment import OF_WEIGHTS, Assignment, At, stages_in
+from .make_schedule import check_live, make_schedule
+from .stage_blocks import AsPlanned, ModelBlocks, SearchedCounts, Stages
 
+aten = torch.ops.aten
 STAGED = "STAGED"
 """Each node is in the stages of a pipeline, and what goes between them is sent."""
 WHERE = "Hints(pipeline=...)"
@@ -40,39 +43,30 @@ def _is_count(given: Any) -> bool:
     return type(given) is int and given >= 1
 
 
-FIELDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "axis": (lambda given: isinstance(given, str) and given != "", "the name of an axis of the mesh", 'axis="pp"'),
-    "microbatches": (
-        lambda given: isinstance(given, str),
-        "the name of a loop axis; empty: no iterations",
-        'time="mb"',
-    ),
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "axis": (lambda given: isinstance(given, str) and given != "", 'the name of an axis of the mesh, "pp"'),
+    "microbatches": (lambda given: isinstance(given, str), 'the name of a loop axis, "mb"; empty: no micro-batches'),
     "schedule": (
         lambda given: isinstance(given, str) or callable(given),
-        "a name, a text (a row for each rank), or a function (stages, microbatches, ranks, costs) -> Schedule",
-        'schedule="1f1b"; of an sx.schedules.Schedule its text: schedule=str(made)',
+        "a name, a text (a row for each rank; of an sx.schedules.Schedule schedule=str(made)), or a function (stages, "
+        "microbatches, ranks, costs) -> Schedule",
     ),
-    "stages_per_rank": (
-        _is_count,
-        "an int of at least 1",
-        "chunks=1, or 2 for schedules with several stages on a rank",
-    ),
+    "stages_per_rank": (_is_count, "an int of at least 1, more for schedules with several stages on a rank"),
     "stages": (
         lambda given: given is None or (isinstance(given, Sequence) and not isinstance(given, str)),
-        "None, or a tuple with an entry for each stage",
-        'stages=(1, 3), or ("layers.0", "layers.1"), or (("emb", "layers.0"), ("layers.1", "head"))',
+        'None, or a tuple with an entry for each stage: (1, 3), ("layers.0", "layers.1"), (("emb", "layers.0"), ...)',
     ),
-    "max_in_flight": (lambda given: given is None or _is_count(given), "an int of at least 1, or None", "leave it out"),
+    "max_in_flight": (lambda given: given is None or _is_count(given), "an int of at least 1, or None"),
 }
-"""Of each option what fits, in words, and a remedy."""
+"""What fits each option, in words."""
 
 
 @dataclass(frozen=True)
 class Pipeline(Pass):
-    """Shard the graph into stages.
+    """Split the graph into stages.
 
     Args:
-        axis: of the mesh, the ranks that stages lie on.
+        axis: of the mesh, the ranks of the stages.
         microbatches: the loop axis of micro-batches; empty: there are none.
         schedule: the name of one (:func:`shardfx.schedules.make_schedule`), its text (a row for each rank), or a
             function ``(stages, iterations, ranks, costs) -> Schedule``.
@@ -101,35 +95,23 @@ class Pipeline(Pass):
     max_in_flight: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (fits, expected, remedy) in FIELDS.items():
-            given = getattr(self, name)
-            if not fits(given):
-                raise Error(
-                    f"Pipeline({name}=...) is of another kind",
-                    where=f"Pipeline({name}=...)",
-                    expected=expected,
-                    got=f"{given!r:.100} of type {type(given).__name__}",
-                    remedy=remedy,
-                )
+        for name, (fits, expected) in FIELDS.items():
+            if not fits(given := getattr(self, name)):
+                raise option_error("Pipeline", name, given, expected, f"Pipeline({name}=...)")
 
     def run(self, graph: Graph, context: Context) -> bool:
         self._check(graph)
         count = graph.mesh[self.axis].size * self.stages_per_rank
-        own = Blocks(graph).stage_of(self.stages, count)
-        told = self.stages is not None and not isinstance(self.stages, (AsPlanned, Found))
+        own = ModelBlocks(graph).stage_of(self.stages, count)
+        told = self.stages is not None and not isinstance(self.stages, (AsPlanned, SearchedCounts))
         assigned = Assignment(graph, own, count - 1, told=told)
-        if self.microbatches and sum_behind_iterations(graph, assigned.at, self.microbatches, context.rules):
+        if self.microbatches and reduce_before_stages(graph, assigned.at, self.microbatches, context.rules):
             assigned = Assignment(graph, own, count - 1, told=told)
         if isinstance(self.stages, AsPlanned):
             keep_homes(graph, assigned, self.stages.held, context.rules)
-        if missing := set(range(count)) - places(assigned.at):
-            raise Error(
-                f"stage {min(missing)} has nothing to do",
-                where=WHERE,
-                expected="work for each",
-                got=self.stages,
-                remedy="give it modules that the forward calls",
-            )
+        if missing := set(range(count)) - stages_in(assigned.at):
+            what, remedy = f"stage {min(missing)} has nothing to do", "give it modules that the forward calls"
+            raise Error(what, where=WHERE, expected="work for each", got=self.stages, remedy=remedy)
         for node in graph.nodes:
             node.at = assigned.at[node]
         for given in graph.inputs:
@@ -140,37 +122,35 @@ class Pipeline(Pass):
 
     def _check(self, graph: Graph) -> None:
         mesh = graph.mesh
-        for what, axis, time in (("axis", self.axis, False), ("microbatches", self.microbatches, True)):
-            if axis and (axis not in mesh.names or mesh[axis].loop is not time):
-                kind = "micro-batches" if time else "ranks"
+        for what, axis, loop in (("axis", self.axis, False), ("microbatches", self.microbatches, True)):
+            if axis and (axis not in mesh.names or mesh[axis].loop is not loop):
                 raise Error(
-                    f"the mesh has no axis {axis!r} of {kind}",
+                    f"the mesh has no axis {axis!r} of {'micro-batches' if loop else 'ranks'}",
                     where=f"Pipeline({what}={axis!r})",
-                    expected=f"Mesh({axis}={'sx.Loop(8)' if time else '2'}, ...)",
+                    expected=f"Mesh({axis}={'sx.Loop(8)' if loop else '2'}, ...)",
                     got=repr(mesh),
-                    remedy="add it to the mesh" + (", and to the specs of inputs: 'mb dp, -'" if time else ""),
+                    remedy="add it to the mesh" + (", and to the specs of inputs: 'mb dp, -'" if loop else ""),
                 )
         if self.microbatches and mesh[self.microbatches].interleave:
             raise Error(
-                f"the iterations of {self.microbatches!r} are those of stages, whose order a schedule says",
+                f"the micro-batches of {self.microbatches!r} are those of stages, whose order a schedule says",
                 where=f"Pipeline(microbatches={self.microbatches!r})",
                 expected=f"Mesh({self.microbatches}=sx.Loop({mesh[self.microbatches].size}), ...)",
                 got=repr(mesh),
                 remedy="interleave iterations of another axis, within these",
             )
-        split = next((v for v in graph.values() if v.spec and self.axis in (*v.spec.axes, *v.spec.partial_axes)), None)
-        if split is not None:
-            raise Error(
-                f"a value is split over {self.axis!r}, the axis of stages",
-                where=str(split.where),
-                expected="splits over other axes",
-                got=str(split.spec),
-                remedy=f"take {self.axis!r} out of specs, strategies and zero_axis",
-            )
+        for value in graph.values():
+            if value.spec and self.axis in (*value.spec.axes, *value.spec.partial_axes):
+                raise Error(
+                    f"a value is sharded over {self.axis!r}, the axis of stages",
+                    where=str(value.where),
+                    expected="shardings over other axes",
+                    got=str(value.spec),
+                    remedy=f"take {self.axis!r} out of specs, strategies and zero_axis",
+                )
 
     def _schedule(self, graph: Graph, count: int) -> Schedule:
-        mesh: Mesh = graph.mesh
-        ranks, iterations = mesh[self.axis].size, mesh[self.microbatches].size if self.microbatches else 1
+        ranks, iterations = graph.mesh[self.axis].size, graph.mesh[self.microbatches].size if self.microbatches else 1
         costs = stage_costs(graph, count)
         if callable(self.schedule):
             made = _called(self.schedule, count, iterations, ranks, costs)
@@ -208,19 +188,14 @@ def _called(make: Maker, stages: int, iterations: int, ranks: int, costs: Costs)
         Error: it raises, or makes something else.
     """
     where, remedy = f"Pipeline(schedule={getattr(make, '__name__', make)})", "return sx.schedules.make_schedule(...)"
-    expected = f"an sx.schedules.Schedule of {stages} stages and {iterations} turns on {ranks} ranks"
+    expected = f"an sx.schedules.Schedule of {stages} stages and {iterations} micro-batches on {ranks} ranks"
     try:
         made: object = make(stages, iterations, ranks, costs)
     except Error:
         raise
     except Exception as error:
-        raise Error(
-            "the function that is to make a schedule raises",
-            where=where,
-            expected=f"a function (stages, iterations, ranks, costs) that gives {expected}",
-            got=f"{type(error).__name__}: {error}",
-            remedy=f"see its traceback above; or {remedy}",
-        ) from error
+        what, got = "the function that is to make a schedule raises", f"{type(error).__name__}: {error}"
+        raise Error(what, where=where, expected=expected, got=got, remedy=remedy) from error
     if not isinstance(made, Schedule):
         got = f"{made!r:.100} of type {type(made).__name__}"
         raise Error("a function makes no schedule", where=where, expected=expected, got=got, remedy=remedy)
@@ -228,23 +203,92 @@ def _called(make: Maker, stages: int, iterations: int, ranks: int, costs: Costs)
 
 
 def stage_costs(graph: Graph, count: int) -> Costs:
-    """The operations of each stage, forward and backward, in units of the dearest forward."""
+    """The FLOPs of each stage, forward and backward, in units of the most expensive forward."""
     forward, backward = [0.0] * count, [0.0] * count
     for node in graph.nodes:
         kind = backward if node.phase is Phase.BACKWARD else forward
         for stage in node.at if node.phase is not Phase.UPDATE else ():
             kind[stage] += flops_of(node)
-    unit = max(forward) or 1.0
     if not any(backward):
         return COSTS
-    halves = tuple(max(cost, unit / 1e3) / unit / 2 for cost in backward)
-    return {
-        "F": tuple(max(cost, unit / 1e3) / unit for cost in forward),
-        "B": tuple(2 * half for half in halves),
-        "I": halves,
-        "W": halves,
-        "U": 0.0,
-    }
+    unit = max(forward) or 1.0
+    first, second = (tuple(max(cost, unit / 1e3) / unit for cost in kind) for kind in (forward, backward))
+    halves = tuple(cost / 2 for cost in second)
+    return {"F": first, "B": second, "I": halves, "W": halves, "U": 0.0}
+
+
+def keep_homes(graph: Graph, assigned: Assignment, held: Mapping[str, At], rules: RuleBook) -> None:
+    """Let each weight be in the stages where it is ``held``, by name; what another stage needs of it is sent there.
+
+    %3 = aten.t(%emb)      at{1}              %2 = aten.alias(%emb)                     at{0}
+                                      ->      %3 = comm.send(%2, origin=0, places=[1])  at{1}
+                                              %4 = aten.t(%3)                           at{1}
+
+    Programs of other specializations (evaluation, results) run on what training stores.
+    """
+    users = graph.users()
+    rewriter = Rewriter(graph, rules)
+    for given in graph.inputs:
+        homes = held.get(given.name, ()) if given.kind in OF_WEIGHTS else ()
+        if not homes:
+            continue
+        away = [node for node in users[given.value] if not set(assigned.at[node]) <= set(homes)]
+        assigned.inputs[given.value] = homes
+        if away:
+            made = rewriter.before(away[0], rewriter.call(aten.alias.default, given.value, like=away[0]))
+            made.why = f"{given.name} is stored in stage {', '.join(map(str, homes))}"
+            assigned.at[made] = homes[:1]
+            rewriter.replace(given.value, made.outs[0], users=away)
+    rewriter.apply()
+
+
+def reduce_before_stages(graph: Graph, at: Mapping[Node, tuple[int, ...]], time: str, rules: RuleBook) -> bool:
+    """Sum gradients to which several stages contribute over micro-batches first, and then over the stages.
+
+    %5 = aten.add(%3, %4) : [64, 8] +{mb}         %5 = comm.all_reduce(%3, axes=[mb])    at{0}
+    %6 = comm.all_reduce(%5, axes=[mb])      ->   %6 = comm.all_reduce(%4, axes=[mb])    at{1}
+                                                  %7 = aten.add(%5, %6)
+
+    So a tied weight's gradient is sent once a step. Says whether there were any.
+    """
+    users = graph.users()
+    rewriter = Rewriter(graph, rules)
+    for node in graph.nodes:
+        makers = [value.node for value in node.operands]
+        if node.op is not aten.add.Tensor or node.kwargs or len(makers) != 2 or node.phase is not Phase.BACKWARD:
+            continue
+        apart = len({at[maker] for maker in makers if maker is not None}) > 1
+        way = list(_reductions(node.outs[0], users, graph, time)) if apart else []
+        if not way or time not in way[-1].kwargs["axes"]:
+            continue
+        parts = []
+        for value in node.operands:
+            for step in way:
+                made = rewriter.comm(step.op, value, like=value.node, **step.kwargs)
+                (value,) = rewriter.before(way[-1], made).outs
+            parts.append(value)
+        total = rewriter.before(way[-1], rewriter.call(aten.add.Tensor, *parts, like=node))
+        total.why = "each stage sums its share over the micro-batches first"
+        rewriter.replace(way[-1].outs[0], total.outs[0])
+        for gone in (node, *way):
+            rewriter.erase(gone)
+    return rewriter.apply()
+
+
+def _reductions(value: Value, users: Mapping[Value, list[Node]], graph: Graph, time: str) -> Iterator[Node]:
+    """The reductions of a partial value that is used for nothing else, up to the one over the micro-batches."""
+    while len(users[value]) == 1 and not any(output.value is value for output in graph.outputs):
+        (user,) = users[value]
+        if not isinstance(user.op, OwnOp) or user.op not in (comm.all_reduce, comm.reduce_scatter):
+            return
+        yield user
+        if time in user.kwargs["axes"]:
+            return
+        (value,) = user.outs
+
+
+Asked = dict[Value, dict[tuple[int, ...], tuple[At, list[Node | Output]]]]
+"""By value, and the places where it is needed: the stages, and who uses it there."""
 
 
 class _Sends:
@@ -252,35 +296,27 @@ class _Sends:
 
     def __init__(self, graph: Graph, pipeline: Pipelined, assigned: Assignment) -> None:
         self.graph, self.pipeline, self.assigned = graph, pipeline, assigned
-        self.rewriter, self.tags = Rewriter(graph), 0
+        self.rewriter, self.tags, self.wanted = Rewriter(graph), 0, Asked()
 
     def write(self) -> None:
         """Give each user that is elsewhere a copy that was sent there."""
-        wanted: dict[Value, dict[tuple[int, ...], tuple[At, list[Node | Output]]]] = {}
         for node in self.graph.nodes:
             for value in dict.fromkeys(node.operands):
-                self._ask(wanted, value, node.at, node)
+                self._ask(value, node.at, node)
         for output in self.graph.outputs:
-            self._ask(wanted, output.value, self.assigned.wanted(output), output)
-        for value, groups in wanted.items():
+            self._ask(output.value, self.assigned.wanted(output), output)
+        for value, groups in self.wanted.items():
             for there, (at, users) in groups.items():
                 self.rewriter.replace(value, self._sent(value, there, at), users)
         self.rewriter.apply()
         self.graph.rename()
 
-    def _ask(
-        self,
-        wanted: dict[Value, dict[tuple[int, ...], tuple[At, list[Node | Output]]]],
-        value: Value,
-        at: At,
-        user: Node | Output,
-    ) -> None:
+    def _ask(self, value: Value, at: At, user: Node | Output) -> None:
         there = self.pipeline.places(at)
-        if value.node is None or set(there) <= set(self.pipeline.places(value.node.at)):
-            return
-        known, users = wanted.setdefault(value, {}).setdefault(there, (at, []))
-        users.append(user)
-        wanted[value][there] = tuple(sorted({*known, *at})) if at else (), users
+        if value.node is not None and not set(there) <= set(self.pipeline.places(value.node.at)):
+            groups = self.wanted.setdefault(value, {})
+            known, users = groups.get(there, (at, []))
+            groups[there] = tuple(sorted({*known, *at})) if at else (), [*users, user]
 
     def _sent(self, value: Value, there: tuple[int, ...], at: At) -> Value:
         maker, axis = value.node, self.pipeline.axis
@@ -292,7 +328,6 @@ class _Sends:
         (result,) = node.outs
         result.spec, node.at = value.spec, at
         node.strategy = Strategy((value.spec,), (value.spec,))
-        users = ("stage " if len(at) == 1 else "stages ") + ", ".join(map(str, at)) if at else "all stages"
-        node.why = f"stage {maker.at[0]} makes it, for {users}"
+        node.why = f"stage {maker.at[0]} makes it, for stage {', '.join(map(str, at)) if at else '*'}"
         self.rewriter.after(maker, node)
         return result

@@ -1,4 +1,4 @@
-"""Which blocks a model is made of, one behind the other, and into which stages they fall.
+"""The consecutive blocks of a model, and the stages into which they fall.
 
 A block is a member of a list of modules (``layers.3``, ``encoder.block.0``, ``2`` of a ``Sequential``), or a module of
 the model's own that computes, where there are none of these; in the order in which the forward comes to them. What is
@@ -17,18 +17,20 @@ from shardfx.ir.graph import Graph, Node, Phase
 from shardfx.ir.names import block_of, pattern, prefixes, within
 
 from .assignment import OF_WEIGHTS
-from .best_split import best_split
+from .balance import balanced_split
 
 Stages = tuple[int, ...] | tuple[str, ...] | tuple[tuple[str, ...], ...] | None
 """Counts of blocks, first modules, or patterns of modules for each stage; None: as they are balanced."""
 WHERE = "Pipeline(stages=...)"
+StageOf = Callable[[Node], int | None]
+"""The stage of a node that is in a block."""
 
 
 class AsPlanned(tuple[tuple[str, ...], ...]):
     """The blocks of each stage, as another graph of the model has them; others go where the data flow takes them.
 
-    ``held`` says in which stages that graph holds each parameter, buffer and state, ``homes`` at which coordinate each
-    stage lies.
+    ``held`` says in which stages that graph stores each parameter, buffer and state, ``homes`` at which coordinate each
+    stage is.
     """
 
     held: Mapping[str, tuple[int, ...]]
@@ -42,11 +44,11 @@ class AsPlanned(tuple[tuple[str, ...], ...]):
         return made
 
 
-class Found(tuple[int, ...]):
+class SearchedCounts(tuple[int, ...]):
     """Counts of blocks that nobody told: what the data flow wants elsewhere than they say is done there."""
 
 
-class Blocks:
+class ModelBlocks:
     """The blocks of a graph, in order."""
 
     def __init__(self, graph: Graph) -> None:
@@ -67,7 +69,7 @@ class Blocks:
             return None
         return self._place.get(block_of(module) if self.numbered else prefixes(module)[0])
 
-    def stage_of(self, stages: Stages, count: int) -> Callable[[Node], int | None]:
+    def stage_of(self, stages: Stages, count: int) -> StageOf:
         """The stage of each node that is in a block.
 
         Raises:
@@ -75,40 +77,30 @@ class Blocks:
                 of the blocks, modules that are not there or stand in another order, or patterns that overlap or leave
                 blocks out.
         """
-        kinds = {type(each) for each in stages or ()}
+        kinds, known = {type(each) for each in stages or ()}, f"the blocks {_some(self.names)}"
         if len(kinds) > 1 or kinds - {int, str, tuple, list}:
-            raise Error(
-                "stages are said in more than one way",
-                where=WHERE,
-                expected="counts of blocks, (1, 3); first modules, ('layers.0', 'layers.2'); or patterns of the "
-                "modules of each, (('emb', 'layers.0'), ('layers.1',))",
-                got=stages,
-                remedy="say all of them as counts, or all by names",
-            )
-        if stages is not None and len(stages) != count and not (_are(str, stages) and len(stages) == count - 1):
-            raise Error(
+            expected = "counts of blocks, (1, 3); first modules, ('layers.0', 'layers.2'); or patterns of the modules "
+            expected += "of each, (('emb', 'layers.0'), ('layers.1',))"
+            remedy = "say all of them as counts, or all by names"
+            raise _wrong("stages are said in more than one way", expected, stages, remedy)
+        if stages is not None and len(stages) != count and not (kinds <= {str} and len(stages) == count - 1):
+            what, remedy = (
                 f"{len(stages)} stages are described, where there are {count}",
-                where=WHERE,
-                expected=f"{count} entries: ranks along the axis times chunks",
-                got=stages,
-                remedy="describe each stage, or leave it to the costs: stages=None",
+                "describe each stage, or none",
             )
+            raise _wrong(what, f"{count} entries: ranks along the axis times chunks", stages, remedy)
         if isinstance(stages, AsPlanned):
-            known = {name: stage for stage, names in enumerate(stages) for name in names}
-            return lambda node: None if (block := self.of(node)) is None else known.get(self.names[block])
-        if stages is not None and _are((tuple, list), stages):
+            placed = {name: stage for stage, names in enumerate(stages) for name in names}
+            return lambda node: None if (block := self.of(node)) is None else placed.get(self.names[block])
+        if stages is not None and kinds <= {tuple, list}:
             return self._by_patterns(stages)  # type: ignore[arg-type]
         if count > len(self.names):
-            raise Error(
-                f"there are more stages than blocks: {count} and {len(self.names)}",
-                where=WHERE,
-                expected=f"at most {len(self.names)} stages, for the blocks {_some(self.names)}",
-                got=count,
-                remedy="take fewer ranks along the axis or fewer chunks, or say patterns of modules for each stage",
-            )
+            remedy = "take fewer ranks along the axis or fewer chunks, or say patterns of modules for each stage"
+            what, expected = f"there are more stages than blocks: {count} and {len(self.names)}", f"at most {known}"
+            raise _wrong(what, expected, count, remedy)
         if stages is None:
-            firsts = best_split(self.costs(), count) or []
-        elif _are(int, stages):
+            firsts = balanced_split(self.costs(), count) or []
+        elif kinds <= {int}:
             firsts = self._by_counts(stages)  # type: ignore[arg-type]
         else:
             firsts = self._by_modules(stages, count)  # type: ignore[arg-type]
@@ -116,8 +108,7 @@ class Blocks:
         return lambda node: None if (block := self.of(node)) is None else by_block[block]
 
     def costs(self) -> list[float]:
-        """The operations of each block, forward and backward; of what stands in front, at the first, behind, at the
-        last."""
+        """The FLOPs of each block, forward and backward; of what stands in front, at the first, behind, at the last."""
         costs, at = [0.0] * len(self.names), 0
         for node in self.graph.nodes:
             block = self.of(node)
@@ -127,13 +118,9 @@ class Blocks:
 
     def _by_counts(self, counts: Sequence[int]) -> list[int]:
         if min(counts) < 1 or sum(counts) != len(self.names):
-            raise Error(
-                "stages have another number of blocks than there are",
-                where=WHERE,
-                expected=f"counts from 1, {len(self.names)} together: {_some(self.names)}",
-                got=tuple(counts),
-                remedy="count the blocks of each stage anew, or leave it to the costs: stages=None",
-            )
+            expected = f"counts from 1, {len(self.names)} together: {_some(self.names)}"
+            remedy = "count the blocks of each stage anew, or leave it to the costs: stages=None"
+            raise _wrong("stages have another number of blocks than there are", expected, tuple(counts), remedy)
         return [sum(counts[:stage]) for stage in range(len(counts))]
 
     def _by_modules(self, names: Sequence[str], count: int) -> list[int]:
@@ -141,71 +128,50 @@ class Blocks:
         for name in names:
             found = next((place for place, block in enumerate(self.names) if within(block, name)), None)
             if found is None:
-                raise Error(
-                    f"no stage can begin at {name!r}",
-                    where=WHERE,
-                    expected=f"one of the blocks {_some(self.names)}",
-                    got=name,
-                    remedy="begin it at one of these, or say patterns of modules for each stage",
-                )
+                expected, remedy = f"one of the blocks {_some(self.names)}", "begin it at one of these, or say patterns"
+                raise _wrong(f"no stage can begin at {name!r}", expected, name, remedy)
             firsts.append(found)
         if firsts[0] != 0 or any(a >= b for a, b in pairwise(firsts)):
-            raise Error(
-                "stages do not begin one behind the other",
-                where=WHERE,
-                expected=f"first modules in the order of the forward, the first one {self.names[0]!r}",
-                got=tuple(names),
-                remedy="put them in that order; what may stand in another one is said by patterns for each stage",
-            )
+            expected = f"first modules in the order of the forward, the first one {self.names[0]!r}"
+            remedy = "put them in that order; what may stand in another one is said by patterns for each stage"
+            raise _wrong("stages do not begin one behind the other", expected, tuple(names), remedy)
         return firsts
 
-    def _by_patterns(self, stages: Sequence[Sequence[str]]) -> Callable[[Node], int | None]:
+    def _by_patterns(self, stages: Sequence[Sequence[str]]) -> StageOf:
         known: dict[str, int | None] = {}
 
         def stage(module: str) -> int | None:
             if module not in known:
-                paths = prefixes(module)
-                hits = [
-                    (number, text)
-                    for number, texts in enumerate(stages)
-                    for text in texts
-                    if any(pattern(text).fullmatch(path) for path in paths)
-                ]
-                if len({number for number, _ in hits}) > 1:
-                    said = " and ".join(f"{text!r} of stage {number}" for number, text in hits)
-                    raise Error(
-                        f"module {module!r} is in two stages",
-                        where=WHERE,
-                        expected="each module in one",
-                        got=said,
-                        remedy="name the modules of one of these stages one by one",
-                    )
-                known[module] = hits[0][0] if hits else None
+                known[module] = _stage_by_patterns(module, stages)
             return known[module]
 
         for node in self.graph.nodes:
             module = node.where.module
-            heavy = node.phase is Phase.FORWARD and flops_of(node) > 0 and module
-            if heavy and stage(module) is None:
-                raise Error(
-                    f"module {module!r} is in no stage",
-                    where=f"{WHERE}; {node.where}",
-                    expected="a pattern for it in one of the stages",
-                    got=stages,
-                    remedy=f"add {module!r} to a stage",
-                )
+            if node.phase is Phase.FORWARD and module and flops_of(node) > 0 and stage(module) is None:
+                what, remedy = f"module {module!r} is in no stage", f"add {module!r} to a stage"
+                raise _wrong(what, "a pattern for it in one of the stages", stages, remedy)
         return lambda node: stage(node.where.module) if node.where.module else None
 
 
+def _stage_by_patterns(module: str, stages: Sequence[Sequence[str]]) -> int | None:
+    texts = [(number, text) for number, texts in enumerate(stages) for text in texts]
+    hits = [(n, text) for n, text in texts if any(pattern(text).fullmatch(path) for path in prefixes(module))]
+    if len({number for number, _ in hits}) > 1:
+        said = " and ".join(f"{text!r} of stage {number}" for number, text in hits)
+        remedy = "name the modules of one of these stages one by one"
+        raise _wrong(f"module {module!r} is in two stages", "each module in one", said, remedy)
+    return hits[0][0] if hits else None
+
+
 def stages_as_planned(graph: Graph) -> AsPlanned:
-    """The blocks of each stage of a graph in stages, and where it holds weights: what ``stages=`` takes to split
+    """The blocks of each stage of a graph in stages, and where it stores weights: what ``stages=`` takes to split
     another graph of the model so.
 
     Example::
 
         stages_as_planned(pm.after)    # (("layers.0", "layers.1"), ("layers.2", "layers.3"))
     """
-    blocks, stages = Blocks(graph), dict[int, int]()
+    blocks, stages = ModelBlocks(graph), dict[int, int]()
     for node in graph.nodes:
         block = blocks.of(node)
         if node.phase is Phase.FORWARD and len(node.at) == 1 and block is not None:
@@ -215,8 +181,8 @@ def stages_as_planned(graph: Graph) -> AsPlanned:
     return AsPlanned(named, {given.name: given.at for given in graph.inputs if given.kind in OF_WEIGHTS}, homes)
 
 
-def _are(kind: type | tuple[type, ...], entries: Sequence[object]) -> bool:
-    return all(isinstance(each, kind) for each in entries)
+def _wrong(what: str, expected: str, got: object, remedy: str) -> Error:
+    return Error(what, where=WHERE, expected=expected, got=got, remedy=remedy)
 
 
 def _some(names: Sequence[str]) -> str:

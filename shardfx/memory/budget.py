@@ -26,9 +26,9 @@ from shardfx.ir.text.printer import size_text
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.module.execution_target import ExecutionTarget
 from shardfx.module.programs import program_of, usual_kinds
-from shardfx.passes.loops.make_schedule import AUTO
 from shardfx.passes.rank import RankContext
 from shardfx.passes.sharding.seeds import data_axes
+from shardfx.passes.stages.make_schedule import AUTO
 
 MOST = 5
 

@@ -22,7 +22,7 @@ from shardfx.ir.ops.sends import fetched, is_comm
 from shardfx.ir.ops.traits import gives_alias
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.passes import Offload
-from shardfx.passes.memory.regions import joined
+from shardfx.passes.memory.module_patterns import joined
 
 
 def segment_of(module: str) -> str:

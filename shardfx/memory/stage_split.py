@@ -1,7 +1,7 @@
 """``Pipeline(stages=None)`` under a budget: the split into stages whose slowest is fastest, of those that fit.
 
 The plan whose stages cost about the same is made first. Where what its blocks keep (:class:`BlockMemory`) says that a
-rank holds more than it may, the best split that fits is sought (:mod:`shardfx.passes.stages.best_split`), planned, and
+rank holds more than it may, the best split that fits is sought (:mod:`shardfx.passes.stages.balance`), planned, and
 its ranks' programs replayed; by how much they hold more or less than was thought the next one is sought with.
 """
 
@@ -26,11 +26,11 @@ from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
 from shardfx.memory.budget import MemoryPredictor, budget_of, first_ranks
 from shardfx.memory.recompute_segments import sources
-from shardfx.passes.loops.make_schedule import AUTO
-from shardfx.passes.stages import Found, stages_as_planned
+from shardfx.passes.stages import SearchedCounts, stages_as_planned
 from shardfx.passes.stages.assignment import OF_WEIGHTS, Assignment
-from shardfx.passes.stages.best_split import Held, Room, best_split, roomiest_split
-from shardfx.passes.stages.stage_blocks import Blocks
+from shardfx.passes.stages.balance import MemoryBudget, StageMemory, balanced_split, smallest_split
+from shardfx.passes.stages.make_schedule import AUTO
+from shardfx.passes.stages.stage_blocks import ModelBlocks
 
 TRIES = 4
 """So many splits are planned at most."""
@@ -88,9 +88,9 @@ class StageSearch:
         self.known: dict[tuple[int, ...], SplitPlan] = {}
 
     @property
-    def room(self) -> Room:
+    def room(self) -> MemoryBudget:
         """What ranks may hold, with what is known by now."""
-        return Room(self.homes, [self.budget - more for more in self.more], self.blocks.held)
+        return MemoryBudget(self.homes, [self.budget - more for more in self.more], self.blocks.held)
 
     @cached_property
     def balanced(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class StageSearch:
         if fits and (made := self._planned(self.balanced)).fits(self.budget):
             return made
         for _ in range(TRIES):
-            firsts = best_split(self.blocks.costs, len(self.homes), self.blocks.sent, self.room)
+            firsts = balanced_split(self.blocks.costs, len(self.homes), self.blocks.sent, self.room)
             if firsts is None or tuple(firsts) in self.known:
                 break
             fitting = self._fitting()
@@ -119,7 +119,7 @@ class StageSearch:
 
     def roomiest(self) -> Compiled:
         """The split whose fullest rank holds least."""
-        firsts, _ = roomiest_split(self.blocks.costs, len(self.homes), self.room)
+        firsts, _ = smallest_split(self.blocks.costs, len(self.homes), self.room)
         made = self.known.get(tuple(firsts)) or self._planned(tuple(firsts))
         return min((made, *self.known.values()), key=lambda split: max(split.peaks)).plan
 
@@ -135,7 +135,7 @@ class StageSearch:
     def _with(self, firsts: Sequence[int]) -> Compiled:
         hints = self.compiled.hints
         assert hints.pipeline is not None
-        counts = Found(b - a for a, b in pairwise((*firsts, self.blocks.count)))
+        counts = SearchedCounts(b - a for a, b in pairwise((*firsts, self.blocks.count)))
         hints = replace(hints, pipeline=replace(hints.pipeline, stages=counts))
         return replanned(self.compiled, hints)
 
@@ -183,7 +183,7 @@ class BlockMemory:
 
     def __init__(self, graph: Graph, pipeline: Pipelined) -> None:
         self.graph, self.pipeline = graph, pipeline
-        self.blocks = Blocks(graph)
+        self.blocks = ModelBlocks(graph)
         self.count = len(self.blocks.names)
         self.live = in_flight_microbatches(pipeline)
         self._assigned = Assignment(graph, self.blocks.of, self.count - 1, told=False)
@@ -192,10 +192,10 @@ class BlockMemory:
         self._in_iterations = RangeBytes(self.count, self._uses(kept))
         self._passing = self._in_passing(self._kept)
 
-    def held(self, stage: int, first: int, end: int) -> Held:
+    def held(self, stage: int, first: int, end: int) -> StageMemory:
         """What a stage with the blocks from ``first`` to before ``end`` holds."""
         stays = self._once.there(first, end) + self.live[stage] * self._in_iterations.there(first, end)
-        return Held(stays, max(self._passing[first:end]))
+        return StageMemory(stays, max(self._passing[first:end]))
 
     @cached_property
     def costs(self) -> list[float]:

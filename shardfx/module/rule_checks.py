@@ -18,8 +18,7 @@ from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.passes.base import Context
-from shardfx.passes.finite import sure_facts
-from shardfx.passes.finite_results import NONZERO
+from shardfx.passes.finite import NONZERO, sure_facts
 from shardfx.runtime.verify.fault import Fault, place
 from shardfx.runtime.verify.verdict import Status, Verdict, text
 

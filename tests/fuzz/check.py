@@ -25,7 +25,7 @@ OURS = ("graph is wrong", "verif", "failed:")
 """Words of errors that are no caller's: a pass that broke the graph, or raised."""
 
 
-LATE = ("must have come to this place", "too few rows to be done in iterations")
+LATE = ("must have come to this place", "too few rows to be done in micro-batches")
 """What may be refused of another form of call, which is planned when it is made first."""
 
 

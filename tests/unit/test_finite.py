@@ -16,8 +16,7 @@ from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import replicated
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.passes.finite import keeps_terms_finite
-from shardfx.passes.finite_results import ALL, FINITE, NONNEGATIVE, NONZERO, Call, Sure, of_results
+from shardfx.passes.finite import ALL, FINITE, NONNEGATIVE, NONZERO, Sure, keeps_terms_finite, of_results
 from tests.instances import conv, picked
 from tests.op_calls import f, i
 
@@ -49,7 +48,7 @@ def wrong(of: Instance) -> str:
     facts = {v: seen(t) for v, t in zip(of.node.operands, of.tensors, strict=True)}
     if any(v.type.numel == 0 for v in (*of.node.operands, *of.node.outs)):
         return ""
-    said = of_results(Call(of.node, facts), rule_of(of.node))
+    said = of_results(of.node, facts, rule_of(of.node))
     for value, result in zip(of.node.results, of.results, strict=True):
         if isinstance(value, Value) and result is not None:
             claimed = said[value.index] if isinstance(said, tuple) else said
@@ -142,7 +141,7 @@ def test_what_models_are_made_of_stays_finite() -> None:
     for op, args, given in finite:
         node = instance(op, args).node
         known = given or [FINITE] * 3 + [Sure.NOTHING]
-        said = of_results(Call(node, dict(zip(node.operands, known, strict=True))), rule_of(node))
+        said = of_results(node, dict(zip(node.operands, known, strict=True)), rule_of(node))
         assert FINITE in (said[0] if isinstance(said, tuple) else said)
     assert seen(ONE) == ALL
 

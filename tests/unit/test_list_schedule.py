@@ -8,7 +8,7 @@ import pytest
 
 import shardfx as sx
 from shardfx.ir.schedule import COSTS
-from shardfx.passes.loops import SCHEDULES, list_schedule
+from shardfx.passes.stages import SCHEDULES, list_schedule
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -84,12 +84,12 @@ def test_auto_keeps_stages_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"name": "1f1b", "stages": 4, "max_in_flight": 3},
-            "more micro-batches live than may be\n  where:    rank 0, action 3",
-        ),
+        ({"name": "1f1b", "stages": 4, "max_in_flight": 3}, "in flight than may be\n  where:    rank 0, action 3"),
         ({"name": "1f1b", "stages": 4, "max_in_flight": 0}, "this is no number of micro-batches in flight"),
-        ({"name": "auto", "stages": 8, "ranks": 4, "max_in_flight": 1}, "no schedule has so few micro-batches live"),
+        (
+            {"name": "auto", "stages": 8, "ranks": 4, "max_in_flight": 1},
+            "no schedule has so few micro-batches in flight",
+        ),
         ({"name": "auto", "stages": 4, "costs": {"F": 1, "W": 1}}, "there are no costs of a backward"),
         ({"name": "auto", "stages": 4, "costs": {"B": 1}}, "there is no cost of F"),
         ({"name": "auto", "stages": 4, "costs": {"F": (1, 2), "B": 1}}, "a number, or 4 of them"),

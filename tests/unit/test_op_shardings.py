@@ -231,7 +231,7 @@ def test_parts_of_one_op_are_hinted_each(shardings: dict[str, str]) -> None:
         ({"fc1": ""}, "cannot be read"),
         ({"fc1": 3}, "of no known form"),
         ({"fc1": ("x, -", "-, x")}, "names axis 'x' twice"),
-        ({"fc1": ("-, x", "-, -")}, "two operands sharding the factor 'k' differently"),
+        ({"fc1": ("-, x", "-, -")}, "two operands shard the factor 'k' differently"),
         ({"fc1": ("x, -, -", "-, -")}, "one entry per dim"),
         ({"fc1": "n{x}", "fc1:addmm": "m{x}"}, "two hints disagree"),
         ({"conv1": "h0{x}"}, "what the chunks of 'p0' are made of"),

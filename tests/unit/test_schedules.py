@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardfx as sx
 from shardfx.ir.schedule.dependencies import dependencies
-from shardfx.passes.loops import SCHEDULES
+from shardfx.passes.stages import SCHEDULES
 
 SMALL = """
 F0.0 F0.1 B0.0 B0.1

@@ -17,8 +17,8 @@ import shardfx as sx
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.names import block_of
 from shardfx.ir.ops import comm
-from shardfx.passes.stages.best_split import best_split
-from shardfx.passes.stages.stage_blocks import Blocks
+from shardfx.passes.stages.balance import balanced_split
+from shardfx.passes.stages.stage_blocks import ModelBlocks
 
 X, Y = torch.randn(12, 6), torch.randint(0, 4, (12,))
 T = sx.Loop
@@ -69,7 +69,7 @@ def test_blocks_are_the_members_of_lists() -> None:
     assert [block_of(path) for path in ("encoder.block.3.layer.0", "head", "0", "")] == ["encoder.block.3", "", "0", ""]
     assert block_of("head.parametrizations.weight.0") == ""
     graph = sx.api.trace(Net(), sx.Hints(args=(X,)))
-    assert Blocks(graph).names == ("layers.0", "layers.1", "layers.2", "layers.3")
+    assert ModelBlocks(graph).names == ("layers.0", "layers.1", "layers.2", "layers.3")
 
 
 def test_a_model_without_lists_has_blocks_by_its_own_modules() -> None:
@@ -82,7 +82,7 @@ def test_a_model_without_lists_has_blocks_by_its_own_modules() -> None:
             return self.out(torch.relu(self.up(x)))
 
     pm = planned(Plain())
-    assert Blocks(pm.planned).names == ("up", "out")
+    assert ModelBlocks(pm.planned).names == ("up", "out")
     assert stages(pm) == {"up": (0,), "out": (1,)}
 
 
@@ -91,7 +91,7 @@ def test_a_model_without_lists_has_blocks_by_its_own_modules() -> None:
     [([1, 1, 1, 3], 2, [0, 3]), ([3, 1, 1, 1], 2, [0, 1]), ([1, 2, 3, 4, 5], 3, [0, 3, 4]), ([1, 1], 2, [0, 1])],
 )
 def test_the_dearest_stage_costs_least(costs: list[float], count: int, firsts: list[int]) -> None:
-    assert best_split(costs, count) == firsts
+    assert balanced_split(costs, count) == firsts
 
 
 @pytest.mark.one_in(3)
@@ -210,13 +210,13 @@ PATTERNS = ("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "he
         (
             sx.Mesh(pp=2, mb=T(2)),
             {"schedule": "dualpipev", "stages_per_rank": 2},
-            "dualpipev needs more iterations",
+            "needs more micro-batches",
             "iterations=2",
         ),
         (sx.Mesh(dp=2, mb=T(4)), {}, "the mesh has no axis 'pp' of ranks", "Mesh(dp=2, mb=Loop(4))"),
-        (sx.Mesh(pp=2), {}, "the mesh has no axis 'mb' of iterations", "Mesh(pp=2)"),
+        (sx.Mesh(pp=2), {}, "the mesh has no axis 'mb' of micro-batches", "Mesh(pp=2)"),
         (sx.Mesh(pp=2, mb=T(4, True)), {}, "order a schedule says", "Mesh(pp=2, mb=Loop(4, interleave=True))"),
-        (sx.Mesh(pp=2, mb=4), {}, "the mesh has no axis 'mb' of iterations", "Mesh(pp=2, mb=4)"),
+        (sx.Mesh(pp=2, mb=4), {}, "the mesh has no axis 'mb' of micro-batches", "Mesh(pp=2, mb=4)"),
         (None, {"stages": (("emb", "layers.0"), ("layers.*", "norm", "head"))}, "'layers.0.0' is in two stages", None),
         (None, {"stages": (PATTERNS[0], PATTERNS[1][:-1])}, "module 'head' is in no stage", None),
         (None, {"schedule": DEADLOCK}, "a deadlock: ranks 0, 1 wait for one another", None),
@@ -252,7 +252,7 @@ def test_stages_that_need_one_another_are_named_with_two_nodes() -> None:
 @pytest.mark.slow
 def test_a_batch_norm_over_iterations_is_none_of_a_pipeline() -> None:
     model = Net(norm=nn.BatchNorm1d)
-    with pytest.raises(sx.Error, match="all iterations of 'mb' must have come to this place") as caught:
+    with pytest.raises(sx.Error, match="all micro-batches of 'mb' must have come to this place") as caught:
         planned(model)
     assert str(caught.value.where).startswith("norm  ")
     assert 'Hints(batch_stats="microbatch")' in str(caught.value.remedy)
@@ -264,7 +264,7 @@ def test_a_value_that_is_sharded_over_stages_is_named() -> None:
     hints = sx.Hints(
         args=(X,), specs={"head.weight": "pp, -"}, pipeline=sx.Pipeline(microbatches="", schedule="F0.0\nF1.0")
     )
-    with pytest.raises(sx.Error, match="a value is split over 'pp'") as caught:
+    with pytest.raises(sx.Error, match="a value is sharded over 'pp'") as caught:
         sx.parallelize(Net(), sx.Mesh(pp=2), hints, virtual=True)
     assert "'pp'" in str(caught.value.remedy)
 

@@ -20,11 +20,10 @@ def test_a_batch_that_has_too_few_rows_says_how_many_it_needs() -> None:
     case = make("gpt_fused")
     x, y = case.args[0][:6], case.targets[0][:6]
     hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=4)
-    with pytest.raises(sx.Error, match="too few rows to be done in iterations") as error:
+    with pytest.raises(sx.Error, match="too few rows to be done in micro-batches") as error:
         sx.parallelize(case.model, sx.Mesh(dp=2), hints, virtual=True)
-    assert "args.0" in str(error.value) and "at least 8 rows, one for each of 4 iterations by 2 ranks" in str(
-        error.value
-    )
+    said = str(error.value)
+    assert "args.0" in said and "at least 8 rows, one for each of 4 micro-batches by 2 ranks" in said
 
 
 @pytest.mark.long

@@ -18,8 +18,7 @@ from shardfx.ir.program.lower import Lowering
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.spec import TensorType
 from shardfx.module import programs
-from shardfx.passes.rank import RankContext, run_rank_passes
-from shardfx.passes.rank.waits import Waits
+from shardfx.passes.rank import RankContext, Waits, run_rank_passes
 from shardfx.runtime.verify.families.family import Written, families
 from shardfx.runtime.verify.families.varying import Diverged, Together, Varying
 from shardfx.runtime.verify.proof.calls import Known, Proof

@@ -248,7 +248,7 @@ def in_iterations(model: nn.Module, loss: Callable[..., Tensor], **hints: Any) -
 
 
 def test_a_batch_norm_needs_all_iterations_at_each_layer() -> None:
-    with pytest.raises(sx.Error, match=r"all iterations of 'mb' must have come to this place") as error:
+    with pytest.raises(sx.Error, match=r"all micro-batches of 'mb' must have come to this place") as error:
         in_iterations(Normed(), F.cross_entropy)
     assert "norm  test_loops.py" in str(error.value) and "batch_stats" in str(error.value)
 

@@ -323,14 +323,14 @@ def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
 @pytest.mark.parametrize(
     ("told", "what"),
     [
-        ({"modules": 5}, "a pattern, such as"),
-        ({"modules": "layers.*", "save": ("aten.mm", 1)}, "a tuple of such"),
+        ({"modules": 5}, "str | Sequence[str]"),
+        ({"modules": "layers.*", "save": ("aten.mm", 1)}, "str | Sequence[str]"),
         ({"modules": "layers.*", "count": -1}, "0 or more"),
         ({"modules": "layers.*", "skip": "2"}, "0 or more"),
         ({"modules": "layers.*", "segment": 0}, "1 or more"),
         ({"modules": "layers.*", "segment": 1.5}, "1 or more"),
-        ({"modules": "layers.*", "comm": "no"}, "True or False"),
-        ({"modules": "layers.*", "shard_saved": None}, "the name of a mesh axis"),
+        ({"modules": "layers.*", "comm": "no"}, "bool"),
+        ({"modules": "layers.*", "shard_saved": None}, "str"),
     ],
     ids=str,
 )

@@ -338,7 +338,7 @@ def test_what_memory_does_not_hold_is_trained_from_files(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("hints", "what"),
     [
-        ({"offload": ("optimiser",)}, "does not know what is put away"),
+        ({"offload": ("optimiser",)}, "does not know what is offloaded"),
         ({"offload": "optimizer"}, "a tuple of 'activations'"),
         ({"offload": ("optimizer",)}, "an optimizer in the program"),
         ({"offload": away("activations", to="disk", directory="/nowhere")}, "a directory that exists"),
@@ -420,4 +420,4 @@ def test_other_calls_fetch_what_lies_elsewhere(tmp_path: Path) -> None:
 
 def test_that_nothing_is_large_enough_is_said() -> None:
     pm = blocks(optimizer=adamw, offload=("optimizer",))
-    assert pm.memory().host == 0 and any("nothing of optimizer is put away" in note for note in pm.planned.notes)
+    assert pm.memory().host == 0 and any("nothing of optimizer is offloaded" in note for note in pm.planned.notes)

@@ -188,7 +188,7 @@ def smoothed() -> nn.Module:
 
 def test_an_op_that_gathers_a_sharding_of_space_is_named() -> None:
     x = image(1, 3, 12, 10)
-    with pytest.warns(sx.ShardfxWarning, match=r"upsample_bilinear2d_aa .*1 .*what is sharded over h, w is gathered"):
+    with pytest.warns(sx.ShardfxWarning, match=r"upsample_bilinear2d_aa .*1 .*shards over h, w are gathered"):
         pm = trained(smoothed(), x, MESHES["2x2"])
     assert any("upsample_bilinear2d_aa" in warning for warning in pm.report().warnings)
 
@@ -209,7 +209,7 @@ class Each(nn.Module):
 
 def test_rows_that_are_each_joined_with_each_are_named() -> None:
     x, net = image(1, 3, 12, 10), nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), Each())
-    with pytest.warns(sx.ShardfxWarning, match=r"aten.bmm .* needs .* whole: what is sharded over h is gathered"):
+    with pytest.warns(sx.ShardfxWarning, match=r"aten.bmm .* needs .* whole: shards over h are gathered"):
         trained(net, x, MESHES["h2"])
     given = sx.Hints(args=(x,), specs=specs(MESHES["h2"]), strict=True)
     with pytest.raises(sx.Error, match=r"aten.bmm needs space whole that is sharded over h"):
@@ -237,7 +237,7 @@ def test_an_image_that_is_too_small_on_one_device_as_well(name: str, caplog: pyt
 def test_what_a_single_row_is_made_of_is_named() -> None:
     x = image(1, 3, 12, 10)
     for last in (nn.Conv2d(2, 2, (12, 3), padding=(0, 1)), nn.AvgPool2d((12, 1)), nn.Conv2d(2, 2, 9, 4)):
-        with pytest.warns(sx.ShardfxWarning, match="needs .* whole: what is sharded over h is gathered"):
+        with pytest.warns(sx.ShardfxWarning, match="needs .* whole: shards over h are gathered"):
             trained(nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), last), x, MESHES["h2"])
 
 

@@ -233,7 +233,7 @@ def slow_machine(flops: float) -> sx.Machine:
     [
         pytest.param("unet", 4, sx.Link(), "maps are sharded by samples", marks=pytest.mark.slow),
         pytest.param("unet", 1, sx.Link(), "maps are sharded by channels", marks=pytest.mark.slow),
-        ("unet", 1, SLOW, "maps are whole"),
+        ("unet", 1, SLOW, "maps are replicated"),
         pytest.param("resnet", 2, sx.Link(), "maps are sharded by channels", marks=pytest.mark.slow),
     ],
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.text.printer import size_text
 from shardfx.memory.stage_split import BlockMemory
-from shardfx.passes.stages.best_split import Held, Room, best_split, roomiest_split
+from shardfx.passes.stages.balance import MemoryBudget, StageMemory, balanced_split, smallest_split
 
 BLOCKS, RANKS = 5, 2
 
@@ -126,11 +126,11 @@ KEEPS = [5.0, 3.0, 5.0, 8.0, 9.0, 7.0, 9.0, 3.0]
 SENT = [0.0, 4.0, 2.0, 7.0, 1.0, 3.0, 3.0, 2.0]
 
 
-def room_of(homes: tuple[int, ...], budget: float) -> Room:
-    def held(stage: int, first: int, end: int) -> Held:
-        return Held((len(homes) - stage) * sum(KEEPS[first:end]), max(KEEPS[first:end]))
+def room_of(homes: tuple[int, ...], budget: float) -> MemoryBudget:
+    def held(stage: int, first: int, end: int) -> StageMemory:
+        return StageMemory((len(homes) - stage) * sum(KEEPS[first:end]), max(KEEPS[first:end]))
 
-    return Room(homes, [budget] * (max(homes) + 1), held)
+    return MemoryBudget(homes, [budget] * (max(homes) + 1), held)
 
 
 @pytest.mark.parametrize("budget", [40.0, 60.0, 75.0, 90.0, 200.0])
@@ -144,10 +144,10 @@ def test_of_all_shards_that_fit_it_is_the_fastest_that_sends_least(homes: tuple[
         return slowest, sum(SENT[first] for first in sharding)
 
     fitting = [price(sharding) for sharding in shardings if max(room.of(sharding, blocks)) <= budget]
-    found = best_split(COSTS, count, SENT, room)
+    found = balanced_split(COSTS, count, SENT, room)
     assert (found is None) == (not fitting)
     assert found is None or price(tuple(found)) == min(fitting)
-    firsts, beyond = roomiest_split(COSTS, count, room)
+    firsts, beyond = smallest_split(COSTS, count, room)
     least = min(max(room.of(sharding, blocks)) for sharding in shardings) - budget
     assert max(room.of(firsts, blocks)) - budget == beyond
     assert beyond <= least + 1.0

@@ -5,7 +5,7 @@
     %2 = aten.mm(%0, %1) : bf16          the model computes so
     %8 = aten.mm(%7, %x) : bf16[8, 6]
     %9 = aten._to_copy(%8, f32)          its gradient: reduced over ranks behind the cast, as MixedPrecision.reduce says
-                                         {sums_behind=True}
+                                         {reduce_after=True}
 
 That is what one device computes: FSDP2's ``MixedPrecisionPolicy`` on a single rank. A model in bf16 has no such cast:
 then there are two, to the wide dtype and back, and a reduction stands between.
@@ -29,7 +29,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.names import pattern
 from shardfx.ir.rewriter import Rewriter, dead_code
-from shardfx.ir.rules.as_placed import SUMS_BEHIND
+from shardfx.ir.rules.as_placed import REDUCE_AFTER
 from shardfx.ir.rules.template import keeps_precision
 from shardfx.ir.spec import TensorType
 
@@ -340,11 +340,11 @@ def sum_gradients_in(graph: Graph, dtype: torch.dtype) -> None:
         if output.kind is not OutputKind.GRADIENT or output.name not in names or _is_wide(made, dtype):
             continue
         if left.type.dtype is dtype and left.node is not None:
-            left.node.attrs = {**left.node.attrs, SUMS_BEHIND: True}
+            left.node.attrs = {**left.node.attrs, REDUCE_AFTER: True}
             continue
         if left not in summed:
             wide = rewriter.after(made.node, _cast(made, dtype))
-            wide.attrs = {SUMS_BEHIND: True}
+            wide.attrs = {REDUCE_AFTER: True}
             summed[left] = rewriter.after(wide, _cast(wide.outs[0], left.type.dtype)).outs[0]
         rewriter.replace(left, summed[left], users=[output])
     if rewriter.apply():

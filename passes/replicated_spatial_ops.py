@@ -1,4 +1,4 @@
-"""Which ops need a sharding of space whole: said in a warning, or, where the user is strict, an error.
+"""Ops that need replicated what is sharded over space: said in a warning, or, where the user is strict, an error.
 
 args.0: dp, -, h, w     aten.sort needs k whole: each rank gathers the image, and sorts all of it
 """
@@ -12,7 +12,7 @@ from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, InputKind, Node, Value, op_name
 from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 
-from .rule_cache import RuleCache
+from .base import RuleCache
 
 
 def space_axes(graph: Graph) -> set[str]:
@@ -27,34 +27,31 @@ def space_axes(graph: Graph) -> set[str]:
     }
 
 
-def gathered(node: Node, rule: ShardingRule, axes: Collection[str], images: Collection[Value]) -> Mapping[str, str]:
-    """The factors that a node needs whole though an operand is sharded there over some axes: each with its axes. So it
-    does of what a single row is made of, through a window or in a block; and of one of two dims that are sharded over
-    the same ranks, where each of one is joined with each of the other (``x @ x.T``, attention by hand), if it is among
-    the
-    ``images``: numbers of places are joined for nothing."""
+def replicated_factors(
+    node: Node, rule: ShardingRule, axes: Collection[str], images: Collection[Value]
+) -> Mapping[str, str]:
+    """The factors that a node needs whole though an operand is sharded there over some axes: each with its axes.
+
+    So it does of what a single row is made of, through a window or in a block; and of one of two dims that are sharded
+    over the same ranks, where each of one is joined with each of the other (``x @ x.T``, attention by hand), if it is
+    among the ``images``: numbers of places are joined for nothing.
+    """
     made, found = node.strategy, {}
     assert made is not None
     for value, need, dims in zip(node.operands, made.operands, rule.operands, strict=True):
         for dim, sharding in enumerate(value.spec.dims if value.spec is not None else ()):
-            lost = [axis for axis in sharding.axes if axis in axes and axis not in need.axes + need.partial_axes]
+            lost = {axis for axis in sharding.axes if axis in axes and axis not in need.axes + need.partial_axes}
             whole = [factor for factor in dims[dim] if factor in rule.whole or factor in rule.windows]
-            joined = value in images and _joined(node, rule, dims[dim], lost)
+            own = [factors for factors in rule.result_factors if not factors.isdisjoint(dims[dim])]
+            others = {factor for factor, axes in made.shardings if not lost.isdisjoint(axes)}
+            joined = value in images and any(not (factors - {*dims[dim]}).isdisjoint(others) for factors in own)
             if lost and (whole or joined):
-                found[" ".join(whole or dims[dim])] = ", ".join(lost)
+                found[" ".join(whole or dims[dim])] = ", ".join(axis for axis in sharding.axes if axis in lost)
     return found
 
 
-def _joined(node: Node, rule: ShardingRule, factors: Collection[str], lost: Collection[str]) -> bool:
-    """Whether another factor, which these stand beside in a result, is sharded over the axes that these lost."""
-    assert node.strategy is not None
-    own = [dims for dims in rule.result_factors if not dims.isdisjoint(factors)]
-    sharding = {factor for factor, axes in node.strategy.shardings if not set(lost).isdisjoint(axes)}
-    return any(not (dims - set(factors)).isdisjoint(sharding) for dims in own)
-
-
-def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
-    """Say of each line of the model that it gathers what the hints sharding of space; its backward does so as well.
+def report_replicated_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
+    """Say of each line of the model that it gathers what the hints shard over space; its backward does so as well.
 
     Raises:
         Error: ``strict``, and there is one.
@@ -65,20 +62,20 @@ def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
         if not images.isdisjoint(node.operands):
             images.update(node.outs)
         rule = cache.rule(node)
-        found = gathered(node, rule, axes, images)
+        found = replicated_factors(node, rule, axes, images)
         if not found or node.where in said:
             continue
         said.add(node.where)
-        name, factors = op_name(node.op), " and ".join(found)
-        over = ", ".join(dict.fromkeys(found.values()))
+        name, factors, over = op_name(node.op), " and ".join(found), ", ".join(dict.fromkeys(found.values()))
+        where = f"{node.where}  {node.where.code}"
         if strict:
             raise Error(
                 f"{name} needs space whole that is sharded over {over}",
-                where=f"{node.where}  {node.where.code}",
+                where=where,
                 expected=f"ops that tiles will do for (strict=True); this one is {rule_text(rule)}",
                 got=f"a sharding of {factors}",
                 remedy="use an op with windows (a max-pool of fixed size, say), or pass strict=False to gather it",
             )
-        text = f"{name} ({node.where} {node.where.code}) needs {factors} whole: what is sharded over {over} is gathered"
+        text = f"{name} ({node.where} {node.where.code}) needs {factors} whole: shards over {over} are gathered"
         graph.notes.append(text)
         warnings.warn(text, ShardfxWarning, stacklevel=2)

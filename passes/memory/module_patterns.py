@@ -1,4 +1,4 @@
-"""Which nodes of the forward somebody's patterns of modules and ops name."""
+"""Nodes of the forward that patterns of modules and ops name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardfx.ir.graph import Graph, Node, Phase, op_name
 from shardfx.ir.names import pattern, prefixes
 
 
-def regions(
+def matching_modules(
     graph: Graph,
     modules: str | Iterable[str],
     skip: int = 0,
@@ -23,7 +23,7 @@ def regions(
 
     Args:
         skip, count: of each pattern's modules so many are left out, and only so many behind them taken (0: all).
-        where: of the hint that has the patterns, for errors.
+        where: the hint that has the patterns, for errors.
         root: whether a pattern may match the model itself, so that ``**`` is all of it.
 
     Raises:
@@ -35,7 +35,7 @@ def regions(
             forward.setdefault(node.where.module, []).append(node)
     paths = {module: (*([""] if root else []), *prefixes(module)) for module in forward}
     found: dict[Node, str] = {}
-    for text in as_tuple(modules):
+    for text in _as_tuple(modules):
         matches = pattern(text).fullmatch
         of_text: dict[str, list[Node]] = {}
         for module, nodes in forward.items():
@@ -43,7 +43,7 @@ def regions(
             if path is not None:
                 of_text.setdefault(path, []).extend(nodes)
         if not of_text:
-            raise no_match(text, "modules", {path for each in paths.values() for path in each if path}, where)
+            raise _no_match(text, "modules", {path for each in paths.values() for path in each if path}, where)
         if skip >= len(of_text):
             raise Error(
                 f"of the modules that pattern {text!r} matches none is left",
@@ -59,7 +59,7 @@ def regions(
 
 
 def joined(graph: Graph, of: Mapping[Node, str], into: Mapping[str, str]) -> dict[Node, str]:
-    """Regions of several modules that follow one another, with what the modules around them do between them.
+    """Regions of several consecutive modules, with what the modules around them do between them.
 
     Args:
         of: the nodes of modules, in the order of the graph.
@@ -82,44 +82,36 @@ def joined(graph: Graph, of: Mapping[Node, str], into: Mapping[str, str]) -> dic
 
 
 def successive(modules: Sequence[str], together: int) -> dict[str, str]:
-    """Of each of some modules, in their order, the first of the ``together`` ones among which it stands."""
+    """Of each module, in their order, the first of the ``together`` ones among which it stands."""
     return {path: modules[at - at % together] for at, path in enumerate(modules)}
 
 
-def of_ops(nodes: Iterable[Node], ops: str | Iterable[str], *, where: str) -> list[Node]:
-    """Those of some nodes whose ops patterns name: ``"aten.mm"``, or with a module ``"layers.*.mlp:aten.mm"``,
-    ``":aten.mm"`` being the model's own.
+def matching_ops(nodes: Iterable[Node], ops: str | Iterable[str], *, where: str) -> list[Node]:
+    """Those nodes whose ops patterns name: ``"aten.mm"``, or with a module ``"layers.*.mlp:aten.mm"``, ``":aten.mm"``
+    being the model's own.
 
     Raises:
         Error: a pattern matches nothing.
     """
     found: list[Node] = []
-    for text in as_tuple(ops):
+    for text in _as_tuple(ops):
         module, colon, op = text.rpartition(":")
-        matches, lies = pattern(op).fullmatch, pattern(module if colon else "**").fullmatch
-        named = [node for node in nodes if matches(op_name(node.op)) and lies(node.where.module)]
+        is_op, is_module = pattern(op).fullmatch, pattern(module if colon else "**").fullmatch
+        named = [node for node in nodes if is_op(op_name(node.op)) and is_module(node.where.module)]
         if not named:
             known = {f"{f'{node.where.module}:' if colon else ''}{op_name(node.op)}" for node in nodes}
-            raise no_match(text, "ops", known, where)
+            raise _no_match(text, "ops", known, where)
         found += named
     return found
 
 
-def as_tuple(given: str | Iterable[str]) -> tuple[str, ...]:
-    """One text, or several."""
+def _as_tuple(given: str | Iterable[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def no_match(text: str, what: str, known: Iterable[str], where: str) -> Error:
-    """That a pattern matches none of the modules, or ops."""
+def _no_match(text: str, what: str, known: Iterable[str], where: str) -> Error:
     names = sorted(known)
     near = difflib.get_close_matches(text, names, 1)
-    return Error(
-        f"pattern {text!r} matches none of the {what}",
-        where=where,
-        expected=f"the name of one of the {what} of the forward, such as {', '.join(names[:4])}",
-        got=text,
-        remedy=f"did you mean {near[0]!r}?"
-        if near
-        else "in a pattern * stands for one part of a name, ** for any number",
-    )
+    hint = f"did you mean {near[0]!r}?" if near else "in a pattern * is one part of a name, ** any number"
+    expected = f"the name of one of the {what} of the forward, such as {', '.join(names[:4])}"
+    return Error(f"pattern {text!r} matches none of the {what}", where=where, expected=expected, got=text, remedy=hint)

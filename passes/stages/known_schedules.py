@@ -1,21 +1,22 @@
 """Known schedules of pipelines, by name: the row of each rank, for so many ranks, stages and micro-batches.
 
     gpipe        rank 0:  F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3        all forwards, then all backwards
-    1f1b         rank 0:  F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3        (of two ranks) as few micro-batches live as can
-        be
+    1f1b         rank 0:  F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3        (of two ranks) fewest micro-batches in flight
 
 Micro-batches need not be a multiple of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from shardfx.ir.schedule.actions import Action, Schedule
 
-from .rows import Place, ahead_row, phased_row
+Place = tuple[int, int]
+"""A stage and a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,6 @@ class PipelineSize:
     def fold(self, rank: int) -> tuple[int, ...]:
         """A rank's two stages where the last rank is followed by itself, and then they come back: a V."""
         return (rank, 2 * self.ranks - 1 - rank)
-
-    def line(self, rank: int) -> list[Place]:
-        """All micro-batches of a rank's only stage."""
-        return [(rank, microbatch) for microbatch in range(self.microbatches)]
 
     def schedule(self, row: Row) -> Schedule:
         """The schedule of these rows."""
@@ -64,64 +61,66 @@ class ScheduleMaker:
 
 
 def gpipe(of: PipelineSize, rank: int) -> tuple[Action, ...]:
-    """All forwards, then all backwards: every micro-batch is live (Huang et al. 2018, GPipe)."""
-    return ahead_row(of.line(rank), of.line(rank), of.microbatches)
+    """All forwards, then all backwards: every micro-batch is in flight (Huang et al. 2018, GPipe)."""
+    return _single(of, rank, of.microbatches)
 
 
 def one_forward_one_backward(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """Forwards until the first backward can come, then one of each (Narayanan et al. 2020, PipeDream-flush).
 
-    As many micro-batches are live as there are ranks from this one on; the bubble is that of GPipe.
+    As many micro-batches are in flight as there are ranks from this one on; the bubble is that of GPipe.
     """
-    return ahead_row(of.line(rank), of.line(rank), of.ranks - rank)
+    return _single(of, rank, of.ranks - rank)
 
 
 def zb_h1(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """1F1B, with gradients of weights later the later the rank (Qi et al. 2023, Zero Bubble, handcrafted schedule 1).
 
-    No rank has more micro-batches live than there are ranks; a third of 1F1B's bubble, where all three parts cost the
-    same.
+    No rank has more micro-batches in flight than there are ranks; a third of 1F1B's bubble, where all three parts cost
+    the same.
     """
-    return ahead_row(of.line(rank), of.line(rank), of.ranks - rank, behind=rank)
+    return _single(of, rank, of.ranks - rank, behind=rank)
 
 
 def zb_h2(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """As ZB-H1 with so many forwards ahead that no bubble is left (Qi et al. 2023, handcrafted schedule 2).
 
-    Up to 2 x ranks - 1 micro-batches are live. A rank does nothing before its first action alone, if there are as many
-    micro-batches.
+    Up to 2 x ranks - 1 micro-batches are in flight. A rank is idle before its first action alone, if there are as many.
     """
-    return ahead_row(of.line(rank), of.line(rank), 2 * (of.ranks - rank) - 1, behind=2 * rank)
+    return _single(of, rank, 2 * (of.ranks - rank) - 1, behind=2 * rank)
 
 
 def interleaved(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """1F1B of several stages a rank, in groups of micro-batches (Narayanan et al. 2021, Megatron-LM).
 
-    Groups are of as many micro-batches as there are ranks or, where micro-batches are no multiple of ranks, a few more.
-    The bubble is that of 1F1B by the number of stages on a rank; more micro-batches are live.
+    Groups are of as many micro-batches as there are ranks or, where these are no divisor, a few more. The bubble is
+    that of 1F1B by the number of stages on a rank; more micro-batches are in flight.
     """
-    stages, groups = of.loop(rank), _groups(of)
+    count = max(of.microbatches // of.ranks, 1)
+    size, more = divmod(of.microbatches, count)
+    starts = [size * i + min(i, more) for i in range(count + 1)]
+    stages, groups = of.loop(rank), [range(start, end) for start, end in pairwise(starts)]
     forwards = [(stage, microbatch) for group in groups for stage in stages for microbatch in group]
     backwards = [(stage, microbatch) for group in groups for stage in reversed(stages) for microbatch in group]
-    return ahead_row(forwards, backwards, 2 * (of.ranks - rank - 1) + (of.chunks - 1) * len(groups[0]) + 1)
+    return _ahead(forwards, backwards, 2 * (of.ranks - rank - 1) + (of.chunks - 1) * len(groups[0]) + 1)
 
 
 def breadth_first(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """All micro-batches of a stage, then of the rank's next (Lamy-Poirier 2022, Breadth-First Pipeline Parallelism).
 
-    A stage's parameters are gathered once for all micro-batches, forward and backward, which suits ZeRO-3. Every
-    micro-batch is live.
+    A stage's parameters are gathered once for all of them, forward and backward, which suits ZeRO-3. Every micro-batch
+    is in flight.
     """
     stages, microbatches = of.loop(rank), range(of.microbatches)
     forwards = [(stage, microbatch) for stage in stages for microbatch in microbatches]
     backwards = [(stage, microbatch) for stage in reversed(stages) for microbatch in microbatches]
-    return ahead_row(forwards, backwards, len(forwards))
+    return _ahead(forwards, backwards, len(forwards))
 
 
 def zb_v(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """Two stages a rank as a V: no bubble, and the memory of 1F1B (Qi et al. 2024, Controllable Memory, V-ZB).
 
-    No rank has more micro-batches live than it has stages times ranks. A rank does nothing before its first action
+    No rank has more micro-batches in flight than it has stages times ranks. A rank is idle before its first action
     alone, where all three parts cost the same and there are 2 x ranks - 1 micro-batches or more.
     """
     behind, ahead = rank, of.ranks - rank
@@ -135,14 +134,14 @@ def zb_v(of: PipelineSize, rank: int) -> tuple[Action, ...]:
         (of.microbatches, "I0 I1"),
         (2 * of.microbatches, "W"),
     )
-    return phased_row(phases, of.fold(rank), of.microbatches)
+    return _phased(phases, of.fold(rank), of.microbatches)
 
 
 def dualpipe_v(of: PipelineSize, rank: int) -> tuple[Action, ...]:
-    """Two stages a rank as a V, a forward beside each backward (DeepSeek 2025, DualPipeV: DualPipe, sharded in half).
+    """Two stages a rank as a V, a forward beside each backward (DeepSeek 2025, DualPipeV: half of DualPipe).
 
     In the long middle a forward stands beside a backward of the rank's other stage, so that one can compute while the
-    other sends. Only the backwards at both ends are in halves. 2 x ranks + 1 micro-batches are live on each rank.
+    other sends. Only the backwards at both ends are in halves. 2 x ranks + 1 micro-batches are in flight on each rank.
     """
     behind, ahead = rank + 1, of.ranks - rank - 1
     halves = behind // 2
@@ -158,7 +157,7 @@ def dualpipe_v(of: PipelineSize, rank: int) -> tuple[Action, ...]:
         (ahead, "W I0"),
         (behind, "W"),
     )
-    return phased_row(phases, of.fold(rank), of.microbatches)
+    return _phased(phases, of.fold(rank), of.microbatches)
 
 
 SCHEDULES: Mapping[str, ScheduleMaker] = {
@@ -173,9 +172,51 @@ SCHEDULES: Mapping[str, ScheduleMaker] = {
 }
 
 
-def _groups(of: PipelineSize) -> list[range]:
-    """The micro-batches in groups of as many as there are ranks, or up to twice that, the first ones greater by one."""
-    count = max(of.microbatches // of.ranks, 1)
-    size, more = divmod(of.microbatches, count)
-    starts = [size * i + min(i, more) for i in range(count + 1)]
-    return [range(start, end) for start, end in pairwise(starts)]
+def _single(of: PipelineSize, rank: int, ahead: int, behind: int | None = None) -> tuple[Action, ...]:
+    """The row of a rank with one stage (see :func:`_ahead`)."""
+    line = [(rank, microbatch) for microbatch in range(of.microbatches)]
+    return _ahead(line, line, ahead, behind)
+
+
+def _ahead(
+    forwards: Sequence[Place], backwards: Sequence[Place], ahead: int, behind: int | None = None
+) -> tuple[Action, ...]:
+    """First ``ahead`` forwards, then a backward and a forward alternately, then the other backwards.
+
+    Args:
+        forwards, backwards: the stage and micro-batch of each, in order.
+        ahead: how many forwards are done before the first backward.
+        behind: where backwards are in halves, how many halves for the weights are deferred; None: they are not.
+    """
+    row = [Action("F", *place) for place in forwards[:ahead]]
+    rest, deferred = iter(forwards[ahead:]), deque[Place]()
+    for place in backwards:
+        row.append(Action("B" if behind is None else "I", *place))
+        if behind is not None:
+            deferred.append(place)
+            row += [Action("W", *deferred.popleft()) for _ in range(len(deferred) - behind)]
+        row += [Action("F", *next_forward) for next_forward in [next(rest, None)] if next_forward is not None]
+    return (*row, *(Action("W", *place) for place in deferred))
+
+
+def _phased(phases: Iterable[tuple[int, str]], stages: Sequence[int], microbatches: int) -> tuple[Action, ...]:
+    """The phases one after the other, each so many times.
+
+    ``(3, "F1 I1 W")`` is three times a forward of the rank's second stage, half a backward of it, and the other half
+    of the backward that was deferred longest. Micro-batches are counted for each stage, forward and backward; what is
+    done already is left out.
+    """
+    row: list[Action] = []
+    begun = Counter[tuple[bool, int]]()
+    deferred = deque[Place]()
+    for word in (word for times, words in phases for word in words.split() * max(times, 0)):
+        if word == "W":
+            row += [Action("W", *deferred.popleft()) for _ in range(min(len(deferred), 1))]
+            continue
+        kind, stage = word[0], stages[int(word[1:])]
+        microbatch = begun[kind == "F", stage]
+        if microbatch < microbatches:
+            begun[kind == "F", stage] += 1
+            row.append(Action(kind, stage, microbatch))
+            deferred += [(stage, microbatch)] * (kind == "I")
+    return tuple(row)

@@ -1,4 +1,4 @@
-"""What every value holds while hints are handed on: a sharding per dim, and the hint that each axis of it came from."""
+"""State of propagation: the sharding of every value, per dim, and the hint that each axis of it came from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value, W
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.spec import Spec
-from shardfx.passes.gathered_space import space_axes
-from shardfx.passes.rule_cache import RuleCache
+from shardfx.passes.base import RuleCache
+from shardfx.passes.replicated_spatial_ops import space_axes
 
 from .seeds import ChunkReach, strip
 
@@ -27,7 +27,7 @@ class NodeTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Origin:
+class HintOrigin:
     """The hint that an axis came from; ``operator``: a parameter's or an op's, which says how ops are sharded.
 
     ``pinned`` is where the op stands that is pinned so.
@@ -38,14 +38,14 @@ class Origin:
     pinned: Where | None = None
 
 
-WEAK = Origin("", False)
+WEAK = HintOrigin("", False)
 
 
 @dataclass
-class Held:
-    """The shardings that values hold, and the rules of the nodes between them.
+class ShardingState:
+    """The shardings of values, and the rules of the nodes between them.
 
-    A ``closed`` value has a hint, and is never changed, but by axes of iterations, which say when it is made.
+    A ``closed`` value has a hint, and is never changed, but by loop axes, which say in which iterations it is made.
     """
 
     graph: Graph
@@ -53,17 +53,13 @@ class Held:
     rules: dict[Node, ShardingRule] = field(default_factory=dict)
     shardings: dict[Value, list[DimSharding]] = field(default_factory=dict)
     closed: set[Value] = field(default_factory=set)
-    origin: dict[tuple[Value, str], Origin] = field(default_factory=dict)
+    origin: dict[tuple[Value, str], HintOrigin] = field(default_factory=dict)
     _tensors: dict[Node, list[NodeTensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.mesh: Mesh = self.graph.mesh
         self.chunks = ChunkReach.of(self.graph)
         self.changed_graph()
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the graph."""
-        return self.graph.mesh
 
     def changed_graph(self) -> None:
         """The graph was changed: new nodes get rules, operands are looked up anew."""
@@ -74,8 +70,7 @@ class Held:
 
     def feeds(self, sharding: DimSharding, size: int) -> bool:
         """Whether a dim may be sharded so: every rank gets something, or it is sharded over axes of space alone, and
-        there is
-        something to be shared. A rank may have nothing of a small map, where its tile of the image is none of it."""
+        there is something to be shared. A rank may have nothing of a small map, where its tile is empty."""
         parts = [part for part in sharding.sub(size) if smallest(part.size, part.axes, self.mesh) == 0]
         return all(part.size > 1 and self.space.issuperset(part.axes) for part in parts)
 
@@ -96,7 +91,7 @@ class Held:
         return found
 
     def take_over(self, old: Value, new: Value) -> None:
-        """``new`` stands for ``old`` from now on: it holds the same."""
+        """``new`` replaces ``old`` from now on: it is sharded alike."""
         if old in self.shardings:
             self.shardings[new] = self.shardings.pop(old)
         if old in self.closed:
@@ -107,13 +102,13 @@ class Held:
 
     def of(self, value: Value) -> list[DimSharding]:
         """The sharding of each dim; the list may be changed."""
-        held = self.shardings.get(value)
-        if held is None:
-            held = self.shardings[value] = [WHOLE] * value.type.ndim
-        return held
+        found = self.shardings.get(value)
+        if found is None:
+            found = self.shardings[value] = [WHOLE] * value.type.ndim
+        return found
 
     def spec(self, value: Value) -> Spec:
-        """The placement that a value holds."""
+        """The placement of a value."""
         return Spec(tuple(self.of(value)))
 
     def gradients(self) -> dict[Value, list[Value]]:
@@ -125,41 +120,36 @@ class Held:
                 found.setdefault(parameters[output.name], []).append(output.value)
         return found
 
-    def in_iterations(self, value: Value, shardings: Mapping[str, DimSharding], node: Node) -> dict[str, DimSharding]:
-        """Of the shardings of a node's factors, what may be said of a closed value: what it holds, and in which turns
-        it is
-        made, into which the hints shard inputs."""
+    def of_closed(self, value: Value, shardings: Mapping[str, DimSharding], node: Node) -> dict[str, DimSharding]:
+        """Of the shardings of a node's factors, what may be said of a closed value: what it has, and in which
+        iterations it is made, into which the hints split inputs."""
         have = {axis for sharding in self.of(value) for axis in sharding.axes}
-        others = {axis for axis in self.mesh.names if axis not in have | self.iterations}
+        others = {axis for axis in self.mesh.names if axis not in have | self.loops}
         sizes = self.rules[node].sizes
         return {factor: strip(sharding, others, sizes[factor], self.mesh) for factor, sharding in shardings.items()}
 
     @cached_property
-    def iterations(self) -> frozenset[str]:
-        """The axes of turns into which the hints shard inputs."""
+    def loops(self) -> frozenset[str]:
+        """The loop axes into whose iterations the hints split inputs."""
         return frozenset(each.name for each in self.mesh.axes if each.loop and each.name not in self.chunks.modules)
 
-    def loop_of(self, sharding: DimSharding, size: int) -> DimSharding:
-        """What of a sharding of a factor says in which turns a value is made."""
-        return strip(sharding, set(self.mesh.names) - self.iterations, size, self.mesh)
+    def loops_of(self, sharding: DimSharding, size: int) -> DimSharding:
+        """What of the sharding of a factor says in which iterations a value is made."""
+        return strip(sharding, set(self.mesh.names) - self.loops, size, self.mesh)
 
     def having(self, node: Node, axis: str, factor: str) -> list[Value]:
-        """The tensors of a node that hold a sharding of a factor over an axis."""
+        """The tensors of a node that are sharded on a factor over an axis."""
         found, kin = [], self.rules[node].kin(factor)
         for value, dims, _ in self.tensors(node):
-            held = self.shardings.get(value, ())
-            if any(axis in sharding.axes and not kin.isdisjoint(dims[d]) for d, sharding in enumerate(held)):
+            shardings = self.shardings.get(value, ())
+            if any(axis in sharding.axes and not kin.isdisjoint(dims[d]) for d, sharding in enumerate(shardings)):
                 found.append(value)
         return found
 
+    def origin_of(self, value: Value, axis: str) -> HintOrigin:
+        """The hint that an axis of a value came from."""
+        return self.origin.get((value, axis), WEAK)
+
     def follows(self, node: Node, value: Value, axis: str) -> bool:
-        """Whether a value's sharded over an axis comes from the pin of the op whose backward a node belongs to."""
-        return node.phase is not Phase.FORWARD and self.origin.get((value, axis), WEAK).pinned == node.where
-
-    def is_pinned(self, value: Value, axis: str) -> bool:
-        """Whether a value's sharded over an axis comes from a pin."""
-        return self.origin.get((value, axis), WEAK).pinned is not None
-
-    def is_strong(self, value: Value, axis: str) -> bool:
-        """Whether a value's sharded over an axis comes from a hint on a parameter or an op."""
-        return self.origin.get((value, axis), WEAK).operator
+        """Whether an axis of a value comes from the pin of the op whose backward a node belongs to."""
+        return node.phase is not Phase.FORWARD and self.origin_of(value, axis).pinned == node.where

@@ -1,4 +1,4 @@
-"""Other ways to place some nodes of a graph, tried before they are written, and what each costs."""
+"""Trial placements of some nodes of a graph, before they are written, and what each costs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.node_cost import NodeCosts
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Strategy, Value
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import FactorShardings, factor_shardings, partial_operands
 from shardfx.ir.shards import has_rows
 from shardfx.ir.spec import Spec
-from shardfx.passes.rule_cache import RuleCache
+from shardfx.passes.base import RuleCache
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What placements are weighed by: the mesh's links, and prices of nodes on the machine that is planned for."""
+class PlacementCosts:
+    """What placements are weighed by: the mesh's links, and costs of nodes on the machine that is planned for."""
 
     graph: Graph
     cache: RuleCache
@@ -27,34 +28,41 @@ class Costs:
     machine: Machine
     prices: NodeCosts
     users: dict[Value, list[Node]]
-    leaving: dict[Value, list[Spec]]
+    outputs: dict[Value, list[Spec]]
     """How values leave the program."""
-    together: Redistribution
-    """By links without latency: what leaves travels together with others."""
+    bucketed: Redistribution
+    """By links without latency: outputs are bucketed with others."""
 
     @staticmethod
-    def of(graph: Graph, cache: RuleCache, planner: Redistribution, machine: Machine) -> Costs:
+    def of(graph: Graph, cache: RuleCache, planner: Redistribution, machine: Machine) -> PlacementCosts:
         """Those of a graph in which every node has a strategy."""
-        leaving: dict[Value, list[Spec]] = {}
+        outputs: dict[Value, list[Spec]] = {}
         for output, spec in graph.output_specs().items():
-            leaving.setdefault(output.value, []).append(spec)
+            outputs.setdefault(output.value, []).append(spec)
         links = {axis.name: replace(axis.link, latency=0.0) for axis in graph.mesh.axes}
-        together = Redistribution(graph.mesh.with_links(links), planner.each)
-        return Costs(
-            graph, cache, planner, machine, NodeCosts(graph.mesh, cache.book), graph.users(), leaving, together
-        )
+        bucketed, prices = Redistribution(graph.mesh.with_links(links), planner.each), NodeCosts(graph.mesh, cache.book)
+        return PlacementCosts(graph, cache, planner, machine, prices, graph.users(), outputs, bucketed)
+
+    def seconds(self, node: Node) -> float:
+        """The time to compute a node."""
+        return self.prices.of(node).seconds(self.machine, self.graph.mesh)
 
 
 @dataclass
-class Placing:
+class TrialPlacement:
     """Strategies of some nodes instead of those that stand in the graph."""
 
-    costs: Costs
+    costs: PlacementCosts
     changed: dict[Node, Strategy] = field(default_factory=dict)
 
-    def copy(self) -> Placing:
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the graph."""
+        return self.costs.graph.mesh
+
+    def copy(self) -> TrialPlacement:
         """The same, to be changed."""
-        return Placing(self.costs, dict(self.changed))
+        return TrialPlacement(self.costs, dict(self.changed))
 
     def strategy(self, node: Node) -> Strategy:
         """How a node is computed."""
@@ -71,7 +79,7 @@ class Placing:
 
     def needs(self, value: Value) -> list[Spec]:
         """The placements in which it is used, each once."""
-        found = dict.fromkeys(self.costs.leaving.get(value, ()))
+        found = dict.fromkeys(self.costs.outputs.get(value, ()))
         for user in dict.fromkeys(self.costs.users[value]):
             pairs = zip(user.operands, self.strategy(user).operands, strict=True)
             found |= dict.fromkeys(need for operand, need in pairs if operand is value)
@@ -79,15 +87,14 @@ class Placing:
 
     def moves(self, value: Value) -> list[Spec]:
         """The needs for which something is sent, without those that are a part of what another one fetches."""
-        made, mesh = self.spec(value), self.costs.graph.mesh
-        found: list[Spec] = []
+        made, found = self.spec(value), list[Spec]()
         for need in self.needs(value):
-            if not any(has_rows(other, need, value.shape, mesh) for other in (made, *found)):
-                found = [*(other for other in found if not has_rows(need, other, value.shape, mesh)), need]
+            if not any(has_rows(other, need, value.shape, self.mesh) for other in (made, *found)):
+                found = [*(other for other in found if not has_rows(need, other, value.shape, self.mesh)), need]
         return found
 
     def exchanges(self, value: Value) -> list[Spec]:
-        """Those of them that are fetched from tiles beside a rank's own."""
+        """Those of them that are halos: fetched from tiles beside a rank's own."""
         if not any(sharding.rows is not None for need in self.needs(value) for sharding in need.dims):
             return []
         return [need for need in self.moves(value) if any(sharding.rows is not None for sharding in need.dims)]
@@ -98,12 +105,9 @@ class Placing:
         for value in values:
             made = self.spec(value)
             for need in self.moves(value):
-                planner = costs.together if need in costs.leaving.get(value, ()) else costs.planner
+                planner = costs.bucketed if need in costs.outputs.get(value, ()) else costs.planner
                 found += planner.seconds(value.type, made, need)
-        for node in nodes:
-            price = costs.prices.of(replace(node, strategy=self.strategy(node)))
-            found += price.seconds(costs.machine, costs.graph.mesh)
-        return found
+        return found + sum(costs.seconds(replace(node, strategy=self.strategy(node))) for node in nodes)
 
     def total(self) -> float:
         """The time of all values and nodes of the graph."""
@@ -115,9 +119,9 @@ class Placing:
 
     def shardings(self, node: Node) -> FactorShardings:
         """How the factors of a node's rule are sharded."""
-        return factor_shardings(self.rule(node), replace(node, strategy=self.strategy(node)), self.costs.graph.mesh)
+        return factor_shardings(self.rule(node), replace(node, strategy=self.strategy(node)), self.mesh)
 
-    def sharding(self, node: Node, shardings: FactorShardings) -> Strategy | None:
+    def shard(self, node: Node, shardings: FactorShardings) -> Strategy | None:
         """How the node is computed when its factors are sharded so; None where its rule does not allow it."""
         shardings = {factor: sharding for factor, sharding in shardings.items() if sharding.axes}
         try:

@@ -1,0 +1,100 @@
+"""Sharing of redundant compute: what ranks of a data axis would all compute though hints shard the batch over it.
+
+An op in the middle of a mixture of experts may need all tokens (a sort), and every rank has all of its result. What
+comes behind is sharded again, by rows, where a product begins: a rank's shard of a replicated value costs nothing. What
+remains redundant, as of a batch of 2 for three ranks, is reported (:mod:`shardfx.redundant_compute`).
+
+    %4 = sort(%3) : [256]                       %4 = sort(%3) : [256]
+    %5 = index(%2, [%4]) : [256, 48]      ->    %5 = index(%2, [%4 : [256{dp}]]) : [256{dp}, 48]
+    %6 = grouped_mm(%5, ...) : [256, 96]        %6 = grouped_mm(%5, ...) : [256{dp}, 96]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shardfx.ir.cost.flops import flops_of
+from shardfx.ir.dim_sharding import WHOLE, DimSharding
+from shardfx.ir.graph import Graph, InputKind, Node, Value
+from shardfx.ir.ops.alike import alike
+from shardfx.ir.ops.traits import is_heavy
+from shardfx.ir.rules.strategy import place
+from shardfx.ir.spec import Spec
+
+from .fixpoint import Propagation
+from .seeds import BY_PASS, Seed
+
+WORTH_SHARDING = 0.01
+"""Of all FLOPs of the program, the part from which on they are sharded."""
+
+
+def share_compute(graph: Graph, axes: Iterable[str], propagation: Propagation) -> bool:
+    """Shard by rows, over these (data) axes, the products that their ranks all compute, where they can be; says whether
+    it did."""
+    flops, resolve = _flops_of_all(graph), propagation.conflicts.resolve
+    parameters = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+    for node in graph.nodes:  # and what is made of nothing else
+        if node.operands and all(value in parameters for value in node.operands):
+            parameters.update(node.outs)
+    changed = False
+    for axis in (axis for axis in sorted(axes) if graph.mesh.extent((axis,)) > 1):
+        behind = _behind(graph, axis)
+        redundant = [n for n in flops if n in behind and axis not in _axes(resolve(n, True)[0])]
+        if sum(flops[node] for node in redundant) <= WORTH_SHARDING * sum(flops.values()):
+            continue
+        for node in redundant:
+            shardings, _ = resolve(node, True)
+            seed = None if axis in _axes(shardings) else _by_rows(node, axis, shardings, propagation, parameters)
+            if seed is not None:
+                propagation.seed([seed])
+                propagation.run([seed.value])
+                changed = True
+    return changed
+
+
+def _by_rows(
+    node: Node, axis: str, shardings: Mapping[str, DimSharding], propagation: Propagation, parameters: set[Value]
+) -> Seed | None:
+    """The node's result sharded over the axis too, along the first of its dims that no parameter has and that feeds
+    all ranks."""
+    state = propagation.state
+    rule, value = state.rules[node], node.outs[0]
+    dims = rule.results[value.index]
+    assert dims is not None
+    pairs = zip(node.operands, rule.operands, strict=True)
+    kept = {f for v, tensor in pairs if v in parameters for dim in tensor for f in dim}
+    for factor in (f for dim in dims for f in dim if f not in kept | rule.whole and not shardings.get(f, WHOLE).parts):
+        sharding = DimSharding((*shardings.get(factor, WHOLE).axes, axis))
+        if value not in state.closed and state.feeds(sharding, rule.sizes[factor]):
+            spec = Spec(place(dims, {**shardings, factor: sharding}, rule, state.mesh))
+            return Seed(value, spec, f"{BY_PASS}'propagate', which shares work over {axis}", closed=False)
+    return None
+
+
+def _flops_of_all(graph: Graph) -> dict[Node, int]:
+    """The FLOPs of every node that has many; those of nodes alike are counted once."""
+    known: dict[object, int] = {}
+    flops: dict[Node, int] = {}
+    for node in graph.nodes:
+        if is_heavy(node):
+            key = alike(node)
+            if key not in known:
+                known[key] = flops_of(node)
+            flops[node] = known[key]
+    return flops
+
+
+def _axes(shardings: Mapping[str, DimSharding]) -> set[str]:
+    return {axis for sharding in shardings.values() for axis in sharding.axes}
+
+
+def _behind(graph: Graph, axis: str) -> set[Node]:
+    """The nodes that are made of an input whose hint shards it over the axis."""
+    hinted = ((given.value, given.value.hint) for given in graph.inputs)
+    values = {value for value, hint in hinted if hint is not None and value.type.ndim and axis in hint.dims[0].axes}
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if not values.isdisjoint(node.operands):
+            found.add(node)
+            values.update(node.outs)
+    return found

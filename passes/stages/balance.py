@@ -1,0 +1,172 @@
+"""Balanced split of consecutive blocks into stages: the slowest stage is as fast as possible, within memory budgets.
+
+By dynamic programming over stages and blocks. The time of the slowest stage is found by bisection among those of
+contiguous ranges of blocks; of splits that are as fast, the one that sends least is taken.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+WIDTH = 16
+"""So many ways to fill ranks are followed up to one place, where ranks have several stages: then a better split may be
+missed. Where each has one stage there is one way, and the split is optimal."""
+
+
+class StageMemory(NamedTuple):
+    """Bytes that are kept while a rank has micro-batches in flight, and temporary bytes beside them."""
+
+    kept: float = 0.0
+    temporary: float = 0.0
+
+    def __add__(self, other: object) -> StageMemory:
+        """The memory of a rank that has both stages."""
+        assert isinstance(other, StageMemory)
+        return StageMemory(self.kept + other.kept, max(self.temporary, other.temporary))
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What ranks may hold, and what stages would.
+
+    Args:
+        homes: the rank of each stage.
+        budgets: the bytes that each rank may hold.
+        memory: of a stage on its rank, with the blocks from one on and before another.
+    """
+
+    homes: Sequence[int]
+    budgets: Sequence[float]
+    memory: Callable[[int, int, int], StageMemory]
+
+    def of(self, firsts: Sequence[int], blocks: int) -> list[float]:
+        """The bytes of each rank, of stages that begin so."""
+        found = [StageMemory() for _ in self.budgets]
+        for stage, (first, end) in enumerate(zip(firsts, [*firsts[1:], blocks], strict=True)):
+            found[self.homes[stage]] += self.memory(stage, first, end)
+        return [sum(each) for each in found]
+
+
+class _Way(NamedTuple):
+    """The first stages: what they send, the memory of ranks that get more of them, and where they begin."""
+
+    sent: float
+    memory: tuple[tuple[int, StageMemory], ...]
+    firsts: tuple[int, ...]
+
+    def is_worse(self, other: _Way) -> bool:
+        """Whether another one sends and holds no more."""
+        pairs = zip(self.memory, other.memory, strict=True)
+        return self.sent >= other.sent and all(
+            a.kept >= b.kept and a.temporary >= b.temporary for (_, a), (_, b) in pairs
+        )
+
+
+def balanced_split(
+    costs: Sequence[float], count: int, sent: Sequence[float] = (), budget: MemoryBudget | None = None
+) -> list[int] | None:
+    """Where each of so many stages begins; None where no split fits into ``budget``.
+
+    Args:
+        costs: the time of each block; a stage takes the sum of its blocks'.
+        count: how many stages there are.
+        sent: what is sent for a micro-batch if a stage begins at a block.
+        budget: what ranks may hold; None: anything.
+
+    Example::
+
+        balanced_split([1, 1, 1, 3], 2)    # [0, 3]
+    """
+    sums = [0.0, *accumulate(costs)]
+    budget = replace(budget, memory=cache(budget.memory)) if budget is not None else None
+    line = _Blocks(sums, sent or [0.0] * len(costs), count, budget)
+    times = sorted({b - a for place, a in enumerate(sums) for b in sums[place + 1 :]})
+    low = bisect_left(times, max(sums[-1] / count * (1 - 1e-9), *costs))
+    high, step, found = low, 1, line.within(times[low])
+    while found is None and high < len(times) - 1:  # long ranges are many: they are tried last
+        low, high, step = high + 1, min(high + step, len(times) - 1), 2 * step
+        found = line.within(times[high])
+    while found and low < high:
+        middle = (low + high) // 2
+        other = line.within(times[middle])
+        found, low, high = (other, low, middle) if other else (found, middle + 1, high)
+    return list(found.firsts) if found else None
+
+
+def smallest_split(costs: Sequence[float], count: int, budget: MemoryBudget) -> tuple[list[int], float]:
+    """The split of which the fullest rank holds least beyond its budget (or most below it), and so many bytes; to
+    within a thousandth of what may be."""
+    budget = replace(budget, memory=cache(budget.memory))
+    sums, blocks = [0.0, *accumulate(costs)], len(costs)
+    low, high, found = -max(budget.budgets), float(sum(budget.of([0, *range(1, count)], blocks))), None
+    high += budget.of([0, *range(blocks - count + 1, blocks)], blocks)[budget.homes[0]]
+    near = max(1.0, (high - low) / 1e3)
+    while high - low > near:
+        middle = (low + high) / 2
+        wider = replace(budget, budgets=[each + middle for each in budget.budgets])
+        way = _Blocks(sums, [0.0] * blocks, count, wider).within(inf)
+        found, low, high = (way, low, middle) if way else (found, middle, high)
+    assert found is not None
+    used = budget.of(found.firsts, blocks)
+    return list(found.firsts), max(mine - may for mine, may in zip(used, budget.budgets, strict=True))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Consecutive blocks, by the sums of their costs."""
+
+    sums: Sequence[float]
+    sent: Sequence[float]
+    count: int
+    budget: MemoryBudget | None
+
+    def within(self, seconds: float) -> _Way | None:
+        """The split that sends least, of those whose stages take no longer."""
+        blocks = len(self.sums) - 1
+        row: dict[int, list[_Way]] = {0: [_Way(0.0, (), ())]}
+        for stage in range(self.count):
+            made: dict[int, list[_Way]] = {}
+            left = self.count - stage - 1
+            for first, ways in row.items():
+                for end in range(first + 1 if left else blocks, blocks - left + 1):
+                    if self.sums[end] - self.sums[first] > seconds or not self._fits(stage, first, end):
+                        break
+                    if self.sums[-1] - self.sums[end] > seconds * left * (1 + 1e-9):
+                        continue  # the others would have too much to do
+                    longer = [each for way in ways if (each := self._longer(way, stage, first, end))]
+                    if longer:
+                        made.setdefault(end, []).extend(longer)
+            row = {end: _best(ways) for end, ways in made.items()}
+        return min(row.get(blocks, ()), key=lambda way: way.sent, default=None)
+
+    def _fits(self, stage: int, first: int, end: int) -> bool:
+        budget = self.budget
+        return budget is None or sum(budget.memory(stage, first, end)) <= budget.budgets[budget.homes[stage]]
+
+    def _longer(self, way: _Way, stage: int, first: int, end: int) -> _Way | None:
+        """A way with one stage more, if it fits."""
+        sent, firsts = way.sent + (self.sent[first] if first else 0.0), (*way.firsts, first)
+        if self.budget is None:
+            return _Way(sent, (), firsts)
+        home, memory = self.budget.homes[stage], dict(way.memory)
+        mine = memory.pop(home, StageMemory()) + self.budget.memory(stage, first, end)
+        if sum(mine) > self.budget.budgets[home]:
+            return None
+        if home in self.budget.homes[stage + 1 :]:
+            memory[home] = mine
+        return _Way(sent, tuple(sorted(memory.items())), firsts)
+
+
+def _best(ways: Sequence[_Way]) -> list[_Way]:
+    """Those of several ways to one place that may be the beginning of the best split, where they are not too many."""
+    found: list[_Way] = []
+    for way in sorted(ways, key=lambda way: (way.sent, sum(memory.kept for _, memory in way.memory))):
+        if len(found) < WIDTH and not any(way.is_worse(other) for other in found):
+            found.append(way)
+    return found

@@ -1,0 +1,237 @@
+"""Making schedules: one that is known by its name, or ``auto``, the one with the shortest step under given costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shardfx.ir.errors import Error
+from shardfx.ir.schedule.actions import Action, Schedule
+from shardfx.ir.schedule.dependencies import needs
+from shardfx.ir.schedule.simulation import (
+    COSTS,
+    Costs,
+    ScheduleReport,
+    check_costs,
+    check_number,
+    check_schedule,
+    cost_table,
+)
+
+from .known_schedules import SCHEDULES, PipelineSize, ScheduleMaker
+
+AUTO = "auto"
+ANY = ScheduleMaker(lambda of, rank: (), most=None)
+"""What ``auto`` takes: pipelines of any kind."""
+
+
+def make_schedule(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    ranks: int | None = None,
+    costs: Costs = COSTS,
+    max_in_flight: int | None = None,
+    homes: Sequence[int] | None = None,
+) -> Schedule:
+    """A schedule for so many stages, micro-batches and ranks.
+
+    Args:
+        name: ``gpipe``, ``1f1b``, ``interleaved``, ``breadth-first``, ``zb-h1``, ``zb-h2``, ``zb-v``, ``dualpipev``; or
+            ``auto``: of those, and of what a list scheduler makes from the costs, the one with the shortest step.
+        stages: how many there are, on all ranks together.
+        microbatches: how many micro-batches there are.
+        ranks: how many there are; None: as many as there are stages, or half of them where each rank must have two.
+        costs: how long an action takes, by kind: a number for all stages, or one for each. For ``auto`` alone.
+        max_in_flight: how many micro-batches may be in flight on a rank, counted for each of its stages; None: any.
+        homes: the rank of each stage, where that is settled; None: as the schedule likes. For ``auto`` alone.
+
+    Raises:
+        Error: there is no such schedule; a number is none from 1; stages are no multiple of ranks, or another one than
+            the schedule is for; there are too few micro-batches; a cost is of an unknown kind or is missing; more
+            micro-batches are in flight than may be.
+    """
+    if not isinstance(name, str) or name not in (*SCHEDULES, AUTO):
+        raise Error(
+            f"no schedule is called {name!r}",
+            where="name",
+            expected=f"one of {', '.join((*SCHEDULES, AUTO))}",
+            got=repr(name),
+            remedy="take one of these, write a text (a row for each rank: F0.0 B0.0), or a function that makes one",
+        )
+    check_number("stages", stages)
+    check_number("microbatches", microbatches)
+    for what, number in (("ranks", ranks), ("max_in_flight", max_in_flight)):
+        if number is not None:
+            check_number(what, number)
+    check_costs(costs)
+    maker = ANY if name == AUTO else SCHEDULES[name]
+    of = _pipeline(name, maker, stages, microbatches, ranks or max(stages // maker.fewest, 1))
+    if name == AUTO:
+        return _shortest(of, costs, of.microbatches * of.chunks if max_in_flight is None else max_in_flight, homes)
+    schedule = of.schedule(maker.row)
+    if max_in_flight is not None:
+        check_live(name, check_schedule(schedule, stages=stages, microbatches=microbatches), max_in_flight)
+    return schedule
+
+
+def _pipeline(name: str, maker: ScheduleMaker, stages: int, microbatches: int, ranks: int) -> PipelineSize:
+    """The pipeline of these numbers, if the schedule is for it."""
+    chunks, rest = divmod(stages, ranks)
+    others = [other for other, each in SCHEDULES.items() if other != name and not rest and each.takes(chunks)]
+    or_others = f", or {' or '.join(others)}" if others else ""
+    where, least = f"make_schedule({name!r}, ...)", maker.microbatches(ranks)
+    if rest or not maker.takes(chunks):
+        wanted = f"{maker.fewest}" if maker.fewest == maker.most else f"{maker.fewest} or more"
+        raise Error(
+            f"{name} has {wanted} stage{'s' * (wanted != '1')} on each rank",
+            where=where,
+            expected=f"stages = {wanted} x ranks",
+            got=f"stages={stages}, ranks={ranks}",
+            remedy=f"take {min(max(chunks, maker.fewest), maker.most or chunks + 1) * ranks} stages{or_others}",
+        )
+    if microbatches < least:
+        what, expected = f"{name} needs more micro-batches", f"at least {least} on {ranks} ranks"
+        raise Error(
+            what,
+            where=where,
+            expected=expected,
+            got=f"microbatches={microbatches}",
+            remedy=f"take {least} of them{or_others}",
+        )
+    return PipelineSize(ranks, chunks, microbatches)
+
+
+def check_live(name: str, report: ScheduleReport, most: int) -> None:
+    """See that no more micro-batches are in flight on a rank than may be.
+
+    Raises:
+        Error: more are, naming where.
+    """
+    peak = max(report.peaks)
+    if peak > most:
+        rank = report.peaks.index(peak)
+        raise Error(
+            f"{name} has more micro-batches in flight than may be",
+            where=report.schedule.where(rank, report.live[rank].index(peak)),
+            expected=f"max_in_flight={most} on a rank at most",
+            got=peak,
+            remedy=f"take max_in_flight={peak}, or schedule 'auto'",
+        )
+
+
+def _shortest(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] | None) -> Schedule:
+    """The schedule with the shortest step of those that have no more micro-batches in flight."""
+    if most < of.chunks:
+        raise Error(
+            "no schedule has so few micro-batches in flight",
+            where="make_schedule('auto', ...)",
+            expected=f"max_in_flight={of.chunks} or more: one for each stage of a rank",
+            got=f"max_in_flight={most}",
+            remedy=f"say max_in_flight={of.chunks}, or take fewer stages on a rank",
+        )
+    if not _has_halves(costs) and "B" not in costs:
+        what, expected = "there are no costs of a backward", "a cost of B, or of I and W"
+        remedy = 'add them: costs={"F": 1, "B": 2, "I": 1, "W": 1}'
+        raise Error(what, where="costs", expected=expected, got=dict(costs), remedy=remedy)
+    reports = [
+        check_schedule(each, stages=of.ranks * of.chunks, microbatches=of.microbatches, costs=costs)
+        for each in _candidates(of, costs, most, homes)
+        if homes is None or [*map(each.rank_of, each.stages)] == [*homes]
+    ]
+    return min((each for each in reports if max(each.peaks) <= most), key=lambda each: each.step).schedule
+
+
+def _candidates(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] | None) -> Iterator[Schedule]:
+    """Known schedules of which all kinds have costs, and what the list scheduler makes."""
+    for maker in SCHEDULES.values():
+        if maker.takes(of.chunks) and of.microbatches >= maker.microbatches(of.ranks):
+            schedule = of.schedule(maker.row)
+            if {action.kind for action in schedule} <= {*costs}:
+                yield schedule
+    whole, halves = ("BF",) * ("B" in costs), ("IFW", "IWF") * _has_halves(costs)
+    ways = [[stages_of(rank) for rank in range(of.ranks)] for stages_of in (of.loop, of.fold)[: 1 + (of.chunks == 2)]]
+    if homes is not None:
+        ways = [[tuple(stage for stage, home in enumerate(homes) if home == rank) for rank in range(of.ranks)]]
+    for stages_of_ranks in ways:
+        for kinds in (*whole, *halves):
+            yield list_schedule(stages_of_ranks, of.microbatches, costs, [most] * of.ranks, kinds)
+
+
+def _has_halves(costs: Costs) -> bool:
+    return "I" in costs and "W" in costs
+
+
+def list_schedule(
+    stages_of: Sequence[Sequence[int]], microbatches: int, costs: Costs, live: Sequence[int], kinds: str = "IFW"
+) -> Schedule:
+    """Let each rank, whenever it is free, begin what can begin first; of several, what comes first in ``kinds``.
+
+    A forward begins only if the rank keeps a place free for each of its later stages: so the last ones can always go
+    on, and ranks never wait for one another.
+
+    Args:
+        stages_of: the stages of each rank, in order.
+        microbatches: how many micro-batches there are.
+        costs: how long an action takes, by kind: a number for all stages, or one for each.
+        live: for each rank how many micro-batches may be in flight, counted for each stage: at least as many as its
+            stages.
+        kinds: which kinds there are, what is to be done first standing first: whole backwards (``BF``), or halves.
+    """
+    table = cost_table(costs, kinds, sum(map(len, stages_of)))
+    state = _Ranks(stages_of, microbatches, live, kinds)
+    choices = {rank: state.choice(rank) for rank in range(len(stages_of))}
+    while any(choices.values()):
+        rank, (start, _, action) = min(((r, each) for r, each in choices.items() if each), key=lambda item: item[1][0])
+        state.do(rank, action, start + table[action.kind][action.stage])
+        near = {action.stage - 1, action.stage, action.stage + 1}
+        choices.update((r, state.choice(r)) for r, mine in enumerate(stages_of) if r == rank or near & {*mine})
+    return Schedule(tuple(map(tuple, state.rows)))
+
+
+_Choice = tuple[float, tuple[int, int], Action]
+"""What a rank may do next: when it can start, how it ranks among what can start then, and what it is."""
+
+
+@dataclass
+class _Ranks:
+    """What was done so far, and when each rank is free again."""
+
+    stages_of: Sequence[Sequence[int]]
+    microbatches: int
+    most: Sequence[int]
+    kinds: str
+    ends: dict[Action, float] = field(default_factory=dict)
+    begun: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.rows: list[list[Action]] = [[] for _ in self.stages_of]
+        self.free = [0.0 for _ in self.stages_of]
+        self.live = [0 for _ in self.stages_of]
+        self.last = sum(map(len, self.stages_of)) - 1
+        self.back = "I" if "I" in self.kinds else "B"
+
+    def choice(self, rank: int) -> _Choice | None:
+        """What the rank does next, if it can do anything."""
+        return min(self._choices(rank), default=None)
+
+    def _choices(self, rank: int) -> Iterator[_Choice]:
+        for place, stage in enumerate(self.stages_of[rank]):
+            later = len(self.stages_of[rank]) - place - 1
+            for order, kind in enumerate(self.kinds):
+                action = Action(kind, stage, self.begun[kind, stage])
+                full = kind == "F" and self.live[rank] + later >= self.most[rank]
+                if action.microbatch == self.microbatches or full:
+                    continue
+                wanted = needs(action, self.last, lambda at, microbatch: Action(self.back, at, microbatch))
+                if all(each in self.ends for each in wanted):
+                    yield max(self.free[rank], *(self.ends[each] for each in wanted), 0.0), (order, -stage), action
+
+    def do(self, rank: int, action: Action, end: float) -> None:
+        """The rank does it until then."""
+        self.rows[rank].append(action)
+        self.ends[action] = self.free[rank] = end
+        self.begun[action.kind, action.stage] += 1
+        self.live[rank] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
