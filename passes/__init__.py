@@ -8,7 +8,7 @@ from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whol
 from .rank import RankContext, RankPass
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
 from .space import Spatial
-from .stages import LoopCheck, Pipeline, stages_as_planned
+from .stages import Loops, Pipeline, stages_as_planned
 from .unfold_repeats import UnfoldRepeats
 
 __all__ = ["BUILT_IN", "COMM_EXPLICIT", "HINTED", "ON_REQUEST", "ORDER", "SHARDED", "BindHints", "RematerializeCasts"]
@@ -23,5 +23,5 @@ __all__ += [
     "RematerializeGathers",
 ]
 __all__ += ["Pass", "PassError", "Pipeline", "Propagate", "RankContext", "RankPass", "Reassociate", "Recompute"]
-__all__ += ["LoopCheck", "Spatial", "SumPlacement", "TableRows", "UnfoldRepeats", "Zero", "arrange", "check_order"]
+__all__ += ["Loops", "Spatial", "SumPlacement", "TableRows", "UnfoldRepeats", "Zero", "arrange", "check_order"]
 __all__ += ["hint_value", "is_whole", "options_text", "parse_pass", "run_passes", "stages_as_planned", "steps"]

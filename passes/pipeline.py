@@ -21,7 +21,7 @@ from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Par
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .space import Spatial
-from .stages import LoopCheck, Pipeline
+from .stages import Loops, Pipeline
 from .unfold_repeats import UnfoldRepeats
 
 ORDER: tuple[type[Pass], ...] = (
@@ -34,7 +34,7 @@ ORDER: tuple[type[Pass], ...] = (
         RematerializeCasts,
         TableRows,
         BucketComm,
-        LoopCheck,
+        Loops,
         Order,
         Offload,
     ),

@@ -30,7 +30,7 @@ from shardfx.passes import (
     COMM_EXPLICIT,
     BucketComm,
     Context,
-    LoopCheck,
+    Loops,
     Offload,
     Pass,
     Propagate,
@@ -109,7 +109,7 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
         "rematerialize-casts": (RematerializeCasts(),) if hints.mixed_precision is not None and hints.zero < 3 else (),
         "recompute": tuple(each for kind, those in groupby(given, type) for each in _again(kind, tuple(those))),
         "table-rows": tables,
-        "iterations": (LoopCheck(fetch=hints.zero == 3, strict=hints.strict),),
+        "iterations": (Loops(fetch=hints.zero == 3, strict=hints.strict),),
         "offload": tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
     }
 

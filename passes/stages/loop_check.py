@@ -30,7 +30,7 @@ TRAINED = (OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER, OutputKind.P
 
 
 @dataclass(frozen=True)
-class LoopCheck(Pass):
+class Loops(Pass):
     """Check that loops over parts of the batch are possible, without doing the forward over and over.
 
     With ``fetch`` stored parameters are gathered in each iteration, and not kept replicated from the first to the last.
@@ -114,7 +114,7 @@ class LoopCheck(Pass):
                 'model.set_experts_implementation("batched_mm"); else no micro-batches, or another axis of ranks',
             )
         text = (
-            f"micro-batches of {axis} are gone through twice: {more / max(once, 1):.0%} of the FLOPs are repeated, for "
+            f"the loop {axis} runs twice: {more / max(once, 1):.0%} of the FLOPs are repeated, for "
             f"at {where} all of them must have come so far before any can go on"
         )
         graph.notes.append(text)
