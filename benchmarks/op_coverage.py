@@ -44,8 +44,8 @@ from shardfx.ir.oracle.instance import Instance
 from shardfx.ir.oracle.sharding_search import Choice, Oracle
 from shardfx.ir.oracle.soundness import UNDEFINED, refutations, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
-from shardfx.ir.rules.enumeration import strategies
 from shardfx.ir.rules.sharding_rule import Linear
+from shardfx.ir.rules.strategy import strategies
 
 BOOK = default_rules().with_fallback(Discovery().entry)
 DISCOVERED = "discovered"

@@ -3,20 +3,7 @@
 from .capture.canonical.patterns import Match, replace_pattern
 from .dim_sharding import DimSharding, Part
 from .errors import Error, ShardfxWarning
-from .graph import (
-    Graph,
-    Input,
-    InputKind,
-    Node,
-    Output,
-    OutputKind,
-    Phase,
-    Strategy,
-    Value,
-    Where,
-    op_name,
-    substitute,
-)
+from .graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Strategy, Value, Where, op_name, substitute
 from .mesh import Link, Loop, Mesh
 from .names import pattern
 from .ops import comm

@@ -1,10 +1,10 @@
 """How one dim is sharded: :class:`DimSharding`, and the algebra of shardings.
 
-A dim may be a *compound*: the product of sub-dims, each sharding on its own. ``(8{dp} 128{tp})`` is a dim of 1024 that
+A dim may be a *compound*: the product of sub-dims, each sharded on its own. ``(8{dp} 128{tp})`` is a dim of 1024 that
 was once ``[8, 128]``, the first sharded over dp and the second over tp.
 
 And it may be held in *rows that overlap*: those that the chunks of another dim need through a :class:`Window`.
-``64 for 32{h} by 2o-1 to 2o+1`` is a dim of 64 of which a rank holds rows 2o-1 to 2o+1 for each o in its chunk of 32:
+``64 for 32{h} by 2o-1 to 2o+1`` is a dim of 64 of which a rank has rows 2o-1 to 2o+1 for each o in its chunk of 32:
 what a convolution of kernel 3 and stride 2 reads.
 """
 
@@ -36,7 +36,7 @@ class Window:
     """The rows of one dim that row o of another dim, of ``size`` rows, is made of.
 
     They are ``(step * o + low) // per`` to ``(step * o + high) // per``, as far as there are such rows; of a dim that
-    is turned round the step is -1.
+    is flipped the step is -1.
     """
 
     size: int
@@ -84,7 +84,7 @@ class Window:
 class DimSharding:
     """How one dim is sharded. One part: plain (its size is the dim's own, and not kept). Several: a compound.
 
-    With ``rows``, another dim is sharded plainly over ``axes``, and a rank holds the rows that its chunk needs.
+    With ``rows``, another dim is sharded plainly over ``axes``, and a rank has the rows that its chunk needs.
     """
 
     axes: tuple[str, ...] = ()
@@ -95,20 +95,20 @@ class DimSharding:
         return bool(self.axes)
 
     def spans(self, size: int, mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
-        """Start and length of what a rank holds of each sub-dim of a dim of ``size``."""
+        """Start and length of what a rank has of each sub-dim of a dim of ``size``."""
         if self.rows is not None:
             return (self.rows.rows(*bounds(self.rows.size, self.axes, mesh, coords), size),)
         return tuple(bounds(part.size, part.axes, mesh, coords) for part in self.sub(size))
 
     def span(self, size: int, mesh: Mesh, coords: Coords) -> tuple[int, int]:
-        """Start and length of the one stretch that a rank holds of a dim (see :func:`in_stretches`)."""
+        """Start and length of the one contiguous range that a rank has of a dim (see :func:`is_strided`)."""
         start, length = 0, 1
         for (first, count), part in zip(self.spans(size, mesh, coords), self.sub(size), strict=True):
             start, length = start * part.size + first, length * count
         return start, length
 
     def is_even(self, size: int, mesh: Mesh) -> bool:
-        """Whether every rank holds as much as any other."""
+        """Whether every rank has as much as any other."""
         if self.rows is not None:
             return mesh.extent(self.axes) == 1
         return all(part.size % mesh.extent(part.axes) == 0 for part in self.sub(size))
@@ -137,7 +137,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and length of a chunk, as torch.chunk and DTensor split: ceil(size / parts) each, the last ones less.
 
     Where that would leave nothing for the last ones though there is enough (4 rows for 3 ranks: 2, 2, 0), all get
-    something instead (2, 1, 1): the largest piece, which all wait for, is the same.
+    something instead (2, 1, 1): the largest shard, which all wait for, is the same.
     """
     per = -(-size // parts)
     if per * (parts - 1) >= size >= parts:
@@ -148,7 +148,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def bounds(size: int, axes: Iterable[str], mesh: Mesh, coords: Coords) -> tuple[int, int]:
-    """Start and length of what a rank holds of a part that is sharded over ``axes``, one after the other."""
+    """Start and length of what a rank has of a part that is sharded over ``axes``, one after the other."""
     start = 0
     for axis in axes:
         offset, size = chunk(size, mesh[axis].size, coords[axis])
@@ -156,14 +156,14 @@ def bounds(size: int, axes: Iterable[str], mesh: Mesh, coords: Coords) -> tuple[
     return start, size
 
 
-def in_stretches(sharding: DimSharding) -> bool:
-    """Whether ranks hold several stretches of the dim: a part is sharded within another."""
+def is_strided(sharding: DimSharding) -> bool:
+    """Whether ranks have several contiguous ranges of the dim: a part is sharded within another."""
     before = itertools.accumulate((part.size for part in sharding.parts), operator.mul, initial=1)
     return any(part.axes and size > 1 for part, size in zip(sharding.parts, before, strict=False))
 
 
 def smallest(size: int, axes: Iterable[str], mesh: Mesh) -> int:
-    """The size of the smallest piece of a part that is sharded over ``axes``: the last one's."""
+    """The size of the smallest shard of a part that is sharded over ``axes``: the last one's."""
     for n in (mesh[axis].size for axis in axes):
         size = chunk(size, n, n - 1)[1]
     return size

@@ -9,30 +9,17 @@ can be executed, and outputs (results, loss, gradients, new buffer contents). It
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from shardfx.ir.schedule.actions import Pipelined
 
 from .mesh import Mesh
-from .node import (
-    NOWHERE,
-    Attr,
-    FactorAxes,
-    Node,
-    Phase,
-    Pin,
-    Strategy,
-    Value,
-    Where,
-    factors_text,
-    op_name,
-    substitute,
-)
+from .node import NOWHERE, Attr, FactorAxes, Node, Phase, Pin, Strategy, Value, Where, factors_text, op_name, substitute
 from .reasons import Reasons
 from .repeat import Repeat
 from .spec import Spec
@@ -82,7 +69,7 @@ class Input:
     """An input of the graph. ``name`` is the model's own (``layers.0.w1.weight``, ``args.0``, ``targets.0``).
 
     ``aliases`` are the model's other names of the same tensor (a tied weight). ``pool`` is what it lies in where it is
-    not the device's memory: ``"host"``, ``"disk"``, or ``"disk:FOLDER"``. ``at`` are the stages of a pipeline that hold
+    not the device's memory: ``"host"``, ``"disk"``, or ``"disk:FOLDER"``. ``at`` are the stages of a pipeline that have
     it; none: all. ``laid`` are its dims from the slowest to the fastest in memory (``(0, 2, 3, 1)`` is torch's channels
     last); none: row by row.
     """
@@ -184,9 +171,6 @@ class Graph:
     ``pipeline`` where its stages lie and what they do when, where it has some.
     """
 
-    printer: ClassVar[Callable[[Graph], str]]
-    """Writes the text of a graph: :mod:`shardfx.ir.text`, which knows graphs, puts it here when it is imported."""
-
     mesh: Mesh
     inputs: list[Input] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
@@ -270,4 +254,6 @@ class Graph:
         )
 
     def __str__(self) -> str:
-        return Graph.printer(self)
+        from .text.printer import print_graph  # which knows graphs
+
+        return print_graph(self)

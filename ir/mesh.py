@@ -30,11 +30,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not self.latency >= 0:
-            raise Error(
-                "a link needs a positive bandwidth and a latency that is not negative",
-                expected="Link(bandwidth=bytes/s, latency=s)",
-                got=f"Link(bandwidth={self.bandwidth}, latency={self.latency})",
-            )
+            what = "a link needs a positive bandwidth and a latency that is not negative"
+            got = f"Link(bandwidth={self.bandwidth}, latency={self.latency})"
+            raise Error(what, expected="Link(bandwidth=bytes/s, latency=s)", got=got)
 
     def seconds(self, messages: float, nbytes: float) -> float:
         """How long it takes to send so many bytes in so many messages that wait for one another."""
@@ -43,10 +41,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Loop:
-    """An axis of iterations instead of ranks: its parts are computed one after the other.
+    """A loop axis instead of ranks: its parts are computed one after the other.
 
     With ``interleave`` an iteration goes on while another one waits for what ranks send one another: one's collectives
-    travel while the other computes, and as many iterations are held as are under way.
+    are sent while the other computes, and as many iterations are held as are under way.
     """
 
     iterations: int
@@ -93,11 +91,8 @@ class Mesh:
                 raise Error(f"{name!r} cannot name a mesh axis", expected="a name such as dp or tp_inner", got=name)
             size = value.iterations if isinstance(value, Loop) else value
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise Error(
-                    f"mesh axis {name!r} has no valid size",
-                    expected="an int of at least 1, or Loop(iterations)",
-                    got=value,
-                )
+                what = f"mesh axis {name!r} has no valid size"
+                raise Error(what, expected="an int of at least 1, or Loop(iterations)", got=value)
             interleave = isinstance(value, Loop) and value.interleave
             if not isinstance(interleave, bool):
                 raise Error(
@@ -129,12 +124,8 @@ class Mesh:
         try:
             return self._by_name[name]
         except KeyError:
-            raise Error(
-                f"unknown mesh axis {name!r}",
-                expected=f"one of {', '.join(self.names)}",
-                got=name,
-                remedy="spell it as in the Mesh, or add the axis there",
-            ) from None
+            expected, remedy = f"one of {', '.join(self.names)}", "spell it as in the Mesh, or add the axis there"
+            raise Error(f"unknown mesh axis {name!r}", expected=expected, got=name, remedy=remedy) from None
 
     def extent(self, axes: Iterable[str]) -> int:
         """The product of the sizes of some axes."""
@@ -199,12 +190,8 @@ class Mesh:
         shape, _, rest = name.partition("/")
         axes = tuple(rest.partition("@")[0].split("."))
         if shape != self.signature or any(axis not in self.names for axis in axes):
-            raise Error(
-                "a group of another mesh",
-                expected=f"a group of mesh {self}",
-                got=name,
-                remedy="take group names from Mesh.group_name(rank, axes)",
-            )
+            remedy = "take group names from Mesh.group_name(rank, axes)"
+            raise Error("a group of another mesh", expected=f"a group of mesh {self}", got=name, remedy=remedy)
         return axes
 
     @cached_property
@@ -216,25 +203,15 @@ class Mesh:
     def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
         """The description of a torch ``DeviceMesh`` with named dimensions, whose ranks are 0, 1, 2, ... in order."""
         if not hasattr(mesh, "mesh_dim_names"):
-            raise Error(
-                "this is no mesh",
-                expected="a shardfx.Mesh, such as Mesh(dp=2, tp=4), or a torch DeviceMesh",
-                got=f"{mesh!r} of type {type(mesh).__name__}",
-            )
-        names = mesh.mesh_dim_names
+            expected = "a shardfx.Mesh, such as Mesh(dp=2, tp=4), or a torch DeviceMesh"
+            raise Error("this is no mesh", expected=expected, got=f"{mesh!r} of type {type(mesh).__name__}")
+        names, ranks, wanted = mesh.mesh_dim_names, mesh.mesh.flatten().tolist(), list(range(mesh.mesh.numel()))
         if not names:
-            raise Error(
-                "this DeviceMesh has no dimension names",
-                expected="init_device_mesh(..., mesh_dim_names=('dp', 'tp'))",
-                got="mesh_dim_names=None",
-            )
-        if mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
-            raise Error(
-                "this DeviceMesh does not hold the ranks 0, 1, 2, ... in order",
-                expected=list(range(mesh.mesh.numel())),
-                got=mesh.mesh.flatten().tolist(),
-                remedy="make it with init_device_mesh over the whole world",
-            )
+            expected = "init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+            raise Error("this DeviceMesh has no dimension names", expected=expected, got="mesh_dim_names=None")
+        if ranks != wanted:
+            what, remedy = "hold the ranks 0, 1, 2, ... in order", "make it with init_device_mesh over the whole world"
+            raise Error(f"this DeviceMesh does not {what}", expected=wanted, got=ranks, remedy=remedy)
         return cls(links=None, **dict(zip(names, mesh.mesh.shape, strict=True)))
 
     def to_device_mesh(self, device_type: str = "cpu") -> DeviceMesh:

@@ -50,12 +50,7 @@ def prefixes(path: str) -> list[str]:
 
 def block_of(module: str) -> str:
     """The block that a module lies in: up to the first part of its path that is a number; empty where none is. The
-    numbers of a weight's parametrizations count none.
-
-    Example::
-
-        block_of("encoder.block.3.layer.0")    # "encoder.block.3"
-    """
+    numbers of a weight's parametrizations count none. ``encoder.block.3.layer.0`` lies in ``encoder.block.3``."""
     parts = module.partition(".parametrizations.")[0].split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[: at + 1]) if at is not None else ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class Value:
         return Value(self.type, node, self.index, self.name, self.spec, self.hint, self.hinted_by)
 
     def local_bytes(self, mesh: Mesh) -> int:
-        """What the rank that holds most of the value holds of it (in one iteration)."""
+        """What the rank that has most of the value has of it (in one iteration)."""
         numel = self.spec.local_numel(self.shape, mesh) if self.spec is not None else self.type.numel
         return numel * self.type.dtype.itemsize
 
@@ -226,3 +227,16 @@ def op_name(op: Any) -> str:
         namespace, name = op.name().split("::")
         return f"{namespace}.{name}"
     return str(op)
+
+
+@cache
+def _slot(op: Any, name: str) -> int | None:
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "shardfx":
+        return None
+    return next((i for i, each in enumerate(op._schema.arguments) if each.name == name), None)
+
+
+def draw_slot(node: Node) -> int | None:
+    """Which argument numbers what a node of ours draws; None if it draws nothing."""
+    slot = _slot(node.op, "number")
+    return slot if slot is not None and slot < len(node.args) else None

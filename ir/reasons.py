@@ -1,5 +1,4 @@
-"""Why values are sharded as they are: each sharding that was handed to a value is a decision, which remembers where
-from.
+"""Why values are sharded as they are: each sharding of a value is a decision, which remembers where from.
 
 No pass goes by them: they are for who asks why. A graph carries them, and its text has them on request
 (:mod:`shardfx.ir.text.reason_lines`).
@@ -32,8 +31,8 @@ class Refused(NamedTuple):
 
 
 @dataclass(eq=False)
-class Decision:
-    """Why a dim of a value is sharded as it is: from where, and what was turned down.
+class ShardingDecision:
+    """Why a dim of a value is sharded as it is: from where, and what was rejected.
 
     ``op`` is the op that carried the sharding on (empty: none did), ``where`` its source, ``carriers`` the tensors from
     which it came, ``causes`` the decisions that gave it to them; a hint has none of these.
@@ -48,7 +47,7 @@ class Decision:
     op: str = ""
     where: Where = NOWHERE
     carriers: tuple[Carrier, ...] = ()
-    causes: tuple[Decision, ...] = ()
+    causes: tuple[ShardingDecision, ...] = ()
 
     @property
     def how(self) -> str:
@@ -75,10 +74,10 @@ class Decision:
         yield from (each.value for each in self.refused if each.value is not None)
 
     def down(self, name: Callable[[Value], str]) -> str:
-        """What was turned down, in words."""
+        """What was rejected, in words."""
         return ", ".join(text + (f" of {name(value)}" if value is not None else "") for text, value in self.refused)
 
-    def moved(self, change: Callable[[Value], Value]) -> Decision:
+    def moved(self, change: Callable[[Value], Value]) -> ShardingDecision:
         """The same of other values; its causes are still the old ones."""
         return replace(
             self,
@@ -88,7 +87,7 @@ class Decision:
         )
 
 
-ByValue = dict[Value, list[Decision]]
+ByValue = dict[Value, list[ShardingDecision]]
 
 
 class Reasons:
@@ -97,15 +96,15 @@ class Reasons:
     What is to be said of many values alike is put off until somebody asks: planning does not.
     """
 
-    def __init__(self, made: Mapping[Value, Sequence[Decision]] | None = None) -> None:
+    def __init__(self, made: Mapping[Value, Sequence[ShardingDecision]] | None = None) -> None:
         self._made: ByValue = {value: list(each) for value, each in (made or {}).items()}
         self._later: list[Callable[[ByValue], None]] = []
 
-    def of(self, value: Value) -> Sequence[Decision]:
+    def of(self, value: Value) -> Sequence[ShardingDecision]:
         """Why a value is sharded as it is."""
         return self._all().get(value, ())
 
-    def __iter__(self) -> Iterator[Decision]:
+    def __iter__(self) -> Iterator[ShardingDecision]:
         """All decisions, those of one value together."""
         return (each for several in self._all().values() for each in several)
 
@@ -117,7 +116,7 @@ class Reasons:
     def __bool__(self) -> bool:
         return bool(self._made or self._later)
 
-    def add(self, made: Decision) -> None:
+    def add(self, made: ShardingDecision) -> None:
         """A decision behind those that there are."""
         self._later.append(lambda all_: all_.setdefault(made.value, []).append(made))
 

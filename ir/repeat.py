@@ -1,6 +1,6 @@
 """Equal blocks of a program that are left out of it: ``repeat layers 2..77``.
 
-A graph with this line holds the blocks ``layers.0``, ``layers.1``, ``layers.78`` and ``layers.79`` around those that
+A graph with this line has the blocks ``layers.0``, ``layers.1``, ``layers.78`` and ``layers.79`` around those that
 are left out, and each of these is ``layers.1`` again, with its own parameters and its own neighbours. So a graph of 80
 blocks is traced and planned at the cost of four. :mod:`shardfx.ir.unfolding.unfold` puts the blocks back.
 """
@@ -30,11 +30,8 @@ class Repeat:
 
     def __post_init__(self) -> None:
         if not self.path or not AROUND <= self.first <= self.last:
-            raise Error(
-                "these blocks cannot be left out",
-                expected=f"the path of a list, and numbers from {AROUND} on, the first not behind the last",
-                got=str(self),
-            )
+            expected = f"the path of a list, and numbers from {AROUND} on, the first not behind the last"
+            raise Error("these blocks cannot be left out", expected=expected, got=str(self))
 
     @property
     def left_out(self) -> range:

@@ -10,34 +10,32 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from .builder import infer
 from .errors import Error
 from .graph import Attr, Graph, Node, Output, Phase, Strategy, Value, op_name, substitute
-from .ops.comm import OWN_OPS
-from .ops.table import OwnOp
-from .rules.as_placed import as_placed
-from .rules.book import RuleBook, replicated
+from .mesh import Mesh
+from .registry import GRAPH_OPS
 from .spec import TensorType
 
 
+class Strategies(Protocol):
+    """What knows how nodes are computed: a :class:`shardfx.ir.rules.book.RuleBook`."""
+
+    def as_placed(self, node: Node, mesh: Mesh) -> Strategy:
+        """The strategy of a node whose operands stay as they are placed, as far as its rule allows."""
+
+
 class Rewriter:
-    """The one way to change a graph: collect the changes, then :meth:`apply` them in one walk.
+    """Collects changes of a graph, and then :meth:`apply` s them in one walk.
 
     :meth:`call` and :meth:`comm` make nodes that are complete, :meth:`make` one of which all is said by hand. What was
     made is in the graph once it was put somewhere: :meth:`before`, :meth:`after` a node, or :meth:`at_end`. ``rules``
     are needed to call ops in a graph that is placed already.
-
-    Example::
-
-        rewriter = Rewriter(graph, context.rules)
-        double = rewriter.before(node, rewriter.call(aten.mul.Tensor, x, 2))
-        rewriter.replace(x, double.outs[0], users=[node])
-        rewriter.apply()
     """
 
-    def __init__(self, graph: Graph, rules: RuleBook | None = None) -> None:
+    def __init__(self, graph: Graph, rules: Strategies | None = None) -> None:
         self.graph = graph
         self._rules = rules
         self._before: dict[Node, list[Node]] = {}
@@ -94,30 +92,24 @@ class Rewriter:
         try:
             types = infer(op, args, kwargs)
         except Exception as error:
-            raise Error(
-                f"{op_name(op)} does not take these arguments",
-                expected=getattr(op, "_schema", "an op such as torch.ops.aten.mul.Tensor"),
-                got=f"{type(error).__name__}: {error}",
-            ) from error
+            what = f"{op_name(op)} does not take these arguments"
+            expected = getattr(op, "_schema", "an op such as torch.ops.aten.mul.Tensor")
+            raise Error(what, expected=expected, got=f"{type(error).__name__}: {error}") from error
         node = self.make(op, args, types, kwargs=kwargs)
         _stand_like(node, like)
         node.why, node.attrs = why, dict(attrs or {})
         self.place(node)
         return node
 
-    def comm(self, op: OwnOp | str, *values: Value, like: Node | None = None, why: str = "", **keywords: Any) -> Node:
+    def comm(self, op: Any, *values: Value, like: Node | None = None, why: str = "", **keywords: Any) -> Node:
         """A node that communicates: the placement of its results follows from the op and its keywords.
-
-        Example::
-
-            rewriter.comm("all_gather", value, axes=["tp"], dim=0)
 
         Raises:
             Error: there is no such op, the value is not placed, or the op cannot start from where it is.
         """
-        given = OWN_OPS.get(f"comm.{op.removeprefix('comm.')}") if isinstance(op, str) else op
+        given = GRAPH_OPS.get(op if "." in op else f"comm.{op}") if isinstance(op, str) else op
         if given is None:
-            raise Error(f"there is no comm op {op!r}", expected=f"one of {', '.join(OWN_OPS)}", got=op)
+            raise Error(f"there is no comm op {op!r}", expected=f"one of {', '.join(GRAPH_OPS)}", got=op)
         node = self.make(given, values, [value.type for value in values], kwargs=keywords)
         _stand_like(node, like)
         needs = []
@@ -136,15 +128,9 @@ class Rewriter:
         if "SHARDED" not in self.graph.established:
             return
         if self._rules is None:
-            raise Error(
-                f"a placed graph cannot have {op_name(node.op)} without a rule",
-                expected="the op rules, for the graph is SHARDED",
-                got="a Rewriter without them",
-                remedy="Rewriter(graph, context.rules)",
-            )
-        entry = self._rules.entry(node.op)
-        rule = (entry.make(node) if entry is not None else None) or replicated(node)
-        node.strategy = as_placed(rule, node, self.graph.mesh)
+            what = f"a placed graph cannot have {op_name(node.op)} without a rule"
+            raise Error(what, expected="the op rules", got="none", remedy="Rewriter(graph, context.rules)")
+        node.strategy = self._rules.as_placed(node, self.graph.mesh)
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
             value.spec = spec
         for value, spec in zip(node.operands, node.strategy.operands, strict=True):
@@ -177,11 +163,7 @@ class Rewriter:
         self._erased.add(node)
 
     def replace(
-        self,
-        old: Value,
-        new: Value,
-        users: Iterable[Node | Output] | None = None,
-        at: Iterable[int] | None = None,
+        self, old: Value, new: Value, users: Iterable[Node | Output] | None = None, at: Iterable[int] | None = None
     ) -> None:
         """Use ``new`` for ``old``: everywhere in the old graph, or in ``users`` only; ``at`` some of their operands.
 

@@ -1,4 +1,4 @@
-"""Shards: sharding a whole tensor by a spec, and joining the pieces again.
+"""Shards of a tensor: slicing it by a spec, and joining them again.
 
 >>> shards = Shards.of(spec, (8, 4), mesh)          # which ranks hold which distinct piece
 >>> pieces = [shards.sharded(whole, i) for i in range(shards.count)]
@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from .dim_sharding import WHOLE, Coords, DimSharding, Part, Window, compound, in_stretches
+from .dim_sharding import WHOLE, Coords, DimSharding, Part, Window, compound, is_strided
 from .mesh import Mesh
 from .spec import Spec
 
@@ -24,7 +24,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Shards:
-    """The distinct pieces of a value: their boxes in the sub-dims of its shape, and which rank holds which.
+    """The distinct shards of a value: their boxes in the sub-dims of its shape, and which rank has which.
 
     Where a dim is sharded over a loop axis, a rank has its boxes of all iterations, one behind the other along that
     dim: ``over`` are these dims and the numbers of iterations.
@@ -40,29 +40,29 @@ class Shards:
 
     @property
     def count(self) -> int:
-        """How many distinct pieces there are: replicas count once."""
+        """How many distinct shards there are: replicas count once."""
         return len(self.boxes)
 
     @staticmethod
     def of(spec: Spec, shape: Sequence[int], mesh: Mesh) -> Shards:
-        """The pieces of a tensor of a global shape under a spec, numbered in the order of the first rank that holds
+        """The shards of a tensor of a global shape under a spec, numbered in the order of the first rank that has
         each."""
         return _shards(spec, tuple(shape), mesh)
 
     def first_rank(self, piece: int) -> int:
-        """The lowest rank that holds a piece."""
+        """The lowest rank that has a shard."""
         return self.by_rank.index(piece)
 
     def sharding(self, whole: torch.Tensor, piece: int) -> torch.Tensor:
-        """A piece of a whole tensor: a view where that is possible."""
+        """A shard of a whole tensor: a view where that is possible."""
         boxes = zip(self.boxes[piece], self.iteration_shapes[piece], strict=True)
-        parts = [sharding_box(whole, self.view, box, shape) for box, shape in boxes]
+        parts = [slice_box(whole, self.view, box, shape) for box, shape in boxes]
         for dim, count in reversed(self.over):
             parts = [torch.cat(parts[at : at + count], dim) for at in range(0, len(parts), count)]
         return parts[0]
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole from all distinct pieces, in order."""
+        """The whole from all distinct shards, in order."""
         if self.count == 1 and not self.over:
             return pieces[0].reshape(self.shape)
         whole = pieces[0].new_empty(self.view)
@@ -73,7 +73,7 @@ class Shards:
         return whole.reshape(self.shape)
 
     def _by_iteration(self, number: int, piece: torch.Tensor) -> list[torch.Tensor]:
-        """What a piece has of each iteration."""
+        """What a shard has of each iteration."""
         parts, shapes = [piece], [self.iteration_shapes[number]]
         for place, (dim, count) in enumerate(self.over):
             inner = len(shapes[0]) // count
@@ -85,7 +85,7 @@ class Shards:
 
 
 def _together(shapes: Sequence[tuple[int, ...]], over: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """The shape of the pieces of all iterations, one behind the other."""
+    """The shape of the shards of all iterations, one behind the other."""
     for dim, count in reversed(over):
         groups = [shapes[at : at + count] for at in range(0, len(shapes), count)]
         shapes = [(*each[0][:dim], sum(shape[dim] for shape in each), *each[0][dim + 1 :]) for each in groups]
@@ -109,18 +109,18 @@ def _shards(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Shards:
 
 
 def _over(spec: Spec, mesh: Mesh) -> tuple[list[str], tuple[tuple[int, int], ...]]:
-    """The loop axes that shard some dim, outermost first; and of each the dim, and how many turns it has."""
+    """The loop axes that shard some dim, outermost first; and of each the dim, and how many iterations it has."""
     found = [(dim, a) for a in mesh.axes if a.loop for dim, sharding in enumerate(spec.dims) if a.name in sharding.axes]
     return [axis.name for _, axis in found], tuple((dim, axis.size) for dim, axis in found)
 
 
 def held_shape(spec: Spec, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """What a rank holds of an input or an output: where iterations have pieces, all of them, one behind the other."""
+    """What a rank has of an input or an output: where iterations have shards, all of them, one behind the other."""
     axes, over = _over(spec, mesh)
     return _together([spec.local_shape(shape, mesh, at) for at in mesh.along(mesh.coords(rank), axes)], over)
 
 
-def sharding_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:
+def slice_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:
     """The elements of ``whole``, seen in the shape ``view``, that lie in a box of it; in the local shape. A view
     where that is possible."""
     x = whole.reshape(view)
@@ -130,8 +130,8 @@ def sharding_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequ
     return x.reshape(shape)
 
 
-def sharding_local(whole: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
-    """What one rank holds of a whole tensor."""
+def local_shard(whole: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
+    """What one rank has of a whole tensor."""
     shards = Shards.of(spec, whole.shape, mesh)
     return shards.sharding(whole, shards.by_rank[rank])
 
@@ -149,9 +149,8 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 @lru_cache(maxsize=4096)
 def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> DimSharding:
-    """The sharding of a dim of ``size`` that holds what the chunks of another dim need: a plain one, or one of blocks,
-    where
-    that is the same for every rank."""
+    """The sharding of a dim of ``size`` that has what the chunks of another dim need: a plain one, or one of blocks,
+    where that is the same for every rank."""
     if not axes:
         return WHOLE
     made = DimSharding(axes, rows=window)
@@ -161,13 +160,13 @@ def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Di
     ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
     held = [_stretch(made, size, mesh, coords) for coords in ranks]
     for sharding in same:
-        if not in_stretches(sharding) and [_stretch(sharding, size, mesh, coords) for coords in ranks] == held:
+        if not is_strided(sharding) and [_stretch(sharding, size, mesh, coords) for coords in ranks] == held:
             return sharding
     return made
 
 
 def _stretch(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> tuple[int, int]:
-    """What a rank holds of a dim; of nothing it does not matter where it lies."""
+    """What a rank has of a dim; of nothing it does not matter where it lies."""
     start, length = sharding.span(size, mesh, coords)
     return (start, length) if length else (0, 0)
 
@@ -175,13 +174,13 @@ def _stretch(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> tu
 @lru_cache(maxsize=4096)
 def has_rows(source: Spec, target: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether every rank has, of what is placed as ``source``, all that it is to have by ``target``: dims that differ
-    are sharded over the same axes, into one stretch for each rank."""
+    are sharded over the same axes, into one contiguous range for each rank."""
     if source.partial != target.partial:
         return False
     dims = []
     for dim, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)):
         if a != b:
-            if a.axes != b.axes or in_stretches(a) or in_stretches(b) or any(mesh[axis].loop for axis in a.axes):
+            if a.axes != b.axes or is_strided(a) or is_strided(b) or any(mesh[axis].loop for axis in a.axes):
                 return False
             dims.append(dim)
     return RowExchange(source, target, shape, mesh, dict.fromkeys(mesh.names, 0), tuple(dims)).is_silent
@@ -194,7 +193,7 @@ class RowExchange:
 
     Args:
         coords: where one rank of the group stands.
-        dims: the dims whose rows move; every rank holds one stretch of each, before and after.
+        dims: the dims whose rows move; every rank has one contiguous range of each, before and after.
     """
 
     source: Spec
@@ -210,7 +209,7 @@ class RowExchange:
         return self.mesh.along(self.coords, (axis for dim in self.dims for axis in self.source.dims[dim].axes))
 
     def box(self, spec: Spec, coords: Coords) -> Box:
-        """What a rank holds of the dims."""
+        """What a rank has of the dims."""
         return tuple(spec.dims[dim].span(self.shape[dim], self.mesh, coords) for dim in self.dims)
 
     @cached_property

@@ -1,11 +1,10 @@
-"""Placements: which part of a value each rank holds.
+"""Placements: which part of a value each rank has.
 
 A :class:`DimSharding` says how one tensor dim is sharded; a :class:`Spec` has one per dim, and the axes over which the
 value is still a partial sum. The local shape of a rank is *derived* from type and spec.
 
-A dim may be a *compound*: the product of sub-dims, each sharding on its own. ``(8{dp} 128{tp})`` is a dim of 1024
-that was once ``[8, 128]``, the first sharded over dp and the second over tp. That is what a ``view`` makes of two
-sharded dims, and how a fused ``qkv`` weight of ``3 * 64`` rows is sharded by heads: ``(3 64{tp})``.
+A dim may be a *compound* (:mod:`.dim_sharding`): that is what a ``view`` makes of two sharded dims, and how a fused
+``qkv`` weight of ``3 * 64`` rows is sharded by heads: ``(3 64{tp})``.
 
     >>> mesh = Mesh(dp=2, tp=2)
     >>> Spec.parse("dp tp, -", mesh).local_shape((8, 3), mesh, {"dp": 0, "tp": 1})
@@ -52,12 +51,8 @@ class TensorType:
 
 
 def strides_of(shape: Sequence[int], laid: Sequence[int] = ()) -> tuple[int, ...]:
-    """The strides of a dense tensor whose dims lie so, from the slowest to the fastest; none: row by row.
-
-    Example::
-
-        strides_of((2, 3, 4, 4), (0, 2, 3, 1))    # (48, 1, 12, 3): channels last
-    """
+    """The strides of a dense tensor by its dims from the slowest to the fastest, ``(0, 2, 3, 1)`` for channels last;
+    none: row by row."""
     strides, step = [1] * len(shape), 1
     for dim in reversed(laid or range(len(shape))):
         strides[dim] = step
@@ -117,12 +112,9 @@ class Spec:
         used = [axis for sharding in self.dims for axis in sharding.axes] + [axis for axis, _ in self.partial]
         if len(used) != len(set(used)):
             twice = next(axis for axis in used if used.count(axis) > 1)
-            raise Error(
-                f"mesh axis {twice!r} is used twice in one placement",
-                expected="each axis at most once over all dims and the partial sum",
-                got=self.text(),
-                remedy="sharded one dim by it, or use another axis",
-            )
+            what = f"mesh axis {twice!r} is used twice in one placement"
+            expected = "each axis at most once over all dims and the partial sum"
+            raise Error(what, expected=expected, got=self.text(), remedy="shard one dim by it, or use another axis")
         if self.partial:
             for _, op in self.partial:
                 if op not in REDUCTIONS:
@@ -134,7 +126,7 @@ class Spec:
 
     @staticmethod
     def whole(ndim: int) -> Spec:
-        """Every rank holds all of it."""
+        """Every rank has all of it."""
         return _whole(ndim)
 
     @property
@@ -149,7 +141,7 @@ class Spec:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all of it, and no partial result."""
+        """Whether every rank has all of it, and no partial result."""
         return not self.partial and not any(sharding.axes for sharding in self.dims)
 
     def reduced(self) -> Spec:
@@ -161,24 +153,24 @@ class Spec:
         return Spec((*self.dims[:dim], sharding, *self.dims[dim + 1 :]), self.partial)
 
     def box(self, shape: Sequence[int], mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
-        """Start and length of what a rank holds, for every *sub-dim* of the shape, in order."""
+        """Start and length of what a rank has, for every *sub-dim* of the shape, in order."""
         return tuple(
             span for sharding, size in zip(self.dims, shape, strict=True) for span in sharding.spans(size, mesh, coords)
         )
 
     def sub_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The global shape with compound dims taken apart: what :meth:`box` indexes."""
+        """The global shape with compound dims decomposed: what :meth:`box` indexes."""
         return tuple(part.size for sharding, size in zip(self.dims, shape, strict=True) for part in sharding.sub(size))
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coords: Coords) -> tuple[int, ...]:
-        """The shape that the rank at ``coords`` holds."""
+        """The shape that the rank at ``coords`` has."""
         return tuple(
             math.prod(length for _, length in sharding.spans(size, mesh, coords)) if sharding.axes else size
             for sharding, size in zip(self.dims, shape, strict=True)
         )
 
     def local_numel(self, shape: Sequence[int], mesh: Mesh) -> int:
-        """The elements on the rank that holds most: rank 0, but for rows that overlap."""
+        """The elements on the rank that has most: rank 0, but for rows that overlap."""
         first = dict.fromkeys(mesh.names, 0)
         found = self.local_shape(shape, mesh, first)
         return math.prod(
@@ -206,27 +198,17 @@ class Spec:
         """A user's spec: per dim its mesh axes, major first, or ``-`` for whole: ``"dp tp, -"``."""
         entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
         if ndim is not None and len(entries) != ndim:
-            raise Error(
-                "a spec does not have one entry per dim",
-                where=where,
-                expected=f"{ndim} entries, such as {', '.join(['-'] * ndim)!r}",
-                got=repr(text),
-                remedy="write the axes of each dim, or - for a whole dim, separated by commas",
-            )
+            expected = f"{ndim} entries, such as {', '.join(['-'] * ndim)!r}"
+            remedy = "write the axes of each dim, or - for a whole dim, separated by commas"
+            what = "a spec does not have one entry per dim"
+            raise Error(what, where=where, expected=expected, got=repr(text), remedy=remedy)
         dims = []
         for entry in entries:
             axes = () if entry in ("-", "") else tuple(entry.split())
-            for axis in axes:
-                if axis not in mesh.names:
-                    raise Error(
-                        f"unknown mesh axis {axis!r}",
-                        where=where,
-                        expected=f"one of {', '.join(mesh.names)}",
-                        got=repr(text),
-                        remedy="spell it as in the Mesh, or add the axis there",
-                    )
             dims.append(DimSharding(axes))
         try:
+            for axis in (axis for sharding in dims for axis in sharding.axes):
+                mesh.order(axis)
             return cls(tuple(dims))
         except Error as error:
             raise Error(error.what, where=where, expected=error.expected, got=repr(text), remedy=error.remedy) from None

@@ -21,9 +21,8 @@ import torch
 from shardfx.ir.graph import Graph, InputKind, Node, Value
 from shardfx.ir.ops.table import OwnOp, carried
 from shardfx.ir.ops.traits import base_name, is_heavy
-from shardfx.ir.rules.schema import argument, given_tensors
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.template import keeps_precision
+from shardfx.ir.rules.template import argument, given_tensors, keeps_precision
 
 
 class Sure(Flag):

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.names import module_outputs, pattern
-from shardfx.ir.reasons import ByValue, Decision, Reasons
+from shardfx.ir.reasons import ByValue, Reasons, ShardingDecision
 from shardfx.ir.repeat import Repeat
-from shardfx.ir.unfolding.twin import Twin, Unfolded
+from shardfx.ir.unfolding.twin import BlockTwin, Unfolded
 from shardfx.ir.unfolding.unfold import unfold
 
 from .base import Context, Pass
@@ -57,7 +57,7 @@ def _gone(graph: Graph) -> list[Node]:
     return list(found)
 
 
-def _difference(other: Twin, reasons: Reasons) -> str:
+def _difference(other: BlockTwin, reasons: Reasons) -> str:
     """What was decided otherwise of a block than of the one that it is like; nothing, mostly."""
     for one, twin in other.pairs():
         if [_key(_moved(made, other)) for made in reasons.of(one)] != [_key(made) for made in reasons.of(twin)]:
@@ -65,7 +65,7 @@ def _difference(other: Twin, reasons: Reasons) -> str:
     return ""
 
 
-def _key(made: Decision) -> object:
+def _key(made: ShardingDecision) -> object:
     """What is the same of two decisions that are one, as far as can be said of what is no longer in the graph."""
 
     def value(value: Value | None) -> object:
@@ -76,7 +76,7 @@ def _key(made: Decision) -> object:
     return made.dim, made.sharding, made.how, rejected, made.op, made.where, near
 
 
-def _moved(made: Decision, twin: Twin) -> Decision:
+def _moved(made: ShardingDecision, twin: BlockTwin) -> ShardingDecision:
     """The same decision of another block; its causes are still the old ones."""
     moved = made.moved(twin.value)
     moved.hint, moved.where = twin.name(made.hint), replace(made.where, module=twin.name(made.where.module))
@@ -91,7 +91,7 @@ def _copy_decisions(unfolded: Iterable[Unfolded], decisions: ByValue) -> None:
     places = {each: (value, i) for value, made in decisions.items() for i, each in enumerate(made)}
     for each in unfolded:
         a, b = ([value for value in decisions if each.a.block_of(value) == delta] for delta in (0, 1))
-        moved: list[tuple[Decision, Twin]] = []
+        moved: list[tuple[ShardingDecision, BlockTwin]] = []
         for copy in each.copies:
             for value in a:
                 made = decisions[copy.value(value)] = [_moved(one, copy) for one in decisions[value]]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from shardfx.ir.graph import Graph, InputKind, OutputKind, Phase, Value, substitute
-from shardfx.ir.rules.as_placed import as_placed
+from shardfx.ir.rules.strategy import as_placed
 from shardfx.ir.spec import Spec
 
 from .base import RuleCache

@@ -9,59 +9,34 @@ folder/run.py       torchrun --nproc-per-node N run.py
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
-from shardfx.ir.ops.computing import (
-    adaptive,
-    batch_gradient,
-    grouped_product,
-    hashing,
-    materialize,
-    moments,
-    no_share,
-    resized,
-    rings,
-    segment,
-    tiles,
-)
-from shardfx.ir.ops.local_ops import LOOP_OPS, POOLS
-from shardfx.ir.ops.loop import loop_ops
-from shardfx.ir.ops.pools import transfer
+from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.computing.library import SOURCES
+from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.rank_module import ATTRIBUTE_OPS
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.distributed.groups import axes_of
-
-FILES = {
-    "pack": "pack",
-    "memory_ops": "memory_ops",
-    "transfer": "pools_transfer",
-    "segments": "computing_segment",
-    "time_iterations": "time_iterations",
-    "hashing": "computing_hashing",
-    "materialize_ops": "computing_materialize",
-}
-"""What our functions stand in, and how programs name it."""
 
 
 def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state: Mapping[str, torch.Tensor]) -> None:
     """Write one rank's program, and what it starts from."""
     code = "\n\n\n".join(functions(program.module(), "forward"))
-    for file, named in FILES.items():
+    files = own_files(program)
+    for file, source in files.items():
+        named = "_".join(Path(source).with_suffix("").parts[-3:]).partition("ops_")[2]
         code = re.sub(rf"\bshardfx_ir_ops_{named}_(\w+)", rf"{file}.\1", code)
-    imports = [f"import {file}" for file in FILES if f"{file}." in code]
-    imports += [
-        f"import {file}  # defines ops of torch.ops.shardfx" for file in own_files(program) if file not in FILES
-    ]
+    imports = [f"import {file}" for file in files if f"{file}." in code]
+    imports += [f"import {file}  # defines ops of torch.ops.shardfx" for file in files if f"{file}." not in code]
     places = [f"    {g.name}: {g.value.spec.text(g.value.shape) if g.value.spec else '?'}" for g in program.inputs]
     guards = [
         f'    "{o.kind}:{o.name}": ({o.guard.expected!r}, {str(o.guard.where)!r}),' for o in program.outputs if o.guard
@@ -100,53 +75,39 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
     (folder / "groups.json").write_text(json.dumps([[n, list(r)] for n, r in groups.items()], indent=1) + "\n")
     (folder / "run.py").write_text(RUN.format(size=mesh.size), encoding="utf-8")
     used = own_files(program)
-    text = README.format(mesh=mesh, size=mesh.size, own="".join(f" and `{file}.py`" for file in used))
+    text = README.format(mesh=mesh, size=mesh.size, own=", ".join(f"`{file}.py`" for file in used))
     (folder / "README.md").write_text(text, encoding="utf-8")
-    for file, source in {"pack": pack.__file__, "memory_ops": memory_ops.__file__, **used}.items():
+    for file, source in used.items():
         copy(source, folder / f"{file}.py")
 
 
-OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
-    "random_ops": (dropout.__file__, {dropout.dropout, dropout.draw}),
-    "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
-    "hashing": (
-        hashing.__file__,
-        {dropout.dropout, dropout.draw, fused_attention.attention, fused_attention.attention_backward},
-    ),
-    "transfer": (transfer.__file__, {row.function for row in POOLS}),
-    "loop_ops": (loop_ops.__file__, {row.function for row in LOOP_OPS}),
-    "materialize_ops": (materialize.__file__, {materialize.materialize}),
-    "segments": (segment.__file__, {segment.segment}),
-    "grouped_ops": (grouped_product.__file__, {grouped_product.grouped_mm, grouped_product.grouped_outer}),
-    "tiles": (
-        tiles.__file__,
-        {tiles.max_pool_tile, tiles.max_pool_tile_backward, tiles.avg_pool_tile, tiles.avg_pool_tile_backward},
-    ),
-    "adaptive": (adaptive.__file__, {adaptive.adaptive_max_tile}),
-    "no_share": (no_share.__file__, {no_share.no_share}),
-    "resized": (resized.__file__, {resized.resize_tile, resized.resize_tile_backward}),
-    "rings": (rings.__file__, {rings.ring, rings.ring_sum, rings.ring_tile}),
-    "moment_ops": (moments.__file__, {moments.piece_moments, moments.joined_moments}),
-    "batch_gradient": (
-        batch_gradient.__file__,
-        {batch_gradient.batch_norm_sums, batch_gradient.batch_norm_gradient},
-    ),
-}
-"""Files that a program needs beside it, where they are, and the ops that they define."""
+RELATIVE = re.compile(r"^from \.+(?:\w+\.)*(\w+) import", re.MULTILINE)
 
 
-def own_files(program: RankProgram) -> dict[str, str | None]:
-    """The files with those of our own ops that the program calls."""
+def own_files(program: RankProgram) -> dict[str, str]:
+    """The files of ours that a program needs beside it, by what they are called there: those which define what it
+    calls, and what these import."""
     called = {node.target for node in program.graph.nodes if node.op == "call_function"}
-    return {file: source for file, (source, ops) in OWN_FILES.items() if ops & called}
+    rows = [row.function for row in map(row_of, called) if row is not None and inspect.isfunction(row.function)]
+    found = [pack.__file__, memory_ops.__file__, *(SOURCES[op] for op in called if op in SOURCES)]
+    found += [inspect.getfile(function) for function in rows if function.__module__.startswith("shardfx.")]
+    for source in found:
+        found += [each for each in beside(source) if each not in found]
+    return {Path(source).stem: source for source in dict.fromkeys(found)}
 
 
-def copy(source: str | None, target: Path) -> None:
-    """Copy a file of ours."""
-    assert source is not None
+def beside(source: str) -> list[str]:
+    """The files that one of ours imports."""
+    return [
+        str(next(Path(memory_ops.__file__).parent.rglob(f"{name}.py")))
+        for name in RELATIVE.findall(Path(source).read_text(encoding="utf-8"))
+    ]
+
+
+def copy(source: str, target: Path) -> None:
+    """Copy a file of ours into a folder that is no package."""
     text = Path(source).read_text(encoding="utf-8")
-    beside = re.sub(r"^from \.(?:\w+\.)*(\w+) import", r"from \1 import", text, flags=re.MULTILINE)
-    target.write_text(beside, encoding="utf-8")  # a folder, no package
+    target.write_text(RELATIVE.sub(r"from \1 import", text), encoding="utf-8")
 
 
 # ---- templates
@@ -237,5 +198,5 @@ One file per rank, written by shardfx. They need torch and nothing else:
 - `rankN.pt`: those shards, by name (`torch.load(..., weights_only=True)`). Put your own there, or call `forward`
   yourself.
 - `groups.json`: the names of the process groups, and the ranks in each; `run.py` shows how they are made.
-- `pack.py`, `memory_ops.py`{own}: what the programs call besides torch's own operators.
+- {own}: what the programs call besides torch's own operators.
 """

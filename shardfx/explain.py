@@ -18,7 +18,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, factors_text, op_name
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.reasons import Carrier, Decision, Reasons
+from shardfx.ir.reasons import Carrier, Reasons, ShardingDecision
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule, rule_text
 from shardfx.ir.text.printer import Printer, size_text
@@ -87,16 +87,16 @@ class Trails:
         made = (d for d in brought if not d.op or self._carrier(d, axis) is None)
         return ", and ".join(dict.fromkeys(f"{each.how} (step {each.step})" for each in made))
 
-    def _decision(self, value: Value, axis: str, dim: int | None, before: int = NEVER) -> Decision | None:
+    def _decision(self, value: Value, axis: str, dim: int | None, before: int = NEVER) -> ShardingDecision | None:
         """The decision that brought an axis to a dim of a value."""
         made = self.reasons.of(value)
         return next((d for d in made if d.dim == dim and axis in d.sharding.axes and d.step < before), None)
 
-    def _carrier(self, made: Decision, axis: str) -> Carrier | None:
+    def _carrier(self, made: ShardingDecision, axis: str) -> Carrier | None:
         """The tensor and dim from which a decision took the axis; or another axis, where it had that before."""
         return next((each for each in made.carriers if each.axis == axis), next(iter(made.carriers), None))
 
-    def _place(self, made: Decision) -> str:
+    def _place(self, made: ShardingDecision) -> str:
         return f"{made.op}{f' @ {made.where.module}' if made.where.module else ''}"
 
     def _operand(self, value: Value, axis: str, dim: int | None) -> tuple[Value, int | None] | None:

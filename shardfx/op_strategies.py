@@ -15,7 +15,7 @@ from shardfx.ir.ops.traits import storage_offset
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.oracle.soundness import run
 from shardfx.ir.rules.book import RuleEntry
-from shardfx.ir.rules.enumeration import strategies as enumerate_strategies
+from shardfx.ir.rules.strategy import strategies as enumerate_strategies
 from shardfx.ir.spec import Spec
 
 from .plugins import all_rules

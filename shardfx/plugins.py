@@ -1,4 +1,5 @@
-"""What installed packages bring: passes (entry points ``shardfx.passes``) and op rules (``shardfx.rules``).
+"""What installed packages bring: passes (entry points ``shardfx.passes``), op rules (``shardfx.rules``) and ops that
+are not torch's (``shardfx.ops``).
 
 In the ``pyproject.toml`` of a plugin::
 
@@ -8,7 +9,10 @@ In the ``pyproject.toml`` of a plugin::
     [project.entry-points."shardfx.rules"]
     mylib = "mylib.sharding:RULES"               # a tuple of rules, or a function that gives one
 
-A pass is used by its text, ``Hints(passes=["count-nodes{mb=2}"])``; rules are used as soon as they are installed.
+    [project.entry-points."shardfx.ops"]
+    mylib = "mylib.rows:OPS"                     # a tuple of rows, as of shardfx.ir.ops.table
+
+A pass is used by its text, ``Hints(passes=["count-nodes{mb=2}"])``; rules and ops as soon as they are installed.
 See docs/writing_passes.md and docs/writing_rules.md.
 """
 
@@ -20,10 +24,13 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 from shardfx.ir.errors import Error
+from shardfx.ir.ops.table import LocalOp, OwnOp
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.findings import JsonCache, default_folder
+from shardfx.ir.registry import register, unregister
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleBook, RuleEntry
 from shardfx.passes import BUILT_IN, Pass
@@ -34,6 +41,7 @@ from shardfx.passes.rank import RankPass
 PASSES = "shardfx.passes"
 RANK_PASSES = "shardfx.rank_passes"
 RULES = "shardfx.rules"
+OPS = "shardfx.ops"
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ def refresh() -> None:
     """Forget what was found: packages were installed or removed while this process runs."""
     _entry_points.cache_clear()
     _plugin_rules.cache_clear()
+    unregister(*(row for rows in _registered.values() for row in rows))
+    _registered.clear()
 
 
 def all_passes() -> list[PassInfo]:
@@ -153,6 +163,7 @@ def all_rules(given: Iterable[RuleEntry] = (), discover: bool = True) -> RuleBoo
     Raises:
         Error: a plugin's rules cannot be had: to leave them out in silence would be another plan.
     """
+    register_ops()
     written = default_rules().extended((*_plugin_rules(), *given))
     return written.with_fallback(_discovery(default_folder()).entry) if discover else written
 
@@ -164,6 +175,25 @@ def plugin_rules() -> list[tuple[RuleEntry, str]]:
         Error: a plugin's rules cannot be had.
     """
     return [(entry, _origin(point)) for point in _entry_points(RULES) for entry in _load_rules(point)]
+
+
+def register_ops() -> None:
+    """Register the ops of installed plugins, as our own modules register theirs.
+
+    Raises:
+        Error: a plugin's ops cannot be had, or one has the name of another op.
+    """
+    for point in _entry_points(OPS):
+        for row in () if point in _registered else _load_rows(point, (OwnOp, LocalOp), "ops"):
+            try:
+                register(row)
+            except Error as error:
+                raise _wrong(point, f"cannot be used: {error.what}", str(error.expected), row.name) from error
+            _registered.setdefault(point, []).append(row)
+
+
+_registered: dict[EntryPoint, list[OwnOp | LocalOp]] = {}
+"""The ops that are in the registry, by entry point."""
 
 
 @cache
@@ -188,17 +218,22 @@ def _load_pass(point: EntryPoint) -> type[Pass]:
 
 
 def _load_rules(point: EntryPoint) -> Sequence[RuleEntry]:
-    rules = _load(point)
-    if callable(rules):
+    return _load_rows(point, (RuleEntry,), "rules")
+
+
+def _load_rows(point: EntryPoint, kinds: tuple[type, ...], what: str) -> Sequence[Any]:
+    """What an entry point for a tuple of rows gives, or for a function that makes one."""
+    rows = _load(point)
+    if callable(rows):
         try:
-            rules = rules()
+            rows = rows()
         except Exception as error:
-            raise _wrong(
-                point, "fails when it is called", "a tuple of rules", f"{type(error).__name__}: {error}"
-            ) from error
-    if not isinstance(rules, (tuple, list)) or not all(isinstance(each, RuleEntry) for each in rules):
-        raise _wrong(point, "is not a set of rules", "a tuple of what shardfx.rule(...) gives", repr(rules)[:200])
-    return rules
+            got = f"{type(error).__name__}: {error}"
+            raise _wrong(point, "fails when it is called", f"a tuple of {what}", got) from error
+    if not isinstance(rows, (tuple, list)) or not all(isinstance(each, kinds) for each in rows):
+        expected = f"a tuple of {' or '.join(kind.__name__ for kind in kinds)}"
+        raise _wrong(point, f"is not a set of {what}", expected, repr(rows)[:200])
+    return rows
 
 
 def _load(point: EntryPoint) -> object:

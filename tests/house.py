@@ -21,12 +21,12 @@ TOP = {"ir": {"ir"}, "passes": {"ir", "passes"}, "runtime": {"ir", "runtime"}, "
 """What a folder at the top may import; ``shardfx`` may import all."""
 
 LAYERS = (
-    ("ir", "ir.unfolding"),
+    ("ir.errors",),
     ("ir.schedule",),
+    ("ir", "ir.unfolding", "ir.text"),
     ("ir.ops",),
     ("ir.rules",),
     ("ir.rulebook",),
-    ("ir.text",),
     ("ir.validate",),
     ("ir.capture", "ir.program"),
     ("ir.cost",),
@@ -34,7 +34,7 @@ LAYERS = (
     ("ir.oracle",),
 )
 """Within ``ir``, a folder (with its own sub-packages) imports from those before it. Two in one row do not import one
-another, except that ``ir`` and ``ir.unfolding`` are one layer, the core."""
+another, except that ``ir``, ``ir.unfolding`` and ``ir.text`` are one layer, the core. Errors are before all."""
 SMALL, LONG, MOST_FILES = 60, 800, 16
 
 
@@ -181,8 +181,8 @@ def imports_against_folders() -> list[str]:
 def layer_of(package: str) -> tuple[int, str] | None:
     """The place of a package in the order of layers, and the folder that the layer names; None outside of ``ir``."""
     rows = {folder: i for i, row in enumerate(LAYERS) for folder in row}
-    if package in ("ir", "ir.unfolding"):
-        return 0, "core"
+    if package in ("ir", "ir.unfolding", "ir.text"):
+        return rows[package], "core"
     parts = package.split(".")
     folder = ".".join(parts[:2])
     return (rows[folder], folder) if folder in rows else None
@@ -192,11 +192,11 @@ def imports_against_layers() -> list[str]:
     """Imports within ``ir`` of a layer that is not before; those for types alone count, too."""
     found = []
     for module, others in imports():
-        mine = layer_of(package_of(module))
+        mine = layer_of("ir.errors" if module == "ir.errors" else package_of(module))
         if mine is None or module == "ir":  # the facade of ir
             continue
         for other, _ in others:
-            its = layer_of(package_of(other))
+            its = layer_of("ir.errors" if other == "ir.errors" else package_of(other))
             if its is not None and its[1] != mine[1] and its[0] >= mine[0]:
                 found.append(f"{module} imports {other}")
     return sorted(set(found))

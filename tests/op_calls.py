@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfx.ir.ops.computing.batch_gradient import batch_norm_gradient, batch_norm_sums
+from shardfx.ir.ops.computing.batch_statistics import (
+    batch_norm_gradient,
+    batch_norm_sums,
+    joined_moments,
+    piece_moments,
+)
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
-from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
 
 aten = torch.ops.aten
 

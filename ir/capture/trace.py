@@ -25,7 +25,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import laid_of
-from shardfx.ir.unfolding.regular import Irregular
+from shardfx.ir.unfolding.regular import IrregularBlocks
 from shardfx.ir.unfolding.unfold import check_regular
 
 from .abstract_tensors import OutcomeCache
@@ -207,7 +207,7 @@ def _capture(
         graph.repeats = short.repeats
         try:
             check_regular(graph)
-        except Irregular as error:
+        except IrregularBlocks as error:
             graph = trace(program(traced), tuple(tensors))
             note = f"{TRACED_WHOLE} ({error.what})"
         reject_hidden_state_between(ProgramCall(program(traced), tensors), behind)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from shardfx.ir.graph import Graph, Node, Value, op_name
+from shardfx.ir.node import draw_slot
 
 from .table import OwnOp
-from .traits import draw_slot
 
 PLAIN = (int, str, type(None))
 """Constants that are equal only if they are the same; of others the key has the type too, for ``1 == 1.0 == True``."""

@@ -5,7 +5,7 @@
                                                     wait = c10d.wait_tensor(start)
                                                     %5 = pack.unpack_gathered(wait, 32, [32, 32], 1, [4, 64])
 
-A collective joins and splits along the first dim, in equal pieces. Several operands travel as one flat buffer.
+A collective joins and splits along the first dim, in equal shards. Several operands are sent as one flat buffer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Site:
         return list(spec.local_shape(self.view, self.mesh, self.emit.coords))
 
     def lengths(self, spec: Spec, dim: int) -> list[int]:
-        """What each member of the group holds of a dim."""
+        """What each member of the group has of a dim."""
         axes = spec.dims[dim].axes
         return [bounds(self.view[dim], axes, self.mesh, coords)[1] for coords in self.members]
 
@@ -82,11 +82,16 @@ class Site:
         return all(bounds(self.view[dim], axes, self.mesh, at)[1] == self.largest(spec, dim) for at in everywhere)
 
     def largest(self, spec: Spec, dim: int) -> int:
-        """The largest piece of a dim that any rank of any such group holds: what all pad to."""
+        """The largest shard of a dim that any rank of any such group has: what all pad to."""
         size: int = self.view[dim]
         for axis in spec.dims[dim].axes:
             size = chunk(size, self.mesh[axis].size, 0)[1]
         return size
+
+    def rows(self, spec: Spec) -> tuple[list[int], bool]:
+        """The local sizes beside the dim, and whether what is sent needs no packing where ranks split it by a spec."""
+        row = [size for dim, size in enumerate(self.local_view(self.source)) if dim != self.dim]
+        return row, self.dim == 0 and self.alike(spec, self.dim) and self.plain
 
     def travels(self, op: Any, x: Any, shape: Sequence[int], *args: Any) -> Any:
         """Start a collective on ``x`` and wait for it; ``shape`` is that of its result."""
@@ -94,7 +99,7 @@ class Site:
         return self.emit.call(c10d.wait_tensor.default, started, gives=shape)
 
     def together(self, op: Any, pieces: int, joined: int, *args: Any) -> list[Any]:
-        """Several operands as one buffer: first all pieces for the first rank; back, those of ``joined`` ranks."""
+        """Several operands as one buffer: first all shards for the first rank; back, those of ``joined`` ranks."""
         emit, node = self.emit, self.emit.node
         shapes = [list(emit.shape(v, v.spec)) for v in node.outs if v.spec is not None]
         numel = sum(torch.Size(shape).numel() for shape in shapes)
@@ -113,38 +118,32 @@ def all_reduce(emit: RankEmit) -> list[Any]:
 
 
 def all_gather(emit: RankEmit) -> list[Any]:
-    """The pieces of all ranks, joined. Several operands: even pieces of dim 0."""
+    """The shards of all ranks, joined. Several operands: even shards of dim 0."""
     site = Site(emit)
     if len(emit.args) > 1:
         return site.together(c10d.all_gather_into_tensor.default, 1, site.n, site.n)
-    x, lengths, per = emit.args[0], site.lengths(site.source, site.dim), site.largest(site.source, site.dim)
-    view = site.local_view(site.source)
-    plain = site.dim == 0 and site.alike(site.source, site.dim) and site.plain
-    if not plain:
-        x = emit.call(pack.pack, x, view, site.dim, per)
-    row = [size for dim, size in enumerate(view) if dim != site.dim]
+    x, per, row, plain = emit.args[0], site.largest(site.source, site.dim), *site.rows(site.source)
+    x = x if plain else emit.call(pack.pack, x, site.local_view(site.source), site.dim, per)
     waited = site.travels(c10d.all_gather_into_tensor.default, x, [per * site.n, *row], site.n)
+    lengths = site.lengths(site.source, site.dim)
     return [waited if plain else emit.call(pack.unpack_gathered, waited, per, lengths, site.dim, site.shape)]
 
 
 def reduce_scatter(emit: RankEmit) -> list[Any]:
-    """This rank's piece of the sum. Several operands: even pieces of dim 0."""
+    """This rank's shard of the sum. Several operands: even shards of dim 0."""
     site = Site(emit)
     if len(emit.args) > 1:
         return site.together(c10d.reduce_scatter_tensor.default, site.n, 1, site.reduce, site.n)
-    x, lengths, per = emit.args[0], site.lengths(site.target, site.dim), site.largest(site.target, site.dim)
-    view = site.local_view(site.source)
-    plain = site.dim == 0 and site.alike(site.target, site.dim) and site.plain
-    if not plain:
-        x = emit.call(pack.pack_scattered, x, view, site.dim, per, lengths)
-    row = [size for dim, size in enumerate(view) if dim != site.dim]
+    x, per, row, plain = emit.args[0], site.largest(site.target, site.dim), *site.rows(site.target)
+    view, lengths = site.local_view(site.source), site.lengths(site.target, site.dim)
+    x = x if plain else emit.call(pack.pack_scattered, x, view, site.dim, per, lengths)
     waited = site.travels(c10d.reduce_scatter_tensor.default, x, [per, *row], site.reduce, site.n)
     mine = bounds(site.view[site.dim], site.target.dims[site.dim].axes, site.mesh, emit.coords)[1]
     return [waited if plain else emit.call(pack.unpack_scattered, waited, mine, site.dim, site.shape)]
 
 
 def all_to_all(emit: RankEmit) -> list[Any]:
-    """Each rank sends piece k of dim ``to`` to rank k, and joins what it gets along ``dim``."""
+    """Each rank sends shard k of dim ``to`` to rank k, and joins what it gets along ``dim``."""
     site = Site(emit)
     mine, keep = site.local_view(site.source), site.local_view(site.target)
     send = site.lengths(site.target, site.to)
@@ -176,7 +175,7 @@ def halo(emit: RankEmit) -> list[Any]:
         return [x]
 
     def within(box: Box | None) -> list[list[int]]:
-        """Where a box lies in what this rank holds."""
+        """Where a box lies in what this rank has."""
         if box is None:
             return [[0, 0] for _ in dims]
         return [[start - first, length] for (start, length), (first, _) in zip(box, moved.held[me], strict=True)]
@@ -204,7 +203,7 @@ def halo(emit: RankEmit) -> list[Any]:
 
 
 def joined(emit: RankEmit) -> list[Any]:
-    """Pieces of a rank's tile, made one by one: of each what those before it do not have.
+    """Shards of a rank's tile, made one by one: of each what those before it do not have.
 
     Raises:
         Error: some of the tile is in none of them.
@@ -215,7 +214,7 @@ def joined(emit: RankEmit) -> list[Any]:
     held = [value.spec.dims[dim].span(size, emit.mesh, emit.coords) for value in emit.node.operands if value.spec]
     boxes = pieces_of(result.spec.dims[dim].span(size, emit.mesh, emit.coords), held)
     if boxes is None:
-        expected = f"pieces that are all of {result.spec.text(result.shape)}"
+        expected = f"shards that are all of {result.spec.text(result.shape)}"
         raise Error("comm.join lacks rows", where=str(emit.node.where), expected=expected, got=held)
     used = [k for k in sorted(range(len(held)), key=held.__getitem__) if boxes[k][1]] or [0]
     shape = list(emit.shape(result, result.spec))
@@ -223,8 +222,8 @@ def joined(emit: RankEmit) -> list[Any]:
 
 
 def pieces_of(tile: tuple[int, int], held: Sequence[tuple[int, int]]) -> list[list[int]] | None:
-    """Which rows (start and length within a piece) each of several pieces gives to a tile, every row once; None where
-    the pieces lack some. Pieces and tile are start and length."""
+    """Which rows (start and length within a shard) each of several shards gives to a tile, every row once; None where
+    the shards lack some. Shards and tile are start and length."""
     first, end = tile[0], tile[0] + tile[1]
     found, order = [[0, 0] for _ in held], sorted(range(len(held)), key=held.__getitem__)
     for number in order:

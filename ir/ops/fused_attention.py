@@ -26,19 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .computing.hashing import GOLDEN, kept, keyed, mix_
+from .computing.library import LIBRARY, Ints, define
+from .dropout import GOLDEN, kept, keyed, mix_
 
 aten = torch.ops.aten
 
-_HOW = "Tensor? mask=None, bool causal=False, float? scale=None"
-_DRAW = "float p=0.0, Tensor? seed=None, int number=0, int[] box=[]"
-_library = torch.library.Library("shardfx", "FRAGMENT")
-_library.define(f"attention(Tensor q, Tensor k, Tensor v, {_HOW}, {_DRAW}) -> (Tensor out, Tensor logsumexp)")
-_library.define(
-    f"attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {_HOW}, "
-    f"bool of_mask=False, {_DRAW}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask)"
-)
-
+Given = Tensor | None
+Tensors = tuple[Tensor, Tensor, Tensor]
+Scale = float | None
+HOW = "Tensor? mask=None, bool causal=False, float? scale=None"
+DRAW = "float p=0.0, Tensor? seed=None, int number=0, int[] box=[]"
 ALIGNED = 32
 """The rows of a logsumexp in torch's memory-efficient kernel come in so many."""
 TILE = 128
@@ -50,14 +47,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def bias_of(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def bias_of(mask: Given, dtype: torch.dtype) -> Tensor | None:
     """A mask as something to add: 0 where it is True, -inf where it is False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Given, causal: bool, scale: Scale) -> Tensor:
     """``[b h s t]``, minus infinity where a query does not see a key."""
     dtype = wide(q.dtype)
     scores = (q.to(dtype) @ per_query_head(k, q).to(dtype).mT).mul_(scale_of(q, scale))
@@ -86,14 +83,7 @@ def per_key_head(grad: Tensor, k: Tensor) -> Tensor:
 
 
 def forward_by_hand(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    keep: Tensor | None = None,
-    p: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, scale: Scale, keep: Given = None, p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attention op by op; ``keep`` (bool, ``[b, h, s, t]``) says what dropout leaves of the weights."""
     scores = _scores(q, k, mask, causal, scale)
@@ -104,20 +94,11 @@ def forward_by_hand(
 
 
 def backward_by_hand(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    of_mask: bool,
-    keep: Tensor | None = None,
-    p: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and (if asked for) of the mask, op by op, from what the forward gave."""
+    grad: Tensor, qkv: Tensors, out: Tensor, logsumexp: Tensor, mask: Given, causal: bool, scale: Scale, *how: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v and (if asked for) of the mask, op by op, from what the forward gave; ``how`` is
+    whether it is, ``keep`` and ``p``."""
+    (q, k, v), (of_mask, keep, p) = qkv, (*how, None, 0.0)[:3]
     dtype = wide(q.dtype)
     weights = _scores(q, k, mask, causal, scale).sub_(logsumexp[..., None]).exp_()
     wide_grad = grad.to(dtype)
@@ -132,11 +113,11 @@ def backward_by_hand(
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_mask
 
 
-def _kept(weights: Tensor, keep: Tensor | None, p: float) -> Tensor:
+def _kept(weights: Tensor, keep: Given, p: float) -> Tensor:
     return weights if keep is None else (weights * keep).mul_(1.0 / (1.0 - p) if p < 1 else 0.0)
 
 
-def drawn(q: Tensor, k: Tensor, p: float, seed: Tensor | None, number: int, box: Sequence[int]) -> Tensor | None:
+def drawn(q: Tensor, k: Tensor, p: float, seed: Given = None, number: int = 0, box: Ints = ()) -> Given:
     """What dropout leaves (bool, ``[b, h, s, t]``): each element by a hash of seed, number and its place in the whole.
 
     So ranks agree however they hold the whole, and a backward that is sharded otherwise than its forward too.
@@ -152,9 +133,9 @@ def drawn(q: Tensor, k: Tensor, p: float, seed: Tensor | None, number: int, box:
     return kept(state[..., None], hashes, p)
 
 
-def _places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> Iterator[Tensor]:
+def _places(shape: Ints, box: Ints, device: torch.device) -> Iterator[Tensor]:
     """Where each dim's elements stand in the whole. ``box`` has of each dim the first; or, where there are several
-    stretches, how many sub-dims it has, and of each the size, and the start and length of what is held."""
+    contiguous ranges, how many sub-dims it has, and of each the size, and the start and length of what is held."""
     if len(box) <= len(shape):
         box = [n for first, length in zip(box or [0] * 4, shape, strict=True) for n in (1, length, first, length)]
     rest = iter(box)
@@ -196,7 +177,7 @@ def _rows_first(x: Tensor) -> Tensor:
 # ---- torch's kernels -------------------------------------------------------------------------------------------
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, p: float) -> str:
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, p: float) -> str:
     """Which kernel of torch's takes the call: ``cpu``, ``cudnn``, ``flash``, ``efficient``, or none (``""``).
 
     The answer is the same forward and backward: torch is asked as for a call that has gradients.
@@ -211,7 +192,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
         return _cuda_kernel(q if q.is_inference() else q.detach().requires_grad_(), k, v, mask, causal)
 
 
-def _cuda_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str:
+def _cuda_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool) -> str:
     """What torch would take, where that suits; of kernels for grouped heads the memory-efficient one is none."""
     cuda, groups = torch.backends.cuda, k.shape[1] != q.shape[1]
     if mask is None and (not causal or q.shape[2] == k.shape[2]):
@@ -239,7 +220,7 @@ def _suits_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return all(all(n and n % 8 == 0 for n in t.stride()[:-1]) and t.storage_offset() % 8 == 0 for t in (q, k, v))
 
 
-def _bias(q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> Tensor | None:
+def _bias(q: Tensor, k: Tensor, mask: Given, kernel: str) -> Tensor | None:
     """A mask as a kernel wants it: the memory-efficient one in full, by rows of a multiple of 16 in memory."""
     bias = bias_of(mask, q.dtype)
     if bias is None or kernel == "cpu":
@@ -249,26 +230,8 @@ def _bias(q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> Tensor | No
     return F.pad(rows, (0, -keys % 16))[..., :keys]
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, *how: Any
-) -> tuple[Tensor, Tensor]:
-    q, k, v = _dense(q, k, v)
-    p = how[1] if len(how) > 1 else 0.0
-    return _forward_by(_kernel(q, k, v, mask, causal, p), q, k, v, mask, causal, *how)
-
-
 def _forward_by(
-    kernel: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    p: float = 0.0,
-    seed: Tensor | None = None,
-    number: int = 0,
-    box: Sequence[int] = (),
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, scale: Scale, keep: Given, p: float
 ) -> tuple[Tensor, Tensor]:
     """The forward by a kernel that takes the call."""
     bias = _bias(q, k, mask, kernel) if kernel else None
@@ -285,48 +248,17 @@ def _forward_by(
         op, many = aten._scaled_dot_product_efficient_attention.default, [per_query_head(t, q) for t in (k, v)]
         made = op(q, *many, bias, True, 0.0, causal, scale=scale)
     else:
-        made = forward_by_hand(q, k, v, mask, causal, scale, drawn(q, k, p, seed, number, box), p)
+        made = forward_by_hand(q, k, v, mask, causal, scale, keep, p)
     out, rows = made[0], made[1][:, :, : q.shape[2]].reshape(q.shape[:3])  # cuDNN's logsumexp has a fourth dim
     return _laid_like(out, q) if out.shape == q.shape else out.contiguous(), rows.contiguous()
 
 
-def _attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    of_mask: bool = False,
-    p: float = 0.0,
-    *draw: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad, q, k, v, out = _dense(grad, q, k, v, out)
-    kernel = "" if of_mask else _kernel(q, k, v, mask, causal, p)
-    return _backward_by(kernel, grad, q, k, v, out, logsumexp, mask, causal, scale, of_mask, p, *draw)
-
-
 def _backward_by(
-    kernel: str,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    of_mask: bool = False,
-    p: float = 0.0,
-    seed: Tensor | None = None,
-    number: int = 0,
-    box: Sequence[int] = (),
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The backward by a kernel that takes the call; which one gave the logsumexp does not matter."""
+    kernel: str, grad: Tensor, qkv: Tensors, out: Tensor, logsumexp: Tensor, mask: Given, causal: bool, *how: Any
+) -> tuple[Tensor, ...]:
+    """The backward by a kernel that takes the call; which one gave the logsumexp does not matter. ``how`` begins
+    with the scale (see :func:`backward_by_hand`)."""
+    (q, k, v), scale = qkv, how[0]
     bias = _bias(q, k, mask, kernel) if kernel else None
     logsumexp = logsumexp.contiguous()  # flash takes any other without an error, and gives wrong gradients
     state = [torch.empty((), dtype=torch.int64, device=q.device)] * 2  # of dropout, which no kernel does here
@@ -350,38 +282,54 @@ def _backward_by(
         made = op(grad, q, *many, bias, out, rows, *state, 0.0, wanted, causal, scale=scale)
         made = (made[0], per_key_head(made[1], k), per_key_head(made[2], v))
     else:
-        keep = drawn(q, k, p, seed, number, box)
-        made = backward_by_hand(grad, q, k, v, out, logsumexp, mask, causal, scale, of_mask, keep, p)
-    grad_q, grad_k, grad_v = (_laid_like(x, like) for x, like in zip(made, (q, k, v), strict=False))
+        made = backward_by_hand(grad, qkv, out, logsumexp, mask, causal, *how)
+    grad_q, grad_k, grad_v = (_laid_like(x, like) for x, like in zip(made, qkv, strict=False))
     return grad_q, grad_k, grad_v, q.new_empty(0) if kernel else made[3]
 
 
-# ---- shapes alone, and the gradient ----------------------------------------------------------------------------
+# ---- the ops, and the gradient ---------------------------------------------------------------------------------
 
 
-def _attention_meta(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+def _like_forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     (q,) = _dense(q)
     out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:3], v.shape[-1]))
     return out, q.new_empty(q.shape[:3], dtype=wide(q.dtype))
 
 
-def _backward_meta(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor | None = None, *how: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_mask = how[2] if len(how) > 2 else False
+def _like_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, ...]:
+    mask, of_mask = how[2] if len(how) > 2 else None, len(how) > 5 and how[5]
     grad_mask = mask.new_empty(mask.shape) if of_mask and mask is not None else q.new_empty(0)
-    grad_q, grad_k, grad_v = (torch.empty_like(t) for t in _dense(q, k, v))
-    return grad_q, grad_k, grad_v, grad_mask
+    return (*(torch.empty_like(t) for t in _dense(q, k, v)), grad_mask)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("attention", _attention, _key)
-    _library.impl("attention_backward", _attention_backward, _key)
-_library.impl("attention", _attention_meta, "Meta")
-_library.impl("attention_backward", _backward_meta, "Meta")
+def _with_defaults(given: Sequence[Any], *defaults: Any) -> Sequence[Any]:
+    return [*given, *defaults[len(given) :]]
 
-attention = torch.ops.shardfx.attention.default
-attention_backward = torch.ops.shardfx.attention_backward.default
+
+@define(
+    f"attention(Tensor q, Tensor k, Tensor v, {HOW}, {DRAW}) -> (Tensor out, Tensor logsumexp)", shapes=_like_forward
+)
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) -> tuple[Tensor, Tensor]:
+    """Attention, and the logsumexp of each query's scores."""
+    causal, scale, p, *draw = _with_defaults(how, False, None, 0.0)
+    q, k, v = _dense(q, k, v)
+    kernel, keep = _kernel(q, k, v, mask, causal, p), drawn(q, k, p, *draw)
+    return _forward_by(kernel, q, k, v, mask, causal, scale, keep, p)
+
+
+@define(
+    f"attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {HOW}, "
+    f"bool of_mask=False, {DRAW}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask)",
+    shapes=_like_backward,
+)
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, mask: Given = None, *how: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v and (if asked for) of the mask."""
+    causal, scale, of_mask, p, *draw = _with_defaults(how, False, None, False, 0.0)
+    grad, q, k, v, out = _dense(grad, q, k, v, out)
+    kernel, keep = "" if of_mask else _kernel(q, k, v, mask, causal, p), drawn(q, k, p, *draw)
+    return _backward_by(kernel, grad, (q, k, v), out, logsumexp, mask, causal, scale, of_mask, keep, p)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -401,4 +349,4 @@ def _gradient(ctx: Any, grad: Tensor | None, of_logsumexp: Tensor | None) -> tup
     return (*grads[:3], grads[3] if of_mask else None, *[None] * 6)
 
 
-torch.library.register_autograd("shardfx::attention", _gradient, setup_context=_setup, lib=_library)
+torch.library.register_autograd("shardfx::attention", _gradient, setup_context=_setup, lib=LIBRARY)

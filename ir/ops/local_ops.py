@@ -13,21 +13,37 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from shardfx.ir.errors import Error
+from shardfx.ir.registry import BY_FUNCTION, register
 
 from . import memory_ops, pack
-from .computing import no_share  # noqa: F401, an op that rules name
-from .computing.materialize import materialize
 from .computing.segment import segment, written_columns
 from .loop import loop_ops, stage_transfer
 from .pools import transfer
-from .table import LocalOp, Written
+from .table import Arguments, Keywords, LocalOp, Plain
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
-def _product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Written:
-    return aten.mm.default, args[:2], {}
+def _operand(args: Arguments, kwargs: Keywords) -> Any:
+    return args[0]
 
+
+def _second(args: Arguments, kwargs: Keywords) -> Any:
+    return args[1]
+
+
+def _call(op: Any, start: int = 0, end: int | None = None, more: tuple[Any, ...] = ()) -> Plain:
+    """The call of another function with some of the arguments."""
+    return lambda args, kwargs: (op, (*args[start:end], *more), {})
+
+
+def _rows(names: str, module: Any, **facts: Any) -> list[LocalOp]:
+    """Rows for functions of a module that have the same facts."""
+    made = [getattr(module, name) for name in names.split()]
+    return [LocalOp(f"{NAMESPACES[module]}.{each.__name__}", each, **facts) for each in made]
+
+
+NAMESPACES = {pack: "pack", memory_ops: "memory", transfer: "memory", loop_ops: "loop"}
 
 STARTS = (
     LocalOp("c10d.all_reduce", c10d.all_reduce.default, group=2),
@@ -40,7 +56,7 @@ STARTS = (
         group=2,
         into=0,
         reads_into=True,
-        plain=lambda args, kwargs: (c10d.all_reduce.default, args, {}),
+        plain=_call(c10d.all_reduce.default),
     ),
     LocalOp(
         "c10d.all_gather_into",
@@ -48,7 +64,7 @@ STARTS = (
         group=2,
         into="out",
         holds=True,
-        plain=lambda args, kwargs: (c10d.all_gather_into_tensor.default, args, {}),
+        plain=_call(c10d.all_gather_into_tensor.default),
     ),
 )
 """What starts a collective; its result is there once it was waited for."""
@@ -60,119 +76,58 @@ STAGES = (
 """From stage to stage (:mod:`.loop.stage_transfer`)."""
 
 PACKING = (
-    LocalOp("pack.pack", pack.pack, shares=True, moves=True),
-    LocalOp("pack.unpack_gathered", pack.unpack_gathered, shares=True, moves=True),
-    LocalOp("pack.pack_scattered", pack.pack_scattered, shares=True, moves=True),
-    LocalOp("pack.unpack_scattered", pack.unpack_scattered, shares=True, moves=True),
-    LocalOp("pack.pack_exchange", pack.pack_exchange, moves=True),
-    LocalOp("pack.unpack_exchange", pack.unpack_exchange, moves=True),
-    LocalOp("pack.pack_rows", pack.pack_rows, moves=True),
-    LocalOp("pack.unpack_rows", pack.unpack_rows, shares=True, moves=True),
-    LocalOp("pack.join_rows", pack.join_rows, shares=True, moves=True),
-    LocalOp("pack.take", pack.take, shares=True, moves=True),
-    LocalOp("pack.flatten", pack.flatten, moves=True),
-    LocalOp("pack.unflatten", pack.unflatten, shares=True, moves=True),
-    LocalOp("pack.part_of", pack.part_of, shares=True, moves=True),
-    LocalOp("pack.dense_last", pack.dense_last, shares=True),
-    LocalOp("pack.aligned", pack.aligned, shares=True),
-    LocalOp("pack.inside", pack.inside, shares=True, plain=lambda args, kwargs: args[0]),
+    *_rows("pack unpack_gathered pack_scattered unpack_scattered", pack, shares=True, moves=True),
+    *_rows("unpack_rows join_rows take unflatten part_of", pack, shares=True, moves=True),
+    *_rows("pack_exchange unpack_exchange pack_rows flatten", pack, moves=True),
+    *_rows("dense_last aligned", pack, shares=True),
+    *_rows("inside", pack, shares=True, plain=_operand),
 )
 """What stands before and after."""
 
+MM_OUT = LocalOp("aten.mm.out", aten.mm.out, into="out", plain=_call(aten.mm.default, 0, 2))
 MEMORY = (
-    LocalOp("memory.empty", memory_ops.empty, memory=True),
-    LocalOp("memory.arena", memory_ops.arena, memory=True),
-    LocalOp("memory.slot", memory_ops.slot, memory=True),
-    LocalOp("memory.part", memory_ops.part, shares=True, memory=True),
-    LocalOp("memory.write", memory_ops.write, into=0, plain=lambda args, kwargs: args[1]),
-    LocalOp(
-        "memory.write_part",
-        memory_ops.write_part,
-        into=0,
-        plain=lambda args, kwargs: (pack.part_of, args[1:], {}),
-    ),
-    LocalOp("memory.mm_pieces", memory_ops.mm_pieces, into=2, plain=_product),
-    LocalOp("aten.mm.out", aten.mm.out, into="out", plain=_product),
-    LocalOp("memory.join", memory_ops.join, shares=True, plain=lambda args, kwargs: (pack.flatten, args[1:], {})),
-    LocalOp(
-        "memory.adjoin",
-        memory_ops.adjoin,
-        shares=True,
-        adjoins=True,
-        plain=lambda args, kwargs: (pack.flatten, (*args, 1), {}),
-    ),
-    LocalOp("memory.spread", memory_ops.spread, into=0, plain=lambda args, kwargs: (pack.unflatten, args[1:], {})),
-    LocalOp("memory.materialize", materialize, shares=True, plain=lambda args, kwargs: args[0]),
-    LocalOp("memory.own", memory_ops.own, plain=lambda args, kwargs: args[0]),
+    *_rows("empty arena slot", memory_ops, memory=True),
+    *_rows("part", memory_ops, shares=True, memory=True),
+    *_rows("write", memory_ops, into=0, plain=_second),
+    *_rows("write_part", memory_ops, into=0, plain=_call(pack.part_of, 1)),
+    *_rows("mm_pieces", memory_ops, into=2, plain=_call(aten.mm.default, 0, 2)),
+    MM_OUT,
+    *_rows("join", memory_ops, shares=True, plain=_call(pack.flatten, 1)),
+    *_rows("adjoin", memory_ops, shares=True, adjoins=True, plain=_call(pack.flatten, more=(1,))),
+    *_rows("spread", memory_ops, into=0, plain=_call(pack.unflatten, 1)),
+    *_rows("materialize", memory_ops, shares=True, plain=_operand),
+    *_rows("own", memory_ops, plain=_operand),
 )
 """Destinations."""
 
 POOLS = (
-    LocalOp(
-        "memory.to_host",
-        transfer.to_host,
-        pool=transfer.HOST,
-        copies=True,
-        holds=True,
-        plain=lambda args, kwargs: args[0],
-    ),
-    LocalOp(
-        "memory.to_disk",
-        transfer.to_disk,
-        pool=transfer.DISK,
-        copies=True,
-        holds=True,
-        plain=lambda args, kwargs: args[0],
-    ),
-    LocalOp(
-        "memory.put",
-        transfer.put,
-        into=0,
-        fetches=True,
-        copies=True,
-        holds=True,
-        plain=lambda args, kwargs: args[1],
-    ),
-    LocalOp(
-        "memory.stored", transfer.stored, shares=True, fetches=True, waits=True, plain=lambda args, kwargs: args[0]
-    ),
-    LocalOp("memory.to_device", transfer.to_device, fetches=True, copies=True, plain=lambda args, kwargs: args[0]),
-    LocalOp(
-        "memory.arrived", transfer.arrived, shares=True, fetches=True, waits=True, plain=lambda args, kwargs: args[0]
-    ),
+    *_rows("to_host", transfer, pool=transfer.HOST, copies=True, holds=True, plain=_operand),
+    *_rows("to_disk", transfer, pool=transfer.DISK, copies=True, holds=True, plain=_operand),
+    *_rows("put", transfer, into=0, fetches=True, copies=True, holds=True, plain=_second),
+    *_rows("stored arrived", transfer, shares=True, fetches=True, waits=True, plain=_operand),
+    *_rows("to_device", transfer, fetches=True, copies=True, plain=_operand),
 )
 """Between the device's memory and the pools beside it."""
 
 LOOP_OPS = (
-    LocalOp("loop.begin", loop_ops.begin, loop="opens"),
-    LocalOp("loop.action", loop_ops.action, loop="unit"),
-    LocalOp("loop.end", loop_ops.end, loop="closes"),
-    LocalOp("loop.index", loop_ops.index, loop="number"),
-    LocalOp("loop.piecewise_index", loop_ops.piecewise_index, loop="number"),
+    *_rows("begin", loop_ops, loop="opens"),
+    *_rows("action", loop_ops, loop="unit"),
+    *_rows("end", loop_ops, loop="closes"),
+    *_rows("index piecewise_index", loop_ops, loop="number"),
     LocalOp("loop.slice", loop_ops.slice_of, shares=True, moves=True),
-    LocalOp("memory.filled", memory_ops.filled, memory=True, filled=True),
-    LocalOp("loop.add", loop_ops.add, into=0, reads_into=True, loop="collects"),
-    LocalOp(
-        "loop.addmm",
-        loop_ops.addmm,
+    *_rows("filled", memory_ops, memory=True, filled=True),
+    *_rows("add maximum minimum", loop_ops, into=0, reads_into=True, loop="collects"),
+    *_rows("addmm", loop_ops, into=0, reads_into=True, loop="collects", adds=_call(aten.mm.default, 1)),
+    *_rows(
+        *("index_add", loop_ops),
         into=0,
         reads_into=True,
         loop="collects",
-        adds=lambda args, kwargs: (aten.mm.default, args[1:], {}),
+        adds=_call(aten.embedding_dense_backward.default, 1),
     ),
-    LocalOp(
-        "loop.index_add",
-        loop_ops.index_add,
-        into=0,
-        reads_into=True,
-        loop="collects",
-        adds=lambda args, kwargs: (aten.embedding_dense_backward.default, args[1:], {}),
-    ),
-    LocalOp("loop.maximum", loop_ops.maximum, into=0, reads_into=True, loop="collects"),
-    LocalOp("loop.minimum", loop_ops.minimum, into=0, reads_into=True, loop="collects"),
-    LocalOp("loop.write", loop_ops.write, into=0, loop="collects"),
+    *_rows("write", loop_ops, into=0, loop="collects"),
 )
-"""What is done once for each iteration of a loop axis, and what leaves it (:mod:`.loop.loop_ops`)."""
+"""What is done once for each iteration of a loop, and what leaves it (:mod:`.loop.loop_ops`)."""
 COLLECTING = {"sum": (loop_ops.add, 0.0), "max": (loop_ops.maximum, -inf), "min": (loop_ops.minimum, inf)}
 """By reduction: what collects it over iterations, and what that begins with."""
 ADDING = {row.adds((), {})[0]: row.function for row in LOOP_OPS if row.adds is not None}
@@ -238,7 +193,6 @@ COMPUTED_INTO = (
 )
 """Other ops that torch's kernels compute into memory which they are given, and do not copy there."""
 INTO = {op: _over(op) for op in COMPUTED_INTO}
-MM_OUT = next(row for row in MEMORY if row.function is aten.mm.out)
 WITH_DESTINATION: dict[Any, LocalOp] = {aten.mm.default: MM_OUT, **OVER, **INTO}
 """By op the row of the form that is computed into given memory."""
 
@@ -248,16 +202,11 @@ OTHER = (
     LocalOp("getitem", operator.getitem, shares=True),
 )
 
-LOCAL_OPS: dict[Any, LocalOp] = {
-    row.function: row
-    for row in (*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *LOOP_OPS, *OVER.values(), *INTO.values(), *OTHER)
-}
-"""The rows by their function."""
-BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}
+register(*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *LOOP_OPS, *OVER.values(), *INTO.values(), *OTHER)
 
 
 def sent_by(wait: fx.Node) -> list[fx.Node]:
-    """What a wait sets free: the operands of collectives, and the sources of copies, that hold them until then."""
+    """What a wait sets free: the operands of collectives, and the sources of copies, that have them until then."""
     row = row_of(wait.target)
     if row is None or not row.waits:
         return []
@@ -269,16 +218,14 @@ def sent_by(wait: fx.Node) -> list[fx.Node]:
 def row_of(target: Any) -> LocalOp | None:
     """The row of a program's function; None for torch's own ops and for functions of which nothing is known."""
     if isinstance(target, torch._ops.OpOverload):
-        return TORCH_OPS.get(target._op)
+        return BY_FUNCTION.get(target._op)
     try:
-        found = LOCAL_OPS.get(target)
+        found = BY_FUNCTION.get(target)
     except TypeError:  # a target that is not hashable
         return None
     return found if found is not None else getattr(target, ROW, None)
 
 
-TORCH_OPS = {op._op: row for op, row in LOCAL_OPS.items() if isinstance(op, torch._ops.OpOverload)}
-"""The rows of torch's ops, by what hashes without calling Python."""
 ROW = "shardfx_row"
 Function = TypeVar("Function", bound=Callable[..., Any])
 

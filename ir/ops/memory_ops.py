@@ -25,6 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
+from .computing.library import Ints, define
 from .pack import flatten, part_of, unflatten
 
 c10d = torch.ops._c10d_functional
@@ -66,7 +67,7 @@ def filled(shape: Sequence[int], value: float, dtype: torch.dtype, device: str =
 def part(flat: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
     """The place of a tensor in flat memory: ``offset`` elements behind the begin of each of ``pieces`` ranks' parts.
 
-    With several pieces the rows of each stand together, as a reduce-scatter wants them: the result is then seen as
+    With several shards the rows of each stand together, as a reduce-scatter wants them: the result is then seen as
     ``[pieces, rows of a piece, ...]``.
     """
     per = flat.numel() // pieces
@@ -87,7 +88,7 @@ def write(to: Tensor, x: Tensor) -> Tensor:
 
 
 def write_part(to: Tensor, buffer: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
-    """A tensor whose pieces stand rank by rank in ``buffer`` (:func:`.pack.part_of`), in the memory of ``to``."""
+    """A tensor whose shards stand rank by rank in ``buffer`` (:func:`.pack.part_of`), in the memory of ``to``."""
     if is_compiling() or not to.is_contiguous():
         return write(to, part_of(buffer, pieces, offset, shape))
     to.view(pieces, -1).copy_(buffer.view(pieces, -1).narrow(1, offset, to.numel() // pieces))
@@ -95,7 +96,7 @@ def write_part(to: Tensor, buffer: Tensor, pieces: int, offset: int, shape: Sequ
 
 
 def mm_pieces(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
-    """A matrix product whose rows lie in several pieces: ``to`` is ``[pieces, rows of a piece, columns]``."""
+    """A matrix product whose rows lie in several shards: ``to`` is ``[pieces, rows of a piece, columns]``."""
     if is_compiling():
         return torch.mm(a, b)
     for rows, piece in zip(a.chunk(to.shape[0]), to, strict=True):
@@ -125,7 +126,7 @@ def adjoin(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def spread(flat: Tensor, buffer: Tensor, shapes: Sequence[Sequence[int]], pieces: int) -> list[Tensor]:
-    """Tensors whose pieces stand rank by rank in ``buffer``, each whole, one behind the other in ``flat``."""
+    """Tensors whose shards stand rank by rank in ``buffer``, each whole, one behind the other in ``flat``."""
     if is_compiling():
         return unflatten(buffer, shapes, pieces)
     sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -145,7 +146,7 @@ def all_reduce_(x: Tensor, reduce: str, group: str) -> Tensor:
 
 
 def all_gather_into(x: Tensor, ranks: int, group: str, *, out: Tensor) -> Tensor:
-    """Gather the pieces of a group into ``out``."""
+    """Gather the shards of a group into ``out``."""
     if is_compiling():
         return c10d.all_gather_into_tensor(x, ranks, group)  # type: ignore[no-any-return]
     return c10d.all_gather_into_tensor_out(x, ranks, group, out=out)  # type: ignore[no-any-return]
@@ -154,3 +155,28 @@ def all_gather_into(x: Tensor, ranks: int, group: str, *, out: Tensor) -> Tensor
 def own(x: Any) -> Any:
     """A copy, in memory of its own: what a program gives away."""
     return x.clone()
+
+
+@define("materialize(Tensor x) -> Tensor")
+def _materialize(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def materialize(x: Tensor) -> Tensor:
+    """``x``, which a compiler that plans memory itself computes once: it is opaque to what would compute it again."""
+    return _materialize(x) if is_compiling() else x
+
+
+@define("no_share(Tensor like, int[] shapes, int[] dims, ScalarType[] dtypes, float[] values) -> Tensor[]")
+def no_share(
+    like: Tensor, shapes: Ints, dims: Ints, dtypes: Sequence[torch.dtype], values: Sequence[float]
+) -> list[Tensor]:
+    """The results of a rank whose shard is empty, each full of a value: of a sum zeros, of a maximum what is lowest.
+
+    Most kernels refuse tensors without elements. ``shapes`` are one list, ``dims`` how many of it each result has.
+    """
+    made, at = [], 0
+    for count, dtype, value in zip(dims, dtypes, values, strict=True):  # torch 2.11 gives dtypes in a list as numbers
+        made.append(torch.ops.aten.new_full.default(like, list(shapes[at : at + count]), value, dtype=dtype))
+        at += count
+    return made

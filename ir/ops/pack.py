@@ -1,4 +1,4 @@
-"""Before and after a collective: collectives join and split along the first dim, in equal pieces.
+"""Before and after a collective: collectives join and split along the first dim, in equal shards.
 
 ``pack`` brings the dim in question to the front and pads it; ``unpack`` undoes that. A dim that is a compound
 is reached through a view of the local tensor as its sub-dims.
@@ -33,7 +33,7 @@ IDENTITY = {torch.ops.aten.contiguous.default, dense_last, aligned}
 def inside(index: Tensor, size: int, ignored: int | None = None) -> Tensor:
     """``index`` as it is; its numbers must be one of 0 .. size - 1, or the one that is ignored.
 
-    A rank that holds a part of a table finds nothing for an index that no rank has: without this it would be zero.
+    A rank that has a part of a table finds nothing for an index that no rank has: without this it would be zero.
 
     Raises:
         IndexError: one is not (on a GPU an assertion of the device, which does not wait).
@@ -58,14 +58,14 @@ def pack(x: Tensor, view: Sequence[int], dim: int, per: int) -> Tensor:
 
 
 def unpack_gathered(x: Tensor, per: int, lengths: Sequence[int], dim: int, shape: Sequence[int]) -> Tensor:
-    """Joined pieces of ``per`` rows, of which the first ``lengths[k]`` count, dim 0 back at ``dim``, as ``shape``."""
+    """Joined shards of ``per`` rows, of which the first ``lengths[k]`` count, dim 0 back at ``dim``, as ``shape``."""
     if any(length != per for length in lengths):
         x = torch.cat([piece[:length] for piece, length in zip(x.split(per), lengths, strict=True)])
     return x.movedim(0, dim).reshape(shape)
 
 
 def pack_scattered(x: Tensor, view: Sequence[int], dim: int, per: int, lengths: Sequence[int]) -> Tensor:
-    """The pieces of ``x`` along ``dim`` joined in front, each padded to ``per`` rows."""
+    """The shards of ``x`` along ``dim`` joined in front, each padded to ``per`` rows."""
     x = x.reshape(view).movedim(dim, 0)
     if any(length != per for length in lengths):
         pieces = []
@@ -78,17 +78,17 @@ def pack_scattered(x: Tensor, view: Sequence[int], dim: int, per: int, lengths: 
 
 
 def unpack_scattered(x: Tensor, length: int, dim: int, shape: Sequence[int]) -> Tensor:
-    """This rank's piece: its first ``length`` rows, dim 0 back at ``dim``, as ``shape``."""
+    """This rank's shard: its first ``length`` rows, dim 0 back at ``dim``, as ``shape``."""
     return x[:length].movedim(0, dim).reshape(shape)
 
 
 def pack_exchange(x: Tensor, view: Sequence[int], to: int, lengths: Sequence[int]) -> Tensor:
-    """The pieces of ``x`` along dim ``to``, one for each rank, flat and one after the other."""
+    """The shards of ``x`` along dim ``to``, one for each rank, flat and one after the other."""
     return torch.cat([piece.reshape(-1) for piece in x.reshape(view).split(list(lengths), to)])
 
 
 def unpack_exchange(x: Tensor, pieces: Sequence[Sequence[int]], dim: int, shape: Sequence[int]) -> Tensor:
-    """Flat received pieces of the given shapes, joined along ``dim``, as ``shape``."""
+    """Flat received shards of the given shapes, joined along ``dim``, as ``shape``."""
     sizes = [torch.Size(p).numel() for p in pieces]
     parts = [part.reshape(list(p)) for part, p in zip(x.split(sizes), pieces, strict=True)]
     return torch.cat(parts, dim).reshape(shape)
@@ -142,7 +142,7 @@ def take(x: Tensor, view: Sequence[int], dim: int, start: int, length: int, shap
 
 
 def flatten(tensors: Sequence[Tensor], pieces: int) -> Tensor:
-    """Several tensors as one flat buffer; for ``pieces`` ranks, all first pieces come first."""
+    """Several tensors as one flat buffer; for ``pieces`` ranks, all first shards come first."""
     if pieces == 1:
         return torch.cat([t.reshape(-1) for t in tensors])
     return torch.cat([t.reshape(pieces, -1) for t in tensors], 1).reshape(-1)
@@ -158,6 +158,6 @@ def unflatten(buffer: Tensor, shapes: Sequence[Sequence[int]], pieces: int) -> l
 
 
 def part_of(buffer: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
-    """One tensor of what :func:`unflatten` gives: ``offset`` elements behind the begin of each rank's piece."""
+    """One tensor of what :func:`unflatten` gives: ``offset`` elements behind the begin of each rank's shard."""
     size = torch.Size(shape).numel() // pieces
     return buffer.view(pieces, -1).narrow(1, offset, size).reshape(list(shape))

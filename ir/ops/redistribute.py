@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, Window, in_stretches
+from shardfx.ir.dim_sharding import WHOLE, DimSharding, Window, is_strided
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.shards import RowExchange, has_rows, rows_for
 from shardfx.ir.spec import Spec, TensorType, coarsen, refine
@@ -22,7 +22,7 @@ from .table import OwnOp
 
 
 @dataclass(frozen=True)
-class Step:
+class CommStep:
     """One comm op: over ``axes``, on sub-dim ``dim`` (to ``to``) of the value seen as ``view``; gives ``spec``."""
 
     op: OwnOp
@@ -52,9 +52,9 @@ class Redistribution:
     mesh: Mesh
     each: bool = False
     """What iterations have shares of is reduced in each of them, and then collected."""
-    _known: dict[tuple[TensorType, Spec, Spec], tuple[Step, ...]] = field(default_factory=dict)
+    _known: dict[tuple[TensorType, Spec, Spec], tuple[CommStep, ...]] = field(default_factory=dict)
 
-    def steps(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
+    def steps(self, type: TensorType, source: Spec, target: Spec) -> tuple[CommStep, ...]:
         """The cheapest steps from ``source`` to ``target``, in which nothing may be partial that is not so already."""
         if source == target:
             return ()
@@ -74,7 +74,7 @@ class Redistribution:
             return COLLECTED if op is not shard else SLICE_SECONDS
         return self.mesh.link(axes).seconds(*op.sent(local_bytes, ranks)) or SLICE_SECONDS
 
-    def _search(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
+    def _search(self, type: TensorType, source: Spec, target: Spec) -> tuple[CommStep, ...]:
         rows = any(a.rows is not None and a != b for a, b in zip(source.dims, target.dims, strict=True))
         if rows and has_rows(source, target, type.shape, self.mesh):
             return (self._halo(type, source, target),)
@@ -91,7 +91,7 @@ class Redistribution:
         goal_state: _State = (tuple(c.axes for c in goal.dims), goal.partial)
         start_state: _State = (tuple(c.axes for c in start.dims), start.partial)
         itemsize = type.dtype.itemsize
-        queue: list[tuple[float, int, _State, tuple[Step, ...]]] = [(0.0, 0, start_state, ())]
+        queue: list[tuple[float, int, _State, tuple[CommStep, ...]]] = [(0.0, 0, start_state, ())]
         counter = itertools.count(1)
         done: set[_State] = set()
         plain = len(view) == len(type.shape)
@@ -108,16 +108,16 @@ class Redistribution:
                 big = self._local_numel(view, state[0]) * scale * itemsize
                 cost = self.cost(op, axes, big) * self._iterations(state, axes)
                 spec = coarsen(type.shape, view, Spec(tuple(DimSharding(a) for a in after[0]), after[1]), self.mesh)
-                step = Step(op, axes, spec, dim, to, reduce, None if plain else view, cost)
+                step = CommStep(op, axes, spec, dim, to, reduce, None if plain else view, cost)
                 heapq.heappush(queue, (seconds + cost, next(counter), after, (*path, step)))
         return self._through_whole(type, source, target)
 
     def _as_tiles(self, shape: Sequence[int], source: Spec, target: Spec) -> Spec:
-        """The placement from which a halo leads to the target: where the target holds other rows than tiles of the
-        dim, those tiles; where source and target have one stretch each for the same ranks, the source's."""
+        """The placement from which a halo leads to the target: where the target has other rows than tiles of the
+        dim, those tiles; where source and target have one contiguous range each for the same ranks, the source's."""
         found = target
         for dim, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)):
-            tiled = a.axes == b.axes and a != b and a.rows is None and not in_stretches(a) and not in_stretches(b)
+            tiled = a.axes == b.axes and a != b and a.rows is None and not is_strided(a) and not is_strided(b)
             if tiled and not any(self.mesh[axis].loop for axis in a.axes) and self._reached(b, shape[dim]):
                 found = found.with_dim(dim, a)
             elif b.rows is not None and a != b:
@@ -128,7 +128,7 @@ class Redistribution:
         """Whether a halo leads to a sharding, and to no other that is the same for every rank."""
         return rows_for(sharding.axes, _window(sharding, size), size, self.mesh) == sharding
 
-    def _halo(self, type: TensorType, tiles: Spec, target: Spec) -> Step:
+    def _halo(self, type: TensorType, tiles: Spec, target: Spec) -> CommStep:
         rows = tuple(
             (dim, _window(b, size))
             for dim, (a, b, size) in enumerate(zip(tiles.dims, target.dims, type.shape, strict=True))
@@ -138,9 +138,9 @@ class Redistribution:
         dims, first = tuple(dim for dim, _ in rows), dict.fromkeys(self.mesh.names, 0)
         most = RowExchange(tiles, target, type.shape, self.mesh, first, dims).most * type.dtype.itemsize
         seconds = self.mesh.link(axes).seconds(*exchanged(self.mesh.extent(axes), most)) or SLICE_SECONDS
-        return Step(halo, axes, target, rows=rows, seconds=seconds)
+        return CommStep(halo, axes, target, rows=rows, seconds=seconds)
 
-    def _through_whole(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
+    def _through_whole(self, type: TensorType, source: Spec, target: Spec) -> tuple[CommStep, ...]:
         """Gather the dims that differ, then sharded them anew: always possible, where parts do not nest."""
         middle = Spec(
             tuple(a if a == b else WHOLE for a, b in zip(source.dims, target.dims, strict=True)), target.partial
@@ -154,8 +154,7 @@ class Redistribution:
 
     def _iterations(self, state: _State, over: Sequence[str]) -> int:
         """How often a step from there is done: what hangs on an iteration is sent in each. Where sums are to be reduced
-        in
-        each iteration, what is collected before counts as dear instead."""
+        in each iteration, what is collected before counts as dear instead."""
         partial = {axis for axis, _ in state[1]}
         if self.each:
             early = any(self.mesh[axis].loop for axis in over) and any(not self.mesh[axis].loop for axis in partial)
@@ -166,7 +165,7 @@ class Redistribution:
     def _moves(
         self, state: _State, goal: _State
     ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
-        """The steps that lead nearer; over a loop axis values are collected and taken apart, and nothing else."""
+        """The steps that lead nearer; over a loop axis values are collected and decomposed, and nothing else."""
         for move in self._any_moves(state, goal):
             op, axes = move[:2]
             if not any(self.mesh[axis].loop for axis in axes) or self._over_iterations(op, axes, state, goal):
@@ -174,8 +173,7 @@ class Redistribution:
 
     def _over_iterations(self, op: OwnOp, axes: Sequence[str], state: _State, goal: _State) -> bool:
         """Whether a step may be one over iterations: of one axis; and what hangs on iterations within these, and shall
-        not, is
-        collected over those before."""
+        not, is collected over those before."""
         if len(axes) > 1 or op not in (all_gather, all_reduce):
             return len(axes) == 1 and op is shard
         hangs, shall = ({each for dim in at[0] for each in dim} | {each for each, _ in at[1]} for at in (state, goal))
@@ -185,7 +183,7 @@ class Redistribution:
     def _any_moves(
         self, state: _State, goal: _State
     ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
-        """The steps that lead nearer: gather any minor axes; sharded only what the goal shards next."""
+        """The steps that lead nearer: gather any minor axes; shard only what the goal shards next."""
         dims, partial = state
 
         def put(changes: dict[int, tuple[str, ...]], left: tuple[tuple[str, str], ...] = partial) -> _State:
@@ -231,8 +229,7 @@ class Redistribution:
 
 
 def _window(sharding: DimSharding, size: int) -> Window:
-    """The window through which a rank needs what it holds by a sharding: one row, or as many as there are in a
-    block."""
+    """The window through which a rank needs what it has by a sharding: one row, or as many as there are in a block."""
     if sharding.rows is not None:
         return sharding.rows
     blocks, *rest = sharding.sub(size)

@@ -60,14 +60,13 @@ EACH_ITERATION = "each_iteration"
 
 
 def is_part(node: Node, mesh: Mesh) -> bool:
-    """Whether a comm node exchanges rows, and every rank has those that it needs: it takes a part of what it holds."""
+    """Whether a comm node exchanges rows, and every rank has those that it needs: it takes a part of what it has."""
     return node.op.rows is not None and not node.op.sends(node, mesh).nbytes
 
 
 def loop_of(node: Node, mesh: Mesh) -> int:
     """How many times a node is done in a step: once for each iteration of the loop axes that what it takes hangs on, or
-    of
-    all, where it says so."""
+    of all, where it says so."""
     if node.attrs.get(EACH_ITERATION):
         return mesh.extent(axis.name for axis in mesh.axes if axis.loop)
     spec: Spec | None = node.operands[0].spec if node.operands else None

@@ -18,6 +18,7 @@ from torch import fx
 from shardfx.ir.dim_sharding import Coords
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.registry import GraphOp
 from shardfx.ir.spec import Spec
 
 from .sends import Sent, exchanged, sent
@@ -56,16 +57,16 @@ Place = Callable[..., Spec]
 
 
 @dataclass(frozen=True, eq=False)
-class OwnOp:
+class OwnOp(GraphOp):
     """An op of the graph that is not torch's. Operand k gives result k, or all of them are joined to one.
 
     Args:
         name: as it is printed, ``comm.all_reduce``.
         keywords: which there are, and of which kind.
         place: the effect on placements.
+        local: one rank's version; gives what stands for each result.
         factor, whole: a rank sends ``factor * (n - 1) / n`` of the local bytes of its ``operands`` or ``results``.
         adjoint: the row that goes back (a law test runs both); none where there is no one such.
-        local: one rank's version; gives what stands for each result.
         glyph: its shape in pictures: ``join``, ``split``, ``sum`` or ``iteration``; empty where it is a box like
             others.
         pool: what its results lie in, where that is not the device's memory.
@@ -77,11 +78,11 @@ class OwnOp:
     name: str
     keywords: Mapping[str, Keyword]
     place: Place
-    factor: float
-    whole: str
-    adjoint: str
     local: Callable[[RankEmit], Sequence[Any]]
-    glyph: str
+    factor: float = 0.0
+    whole: str = "operands"
+    adjoint: str = ""
+    glyph: str = ""
     pool: str = ""
     fetches: bool = False
     rows: Callable[[Node, Mesh], float] | None = None
@@ -96,12 +97,12 @@ class OwnOp:
         return self.name.partition(".")[2]
 
     @property
-    def stays(self) -> bool:
+    def sends_nothing(self) -> bool:
         """Whether nothing is sent."""
         return self.factor == 0.0
 
     def whole_bytes(self, node: Node, mesh: Mesh) -> int:
-        """The bytes that are gathered, unreduced or exchanged, on the rank that holds most."""
+        """The bytes that are gathered, unreduced or exchanged, on the rank that has most."""
         if self.rows is not None:
             return int(self.rows(node, mesh))
         values = node.operands if self.whole == "operands" else node.outs
@@ -127,9 +128,10 @@ def carried(node: Node) -> list[tuple[Value, Value]]:
     return list(zip(node.operands, results, strict=True))
 
 
-Written = tuple[Any, tuple[Any, ...], dict[str, Any]]
-"""A call: its function, arguments and keywords."""
-Plain = Callable[[tuple[Any, ...], dict[str, Any]], "Written | Any"]
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+Plain = Callable[[Arguments, Keywords], "tuple[Any, Arguments, Keywords] | Any"]
+"""Of the arguments of a call the function, arguments and keywords of another one, or an operand."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from shardfx.ir.graph import Node, Value, op_name
+from shardfx.ir.registry import GRAPH_OPS
 
 aten = torch.ops.aten
 
 KINDS = ("attention", "shardfx.grouped_")
 """What is in the names of ops whose arithmetic torch has no formula for."""
-OWN = ("comm.", "memory.")
 
 
 def with_defaults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,19 +49,6 @@ def storage_offset(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return with_defaults(op, args, kwargs)["storage_offset"]
 
 
-@cache
-def _slot(op: Any, name: str) -> int | None:
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "shardfx":
-        return None
-    return next((i for i, each in enumerate(op._schema.arguments) if each.name == name), None)
-
-
-def draw_slot(node: Node) -> int | None:
-    """Which argument numbers what a node of ours draws; None if it draws nothing."""
-    slot = _slot(node.op, "number")
-    return slot if slot is not None and slot < len(node.args) else None
-
-
 def base_name(node: Node) -> str:
     """The op without namespace and overload; one of our own in full."""
     return base_name_of(node.op)
@@ -71,14 +58,12 @@ def base_name(node: Node) -> str:
 def base_name_of(op: Any) -> str:
     """The name of an op without namespace and overload: ``mm``, ``add``; one of our own in full."""
     name = op_name(op)
-    if name.startswith(OWN) or not isinstance(op, torch._ops.OpOverload):
-        return name
-    return name.split(".")[1]
+    return name.split(".")[1] if isinstance(op, torch._ops.OpOverload) else name
 
 
 def is_own(node: Node) -> bool:
-    """Whether the op is one of our own (``comm.*``, ``memory.*``), whose keywords say what it does."""
-    return base_name_of(node.op).startswith(OWN)
+    """Whether the op is in the registry (``comm.*``, ``memory.*``): its keywords say what it does."""
+    return op_name(node.op) in GRAPH_OPS
 
 
 @cache

@@ -23,10 +23,9 @@ from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pack import aligned, dense_last
 from shardfx.ir.rules.book import Contiguous, RuleEntry, perform
-from shardfx.ir.rules.enumeration import on_axis
-from shardfx.ir.rules.local import Share
+from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.strategy import Partial, strategy
+from shardfx.ir.rules.strategy import Partial, on_axis, strategy
 from shardfx.ir.spec import REDUCTIONS, Spec
 
 from .draws import RankOperands, beyond, draws, extremes, not_finite, of_dtype, other_layouts, positive
@@ -312,11 +311,8 @@ def at_offset(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Executor(Share):
+class Executor(Emit):
     """What a rule's ``local`` function calls ops with: they run at once."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """The op's result on this rank's shards."""

@@ -20,18 +20,18 @@ from shardfx.ir.builder import makes_of_nothing
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import with_defaults
 from shardfx.ir.rulebook.dims import argument
-from shardfx.ir.rules.local import Share
+from shardfx.ir.rules.local import NodeShard
 
 aten = torch.ops.aten
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """An op, its arguments, its keyword arguments."""
-Kernel = Callable[[Share, Mapping[str, Any]], Call | None]
+Kernel = Callable[[NodeShard, Mapping[str, Any]], Call | None]
 """The call of a device's kernel for a rank's share of a node, from the arguments by name; None: it does not take it."""
 
 CPU = torch.device("cpu")
 
 
-def _flash_takes(share: Share) -> bool:
+def _flash_takes(share: NodeShard) -> bool:
     """Torch's flash kernel for the CPU adds a mask of the queries' own dtype, and divides by zero where there is no
     head."""
     node = share.node
@@ -41,7 +41,7 @@ def _flash_takes(share: Share) -> bool:
     return there and same and q.shape[-1] == v.shape[-1] and not argument(node, "p") and not argument(node, "of_mask")
 
 
-def _flash(share: Share, given: Mapping[str, Any]) -> Call | None:
+def _flash(share: NodeShard, given: Mapping[str, Any]) -> Call | None:
     if not _flash_takes(share):
         return None
     backward = share.node.op is attention_backward
@@ -63,7 +63,7 @@ def is_device_specific(op: Any) -> bool:
     return op in KERNELS or makes_of_nothing(op)
 
 
-def on_device(share: Share | None, call: Call, device: torch.device) -> Call:
+def on_device(share: NodeShard | None, call: Call, device: torch.device) -> Call:
     """A call of a rank's program as it is on ``device``; ``share`` is the rank's share of the node that it is for."""
     op, args, kwargs = call
     if makes_of_nothing(op):
@@ -73,7 +73,7 @@ def on_device(share: Share | None, call: Call, device: torch.device) -> Call:
     return made or call
 
 
-def kernel_variants(share: Share, call: Call) -> Iterator[Call]:
+def kernel_variants(share: NodeShard, call: Call) -> Iterator[Call]:
     """What may stand in a program for a call: itself, or the kernel of some device."""
     op, args, kwargs = call
     yield call

@@ -29,7 +29,7 @@ from shardfx.ir.ops import comm, pack
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import Contiguous, RuleBook, perform
-from shardfx.ir.rules.local import Share, gives_list
+from shardfx.ir.rules.local import Emit, NodeShard, gives_list
 from shardfx.ir.spec import Spec
 
 from .devices import CPU, is_device_specific, on_device
@@ -181,7 +181,7 @@ class Lowering:
     def call(self, target: Any, *args: Any, gives: Sequence[int] | None = None, **kwargs: Any) -> torch.fx.Node:
         """Write a call; ``gives`` is the shape of its result, where that is known."""
         if is_device_specific(target):
-            share = Share(self.current, self.mesh, self.coords) if self.current is not None else None
+            share = NodeShard(self.current, self.mesh, self.coords) if self.current is not None else None
             target, args, kwargs = on_device(share, (target, args, kwargs), self.device)
         name = target._opname if isinstance(target, torch._ops.OpOverload) else None
         made = self.fx.create_node("call_function", target, name=name)
@@ -214,7 +214,7 @@ class Lowering:
         if isinstance(node.op, OwnOp):
             there = self.env.__getitem__ if node.op.fetches else self._there
             held = self.env.get if node.op is comm.send else there  # it is another rank's, perhaps
-            emit = LocalEmit(node, self.mesh, self.coords, self, tuple(held(v) for v in node.operands), {})
+            emit = LocalEmit(node, self.mesh, self.coords, tuple(held(v) for v in node.operands), {}, self)
             made = self.loops.collected(emit) if self.loops.collects(node) else node.op.local(emit)
             self.env.update(zip(node.outs, made, strict=True))
             return
@@ -222,7 +222,7 @@ class Lowering:
         use = self.dense[Contiguous.ANY if entry is None else entry.contiguous]
         args = substitute(node.args, use)
         kwargs = {k: substitute(a, use) for k, a in node.kwargs.items()}
-        result = perform(entry, LocalEmit(node, self.mesh, self.coords, self, args, kwargs))
+        result = perform(entry, LocalEmit(node, self.mesh, self.coords, args, kwargs, self))
         if len(node.results) == 1 and not gives_list(node.op):
             self.env[node.results[0]] = result  # type: ignore[index]
             return
@@ -250,12 +250,10 @@ class Lowering:
 
 
 @dataclass
-class LocalEmit(Share):
+class LocalEmit(Emit):
     """What a ``local`` function of a rule or a row writes with (see :class:`shardfx.ir.rules.local.Emit`)."""
 
     lowering: Lowering
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
     @property
     def device(self) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.ops.computing.segment import COPY, Call, Ref, common, home, read_call, segment
+from shardfx.ir.ops.computing.segment import COPY, SegmentCall, SegmentRef, common, home, read_call, segment
 from shardfx.ir.ops.local_ops import row_of
 
 from .rank_module import ORIGINS
@@ -69,15 +69,15 @@ def _write_out(graph: fx.Graph, node: fx.Node) -> None:
     texts, gives, members, tensors, scalars, *_ = arguments
     calls, width = [read_call(text) for text in texts], len(tensors) // members
     origins = node.meta.get(ORIGINS, [node.meta.get("shardfx")] * (members * len(calls)))
-    there = {Ref("s", i): scalar for i, scalar in enumerate(scalars)}
+    there = {SegmentRef("s", i): scalar for i, scalar in enumerate(scalars)}
     once, results = common(calls), list[fx.Node]()
     with graph.inserting_before(node):
         for member in range(members):
             row = tensors[member * width : (member + 1) * width]
-            there |= {Ref("c", i): column for i, column in enumerate(row)}
+            there |= {SegmentRef("c", i): column for i, column in enumerate(row)}
             its = origins[member * len(calls) : (member + 1) * len(calls)]
             written = _member(graph, calls, there, its, once if member else ())
-            results += [written[Ref("c", column)] for column in gives]
+            results += [written[SegmentRef("c", column)] for column in gives]
     for user in list(node.users):
         place: Any = user.args[1]
         user.replace_all_uses_with(results[place])
@@ -86,14 +86,18 @@ def _write_out(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _member(
-    graph: fx.Graph, calls: Sequence[Call], there: dict[Ref, fx.Node], origins: Sequence[Any], known: Container[int]
-) -> dict[Ref, fx.Node]:
+    graph: fx.Graph,
+    calls: Sequence[SegmentCall],
+    there: dict[SegmentRef, fx.Node],
+    origins: Sequence[Any],
+    known: Container[int],
+) -> dict[SegmentRef, fx.Node]:
     """Write the calls of one member, of the tensors that are there, but for those ``known`` already; gives what is
     written last in each memory."""
-    written: dict[Ref, fx.Node] = {}
+    written: dict[SegmentRef, fx.Node] = {}
 
     def put(arg: Any) -> Any:
-        return there.get(arg, arg) if isinstance(arg, Ref) else arg
+        return there.get(arg, arg) if isinstance(arg, SegmentRef) else arg
 
     for number, (call, origin) in enumerate(zip(calls, origins, strict=True)):
         if number in known:
@@ -101,6 +105,6 @@ def _member(
         args, kwargs = fx.node.map_aggregate(call.args, put), fx.node.map_aggregate(call.kwargs, put)
         made = graph.call_function(memory_ops.write if call.op is COPY else call.op, args, kwargs)
         made.meta["shardfx"] = origin
-        there[Ref("r", number)] = made
-        written[home(calls, Ref("r", number))] = made
+        there[SegmentRef("r", number)] = made
+        written[home(calls, SegmentRef("r", number))] = made
     return written

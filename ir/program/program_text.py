@@ -25,10 +25,11 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value
-from shardfx.ir.ops.local_ops import BY_NAME, row_of
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.arguments import CONSTANTS, DTYPES, TORCH_CONSTANTS
-from shardfx.ir.text.lexer import Line
+from shardfx.ir.text.lexer import TextLine
 
 from .rank_program import RankProgram
 
@@ -117,7 +118,7 @@ class _ProgramReader:
     def read(self, text: str) -> RankProgram:
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         for number, each in lines:
-            line = Line(each, number)
+            line = TextLine(each, number)
             if self.rank < 0:
                 self._head(line)
             elif line.kind == "value":
@@ -132,7 +133,7 @@ class _ProgramReader:
             raise Error("the text of a program is cut short", expected="a line: return ...", got=text[-60:])
         return RankProgram(self.rank, self.planned.mesh, self.graph, tuple(self.takes), tuple(self.gives))
 
-    def _head(self, line: Line) -> None:
+    def _head(self, line: TextLine) -> None:
         found = re.fullmatch(r"program (\d+): rank (\d+) of mesh (.*)", line.text.strip())
         if found is None:
             line.fail(f"program {VERSION}: rank ... of mesh ...")
@@ -151,7 +152,7 @@ class _ProgramReader:
         line.at = len(line.text)
         line.next()
 
-    def _input(self, line: Line) -> None:
+    def _input(self, line: TextLine) -> None:
         kind = line.word("an input, a call or return")
         if kind not in [each.value for each in InputKind]:
             line.fail("parameter, buffer, argument, target, constant or seed", kind)
@@ -166,7 +167,7 @@ class _ProgramReader:
         self.env[name] = self.graph.create_node("placeholder", name, (), {}, name)
         self.takes.append(given)
 
-    def _call(self, line: Line) -> None:
+    def _call(self, line: TextLine) -> None:
         name = line.next()[1:]
         line.expect("=")
         word = line.word("a call such as aten.mm")
@@ -195,7 +196,7 @@ class _ProgramReader:
                 )
             made.meta["shardfx"] = self.nodes[value]
 
-    def _return(self, line: Line) -> None:
+    def _return(self, line: TextLine) -> None:
         results = []
 
         def item() -> None:
@@ -211,9 +212,9 @@ class _ProgramReader:
         line.many(item, "")
         self.graph.output(tuple(results))
 
-    def _target(self, line: Line, word: str) -> Any:
-        if word in BY_NAME:
-            return BY_NAME[word].function
+    def _target(self, line: TextLine, word: str) -> Any:
+        if word in PROGRAM_OPS:
+            return PROGRAM_OPS[word].function
         if word in self.functions:
             return self.functions[word]
         space, _, rest = word.partition(".")
@@ -224,7 +225,7 @@ class _ProgramReader:
             line.fail("an op of torch, a call of programs, or one of functions=", word)
         return found
 
-    def _argument(self, line: Line) -> Any:
+    def _argument(self, line: TextLine) -> Any:
         if line.kind == "value":
             name = line.next()[1:]
             if name not in self.env:

@@ -24,7 +24,7 @@ from .rank_module import NodeOrigin, RankModule
 
 @dataclass(eq=False)
 class RankProgram:
-    """The program of one rank: calls of torch's ops and of :data:`shardfx.ir.ops.local_ops.LOCAL_OPS` in order, with an
+    """The program of one rank: calls of torch's ops and of rows of :mod:`shardfx.ir.registry` in order, with an
     input of the planned graph for each placeholder, and an output for each result. ``constants`` are tensors of a
     module that somebody changed, by attribute name."""
 

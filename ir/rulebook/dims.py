@@ -12,22 +12,9 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops import pack
 from shardfx.ir.rules.book import Contiguous, replicated, rule
 from shardfx.ir.rules.local import Emit
-from shardfx.ir.rules.schema import argument, given_tensors
 from shardfx.ir.rules.sharding_rule import ShardingRule
-
-__all__ = [
-    "Indexed",
-    "argument",
-    "at_dim",
-    "checked",
-    "given_tensors",
-    "indexed",
-    "moves",
-    "ops",
-    "packed",
-    "untouched",
-    "words",
-]
+from shardfx.ir.rules.template import argument as argument
+from shardfx.ir.rules.template import given_tensors as given_tensors
 
 moves = functools.partial(rule, linear="0", moves_only=True)
 """The rule of an op that only moves the elements of its first operand about."""

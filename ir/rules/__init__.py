@@ -1,19 +1,18 @@
 """What may be sharded of an op, as data; see docs/writing_rules.md."""
 
 from .book import Contiguous, RuleBook, RuleEntry, rule
-from .local import Emit, Share, add_once, mine, others_zero, reshaped
-from .schema import argument, tensor_slots
+from .local import Emit, NodeShard, add_once, mine, others_zero, reshaped
 from .sharding_rule import ShardingRule, rule_text
 from .strategy import strategy
-from .template import Template
+from .template import Template, argument, tensor_slots
 
 __all__ = [
     "Contiguous",
     "Emit",
+    "NodeShard",
     "RuleBook",
     "RuleEntry",
     "ShardingRule",
-    "Share",
     "Template",
     "add_once",
     "argument",

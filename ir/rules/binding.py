@@ -18,7 +18,7 @@ LEFT_OUT = "none"
 """The dim of an empty vector in the place of a result (or operand) that the op leaves out."""
 
 
-class Word(NamedTuple):
+class TemplateWord(NamedTuple):
     """One word of a template: ``(h d)``, ``n..``, ``h*2``, ``k@dim``; without factors it is a dim of size one."""
 
     factors: Dim
@@ -29,7 +29,7 @@ class Word(NamedTuple):
 class Tensor(NamedTuple):
     """The words of one tensor; the first ones may be missing in one that is ``broadcast``."""
 
-    words: tuple[Word, ...]
+    words: tuple[TemplateWord, ...]
     broadcast: bool = False
 
     @property
@@ -120,11 +120,8 @@ class Binding:
             found[i] -= less
             missing -= less
         if missing:
-            raise Error(
-                "a rule's template does not have as many dims as the tensor",
-                expected=f"{len(shape)} dims for shape {shape}",
-                got=str(tensor),
-            )
+            what = "a rule's template does not have as many dims as the tensor"
+            raise Error(what, expected=f"{len(shape)} dims for shape {shape}", got=str(tensor))
         return found
 
     def _number(self, many: str) -> int:
@@ -205,7 +202,7 @@ def bind(
     tensors = given + made
     if (0,) in key.results or (0,) in key.operands[1:]:
         some = bool(given) and 0 not in given[0][1]
-        absent = Tensor((Word((LEFT_OUT,)),))
+        absent = Tensor((TemplateWord((LEFT_OUT,)),))
         tensors = [(absent if s == (0,) and (some or t.is_no_vector) else t, s) for t, s in tensors]
     binding = Binding(marks, key)
     counts = [binding.counts(tensor, shape) for tensor, shape in tensors]

@@ -1,4 +1,4 @@
-"""Op rules, and the book that holds them.
+"""Op rules, and the book of them.
 
 A rule is an einsum over *factors*, in the spirit of Shardy's::
 
@@ -24,12 +24,14 @@ import torch
 
 from shardfx.ir.builder import makes_of_nothing
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Node, Value
+from shardfx.ir.graph import Node, Strategy, Value
+from shardfx.ir.mesh import Mesh
 
 from .binding import Tensor
+from .empty_shards import may_lack, results_of_empty_shard
 from .local import TARGETS, Emit, is_sharded
-from .of_nothing import may_lack, share_of_nothing
 from .sharding_rule import Dim, ShardingRule
+from .strategy import as_placed
 from .template import ALL, Template, parse_linear, parse_tensor, template
 
 
@@ -37,7 +39,7 @@ def perform(entry: RuleEntry | None, emit: Emit) -> Any:
     """One rank's version of a node: as its rule's ``local`` says, or the op itself with the local shape."""
     sharding = is_sharded(emit.node)
     if sharding and entry is not None and may_lack(emit.node, emit.mesh):
-        nothing = share_of_nothing(entry.make(emit.node), emit)
+        nothing = results_of_empty_shard(entry.make(emit.node), emit)
         if nothing is not None:
             return nothing
     if entry is not None and entry.local is not None and sharding:
@@ -115,7 +117,7 @@ class RuleEntry:
     ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``sized`` arguments
     that are the sizes of dims; ``local`` writes anything else; ``free`` says that the op costs next to nothing, so that
     it may be done once per placement that is needed of its result; ``contiguous`` which memory layout its kernel takes;
-    ``expand`` says that where a whole factor is in the way the op may be taken apart into its decomposition (True:
+    ``expand`` says that where a whole factor is in the way the op may be replaced by its decomposition (True:
     torch's own); ``rows`` writes one rank's version where what others are seen through windows by is sharded, of
     arguments that fit it otherwise; ``discovered`` that nobody wrote it: it is found by running the op.
     """
@@ -230,6 +232,15 @@ class RuleBook:
         if found is None and self._fallback is not None:
             found = self._fallback(op)
         return found
+
+    def rule(self, node: Node) -> ShardingRule:
+        """The rule of a node; where there is none, that of an op of which nothing is sharded."""
+        entry = self.entry(node.op)
+        return (entry.make(node) if entry is not None else None) or replicated(node)
+
+    def as_placed(self, node: Node, mesh: Mesh) -> Strategy:
+        """The strategy of a node whose operands stay as they are placed, as far as its rule allows."""
+        return as_placed(self.rule(node), node, mesh)
 
     def __iter__(self) -> Any:
         return iter(self._by_op.items())

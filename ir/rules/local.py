@@ -1,4 +1,4 @@
-"""One rank's share of a node: what it holds of every tensor, and how its version of the op is called.
+"""One rank's share of a node: what it has of every tensor, and how its version of the op is called.
 
 Code generation writes that call into a program, the oracle (:mod:`shardfx.ir.oracle`) executes it: both by
 :func:`perform`, so that what is checked is what runs.
@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from shardfx.ir.dim_sharding import Coords, DimSharding, in_stretches
+from shardfx.ir.dim_sharding import Coords, DimSharding, is_strided
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
@@ -24,11 +24,11 @@ aten = torch.ops.aten
 
 
 TARGETS: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-"""A local piece of a value may not be laid out so that a view of it exists."""
+"""A local shard of a value may not be laid out so that a view of it exists."""
 
 
-class Piece(NamedTuple):
-    """What a rank holds of a sub-dim of ``size`` elements: ``length`` of them, from ``start`` on."""
+class SubRange(NamedTuple):
+    """The contiguous range of a sub-dim of ``size`` elements that a rank has."""
 
     size: int
     start: int
@@ -36,106 +36,122 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a rank holds of a dim: a piece of each of its sub-dims, major first. A plain sharding has one."""
+class DimShard:
+    """A rank's shard of a dim: a range of each of its sub-dims, major first. Of a dim that is sharded plainly, one."""
 
-    pieces: tuple[Piece, ...]
+    ranges: tuple[SubRange, ...]
 
     @staticmethod
-    def of(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> Held:
-        """What the rank at ``coords`` holds of a dim of ``size`` elements that is sharded so."""
+    def of(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> DimShard:
+        """The shard of the rank at ``coords`` of a dim of ``size`` elements that is sharded so."""
         pairs = zip(sharding.sub(size), sharding.spans(size, mesh, coords), strict=True)
-        return Held(tuple(Piece(part.size, *span) for part, span in pairs))
+        return DimShard(tuple(SubRange(part.size, *span) for part, span in pairs))
 
     @property
     def first(self) -> int:
-        """The first element that is held: no two ranks that hold something else have the same."""
+        """The first element that is held: no two ranks that have something else have the same."""
         found = 0
-        for piece in self.pieces:
-            found = found * piece.size + piece.start
+        for each in self.ranges:
+            found = found * each.size + each.start
         return found
 
     @property
     def length(self) -> int:
         """How many elements are held."""
-        return math.prod(piece.length for piece in self.pieces)
+        return math.prod(each.length for each in self.ranges)
 
     @property
     def is_whole(self) -> bool:
         """Whether all elements are."""
-        return all(piece.length == piece.size for piece in self.pieces)
+        return all(each.length == each.size for each in self.ranges)
 
     def find(self, index: int) -> int | None:
-        """Where an element of the whole stands among those that are held; None if it is not held."""
+        """Where an element of the global dim is in the shard; None if it is not there."""
         found, stride = 0, 1
-        for piece in reversed(self.pieces):
-            index, place = divmod(index, piece.size) if piece is not self.pieces[0] else (0, index)
-            if not piece.start <= place < piece.start + piece.length:
+        for each in reversed(self.ranges):
+            index, place = divmod(index, each.size) if each is not self.ranges[0] else (0, index)
+            if not each.start <= place < each.start + each.length:
                 return None
-            found += (place - piece.start) * stride
-            stride *= piece.length
+            found += (place - each.start) * stride
+            stride *= each.length
         return found
 
 
 @dataclass
-class Share:
-    """What the rank at ``coords`` holds of a node's tensors, by the node's strategy."""
+class NodeShard:
+    """What the rank at ``coords`` has of a node's tensors, by the node's strategy."""
 
     node: Node
     mesh: Mesh
     coords: Coords
 
-    def _bounds(self, value: Value, spec: Spec, dim: int) -> tuple[int, int]:
-        if in_stretches(spec.dims[dim]):
-            raise Error(
-                f"{op_name(self.node.op)} is written for a rank that holds one stretch of a dim",
-                where=str(self.node.where),
-                expected=f"dim {dim} sharded plainly",
-                got=spec.text(value.shape),
-                remedy="hint a plain sharding; in a rule's local function ask for operand_held or result_held",
-            )
-        held = Held.of(spec.dims[dim], value.shape[dim], self.mesh, self.coords)
-        return held.first, held.length
-
     def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
-        """The local shape of a value that is held by a spec."""
+        """The local shape of a value that is placed by a spec."""
         return spec.local_shape(value.shape, self.mesh, self.coords)
-
-    def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
-        """Start and length of the one stretch that this rank holds of a dim of an operand.
-
-        Raises:
-            Error: the dim is sharded so that ranks hold several stretches.
-        """
-        assert self.node.strategy is not None
-        return self._bounds(self.node.operands[operand], self.node.strategy.operands[operand], dim)
-
-    def result_bounds(self, result: int, dim: int) -> tuple[int, int]:
-        """Start and length of the one stretch that this rank holds of a dim of a result; raises like the other."""
-        assert self.node.strategy is not None
-        return self._bounds(self.node.outs[result], self.node.strategy.results[result], dim)
-
-    def operand_held(self, operand: int, dim: int) -> Held:
-        """What this rank holds of a dim of an operand, however it is sharded."""
-        assert self.node.strategy is not None
-        sharding = self.node.strategy.operands[operand].dims[dim]
-        return Held.of(sharding, self.node.operands[operand].shape[dim], self.mesh, self.coords)
-
-    def result_held(self, result: int, dim: int) -> Held:
-        """What this rank holds of a dim of a result, however it is sharded."""
-        assert self.node.strategy is not None
-        sharding = self.node.strategy.results[result].dims[dim]
-        return Held.of(sharding, self.node.outs[result].shape[dim], self.mesh, self.coords)
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
         """The local shape of an operand."""
-        assert self.node.strategy is not None
-        return self.shape(self.node.operands[operand], self.node.strategy.operands[operand])
+        return self.shape(*self._operand(operand))
 
     def result_shape(self, result: int) -> tuple[int, ...]:
         """The local shape of a result."""
+        return self.shape(*self._result(result))
+
+    def operand_shard(self, operand: int, dim: int) -> DimShard:
+        """What this rank has of a dim of an operand, however it is sharded."""
+        return self._dim(*self._operand(operand), dim)
+
+    def result_shard(self, result: int, dim: int) -> DimShard:
+        """What this rank has of a dim of a result, however it is sharded."""
+        return self._dim(*self._result(result), dim)
+
+    def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
+        """Start and length of the one contiguous range that this rank has of a dim of an operand.
+
+        Raises:
+            Error: the dim is sharded so that ranks have several.
+        """
+        return self._bounds(*self._operand(operand), dim)
+
+    def result_bounds(self, result: int, dim: int) -> tuple[int, int]:
+        """The same of a dim of a result."""
+        return self._bounds(*self._result(result), dim)
+
+    def _operand(self, operand: int) -> tuple[Value, Spec]:
         assert self.node.strategy is not None
-        return self.shape(self.node.outs[result], self.node.strategy.results[result])
+        return self.node.operands[operand], self.node.strategy.operands[operand]
+
+    def _result(self, result: int) -> tuple[Value, Spec]:
+        assert self.node.strategy is not None
+        return self.node.outs[result], self.node.strategy.results[result]
+
+    def _dim(self, value: Value, spec: Spec, dim: int) -> DimShard:
+        return DimShard.of(spec.dims[dim], value.shape[dim], self.mesh, self.coords)
+
+    def _bounds(self, value: Value, spec: Spec, dim: int) -> tuple[int, int]:
+        if is_strided(spec.dims[dim]):
+            raise Error(
+                f"{op_name(self.node.op)} is written for a rank that has one contiguous range of a dim",
+                where=str(self.node.where),
+                expected=f"dim {dim} sharded plainly",
+                got=spec.text(value.shape),
+                remedy="hint a plain sharding; in a rule's local function ask for operand_shard or result_shard",
+            )
+        found = self._dim(value, spec, dim)
+        return found.first, found.length
+
+
+@dataclass
+class Emit(NodeShard):
+    """What a rule's ``local`` function writes one rank's version of a node with: code generation writes its calls into
+    a program, the oracle executes them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write a call; gives its result, to be used in further calls."""
+        raise NotImplementedError
 
 
 @cache
@@ -151,57 +167,27 @@ def is_sharded(node: Node) -> bool:
     return any(spec.axes for spec in (*node.strategy.operands, *node.strategy.results))
 
 
-class Emit(Protocol):
-    """What a rule's ``local`` function gets to write one rank's version of a node (made by code generation)."""
-
-    node: Node
-    mesh: Mesh
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Write a call; gives its result, to be used in further calls."""
-
-    def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
-        """Start and length of the one stretch that this rank holds of a dim of an operand; raises if it is several."""
-
-    def result_bounds(self, result: int, dim: int) -> tuple[int, int]:
-        """Start and length of the one stretch that this rank holds of a dim of a result; raises if it is several."""
-
-    def operand_held(self, operand: int, dim: int) -> Held:
-        """What this rank holds of a dim of an operand, however it is sharded."""
-
-    def result_held(self, result: int, dim: int) -> Held:
-        """What this rank holds of a dim of a result, however it is sharded."""
-
-    def operand_shape(self, operand: int) -> tuple[int, ...]:
-        """The local shape of an operand."""
-
-    def result_shape(self, result: int) -> tuple[int, ...]:
-        """The local shape of a result."""
-
-
 def reshaped(emit: Emit) -> Any:
-    """Where the op would take a piece for something else, its result is the piece in the local shape."""
+    """Where the op would take a shard for something else, its result is the shard in the local shape."""
     return emit.call(aten.reshape.default, emit.args[0], list(emit.result_shape(0)))
 
 
-def mine(emit: Emit, index: Any, held: Held) -> tuple[Any, Any]:
-    """Where an index of the whole stands in what this rank holds (clamped), and where it lies outside."""
+def mine(emit: Emit, index: Any, held: DimShard) -> tuple[Any, Any]:
+    """Where an index of the whole stands in what this rank has (clamped), and where it lies outside."""
     place, outside, stride, below = None, None, 1, 1
-    for i, piece in reversed(list(enumerate(held.pieces))):
+    for i, part in reversed(list(enumerate(held.ranges))):
         digit = emit.call(aten.floor_divide.Scalar, index, below) if below > 1 else index
         if i:
-            digit = emit.call(aten.remainder.Scalar, digit, piece.size)
-        if piece.length < piece.size:
-            digit = emit.call(aten.sub.Tensor, digit, piece.start)  # also of 0: all ranks run one program
-            low, high = emit.call(aten.lt.Scalar, digit, 0), emit.call(aten.ge.Scalar, digit, piece.length)
-            digit = emit.call(aten.clamp.default, digit, 0, max(piece.length - 1, 0))
+            digit = emit.call(aten.remainder.Scalar, digit, part.size)
+        if part.length < part.size:
+            digit = emit.call(aten.sub.Tensor, digit, part.start)  # also of 0: all ranks run one program
+            low, high = emit.call(aten.lt.Scalar, digit, 0), emit.call(aten.ge.Scalar, digit, part.length)
+            digit = emit.call(aten.clamp.default, digit, 0, max(part.length - 1, 0))
             beside = emit.call(aten.logical_or.default, low, high)
             outside = emit.call(aten.logical_or.default, outside, beside) if outside is not None else beside
         digit = emit.call(aten.mul.Tensor, digit, stride) if stride > 1 else digit
         place = emit.call(aten.add.Tensor, place, digit) if place is not None else digit
-        stride, below = stride * piece.length, below * piece.size
+        stride, below = stride * part.length, below * part.size
     return place, outside
 
 
@@ -211,16 +197,16 @@ def others_zero(emit: Emit, found: Any, outside: Any, *, rows: bool = False) -> 
     return emit.call(aten.masked_fill.Scalar, found, where, 0)
 
 
-def box_of(emit: Emit, whole: Any, held: Sequence[Held]) -> Any:
-    """What this rank holds of a tensor that it has made as a whole; ``held`` says it of each dim."""
-    pieces = [piece for each in held for piece in each.pieces]
-    if all(piece.length == piece.size for piece in pieces):
+def box_of(emit: Emit, whole: Any, held: Sequence[DimShard]) -> Any:
+    """What this rank has of a tensor that it has made as a whole; ``held`` says it of each dim."""
+    ranges = [part for each in held for part in each.ranges]
+    if all(part.length == part.size for part in ranges):
         return whole
-    box = emit.call(aten.view.default, whole, [piece.size for piece in pieces]) if len(pieces) > len(held) else whole
-    for dim, (size, start, length) in enumerate(pieces):
+    box = emit.call(aten.view.default, whole, [part.size for part in ranges]) if len(ranges) > len(held) else whole
+    for dim, (size, start, length) in enumerate(ranges):
         if length < size:
             box = emit.call(aten.slice.Tensor, box, dim, start, start + length)
-    return emit.call(aten.reshape.default, box, [each.length for each in held]) if len(pieces) > len(held) else box
+    return emit.call(aten.reshape.default, box, [each.length for each in held]) if len(ranges) > len(held) else box
 
 
 def nothing(emit: Emit, like: Any) -> Any:
@@ -229,7 +215,7 @@ def nothing(emit: Emit, like: Any) -> Any:
 
 
 def add_once(emit: Emit) -> Any:
-    """What is added to is added by the rank that holds the first part of the values; the others add to zeros. Where it
+    """What is added to is added by the rank that has the first part of the values; the others add to zeros. Where it
     is a partial sum over the same axes, each rank adds to its own term."""
     made = emit.node.strategy
     assert made is not None
@@ -242,7 +228,7 @@ def add_once(emit: Emit) -> Any:
     ]
     if not apart:
         return emit.call(emit.node.op, *emit.args, **emit.kwargs)
-    others = any(emit.operand_held(t, d).first for t, d in apart)  # a number: all ranks and iterations run one program
+    others = any(emit.operand_shard(t, d).first for t, d in apart)  # a number: all ranks and iterations run one program
     away = emit.call(aten.full.default, [], int(others), dtype=torch.bool)
     once = emit.call(aten.masked_fill.Scalar, emit.args[0], away, 0)
     return emit.call(emit.node.op, once, *emit.args[1:], **emit.kwargs)

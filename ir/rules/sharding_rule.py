@@ -33,7 +33,7 @@ class Linear(NamedTuple):
         return "&".join(map(str, sorted(self.operands))) + along + made
 
 
-class Seen(NamedTuple):
+class SeenFactor(NamedTuple):
     """A factor as another one, the ``leader``, needs it: through a window."""
 
     leader: str
@@ -50,9 +50,8 @@ class ShardingRule:
     whole: frozenset[str] = frozenset()
     linear: tuple[Linear, ...] = ()
     reduce: str = "sum"
-    """What a result is of the pieces' results where it lacks a factor that is sharded; ``same``: every rank has all of
-    it.
-    One word for all results, or one for each: ``"min, max"``."""
+    """What a result is of the shards' results where it lacks a factor that is sharded; ``same``: every rank has all of
+    it. One word for all results, or one for each: ``"min, max"``."""
     moves_only: bool = False
     """The op only moves elements about: any kind of partial value (a max too) may pass."""
     transparent: bool = False
@@ -60,10 +59,9 @@ class ShardingRule:
     unread: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """The results that are made without a factor: where it is sharded every rank has all of them, and nothing is
     summed."""
-    windows: Mapping[str, Seen] = field(default_factory=dict)
+    windows: Mapping[str, SeenFactor] = field(default_factory=dict)
     """Factors of operands that are not sharded themselves: where another factor is sharded, a rank needs the rows that
-    its
-    chunk of that one is made of."""
+    its chunk of that one is made of."""
     alone: frozenset[str] = frozenset()
     """Those of them that may be sharded by themselves, too."""
 

@@ -1,14 +1,22 @@
-"""From shardings of factors to the placements of all tensors of a node, and back."""
+"""Strategies of a node: from shardings of factors to the placements of all tensors, and back; and which there are.
+
+mm, Mesh(a=2)     [4, 6], [6, 5] -> [4, 5]              m{a}: [4{a}, 6], [6, 5] -> [4{a}, 5]
+                  k{a}: [4, 6{a}], [6{a}, 5] -> [4, 5] +{a}              [4, 6] +{a}, [6, 5] -> [4, 5] +{a}   ...
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part, Window, compound, in_stretches, project
+import torch
+
+from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part, Window, compound, is_strided, project, smallest
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Node, Strategy
+from shardfx.ir.graph import Node, Strategy, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.shards import rows_for
 from shardfx.ir.spec import Spec
@@ -18,6 +26,13 @@ from .sharding_rule import SAME, Dim, ShardingRule
 FactorShardings = Mapping[str, DimSharding]
 Partial = Mapping[str, tuple[str, frozenset[int]]]
 """By axis the reduction, and the operands that are partial over it."""
+APPROXIMATE = "approximate"
+"""The attribute of a node by which a pass says that partial sums may pass it, though the sum is then a rounded one."""
+REDUCE_AFTER = "reduce_after"
+"""The attribute of a node by which is said that partial sums pass it, if they go nowhere else: a cast to the dtype in
+which they are to be added."""
+MOST_IGNORED = 4
+"""Of more operands whose values the op ignores, each alone and all together are partial sums."""
 
 
 def sharding_of(factor: str, shardings: FactorShardings, rule: ShardingRule, mesh: Mesh) -> DimSharding:
@@ -30,17 +45,15 @@ def sharding_of(factor: str, shardings: FactorShardings, rule: ShardingRule, mes
         return rows_for(leader.axes, seen.window, rule.sizes[factor], mesh)
     made = rows_for(leader.axes, seen.window.within(leader.rows), rule.sizes[factor], mesh)
     if not _covers(made, rule.sizes[factor], seen.window, leader, rule.sizes[seen.leader], mesh):
-        raise Error(
-            f"a rank has no rows of the factor {factor!r} for the one of {seen.leader!r} that it holds",
-            expected="tiles, or rows of which each rank has some",
-            got=leader.text(rule.sizes[seen.leader]),
-        )
+        what = f"a rank has no rows of the factor {factor!r} for the one of {seen.leader!r} that it holds"
+        expected = "tiles, or rows of which each rank has some"
+        raise Error(what, expected=expected, got=leader.text(rule.sizes[seen.leader]))
     return made
 
 
 @lru_cache(maxsize=4096)
 def _covers(made: DimSharding, size: int, window: Window, leader: DimSharding, leaders: int, mesh: Mesh) -> bool:
-    """Whether ranks hold what the leader's rows are made of, the one row also that a rank has where its chunk needs
+    """Whether ranks have what the leader's rows are made of, the one row also that a rank has where its chunk needs
     none."""
     for coords in mesh.along(dict.fromkeys(mesh.names, 0), leader.axes):
         (start, length), (first, count) = made.span(size, mesh, coords), leader.span(leaders, mesh, coords)
@@ -57,16 +70,16 @@ def wishes(rule: ShardingRule, shardings: FactorShardings) -> dict[str, DimShard
 
 
 def wished(rule: ShardingRule, factor: str, sharding: DimSharding) -> tuple[str, DimSharding]:
-    """The factor that is to be sharded where a tensor holds a sharding of one, and how: a leader in tiles over the same
+    """The factor that is to be sharded where a tensor has a sharding of one, and how: a leader in tiles over the same
     axes."""
     seen = rule.windows.get(factor)
     if seen is None and factor not in rule.leaders:
         return factor, sharding
-    return factor if seen is None else seen.leader, WHOLE if in_stretches(sharding) else DimSharding(sharding.axes)
+    return factor if seen is None else seen.leader, WHOLE if is_strided(sharding) else DimSharding(sharding.axes)
 
 
 def implied(rule: ShardingRule, factor: str, sharding: DimSharding, mesh: Mesh) -> tuple[str, DimSharding] | None:
-    """The factor that is sharded where a tensor holds this sharding of one, and how; None where that follows from no
+    """The factor that is sharded where a tensor has this sharding of one, and how; None where that follows from no
     sharding."""
     seen = rule.windows.get(factor)
     if seen is None:
@@ -97,41 +110,31 @@ def _joined(dim: Dim, shardings: FactorShardings, rule: ShardingRule, mesh: Mesh
         if sharding.rows is not None and math.prod(rule.dim_sizes(dim)) == rule.sizes[f]:
             return sharding
         if sharding.rows is not None:
-            raise Error(
-                f"rows of the factor {f!r} that overlap are no rows of a dim of several factors",
-                expected="tiles",
-                got=sharding.text(rule.sizes[f]),
-            )
+            what = f"rows of the factor {f!r} that overlap are no rows of a dim of several factors"
+            raise Error(what, expected="tiles", got=sharding.text(rule.sizes[f]))
         parts.extend(sharding.sub(rule.sizes[f]))
     return compound(parts, mesh)
 
 
-def strategy(
-    rule: ShardingRule,
-    shardings: FactorShardings,
-    mesh: Mesh,
-    partial: Partial | None = None,
-) -> Strategy:
+def strategy(rule: ShardingRule, shardings: FactorShardings, mesh: Mesh, partial: Partial | None = None) -> Strategy:
     """How a node is computed when its factors are sharded so, and operands are partial so.
 
     Args:
-        shardings: factor -> sharded. Over all factors, an axis at most once.
+        shardings: factor -> sharding. Over all factors, an axis at most once.
         partial: axis -> (reduction, the operands that are partial over it), one of ``rule.linear``'s groups. An axis
             that shards a factor as well is one along which the rule lets them be.
 
     Raises:
         Error: a factor that sees others through windows is not sharded plainly; rows that overlap would count twice in
-            a sum; an axis stands twice in one placement; it shards a factor, and operands are partial over it for which
+        a
+            sum; an axis stands twice in one placement; it shards a factor, and operands are partial over it for which
             the rule does not say so.
     """
     partial = partial or {}
     for factor in (rule.leaders | rule.alone) & shardings.keys():
         if shardings[factor].parts:
-            raise Error(
-                f"the factor {factor!r} sees others through windows",
-                expected="one chunk of it for each rank",
-                got=shardings[factor].text(rule.sizes[factor]),
-            )
+            what = f"the factor {factor!r} sees others through windows"
+            raise Error(what, expected="one chunk of it for each rank", got=shardings[factor].text(rule.sizes[factor]))
     operands = []
     for i, dims in enumerate(rule.operands):
         held = tuple((axis, op) for axis, (op, group) in partial.items() if i in group)
@@ -142,11 +145,9 @@ def strategy(
         factor = along.get(axis, "")
         numbers = rule.passes(op, group, factor)
         if factor and (numbers is None or not _alike(shardings[factor], axis, partial, rule)):
-            raise Error(
-                f"mesh axis {axis!r} shards the factor {factor!r}, and operands are partial over it",
-                expected="one of both, or operands that are partial sums over all axes of the factor",
-                got=f"operands {sorted(group)}, {op}",
-            )
+            what = f"mesh axis {axis!r} shards the factor {factor!r}, and operands are partial over it"
+            expected = "one of both, or operands that are partial sums over all axes of the factor"
+            raise Error(what, expected=expected, got=f"operands {sorted(group)}, {op}")
         passed.append((axis, op, numbers))
     results = []
     for i, (made_dims, kind) in enumerate(zip(rule.results, rule.reductions, strict=True)):
@@ -208,3 +209,113 @@ def partial_operands(made: Strategy) -> dict[str, tuple[str, frozenset[int]]]:
         for axis, kind in spec.partial:
             found[axis] = (kind, found.get(axis, (kind, frozenset[int]()))[1] | {i})
     return found
+
+
+def passes_partial(rule: ShardingRule, node: Node, kind: str, group: frozenset[int], along: str = "") -> bool:
+    """Whether the node may be computed with these operands partial, over an axis that shards a factor (``along``) or
+    none: what it gives is then partial too."""
+    if node.attrs.get(APPROXIMATE):
+        return True
+    return rule.passes(kind, group, along) is not None
+
+
+def as_placed(
+    rule: ShardingRule, node: Node, mesh: Mesh, seen: Callable[[Value], Spec | None] = lambda value: value.spec
+) -> Strategy:
+    """The strategy of a node that is sharded as its operands are, as far as its rule allows; ``seen`` says how they
+    are.
+
+    Where two operands want one axis or factor, it is sharded as the first; what is not allowed is needed whole, or
+    reduced.
+    """
+    shardings: dict[str, DimSharding] = {}
+    taken: set[str] = set()
+    asked: dict[tuple[str, str], set[int]] = {}
+    for index, (value, dims) in enumerate(zip(node.operands, rule.operands, strict=True)):
+        spec = seen(value)
+        if spec is None:
+            continue
+        for d, dim in enumerate(dims):
+            projected = project(spec.dims[d], value.shape[d], rule.dim_sizes(dim), mesh)
+            for held, given in zip(dim, projected or (), strict=False):
+                factor, sharding = wished(rule, held, given)
+                if (
+                    sharding.axes
+                    and factor not in rule.whole
+                    and factor not in shardings
+                    and not taken & set(sharding.axes)
+                ):
+                    shardings[factor] = sharding
+                    taken.update(sharding.axes)
+        for pair in spec.partial:
+            asked.setdefault(pair, set()).add(index)
+    partial = {
+        axis: (kind, frozenset(group))
+        for (axis, kind), group in asked.items()
+        if axis not in taken and passes_partial(rule, node, kind, frozenset(group))
+    }
+    return strategy(rule, shardings, mesh, partial)
+
+
+# ---- all strategies -----------------------------------------------------------------------------------------------
+
+
+class OnAxis(NamedTuple):
+    """What one mesh axis does to a node: the factor that it shards, the operands that are partial sums over it."""
+
+    factor: str = ""
+    group: frozenset[int] = frozenset()
+
+
+def strategies(rule: ShardingRule, node: Node, mesh: Mesh) -> Iterator[Strategy]:
+    """Every strategy of a node on the axes of ranks of a mesh, each once; that with nothing sharded comes first.
+
+    A factor is sharded plainly, and so that each rank has some of it. Of reductions, operands are partial by sums.
+    """
+    axes = [axis.name for axis in mesh.space if axis.size > 1]
+    options = list(on_axis(rule, [value.type.dtype for value in node.operands]))
+    seen = set()
+    for chosen in itertools.product(options, repeat=len(axes)):
+        partial = {axis: ("sum", each.group) for axis, each in zip(axes, chosen, strict=True) if each.group}
+        over: dict[str, list[str]] = {}
+        for axis, each in zip(axes, chosen, strict=True):
+            if each.factor:
+                over.setdefault(each.factor, []).append(axis)
+        for shardings in _in_all_orders(over):
+            if any(smallest(rule.sizes[f], sharding.axes, mesh) < 1 for f, sharding in shardings.items()):
+                continue
+            try:
+                made = strategy(rule, shardings, mesh, partial)
+            except Error:  # an axis twice in one placement, or a dim of several factors that is no product of shards
+                continue
+            key = (made.operands, made.results)
+            if key not in seen:
+                seen.add(key)
+                yield made
+
+
+def on_axis(rule: ShardingRule, dtypes: Sequence[torch.dtype]) -> Iterator[OnAxis]:
+    """What one axis may do, whatever the others do; by the dtypes of the operands, of which whole numbers are no terms
+    of sums."""
+    numbers = {i for i, dtype in enumerate(dtypes) if dtype.is_floating_point or dtype.is_complex}
+    ignored = sorted(rule.ignored & numbers)
+    counts = range(len(ignored) + 1) if len(ignored) <= MOST_IGNORED else sorted({0, 1, len(ignored)})
+    extra = [frozenset(each) for n in counts for each in itertools.combinations(ignored, n)]
+    groups = [each for each in rule.linear if each.operands <= numbers and each.results != frozenset()]
+    alone = [frozenset[int](), *(each.operands - rule.ignored for each in groups if not each.along)]
+    found = [OnAxis("", group | more) for group in alone for more in extra]
+    for factor in rule.factors:
+        if rule.sizes[factor] < 2 or factor in rule.windows.keys() - rule.alone:
+            continue
+        moved = (factor,) if factor in rule.windows else rule.kin(factor)
+        sharded = {tensor for each in moved for is_operand, tensor, _, _ in rule.factors.get(each, ()) if is_operand}
+        joined = [each.operands - rule.ignored for each in groups if factor in each.along]
+        free = [] if factor in rule.whole else [frozenset[int]()]
+        found += [OnAxis(factor, group | more) for group in (*free, *joined) for more in extra if not sharded & more]
+    yield from dict.fromkeys(found)
+
+
+def _in_all_orders(over: Mapping[str, list[str]]) -> Iterator[dict[str, DimSharding]]:
+    """Shardings of factors over their axes, of which any may be the major one."""
+    for orders in itertools.product(*(itertools.permutations(axes) for axes in over.values())):
+        yield {factor: DimSharding(axes) for factor, axes in zip(over, orders, strict=True)}

@@ -26,11 +26,8 @@ import torch
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value, op_name
 
-from .binding import Key, Mark, Tensor, Word, bind
-from .schema import argument, given_tensors, has_argument, tensor_slots
+from .binding import Key, Mark, TemplateWord, Tensor, bind
 from .sharding_rule import Linear, ShardingRule
-
-__all__ = ["Template", "parse_linear", "template", "tensor_slots"]
 
 ALL = frozenset({-1})
 """The group of all operands, written ``&``."""
@@ -62,7 +59,7 @@ def parse_tensor(text: str, marks: dict[str, Mark] | None = None) -> Tensor:
         found.update({name: _mark(condition) for name, sign, condition in inside if sign})
         if mark:
             found.update(dict.fromkeys(factors, _mark(mark[1:])))
-        words.append(Word(() if factors == ("1",) else factors, count.lstrip("*"), at[1:]))
+        words.append(TemplateWord(() if factors == ("1",) else factors, count.lstrip("*"), at[1:]))
     if WORD.sub("", text).strip() not in ("", "~"):
         raise Error("a rule's template has a word that cannot be read", expected="such as k! or n..", got=text)
     return Tensor(tuple(words), text.startswith("~"))
@@ -134,19 +131,14 @@ class Template:
             return replace(self, reduce="max")(node, sizes)
         slots = given_tensors(node)
         if len(slots) < len(self.operands) - self.more[0] or (len(slots) > len(self.operands) and not self.more[0]):
-            raise Error(
-                f"the rule of {op_name(node.op)} does not fit its tensor arguments",
-                where=str(node.where),
-                expected=f"{len(self.operands)} as in {self.text!r}",
-                got=len(slots),
-            )
+            what = f"the rule of {op_name(node.op)} does not fit its tensor arguments"
+            where = str(node.where)
+            raise Error(what, where=where, expected=f"{len(self.operands)} as in {self.text!r}", got=len(slots))
         unknown = [name for name in self.names if not has_argument(node.op, name)]
         if unknown:
-            raise Error(
-                f"the rule of {op_name(node.op)} names an argument that the op does not have",
-                expected=", ".join(each.name for each in node.op._schema.arguments),
-                got=f"{', '.join(unknown)} in {self.text!r}",
-            )
+            what = f"the rule of {op_name(node.op)} names an argument that the op does not have"
+            expected = ", ".join(each.name for each in node.op._schema.arguments)
+            raise Error(what, expected=expected, got=f"{', '.join(unknown)} in {self.text!r}")
         arguments = tuple((name, _frozen(argument(node, name))) for name in self.names)
         shapes = tuple(each.shape if isinstance(each, Value) else each is not None for each in slots)
         made = tuple(None if value is None else value.shape for value in node.results)
@@ -214,3 +206,54 @@ template = functools.cache(Template)
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+# ---- what an op's schema says of the arguments of a node -------------------------------------------------------
+
+
+@functools.cache
+def _places(op: Any) -> dict[str, tuple[int, Any]]:
+    return {each.name: (i, each.default_value) for i, each in enumerate(op._schema.arguments)}
+
+
+@functools.cache
+def _tensors(op: Any) -> tuple[tuple[int, str, bool], ...]:
+    """Place and name of the arguments that are tensors, and whether each is a list of them."""
+    kinds = ((i, each.name, str(each.type)) for i, each in enumerate(op._schema.arguments))
+    return tuple((i, name, "List" in kind) for i, name, kind in kinds if "Tensor" in kind)
+
+
+@functools.cache
+def has_argument(op: Any, name: str) -> bool:
+    """Whether the op, or another overload of it, has an argument of that name."""
+    packet = getattr(op, "overloadpacket", None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else [op]
+    return any(name in _places(each) for each in overloads)
+
+
+def argument(node: Node, *called: str) -> Any:
+    """The value of the argument that the op's schema calls so, by the first of the names that it has; its default if it
+    is not given, None if there is none."""
+    places = _places(node.op)
+    for name in called:
+        if name in places:
+            i, default = places[name]
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, default)
+    return None
+
+
+def given_tensors(node: Node) -> list[Any]:
+    """What is given for each tensor that the schema names, in its order: a value, a number in its stead, or None."""
+    slots: list[Any] = []
+    for i, name, many in _tensors(node.op):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        if many:
+            slots.extend(value or ())
+        else:
+            slots.append(value)
+    return slots
+
+
+def tensor_slots(node: Node) -> list[Value | None]:
+    """The tensor arguments that the op's schema names, in its order; None for an optional one that is not given."""
+    return [each if isinstance(each, Value) else None for each in given_tensors(node)]

@@ -1,7 +1,7 @@
-"""Rules that see a dim through a window, and how a rank pads and crops what it holds of it.
+"""Rules that see a dim through a window, and how a rank pads and crops what it has of it.
 
 For output rows [o0, o1) a convolution reads input rows [o0 s - p, (o1 - 1) s - p + d (k - 1) + 1). What there is of
-these the rank holds (:class:`shardfx.ir.dim_sharding.Window`); the rest is padding, at the border of the whole and
+these the rank has (:class:`shardfx.ir.dim_sharding.Window`); the rest is padding, at the border of the whole and
 nowhere else.
 """
 
@@ -16,7 +16,7 @@ import torch
 from shardfx.ir.dim_sharding import Window
 
 from .local import Emit
-from .sharding_rule import Seen, ShardingRule
+from .sharding_rule import SeenFactor, ShardingRule
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def seeing(rule: ShardingRule, windows: Mapping[str, tuple[str, Window]], alone: bool = False) -> ShardingRule:
     """The rule, in which factors are seen by others through windows: ``{"h": ("p", window)}``; ``alone``: those that
     are seen may be sharded by themselves as well."""
-    found = {factor: Seen(*seen) for factor, seen in windows.items()}
+    found = {factor: SeenFactor(*seen) for factor, seen in windows.items()}
     return replace(rule, windows=found, alone=frozenset(found) if alone else frozenset())
 
 
@@ -38,7 +38,7 @@ def up(large: int, kernel: int, stride: int, padding: int, dilation: int = 1) ->
     return Window(large, 1, stride, padding - dilation * (kernel - 1) + stride - 1, padding)
 
 
-class Stretch(NamedTuple):
+class RowRange(NamedTuple):
     """Rows ``start`` to ``end`` of a dim of a tensor, that are to be rows ``first`` to ``last`` (none of the ends
     included in either)."""
 
@@ -63,20 +63,20 @@ class Stretch(NamedTuple):
         return begin + self.start - self.first, self.last - end - self.start
 
 
-def grows(stretches: Sequence[Stretch]) -> bool:
+def grows(ranges: Sequence[RowRange]) -> bool:
     """Whether rows are put anywhere."""
-    return any(any(each.added) for each in stretches)
+    return any(any(each.added) for each in ranges)
 
 
-def fitted(emit: Emit, x: Any, stretches: Sequence[Stretch], value: float = 0.0) -> Any:
+def fitted(emit: Emit, x: Any, ranges: Sequence[RowRange], value: float = 0.0) -> Any:
     """``x`` in other rows of some dims: cropped, and padded with a value."""
-    for each in stretches:
+    for each in ranges:
         begin, end = each.kept
         if end - begin != each.end - each.start:
             x = emit.call(aten.slice.Tensor, x, each.dim, begin, end)
-    if not grows(stretches):
+    if not grows(ranges):
         return x
-    by_dim = {each.dim: each.added for each in stretches}
+    by_dim = {each.dim: each.added for each in ranges}
     first = min(by_dim)
     ndim = max(len(v.shape) for v in (*emit.node.operands, *emit.node.outs))
     pads = [n for dim in reversed(range(first, ndim)) for n in by_dim.get(dim, (0, 0))]

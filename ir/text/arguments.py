@@ -21,7 +21,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Value
 from shardfx.ir.spec import Spec, TensorType
 
-from .lexer import Line
+from .lexer import TextLine
 from .scope import PrintScope, ReadScope, checked
 
 DTYPES: dict[str, torch.dtype] = {
@@ -65,14 +65,11 @@ def write_argument(arg: Any, scope: PrintScope) -> str:
         return f"device({json.dumps(str(arg))})"
     if isinstance(arg, complex):
         return f"complex({arg.real!r}, {arg.imag!r})"
-    raise Error(
-        "an argument of a node has no text",
-        expected="a Value, number, string, None, list, tuple, dtype, layout, memory format or device",
-        got=f"{arg!r} of type {type(arg).__name__}",
-    )
+    expected = "a Value, number, string, None, list, tuple, dtype, layout, memory format or device"
+    raise Error("an argument of a node has no text", expected=expected, got=f"{arg!r} of type {type(arg).__name__}")
 
 
-def read_argument(line: Line, scope: ReadScope) -> Any:
+def read_argument(line: TextLine, scope: ReadScope) -> Any:
     """An argument of a node: a value, number, string or constant of torch, a list or a tuple of them."""
     if line.kind == "value":
         return scope.use(line)
@@ -109,7 +106,7 @@ def write_keyword(key: str, arg: Any, scope: PrintScope) -> str:
     return write_argument(arg, scope)
 
 
-def read_keyword(line: Line, key: str, scope: ReadScope) -> Any:
+def read_keyword(line: TextLine, key: str, scope: ReadScope) -> Any:
     """The argument behind ``key=``: of ``axes`` mesh axes, otherwise also a bare word."""
     if key == "axes":
         line.expect("[")
@@ -135,7 +132,7 @@ def write_type(value: Value, scope: PrintScope) -> str:
     return value.spec.text(value.shape, dtype)
 
 
-def read_type(line: Line, scope: ReadScope) -> tuple[TensorType, Spec | None]:
+def read_type(line: TextLine, scope: ReadScope) -> tuple[TensorType, Spec | None]:
     """A type, and the placement in it: None where the text says ``?``, or the graph is not placed."""
     word = line.word("a type such as f32[64{dp}, 256]")
     dtype = DTYPES.get(word) or getattr(torch, word, None)
@@ -150,7 +147,7 @@ def write_spec(spec: Spec, shape: Sequence[int]) -> str:
     return spec.text(shape if len(shape) == len(spec.dims) else None)
 
 
-def read_spec(line: Line, scope: ReadScope) -> tuple[tuple[int, ...], Spec]:
+def read_spec(line: TextLine, scope: ReadScope) -> tuple[tuple[int, ...], Spec]:
     """The shape and the placement."""
     line.expect("[")
     dims = line.many(lambda: _dim(line, scope), "]")
@@ -163,7 +160,7 @@ def read_spec(line: Line, scope: ReadScope) -> tuple[tuple[int, ...], Spec]:
     return tuple(size for size, _ in dims), spec
 
 
-def _dim(line: Line, scope: ReadScope) -> tuple[int, DimSharding]:
+def _dim(line: TextLine, scope: ReadScope) -> tuple[int, DimSharding]:
     if not line.accept("("):
         part = _part(line, scope)
         if not line.accept("for"):
@@ -176,18 +173,18 @@ def _dim(line: Line, scope: ReadScope) -> tuple[int, DimSharding]:
     return math.prod(p.size for p in parts), DimSharding(tuple(a for p in parts for a in p.axes), tuple(parts))
 
 
-def _part(line: Line, scope: ReadScope) -> Part:
+def _part(line: TextLine, scope: ReadScope) -> Part:
     size = line.number_of(int, "a dim's size")
     return Part(size, read_axes(line, scope) if line.token == "{" else ())
 
 
-def _rows_of_dim(line: Line) -> tuple[int, Window]:
+def _rows_of_dim(line: TextLine) -> tuple[int, Window]:
     dim = line.number_of(int, "a dim")
     line.expect("for")
     return dim, _window(line, line.number_of(int, "the size of another dim"))
 
 
-def _window(line: Line, size: int) -> Window:
+def _window(line: TextLine, size: int) -> Window:
     """``by 2o-1 to 2o+1``."""
     line.expect("by")
     step, low, per = _row(line)
@@ -198,7 +195,7 @@ def _window(line: Line, size: int) -> Window:
     return checked(line, lambda: Window(size, step, per, low, high))
 
 
-def _row(line: Line) -> tuple[int, int, int]:
+def _row(line: TextLine) -> tuple[int, int, int]:
     """``2o-1`` or ``(2o-1)/3``: step, what is added, and what is divided by."""
     divided = line.accept("(")
     step = line.number_of(int, "a step") if line.kind == "number" else -1 if line.accept("-") else 1
@@ -217,7 +214,7 @@ def write_axes(axes: Sequence[str]) -> str:
     return f"{{{','.join(axes)}}}"
 
 
-def read_axes(line: Line, scope: ReadScope) -> tuple[str, ...]:
+def read_axes(line: TextLine, scope: ReadScope) -> tuple[str, ...]:
     """The axes in braces; each must be one of the mesh."""
     line.expect("{")
     return tuple(line.many(lambda: scope.mesh_axis(line), "}"))

@@ -19,12 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Guard, Input, Node, Output, Pin, Strategy, Value
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.registry import GraphOp
 
 from .arguments import read_argument, read_axes, read_spec, write_argument, write_axes, write_spec
-from .lexer import Line
-from .scope import BARE_NAME, PrintScope, ReadScope, quoted
-from .where import read_where, write_where
+from .lexer import TextLine
+from .scope import BARE_NAME, PrintScope, ReadScope, quoted, read_where, write_where
 
 S = TypeVar("S")
 INLINE = 16
@@ -44,7 +43,7 @@ class Attribute(Generic[S]):
 
     word: str
     write: Callable[[S, PrintScope], str | None]
-    read: Callable[[S, Line, ReadScope], None]
+    read: Callable[[S, TextLine, ReadScope], None]
     asked: bool = False
     gap: str = "  "
     column: int = 0
@@ -61,7 +60,7 @@ def write_attributes(
     return line
 
 
-def read_attributes(table: Sequence[Attribute[S]], subject: S, line: Line, scope: ReadScope) -> None:
+def read_attributes(table: Sequence[Attribute[S]], subject: S, line: TextLine, scope: ReadScope) -> None:
     """Read what ``table`` knows, in any order, as far as the line has it."""
     while line.kind in ("word", "mark"):
         found = next((each for each in table if each.word == line.token), None)
@@ -71,19 +70,38 @@ def read_attributes(table: Sequence[Attribute[S]], subject: S, line: Line, scope
         found.read(subject, line, scope)
 
 
+def said(word: str, name: str, what: str, quotes: bool = True, **options: Any) -> Attribute[Any]:
+    """The attribute of a subject that is a text: in quotes, or where it is no word."""
+
+    def write(subject: Any, scope: PrintScope) -> str | None:
+        text = getattr(subject, name)
+        return f" {json.dumps(text) if quotes else quoted(text, BARE_NAME)}" if text else None
+
+    def read(subject: Any, line: TextLine, scope: ReadScope) -> None:
+        setattr(subject, name, line.name(what))
+
+    return Attribute(word, write, read, **options)
+
+
+def source(**options: Any) -> Attribute[Any]:
+    """Where in the user's code a subject comes from."""
+
+    def read(subject: Any, line: TextLine, scope: ReadScope) -> None:
+        subject.where = read_where(line, scope)
+
+    return Attribute("@", lambda subject, scope: write_where(subject.where, scope), read, **options)
+
+
 # ---- nodes -------------------------------------------------------------------------------------------------
 
 
 def _write_shardings(node: Node, scope: PrintScope) -> str | None:
     """``shardings m{dp} k{tp}  needs [...], [...]``: what is not said is as the values are placed."""
     strategy = node.strategy
-    if strategy is None or (isinstance(node.op, OwnOp) and _says_nothing(node, strategy)):
+    if strategy is None or (isinstance(node.op, GraphOp) and strategy == strategy_of_comm(node)):
         return None
     text = " ".join(_factor(factor) + write_axes(axes) for factor, axes in strategy.shardings) or "-"
-    for word, specs, values in (
-        ("needs", strategy.operands, node.operands),
-        ("gives", strategy.results, node.outs),
-    ):
+    for word, specs, values in (("needs", strategy.operands, node.operands), ("gives", strategy.results, node.outs)):
         if specs != tuple(value.spec for value in values):
             shapes = [value.shape for value in values] + [()] * (len(specs) - len(values))
             said = [write_spec(spec, shape) for spec, shape in zip(specs, shapes, strict=False)]
@@ -91,7 +109,7 @@ def _write_shardings(node: Node, scope: PrintScope) -> str | None:
     return f" {text}"
 
 
-def _read_shardings(node: Node, line: Line, scope: ReadScope) -> None:
+def _read_shardings(node: Node, line: TextLine, scope: ReadScope) -> None:
     shardings = []
     if not line.accept("-"):
         while line.kind == "string" or (line.kind == "word" and line.token not in RESERVED):
@@ -109,19 +127,19 @@ def _write_pin(node: Node, scope: PrintScope) -> str | None:
     commas between what is said of several."""
     if node.pin is None:
         return None
-    return " " + ", ".join(map(_said, node.pin.each()))
+    return " " + ", ".join(map(_pinned, node.pin.each()))
 
 
-def _said(pin: Pin) -> str:
+def _pinned(pin: Pin) -> str:
     shardings = " ".join(_factor(factor) + write_axes(axes) for factor, axes in pin.shardings)
     return f"{json.dumps(pin.by)}{f' {pin.op}:' if pin.op else ''} {shardings}"
 
 
-def _read_pin(node: Node, line: Line, scope: ReadScope) -> None:
+def _read_pin(node: Node, line: TextLine, scope: ReadScope) -> None:
     node.pin = _pin(line, scope)
 
 
-def _pin(line: Line, scope: ReadScope) -> Pin:
+def _pin(line: TextLine, scope: ReadScope) -> Pin:
     by = json.loads(line.take("string", "in quotes who pins it"))
     op = ""
     shardings: list[tuple[str, tuple[str, ...]]] = []
@@ -138,11 +156,6 @@ def _factor(name: str) -> str:
     return json.dumps(name) if name in RESERVED else quoted(name, BARE_NAME)
 
 
-def _says_nothing(node: Node, strategy: Strategy) -> bool:
-    """Whether the strategy is that of a comm op: no factor is sharded, operands and results are as they are placed."""
-    return strategy == strategy_of_comm(node)
-
-
 def strategy_of_comm(node: Node) -> Strategy | None:
     """The strategy of a comm op, which follows from the placements of its values; None while one is not placed."""
     needs, gives = (tuple(v.spec for v in values if v.spec is not None) for values in (node.operands, node.outs))
@@ -153,17 +166,14 @@ def strategy_of_comm(node: Node) -> Strategy | None:
 def _write_attrs(node: Node, scope: PrintScope) -> str | None:
     for key, value in node.attrs.items():
         if type(value) not in (int, float, bool, str):
-            raise Error(
-                f"attribute {key!r} of a node has no text",
-                where=str(node.where),
-                expected="an int, float, bool or str",
-                got=f"{value!r} of type {type(value).__name__}",
-            )
+            what = f"attribute {key!r} of a node has no text"
+            expected = "an int, float, bool or str"
+            raise Error(what, where=str(node.where), expected=expected, got=f"{value!r} of type {type(value).__name__}")
     said = (f"{quoted(key, BARE_NAME)}={write_argument(value, scope)}" for key, value in node.attrs.items())
     return f"{', '.join(said)}}}" if node.attrs else None
 
 
-def _read_attrs(node: Node, line: Line, scope: ReadScope) -> None:
+def _read_attrs(node: Node, line: TextLine, scope: ReadScope) -> None:
     def entry() -> tuple[str, Any]:
         key = line.name("an attribute such as lane=1")
         line.expect("=")
@@ -180,29 +190,9 @@ def _write_at(subject: Node | Input, scope: PrintScope) -> str | None:
     return f"{{{','.join(map(str, subject.at))}}}" if subject.at else None
 
 
-def _read_at(subject: Node | Input, line: Line, scope: ReadScope) -> None:
+def _read_at(subject: Node | Input, line: TextLine, scope: ReadScope) -> None:
     line.expect("{")
     subject.at = tuple(line.many(lambda: line.number_of(int, "a stage's number"), "}"))
-
-
-def _write_made_by(node: Node, scope: PrintScope) -> str | None:
-    return f" {json.dumps(node.made_by)}" if node.made_by else None
-
-
-def _read_made_by(node: Node, line: Line, scope: ReadScope) -> None:
-    node.made_by = line.name("the name of the pass that made it")
-
-
-def _write_why(node: Node, scope: PrintScope) -> str | None:
-    return f" {json.dumps(node.why)}" if node.why else None
-
-
-def _read_why(node: Node, line: Line, scope: ReadScope) -> None:
-    node.why = json.loads(line.take("string", "the reason in quotes"))
-
-
-def _read_source(node: Node, line: Line, scope: ReadScope) -> None:
-    node.where = read_where(line, scope)
 
 
 NODE: tuple[Attribute[Node], ...] = (
@@ -210,9 +200,9 @@ NODE: tuple[Attribute[Node], ...] = (
     Attribute("pinned", _write_pin, _read_pin),
     Attribute("{", _write_attrs, _read_attrs),
     Attribute("at", _write_at, _read_at),
-    Attribute("by", _write_made_by, _read_made_by, asked=True),
-    Attribute("why", _write_why, _read_why, asked=True),
-    Attribute("@", lambda node, scope: write_where(node.where, scope), _read_source, column=WIDTH),
+    said("by", "made_by", "the name of the pass that made it", asked=True),
+    said("why", "why", "the reason in quotes", asked=True),
+    source(column=WIDTH),
 )
 RESERVED = frozenset({"needs", "gives", *(each.word for each in NODE)})
 """The words that end a list of factors; a factor of such a name stands in quotes."""
@@ -227,7 +217,7 @@ def _write_hint(value: Value, scope: PrintScope) -> str | None:
     return f" {write_spec(value.hint, value.shape)} {json.dumps(value.hinted_by)}"
 
 
-def _read_hint(value: Value, line: Line, scope: ReadScope) -> None:
+def _read_hint(value: Value, line: TextLine, scope: ReadScope) -> None:
     value.hint = read_spec(line, scope)[1]
     value.hinted_by = json.loads(line.take("string", "in quotes who hints so"))
 
@@ -239,15 +229,11 @@ def _write_aliases(given: Input, scope: PrintScope) -> str | None:
     return f" {', '.join(quoted(name, BARE_NAME) for name in given.aliases)}" if given.aliases else None
 
 
-def _read_aliases(given: Input, line: Line, scope: ReadScope) -> None:
+def _read_aliases(given: Input, line: TextLine, scope: ReadScope) -> None:
     given.aliases = tuple(line.many(lambda: line.name("another name of the input"), ""))
 
 
-def _read_pool(given: Input, line: Line, scope: ReadScope) -> None:
-    given.pool = line.name("what the input lies in, such as host")
-
-
-def _read_laid(given: Input, line: Line, scope: ReadScope) -> None:
+def _read_laid(given: Input, line: TextLine, scope: ReadScope) -> None:
     dims = read_argument(line, scope)
     if not isinstance(dims, list) or sorted(map(str, dims)) != sorted(map(str, range(given.value.type.ndim))):
         line.fail(f"the dims 0 to {given.value.type.ndim - 1} in a list, each once")
@@ -261,7 +247,7 @@ def _write_constant(given: Input, scope: PrintScope) -> str | None:
     return f" {write_argument(constant.detach().tolist(), scope)}"
 
 
-def _read_constant(given: Input, line: Line, scope: ReadScope) -> None:
+def _read_constant(given: Input, line: TextLine, scope: ReadScope) -> None:
     type = given.value.type
     content = read_argument(line, scope)
     try:
@@ -272,7 +258,7 @@ def _read_constant(given: Input, line: Line, scope: ReadScope) -> None:
 
 INPUT: tuple[Attribute[Input], ...] = (
     Attribute("also", _write_aliases, _read_aliases, gap=" "),
-    Attribute("in", lambda given, _: f" {quoted(given.pool, BARE_NAME)}" if given.pool else None, _read_pool, gap=" "),
+    said("in", "pool", "what the input lies in, such as host", quotes=False, gap=" "),
     Attribute("at", _write_at, _read_at, gap=" "),
     Attribute("laid", lambda given, _: f" {[*given.laid]}" if given.laid else None, _read_laid, gap=" "),
     Attribute("=", _write_constant, _read_constant, gap=" "),
@@ -283,7 +269,7 @@ def _write_output_spec(output: Output, scope: PrintScope) -> str | None:
     return None if output.spec is None else f" {write_spec(output.spec, output.value.shape)}"
 
 
-def _read_output_spec(output: Output, line: Line, scope: ReadScope) -> None:
+def _read_output_spec(output: Output, line: TextLine, scope: ReadScope) -> None:
     output.spec = read_spec(line, scope)[1]
 
 
@@ -293,7 +279,7 @@ def _write_expects(output: Output, scope: PrintScope) -> str | None:
     return None if output.guard is None else f" {write_argument(guard.expected, scope)}{more}"
 
 
-def _read_expects(output: Output, line: Line, scope: ReadScope) -> None:
+def _read_expects(output: Output, line: TextLine, scope: ReadScope) -> None:
     expected = read_argument(line, scope)
     op = json.loads(line.take("string", "in quotes the op that wants it")) if line.accept("for") else ""
     if of_loss := line.accept("of"):
@@ -305,7 +291,7 @@ def _write_asked(output: Output, scope: PrintScope) -> str | None:
     return None if output.guard is None else write_where(output.guard.where, scope)
 
 
-def _read_asked(output: Output, line: Line, scope: ReadScope) -> None:
+def _read_asked(output: Output, line: TextLine, scope: ReadScope) -> None:
     if output.guard is None:
         line.fail("what the guard expects, such as expects True, before its source")
     output.guard = replace(output.guard, where=read_where(line, scope))

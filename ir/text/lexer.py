@@ -1,9 +1,4 @@
-"""The tokens of a line of a graph's text, and the errors that say where reading stopped.
-
->>> line = Line("%3 = aten.relu(%2)  # a comment", 1)
->>> line.kind, line.next(), line.token
-('value', '%3', '=')
-"""
+"""The tokens of a line of a graph's text, and the errors that say where reading stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ TOKEN = re.compile(
 )
 
 
-class Line:
+class TextLine:
     """The tokens of a line, read from left to right; ``kind`` is that of the next one, '' at the end."""
 
     def __init__(self, text: str, number: int) -> None:

@@ -24,29 +24,20 @@ from typing import Any
 import torch
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value, op_name
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value
 from shardfx.ir.mesh import Link, Loop, Mesh
-from shardfx.ir.ops import comm
-from shardfx.ir.ops.computing.batch_gradient import batch_norm_gradient, batch_norm_sums
-from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
-from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
-from shardfx.ir.ops.dropout import draw, dropout
-from shardfx.ir.ops.fused_attention import attention, attention_backward
-from shardfx.ir.ops.pools.pool_ops import POOL_OPS
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.registry import GRAPH_OPS, GraphOp
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.schedule.actions import Pipelined, Schedule
 from shardfx.ir.spec import Spec
 
 from .arguments import read_argument, read_keyword, read_spec, read_type
 from .attributes import INPUT, NODE, OUTPUT, VALUE, read_attributes, strategy_of_comm
-from .lexer import Line
+from .lexer import TextLine
 from .reason_lines import ReasonReader
 from .scope import ReadScope, checked, unquoted
 
-NORMS = (piece_moments, joined_moments, batch_norm_sums, batch_norm_gradient)
-COMPUTING = (dropout, draw, attention, attention_backward, grouped_mm, grouped_outer, *NORMS)
-OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, **POOL_OPS, **{op_name(op): op for op in COMPUTING}}
+HEADERS = ("mesh", "link", "unplaced", "established", "note", "repeat", "pipeline", "row")
 SECTIONS = (*(phase.value for phase in Phase), "outputs", "reasons")
 RANGE = re.compile(r"\s*(\d+)\.\.(\d+)")
 LABEL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"#:]+')
@@ -56,14 +47,14 @@ def parse_graph(text: str, *, ops: Mapping[str, Any] | None = None) -> Graph:
     """Read the text that :func:`~shardfx.ir.text.printer.print_graph` wrote.
 
     Args:
-        ops: ops that are neither torch's nor the IR's own, by the name in the text.
+        ops: ops that are neither torch's nor in the registry, by the name in the text.
 
     Raises:
         Error: the text is not a graph's; says the line, what was expected there and what was found.
     """
-    reader = _Reader({**OWN_OPS, **(ops or {})})
+    reader = _Reader({**GRAPH_OPS, **(ops or {})})
     for number, line in enumerate(text.splitlines(), 1):
-        tokens = Line(line, number)
+        tokens = TextLine(line, number)
         if tokens.kind:
             reader.read(tokens)
     mesh = reader.scope.mesh
@@ -80,7 +71,7 @@ def parse_spec(text: str, mesh: Mesh) -> tuple[tuple[int, ...], Spec]:
     Raises:
         Error: the text is not a placement's, or names an axis that the mesh does not have.
     """
-    line = Line(text, 1)
+    line = TextLine(text, 1)
     found = read_spec(line, ReadScope(mesh, {axis.name: axis.size for axis in mesh.axes}))
     if line.kind:
         line.fail("the end of the placement")
@@ -104,7 +95,7 @@ class _Reader:
     rows: list[str] = field(default_factory=list)
     section: str = ""
 
-    def read(self, line: Line) -> None:
+    def read(self, line: TextLine) -> None:
         if line.kind == "word" and line.text.strip().partition("#")[0].rstrip() == f"{line.token}:":
             if line.token not in SECTIONS:
                 line.fail(", ".join(SECTIONS), line.token)
@@ -130,44 +121,35 @@ class _Reader:
 
     # ---- above the nodes -----------------------------------------------------------------------------------
 
-    def _header(self, line: Line) -> None:
-        kinds = [kind.value for kind in InputKind]
-        word = line.token
+    def _header(self, line: TextLine) -> None:
+        kinds, word = [kind.value for kind in InputKind], line.token
+        if word not in (*kinds, *HEADERS, "source"):
+            line.fail(f"{', '.join(HEADERS)}, source, {', '.join(kinds)} or forward:")
+        if word not in (*kinds, "source"):  # whose label may be of any form, so that it is no token
+            line.next()
         if word in kinds:
             self._input(line)
-        elif word == "source":  # its label may be of any form, so that it is no token
+        elif word == "source":
             self._source(line)
         elif word == "mesh":
-            line.next()
-            scope = self.scope
-            scope.sizes = dict(line.many(lambda: self._axis(line), ""))
-            scope.mesh = checked(line, lambda: Mesh(links=None, **scope.sizes))
+            self.scope.sizes = dict(line.many(lambda: self._axis(line), ""))
+            self.scope.mesh = checked(line, lambda: Mesh(links=None, **self.scope.sizes))
         elif word == "link":
-            line.next()
             self._link(line)
         elif word == "unplaced":
-            line.next()
             self.scope.placed = False
         elif word == "established":
-            line.next()
             self.established = frozenset(line.many(lambda: line.word("what a pass establishes"), ""))
         elif word == "note":
-            line.next()
             self.notes.append(json.loads(line.take("string", "the note in quotes")))
         elif word == "repeat":
-            line.next()
             self._repeat(line)
         elif word == "pipeline":
-            line.next()
-            self.pipeline = tuple(line.many(lambda: line.word("the axis of stages, and that of iterations"), ""))
-        elif word == "row":
-            line.next()
-            self.rows.append(json.loads(line.take("string", "a row of the schedule in quotes")))
+            self.pipeline = tuple(line.many(lambda: line.word("the axis of stages, and that of the loop"), ""))
         else:
-            words = "mesh, link, unplaced, established, note, repeat, pipeline, row, source"
-            line.fail(f"{words}, {', '.join(kinds)} or forward:")
+            self.rows.append(json.loads(line.take("string", "a row of the schedule in quotes")))
 
-    def _axis(self, line: Line) -> tuple[str, int | Loop]:
+    def _axis(self, line: TextLine) -> tuple[str, int | Loop]:
         name = line.word("a mesh axis such as dp=2")
         line.expect("=")
         if not line.accept("Loop"):
@@ -181,7 +163,7 @@ class _Reader:
         line.expect(")")
         return name, Loop(iterations, interleave)
 
-    def _link(self, line: Line) -> None:
+    def _link(self, line: TextLine) -> None:
         name = line.word("a mesh axis")
         line.expect("bandwidth")
         line.expect("=")
@@ -194,7 +176,7 @@ class _Reader:
         scope.links[name] = checked(line, lambda: Link(bandwidth, latency))
         scope.mesh = checked(line, lambda: Mesh(links=scope.links, **scope.sizes))
 
-    def _repeat(self, line: Line) -> None:
+    def _repeat(self, line: TextLine) -> None:
         path = line.name("the path of a list of blocks")
         match = RANGE.match(line.text, line.start)
         if match is None:
@@ -204,7 +186,7 @@ class _Reader:
         first, last = int(match[1]), int(match[2])
         self.repeats.append(checked(line, lambda: Repeat(path, first, last)))
 
-    def _source(self, line: Line) -> None:
+    def _source(self, line: TextLine) -> None:
         rest = line.text[line.at :].lstrip()
         match = LABEL.match(rest)
         if match is None:
@@ -213,7 +195,7 @@ class _Reader:
         line.next()
         self.scope.files[unquoted(match[0])] = json.loads(line.take("string", "the file's path in quotes"))
 
-    def _input(self, line: Line) -> None:
+    def _input(self, line: TextLine) -> None:
         kind = InputKind(line.next())
         token = line.take("value", "the input's name, such as %args.0")
         line.expect(":")
@@ -225,7 +207,7 @@ class _Reader:
         read_attributes(INPUT, given, line, self.scope)
         self.inputs.append(given)
 
-    def _output(self, line: Line) -> None:
+    def _output(self, line: TextLine) -> None:
         kinds = [kind.value for kind in OutputKind]
         if line.token not in kinds:
             line.fail(f"one of {', '.join(kinds)}")
@@ -238,7 +220,7 @@ class _Reader:
 
     # ---- nodes ---------------------------------------------------------------------------------------------
 
-    def _node(self, line: Line) -> None:
+    def _node(self, line: TextLine) -> None:
         targets: list[str | None] = []
         if line.kind == "value" or line.token == "_":
             targets = line.many(lambda: self._target(line), "=")
@@ -247,19 +229,19 @@ class _Reader:
         line.expect("(")
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        line.many(lambda: self._place_argument(line, isinstance(op, OwnOp), args, kwargs), ")")
+        line.many(lambda: self._place_argument(line, isinstance(op, GraphOp), args, kwargs), ")")
         node = Node(op, tuple(args), kwargs, phase=Phase(self.section))
         if targets:
             self._results(line, node, targets)
         read_attributes(NODE, node, line, self.scope)
-        if node.strategy is None and isinstance(op, OwnOp):
+        if node.strategy is None and isinstance(op, GraphOp):
             node.strategy = strategy_of_comm(node)
         self.nodes.append(node)
 
-    def _target(self, line: Line) -> str | None:
+    def _target(self, line: TextLine) -> str | None:
         return None if line.accept("_") else line.take("value", "a result such as %3, or _")
 
-    def _results(self, line: Line, node: Node, targets: list[str | None]) -> None:
+    def _results(self, line: TextLine, node: Node, targets: list[str | None]) -> None:
         def result() -> Value | None:
             if line.accept("_"):
                 return None
@@ -277,7 +259,7 @@ class _Reader:
                 value.index = index
                 self.scope.define(line, target, value)
 
-    def _op(self, line: Line, name: str) -> Any:
+    def _op(self, line: TextLine, name: str) -> Any:
         if name in self.ops:
             return self.ops[name]
         space, _, rest = name.partition(".")
@@ -289,7 +271,7 @@ class _Reader:
             near = difflib.get_close_matches(name, known, 3)
             line.fail("an op of torch, of the IR, or of ops=" + (f" (perhaps {', '.join(near)})" if near else ""), name)
 
-    def _place_argument(self, line: Line, own: bool, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def _place_argument(self, line: TextLine, own: bool, args: list[Any], kwargs: dict[str, Any]) -> None:
         if line.kind == "word" and line.text[line.at :].lstrip().startswith("="):
             key = line.next()
             line.expect("=")

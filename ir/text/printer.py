@@ -32,7 +32,7 @@ from collections.abc import Iterable
 
 from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value, op_name
 from shardfx.ir.mesh import Link, Mesh
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.registry import GraphOp
 from shardfx.ir.schedule.actions import Pipelined
 
 from .arguments import write_argument, write_keyword, write_type
@@ -67,12 +67,7 @@ def print_graph(graph: Graph, *, sources: bool = True, reasons: bool = False) ->
 
 
 class Printer:
-    """Writes the lines of one graph; it knows what each value and each file is called.
-
-    Example::
-
-        Printer(graph).node(graph.nodes[3])    # '%3 = aten.mm(%1, %2) : f32[64{dp}, 512{tp}]    @ layers.0.w1'
-    """
+    """Writes the lines of one graph; it knows what each value and each file is called."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -107,7 +102,7 @@ class Printer:
     def node(self, node: Node, reasons: bool = False) -> str:
         """The line of a node; of a comm op with the bytes of its operands as a comment."""
         args = [write_argument(arg, self.scope) for arg in node.args]
-        is_comm = isinstance(node.op, OwnOp)
+        is_comm = isinstance(node.op, GraphOp)
         for key, arg in node.kwargs.items():
             text = write_keyword(key, arg, self.scope) if is_comm else write_argument(arg, self.scope)
             args.append(f"{key}={text}")
@@ -150,7 +145,7 @@ def write_pipeline(pipeline: Pipelined) -> Iterable[str]:
 
 
 def _local_bytes(value: Value, mesh: Mesh) -> int:
-    """The bytes of a value on the rank that holds most; of all of it, if its spec does not fit it or the mesh."""
+    """The bytes of a value on the rank that has most; of all of it, if its spec does not fit it or the mesh."""
     spec = value.spec
     fits = spec is not None and len(spec.dims) == len(value.shape) and all(axis in mesh.names for axis in spec.axes)
     return value.local_bytes(mesh) if fits else value.type.nbytes

@@ -15,14 +15,13 @@ import json
 from collections.abc import Iterator
 
 from shardfx.ir.graph import Value
-from shardfx.ir.reasons import Carrier, Decision, Reasons, Refused
+from shardfx.ir.reasons import Carrier, Reasons, Refused, ShardingDecision
 from shardfx.ir.spec import Spec
 
 from .arguments import read_spec, read_type, write_spec, write_type
-from .attributes import Attribute, read_attributes, write_attributes
-from .lexer import Line
-from .scope import BARE_NAME, PrintScope, ReadScope, quoted
-from .where import read_where, write_where
+from .attributes import Attribute, read_attributes, said, source, write_attributes
+from .lexer import TextLine
+from .scope import PrintScope, ReadScope
 
 
 def write_reasons(reasons: Reasons, scope: PrintScope) -> Iterator[str]:
@@ -47,10 +46,10 @@ class ReasonReader:
     """Reads the lines one by one."""
 
     def __init__(self) -> None:
-        self.made: list[Decision] = []
+        self.made: list[ShardingDecision] = []
         self._scope = ReadScope()
 
-    def read(self, line: Line, scope: ReadScope) -> None:
+    def read(self, line: TextLine, scope: ReadScope) -> None:
         """One line.
 
         Raises:
@@ -72,7 +71,7 @@ class ReasonReader:
             line.fail(f"a dim of {list(value.shape)}", dim)
         _, spec = read_spec(line, scope)
         level = json.loads(line.take("string", "in quotes how it came about"))
-        made = Decision(value, dim, spec.dims[0], level)
+        made = ShardingDecision(value, dim, spec.dims[0], level)
         read_attributes(DECISION, made, line, scope)
         self.made.append(made)
 
@@ -87,7 +86,7 @@ class ReasonReader:
             if missing is not None:
                 line.fail("the number of a decision", missing)
             made.causes = tuple(self.made[number] for number in numbers)
-        found: dict[Value, list[Decision]] = {}
+        found: dict[Value, list[ShardingDecision]] = {}
         for made in self.made:
             found.setdefault(made.value, []).append(made)
         return Reasons(found)
@@ -96,32 +95,24 @@ class ReasonReader:
 # ---- what a line may say ---------------------------------------------------------------------------------------
 
 
-def _write_hint(made: Decision, scope: PrintScope) -> str | None:
-    return f" {json.dumps(made.hint)}" if made.hint else None
-
-
-def _read_hint(made: Decision, line: Line, scope: ReadScope) -> None:
-    made.hint = json.loads(line.take("string", "the hint in quotes"))
-
-
-def _write_carriers(made: Decision, scope: PrintScope) -> str | None:
+def _write_carriers(made: ShardingDecision, scope: PrintScope) -> str | None:
     said = ", ".join(f"{axis} {scope.use(value)} {dim}" for axis, value, dim in made.carriers)
     return f" {said}" if said else None
 
 
-def _read_carriers(made: Decision, line: Line, scope: ReadScope) -> None:
+def _read_carriers(made: ShardingDecision, line: TextLine, scope: ReadScope) -> None:
     def carrier() -> Carrier:
         return Carrier(scope.mesh_axis(line), scope.use(line), line.number_of(int, "a dim"))
 
     made.carriers = tuple(line.many(carrier, ""))
 
 
-def _write_refused(made: Decision, scope: PrintScope) -> str | None:
+def _write_refused(made: ShardingDecision, scope: PrintScope) -> str | None:
     said = (json.dumps(text) + (f" {scope.use(value)}" if value is not None else "") for text, value in made.refused)
     return f" {', '.join(said)}" if made.refused else None
 
 
-def _read_refused(made: Decision, line: Line, scope: ReadScope) -> None:
+def _read_refused(made: ShardingDecision, line: TextLine, scope: ReadScope) -> None:
     def refused() -> Refused:
         text = json.loads(line.take("string", "in quotes what was turned down"))
         return Refused(text, scope.use(line) if line.kind == "value" else None)
@@ -129,36 +120,20 @@ def _read_refused(made: Decision, line: Line, scope: ReadScope) -> None:
     made.refused = tuple(line.many(refused, ""))
 
 
-def _write_causes(made: Decision, scope: PrintScope) -> str | None:
+def _write_causes(made: ShardingDecision, scope: PrintScope) -> str | None:
     return f" {', '.join(str(scope.numbers[each]) for each in made.causes)}" if made.causes else None
 
 
-def _read_causes(made: Decision, line: Line, scope: ReadScope) -> None:
+def _read_causes(made: ShardingDecision, line: TextLine, scope: ReadScope) -> None:
     numbers = line.many(lambda: line.number_of(int, "the number of a decision"), "")
     scope.behind.append((made, line, numbers))  # which may be of a line below
 
 
-def _write_op(made: Decision, scope: PrintScope) -> str | None:
-    return f" {quoted(made.op, BARE_NAME)}" if made.op else None
-
-
-def _read_op(made: Decision, line: Line, scope: ReadScope) -> None:
-    made.op = line.name("an op such as aten.mm")
-
-
-def _write_source(made: Decision, scope: PrintScope) -> str | None:
-    return write_where(made.where, scope)
-
-
-def _read_source(made: Decision, line: Line, scope: ReadScope) -> None:
-    made.where = read_where(line, scope)
-
-
-DECISION: tuple[Attribute[Decision], ...] = (
-    Attribute("hint", _write_hint, _read_hint, gap=" "),
+DECISION: tuple[Attribute[ShardingDecision], ...] = (
+    said("hint", "hint", "the hint in quotes", gap=" "),
     Attribute("from", _write_carriers, _read_carriers, gap=" "),
     Attribute("behind", _write_causes, _read_causes, gap=" "),
     Attribute("down", _write_refused, _read_refused, gap=" "),
-    Attribute("through", _write_op, _read_op, gap=" "),
-    Attribute("@", _write_source, _read_source),
+    said("through", "op", "an op such as aten.mm", quotes=False, gap=" "),
+    source(),
 )

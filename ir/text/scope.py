@@ -1,8 +1,4 @@
-"""What the lines of one text share: what values, files and mesh axes are called, written and read.
-
->>> PrintScope(graph).use(graph.nodes[3].outs[0])
-'%3'
-"""
+"""What the lines of one text share: what values, files and mesh axes are called, written and read."""
 
 from __future__ import annotations
 
@@ -14,13 +10,14 @@ from dataclasses import dataclass, field
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Value, Where
 from shardfx.ir.mesh import Link, Loop, Mesh
-from shardfx.ir.reasons import Decision
+from shardfx.ir.reasons import ShardingDecision
 
-from .lexer import Line, T
+from .lexer import T, TextLine
 
 BARE_VALUE = re.compile(r"\w[\w./-]*")
 BARE_NAME = re.compile(r"[^\W\d][\w.]*")
 BARE_SOURCE = re.compile(r"[\w./<>-]+")
+WHERE = re.compile(r'("(?:[^"\\]|\\.)*"|[^\s"#:]+)(?::(\d+))?(?:\s+|$)')
 
 
 def quoted(name: str, bare: re.Pattern[str]) -> str:
@@ -40,7 +37,7 @@ class PrintScope:
         self.tokens = _value_tokens(graph)
         self.labels = _file_labels([where.file for where in _sources(graph)])
         self.placed = any(value.spec is not None for value in graph.values())
-        self.numbers: dict[Decision, int] = {}
+        self.numbers: dict[ShardingDecision, int] = {}
 
     def use(self, value: Value) -> str:
         """What a value is called where it is used; a value that the graph does not define has a name in ``<>``."""
@@ -57,17 +54,17 @@ class ReadScope:
     placed: bool = True
     files: dict[str, str] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
-    behind: list[tuple[Decision, Line, list[int]]] = field(default_factory=list)
+    behind: list[tuple[ShardingDecision, TextLine, list[int]]] = field(default_factory=list)
     """Decisions with the numbers of those that they are behind."""
 
-    def define(self, line: Line, token: str, value: Value) -> None:
+    def define(self, line: TextLine, token: str, value: Value) -> None:
         """Let ``token`` stand for the value from here on."""
         if token in self.values:
             line.fail("a name that is new", f"{token}, which is defined already")
         value.name = unquoted(token[1:])
         self.values[token] = value
 
-    def use(self, line: Line) -> Value:
+    def use(self, line: TextLine) -> Value:
         """The value that the token at hand stands for."""
         found = self.values.get(line.token)
         if found is None:
@@ -75,14 +72,14 @@ class ReadScope:
         line.next()
         return found
 
-    def mesh_axis(self, line: Line) -> str:
+    def mesh_axis(self, line: TextLine) -> str:
         """The mesh axis at hand."""
         if line.token not in self.sizes:
             line.fail(f"a mesh axis: {', '.join(self.sizes) or 'none, for there is no mesh line above'}")
         return line.next()
 
 
-def checked(line: Line, make: Callable[[], T]) -> T:
+def checked(line: TextLine, make: Callable[[], T]) -> T:
     """Make something that checks itself; its error says the line too."""
     try:
         return make()
@@ -120,3 +117,26 @@ def _file_labels(files: Iterable[str]) -> dict[str, str]:
         taken.add(labels[file])
     labels.pop("", None)
     return labels
+
+
+def write_where(where: Where, scope: PrintScope) -> str | None:
+    """`` layers.0  model.py:42``, None where nothing is known."""
+    parts = [quoted(where.module, BARE_SOURCE)] if where.module else []
+    if where.file:
+        parts.append(f"{quoted(scope.labels.get(where.file, where.file), BARE_SOURCE)}:{where.line}")
+    return f" {'  '.join(parts)}" if parts else None
+
+
+def read_where(line: TextLine, scope: ReadScope) -> Where:
+    """A module, a file with a line, or both."""
+    module, file, number = "", "", 0
+    line.at = line.start if line.kind else line.at
+    while match := WHERE.match(line.text, line.at):
+        line.at = match.end()
+        name = unquoted(match[1])
+        if match[2] is None:
+            module = name
+        else:
+            file, number = scope.files.get(name, name), int(match[2])
+    line.next()
+    return Where(module, file, number)

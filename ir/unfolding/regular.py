@@ -1,23 +1,26 @@
 """Whether the blocks around those that a graph leaves out are alike, so that more of them may stand between.
 
 Of ``repeat layers 2..77`` four blocks are there: ``s, a | b, e``; :mod:`.unfold` says what is asked of them, and why.
+Behind the backward a block's nodes stand in runs; copies of ``a`` stand between its run and that of ``b``, in the order
+of the blocks, or the other way round.
+
+    squares of s, of a | b, e, the norm, steps of s, of a | b, e, gathers of e, of b | a, s
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from difflib import SequenceMatcher
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NoReturn
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Phase, Value, substitute
-from shardfx.ir.ops.traits import draw_slot
+from shardfx.ir.node import draw_slot
 from shardfx.ir.repeat import Repeat
 
-from .runs_behind import Stretch, in_order, stretches
-from .twin import BACKWARD, BEHIND, At, Parts, Row, Twin
+from .twin import BACKWARD, BEHIND, At, BlockTwin, Parts, Row
 
 COMPARED = [f.name for f in fields(Node) if f.name not in ("args", "kwargs", "results", "where")]
 """What nodes alike have in common as it is."""
@@ -25,7 +28,7 @@ SEEN = [f.name for f in fields(Value) if f.name not in ("node", "index", "name",
 """What values alike have in common as it is."""
 
 
-class Irregular(Error):
+class IrregularBlocks(Error):
     """The blocks around those that are left out are not alike, so that nothing can be put between them."""
 
 
@@ -33,7 +36,7 @@ class BlocksAround:
     """The blocks ``s, a, b, e`` around those that one repeat of a graph leaves out, found to be alike.
 
     Raises:
-        Irregular: they are not alike.
+        IrregularBlocks: they are not alike.
     """
 
     def __init__(self, graph: Graph, repeat: Repeat, gone: Collection[Node] = ()) -> None:
@@ -52,8 +55,8 @@ class BlocksAround:
             if node is not None
         }
         around = repeat.around
-        self.next = Twin(repeat, (around[1], *around[2:]), self.rows[1:], self.places, {})
-        self.stretches = self._stretches()
+        self.next = BlockTwin(repeat, (around[1], *around[2:]), self.rows[1:], self.places, {})
+        self.runs = self._runs()
         self._check()
 
     def _blocks(self) -> list[Parts]:
@@ -127,10 +130,7 @@ class BlocksAround:
     def _alike(self, one: Node, other: Node) -> bool:
         """Whether ``other`` is ``one``, a block further on."""
         fixed = all(getattr(one, name) == getattr(other, name) for name in COMPARED)
-        kinds = (
-            [v and self._moved_on(v) for v in one.results],
-            [v and self._seen(v) for v in other.results],
-        )
+        kinds = ([v and self._moved_on(v) for v in one.results], [v and self._seen(v) for v in other.results])
         where = replace(one.where, module=self.next.name(one.where.module))
         if not fixed or kinds[0] != kinds[1] or where != other.where:
             return False
@@ -172,10 +172,10 @@ class BlocksAround:
                 if value.node in inside and self._moved(value) not in near[node].operands[position : position + 1]:
                     self.refuse("what one of them makes is used otherwise by the one before", node)
 
-    def _stretches(self) -> list[Stretch]:
+    def _runs(self) -> list[NodeRun]:
         """Those of a behind the backward."""
         a, b = self.a[BEHIND], self.b[BEHIND]
-        found = stretches(self.graph.nodes, dict(zip(a, b, strict=True))) if a else []
+        found = runs_of(self.graph.nodes, dict(zip(a, b, strict=True))) if a else []
         if found is None or not in_order(found, self._like_beside):
             self.refuse("behind the backward they do not follow one another", self.repeat)
         return found
@@ -199,11 +199,46 @@ class BlocksAround:
                 self.refuse("their outputs differ", output.name)
 
     def refuse(self, what: str, got: object) -> NoReturn:
-        """Raise :class:`Irregular`: ``what`` is not alike, as ``got`` shows."""
+        """Raise :class:`IrregularBlocks`: ``what`` is not alike, as ``got`` shows."""
         a, b = (self.repeat.block(index) for index in self.repeat.around[1:3])
-        raise Irregular(
+        raise IrregularBlocks(
             f"the blocks {a!r} and {b!r} are not alike: {what}",
             where=f"repeat {self.repeat}",
             expected="blocks that differ in nothing but their number",
             got=got,
         )
+
+
+# ---- behind the backward ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """Nodes of a block that stand one behind the other; ``falls``: those of the next block stand before them."""
+
+    nodes: tuple[Node, ...]
+    falls: bool
+
+
+def runs_of(nodes: Iterable[Node], twin: Mapping[Node, Node]) -> list[NodeRun] | None:
+    """The runs of nodes that have a twin in the next block; None, where these stand before and behind."""
+    position = {node: i for i, node in enumerate(nodes)}
+    found = []
+    for own, run in groupby(position, twin.__contains__):
+        nodes_ = tuple(run)
+        falls = {position[twin[node]] < position[node] for node in nodes_} if own else set()
+        if len(falls) > 1:
+            return None
+        if own:
+            found.append(NodeRun(nodes_, falls.pop()))
+    return found
+
+
+def in_order(found: Sequence[NodeRun], like: Callable[[Node], Iterable[Node]]) -> bool:
+    """Whether what a node is made of in the block beside it stands in the same run, or in one before.
+
+    Args:
+        like: the nodes of the block itself that are like those beside it that a node is made of.
+    """
+    number = {node: i for i, run in enumerate(found) for node in run.nodes}
+    return all(number[other] <= number[node] for node in number for other in like(node))

@@ -27,7 +27,7 @@ class At:
 
 
 @dataclass(eq=False)
-class Twin:
+class BlockTwin:
     """What stands in another block, and in those beside it, for what stands in ``a`` and its neighbours.
 
     ``blocks`` are the numbers of these three, ``rows`` their nodes.
@@ -85,5 +85,5 @@ class Unfolded:
     """The blocks that were put back for one repeat, in order, and ``a`` itself, whose neighbour is now the first of
     them. (For what belongs to ``b``, the last of them says what now stands for ``a``.)"""
 
-    a: Twin
-    copies: Sequence[Twin]
+    a: BlockTwin
+    copies: Sequence[BlockTwin]

@@ -16,17 +16,17 @@ from itertools import chain, groupby
 from typing import TypeVar
 
 from shardfx.ir.graph import Graph, Input, Node, Output, Value, Where
-from shardfx.ir.ops.traits import draw_slot
+from shardfx.ir.node import draw_slot
 from shardfx.ir.repeat import Repeat
 
 from .regular import BlocksAround
-from .twin import BACKWARD, FORWARD, Parts, Twin, Unfolded
+from .twin import BACKWARD, FORWARD, BlockTwin, Parts, Unfolded
 
 T = TypeVar("T")
 
 
 def unfold(
-    graph: Graph, gone: Collection[Node] = (), difference: Callable[[Twin], str] = lambda other: ""
+    graph: Graph, gone: Collection[Node] = (), difference: Callable[[BlockTwin], str] = lambda other: ""
 ) -> list[Unfolded]:
     """Put back what ``graph.repeats`` leaves out, in place; says of each repeat what was put back.
 
@@ -98,7 +98,7 @@ class _Unfolding(BlocksAround):
         for row, index in enumerate(repeat.left_out):
             inputs = {given.value: replace(given.value) for given in own}
             near = (index - 1, index, index + 1)
-            twins.append(Twin(repeat, near, rows[row : row + 3], self.places, inputs))
+            twins.append(BlockTwin(repeat, near, rows[row : row + 3], self.places, inputs))
         for twin in twins:
             for value in twin.inputs.values():
                 value.name, value.hinted_by = twin.name(value.name), twin.name(value.hinted_by)
@@ -114,19 +114,19 @@ class _Unfolding(BlocksAround):
                 position = graph.nodes.index(before[0])
                 graph.nodes[position:position] = nodes
         self._put_behind(twins)
-        same = Twin(repeat, around, [self.rows[0], a, new[0]], self.places, {v: v for v in twins[0].inputs})
+        same = BlockTwin(repeat, around, [self.rows[0], a, new[0]], self.places, {v: v for v in twins[0].inputs})
         return Unfolded(same, twins)
 
-    def _put_behind(self, twins: Sequence[Twin]) -> None:
-        """The copies' nodes behind the backward, each stretch of them where a's stands."""
+    def _put_behind(self, twins: Sequence[BlockTwin]) -> None:
+        """The copies' nodes behind the backward, each run of them where a's stands."""
         nodes, done = self.graph.nodes, 0
         found: list[Node] = []
-        for stretch in self.stretches:
-            copies = [[twin.node(node) for node in stretch.nodes] for twin in twins]
-            made = [*copies[::-1], stretch.nodes] if stretch.falls else [stretch.nodes, *copies]
-            start = nodes.index(stretch.nodes[0], done)
+        for run in self.runs:
+            copies = [[twin.node(node) for node in run.nodes] for twin in twins]
+            made = [*copies[::-1], run.nodes] if run.falls else [run.nodes, *copies]
+            start = nodes.index(run.nodes[0], done)
             found += [*nodes[done:start], *chain.from_iterable(made)]
-            done = start + len(stretch.nodes)
+            done = start + len(run.nodes)
         self.graph.nodes = [*found, *nodes[done:]]
 
     def _blank(self, index: int) -> Parts:
@@ -163,31 +163,31 @@ class _Unfolding(BlocksAround):
         for node in (node for part in block for node in part):
             node.fill(node, change)
 
-    def _give(self, twins: Sequence[Twin]) -> None:
+    def _give(self, twins: Sequence[BlockTwin]) -> None:
         """The inputs and outputs of the copies, behind those of a; and their names of what all blocks have together."""
 
         def own(name: str) -> bool:
             return self.repeat.within(name) == self.repeat.around[1]
 
-        def give(twin: Twin, given: Input) -> Input:
+        def give(twin: BlockTwin, given: Input) -> Input:
             return replace(given, name=twin.name(given.name), value=twin.inputs[given.value])
 
-        def give_back(twin: Twin, output: Output) -> Output:
+        def give_back(twin: BlockTwin, output: Output) -> Output:
             return replace(output, name=twin.name(output.name), value=twin.value(output.value))
 
         for given in self.graph.inputs:
-            given.aliases = tuple(_spread(given.aliases, own, twins, Twin.name))
+            given.aliases = tuple(_spread(given.aliases, own, twins, BlockTwin.name))
         self.graph.inputs = _spread(self.graph.inputs, lambda given: own(given.name), twins, give)
         self.graph.outputs = _spread(self.graph.outputs, lambda output: own(output.name), twins, give_back)
 
 
 def _spread(
-    things: Iterable[T], own: Callable[[T], bool], twins: Sequence[Twin], make: Callable[[Twin, T], T]
+    things: Iterable[T], own: Callable[[T], bool], twins: Sequence[BlockTwin], make: Callable[[BlockTwin, T], T]
 ) -> list[T]:
-    """Each stretch of what is a's ``own``, and behind it what stands for it in the copies, one after the other."""
+    """Each run of what is a's ``own``, and behind it what stands for it in the copies, one after the other."""
     found: list[T] = []
-    for mine, stretch in groupby(things, own):
-        run = list(stretch)
+    for mine, each in groupby(things, own):
+        run = list(each)
         found += run
         found += [make(twin, one) for twin in twins for one in run] if mine else []
     return found

@@ -1,4 +1,4 @@
-"""Is every value defined once and before it is used, and does its placement fit its shape and the mesh?"""
+"""Definitions of values: each once, before its uses, in their stages, with a placement that fits its shape."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from shardfx.ir.graph import Graph, Input, Node, Output, Value, op_name
+from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, op_name
+from shardfx.ir.ops import comm
 from shardfx.ir.ops.pools.pool_ops import pool_of
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.schedule.actions import Pipelined
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.printer import Printer
 
-from .complaint import Complaint
+from .node_checks import Complaint
 
 
 @dataclass
@@ -36,12 +38,12 @@ class Definitions:
     def input(self, given: Input) -> None:
         """An input defines its value, under a name of its own."""
         if given.name in self.names:
-            self.wrong.fail("two inputs have one name", given, expected="a name of its own", got=given.name)
+            self.wrong.fail("two inputs have one name", given, "a name of its own", given.name)
         if given.value in self.defined:
-            self.wrong.fail("two inputs share one value", given, expected="a value of its own", got=given.value)
+            self.wrong.fail("two inputs share one value", given, "a value of its own", given.value)
         if given.value.node is not None:
             maker = Printer(self.graph).node(given.value.node)
-            self.wrong.fail("an input is the result of a node", given, expected="an input without a node", got=maker)
+            self.wrong.fail("an input is the result of a node", given, "an input without a node", maker)
         self.names.add(given.name)
         self.stored[given.name] = pool = given.pool.partition(":")[0]
         if pool:
@@ -64,12 +66,8 @@ class Definitions:
             self._undefined(output.value, output)
         lies, belongs = self.away.get(output.value, ""), self.stored.get(output.name, "")
         if lies != (belongs if output.kind.is_given_away else ""):
-            self.wrong.fail(
-                f"{self.wrong.name(output.value)} leaves in another pool of memory than it belongs to",
-                output,
-                expected=belongs or "the device's memory",
-                got=lies or "the device's memory",
-            )
+            what = f"{self.wrong.name(output.value)} leaves in another pool of memory than it belongs to"
+            self.wrong.fail(what, output, belongs or "the device's memory", lies or "the device's memory")
 
     def _pools(self, node: Node, operands: list[Value]) -> None:
         """What lies beside the device is fetched; else all that a node takes lies there, and what it gives, too."""
@@ -78,12 +76,9 @@ class Definitions:
         there = own.fetches if own is not None and carries else all(value in self.away for value in operands)
         for value in operands:
             if (value in self.away) != there:
-                self.wrong.fail(
-                    f"{op_name(node.op)} takes {self.wrong.name(value)}, which lies in another pool of memory",
-                    node,
-                    expected="memory.to_device(...) of it" if value in self.away else "what was put away",
-                    got=self.away.get(value, "the device's memory"),
-                )
+                what = f"{op_name(node.op)} takes {self.wrong.name(value)}, which lies in another pool of memory"
+                expected = "memory.to_device(...) of it" if value in self.away else "an offloaded value"
+                self.wrong.fail(what, node, expected, self.away.get(value, "the device's memory"))
         pool = pool_of(node, self.away)
         if pool:
             self.away.update(dict.fromkeys(node.outs, pool))
@@ -92,15 +87,11 @@ class Definitions:
         if result.node is not node or result.index != index:
             other = "" if result.node is node else "another "
             maker = "no node" if result.node is None else other + op_name(result.node.op)
-            self.wrong.fail(
-                f"{self.wrong.name(result)} does not point back to its node",
-                node,
-                expected=f"result {index} of this node",
-                got=f"result {result.index} of {maker}",
-            )
+            what = f"{self.wrong.name(result)} does not point back to its node"
+            self.wrong.fail(what, node, f"result {index} of this node", f"result {result.index} of {maker}")
         if result in self.defined:
             name = self.wrong.name(result)
-            self.wrong.fail(f"{name} is defined twice", node, expected="one node, once in the graph", got=result)
+            self.wrong.fail(f"{name} is defined twice", node, "one node, once in the graph", result)
         self._define(result, node)
 
     def _define(self, value: Value, place: Node | Input) -> None:
@@ -111,9 +102,7 @@ class Definitions:
                 self._fits(value.spec, value.type.shape, value, place)
                 self.fitting.add(key)
         elif self.placed:
-            self.wrong.fail(
-                f"{self.wrong.name(value)} has no placement", place, expected="one for every value", got="none"
-            )
+            self.wrong.fail(f"{self.wrong.name(value)} has no placement", place, "one for every value", "none")
         if value.hint is not None:
             self._fits(value.hint, value.type.shape, value, place)
 
@@ -121,40 +110,100 @@ class Definitions:
         later = any(value in node.outs for node in self.graph.nodes)
         made = "which a later node defines" if later else "which nothing in the graph defines"
         name = self.wrong.name(value)
-        self.wrong.fail(
-            f"{name} is used {'before it is' if later else 'but never'} defined",
-            place,
-            expected="a value that an input or an earlier node defines",
-            got=f"{name}, {made}",
-        )
+        what = f"{name} is used {'before it is' if later else 'but never'} defined"
+        self.wrong.fail(what, place, "a value that an input or an earlier node defines", f"{name}, {made}")
 
     def _fits(self, spec: Spec, shape: tuple[int, ...], value: Value, place: Node | Input) -> None:
         """The placement has the tensor's dims, and its axes are the mesh's."""
         if len(spec.dims) != len(shape):
-            self.wrong.fail(
-                f"the placement of {self.wrong.name(value)} has another number of dims",
-                place,
-                expected=f"{len(shape)} dims, for shape {shape}",
-                got=f"{len(spec.dims)} dims, {spec}",
-            )
+            what = f"the placement of {self.wrong.name(value)} has another number of dims"
+            self.wrong.fail(what, place, f"{len(shape)} dims, for shape {shape}", f"{len(spec.dims)} dims, {spec}")
         known = self.graph.mesh.names
         unknown = next((axis for axis in (*spec.axes, *spec.partial_axes) if axis not in known), None)
         if unknown is not None:
-            self.wrong.fail(
-                f"the placement of {self.wrong.name(value)} names an unknown mesh axis",
-                place,
-                expected=f"one of {', '.join(known)}",
-                got=unknown,
-            )
+            what = f"the placement of {self.wrong.name(value)} names an unknown mesh axis"
+            self.wrong.fail(what, place, f"one of {', '.join(known)}", unknown)
         for dim, sharding in enumerate(spec.dims):
             if sharding.parts:
                 product = math.prod(part.size for part in sharding.parts)
                 if product != shape[dim] or sharding.axes != tuple(
                     axis for part in sharding.parts for axis in part.axes
                 ):
-                    self.wrong.fail(
-                        f"the placement of {self.wrong.name(value)} does not fit dim {dim}",
-                        place,
-                        expected=f"parts whose product is {shape[dim]}, sharded over {{{','.join(sharding.axes)}}}",
-                        got=sharding.text(shape[dim]),
-                    )
+                    what = f"the placement of {self.wrong.name(value)} does not fit dim {dim}"
+                    expected = f"parts whose product is {shape[dim]}, sharded over {{{','.join(sharding.axes)}}}"
+                    self.wrong.fail(what, place, expected, sharding.text(shape[dim]))
+
+
+def check_outputs(graph: Graph, wrong: Complaint) -> None:
+    """Every output leaves as it must: a gradient as its parameter is stored, nothing partial."""
+    for output, spec in graph.output_specs().items():
+        if output.value.spec != spec:
+            _wrong_output(output, spec, wrong)
+
+
+def _wrong_output(output: Output, spec: Spec, wrong: Complaint) -> None:
+    made = output.value.spec
+    how = " as a partial sum" if made is not None and made.partial else ""
+    what = f"{output.kind.value} {output.name!r} leaves the program otherwise than it must{how}"
+    expected, got = spec.text(output.value.shape), made.text(output.value.shape) if made is not None else "no placement"
+    wrong.fail(what, output, expected, got)
+
+
+EVERYWHERE = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GUARD)
+"""What every rank gets."""
+
+
+def check_stages(graph: Graph, wrong: Complaint) -> None:
+    """What a node takes is held where it is done: made there, or sent; outputs are where they belong."""
+    if graph.pipeline is not None:
+        _Stages(graph, graph.pipeline, wrong).check()
+
+
+@dataclass
+class _Stages:
+    graph: Graph
+    pipeline: Pipelined
+    wrong: Complaint
+    held: dict[Value, frozenset[int]] = field(default_factory=dict)
+    """The coordinates along the axis of stages at which values are."""
+
+    def check(self) -> None:
+        for given in self.graph.inputs:
+            self.held[given.value] = self._places(given, given.at)
+        for node in self.graph.nodes:
+            places = self._places(node, node.at)
+            if node.op is comm.send:
+                self._sent(node, places)
+            else:
+                for value in node.operands:
+                    self._is_at(value, places, node)
+            self.held.update(dict.fromkeys(node.outs, places))
+        at = {given.name: self.held[given.value] for given in self.graph.inputs}
+        for output in self.graph.outputs:
+            everywhere = output.kind in EVERYWHERE or output.name not in at
+            self._is_at(output.value, frozenset(self.pipeline.places(())) if everywhere else at[output.name], output)
+
+    def _places(self, subject: Node | Input, at: tuple[int, ...]) -> frozenset[int]:
+        stages = self.pipeline.schedule.stages
+        if unknown := [stage for stage in at if stage not in stages]:
+            self.wrong.fail("there is no such stage", subject, f"stages of 0 .. {stages[-1]}", f"stage {unknown[0]}")
+        return frozenset(self.pipeline.places(at))
+
+    def _sent(self, node: Node, places: frozenset[int]) -> None:
+        (value,), kwargs = node.operands, node.kwargs
+        if list(kwargs["axes"]) != [self.pipeline.axis] or set(kwargs["places"]) != places:
+            expected = f"places {sorted(places)} of axis {self.pipeline.axis!r}, as its stages are"
+            got = f"places {list(kwargs['places'])} of {', '.join(kwargs['axes'])}"
+            self.wrong.fail("a value is sent elsewhere than it is to be", node, expected, got)
+        self._is_at(value, frozenset([kwargs["origin"]]), node)
+
+    def _is_at(self, value: Value, places: frozenset[int], user: Node | Output) -> None:
+        if not places <= self.held[value]:
+            axis = self.pipeline.axis
+            what = f"{self.wrong.name(value)} is used where it is not"
+            expected = f"a value that is held at {axis} = {_some(places)}, or a comm.send of it"
+            self.wrong.fail(what, user, expected, f"it is held at {axis} = {_some(self.held[value])}")
+
+
+def _some(places: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(places))) or "none"

@@ -19,12 +19,8 @@ from shardfx.ir.ops.alike import alike, key_of
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 
-from .comm_nodes import check_comm
-from .complaint import Complaint
-from .definitions import Definitions
-from .node_types import check_types
-from .placements import check_outputs, check_shardings, check_values
-from .stages import check_stages
+from .definitions import Definitions, check_outputs, check_stages
+from .node_checks import Complaint, check_comm, check_shardings, check_types, check_values
 
 SHARDED = "SHARDED"
 """Once this is established, every value has a placement and every node a strategy."""
@@ -43,10 +39,6 @@ def validate_graph(graph: Graph, after: str | None = None, rules: RuleBook | Non
             one that its op's rule does not allow; a node gets (once ``COMM_EXPLICIT`` is) or gives another placement
             than its strategy says; a comm op has other keywords than it takes, or does not lead from its operand's
             placement to its result's; an output leaves otherwise than it must, partial for example.
-
-    Example::
-
-        validate_graph(graph, after="propagate", rules=context.rules)
     """
     Validator(rules).check(graph, after)
 
@@ -59,7 +51,7 @@ class Validator:
         self._right: dict[tuple[Mesh, bool, bool], set[Hashable]] = {}
         self._seen: dict[tuple[Mesh, bool, bool], dict[Hashable, list[object]]] = {}
         """The same nodes by a key that costs less: by which objects their types, placements and strategies are. It
-        holds these, so that nothing else can take their places."""
+        keeps these, so that nothing else can take their places."""
         self._typed: set[Hashable] = set()
 
     def check(self, graph: Graph, after: str | None = None) -> None:
@@ -98,7 +90,7 @@ class Validator:
             check_values(node, operands, made, explicit, wrong)
         elif placed:
             expected = "a strategy: how it is sharded, what it needs and gives"
-            wrong.fail("a node has no strategy", node, expected=expected, got="none")
+            wrong.fail("a node has no strategy", node, expected, "none")
         if isinstance(node.op, OwnOp):
             check_comm(node, node.op, operands, graph.mesh, wrong)
         elif made is not None and placed and self._rules is not None:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase
 from shardfx.ir.ops.traits import is_cast, narrows
-from shardfx.ir.rules.as_placed import REDUCE_AFTER, as_placed
+from shardfx.ir.rules.strategy import REDUCE_AFTER, as_placed
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
 from shardfx.passes.update_placement import as_made

@@ -137,4 +137,4 @@ def _makers(node: Node) -> list[Node]:
 
 
 def _may_send(node: Node) -> bool:
-    return is_comm(node) and not node.op.stays
+    return is_comm(node) and not node.op.sends_nothing

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from shardfx.ir.graph import Graph, Node, Output, Strategy, Value
 from shardfx.ir.ops import comm
-from shardfx.ir.ops.redistribute import Redistribution, Step
+from shardfx.ir.ops.redistribute import CommStep, Redistribution
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.shards import has_rows
 from shardfx.ir.spec import Spec
@@ -105,7 +105,7 @@ class _Copies:
                 self._at[step.spec] = copy
         return copy
 
-    def _step(self, copy: Value, step: Step, at_end: bool) -> Value:
+    def _step(self, copy: Value, step: CommStep, at_end: bool) -> Value:
         given: dict[str, Any] = {"axes": [*step.axes], "dim": step.dim, "to": step.to, "reduce": step.reduce}
         given |= {"view": list(step.view) if step.view is not None else None, "rows": step.rows}
         kwargs = {name: each for name, each in given.items() if each is not None}

@@ -122,4 +122,4 @@ def _final(graph: Graph, now: Mapping[Node, int]) -> dict[Value, float]:
 
 def _sends(node: Node, graph: Graph) -> bool:
     """Whether a node sends something to other ranks."""
-    return is_comm(node) and not node.op.stays and not is_part(node, graph.mesh)
+    return is_comm(node) and not node.op.sends_nothing and not is_part(node, graph.mesh)

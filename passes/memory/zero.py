@@ -18,7 +18,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.traits import narrows
-from shardfx.ir.reasons import Decision
+from shardfx.ir.reasons import ShardingDecision
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
 from shardfx.passes.update_placement import place_update
@@ -85,7 +85,7 @@ class Zero(Pass):
         """That a value is stored sharded over the axes, where a hint says so as well."""
         for dim, sharding in enumerate(value.spec.dims if value.spec is not None else ()):
             if axes := tuple(axis for axis in self.axes if axis in sharding.axes):
-                graph.reasons.add(Decision(value, dim, DimSharding(axes), f"zero={self.level}"))
+                graph.reasons.add(ShardingDecision(value, dim, DimSharding(axes), f"zero={self.level}"))
 
 
 def stored_spec(value: Value, axes: tuple[str, ...], mesh: Mesh) -> Spec:

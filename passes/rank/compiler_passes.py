@@ -41,7 +41,7 @@ from torch import fx
 from shardfx.ir.cost.fusion import is_elementwise
 from shardfx.ir.cost.replay import values
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.ops.computing.materialize import materialize
+from shardfx.ir.ops.memory_ops import materialize
 from shardfx.ir.ops.pack import dense_last
 from shardfx.ir.program.aliasing import Aliasing
 from shardfx.ir.program.rank_program import RankProgram

@@ -33,7 +33,7 @@ from torch import fx
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.computing.fused_update import fusion_of, run_of
-from shardfx.ir.ops.computing.segment import CAST, COPY, Ref, call_text, segment
+from shardfx.ir.ops.computing.segment import CAST, COPY, SegmentRef, call_text, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.aliasing import Aliasing, destination
@@ -333,14 +333,14 @@ def _recipe(
     nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value], inlined: Sequence[fx.Node] = ()
 ) -> _Recipe | None:
     """The recipe of a member; None: what others need of it is not in the memory of a column."""
-    refs, home = dict[fx.Node, Ref](), dict[fx.Node, fx.Node]()
+    refs, home = dict[fx.Node, SegmentRef](), dict[fx.Node, fx.Node]()
     columns, scalars, calls = list[fx.Node](), list[fx.Node](), list[str]()
     last: dict[fx.Node, fx.Node] = {}
     for number, node in enumerate((*inlined, *nodes)):
         for used in node.all_input_nodes:
             if used not in refs:
                 group, kind = (columns, "c") if values[used].shape else (scalars, "s")
-                refs[used] = Ref(kind, len(group))
+                refs[used] = SegmentRef(kind, len(group))
                 group.append(used)
         target, given = node.target, node.kwargs
         if number < len(inlined):  # its result has memory of its own
@@ -352,7 +352,7 @@ def _recipe(
         calls.append(call_text(target, args, dict(zip(given, kwargs, strict=True))))
         into = given.get("out") if target is not COPY else node.args[0]
         home[node] = home.get(into, into) if isinstance(into, fx.Node) else node
-        refs[node] = Ref("r", number)
+        refs[node] = SegmentRef("r", number)
         last[home[node]] = node
     inside = set(nodes)
     results = [node for node in nodes if not inside.issuperset(node.users)]

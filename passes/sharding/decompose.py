@@ -22,7 +22,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.rules.by_pieces import ByPieces, in_pieces
+from shardfx.ir.rules.shardwise import Shardwise, for_shards
 
 Shardings = Callable[[Value], Sequence[DimSharding]]
 """How the dims of a value are sharded."""
@@ -53,9 +53,9 @@ class Decomposer:
     def helps(self, node: Node, shardings: Shardings, mesh: Mesh) -> bool:
         """Whether the decomposition is another one than the op itself, for operands that are sharded so."""
         expand = self._expand(node)
-        if not isinstance(expand, ByPieces) or not expand.apart:
+        if not isinstance(expand, Shardwise) or not expand.apart:
             return True
-        return bool(in_pieces(expand, node, shardings(node.operands[0]), mesh).pieces)
+        return bool(for_shards(expand, node, shardings(node.operands[0]), mesh).pieces)
 
     def parts(self, node: Node) -> list[Any]:
         """The ops of a node's decomposition."""
@@ -70,7 +70,7 @@ class Decomposer:
         return decomposed
 
     def _replace(self, graph: Graph, node: Node, rewriter: Rewriter, shardings: Shardings) -> Decomposed:
-        traced = self._trace(node, in_pieces(self._expand(node), node, shardings(node.operands[0]), graph.mesh))
+        traced = self._trace(node, for_shards(self._expand(node), node, shardings(node.operands[0]), graph.mesh))
         made, given = splice(traced, node.operands, like=node, mesh=graph.mesh)
         ops = self._parts_of.get(node, frozenset()) | {node.op}
         for each in made:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from shardfx.ir.dim_sharding import WHOLE, DimSharding, join, project
 from shardfx.ir.graph import Node, Phase, Value, op_name
-from shardfx.ir.reasons import Carrier, Decision, Reasons, Refused
+from shardfx.ir.reasons import Carrier, Reasons, Refused, ShardingDecision
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.rules.strategy import place, wishes
 
@@ -38,7 +38,7 @@ class Propagation:
 
     state: ShardingState
     conflicts: Conflicts
-    decisions: dict[Value, list[Decision]] = field(default_factory=dict)
+    decisions: dict[Value, list[ShardingDecision]] = field(default_factory=dict)
     swapped: dict[Value, Value] = field(default_factory=dict)
     """What replaces a value now."""
 
@@ -53,7 +53,7 @@ class Propagation:
                     self.state.origin[seed.value, axis] = HintOrigin(seed.name, seed.operator)
                 if sharding.axes:
                     hint = "" if seed.by_pass else seed.name
-                    self._note(Decision(seed.value, dim, sharding, f"by {seed.name}", hint))
+                    self._note(ShardingDecision(seed.value, dim, sharding, f"by {seed.name}", hint))
 
     def take_over(self, old: Value, new: Value) -> None:
         """``new`` replaces ``old`` from now on: it is sharded alike, for the same reasons."""
@@ -136,7 +136,7 @@ class Propagation:
             fresh = set(sharding.axes) - set(current[d].axes)
             current[d] = sharding
             carriers: list[Carrier] = []
-            causes: list[Decision] = []
+            causes: list[ShardingDecision] = []
             for axis in sorted(fresh):
                 factor = next(f for f in dim if f in shardings and axis in shardings[f].axes)
                 having = self._origin(value, node, axis, factor)
@@ -146,7 +146,8 @@ class Propagation:
             hint = node.pin.by if node.pin is not None and not carriers else ""
             back = bool(carriers) and carriers[-1].value.node is node
             how, op = LEVELS[level and (2 if back else 1)], op_name(node.op)
-            self._note(Decision(value, d, sharding, how, hint, refused, op, node.where, tuple(carriers), tuple(causes)))
+            carried = tuple(carriers)
+            self._note(ShardingDecision(value, d, sharding, how, hint, refused, op, node.where, carried, tuple(causes)))
             changed = True
         return changed
 
@@ -176,7 +177,8 @@ class Propagation:
         state.shardings[gradient] = list(state.of(parameter))
         for made in self.decisions.get(parameter, ()):
             carriers = tuple([Carrier(axis, parameter, made.dim) for axis in made.sharding.axes])
-            self._note(Decision(gradient, made.dim, made.sharding, "gradient of it", carriers=carriers, causes=(made,)))
+            how = "gradient of it"
+            self._note(ShardingDecision(gradient, made.dim, made.sharding, how, carriers=carriers, causes=(made,)))
             for axis in made.sharding.axes:
                 state.origin[gradient, axis] = state.origin[parameter, axis]
         return True
@@ -198,11 +200,11 @@ class Propagation:
         dims = {value: dims for value, dims, _ in self.state.tensors(node)}
         kin = self.state.rules[node].kin(factor)
         for value in having:
-            made: Sequence[Decision] = self.decisions.get(value, ())
+            made: Sequence[ShardingDecision] = self.decisions.get(value, ())
             for d, each in enumerate(dims[value]):
                 if not kin.isdisjoint(each) and any(m.dim == d and axis in m.sharding.axes for m in made):
                     yield Carrier(axis, value, d)
                     return
 
-    def _note(self, made: Decision) -> None:
+    def _note(self, made: ShardingDecision) -> None:
         self.decisions.setdefault(made.value, []).append(made)

@@ -18,7 +18,7 @@ import torch
 from shardfx.ir.dim_sharding import DimSharding, Part, compound
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.reasons import Decision
+from shardfx.ir.reasons import ShardingDecision
 from shardfx.ir.spec import Spec
 
 BY_PASS = "pass "
@@ -61,14 +61,15 @@ def seeds_of(graph: Graph) -> list[Seed]:
     return seeds
 
 
-def stored_by_hints(graph: Graph) -> Iterator[Decision]:
+def stored_by_hints(graph: Graph) -> Iterator[ShardingDecision]:
     """Why parameters are stored over data axes, which are no part of their seeds."""
     for value in (given.value for given in graph.of_kind(InputKind.PARAMETER)):
         if value.hint is not None and value.spec is not None:
             seed = Seed(value, value.hint, value.hinted_by)
             for dim, sharding in enumerate(value.spec.dims):
                 if axes := tuple(axis for axis in sharding.axes if axis not in value.hint.axes):
-                    yield Decision(value, dim, DimSharding(axes), f"by {seed.name}", "" if seed.by_pass else seed.name)
+                    hint = "" if seed.by_pass else seed.name
+                    yield ShardingDecision(value, dim, DimSharding(axes), f"by {seed.name}", hint)
 
 
 def data_axes(graph: Graph) -> set[str]:

@@ -35,8 +35,7 @@ import torch
 from shardfx.ir.dim_sharding import without
 from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value, op_name
 from shardfx.ir.rewriter import Rewriter, dead_code
-from shardfx.ir.rules.as_placed import REDUCE_AFTER
-from shardfx.ir.rules.strategy import factor_shardings, partial_operands
+from shardfx.ir.rules.strategy import REDUCE_AFTER, factor_shardings, partial_operands
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
 from shardfx.passes.finite import keeps_terms_finite, sure_facts

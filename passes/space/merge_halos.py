@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from shardfx.ir.dim_sharding import DimSharding, project
 from shardfx.ir.graph import Node, Strategy, Value
-from shardfx.ir.ops.traits import draw_slot
+from shardfx.ir.node import draw_slot
 from shardfx.ir.shards import has_rows
 from shardfx.ir.spec import Spec
 

@@ -22,7 +22,7 @@ from shardfx.ir.graph import Node, Strategy, Value
 from shardfx.ir.ops.comm import join
 from shardfx.ir.ops.comm_local import pieces_of
 from shardfx.ir.rewriter import Rewriter
-from shardfx.ir.rules.sharding_rule import Seen
+from shardfx.ir.rules.sharding_rule import SeenFactor
 from shardfx.ir.rules.strategy import FactorShardings
 from shardfx.ir.shards import has_rows
 
@@ -109,7 +109,7 @@ class _Parts:
                 found += [split] if split.borders else []
         return found
 
-    def _borders(self, seen: Seen, sharding: DimSharding, operand: DimSharding, whole: int) -> _Border | None:
+    def _borders(self, seen: SeenFactor, sharding: DimSharding, operand: DimSharding, whole: int) -> _Border | None:
         """How a dim that is sharded so is split, where ranks have tiles of what it needs; None if it cannot be: parts
         are the same rows of every tile."""
         rule = self.placement.rule(self.node)

@@ -25,7 +25,7 @@ from shardfx.ir.graph import Graph, Input, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_tensors, stepped_groups
-from shardfx.ir.shards import Shards, sharding_local
+from shardfx.ir.shards import Shards, local_shard
 from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.store import Store, laid_as, norm_of, spec_of
 
@@ -264,7 +264,7 @@ class ProcessStore(Store):
             spec_of(given).local_shape(given.value.shape, self.mesh, self._placement.coords),
         )
         if isinstance(start, str):
-            shard = sharding_local(self.whole(start).to(type_.dtype), spec_of(given), self.mesh, self.rank)
+            shard = local_shard(self.whole(start).to(type_.dtype), spec_of(given), self.mesh, self.rank)
         else:
             shard = torch.full(shape, start, dtype=type_.dtype)
         if name not in self._here:
@@ -310,7 +310,7 @@ class ProcessStore(Store):
             dist.broadcast(tensor, 0)
         if given.name not in self._here:
             return None
-        return sharding_local(tensor, spec_of(given), self.mesh, self.rank)
+        return local_shard(tensor, spec_of(given), self.mesh, self.rank)
 
     def sharding(self, name: str, whole: Tensor) -> list[Tensor]:
         """This rank's shard, as its parameter is; none where it holds none."""

@@ -10,8 +10,8 @@ from torch._decomp import decomposition_table
 
 from shardfx.ir.builder import trace_on_meta
 from shardfx.ir.graph import Node, op_name
+from shardfx.ir.node import draw_slot
 from shardfx.ir.ops.alike import alike
-from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.oracle.draws import FLOATS, Draw
 from shardfx.ir.oracle.instance import bind
 from shardfx.ir.shards import wide

@@ -23,8 +23,8 @@ from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.program.loops.schedule_actions import local_ends
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.rules.local import Share, is_sharded
-from shardfx.ir.shards import Shards, sharding_local, wide
+from shardfx.ir.rules.local import NodeShard, is_sharded
+from shardfx.ir.shards import Shards, local_shard, wide
 from shardfx.ir.spec import Spec
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
@@ -82,7 +82,7 @@ def compare(
     expected = {(o.kind, o.name): one[o.value] for o in sample.before.outputs}
     ends = {r: local_ends(after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
     shards = {
-        r: [sharding_local(sample.inputs[g.name], _spec(g.value), mesh, r).clone() for g in ends[r][0]] for r in ends
+        r: [local_shard(sample.inputs[g.name], _spec(g.value), mesh, r).clone() for g in ends[r][0]] for r in ends
     }
     programs = {r: _widened(modules[r]) if sample.wide else modules[r] for r in ends}
     try:
@@ -98,7 +98,7 @@ def compare(
             if output not in given:
                 continue
             value = got[rank][given.index(output)]
-            wanted = sharding_local(expected[output.kind, output.name], _spec(output.value), mesh, rank)
+            wanted = local_shard(expected[output.kind, output.name], _spec(output.value), mesh, rank)
             error_size = distance(value, wanted)
             if not error_size <= TOLERANCE:
                 what = f"a relative error of {error_size:.1e} on random float64 inputs"
@@ -224,8 +224,8 @@ def draw_masks(after: Graph) -> Draw:
         shards = Shards.of(_spec(planned.outs[0]), tuple(x.shape), after.mesh)
         made = []
         for i in range(shards.count):
-            share = Share(planned, after.mesh, after.mesh.coords(shards.first_rank(i)))
-            box = [share.result_held(0, d).first for d in range(x.dim())] if is_sharded(planned) else args[4]
+            share = NodeShard(planned, after.mesh, after.mesh.coords(shards.first_rank(i)))
+            box = [share.result_shard(0, d).first for d in range(x.dim())] if is_sharded(planned) else args[4]
             made.append(dropout(shards.sharding(x, i), p, seed, number, box))
         return shards.join([a for a, _ in made]), shards.join([b for _, b in made])
 

@@ -22,7 +22,7 @@ from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.footprint import PLAIN, Footprint, Transport
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay, values
-from shardfx.ir.dim_sharding import in_stretches
+from shardfx.ir.dim_sharding import is_strided
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Value
 from shardfx.ir.program.rank_module import RankModule
@@ -387,7 +387,7 @@ def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, .
     assert value.spec is not None
     found = []
     for dim, (size, sharding) in enumerate(zip(value.shape, value.spec.dims, strict=True)):
-        if in_stretches(sharding) or any(mesh[axis].loop for axis in sharding.axes):
+        if is_strided(sharding) or any(mesh[axis].loop for axis in sharding.axes):
             raise Error(
                 f"a rank reads several stretches of dim {dim}",
                 where=f"pm.tile({name!r})",

@@ -30,7 +30,7 @@ from shardfx.ir.capture.python_state.bytecode import CodeNames, set_by_calls
 from shardfx.ir.capture.python_state.python_values import ATOMS, STATE, ValueReader, is_apart
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph
-from shardfx.ir.shards import sharding_local
+from shardfx.ir.shards import local_shard
 from shardfx.module.model_state import ModelState
 from shardfx.runtime.step import STORED
 from shardfx.runtime.store import Store, version
@@ -394,7 +394,7 @@ class SourceWeightsCheck:
                 continue
             for rank in self._ranks:
                 piece = state.store.shard(given.name, rank).detach()
-                if not same(piece, sharding_local(tensor, spec, self._graph.mesh, rank).to(piece.device)):
+                if not same(piece, local_shard(tensor, spec, self._graph.mesh, rank).to(piece.device)):
                     yield name
                     break
 

@@ -102,7 +102,7 @@ def comm_rows(
     _, chosen, wanted = select(graph, kinds)
     iterations = TripCounts.among(chosen, wanted, mesh)
     for node in chosen:
-        between = is_comm(node) and not node.op.stays and not over_loop(node, mesh) and not is_part(node, mesh)
+        between = is_comm(node) and not node.op.sends_nothing and not over_loop(node, mesh) and not is_part(node, mesh)
         if between and is_of_rank(node, graph, rank):
             rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node, mesh)), []).append(node)
     made = []

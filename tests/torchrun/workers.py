@@ -19,7 +19,7 @@ import shardfx as sx
 import shardfx.api
 from shardfx.ir.dim_sharding import DimSharding, Part
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.shards import sharding_local
+from shardfx.ir.shards import local_shard
 from shardfx.ir.spec import Spec
 from shardfx.runtime.collective_counts import count_collectives
 from tests.plans import MESHES, plan, train_beside
@@ -73,7 +73,7 @@ def counts_equal_the_graph(name: str, mesh: str) -> None:
         loss = pm(*case.args, *case.targets, **case.kwargs)
     expected: Counter[tuple[str, str]] = Counter()
     for node in pm.planned.nodes:
-        if isinstance(node.op, OwnOp) and not node.op.stays:
+        if isinstance(node.op, OwnOp) and not node.op.sends_nothing:
             op = CALLED[node.op.kind]
             expected[op, pm.mesh.group_name(dist.get_rank(), node.kwargs["axes"])] += 1
     assert {key: count.calls for key, count in counts.items()} == dict(expected)
@@ -208,7 +208,7 @@ def takes_global_or_local_batches() -> None:
         whole = model(x)
         assert rel_err(inference(x), whole) < 1e-12
         spec = inference.planned.outputs[0].value.spec
-        assert rel_err(inference(x[rows]), sharding_local(whole, spec, mesh, dist.get_rank())) < 1e-12
+        assert rel_err(inference(x[rows]), local_shard(whole, spec, mesh, dist.get_rank())) < 1e-12
 
 
 @worker

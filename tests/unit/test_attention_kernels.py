@@ -134,8 +134,8 @@ def test_meta_functions_say_the_strides_that_kernels_give(
             q, k, v = fused_attention._dense(q, k, v)
             given = q.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection gives it
             with Copies() as copies:
-                out = fused_attention._forward_by(kernel, q, k, v, mask, causal, None)
-                grads = fused_attention._backward_by(kernel, given, q, k, v, *out, mask, causal, None)
+                out = fused_attention._forward_by(kernel, q, k, v, mask, causal, None, None, 0.0)
+                grads = fused_attention._backward_by(kernel, given, (q, k, v), *out, mask, causal, None, False)
             said = attention(q, k, v, mask, causal)
             said_grads = attention_backward(given, q, k, v, *said, mask, causal)
             assert strides((*out, *grads)) == strides((*said, *said_grads))
@@ -191,7 +191,7 @@ def by_hand(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     if mask is not None:
         mask = mask.cpu() if mask.dtype == torch.bool else mask.cpu().double()
     made = forward_by_hand(q, k, v, mask, causal, None)
-    return [*made, *backward_by_hand(grad, q, k, v, *made, mask, causal, None, False)[:3]]
+    return [*made, *backward_by_hand(grad, (q, k, v), *made, mask, causal, None, False)[:3]]
 
 
 def test_backward_takes_a_logsumexp_in_any_layout() -> None:

@@ -17,7 +17,7 @@ from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part, compound
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh
 from shardfx.ir.ops import comm, redistribute
-from shardfx.ir.ops.redistribute import Redistribution, Step
+from shardfx.ir.ops.redistribute import CommStep, Redistribution
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec, TensorType, coarsen, on_view, refine
 
@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
     return shape, Spec(start, tuple((x, op) for x in start_partial)), Spec(end, tuple((x, op) for x in kept))
 
 
-def apply(step: Step, source: Spec, shape: Sequence[int], mesh: Mesh) -> Spec:
+def apply(step: CommStep, source: Spec, shape: Sequence[int], mesh: Mesh) -> Spec:
     keywords = {"dim": step.dim, "to": step.to, "reduce": step.reduce or "sum", "view": step.view}
     return step.op.place(source, shape, mesh, axes=step.axes, **keywords)
 
@@ -69,7 +69,7 @@ def held(placement: Spec, shape: Sequence[int], coords: Mapping[str, int]) -> fr
     return frozenset(everything[tuple(slice(s, s + n) for s, n in box)].reshape(-1).tolist())
 
 
-def can_be_made(step: Step, source: Spec, shape: Sequence[int]) -> bool:
+def can_be_made(step: CommStep, source: Spec, shape: Sequence[int]) -> bool:
     """Whether the ranks of each group have among them what the step gives them."""
     before = [held(source, shape, MESH.coords(rank)) for rank in range(MESH.size)]
     after = [held(step.spec, shape, MESH.coords(rank)) for rank in range(MESH.size)]
@@ -242,7 +242,7 @@ def test_a_comm_op_that_cannot_start_says_why() -> None:
         (comm.all_to_all, sharding, {"axes": ["tp"], "dim": 0, "to": 0}, "a dim of 0 .. 1 for each of dim, to"),
         (comm.all_reduce, sharding, {"axes": ["tp"]}, "a value that is partial (sum) over axes {tp}"),
         (comm.reduce_scatter, whole, {"axes": ["tp"], "dim": 0}, "a value that is partial (sum) over axes {tp}"),
-        (comm.shard, sharding, {"axes": ["tp"], "dim": 1}, "axes {tp} that nothing else is sharded by"),
+        (comm.shard, sharding, {"axes": ["tp"], "dim": 1}, "axes {tp} that shard nothing else"),
         (
             comm.all_gather,
             sharding,

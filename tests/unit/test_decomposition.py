@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfx.ir.ops.computing.adaptive import largest_of_all
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.rulebook import default_rules
+from shardfx.ir.rulebook.arithmetic.pool import largest_of_all
 from shardfx.runtime.verify.decomposition import Unjustified, justified
 from tests.instances import picked
 from tests.op_calls import f

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardfx.ir.ops.computing.hashing import keyed
-from shardfx.ir.ops.dropout import draw, dropout
+from shardfx.ir.ops.dropout import draw, dropout, keyed
 
 SHAPES = [(256, 1024), (64, 4096), (4, 48, 7, 195), (2**17,)]
 

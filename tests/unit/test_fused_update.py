@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfx.ir.ops.computing.fused_update import KERNELS, Kernel, Name, Number, Term, run_of
-from shardfx.ir.ops.computing.segment import Ref, call_text, read_call, segment
+from shardfx.ir.ops.computing.fused_update import KERNELS, FusedKernel, KernelTerm, Name, Number, run_of
+from shardfx.ir.ops.computing.segment import SegmentRef, call_text, read_call, segment
 from shardfx.ir.ops.local_ops import OVERWRITING
 from tests.on_gpu import without_synchronisation
 
@@ -22,19 +22,19 @@ NUMBERS = {
     "momentum": 0.75,
     "weight_decay": 0.125,
 }
-SCALARS = {"lr": Ref("s", 0), "state_steps": Ref("s", 1)}
+SCALARS = {"lr": SegmentRef("s", 0), "state_steps": SegmentRef("s", 1)}
 
 
-def written(kernel: Kernel) -> tuple[list[str], list[int], dict[str, Ref]]:
+def written(kernel: FusedKernel) -> tuple[list[str], list[int], dict[str, SegmentRef]]:
     """The calls of a kernel, each result over the column that it is the new content of; and the columns by name."""
-    calls, known, columns = list[str](), dict[int, Ref](), dict[str, Ref]()
+    calls, known, columns = list[str](), dict[int, SegmentRef](), dict[str, SegmentRef]()
 
     def put(term: Any, into: str = "") -> Any:
         if isinstance(term, Name):
-            return SCALARS.get(term.name) or columns.setdefault(term.name, Ref("c", len(columns)))
+            return SCALARS.get(term.name) or columns.setdefault(term.name, SegmentRef("c", len(columns)))
         if isinstance(term, Number):
             return 1 - NUMBERS[term.name] if term.complement else NUMBERS[term.name]
-        if not isinstance(term, Term):
+        if not isinstance(term, KernelTerm):
             return term
         if id(term) not in known:
             args, named = list[Any](), dict[str, Any]()
@@ -44,7 +44,7 @@ def written(kernel: Kernel) -> tuple[list[str], list[int], dict[str, Ref]]:
                 named |= {each.name: arg} if each.kwarg_only else {}
             named |= {"out": put(Name(into))} if into else {}
             calls.append(call_text(OVERWRITING[term.op] if into else term.op, args, named))
-            known[id(term)] = Ref("r", len(calls) - 1)
+            known[id(term)] = SegmentRef("r", len(calls) - 1)
         return known[id(term)]
 
     order = sorted(kernel.results, key=lambda name: name == "self")  # which is made of the others
@@ -53,14 +53,14 @@ def written(kernel: Kernel) -> tuple[list[str], list[int], dict[str, Ref]]:
     return calls, [columns[name].index for name in order], columns
 
 
-def name_of(kernel: Kernel) -> str:
+def name_of(kernel: FusedKernel) -> str:
     """The kernel and its flags."""
     flags = [key for key, value in kernel.fixed.items() if value is True]
     flags += [f"no {key}" for key, value in kernel.fixed.items() if value == 0 and value is not False]
     return " ".join([kernel.op._schema.name.removeprefix("aten::"), *flags])
 
 
-def both(kernel: Kernel, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
+def both(kernel: FusedKernel, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
     """What a kernel gives for three parameters after three steps, and what its calls give in float64."""
     calls, gives, columns = written(kernel)
     fused = run_of(calls, gives)
@@ -81,7 +81,7 @@ def both(kernel: Kernel, dtype: torch.dtype, device: str = "cpu") -> tuple[list[
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
-def test_a_kernel_computes_its_calls(kernel: Kernel, dtype: torch.dtype) -> None:
+def test_a_kernel_computes_its_calls(kernel: FusedKernel, dtype: torch.dtype) -> None:
     """With all flags; to the rounding of the dtype."""
     calls, gives, _ = written(kernel)
     (text,) = run_of(calls, gives)
@@ -99,7 +99,7 @@ def test_a_kernel_computes_its_calls(kernel: Kernel, dtype: torch.dtype) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
-def test_a_kernel_computes_its_calls_on_cuda(kernel: Kernel, dtype: torch.dtype) -> None:
+def test_a_kernel_computes_its_calls_on_cuda(kernel: FusedKernel, dtype: torch.dtype) -> None:
     """Without a synchronisation of the host."""
     got, wanted = both(kernel, dtype, "cuda")
     far = 8 * torch.finfo(dtype).eps
@@ -107,7 +107,7 @@ def test_a_kernel_computes_its_calls_on_cuda(kernel: Kernel, dtype: torch.dtype)
         torch.testing.assert_close(mine.double().cpu(), theirs, rtol=far, atol=far)
 
 
-def adamw() -> Kernel:
+def adamw() -> FusedKernel:
     """That with weight decay, and nothing else."""
     return next(each for each in KERNELS if name_of(each) == "_fused_adamw_")
 
@@ -144,7 +144,7 @@ def test_what_makes_the_gradient_runs_before_the_kernel() -> None:
         )
     first, kernel = run_of(clipped, gives)
     assert first == clipped[0]
-    assert read_call(kernel).args[1] == [Ref("r", 0)]
+    assert read_call(kernel).args[1] == [SegmentRef("r", 0)]
     rows = [torch.rand(6, 4, dtype=torch.float64) + 0.5 for _ in range(8)]
     scalars = [torch.tensor(number, dtype=torch.float64) for number in (0.1, 2.0, 0.5)]
     got = segment(clipped, gives, 2, [row.clone() for row in rows], scalars, [first, kernel])

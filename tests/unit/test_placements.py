@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardfx import Mesh, Spec
 from shardfx.ir.dim_sharding import DimSharding, Part, compound
-from shardfx.ir.shards import sharding_local
+from shardfx.ir.shards import local_shard
 from shardfx.runtime.distributed.dtensor_shard import MultiBoxTensor, placements, runs
 
 MESH = Mesh(dp=2, tp=2)
@@ -53,7 +53,7 @@ def test_any_order_of_axes_is_said_rightly_or_not_at_all(size: int) -> None:
                     if not isinstance(placement, Replicate):
                         pieces, _ = placement._split_tensor(rows, axis.size, with_padding=False)  # type: ignore[attr-defined]
                         rows = pieces[mesh.coords(rank)[axis.name]]
-                assert torch.equal(rows, sharding_local(torch.arange(size), spec, mesh, rank))
+                assert torch.equal(rows, local_shard(torch.arange(size), spec, mesh, rank))
     assert said >= 7
 
 
@@ -61,7 +61,7 @@ def test_any_order_of_axes_is_said_rightly_or_not_at_all(size: int) -> None:
 def test_runs_are_the_rows_that_a_rank_holds(size: int, sharding: DimSharding) -> None:
     whole = torch.arange(size)
     for rank in range(MESH.size):
-        held = sharding_local(whole, Spec((sharding,)), MESH, rank)
+        held = local_shard(whole, Spec((sharding,)), MESH, rank)
         rows = [whole[start : start + length] for start, length in runs(sharding, size, MESH, MESH.coords(rank))]
         assert torch.equal(torch.cat(rows), held)
 

@@ -13,6 +13,9 @@ import pytest
 import shardfx as sx
 from shardfx import plugins
 from shardfx.cli import main
+from shardfx.ir import OutputKind, Rewriter, parse_graph, parse_program, print_graph, row_of, validate_graph
+from shardfx.ir.program.lower import lower
+from shardfx.ir.registry import PROGRAM_OPS
 from tests.plugin import fake_distribution, install, write_package
 
 MODULES = ("late_passes", "row_ops", "broken_plugin", "test_late_passes", "test_row_ops", "test_row_rules")
@@ -134,6 +137,61 @@ def test_rules_may_come_from_a_function(site: Path) -> None:
     entry = plugins.all_rules().entry(torch.ops.aten.mm.default)
     assert entry is not None and entry.text == "m! k!, k! n -> m! n"  # it wins over the built-in one
     assert plugins.all_rules().entry(torch.ops.aten.relu.default) is not None
+
+
+ROWS = """
+import torch
+from shardfx.ir.ops.table import Keyword, LocalOp, OwnOp
+
+def doubled(x):
+    return x + x
+
+def place(source, shape, mesh, **keywords):
+    return source
+
+def local(emit):
+    return [emit.call(doubled, emit.args[0], gives=emit.shape(emit.node.outs[0], emit.node.outs[0].spec))]
+
+OPS = (
+    OwnOp("mylib.tag", {"note": Keyword("word")}, place, local),
+    LocalOp("mylib.doubled", doubled, plain=lambda args, kwargs: (torch.ops.aten.mul.Tensor, (args[0], 2), {})),
+)
+"""
+GRAPH = """mesh dp=2
+established COMM_EXPLICIT, SHARDED
+argument %x : f32[4{dp}]
+forward:
+  %0 = mylib.tag(%x, note=hello) : f32[4{dp}]  # 8 B
+outputs:
+  result results.0 = %0 : [4{dp}]"""
+
+
+def test_an_op_of_a_plugin_is_parsed_printed_and_lowered_as_our_own_are(site: Path) -> None:
+    fake_distribution(site, "shardfx-rows", {plugins.OPS: {"mylib": "broken_plugin:OPS"}}, broken_plugin=ROWS)
+    plugins.refresh()
+    rules = plugins.all_rules()
+    graph = parse_graph(GRAPH)
+    assert print_graph(graph) == GRAPH
+    validate_graph(graph, rules=rules)
+    program = lower(graph, 1, rules, {OutputKind.RESULT})
+    assert "mylib.doubled(%x)" in str(program)
+    assert str(parse_program(str(program), graph)) == str(program)
+    assert row_of(PROGRAM_OPS["mylib.doubled"].function) is PROGRAM_OPS["mylib.doubled"]
+    node = Rewriter(graph, rules).comm("mylib.tag", graph.inputs[0].value, note="again")
+    assert node.outs[0].spec == graph.inputs[0].value.spec
+    (site / "shardfx_rows-1.0.dist-info" / "entry_points.txt").unlink()
+    plugins.refresh()
+    with pytest.raises(sx.Error, match="cannot be read"):
+        parse_graph(GRAPH)
+
+
+def test_two_ops_of_one_name_are_an_error(site: Path) -> None:
+    text = ROWS.replace("mylib.tag", "comm.all_reduce")
+    fake_distribution(site, "shardfx-rows", {plugins.OPS: {"mylib": "broken_plugin:OPS"}}, broken_plugin=text)
+    plugins.refresh()
+    with pytest.raises(sx.Error, match=r"two ops are called 'comm\.all_reduce'") as caught:
+        plugins.all_rules()
+    assert "shardfx-rows 1.0" in caught.value.what
 
 
 def test_two_passes_of_one_name_are_an_error(site: Path) -> None:

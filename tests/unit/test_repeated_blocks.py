@@ -22,7 +22,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.spec import Spec
 from shardfx.ir.text import parse_graph
-from shardfx.ir.unfolding.regular import Irregular
+from shardfx.ir.unfolding.regular import IrregularBlocks
 from shardfx.ir.unfolding.unfold import unfold
 from tests.captures import captured_once
 
@@ -310,5 +310,5 @@ def test_hint_for_each_block_is_one_hint() -> None:
 def test_unfolded_blocks_are_not_unfolded_again() -> None:
     graph = capture(Stack(), Mesh(dp=2), **given(True)).graph  # type: ignore[arg-type]
     graph.input("blocks.1.up.bias").value.spec = Spec.whole(1)
-    with pytest.raises(Irregular, match="an input is placed otherwise"):
+    with pytest.raises(IrregularBlocks, match="an input is placed otherwise"):
         unfold(graph)

@@ -68,7 +68,7 @@ def test_an_op_comes_back(op: Any) -> None:
     assert there_and_back(one_op(op)).nodes[0].op is op
 
 
-@pytest.mark.parametrize("op", comm.OWN_OPS.values(), ids=str)
+@pytest.mark.parametrize("op", comm.OPS, ids=str)
 def test_a_comm_op_comes_back(op: OwnOp) -> None:
     kwargs: dict[str, Any] = {"axes": ["tp"], "dim": 0, "to": 1, "reduce": "max", "view": [2, 2, 4], "note": None}
     graph = one_op(op, **kwargs)

@@ -60,7 +60,7 @@ def test_a_planned_graph_passes() -> None:
         ("shards m{dp} n{tp}", "shards m{dp} q{tp}", "sharded by a factor that its rule lacks", "one of m, k, n", "q"),
         # placements that do not follow from the shardings
         ("shards m{dp} n{tp}", "shards m{dp}", "operand 1 of aten.mm", "[., .], with shardings m{dp}", "[., .{tp}]"),
-        ("shards m{dp} n{tp}", "shards m{tp} n{dp}", "is not placed as its shardings say", "", ""),
+        ("shards m{dp} n{tp}", "shards m{tp} n{dp}", "is not placed as its strategy says", "", ""),
         ("f32[16, 12{tp}] +{dp}  shards", "f32[16, 12{tp}]  shards", "is not placed", "[., .{tp}] +{dp}", "[., .{tp}]"),
         # an output that leaves otherwise than it must
         ("gradient w = %7", "gradient w = %6", "otherwise than it must as a partial sum", "[16{dp}, 12{tp}]", "+{dp}"),

@@ -174,7 +174,7 @@ def test_an_exchange_starts_from_tiles_or_from_all_rows_that_it_makes() -> None:
     for text, axes, why in (
         ("[12{h}, 4]", ["w"], "dims 0 that are sharded over {w}"),
         ("[12, 4]", [], "dims 0 that are sharded over {}"),
-        ("[(2 6{h}), 4]", ["h"], "one stretch of dim 0"),
+        ("[(2 6{h}), 4]", ["h"], "one contiguous range of dim 0"),
         ("[12 for 12{h} by o to o+1, 4]", ["h"], "rows that have those"),
     ):
         with pytest.raises(Error, match="halo cannot start") as caught:

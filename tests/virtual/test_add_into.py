@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.ir.ops.local_ops import BY_NAME
+from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.module.programs import TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.zoo import Case
@@ -83,7 +83,7 @@ def test_a_gradient_is_never_there_twice() -> None:
 def test_a_damaged_product_is_refused(damage: str) -> None:
     pm = planned(Language().double())
     program = pm.rank_program(1)
-    node = next(n for n in program.graph.nodes if n.target is BY_NAME["loop.addmm"].function)
+    node = next(n for n in program.graph.nodes if n.target is PROGRAM_OPS["loop.addmm"].function)
     total, a, b = node.args
     if damage == "other operand":
         with program.graph.inserting_before(node):
@@ -97,7 +97,7 @@ def test_a_damaged_product_is_refused(damage: str) -> None:
         node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
     else:
         filled = next(
-            n for n in program.graph.nodes if n.target is BY_NAME["memory.filled"].function and len(n.args[0])
+            n for n in program.graph.nodes if n.target is PROGRAM_OPS["memory.filled"].function and len(n.args[0])
         )
         filled.args = (filled.args[0], 1.0, *filled.args[2:])
     verdict = pm.verify(modules={1: program.module()})

@@ -213,14 +213,14 @@ def test_a_collective_that_never_comes_is_no_hang() -> None:
 
 
 def run_modules(pm: sx.ParallelModule, modules: list[torch.fx.GraphModule]) -> None:
-    from shardfx.ir.shards import sharding_local
+    from shardfx.ir.shards import local_shard
 
     state = {**pm.full_state_dict(), "args.0": X}
     inputs = []
     for rank, module in enumerate(modules):
         names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
         given = {g.name.replace(".", "_"): g for g in pm.planned.inputs}
-        inputs.append([sharding_local(state[given[n].name], given[n].value.spec, pm.mesh, rank) for n in names])
+        inputs.append([local_shard(state[given[n].name], given[n].value.spec, pm.mesh, rank) for n in names])
     programs = {rank: pm.rank_program(rank).changed(module) for rank, module in enumerate(modules)}
     VirtualEngine(pm.mesh).run(programs, dict(enumerate(inputs)))
 

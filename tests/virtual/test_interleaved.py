@@ -14,11 +14,11 @@ from torch import fx
 
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.ops.local_ops import BY_NAME
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.loops.loop_regions import ActionOrder, action_order
 from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.validate_program import ProgramError, validate_program
+from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.module.programs import TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan, specs_of
@@ -203,7 +203,7 @@ def test_iterations_within_those_of_stages_lie_in_a_backward(interleave: bool) -
 
 
 def named(graph: fx.Graph, name: str, last: bool = False) -> fx.Node:
-    found = [node for node in graph.nodes if node.target is BY_NAME[name].function]
+    found = [node for node in graph.nodes if node.target is PROGRAM_OPS[name].function]
     return found[-1 if last else 0]
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.ops.local_ops import BY_NAME
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.program_text import parse_program
+from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.module.programs import TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan, train_beside
@@ -131,7 +131,7 @@ def test_many_iterations_are_as_long_as_few() -> None:
 
 
 def of(graph: fx.Graph, name: str) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.target is BY_NAME[name].function]
+    return [node for node in graph.nodes if node.target is PROGRAM_OPS[name].function]
 
 
 def a_iteration_less(graph: fx.Graph) -> None:

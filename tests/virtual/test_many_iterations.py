@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import shardfx as sx
-from shardfx.ir.ops.local_ops import BY_NAME
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program import lower
+from shardfx.ir.registry import PROGRAM_OPS
 from tests.zoo import make
 
 MANY = 256
@@ -96,7 +96,7 @@ def test_many_iterations_are_proven_from_few_programs(rows: tuple[int, int]) -> 
 
 
 def named(graph: fx.Graph, name: str) -> fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.target is BY_NAME[name].function)
+    return next(node for node in reversed(graph.nodes) if node.target is PROGRAM_OPS[name].function)
 
 
 def renumbered(graph: fx.Graph, change: Callable[[int, int], list[tuple[int, int, int]]]) -> None:

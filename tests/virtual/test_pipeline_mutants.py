@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import shardfx as sx
-from shardfx.ir.ops.local_ops import BY_NAME
 from shardfx.ir.ops.loop import loop_ops
+from shardfx.ir.registry import PROGRAM_OPS
 from tests.deep import CHUNKS, deep
 from tests.deep import in_stages as staged
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def of(graph: fx.Graph, name: str) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.target is BY_NAME[name].function]
+    return [node for node in graph.nodes if node.target is PROGRAM_OPS[name].function]
 
 
 def to_the_wrong_stage(graph: fx.Graph) -> None:
@@ -100,7 +100,7 @@ def an_activation_written_over(graph: fx.Graph) -> None:
     """What the backward reads is the memory of another value by then."""
     relu = next(node for node in graph.nodes if node.target is aten.relu.default)
     with graph.inserting_after(of(graph, "c10d.wait_tensor")[-1]):
-        graph.call_function(BY_NAME["memory.write"].function, (relu, of(graph, "c10d.wait_tensor")[-1]))
+        graph.call_function(PROGRAM_OPS["memory.write"].function, (relu, of(graph, "c10d.wait_tensor")[-1]))
 
 
 def summed_in_another_shape(graph: fx.Graph) -> None:
@@ -242,7 +242,7 @@ def a_tied_gradient_twice(graph: fx.Graph) -> None:
     both.args = (own, own)
 
 
-SUMS = [BY_NAME[name].function for name in ("loop.add", "loop.addmm", "loop.index_add")]
+SUMS = [PROGRAM_OPS[name].function for name in ("loop.add", "loop.addmm", "loop.index_add")]
 
 
 def segment_of_iterations(graph: fx.Graph) -> tuple[fx.Node, dict[fx.Node, Any]]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import shardfx as sx
 from shardfx.ir.ops.dropout import dropout
-from shardfx.ir.ops.local_ops import BY_NAME
+from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.passes.rank import Arena
 
 F64 = torch.float64
@@ -135,7 +135,7 @@ DAMAGES: dict[str, Damage] = {
 
 def calls(module: fx.GraphModule, name: str) -> list[fx.Node]:
     """The calls of an op in a program and its units."""
-    wanted = dropout if name == "shardfx.dropout" else BY_NAME[name].function
+    wanted = dropout if name == "shardfx.dropout" else PROGRAM_OPS[name].function
     graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
     return [node for graph in graphs for node in graph.nodes if node.target is wanted]
 

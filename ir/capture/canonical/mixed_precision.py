@@ -29,7 +29,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.names import pattern
 from shardfx.ir.rewriter import Rewriter, dead_code
-from shardfx.ir.rules.as_placed import REDUCE_AFTER
+from shardfx.ir.rules.strategy import REDUCE_AFTER
 from shardfx.ir.rules.template import keeps_precision
 from shardfx.ir.spec import TensorType
 

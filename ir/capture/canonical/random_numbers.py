@@ -16,8 +16,7 @@ import torch
 from shardfx.ir.builder import Call, GraphBuilder
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, Value
-from shardfx.ir.ops.computing.hashing import FACTORS, GOLDEN, LAST
-from shardfx.ir.ops.dropout import draw
+from shardfx.ir.ops.dropout import FACTORS, GOLDEN, LAST, draw
 from shardfx.ir.ops.traits import with_defaults
 from shardfx.ir.spec import TensorType
 

@@ -33,7 +33,7 @@ from shardfx.ir.ops.traits import with_defaults
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.rewriter import dead_code
 from shardfx.ir.spec import TensorType
-from shardfx.ir.unfolding.regular import Irregular
+from shardfx.ir.unfolding.regular import IrregularBlocks
 
 from .initial_state import Recipe, Start, recipe
 from .optimizer_groups import Factory, OptimizerGroup, make_groups_of, numbers_of
@@ -73,7 +73,7 @@ def write_update(
 
     Raises:
         Error: the optimizer cannot be traced, or does something else than its trace.
-        Irregular: the graph leaves out blocks that the optimizer tells apart from those that are there.
+        IrregularBlocks: the graph leaves out blocks that the optimizer tells apart from those that are there.
     """
     with FakeTensorMode():
         parameters = {
@@ -308,14 +308,14 @@ def check_alike(groups: Sequence[OptimizerGroup], repeats: Iterable[Repeat]) -> 
     """Check that parameters of left-out blocks are in the groups of those that they equal.
 
     Raises:
-        Irregular: the optimizer tells blocks apart.
+        IrregularBlocks: the optimizer tells blocks apart.
     """
     number = {name: group.number for group in groups for name in group.names}
     for repeat in repeats:
         for name in (name for name in number if repeat.within(name) in repeat.left_out):
             other = repeat.moved(name, repeat.first - 1)
             if number[name] != number.get(other):
-                raise Irregular(
+                raise IrregularBlocks(
                     "equal blocks are stepped differently",
                     where=f"repeat {repeat}",
                     expected=f"{name!r} and {other!r} in one group of the optimizer",

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardfx.ir.capture.canonical.mixed_precision import LossScale
 from shardfx.ir.graph import Graph
-from shardfx.ir.unfolding.regular import Irregular
+from shardfx.ir.unfolding.regular import IrregularBlocks
 from shardfx.ir.unfolding.unfold import check_regular, unfold
 
 from .emit_update import write_update
@@ -44,7 +44,7 @@ class TrainingStep:
             update = self._write(graph, model)
             check_regular(graph)
             return graph, update, ""
-        except Irregular as error:
+        except IrregularBlocks as error:
             unfold(bare)
             return bare, self._write(bare, model), f"{APART} ({error.what})"
 

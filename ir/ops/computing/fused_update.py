@@ -24,7 +24,7 @@ from torch import fx
 
 from shardfx.ir.ops.traits import with_defaults
 
-from .segment import CAST, COPY, Call, Ref, call_text, home, read_call
+from .segment import CAST, COPY, SegmentCall, SegmentRef, call_text, home, read_call
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Term:
+class KernelTerm:
     """A call of terms; ``args`` are all that differ from the op's defaults, by name."""
 
     op: Any
@@ -53,7 +53,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class FusedKernel:
     """A fused kernel with some flags.
 
     Args:
@@ -63,12 +63,12 @@ class Kernel:
     """
 
     op: Any
-    results: Mapping[str, Term]
+    results: Mapping[str, KernelTerm]
     fixed: Mapping[str, Any]
 
 
-def _term(op: Any, *args: Any, **kwargs: Any) -> Term:
-    return Term(op, with_defaults(op, args, kwargs))
+def _term(op: Any, *args: Any, **kwargs: Any) -> KernelTerm:
+    return KernelTerm(op, with_defaults(op, args, kwargs))
 
 
 def _maximized(grad: Any, maximize: bool) -> Any:
@@ -81,9 +81,9 @@ def _decayed(grad: Any, decays: bool) -> Any:
     return _term(aten.add.Tensor, grad, Name("self"), alpha=Number("weight_decay"))
 
 
-def _adam(decays: bool, decoupled: bool, amsgrad: bool, maximize: bool) -> Kernel:
+def _adam(decays: bool, decoupled: bool, amsgrad: bool, maximize: bool) -> FusedKernel:
     """``torch.optim.adam._single_tensor_adam``; ``decoupled``: that of AdamW."""
-    new: Name | Term = Name("self")
+    new: Name | KernelTerm = Name("self")
     lr, step = Name("lr"), Name("state_steps")
     grad = _decayed(_maximized(Name("grads"), maximize), decays and not decoupled)
     if decays and decoupled:
@@ -103,10 +103,10 @@ def _adam(decays: bool, decoupled: bool, amsgrad: bool, maximize: bool) -> Kerne
     results |= {"max_exp_avg_sqs": largest} if amsgrad else {}
     op = aten._fused_adamw_ if decoupled else aten._fused_adam_
     fixed = {"amsgrad": amsgrad, "maximize": maximize} | ({} if decays else {"weight_decay": 0.0})
-    return Kernel(op.tensor_lr, results, fixed)
+    return FusedKernel(op.tensor_lr, results, fixed)
 
 
-def _sgd(decays: bool, momentum: bool, nesterov: bool, maximize: bool) -> Kernel:
+def _sgd(decays: bool, momentum: bool, nesterov: bool, maximize: bool) -> FusedKernel:
     """``torch.optim.sgd._single_tensor_sgd`` without dampening: then a buffer of zeros is none yet."""
     grad = _decayed(_maximized(Name("grads"), maximize), decays)
     results = {}
@@ -119,10 +119,10 @@ def _sgd(decays: bool, momentum: bool, nesterov: bool, maximize: bool) -> Kernel
     results["self"] = _term(aten.add.Tensor, Name("self"), step)
     fixed = {"dampening": 0.0, "nesterov": nesterov, "maximize": maximize, "is_first_step": False}
     fixed |= ({} if decays else {"weight_decay": 0.0}) | ({} if momentum else {"momentum": 0.0})
-    return Kernel(aten._fused_sgd_.tensor_lr, results, fixed)
+    return FusedKernel(aten._fused_sgd_.tensor_lr, results, fixed)
 
 
-def _adagrad(decays: bool, maximize: bool) -> Kernel:
+def _adagrad(decays: bool, maximize: bool) -> FusedKernel:
     """``torch.optim.adagrad._single_tensor_adagrad``."""
     grad = _decayed(_maximized(Name("grads"), maximize), decays)
     before = _term(aten.sub.Tensor, Name("state_steps"), 1)
@@ -132,11 +132,11 @@ def _adagrad(decays: bool, maximize: bool) -> Kernel:
     divisor = _term(aten.add.Tensor, _term(aten.sqrt.default, total), Number("eps"))
     new = _term(aten.addcdiv.default, Name("self"), _term(aten.mul.Tensor, grad, rate), divisor)
     fixed = {"maximize": maximize} | ({} if decays else {"weight_decay": 0.0})
-    return Kernel(aten._fused_adagrad_.tensor_lr, {"self": new, "state_sums": total}, fixed)
+    return FusedKernel(aten._fused_adagrad_.tensor_lr, {"self": new, "state_sums": total}, fixed)
 
 
 BOTH = (False, True)
-KERNELS: tuple[Kernel, ...] = (
+KERNELS: tuple[FusedKernel, ...] = (
     *(_adam(*flags) for flags in itertools.product(BOTH, repeat=4) if flags[0] or not flags[1]),
     *(_sgd(*flags) for flags in itertools.product(BOTH, repeat=4) if flags[1] or not flags[2]),
     *(_adagrad(*flags) for flags in itertools.product(BOTH, repeat=2)),
@@ -156,7 +156,7 @@ class Fusion:
 
     computed: frozenset[int]
     call: str
-    scalars: tuple[Ref, ...]
+    scalars: tuple[SegmentRef, ...]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -166,8 +166,10 @@ def fusion_of(calls: tuple[str, ...], gives: tuple[int, ...]) -> Fusion | None:
     Other calls may compute the gradient that it takes; they write nothing that it writes.
     """
     read = [read_call(text) for text in calls]
-    last = {home(read, Ref("r", number)): number for number in range(len(read))}
-    columns = {Ref("c", column): last[Ref("c", column)] for column in gives if Ref("c", column) in last}
+    last = {home(read, SegmentRef("r", number)): number for number in range(len(read))}
+    columns = {
+        SegmentRef("c", column): last[SegmentRef("c", column)] for column in gives if SegmentRef("c", column) in last
+    }
     if len(columns) != len(gives):
         return None
     found = list[Fusion]()
@@ -177,7 +179,7 @@ def fusion_of(calls: tuple[str, ...], gives: tuple[int, ...]) -> Fusion | None:
         for order in itertools.permutations(columns):
             wanted = dict(zip(kernel.results, order, strict=True))
             match = _Match(read, wanted)
-            if all(match.same(kernel.results[name], Ref("r", columns[c])) for name, c in wanted.items()):
+            if all(match.same(kernel.results[name], SegmentRef("r", columns[c])) for name, c in wanted.items()):
                 found += _fusions(kernel, match)
     return max(found, key=lambda each: len(each.computed), default=None)
 
@@ -189,14 +191,14 @@ def run_of(calls: Sequence[str], gives: Sequence[int]) -> list[str]:
         return []
     read = [read_call(text) for text in calls]
     others = [number for number in range(len(read)) if number not in found.computed]
-    places = {Ref("r", number): Ref("r", place) for place, number in enumerate(others)}
+    places = {SegmentRef("r", number): SegmentRef("r", place) for place, number in enumerate(others)}
     kernel = read_call(found.call)
     return [_moved(call, places) for call in (*(read[number] for number in others), kernel)]
 
 
-def _moved(call: Call, places: Mapping[Ref, Ref]) -> str:
+def _moved(call: SegmentCall, places: Mapping[SegmentRef, SegmentRef]) -> str:
     def put(arg: Any) -> Any:
-        return places.get(arg, arg) if isinstance(arg, Ref) else arg
+        return places.get(arg, arg) if isinstance(arg, SegmentRef) else arg
 
     return call_text(call.op, *fx.node.map_aggregate((call.args, call.kwargs), put))
 
@@ -204,9 +206,9 @@ def _moved(call: Call, places: Mapping[Ref, Ref]) -> str:
 class _Match:
     """Terms of a kernel, matched with calls: what its names and numbers stand for, and which calls it computes."""
 
-    def __init__(self, calls: Sequence[Call], names: Mapping[str, Ref]) -> None:
+    def __init__(self, calls: Sequence[SegmentCall], names: Mapping[str, SegmentRef]) -> None:
         self.calls = calls
-        self.names: dict[str, Ref] = dict(names)
+        self.names: dict[str, SegmentRef] = dict(names)
         self.numbers: dict[str, float] = {}
         self.complements: dict[str, float] = {}
         self.computed: set[int] = set()
@@ -215,14 +217,14 @@ class _Match:
         """Whether what stands in calls is a term."""
         if isinstance(term, Name):
             found = self.uncast(found)
-            return isinstance(found, Ref) and self.names.setdefault(term.name, found) == found
+            return isinstance(found, SegmentRef) and self.names.setdefault(term.name, found) == found
         if isinstance(term, Number):
             known = self.complements if term.complement else self.numbers
             return type(found) in (int, float) and known.setdefault(term.name, found) == found
-        if not isinstance(term, Term):
+        if not isinstance(term, KernelTerm):
             return type(term) is type(found) and bool(term == found)
         found = self.uncast(found)
-        if not isinstance(found, Ref) or found.kind != "r":
+        if not isinstance(found, SegmentRef) or found.kind != "r":
             return False
         call = self.calls[found.index]
         if _plain(call.op) is not term.op:
@@ -235,7 +237,7 @@ class _Match:
 
     def uncast(self, found: Any) -> Any:
         """Behind casts: a kernel computes columns of 16 bits in float32, and rounds what it writes."""
-        while isinstance(found, Ref) and found.kind == "r" and self.calls[found.index].op in (CAST, COPY):
+        while isinstance(found, SegmentRef) and found.kind == "r" and self.calls[found.index].op in (CAST, COPY):
             self.computed.add(found.index)
             found = self.calls[found.index].args[-1]
         return found
@@ -251,14 +253,14 @@ def _plain(op: Any) -> Any:
     return next(f for f in forms if [(each.name, str(each.type)) for each in f._schema.arguments] == given)
 
 
-def _fusions(kernel: Kernel, match: _Match) -> list[Fusion]:
+def _fusions(kernel: FusedKernel, match: _Match) -> list[Fusion]:
     """The call of a kernel with what was matched, if that may run behind all other calls."""
     numbers, calls = match.numbers, match.calls
     if any(key not in numbers or 1 - numbers[key] != found for key, found in match.complements.items()):
         return []
     others = [number for number in range(len(calls)) if number not in match.computed]
     written = {match.names[name] for name in kernel.results}
-    if any(home(calls, Ref("r", number)) in written for number in others):
+    if any(home(calls, SegmentRef("r", number)) in written for number in others):
         return []
     taken = {ref.index for number in others for ref in calls[number].refs if ref.kind == "r"}
     taken |= {ref.index for ref in match.names.values() if ref.kind == "r"}

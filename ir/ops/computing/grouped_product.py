@@ -15,23 +15,20 @@ are twice as many as groups at most: a batched product computes at most twice wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("shardfx", "FRAGMENT")
-_library.define("grouped_mm(Tensor x, Tensor w, Tensor ends, int[] rows=[], int[] groups=[]) -> Tensor")
-_library.define("grouped_outer(Tensor x, Tensor y, Tensor ends, int[] rows=[], int[] groups=[]) -> Tensor")
+from .library import Ints, define
 
 ALIGNED = 16
 """Rows begin at multiples of so many bytes, for the grouped kernel."""
 
 
-def places(held: Sequence[int], size: int) -> Sequence[int]:
+def places(held: Ints, size: int) -> Ints:
     """Where in the whole what is held stands, in order; of ``size`` elements if all are held."""
-    found: Sequence[int] = range(size) if not held else range(1)
+    found: Ints = range(size) if not held else range(1)
     for whole, start, length in zip(*[iter(held)] * 3, strict=True):
         if len(found) == 1:
             found = range(found[0] * whole + start, found[0] * whole + start + length)
@@ -40,7 +37,7 @@ def places(held: Sequence[int], size: int) -> Sequence[int]:
     return found
 
 
-def _places(held: Sequence[int], size: int, device: torch.device) -> Tensor:
+def _places(held: Ints, size: int, device: torch.device) -> Tensor:
     """The same as a tensor, which is made where it is used."""
     if not held:
         return torch.arange(size, device=device)
@@ -50,40 +47,15 @@ def _places(held: Sequence[int], size: int, device: torch.device) -> Tensor:
     return found
 
 
-def _local(ends: Tensor, rows: Sequence[int], count: int) -> Tensor:
+def _local(ends: Tensor, rows: Ints, count: int) -> Tensor:
     """Where groups end among the ``count`` rows that are held."""
     return torch.searchsorted(_places(rows, count, ends.device), ends.to(torch.int64))
-
-
-# ---- on the CPU: a product for each group ----------------------------------------------------------------------
-
-
-def _pieces(x: Tensor, ends: Tensor, rows: Sequence[int], groups: Sequence[int]) -> list[Tensor]:
-    """The rows of each held group."""
-    pieces = torch.tensor_split(x, _local(ends, rows, x.shape[0]))
-    return [pieces[group] for group in places(groups, ends.shape[0])]
-
-
-def _mm(x: Tensor, w: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()) -> Tensor:
-    out = x.new_zeros((x.shape[0], w.shape[2]))
-    for into, some, matrix in zip(_pieces(out, ends, rows, groups), _pieces(x, ends, rows, groups), w, strict=True):
-        if len(some):
-            into.addmm_(some, matrix)
-    return out
-
-
-def _outer(x: Tensor, y: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()) -> Tensor:
-    out = x.new_zeros((len(places(groups, ends.shape[0])), x.shape[1], y.shape[1]))
-    for into, left, right in zip(out, _pieces(x, ends, rows, groups), _pieces(y, ends, rows, groups), strict=True):
-        if len(left):
-            torch.mm(left.t(), right, out=into)
-    return out
 
 
 # ---- on a GPU: one product, whatever groups have ---------------------------------------------------------------
 
 
-class Blocks(NamedTuple):
+class RowBlocks(NamedTuple):
     """The rows of held groups in blocks of one size: a group begins with a block, and what it leaves of one is free."""
 
     source: Tensor
@@ -100,7 +72,7 @@ class Blocks(NamedTuple):
     """The group of each block, by its number among those that are held."""
 
 
-def _blocks(ends: Tensor, count: int, rows: Sequence[int], groups: Sequence[int], size: int, most: int) -> Blocks:
+def _blocks(ends: Tensor, count: int, rows: Ints, groups: Ints, size: int, most: int) -> RowBlocks:
     """``most`` blocks of ``size`` places, at least as many as are needed for ``count`` rows."""
     ends = _local(ends, rows, count)
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -120,7 +92,7 @@ def _blocks(ends: Tensor, count: int, rows: Sequence[int], groups: Sequence[int]
     group = torch.searchsorted(until, block, right=True).clamp(max=last)
     source = (block * size - to_place[group])[:, None] + torch.arange(size, device=ends.device)
     filled = source < ends[group, None]
-    return Blocks(source.flatten().clamp(0, count - 1), filled.flatten(), place, held, counts, group)
+    return RowBlocks(source.flatten().clamp(0, count - 1), filled.flatten(), place, held, counts, group)
 
 
 def _size_of_blocks(count: int, groups: int) -> tuple[int, int]:
@@ -129,7 +101,7 @@ def _size_of_blocks(count: int, groups: int) -> tuple[int, int]:
     return size, (count - begun) // size + begun
 
 
-def _mm_on_device(x: Tensor, w: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()) -> Tensor:
+def _mm_on_device(x: Tensor, w: Tensor, ends: Tensor, rows: Ints = (), groups: Ints = ()) -> Tensor:
     count = x.shape[0]
     if not count or not w.shape[0]:
         return x.new_zeros((count, w.shape[2]))
@@ -147,9 +119,7 @@ def _mm_on_device(x: Tensor, w: Tensor, ends: Tensor, rows: Sequence[int] = (), 
     return made.masked_fill_(~blocks.held[:, None], 0)
 
 
-def _outer_on_device(
-    x: Tensor, y: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()
-) -> Tensor:
+def _outer_on_device(x: Tensor, y: Tensor, ends: Tensor, rows: Ints = (), groups: Ints = ()) -> Tensor:
     count, held = x.shape[0], len(places(groups, ends.shape[0]))
     if not count or not held:
         return x.new_zeros((held, x.shape[1], y.shape[1]))
@@ -184,23 +154,40 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# ---- shapes alone ----------------------------------------------------------------------------------------------
+# ---- on the CPU: a product for each group ----------------------------------------------------------------------
 
 
-def _mm_meta(x: Tensor, w: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()) -> Tensor:
-    return x.new_empty((x.shape[0], w.shape[2]))
+def _pieces(x: Tensor, ends: Tensor, rows: Ints, groups: Ints) -> list[Tensor]:
+    """The rows of each held group."""
+    pieces = torch.tensor_split(x, _local(ends, rows, x.shape[0]))
+    return [pieces[group] for group in places(groups, ends.shape[0])]
 
 
-def _outer_meta(x: Tensor, y: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()) -> Tensor:
-    return x.new_empty((len(places(groups, ends.shape[0])), x.shape[1], y.shape[1]))
+@define(
+    "grouped_mm(Tensor x, Tensor w, Tensor ends, int[] rows=[], int[] groups=[]) -> Tensor",
+    shapes=lambda x, w, *_: x.new_empty((x.shape[0], w.shape[2])),
+    cuda=_mm_on_device,
+)
+def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, rows: Ints = (), groups: Ints = ()) -> Tensor:
+    """The product of each row with the matrix of its group."""
+    out = x.new_zeros((x.shape[0], w.shape[2]))
+    for into, some, matrix in zip(_pieces(out, ends, rows, groups), _pieces(x, ends, rows, groups), w, strict=True):
+        if len(some):
+            into.addmm_(some, matrix)
+    return out
 
 
-for _name, _ways in {
-    "grouped_mm": (_mm, _mm_on_device, _mm_meta),
-    "grouped_outer": (_outer, _outer_on_device, _outer_meta),
-}.items():
-    for _key, _way in zip(("CPU", "CUDA", "Meta"), _ways, strict=True):
-        _library.impl(_name, _way, _key)
-
-grouped_mm = torch.ops.shardfx.grouped_mm.default
-grouped_outer = torch.ops.shardfx.grouped_outer.default
+@define(
+    "grouped_outer(Tensor x, Tensor y, Tensor ends, int[] rows=[], int[] groups=[]) -> Tensor",
+    shapes=lambda x, y, ends, rows=(), groups=(): x.new_empty(
+        (len(places(groups, ends.shape[0])), x.shape[1], y.shape[1])
+    ),
+    cuda=_outer_on_device,
+)
+def grouped_outer(x: Tensor, y: Tensor, ends: Tensor, rows: Ints = (), groups: Ints = ()) -> Tensor:
+    """The product of the rows of each group."""
+    out = x.new_zeros((len(places(groups, ends.shape[0])), x.shape[1], y.shape[1]))
+    for into, left, right in zip(out, _pieces(x, ends, rows, groups), _pieces(y, ends, rows, groups), strict=True):
+        if len(left):
+            torch.mm(left.t(), right, out=into)
+    return out

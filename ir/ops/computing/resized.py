@@ -3,7 +3,7 @@
     y[n c p q]  = shardfx.resize_tile(x[n c h w], at, size, first, places, steps, kind)
     gx[n c h w] = shardfx.resize_tile_backward(gy[n c p q], at, size, shape, first, steps, kind, x)
 
-``at`` says where in the image, of ``size``, the rows begin that a rank holds (or makes), in every dim, ``first`` where
+``at`` says where in the image, of ``size``, the rows begin that a rank has (or makes), in every dim, ``first`` where
 those of the result do, and ``places`` how many these are. Row o lies at ``o * step`` of the image, or, of kind
 ``linear`` and ``cubic``, at ``(o + 0.5) * step - 0.5``; kinds ``aligned linear`` and ``aligned cubic`` are those of
 ``align_corners=True``, ``smooth linear`` and ``smooth cubic`` those of ``antialias=True``, which smooth over more rows
@@ -21,14 +21,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("shardfx", "FRAGMENT")
-_library.define(
-    "resize_tile(Tensor x, int[] at, int[] size, int[] first, int[] places, float[] steps, str kind) -> Tensor"
-)
-_library.define(
-    "resize_tile_backward(Tensor grad, int[] at, int[] size, int[] shape, int[] first, float[] steps, str kind,"
-    " Tensor? like=None) -> Tensor"
-)
+from .library import Ints, define
+from .tiles import adaptive_windows
+
 aten = torch.ops.aten
 NEAREST = {
     "nearest": [getattr(aten, f"upsample_nearest{n}d").default for n in (1, 2, 3)],
@@ -102,9 +97,8 @@ PADDED = {"mirrored": mirrored, "repeated": repeated}
 def averaged(first: int, count: int, size: int, step: float, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The rows of adaptive windows, the first of each, the second, ..., and one divided by how many there are."""
     places = round(size / step)
-    rows = torch.arange(first, first + count, device=like.device)
-    start = torch.div(rows * size, places, rounding_mode="floor")
-    length = torch.div((rows + 1) * size + places - 1, places, rounding_mode="floor") - start
+    start, end = adaptive_windows(size, places, torch.arange(first, first + count, device=like.device))
+    length = end - start
     for offset in range((size + places - 1) // places + 1):
         yield (start + offset).clamp(max=size - 1), length.to(like.dtype).reciprocal(), offset < length
 
@@ -155,15 +149,14 @@ def cubic_weights(part: Tensor) -> list[Tensor]:
     return [far(part + 1), near(part), near(1 - part), far(2 - part)]
 
 
-def _resize(
-    x: Tensor,
-    at: Sequence[int],
-    size: Sequence[int],
-    first: Sequence[int],
-    places: Sequence[int],
-    steps: Sequence[float],
-    kind: str,
+@define(
+    "resize_tile(Tensor x, int[] at, int[] size, int[] first, int[] places, float[] steps, str kind) -> Tensor",
+    shapes=lambda x, at, size, first, places, steps, kind: x.new_empty((*x.shape[: -len(at)], *places)),
+)
+def resize_tile(
+    x: Tensor, at: Ints, size: Ints, first: Ints, places: Ints, steps: Sequence[float], kind: str
 ) -> Tensor:
+    """A rank's rows of an image in another size."""
     for dim, (start, n, begin, count, step) in enumerate(zip(at, size, first, places, steps, strict=True), -len(at)):
         found: Tensor | None = None
         this = COPIED if kind in SMOOTH and step == 1 else kind
@@ -183,57 +176,19 @@ def weighted(x: Tensor, weight: Tensor | None, there: Tensor | None, dim: int) -
     return made if there is None else made.where(there.reshape(wide), 0)
 
 
-def _resize_meta(
-    x: Tensor,
-    at: Sequence[int],
-    size: Sequence[int],
-    first: Sequence[int],
-    places: Sequence[int],
-    steps: Sequence[float],
-    kind: str,
+@define(
+    "resize_tile_backward(Tensor grad, int[] at, int[] size, int[] shape, int[] first, float[] steps, str kind,"
+    " Tensor? like=None) -> Tensor",
+    shapes=lambda grad, at, size, shape, *_: grad.new_empty((*grad.shape[: -len(at)], *shape)),
+)
+def resize_tile_backward(
+    grad: Tensor, at: Ints, size: Ints, shape: Ints, first: Ints, steps: Sequence[float], kind: str, *like: Tensor
 ) -> Tensor:
-    return x.new_empty((*x.shape[: -len(at)], *places))
-
-
-def _backward(
-    grad: Tensor,
-    at: Sequence[int],
-    size: Sequence[int],
-    shape: Sequence[int],
-    first: Sequence[int],
-    steps: Sequence[float],
-    kind: str,
-    like: Tensor | None = None,
-) -> Tensor:
+    """A rank's rows of the gradient of an image."""
     for dim, (start, n, length, begin, step) in enumerate(zip(at, size, shape, first, steps, strict=True), -len(at)):
-        wide = list(grad.shape)
-        wide[dim] = length + 1  # what other ranks have goes into one row more
-        made = grad.new_zeros(wide)
+        made = grad.new_zeros([*grad.shape[:dim], length + 1, *grad.shape[grad.dim() + dim + 1 :]])
         for rows, weight, there in taps(begin, grad.shape[dim], n, step, kind, dim, len(at), grad):
-            beside = (rows < start) | (rows >= start + length)
+            beside = (rows < start) | (rows >= start + length)  # what other ranks have goes into one row more
             made.index_add_(dim, (rows - start).masked_fill(beside, length), weighted(grad, weight, there, dim))
         grad = made.narrow(dim, 0, length)
     return grad.contiguous()
-
-
-def _backward_meta(
-    grad: Tensor,
-    at: Sequence[int],
-    size: Sequence[int],
-    shape: Sequence[int],
-    first: Sequence[int],
-    steps: Sequence[float],
-    kind: str,
-    like: Tensor | None = None,
-) -> Tensor:
-    return grad.new_empty((*grad.shape[: -len(at)], *shape))
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("resize_tile", _resize, _key)
-    _library.impl("resize_tile_backward", _backward, _key)
-_library.impl("resize_tile", _resize_meta, "Meta")
-_library.impl("resize_tile_backward", _backward_meta, "Meta")
-
-resize_tile = torch.ops.shardfx.resize_tile.default
-resize_tile_backward = torch.ops.shardfx.resize_tile_backward.default

@@ -5,7 +5,7 @@
 
     y = shardfx.ring_tile(x, before, behind, dim, starts, lengths, at, size)   a rank's rows of either
 
-So many rows are put in ``front`` and behind (``back``); fewer than none are cut off, by ``ring`` alone. The image is
+So many rows are put in ``front`` and behind (``back``); fewer than none are cropped, by ``ring`` alone. The image is
 given once for the rows that stay, once for those in front and once for those behind (None where there are none), for of
 an image that is sharded over ranks these are three exchanges: the last rows go to the first rank. Of each of the three
 a tile takes so many rows (``lengths``), from ``starts`` on, which are rows ``at`` of its own ``size``. Needs torch
@@ -14,23 +14,27 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("shardfx", "FRAGMENT")
-for _name in ("ring", "ring_sum"):
-    _library.define(f"{_name}(Tensor x, Tensor? before, Tensor? behind, int dim, int front, int back) -> Tensor")
+from .library import Ints, define
 
-_library.define(
-    "ring_tile(Tensor x, Tensor? before, Tensor? behind, int dim, int[] starts, int[] lengths, int[] at, int size)"
-    " -> Tensor"
+Given = Tensor | None
+
+
+def _grown(x: Tensor, dim: int, more: int) -> Tensor:
+    """An empty tensor of more rows."""
+    return x.new_empty([n + more * (d == dim % x.dim()) for d, n in enumerate(x.shape)])
+
+
+@define(
+    "ring(Tensor x, Tensor? before, Tensor? behind, int dim, int front, int back) -> Tensor",
+    shapes=lambda x, before, behind, dim, front, back: _grown(x, dim, front + back),
 )
-
-
-def _ring(x: Tensor, before: Tensor | None, behind: Tensor | None, dim: int, front: int, back: int) -> Tensor:
+def ring(x: Tensor, before: Given, behind: Given, dim: int, front: int, back: int) -> Tensor:
+    """``x`` with rows of its other end around it."""
     size = x.shape[dim]
     rows = [x.narrow(dim, max(-front, 0), size + min(front, 0) + min(back, 0))]
     if before is not None:
@@ -40,7 +44,12 @@ def _ring(x: Tensor, before: Tensor | None, behind: Tensor | None, dim: int, fro
     return torch.cat(rows, dim)
 
 
-def _ring_sum(x: Tensor, before: Tensor | None, behind: Tensor | None, dim: int, front: int, back: int) -> Tensor:
+@define(
+    "ring_sum(Tensor x, Tensor? before, Tensor? behind, int dim, int front, int back) -> Tensor",
+    shapes=lambda x, before, behind, dim, front, back: _grown(x, dim, -front - back),
+)
+def ring_sum(x: Tensor, before: Given, behind: Given, dim: int, front: int, back: int) -> Tensor:
+    """The gradient of :func:`ring`."""
     size = x.shape[dim] - front - back
     made = x.narrow(dim, front, size).clone(memory_format=torch.contiguous_format)
     if before is not None:
@@ -50,61 +59,20 @@ def _ring_sum(x: Tensor, before: Tensor | None, behind: Tensor | None, dim: int,
     return made
 
 
-def _ring_tile(
-    x: Tensor,
-    before: Tensor | None,
-    behind: Tensor | None,
-    dim: int,
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    at: Sequence[int],
-    size: int,
+@define(
+    "ring_tile(Tensor x, Tensor? before, Tensor? behind, int dim, int[] starts, int[] lengths, int[] at, int size)"
+    " -> Tensor",
+    shapes=lambda x, before, behind, dim, starts, lengths, at, size: _grown(x, dim, size - x.shape[dim]),
+)
+def ring_tile(
+    x: Tensor, before: Given, behind: Given, dim: int, starts: Ints, lengths: Ints, at: Ints, size: int
 ) -> Tensor:
-    made = _resized(x, dim, size - x.shape[dim]).zero_()
+    """A rank's rows of either."""
+    made = _grown(x, dim, size - x.shape[dim]).zero_()
     for each, start, length, first in zip((x, before, behind), starts, lengths, at, strict=True):
         if each is not None and length:
             made.narrow(dim, first, length).add_(each.narrow(dim, start, length))
     return made
-
-
-def _resized(x: Tensor, dim: int, more: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] += more
-    return x.new_empty(shape)
-
-
-def _ring_meta(x: Tensor, before: Tensor | None, behind: Tensor | None, dim: int, front: int, back: int) -> Tensor:
-    return _resized(x, dim, front + back)
-
-
-def _ring_sum_meta(x: Tensor, before: Tensor | None, behind: Tensor | None, dim: int, front: int, back: int) -> Tensor:
-    return _resized(x, dim, -front - back)
-
-
-def _ring_tile_meta(
-    x: Tensor,
-    before: Tensor | None,
-    behind: Tensor | None,
-    dim: int,
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    at: Sequence[int],
-    size: int,
-) -> Tensor:
-    return _resized(x, dim, size - x.shape[dim])
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("ring", _ring, _key)
-    _library.impl("ring_sum", _ring_sum, _key)
-    _library.impl("ring_tile", _ring_tile, _key)
-_library.impl("ring", _ring_meta, "Meta")
-_library.impl("ring_sum", _ring_sum_meta, "Meta")
-_library.impl("ring_tile", _ring_tile_meta, "Meta")
-
-ring = torch.ops.shardfx.ring.default
-ring_sum = torch.ops.shardfx.ring_sum.default
-ring_tile = torch.ops.shardfx.ring_tile.default
 
 
 class Ring(torch.autograd.Function):

@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 
 Tensor = torch.Tensor
+Columns = Sequence[Tensor]
+Rows = Sequence[Columns]
 aten = torch.ops.aten
 BLOCK = 2**18
 """Bytes of each column that are computed at a time by a processor with caches."""
@@ -36,7 +38,7 @@ LARGE = 2**22
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class SegmentRef:
     """A tensor of a segment's call: a column (``c``), a scalar (``s``), or what another call gave (``r``)."""
 
     kind: str
@@ -47,26 +49,26 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a segment, its tensors being :class:`Ref`."""
+class SegmentCall:
+    """A call of a segment, its tensors being :class:`SegmentRef`."""
 
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @property
-    def into(self) -> Ref | None:
+    def into(self) -> SegmentRef | None:
         """What it writes into, where that is not memory of its own."""
         found = self.args[0] if self.op is COPY else self.kwargs.get("out")
-        return found if isinstance(found, Ref) else None
+        return found if isinstance(found, SegmentRef) else None
 
     @property
-    def refs(self) -> list[Ref]:
+    def refs(self) -> list[SegmentRef]:
         """The tensors that it takes, but for lists of them."""
-        return [arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, Ref)]
+        return [arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, SegmentRef)]
 
 
-def home(calls: Sequence[Call], ref: Ref) -> Ref:
+def home(calls: Sequence[SegmentCall], ref: SegmentRef) -> SegmentRef:
     """In whose memory a tensor lies: a column, a scalar, or a call that has memory of its own."""
     while ref.kind == "r" and (into := calls[ref.index].into) is not None:
         ref = into
@@ -83,11 +85,11 @@ def call_text(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 def _text(arg: Any) -> str:
     if isinstance(arg, (list, tuple)):
         return f"[{', '.join(map(_text, arg))}]"
-    return str(arg) if isinstance(arg, Ref) else repr(arg)
+    return str(arg) if isinstance(arg, SegmentRef) else repr(arg)
 
 
 @functools.lru_cache(maxsize=4096)
-def read_call(text: str) -> Call:
+def read_call(text: str) -> SegmentCall:
     """The call that a text says.
 
     Raises:
@@ -98,7 +100,7 @@ def read_call(text: str) -> Call:
         packet, overload = ast.unparse(found.func).rsplit(".", 1)
         op = getattr(operator.attrgetter(packet)(torch.ops), overload)
         args = tuple(_argument(each) for each in found.args)
-        return Call(op, args, {str(each.arg): _argument(each.value) for each in found.keywords})
+        return SegmentCall(op, args, {str(each.arg): _argument(each.value) for each in found.keywords})
     except (SyntaxError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{text!r} is no call of a segment") from error
 
@@ -107,7 +109,7 @@ def _argument(each: ast.expr) -> Any:
     if isinstance(each, ast.List):
         return [_argument(one) for one in each.elts]
     if isinstance(each, ast.Name):
-        return Ref(each.id[0], int(each.id[1:]))
+        return SegmentRef(each.id[0], int(each.id[1:]))
     if isinstance(each, ast.Attribute):
         return getattr(torch, each.attr)  # a dtype
     return ast.literal_eval(each)
@@ -121,7 +123,7 @@ def misfit(calls: Sequence[str], gives: Sequence[int], members: int, tensors: Se
     """
     if members < 1 or len(tensors) % members:
         return f"{len(tensors)} tensors are not those of {members} members"
-    width, written, read = len(tensors) // members, set[int](), list[Call]()
+    width, written, read = len(tensors) // members, set[int](), list[SegmentCall]()
     for number, text in enumerate(calls):
         try:
             call = read_call(text)
@@ -132,9 +134,9 @@ def misfit(calls: Sequence[str], gives: Sequence[int], members: int, tensors: Se
             return f"{call.op} computes on more than one element at a time"
         room = {"c": width, "s": scalars, "r": number}
         for ref in (*call.args, *call.kwargs.values()):
-            if isinstance(ref, Ref) and not 0 <= ref.index < room.get(ref.kind, 0):
+            if isinstance(ref, SegmentRef) and not 0 <= ref.index < room.get(ref.kind, 0):
                 return f"{text} takes {ref}, which is not there"
-        into = home(read, call.into) if call.into is not None else Ref("r", number)
+        into = home(read, call.into) if call.into is not None else SegmentRef("r", number)
         if into.kind == "s":
             return f"{text} writes over what all members take"
         written |= {into.index} if into.kind == "c" else set()
@@ -152,8 +154,8 @@ def segment(
     calls: Sequence[str],
     gives: Sequence[int],
     members: int,
-    tensors: Sequence[Tensor],
-    scalars: Sequence[Tensor],
+    tensors: Columns,
+    scalars: Columns,
     fused: Sequence[str] = (),
 ) -> list[Tensor]:
     """MixedPrecision ``calls`` for each member; of each member the columns ``gives``, which were written.
@@ -179,7 +181,7 @@ def written_columns(args: Sequence[Any]) -> list[Any]:
     return [tensors[member * width + column] for member in range(members) for column in gives]
 
 
-def _blocks(columns: Sequence[Tensor], nbytes: int) -> Iterator[Sequence[Tensor]]:
+def _blocks(columns: Columns, nbytes: int) -> Iterator[Columns]:
     """Columns, in blocks of so many bytes where they are flat."""
     first = columns[0]
     if first.nbytes <= nbytes or first.dim() != 1:
@@ -211,7 +213,7 @@ def _body(calls: tuple[str, ...], columns: int, scalars: int, wanted: tuple[int,
     return made
 
 
-def common(calls: Sequence[Call]) -> set[int]:
+def common(calls: Sequence[SegmentCall]) -> set[int]:
     """The calls that take no column: they are the same for all members."""
     found = set[int]()
     for number, call in enumerate(calls):
@@ -220,9 +222,7 @@ def common(calls: Sequence[Call]) -> set[int]:
     return found
 
 
-def _run_fused(
-    fused: Sequence[str], gives: Sequence[int], rows: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor]
-) -> Sequence[Sequence[Tensor]]:
+def _run_fused(fused: Sequence[str], gives: Sequence[int], rows: Rows, scalars: Columns) -> Rows:
     """Run a fused kernel over the members that it takes; gives the others.
 
     What is computed for the kernel is there for one member at a time, or for as much as the largest has.
@@ -245,7 +245,7 @@ def _run_fused(
     return left
 
 
-def _as_taken(kernel: Call, row: Sequence[Tensor], gives: Sequence[int]) -> Sequence[Tensor]:
+def _as_taken(kernel: SegmentCall, row: Columns, gives: Sequence[int]) -> Columns:
     """The columns of a member as fused kernels take them: of one dtype, and in one order of elements; nothing where
     what is written is not so."""
     like = row[gives[0]]
@@ -262,25 +262,19 @@ def _as_taken(kernel: Call, row: Sequence[Tensor], gives: Sequence[int]) -> Sequ
     return [c if c.stride() == like.stride() else torch.empty_like(like).copy_(c) for c in row]
 
 
-def _launch(
-    kernel: Call,
-    gives: Sequence[int],
-    rows: Sequence[Sequence[Tensor]],
-    results: Sequence[Sequence[Tensor]],
-    scalars: Sequence[Tensor],
-) -> None:
+def _launch(kernel: SegmentCall, gives: Sequence[int], rows: Rows, results: Rows, scalars: Columns) -> None:
     """Run a kernel over members, of which ``results`` were computed."""
     if isinstance(rows[0][0], FakeTensor):  # for which some kernels are not known: they allocate nothing
         torch._foreach_zero_([row[place] for row in rows for place in gives])
         return
     on_cuda = rows[0][0].is_cuda
 
-    def scalar(ref: Ref) -> Tensor:
+    def scalar(ref: SegmentRef) -> Tensor:
         return scalars[ref.index].float() if on_cuda else scalars[ref.index]
 
     def put(arg: Any) -> Any:
         if not isinstance(arg, list):
-            return scalar(arg) if isinstance(arg, Ref) else arg
+            return scalar(arg) if isinstance(arg, SegmentRef) else arg
         found = list[Tensor]()
         for ref in arg:
             if ref.kind == "s":
@@ -294,7 +288,7 @@ def _launch(
     increment_version([each for each in written if not each.is_inference()])  # which fused kernels do not
 
 
-def _joined(rows: Sequence[Sequence[Tensor]], nbytes: int) -> Iterator[Sequence[Tensor]]:
+def _joined(rows: Rows, nbytes: int) -> Iterator[Columns]:
     """The columns of members, flat; of those that lie one behind the other in all columns, together. They are computed
     in blocks of ``nbytes``."""
     if isinstance(rows[0][0], FakeTensor):  # which lies nowhere, and is computed in one block
@@ -304,7 +298,7 @@ def _joined(rows: Sequence[Sequence[Tensor]], nbytes: int) -> Iterator[Sequence[
         flat = all(column.is_contiguous() for column in largest)
         yield [column.reshape(-1)[:count] for column in largest] if flat else largest
         return
-    run: list[Sequence[Tensor]] = []
+    run: list[Columns] = []
     ends: list[int] = []
     for row in rows:
         shape = row[0].shape
@@ -324,12 +318,12 @@ def _joined(rows: Sequence[Sequence[Tensor]], nbytes: int) -> Iterator[Sequence[
         yield from _one(run)
 
 
-def _begin(row: Sequence[Tensor]) -> int:
+def _begin(row: Columns) -> int:
     """Where a member lies."""
     return 0 if isinstance(row[0], FakeTensor) else row[0].data_ptr()
 
 
-def _one(run: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
+def _one(run: Rows) -> Iterator[Columns]:
     """Members that lie one behind the other as one, where that is one memory."""
     total = sum(row[0].numel() for row in run)
     if len(run) == 1 or any(_room(column) < total for column in run[0]):

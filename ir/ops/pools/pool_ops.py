@@ -16,6 +16,7 @@ from typing import Any
 from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.table import Keyword, LocalOp, OwnOp, RankEmit
+from shardfx.ir.registry import register
 from shardfx.ir.spec import Spec
 
 from . import transfer
@@ -46,26 +47,18 @@ def _shape(emit: RankEmit) -> list[int]:
     return list(emit.shape(value, value.spec))
 
 
-to_host = OwnOp(
-    "memory.to_host", {}, _same, 0.0, "operands", adjoint="memory.to_device", local=_away, glyph="", pool=transfer.HOST
-)
+to_host = OwnOp("memory.to_host", {}, _same, _away, adjoint="memory.to_device", pool=transfer.HOST)
 to_disk = OwnOp(
     "memory.to_disk",
     {"folder": Keyword("text", needed=False)},
     _same,
-    0.0,
-    "operands",
+    _away,
     adjoint="memory.to_device",
-    local=_away,
-    glyph="",
     pool=transfer.DISK,
 )
-to_device = OwnOp(
-    "memory.to_device", {}, _same, 0.0, "operands", adjoint="memory.to_host", local=_back, glyph="", fetches=True
-)
+to_device = OwnOp("memory.to_device", {}, _same, _back, adjoint="memory.to_host", fetches=True)
 
-POOL_OPS: dict[str, OwnOp] = {op.name: op for op in (to_host, to_disk, to_device)}
-"""The ops that move values between pools, by name."""
+register(to_host, to_disk, to_device)
 
 
 def moves_pool(node: Node) -> bool:

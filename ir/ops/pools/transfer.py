@@ -10,7 +10,7 @@ through the computing one: a copy starts behind what was computed before it, and
 computing stream wait for the copy's event. So memory is freed where the program says, in stream order, and the
 allocator need not know of the copies (no ``record_stream``); nothing synchronizes the host but ``arrived`` of what lies
 in its memory. On a CPU both pools are the same memory: a copy is made all the same, so that a
-program holds there what it would hold elsewhere. A file is mapped into memory and has no name any more: it goes with
+program has there what it would hold elsewhere. A file is mapped into memory and has no name any more: it goes with
 the last tensor that lies in it, also where the process dies. Under ``torch.compile``, which plans memory itself, a
 tensor only moves. Needs torch alone.
 """
@@ -29,7 +29,7 @@ from torch.compiler import is_compiling
 Tensor = torch.Tensor
 HOST, DISK = "host", "disk"
 THERE = "_shardfx_there"
-"""The attribute of a tensor that holds the event behind its copy."""
+"""The attribute of a tensor that has the event behind its copy."""
 SOURCE = "_shardfx_source"
 """The attribute of a copy on the host that keeps its source until the copy is waited for."""
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node, Value
+from shardfx.ir.node import draw_slot
 from shardfx.ir.ops.fused_attention import attention, attention_backward
-from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
-from shardfx.ir.rules.local import Emit, Held
+from shardfx.ir.rules.local import DimShard, Emit
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.rules.template import parse_linear, tensor_slots
 
@@ -77,15 +77,15 @@ def attention_local(emit: Emit) -> Any:
     if slot is not None:
         q = emit.node.operands.index(argument(emit.node, "q"))
         k = emit.node.operands.index(argument(emit.node, "k"))
-        held = [*(emit.operand_held(q, dim) for dim in range(3)), emit.operand_held(k, 2)]
-        plain = all(len(each.pieces) == 1 for each in held)
+        held = [*(emit.operand_shard(q, dim) for dim in range(3)), emit.operand_shard(k, 2)]
+        plain = all(len(each.ranges) == 1 for each in held)
         args[slot + 1 :] = [[each.first for each in held] if plain else [n for each in held for n in _sub_dims(each)]]
     return emit.call(emit.node.op, *args, **emit.kwargs)
 
 
-def _sub_dims(held: Held) -> list[int]:
-    """A dim in the box of :func:`shardfx.ir.ops.fused_attention.drawn`, with the piece that is held of each sub-dim."""
-    return [len(held.pieces), *(n for piece in held.pieces for n in piece)]
+def _sub_dims(held: DimShard) -> list[int]:
+    """A dim in the box of :func:`shardfx.ir.ops.fused_attention.drawn`, with the shard that is held of each sub-dim."""
+    return [len(held.ranges), *(n for piece in held.ranges for n in piece)]
 
 
 RULES: tuple[RuleEntry, ...] = (

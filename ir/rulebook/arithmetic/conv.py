@@ -3,65 +3,37 @@ reach."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node
+from shardfx.ir.ops.computing.library import Ints
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.binding import Shape
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.template import template
-from shardfx.ir.rules.windows import Stretch, down, fitted, grows, seeing, up
+from shardfx.ir.rules.windows import RowRange, fitted, grows, seeing
 
-from .pool import side_by_side, spread
+from .spatial_dims import Slide, spread
 
 aten = torch.ops.aten
 
 
-class Geometry(NamedTuple):
-    """One dim of space: the sizes of the side that a kernel slides over and of that of its places, and how it does."""
-
-    large: int
-    small: int
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int
-
-    @property
-    def apart(self) -> bool:
-        """Whether the windows stand side by side: the patches of a vision transformer, a kernel of one."""
-        return side_by_side(*self)
-
-    @property
-    def down(self) -> Window:
-        """What a place needs of the large side."""
-        return down(self.small, *self[2:])
-
-    @property
-    def up(self) -> Window:
-        """What a row of the large side needs of the places."""
-        return up(self.large, *self[2:])
-
-
-def geometry(node: Node, x: Shape, w: Shape, y: Shape) -> list[Geometry]:
-    """The dims of space of a convolution from x to y; of a transposed one y is the large side."""
+def geometry(node: Node, x: Shape, w: Shape, y: Shape) -> list[Slide]:
+    """The dims of space of a convolution from x to y; of a transposed one y is the image, over which windows slide."""
     large, small = (y, x) if argument(node, "transposed") else (x, y)
-    space = len(x) - 2
-    options = (spread(argument(node, name), space, ()) for name in ("stride", "padding", "dilation"))
-    return [Geometry(*each) for each in zip(large[2:], small[2:], w[2:], *options, strict=True)]
+    options = (spread(argument(node, name), len(x) - 2) for name in ("stride", "padding", "dilation"))
+    return [Slide(*each) for each in zip(large[2:], small[2:], w[2:], *options, strict=True)]
 
 
-def forms(node: Node, space: list[Geometry], *, bias: bool = False, whole: bool = False) -> tuple[str, str, str]:
+def forms(node: Node, space: list[Slide], *, bias: bool = False, whole: bool = False) -> tuple[str, str, str]:
     """The dims of input, weight and output: n, g groups, ci and co channels within a group, kernel and space.
 
-    Space is ``h`` on the large side and ``p`` on the small one; where windows stand side by side ``h`` is ``(p s!)``.
+    Space is ``h`` in the image and ``p`` of the windows over it; where these stand side by side ``h`` is ``(p s!)``.
     With a ``bias`` inside, or groups, ci is whole.
     """
     mark = "!" if whole else ""
@@ -74,9 +46,11 @@ def forms(node: Node, space: list[Geometry], *, bias: bool = False, whole: bool 
     return f"n (g ci) {' '.join(wide)}", f"{channels} k*{len(space)}!", f"n (g co) {' '.join(narrow)}"
 
 
-def seen_by_places(space: list[Geometry]) -> dict[str, tuple[str, Window]]:
-    """The large side, as the places of the kernel need it."""
-    return {f"h{i}": (f"p{i}", each.down) for i, each in enumerate(space) if not each.apart}
+def seen(rule: ShardingRule, space: list[Slide], back: bool = False) -> ShardingRule:
+    """The rule in which the image is seen through windows by their places, or these by the image (``back``)."""
+    pairs = [(i, window) for i, each in enumerate(space) if (window := each.window(back)) is not None]
+    one, other = ("p", "h") if back else ("h", "p")
+    return seeing(rule, {f"{one}{i}": (f"{other}{i}", window) for i, window in pairs})
 
 
 def convolution(node: Node) -> ShardingRule:
@@ -87,9 +61,7 @@ def convolution(node: Node) -> ShardingRule:
     x, w, y = forms(node, space, bias=bias)
     joined = "|2*ci" if argument(node, "groups") == 1 else ""
     made = template(f"{x}, {w}, (g co) -> {y}", f"0&2|1&2{joined if bias else ''}")(node)
-    if argument(node, "transposed"):
-        return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in enumerate(space) if not each.apart})
-    return seeing(made, seen_by_places(space))
+    return seen(made, space, back=argument(node, "transposed"))
 
 
 def convolution_backward(node: Node) -> ShardingRule:
@@ -105,7 +77,7 @@ def convolution_backward(node: Node) -> ShardingRule:
     if list(argument(node, "output_mask")) == [False, False, True]:
         ys = f"n (g co) {' '.join(f'o{i}' for i in range(len(space)))}"  # the one sum of the gradient
     made = template(f"{ys}, {xs}, {ws} -> {xs}, {ws}, (g co)", "0|1>1|2>0", unread="ci>2")(node)
-    return seeing(made, seen_by_places(space)) if alone else made
+    return seen(made, space) if alone else made
 
 
 def expand_convolution(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -115,25 +87,15 @@ def expand_convolution(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any)
 
 
 def expand_convolution_backward(
-    grad: Tensor,
-    x: Tensor,
-    w: Tensor,
-    bias_sizes: list[int] | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-    wanted: list[bool],
+    grad: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
     """The gradients of a convolution, each by itself: that of x is a transposed one of the gradient (of a transposed
     one a plain one), that of the bias a sum over all dims but the channels."""
-    for_x, for_w, for_bias = wanted
+    stride, padding, dilation, transposed, _, groups, (for_x, for_w, for_bias) = options
     gx = gw = gb = None
     if for_x:
         space = x.dim() - 2
-        per = [spread(each, space, ()) for each in (stride, padding, dilation)]
+        per = [spread(each, space) for each in (stride, padding, dilation)]
         pairs = zip(x.shape[2:], grad.shape[2:], w.shape[2:], *per, strict=True)
         left = [large - ((small - 1) * s - 2 * p + d * (k - 1) + 1) for large, small, k, s, p, d in pairs]
         more = [0] * space if transposed else left
@@ -141,17 +103,14 @@ def expand_convolution_backward(
         for dim in range(2, x.dim()):  # places of a transposed one's padding at the end, which x does not have
             gx = gx if gx.shape[dim] == x.shape[dim] else gx.narrow(dim, 0, x.shape[dim])
     if for_w:
-        rest = (stride, padding, dilation, transposed, output_padding, groups)
-        _, gw, _ = aten.convolution_backward(grad, x, w, None, *rest, [False, True, False])
+        _, gw, _ = aten.convolution_backward(grad, x, w, None, *options[:-1], [False, True, False])
     if for_bias:
         gb = torch.sum(grad, [d for d in range(grad.dim()) if d != 1])
     return gx, gw, gb
 
 
-def expand_im2col(
-    x: Tensor, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
-) -> Tensor:
-    """The elements of windows, one dim after the other: so a rank that holds a part of an image knows what it needs.
+def expand_im2col(x: Tensor, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> Tensor:
+    """The elements of windows, one dim after the other: so a rank that has a part of an image knows what it needs.
 
     Nothing is multiplied: an infinite element is in its own windows, and in its place of them.
     """
@@ -162,14 +121,7 @@ def expand_im2col(
     return y.movedim((-2, -1), (-4, -3)).flatten(-5, -3).flatten(-2)
 
 
-def expand_col2im(
-    x: Tensor,
-    size: Sequence[int],
-    kernel: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    stride: Sequence[int],
-) -> Tensor:
+def expand_col2im(x: Tensor, size: Ints, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> Tensor:
     """Windows added up where they overlap, one dim after the other."""
     options = list(zip(size, kernel, dilation, padding, stride, strict=True))
     places = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in options]
@@ -184,23 +136,25 @@ def expand_col2im(
 
 
 def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A convolution, padded at the border of the whole; of a transposed one what goes beyond its rows is cut off."""
+    """A convolution, padded at the border of the whole; of a transposed one what goes beyond its rows is cropped."""
     x, w, bias, stride, padding, dilation, transposed, more, groups = args
-    space, sharding = _space(emit), sorted(int(leader[1:]) for leader in leaders)
-    padding, more = (
-        [0 if i in sharding else n for i, n in enumerate(spread(n, len(space), ()))] for n in (padding, more)
-    )
-    stretches = []
+    space, sharding, padding, more = _space(emit, leaders, padding, more)
+    ranges = []
     for i in sharding:
-        held, made = emit.operand_bounds(0, 2 + i), emit.result_bounds(0, 2 + i)
-        stretches.append(_made(space[i], i, held, made) if transposed else _read(space[i], i, held, made))
+        (start, length), (first, count) = emit.operand_bounds(0, 2 + i), emit.result_bounds(0, 2 + i)
+        if transposed:  # what the kernel writes from the places that are there, of which some rows are wanted
+            begin, end = start * space[i].stride - space[i].padding, (length - 1) * space[i].stride
+            end += begin + space[i].dilation * (space[i].kernel - 1) + 1
+            ranges.append(RowRange(2 + i, begin, end, first, first + count))
+        else:
+            ranges.append(_read(space[i], i, (start, length), (first, count)))
     if not transposed:
-        x = fitted(emit, x, stretches)
+        x = fitted(emit, x, ranges)
         return emit.call(aten.convolution.default, x, w, bias, stride, padding, dilation, False, more, groups)
-    apart = bias is not None and grows(stretches)
+    apart = bias is not None and grows(ranges)
     inside = None if apart else bias
     y = emit.call(aten.convolution.default, x, w, inside, stride, padding, dilation, True, more, groups)
-    y = fitted(emit, y, stretches)
+    y = fitted(emit, y, ranges)
     if not apart:
         return y
     return emit.call(aten.add.Tensor, y, emit.call(aten.reshape.default, bias, [-1, *[1] * len(space)]))
@@ -208,57 +162,38 @@ def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str])
 
 def convolution_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's share of the gradient of w: of its own places, and of what these read."""
-    grad, x, w, bias_sizes, stride, padding, dilation, transposed, more, groups, wanted = args
-    space, sharding = _space(emit), sorted(int(leader[1:]) for leader in leaders)
-    padding, more = (
-        [0 if i in sharding else n for i, n in enumerate(spread(n, len(space), ()))] for n in (padding, more)
-    )
+    tensors, (bias_sizes, stride, padding, dilation, transposed, more, groups, wanted) = list(args[:3]), args[3:]
+    space, sharding, padding, more = _space(emit, leaders, padding, more)
     large, small = (0, 1) if transposed else (1, 0)
     pairs = [(i, emit.operand_bounds(large, 2 + i), emit.operand_bounds(small, 2 + i)) for i in sharding]
-    stretches = [_read(space[i], i, held, places) for i, held, places in pairs]
-    if transposed:
-        grad = fitted(emit, grad, stretches)
-    else:
-        x = fitted(emit, x, stretches)
-    rest = (stride, padding, dilation, transposed, more, groups, wanted)
-    return emit.call(aten.convolution_backward.default, grad, x, w, bias_sizes, *rest)
+    tensors[large] = fitted(emit, tensors[large], [_read(space[i], i, held, places) for i, held, places in pairs])
+    rest = (bias_sizes, stride, padding, dilation, transposed, more, groups, wanted)
+    return emit.call(aten.convolution_backward.default, *tensors, *rest)
 
 
-Bounds = tuple[int, int]
-
-
-def _space(emit: Emit) -> list[Geometry]:
-    """The dims of space."""
+def _space(
+    emit: Emit, leaders: frozenset[str], padding: Any, more: Any
+) -> tuple[list[Slide], list[int], list[int], list[int]]:
+    """The dims of space, the numbers of those that are sharded, and both paddings, which leave these to
+    :func:`fitted`."""
     node = emit.node
-    if node.op is aten.convolution.default:
-        x, weight, y = *node.operands[:2], node.outs[0]
-    else:
-        y, x, weight = node.operands
-    return geometry(node, x.shape, weight.shape, y.shape)
+    y, x, w = (node.outs[0], *node.operands[:2]) if node.op is aten.convolution.default else node.operands
+    space, sharding = geometry(node, x.shape, w.shape, y.shape), sorted(int(leader[1:]) for leader in leaders)
+    both = [[0 if i in sharding else n for i, n in enumerate(spread(each, len(space)))] for each in (padding, more)]
+    return space, sharding, both[0], both[1]
 
 
-def _read(each: Geometry, i: int, held: Bounds, places: Bounds) -> Stretch:
-    """What the kernel reads at some places, of the rows of the large side that are held."""
+def _read(each: Slide, i: int, held: tuple[int, int], places: tuple[int, int]) -> RowRange:
+    """What the kernel reads at some places, of the rows of the image that are there."""
     first, last = each.down.reach(*places)
-    return Stretch(2 + i, held[0], held[0] + held[1], first, last + 1)
-
-
-def _made(each: Geometry, i: int, held: Bounds, made: Bounds) -> Stretch:
-    """What the kernel writes from the places that are held, of which some rows are wanted."""
-    start = held[0] * each.stride - each.padding
-    end = start + (held[1] - 1) * each.stride + each.dilation * (each.kernel - 1) + 1
-    return Stretch(2 + i, start, end, made[0], made[0] + made[1])
+    return RowRange(2 + i, held[0], held[0] + held[1], first, last + 1)
 
 
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.im2col, "n.. c h! w! -> n.. (c k!) l!", linear="0", expand=expand_im2col),
     rule(aten.col2im, "n.. (c k!) l! -> n.. c h! w!", linear="0", expand=expand_col2im),
     rule(
-        aten.convolution.default,
-        convolution,
-        sized={"groups": "g"},
-        expand=expand_convolution,
-        rows=convolution_rows,
+        aten.convolution.default, convolution, sized={"groups": "g"}, expand=expand_convolution, rows=convolution_rows
     ),
     rule(
         aten.convolution_backward.default,

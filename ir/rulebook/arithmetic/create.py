@@ -29,11 +29,12 @@ def created(node: Node) -> str:
 def arange_local(emit: Emit) -> Any:
     """This rank's part of a range: the same steps, from where its box starts.
 
-    What is no one stretch is a box of the whole, and so is a range of floats: how many steps it has hangs on rounding.
+    What is no contiguous range is a box of the whole, and so is a range of floats: how many steps it has hangs on
+    rounding.
     """
-    held = emit.result_held(0, 0)
+    held = emit.result_shard(0, 0)
     first, step = argument(emit.node, "start") or 0, argument(emit.node, "step") or 1
-    if len(held.pieces) > 1 or held.is_whole or not isinstance(first, int) or not isinstance(step, int):
+    if len(held.ranges) > 1 or held.is_whole or not isinstance(first, int) or not isinstance(step, int):
         return box_of(emit, emit.call(emit.node.op, *emit.args, **emit.kwargs), [held])
     low = first + held.first * step
     return emit.call(aten.arange.start_step, low, low + held.length * step, step, **emit.kwargs)
@@ -45,9 +46,9 @@ def new_empty_local(emit: Emit) -> Any:
 
 
 def dropout_local(emit: Emit) -> Any:
-    """The mask is drawn by the box of the whole that the rank holds: replicas agree, shards differ."""
+    """The mask is drawn by the box of the whole that the rank has: replicas agree, shards differ."""
     x, p, seed, number, _ = emit.args
-    box = [emit.result_held(0, d).first for d in range(len(emit.result_shape(0)))]
+    box = [emit.result_shard(0, d).first for d in range(len(emit.result_shape(0)))]
     return emit.call(dropout, x, p, seed, number, box)
 
 
@@ -63,11 +64,7 @@ RULES: tuple[RuleEntry, ...] = (
         shape_arg=0,
     ),
     rule(
-        (aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
-        created,
-        linear="0>",
-        reduce=SAME,
-        shape_arg=1,
+        (aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), created, linear="0>", reduce=SAME, shape_arg=1
     ),
     rule(aten.new_empty_strided, created, linear="0>", reduce=SAME, local=new_empty_local),
     rule(aten.scalar_tensor, "->", reduce=SAME),

@@ -1,4 +1,5 @@
-"""Losses of each element, their sums and means, as ops by themselves: planning sees what they are decomposed into."""
+"""Losses as ops by themselves: of each element, whose decomposition planning sees, and of class indices. Where the
+classes are sharded, each rank counts the rows whose class it has."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import argument, ops
+from shardfx.ir.rulebook.dims import argument, checked, ops, packed
 from shardfx.ir.rules.book import RuleEntry, rule
-from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.local import Emit, mine
 from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten
@@ -52,6 +53,58 @@ def by_share(emit: Emit, held: tuple[int, ...], whole: tuple[int, ...]) -> Any:
     return emit.call(aten.mul.Tensor, made, math.prod(held) / math.prod(whole))
 
 
+# ---- of class indices ------------------------------------------------------------------------------------------
+
+
+NOTHING = -100
+"""The index that a local loss ignores: never a class of the rank's."""
+
+
+def nll(node: Node) -> Template:
+    """The *summed* negative log likelihood (capture makes the mean a quotient).
+
+    ``x[n c s..], t[n s..], weight[c] -> sum, total weight``
+    """
+    ndim, each = node.operands[0].type.ndim, argument(node, "reduction") == 0
+    mark = "!reduction=1"
+    n, s = (f"n{mark}" if ndim > 1 else "", f"s..{mark}" if ndim > 2 else "")
+    linear = "0>0" if argument(node, "reduction") == 1 else "0>0|2"
+    return template(f"{n} c{mark} {s}, {n} {s}, c -> {f'{n} {s}' if each else ''}, ", linear)
+
+
+def nll_backward(node: Node) -> Template:
+    """Every row on its own, given the total weight."""
+    ndim = node.operands[1].type.ndim
+    n, s = ("n" if ndim > 1 else "", "s.." if ndim > 2 else "")
+    grad = f"{n} {s}" if node.operands[0].shape else ""
+    total = "" if argument(node, "reduction") == 1 else "|4>"
+    return template(f"{grad}, {n} c {s}, {n} {s}, c, -> {n} c {s}", f"0|1>|3{total}")
+
+
+def nll_local(emit: Emit) -> Any:
+    """The loss of the rows whose class is one of the rank's; forward, and backward behind a gradient."""
+    at = len(emit.node.outs) % 2  # the place of x: the forward gives two results, the backward takes one tensor more
+    x = emit.node.operands[at]
+    dim = 1 if x.type.ndim > 1 else 0
+    held = emit.operand_shard(at, dim)
+    if held.is_whole:
+        return emit.call(emit.node.op, *emit.args)
+    target, weight, reduction, ignore, *total = emit.args[at + 1 :]
+    target = target if total else checked(emit, target, x.shape[dim], ignore)  # the backward's was seen before
+    local, outside = mine(emit, target, held)
+    ignored = emit.call(aten.eq.Scalar, target, ignore)
+    local = emit.call(aten.masked_fill.Scalar, local, emit.call(aten.logical_or.default, outside, ignored), NOTHING)
+    return emit.call(emit.node.op, *emit.args[: at + 1], local, weight, reduction, NOTHING, *total)
+
+
+def share_of_rows(emit: Emit) -> Any:
+    """The loss of a rank's rows, or its gradient; of a mean by their share of the rows."""
+    at = [each.name for each in emit.node.op._schema.arguments].index("self")
+    return by_share(emit, emit.operand_shape(at), emit.node.operands[at].shape)
+
+
+EACH_ROW, ROWS, ALIKE = "~n.. c!", "~n..!reduction=1 c!", "~n.. c"
+"""Every row on its own; in a mean the number of rows counts."""
 BACKWARD = "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward soft_margin_loss_backward"
 FORWARD = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss"
 
@@ -59,4 +112,10 @@ RULES: tuple[RuleEntry, ...] = (
     rule(tuple(op.default for op in ops(FORWARD)), loss, local=share_of_mean),
     rule(aten.mse_loss_backward.default, gradient("0|1&2"), local=share_of_mean),
     rule(tuple(op.default for op in ops(BACKWARD)), gradient("0"), local=share_of_mean),
+    rule((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), nll, local=nll_local),
+    packed((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), nll_backward, local=nll_local),
+    rule(aten.multi_margin_loss, f"{EACH_ROW}, n.., ~c -> n..", linear="2", local=share_of_rows),
+    rule(aten.multi_margin_loss_backward, f"n.., {EACH_ROW}, n.., ~c -> {ALIKE}", linear="0|3", local=share_of_rows),
+    rule(aten.multilabel_margin_loss_forward, f"{ROWS}, {ALIKE} -> n.., {ALIKE}"),
+    rule(aten.multilabel_margin_loss_backward, f"n.., {ROWS}, {ALIKE}, {ALIKE} -> {ALIKE}", linear="0"),
 )

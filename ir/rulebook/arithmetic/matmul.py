@@ -1,4 +1,4 @@
-"""Matrix products. A sharding of the summed dim leaves a partial sum; with a bias inside, the op is taken apart first.
+"""Matrix products. A sharding of the summed dim leaves a partial sum; with a bias inside, the op is decomposed first.
 
 Products by group may be sharded by rows and by groups: each rank multiplies those of its rows that are in its groups.
 """
@@ -11,7 +11,7 @@ import torch
 
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.rules.book import RuleEntry, rule
-from shardfx.ir.rules.local import Emit, Held
+from shardfx.ir.rules.local import DimShard, Emit
 
 aten = torch.ops.aten
 
@@ -33,12 +33,12 @@ def expand_with_bias(
 
 def by_group(emit: Emit) -> Any:
     """The rank's rows and groups, for the ends are those of the whole."""
-    groups = emit.operand_held(1, 0) if emit.node.op is grouped_mm else emit.result_held(0, 0)
-    return emit.call(emit.node.op, *emit.args[:3], _numbers(emit.operand_held(0, 0)), _numbers(groups))
+    groups = emit.operand_shard(1, 0) if emit.node.op is grouped_mm else emit.result_shard(0, 0)
+    return emit.call(emit.node.op, *emit.args[:3], _numbers(emit.operand_shard(0, 0)), _numbers(groups))
 
 
-def _numbers(held: Held) -> list[int]:
-    return [] if held.is_whole else [n for piece in held.pieces for n in piece]
+def _numbers(held: DimShard) -> list[int]:
+    return [] if held.is_whole else [n for piece in held.ranges for n in piece]
 
 
 RULES: tuple[RuleEntry, ...] = (

@@ -1,4 +1,4 @@
-"""Normalisations. The normalised dims are whole; where a sharding of them is wanted the op is taken apart."""
+"""Normalisations. The normalised dims are whole; where a sharding of them is wanted the op is decomposed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.ops.computing.batch_gradient import batch_norm_gradient, batch_norm_sums
-from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
+from shardfx.ir.ops.computing.batch_statistics import (
+    batch_norm_gradient,
+    batch_norm_sums,
+    joined_moments,
+    piece_moments,
+)
 from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
-from shardfx.ir.rules.by_pieces import ByPieces
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import SAME, ShardingRule
+from shardfx.ir.rules.shardwise import Shardwise
 from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten
@@ -43,14 +47,14 @@ def expand_batch_norm(
     *,
     pieces: tuple[int, ...],
 ) -> tuple[Tensor, ...]:
-    """Batch normalisation over the whole batch, which may lie in pieces: statistics are in float32 at least.
+    """Batch normalisation over the whole batch, which may lie in shards: statistics are in float32 at least.
 
     What is then done to each element is the kernel that takes its statistics as given. In evaluation by the running
     statistics, which stay; nothing is saved.
     """
     if not training:
         assert old_mean is not None and old_var is not None
-        y = _by_statistics(x, weight, bias, old_mean, torch.rsqrt(old_var + eps))
+        y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, old_mean, old_var, 0.0, eps)[0]
         return y, x.new_empty([0]), x.new_empty([0]), old_mean.clone(), old_var.clone()
     count = x.numel() // x.shape[1]
     mean, var = joined_moments(piece_moments(x, pieces, [0] * len(pieces), pieces)) if pieces else _moments(x, count)
@@ -91,14 +95,6 @@ def expand_batch_norm_backward(
     count = x.numel() // x.shape[1]
     gx = batch_norm_gradient(grad, x, save_mean, save_rstd, dot, total, weight, count)
     return gx, dot if for_weight else None, total if for_bias else None
-
-
-def _by_statistics(x: Tensor, weight: Given, bias: Given, mean: Tensor, rstd: Tensor) -> Tensor:
-    shape = _shape_of_channels(x)
-    y = (x - mean.view(shape)) * rstd.view(shape)
-    if weight is not None:
-        y = y * weight.view(shape)
-    return y if bias is None else y + bias.view(shape)
 
 
 def _backward_in_evaluation(
@@ -193,7 +189,7 @@ def group_norm_share(emit: Emit) -> Any:
 
 
 def moments_of_pieces(node: Node) -> ShardingRule:
-    """A rank's samples and rows are some of the pieces, ``(p0 q0!) c (p2 q2!) .. -> p! m! c``; others are 0."""
+    """A rank's samples and rows are some of the shards, ``(p0 q0!) c (p2 q2!) .. -> p! m! c``; others are 0."""
     sharding = [dim for dim in range(node.operands[0].type.ndim) if dim != 1]
     x = " ".join(f"(p{dim} q{dim}!)" if dim in sharding else "c" for dim in range(len(sharding) + 1))
     return template(f"{x} -> p! m! c")(
@@ -202,7 +198,7 @@ def moments_of_pieces(node: Node) -> ShardingRule:
 
 
 def own_moments(emit: Emit) -> Any:
-    """Those of the pieces that a rank holds, in their places."""
+    """Those of the shards that a rank has, in their places."""
     x, of = emit.node.operands[0], argument(emit.node, "of")
     own = [(emit.operand_bounds(0, dim), x.shape[dim]) for dim in range(x.type.ndim) if dim != 1]
     at = [start * n // size for ((start, _), size), n in zip(own, of, strict=True)]
@@ -242,20 +238,15 @@ RULES: tuple[RuleEntry, ...] = (
     ),
     # In training all of n and space is one statistic, and whole; by running statistics, which stay, it is pointwise.
     packed(
-        aten._native_batch_norm_legit_functional.default,
-        affine(BATCH, same=True),
-        expand=ByPieces(expand_batch_norm),
+        aten._native_batch_norm_legit_functional.default, affine(BATCH, same=True), expand=Shardwise(expand_batch_norm)
     ),
     packed(
         aten._native_batch_norm_legit.no_stats,
         affine("n! c s..!, c, ... -> n c s.., c, ...", same=True),
-        expand=ByPieces(expand_without_running),
+        expand=Shardwise(expand_without_running),
     ),
     packed(aten.native_batch_norm.default, affine(BATCH, 3, 4, same=True)),
-    packed(
-        aten._native_batch_norm_legit_no_training.default,
-        affine("n c s.., c, ... -> n c s.., c, ...", same=True),
-    ),
+    packed(aten._native_batch_norm_legit_no_training.default, affine("n c s.., c, ... -> n c s.., c, ...", same=True)),
     # In training the gradient of x needs the sums over n and space.
     packed(
         aten.native_batch_norm_backward.default,

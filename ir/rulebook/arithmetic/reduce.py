@@ -10,8 +10,8 @@ import torch
 from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import RuleEntry, rule
-from shardfx.ir.rules.by_pieces import ByPieces
 from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.shardwise import Shardwise
 from shardfx.ir.rules.template import Template, template
 
 prims = torch.ops.prims
@@ -94,7 +94,7 @@ def _prims_var(x: torch.Tensor, dims: Any, correction: float | None = 1, *, outp
 def _cumsum(
     x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """The sums within each piece, and to each the sums of the pieces before it."""
+    """The sums within each shard, and to each the sums of the shards before it."""
     if not pieces:
         return torch.cumsum(x, dim, dtype=dtype)
     dim, (n,) = dim % x.dim(), pieces
@@ -192,7 +192,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.std.correction, DOWN_WHOLE, expand=_std),
     rule(aten.std_mean.correction, DOWN_WHOLE, expand=_std_mean),
     rule(prims.var, "d.. k@dims! -> d..", expand=_prims_var),
-    rule(aten.cumsum, ALONG, linear="0", identity="k", expand=ByPieces(_cumsum, dims=_along, apart=True)),
+    rule(aten.cumsum, ALONG, linear="0", identity="k", expand=Shardwise(_cumsum, dims=_along, apart=True)),
     rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten.sort), ALONG, identity="k"),
     rule(aten.topk, RESIZED, identity="k"),
     rule((aten._fft_r2c, aten._fft_c2r), resized, linear="0"),

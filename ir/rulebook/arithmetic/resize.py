@@ -1,14 +1,14 @@
 """Interpolation and adaptive means: a row of the result is made of a few rows of the picture, which a rank needs of a
 sharded picture. Where rows are made block by block (twice as many nearest rows, means of each eight) ``h`` is ``(g a)``
-of
-the picture and ``(g b)`` of the result, and ``g`` may be sharded."""
+of the picture and ``(g b)`` of the result, and ``g`` may be sharded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,15 @@ from torch import Tensor
 from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.computing.resized import resize_tile, resize_tile_backward
+from shardfx.ir.ops.computing.tiles import adaptive_windows
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.binding import Shape
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
-from shardfx.ir.rules.schema import has_argument
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.template import template
-from shardfx.ir.rules.windows import seeing
+from shardfx.ir.rules.template import has_argument
 
-from .pool import tile
+from .spatial_dims import SpatialDim, ends, spatial, tiles
 
 aten = torch.ops.aten
 
@@ -48,14 +47,24 @@ FINE = 1 << 20
 """A scale that is none of sizes is taken for a fraction of no more parts than this; rows are asked for accordingly."""
 
 
-class Resized(NamedTuple):
-    """One dim of ``size`` rows, of which ``places`` are made. ``told`` is how far apart two of them lie where a scale
-    was given that is not that of the sizes: of 21 rows 10, each two rows behind the one before."""
+@dataclass(frozen=True)
+class ResizedDim(SpatialDim):
+    """A dim of ``size`` rows, of which ``places`` are made. ``told`` is how far apart two of them are where a scale was
+    given that is not that of the sizes: of 21 rows 10, each two rows behind the one before."""
 
-    size: int
-    places: int
     kind: str
     told: float | None = None
+
+    def words(self) -> tuple[str, str]:
+        return ("(g# a#!)", "(g# b#!)") if self.apart else ("h#", "p#")
+
+    def blocks(self) -> tuple[str, int] | None:
+        return ("g#", math.gcd(self.size, self.places)) if self.apart else None
+
+    def window(self, back: bool) -> Window | None:
+        if self.apart or (back and self.size == 1):  # the gradient of one row is a sum of what ranks have
+            return None
+        return self.up if back else self.down
 
     @property
     def apart(self) -> bool:
@@ -144,13 +153,14 @@ def kind_of(node: Node) -> str:
     raise AssertionError(name)
 
 
-def resized(node: Node, x: Shape, y: Shape) -> list[Resized] | None:
-    """How the last dims of a picture become those of another; None where a scale that is not that of the sizes gives as
-    many rows as there are, or nearest ones that lie between two: kernels take that in ways of their own. So they do
+def resized(node: Node, x: Shape, y: Shape) -> Sequence[SpatialDim]:
+    """How the last dims of an image become those of another; whole, where a scale that is not that of the sizes gives
+    as many rows as there are, or nearest ones that are between two: kernels take that in ways of their own. So they do
     of smoothed corners that are aligned."""
+    whole = [SpatialDim(*each) for each in zip(x, y, strict=True)]
     kind, space = kind_of(node), len(x)
     if kind.startswith("aligned smooth"):
-        return None
+        return whole
     scales: list[float | None] = [None] * space
     if kind != "mean":
         named = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[-space:]
@@ -159,78 +169,46 @@ def resized(node: Node, x: Shape, y: Shape) -> list[Resized] | None:
     for a, b, scale in zip(x, y, scales, strict=True):
         exact = scale is None or kind.startswith("aligned") or scale * a == b
         if exact and (scale is None or not kind.endswith("nearest") or 1 / scale == a / b):
-            found.append(Resized(a, b, kind))
+            found.append(ResizedDim(a, b, kind))
             continue
         assert scale is not None
         step = 1 / scale
         near = kind.endswith("nearest") and (b == 2 * a or step * 1024 % 1)
         if b == a or near or step * b > a * (1 + 1e-9):
-            return None
-        found.append(Resized(a, b, kind, step))
+            return whole
+        found.append(ResizedDim(a, b, kind, step))
     return found
-
-
-def spaces_of(node: Node) -> int:
-    """How many dims the picture has."""
-    return next(n for n in (1, 2, 3) if f"{n}d" in str(node.op))
-
-
-def forms(found: Sequence[Resized]) -> tuple[str, str, tuple[tuple[str, int], ...]]:
-    """The dims of picture and result: ``h`` and ``p``, or ``(g a!)`` and ``(g b!)`` where blocks are made of blocks."""
-    x = " ".join(f"(g{i} a{i}!)" if each.apart else f"h{i}" for i, each in enumerate(found))
-    y = " ".join(f"(g{i} b{i}!)" if each.apart else f"p{i}" for i, each in enumerate(found))
-    sizes = [(f"g{i}", math.gcd(each.size, each.places)) for i, each in enumerate(found) if each.apart]
-    return f"n.. {x}", f"n.. {y}", tuple(sizes)
 
 
 def forward(node: Node) -> ShardingRule:
     """``x[n.. h..] -> y[n.. p..]``, h as p needs it."""
-    space = spaces_of(node)
-    found = resized(node, node.operands[0].shape[-space:], node.outs[0].shape[-space:])
-    if found is None:
-        return template(f"n.. h*{space}! -> n.. p*{space}!", "0")(node)
-    x, y, sizes = forms(found)
-    made = template(f"{x} -> {y}", "0")(node, sizes)
-    return seeing(made, {f"h{i}": (f"p{i}", each.down) for i, each in enumerate(found) if not each.apart})
+    return spatial(node, resized(node, *ends(node)), "X -> Y", "0")
 
 
 def backward(node: Node) -> ShardingRule:
-    """``gy[n.. p..] -> gx[n.. h..]``, p as h needs it; of a picture of one row it is a sum of what ranks have."""
-    space = spaces_of(node)
-    found = resized(node, node.outs[0].shape[-space:], node.operands[0].shape[-space:])
-    if found is None:
-        return template(f"n.. p*{space}! -> n.. h*{space}!", "0")(node)
-    x, y, sizes = forms(found)
-    form = f"{y}, {x} -> {x}" if len(node.operands) > 1 else f"{y} -> {x}"
-    made = template(form, "0|1>" if len(node.operands) > 1 else "0")(node, sizes)
-    seen = {i: each for i, each in enumerate(found) if not each.apart and each.size > 1}
-    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in seen.items()})
+    """``gy[n.. p..] -> gx[n.. h..]``, p as h needs it."""
+    dims, beside = resized(node, *ends(node, back=True)), len(node.operands) > 1
+    known = beside and any(type(each) is ResizedDim for each in dims)
+    return spatial(node, dims, "Y, X -> X" if known else "Y -> X", "0|1>" if known else "0", back=True)
 
 
 def forward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows of the result, of the rows of the picture that they are made of."""
-    x, y = emit.node.operands[0], emit.node.outs[0]
-    space = spaces_of(emit.node)
-    held, made = tile(emit.operand_bounds, 0, x, space), tile(emit.result_bounds, 0, y, space)
-    size, steps = list(x.shape[-space:]), _steps(emit.node, x.shape[-space:], y.shape[-space:])
-    return emit.call(resize_tile, args[0], held.at, size, made.at, made.lengths, steps, kind_of(emit.node))
+    """A rank's rows of the result, of the rows of the image that they are made of."""
+    (held, made), (x, y) = tiles(emit), ends(emit.node)
+    steps, kind = _steps(emit.node, x, y), kind_of(emit.node)
+    return emit.call(resize_tile, args[0], held.at, list(x), made.at, made.lengths, steps, kind)
 
 
 def backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows of the picture's gradient, of the rows of the result that they are a part of."""
-    y, x = emit.node.operands[0], emit.node.outs[0]
-    space = spaces_of(emit.node)
-    held, made = tile(emit.operand_bounds, 0, y, space), tile(emit.result_bounds, 0, x, space)
-    size, steps = list(x.shape[-space:]), _steps(emit.node, x.shape[-space:], y.shape[-space:])
+    """A rank's rows of the image's gradient, of the rows of the result that they are a part of."""
+    (held, made), (x, y) = tiles(emit), ends(emit.node, back=True)
     beside = args[1:2] if len(emit.node.operands) > 1 else ()
-    options = (made.at, size, made.lengths, held.at, steps, kind_of(emit.node))
+    options = (made.at, list(x), made.lengths, held.at, _steps(emit.node, x, y), kind_of(emit.node))
     return emit.call(resize_tile_backward, args[0], *options, *beside)
 
 
-def _steps(node: Node, x: Sequence[int], y: Sequence[int]) -> list[float]:
-    found = resized(node, tuple(x), tuple(y))
-    assert found is not None
-    return [each.step for each in found]
+def _steps(node: Node, x: Shape, y: Shape) -> list[float]:
+    return [each.step for each in resized(node, x, y) if isinstance(each, ResizedDim)]
 
 
 def mean(x: Tensor, size: Sequence[int]) -> Tensor:
@@ -259,8 +237,7 @@ def mean_backward(space: int) -> Callable[[Tensor, Tensor], Tensor]:
 def windows_of(size: int, places: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which rows are in each window, ``[places, size]``, and how many."""
     row, place = torch.arange(size, device=device), torch.arange(places, device=device).unsqueeze(1)
-    start = torch.div(place * size, places, rounding_mode="floor")
-    end = torch.div((place + 1) * size + places - 1, places, rounding_mode="floor")
+    start, end = adaptive_windows(size, places, place)
     return (row >= start) & (row < end), (end - start).squeeze(1)
 
 

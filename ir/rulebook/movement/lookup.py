@@ -28,7 +28,7 @@ def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
     def local(emit: Emit) -> Any:
         x = emit.node.operands[0]
         dim = 0 if rows else at_dim(emit, x)
-        held = emit.operand_held(0, dim) if x.shape else None
+        held = emit.operand_shard(0, dim) if x.shape else None
         if held is None or held.is_whole:
             return emit.call(emit.node.op, *emit.args, **emit.kwargs)
         if held.length == 0:
@@ -41,7 +41,7 @@ def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
 
 def embedding_backward_local(emit: Emit) -> Any:
     """The gradient of the rank's own rows."""
-    held = emit.result_held(0, 0)
+    held = emit.result_shard(0, 0)
     grad, index, _, padding, scale = emit.args[:5]
     if held.is_whole:
         return emit.call(emit.node.op, *emit.args)

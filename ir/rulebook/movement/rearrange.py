@@ -1,26 +1,29 @@
-"""Ops that put elements elsewhere: iterations, repetition, diagonals, windows."""
+"""Ops that put elements elsewhere: rotations, repetition, diagonals, windows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.arithmetic.pool import side_by_side
-from shardfx.ir.rulebook.dims import argument, moves, words
+from shardfx.ir.ops.computing.rings import ring, ring_sum, ring_tile
+from shardfx.ir.rulebook.arithmetic.spatial_dims import side_by_side
+from shardfx.ir.rulebook.dims import argument, at_dim, moves, words
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.template import template
-from shardfx.ir.rules.windows import Stretch, down, seeing, up
+from shardfx.ir.rules.windows import RowRange, down, seeing, up
 
 aten = torch.ops.aten
 
 
 def mirrored(node: Node) -> dict[int, int]:
-    """The dims of an image that are turned round, and where each then stands in the result."""
+    """The dims of an image that are flipped, and where each then stands in the result."""
     ndim = node.operands[0].type.ndim
     dims = [dim % ndim for dim in argument(node, "dims")]
     if node.op.overloadpacket is aten.flip:
@@ -29,10 +32,10 @@ def mirrored(node: Node) -> dict[int, int]:
     return ({}, {j: i}, {i: i, j: j}, {i: j})[iterations]
 
 
-def turned(node: Node) -> ShardingRule:
-    """Of a dim that is turned round a rank needs the rows of its mirror image: row o is the one as far from the end."""
+def flipped(node: Node) -> ShardingRule:
+    """Of a dim that is flipped a rank needs the rows of its mirror image: row o is the one as far from the end."""
     found, sizes = mirrored(node), node.operands[0].shape
-    other = {to: dim for dim, to in found.items() if to not in found}  # a quarter iteration: where the first one stood
+    other = {to: dim for dim, to in found.items() if to not in found}  # a quarter rotation: where the first one stood
     of = dict(enumerate(range(len(sizes)))) | {to: dim for dim, to in (found | other).items()}
     last = {dim: sizes[dim] - 1 for dim in found if sizes[dim] > 1}
     y = words(f"{'o' if of[to] in last else 'd'}{of[to]}" for to in range(len(sizes)))
@@ -40,8 +43,8 @@ def turned(node: Node) -> ShardingRule:
     return seeing(rule, {f"d{dim}": (f"o{dim}", Window(n + 1, -1, 1, n, n)) for dim, n in last.items()})
 
 
-def turned_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows, of those that it holds, turned round."""
+def flipped_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """A rank's rows, of those that it has, flipped."""
     x = args[0]
     for dim, to in sorted(mirrored(emit.node).items()):
         size = emit.node.operands[0].shape[dim]
@@ -52,7 +55,7 @@ def turned_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> A
     return emit.call(emit.node.op, x, *args[1:])
 
 
-class Unfolded(NamedTuple):
+class UnfoldedDim(NamedTuple):
     """How windows stand along a dim of a size: how long they are, how many, and every how many rows one begins."""
 
     dim: int
@@ -62,19 +65,19 @@ class Unfolded(NamedTuple):
     step: int
 
     @staticmethod
-    def of(node: Node) -> Unfolded:
+    def of(node: Node) -> UnfoldedDim:
         """Those of an op, or of the one whose gradient it is."""
         ends = node.operands[0], node.outs[0]
         plain, wide = ends[::-1] if node.op.overloadpacket is aten.unfold_backward else ends
         dim = argument(node, "dim", "dimension") % plain.type.ndim
-        return Unfolded(dim, plain.shape[dim], wide.shape[-1], wide.shape[dim], argument(node, "step"))
+        return UnfoldedDim(dim, plain.shape[dim], wide.shape[-1], wide.shape[dim], argument(node, "step"))
 
 
 def unfold(node: Node) -> str | ShardingRule:
     """The windows of a dim, whose rows stand in a new last one: side by side, or a rank needs those of its own."""
     if not node.operands[0].shape or not node.outs[0].shape:
         return "~e! -> ~e!"
-    back, (dim, size, length, count, step) = node.op.overloadpacket is aten.unfold_backward, Unfolded.of(node)
+    back, (dim, size, length, count, step) = node.op.overloadpacket is aten.unfold_backward, UnfoldedDim.of(node)
     apart = side_by_side(size, count, length, step, 0)
     x, y = f"d.. (w s!)@{dim}" if apart else f"d.. x@{dim}", f"d.. w@{dim} e!"
     rule = template(f"{y} -> {x}" if back else f"{x} -> {y}", "0")(node)
@@ -84,15 +87,15 @@ def unfold(node: Node) -> str | ShardingRule:
 
 
 def unfolded_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's windows, of the rows that it holds; or its rows, of the windows that have them."""
-    dim, _, length, _, step = Unfolded.of(emit.node)
+    """A rank's windows, of the rows that it has; or its rows, of the windows that have them."""
+    dim, _, length, _, step = UnfoldedDim.of(emit.node)
     (at, held), (first, count) = emit.operand_bounds(0, dim), emit.result_bounds(0, dim)
     if emit.node.op.overloadpacket is not aten.unfold_backward:
         begin, end = first * step - at, (first + count - 1) * step + length - at
         x = emit.call(aten.slice.Tensor, args[0], dim, begin, end) if end - begin < held else args[0]
         return emit.call(emit.node.op, x, *args[1:])
     shape = list(emit.result_shape(0))
-    rows = Stretch(dim, at * step, (at + held - 1) * step + length, first, first + count)
+    rows = RowRange(dim, at * step, (at + held - 1) * step + length, first, first + count)
     made = emit.call(emit.node.op, args[0], [*shape[:dim], rows.end - rows.start, *shape[dim + 1 :]], *args[2:])
     begin, end = rows.kept
     if end - begin < rows.end - rows.start:
@@ -116,10 +119,68 @@ def repeat(node: Node) -> str:
     return f"~{words(f'd{i}' for i in range(out - x, out))} -> {words(result)}"
 
 
+# ---- images whose edges meet: of the rows that stay, of those in front and of those behind a rank needs what its own
+# rows are, each by itself
+
+
+FORM = "d.. h@dim, d.. i@dim, d.. j@dim -> d.. o@dim"
+
+
+def offsets(node: Node) -> dict[str, tuple[int, int, int]]:
+    """For each operand that is given: from which row of the result to which it stands for it (for a sum, is added to
+    it), and which of its rows is the first of these."""
+    dim, front, back = (argument(node, name) for name in ("dim", "front", "back"))
+    size, made = node.operands[0].shape[dim], node.outs[0].shape[dim]
+    if node.op is ring:
+        stays = max(front, 0), made - max(back, 0)
+        found = {"x": (*stays, stays[0] - front), "before": (0, front, size - front), "behind": (made - back, made, 0)}
+    else:
+        found = {"x": (0, made, front), "before": (made - front, made, 0), "behind": (0, back, front + made)}
+    return {name: each for name, each in found.items() if argument(node, name) is not None}
+
+
+def ringed(node: Node) -> ShardingRule:
+    """``x[.. h ..], before[.. i ..], behind[.. j ..] -> y[.. o ..]``, each as o needs it."""
+    given, made = offsets(node), node.outs[0].shape[argument(node, "dim")]
+    rule = template(FORM, "&", moves_only=node.op is ring)(node)
+    letters = {"x": "h", "before": "i", "behind": "j"}
+    further = {letters[name]: row - first for name, (first, _, row) in given.items()}
+    return seeing(rule, {letter: ("o", Window(made, 1, 1, n, n)) for letter, n in further.items()})
+
+
+def ringed_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """A rank's rows, of those that stay, and of those in front and behind."""
+    dim, given = at_dim(emit, emit.node.outs[0]), offsets(emit.node)
+    at, count = emit.result_bounds(0, dim)
+    found = []
+    for name in ("x", "before", "behind"):
+        first, last, row = given.get(name, (0, 0, 0))
+        begin, end = max(first, at), min(last, at + count)
+        if begin < end:
+            held = emit.operand_bounds(list(given).index(name), dim)[0]
+            found.append((begin - first + row - held, end - begin, begin - at))
+        else:
+            found.append((0, 0, 0))
+    starts, lengths, places = (list(each) for each in zip(*found, strict=True))
+    return emit.call(ring_tile, *args[:3], dim, starts, lengths, places, count)
+
+
+def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    """An image that is rolled, dim by dim."""
+    if not dims:
+        return torch.roll(x.flatten(), shifts, 0).view(x.shape)
+    y = x
+    for shift, dim in zip(shifts, dims, strict=True):
+        front = shift % max(x.shape[dim], 1)
+        if front:
+            y = ring(y, y, None, dim, front, -front)
+    return y.clone() if y is x else y
+
+
 DIAGONAL, PLANE = "d.. q!", "d.. i@dim1! j@dim2!"
 
 RULES: tuple[RuleEntry, ...] = (
-    rule((aten.flip, aten.rot90), turned, rows=turned_rows),
+    rule((aten.flip, aten.rot90), flipped, rows=flipped_rows),
     rule((aten.tril, aten.triu), "n.. i! j! -> n.. i! j!", linear="0"),
     moves(aten.repeat, repeat, local=repeat_local),
     moves((aten.diagonal, aten.diagonal_copy), f"{PLANE} -> {DIAGONAL}"),
@@ -129,4 +190,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.unfold_backward, unfold, linear="0", shape_arg=1, rows=unfolded_rows),
     # Slices along one dim are scaled, each by its own norm.
     rule(aten.renorm, "d..! k@dim -> d.. k@dim"),
+    rule(aten.roll, "d.. k@dims! -> d.. k@dims", linear="0", moves_only=True, expand=roll),
+    rule(ring, ringed, rows=ringed_rows),
+    rule(ring_sum, ringed, rows=ringed_rows),
 )

@@ -85,7 +85,7 @@ def slice_local(emit: Emit) -> Any:
 
 
 def _slice_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
-    """A rank's rows of the slice, of the rows that it holds."""
+    """A rank's rows of the slice, of the rows that it has."""
     (at, _), (first, count) = emit.operand_bounds(0, dim), emit.result_bounds(0, dim)
     begin = start + step * first - at
     return emit.call(aten.slice.Tensor, emit.args[0], dim, begin, begin + step * (count - 1) + 1, step)
@@ -107,7 +107,7 @@ def _slice_back_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
 
 
 def _pieces(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, str]:
-    """The dims of pieces that lie one behind the other, and of all together."""
+    """The dims of shards that lie one behind the other, and of all together."""
     sizes = {shape[dim] if len(shape) == ndim else 0 for shape in shapes}
     if len(sizes) == 1 and 0 not in sizes:
         return ", ".join([PART] * len(shapes)), BLOCKS
@@ -116,14 +116,14 @@ def _pieces(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, st
 
 
 def split(node: Node) -> str:
-    """Equal pieces keep the shardings within a piece: ``(c! k) -> k, k, k``."""
+    """Equal shards keep the shardings within a shard: ``(c! k) -> k, k, k``."""
     x = node.operands[0]
     pieces, together = _pieces([v.shape for v in node.outs], argument(node, "dim") % x.type.ndim, x.type.ndim)
     return f"{together} -> {pieces}"
 
 
 def split_local(emit: Emit) -> Any:
-    """A split into the lengths that this rank holds of the results."""
+    """A split into the lengths that this rank has of the results."""
     dim = at_dim(emit, emit.node.operands[0])
     lengths = [emit.result_shape(i)[dim] for i in range(len(emit.node.outs))]
     return emit.call(aten.split_with_sizes.default, emit.args[0], lengths, dim)

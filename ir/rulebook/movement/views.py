@@ -91,7 +91,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.view.default, aten._unsafe_view, aten.reshape, aten.view_copy.default), view, shape_arg=1, free=True),
     rule((aten.view.dtype, aten.view_copy.dtype), reread, contiguous=Contiguous.ALIGNED),
     rule((aten.unsqueeze, aten.unsqueeze_copy), view, free=True),
-    # A dim of which a rank holds one element is no dim of size one.
+    # A dim of which a rank has one element is no dim of size one.
     rule((aten.squeeze, aten.squeeze_copy), view, local=reshaped, free=True),
     rule((aten.as_strided, aten.as_strided_copy), strided, local=reshaped, contiguous=Contiguous.ALL),
     moves((aten.expand, aten.expand_copy), "d.. -> d..", shape_arg=1),

@@ -20,12 +20,13 @@ from shardfx.ir.dim_sharding import DimSharding, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.node import draw_slot
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.ops.traits import draw_slot, with_defaults
+from shardfx.ir.ops.traits import with_defaults
 from shardfx.ir.program.devices import kernel_variants
 from shardfx.ir.rules.book import RuleBook, perform, replicated
-from shardfx.ir.rules.local import Share
+from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import implied, strategy
 from shardfx.ir.spec import Spec
@@ -218,11 +219,8 @@ class ExpectedCall:
 
 
 @dataclass
-class Expected(Share):
+class Expected(Emit):
     """Notes the calls that a rule's ``local`` function writes."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """The call that the rule writes, as data; one that gives its operand back is that operand."""

@@ -21,8 +21,8 @@ from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_n
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.rules.by_pieces import choices
 from shardfx.ir.rules.local import gives_list
+from shardfx.ir.rules.shardwise import choices
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.runtime.verify.decomposition import Unjustified, justified, small
 from shardfx.runtime.verify.fault import Fault

@@ -1,9 +1,9 @@
-"""Decompositions that hang on how ranks hold the first operand: in how many equal pieces its samples and rows lie.
+"""Decompositions that hang on how the first operand is sharded: in how many equal shards its samples and rows lie.
 
-    batch_norm(x[8{dp}, c, 64{h}, ...])   ->   the moments of each of dp h pieces, and from these the moments of all
+    batch_norm(x[8{dp}, c, 64{h}, ...])   ->   the moments of each of dp h shards, and from these the moments of all
     cumsum(x[n, c, 64{h}], 2)             ->   the sums within each piece, and the sums of those before it
 
-Each of them is the op, whatever the numbers: the pieces only say what is worth computing apart.
+Each of them is the op, whatever the numbers: the shards only say what is worth computing apart.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shardfx.ir.spec import Spec
 FEW = 4
 """Of more axes than these it is not tried what each of them may have sharded."""
 MOST = 64
-"""In more pieces than this, what all ranks exchange is more than the sums that each would add to."""
+"""In more shards than this, what all ranks exchange is more than the sums that each would add to."""
 
 
 @dataclass(frozen=True)
-class ByPieces:
+class Shardwise:
     """A decomposition: ``function(*args, pieces=...)``, with a number for each of some ``dims`` of the first operand:
-    those that a function of the node gives, or all but the second, of samples and space; none where all is one piece.
+    those that a function of the node gives, or all but the second, of samples and space; none where all is one shard.
 
-    ``apart``: in one piece it is the op itself, so that it is taken apart in several or not at all.
+    ``apart``: in one shard it is the op itself, so that it is decomposed in several or not at all.
     """
 
     function: Callable[..., Any]
@@ -42,9 +42,9 @@ class ByPieces:
         return self.function(*args, pieces=self.pieces, **kwargs)
 
 
-def in_pieces(expand: Any, node: Node, shardings: Sequence[DimSharding], mesh: Mesh) -> Any:
-    """The decomposition of a node of whose first operand ranks hold so much of each dim: by pieces that are equal."""
-    if not isinstance(expand, ByPieces):
+def for_shards(expand: Any, node: Node, shardings: Sequence[DimSharding], mesh: Mesh) -> Any:
+    """The decomposition of a node whose first operand is sharded so: by shards that are equal."""
+    if not isinstance(expand, Shardwise):
         return expand
     every = list(zip(node.operands[0].shape, shardings, strict=False))
     chosen = expand.dims(node) if expand.dims is not None else [dim for dim in range(len(every)) if dim != 1]
@@ -54,7 +54,7 @@ def in_pieces(expand: Any, node: Node, shardings: Sequence[DimSharding], mesh: M
         not sharding.parts
         and bool(sharding.axes) is (n > 1)
         and size % n == 0
-        and size >= n  # an axis of one rank shards a piece
+        and size >= n  # axes of one rank split it
         for (size, sharding), n in zip(dims, pieces, strict=True)
     )
     return replace(expand, pieces=pieces) if equal and 1 < math.prod(pieces) <= MOST else expand
@@ -63,18 +63,18 @@ def in_pieces(expand: Any, node: Node, shardings: Sequence[DimSharding], mesh: M
 def choices(expand: Any, node: Node, held: Iterable[Spec], mesh: Mesh) -> list[Any]:
     """The decompositions that somebody may have taken of a node whose first operand is held so; or was, before another
     placement of it was found to be better: what each axis of the mesh may have sharded, one of the dims or none."""
-    if not isinstance(expand, ByPieces):
+    if not isinstance(expand, Shardwise):
         return [expand]
     likely = [
         shardings
         for spec in held
         for shardings in itertools.product(*(tuple(map(DimSharding, _some(sharding.axes))) for sharding in spec.dims))
     ]
-    found = dict.fromkeys(in_pieces(expand, node, shardings, mesh) for shardings in reversed(likely))
+    found = dict.fromkeys(for_shards(expand, node, shardings, mesh) for shardings in reversed(likely))
     names, dims = [axis.name for axis in mesh.axes], range(node.operands[0].type.ndim)
     for places in itertools.product((None, *dims), repeat=len(names)) if len(names) <= FEW else ():
         over = (tuple(name for name, at in zip(names, places, strict=True) if at == dim) for dim in dims)
-        found.setdefault(in_pieces(expand, node, [DimSharding(axes) for axes in over], mesh))
+        found.setdefault(for_shards(expand, node, [DimSharding(axes) for axes in over], mesh))
     found.setdefault(expand)
     return list(found)
 

@@ -1,6 +1,6 @@
 """A rank that has nothing of a factor which its op shares: what it gives then, without the op's kernel.
 
-Of three rows on four ranks the last one has none. What it holds of a result that has the rows is empty; its share of a
+Of three rows on four ranks the last one has none. What it has of a result that has the rows is empty; its share of a
 sum over them is zero, of a maximum what is lowest. So it follows from the rule, for every op.
 """
 
@@ -38,10 +38,9 @@ def _may_lack(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
     )
 
 
-def share_of_nothing(rule: ShardingRule | None, emit: Emit) -> Any:
+def results_of_empty_shard(rule: ShardingRule | None, emit: Emit) -> Any:
     """The call that gives a rank's results where it has nothing of a factor that is sharded; None where it has of all,
-    or
-    where a result is not what ranks' shares make of it."""
+    or where a result is not what ranks' shares make of it."""
     lost = _lacking(rule, emit) if rule is not None else frozenset[str]()
     if rule is None or not lost or not emit.node.operands:
         return None

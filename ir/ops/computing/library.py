@@ -1,0 +1,48 @@
+"""Definition of ops in ``torch.ops.shardfx``: a schema, a kernel of plain torch ops, and the shapes of results.
+
+    @define("ring(Tensor x, int dim) -> Tensor", shapes=lambda x, dim: x.new_empty(x.shape))
+    def ring(x, dim): ...                     torch.ops.shardfx.ring.default, on CPU, CUDA and meta
+
+Needs torch alone, as all files that define such ops do: an exported program has them beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Ints = Sequence[int]
+Tensor = torch.Tensor
+Kernel = Callable[..., Any]
+
+LIBRARY = torch.library.Library("shardfx", "DEF")
+SOURCES: dict[Any, str] = {}
+"""By op the file that defines it."""
+
+
+def define(
+    schema: str, *, shapes: Kernel | None = None, cuda: Kernel | None = None, composite: str = "Explicit"
+) -> Callable[[Kernel], Any]:
+    """Decorate a kernel: its name then is the op.
+
+    Args:
+        shapes: the results on ``meta``; without it the kernel serves every device, ``meta`` too.
+        cuda: another kernel for CUDA.
+        composite: ``Implicit`` where a compiler shall see what the op is made of.
+    """
+
+    def decorate(kernel: Kernel) -> Any:
+        name = schema.partition("(")[0]
+        LIBRARY.define(schema)
+        if shapes is None:
+            LIBRARY.impl(name, kernel, f"Composite{composite}Autograd")
+        else:
+            for key, each in (("CPU", kernel), ("CUDA", cuda or kernel), ("Meta", shapes)):
+                LIBRARY.impl(name, each, key)
+        op = getattr(torch.ops.shardfx, name).default
+        SOURCES[op] = kernel.__code__.co_filename
+        return op
+
+    return decorate

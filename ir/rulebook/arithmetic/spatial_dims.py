@@ -1,0 +1,175 @@
+"""Rules of ops on images, dim by dim: what each says of a dim of space, and how a rank's tile lies in it.
+
+    n.. h0 h1 -> n.. p0 p1              windows overlap: of ``h`` a rank needs the rows that its ``p`` reach
+    n.. (p0 a0!) h1 -> n.. p0 p1        along dim 0 windows stand side by side
+
+``h`` is the image, ``p`` the places of windows over it; a backward goes from ``p`` to ``h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardfx.ir.dim_sharding import Window
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.rulebook.dims import argument
+from shardfx.ir.rules.binding import Shape
+from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.template import has_argument, template
+from shardfx.ir.rules.windows import down, seeing, up
+
+
+@dataclass(frozen=True)
+class SpatialDim:
+    """A dim of ``size`` rows and of ``places`` windows, none of which is sharded; ``#`` is its number among those of
+    space."""
+
+    size: int
+    places: int
+
+    def words(self) -> tuple[str, str]:
+        """The words of a template for the image and for the places."""
+        return "h#!", "p#!"
+
+    def blocks(self) -> tuple[str, int] | None:
+        """The factor that both have where windows stand side by side, and its size."""
+        return None
+
+    def window(self, back: bool) -> Window | None:
+        """What a place reads of the image, or the places that read a row of it (``back``); None where it is no matter
+        of windows."""
+        return None
+
+
+@dataclass(frozen=True)
+class Slide(SpatialDim):
+    """Windows that slide over a dim, as those of a pool or a convolution."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int = 1
+    blockwise: bool = True
+    """Whether the rule says so where windows stand side by side."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether windows stand side by side: the patches of a vision transformer, a kernel of one."""
+        return self.blockwise and side_by_side(
+            self.size, self.places, self.kernel, self.stride, self.padding, self.dilation
+        )
+
+    def words(self) -> tuple[str, str]:
+        return ("(p# a#!)", "p#") if self.apart else ("h#", "p#")
+
+    def blocks(self) -> tuple[str, int] | None:
+        return ("p#", self.places) if self.apart else None
+
+    def window(self, back: bool) -> Window | None:
+        return None if self.apart else self.up if back else self.down
+
+    @property
+    def down(self) -> Window:
+        """What a place reads."""
+        return down(self.places, self.kernel, self.stride, self.padding, self.dilation)
+
+    @property
+    def up(self) -> Window:
+        """The places that read a row."""
+        return up(self.size, self.kernel, self.stride, self.padding, self.dilation)
+
+
+@dataclass(frozen=True)
+class Adaptive(SpatialDim):
+    """Windows that cover a dim between them; a single one over all rows is done on the whole."""
+
+    def words(self) -> tuple[str, str]:
+        return ("h#", "p#") if self.places > 1 else ("h#!", "p#!")
+
+    def window(self, back: bool) -> Window | None:
+        x, y = self.size, self.places
+        if y <= 1:
+            return None
+        return Window(x, y, x, 0, y - 1) if back else Window(y, x, y, 0, x - 1)
+
+
+def side_by_side(size: int, out: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> bool:
+    """Whether every window lies in its own block of ``stride`` elements, and the blocks are all there is."""
+    return padding == 0 and dilation * (kernel - 1) + 1 <= stride and size == out * stride
+
+
+def spread(given: Any, space: int, default: Sequence[int] = ()) -> list[int]:
+    """An argument such as a stride: one number for all dims, a list, or an empty list for the default."""
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    return found * space if len(found) == 1 else found or list(default)
+
+
+def slides(node: Node, x: Shape, y: Shape, blockwise: bool = False) -> list[Slide]:
+    """How the windows of a pool go from an image to a result of these sizes, dim by dim."""
+    space = len(x)
+    kernel = spread(argument(node, "kernel_size") or 1, space)
+    stride = spread(argument(node, "stride"), space, kernel)
+    padding = spread(argument(node, "padding"), space, [0] * space)
+    dilation = spread(argument(node, "dilation"), space) if has_argument(node.op, "dilation") else [1] * space
+    options = zip(x, y, kernel, stride, padding, dilation, strict=True)
+    return [Slide(n, places, k, s, p, d, blockwise) for n, places, k, s, p, d in options]
+
+
+def spaces_of(node: Node) -> int:
+    """How many dims the image has."""
+    return next(n for n in (1, 2, 3) if f"{n}d" in str(node.op))
+
+
+def ends(node: Node, back: bool = False) -> tuple[Shape, Shape]:
+    """The sizes of the image and of its places; of a backward (``back``) the result and the first operand."""
+    space = spaces_of(node)
+    x, y = node.operands[0].shape[-space:], node.outs[0].shape[-space:]
+    return (y, x) if back else (x, y)
+
+
+def spatial(
+    node: Node,
+    dims: Sequence[SpatialDim],
+    form: str,
+    linear: str = "",
+    *,
+    back: bool = False,
+    alone: bool = False,
+    moves_only: bool = False,
+) -> ShardingRule:
+    """The rule of an op on images: ``form`` has ``X`` for the dims of the image, ``Y`` for those of the places.
+
+    Args:
+        alone: what is seen through windows may be sharded by itself, too.
+    """
+    x, y = (" ".join(each.words()[k].replace("#", str(i)) for i, each in enumerate(dims)) for k in (0, 1))
+    blocks = [(i, found) for i, each in enumerate(dims) if (found := each.blocks()) is not None]
+    sizes = tuple((name.replace("#", str(i)), size) for i, (name, size) in blocks)
+    text = form.replace("X", f"n.. {x}").replace("Y", f"n.. {y}")
+    made = template(text, linear, moves_only=moves_only)(node, sizes)
+    seen, leader = ("p", "h") if back else ("h", "p")
+    windows = [(i, window) for i, each in enumerate(dims) if (window := each.window(back)) is not None]
+    return seeing(made, {f"{seen}{i}": (f"{leader}{i}", window) for i, window in windows}, alone)
+
+
+class Tile(NamedTuple):
+    """Where in an image a rank's rows begin, and how many there are, dim by dim."""
+
+    at: list[int]
+    lengths: list[int]
+
+
+def tile(bounds: Callable[[int, int], tuple[int, int]], tensor: int, value: Value, space: int) -> Tile:
+    """A rank's rows of an operand or a result, by ``operand_bounds`` or ``result_bounds``."""
+    found = [bounds(tensor, dim) for dim in range(value.type.ndim - space, value.type.ndim)]
+    return Tile([start for start, _ in found], [length for _, length in found])
+
+
+def tiles(emit: Emit, space: int | None = None) -> tuple[Tile, Tile]:
+    """A rank's tile of the first operand, and of the result."""
+    space = spaces_of(emit.node) if space is None else space
+    x, y = emit.node.operands[0], emit.node.outs[0]
+    return tile(emit.operand_bounds, 0, x, space), tile(emit.result_bounds, 0, y, space)
