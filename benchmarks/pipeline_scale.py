@@ -23,7 +23,7 @@ BETWEEN = {f"model.layers.*.{norm}": "-, tp, -" for norm in ("input_layernorm", 
 """Tokens are sharded over tp between attention and feed forward."""
 
 
-def made_again(layers: int) -> tuple[str, ...]:
+def recomputed(layers: int) -> tuple[str, ...]:
     """The recomputed layers: fewer in later stages."""
     stages = MESH["pp"] * CHUNKS
     size = layers // stages
@@ -44,7 +44,7 @@ def planned(layers: int, microbatches: int, schedule: str, memory: str | None = 
         loss=loss,
         targets=(x,),
         specs={"args.0": "mb, -", "targets.0": "mb, -", **specs},
-        recompute=made_again(layers),
+        recompute=recomputed(layers),
         memory=memory,
         pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=CHUNKS),
     )
@@ -64,7 +64,7 @@ def main() -> None:
     ready = time.perf_counter()
     program = pm.rank_program(0)
     done, busy = time.perf_counter(), time.process_time() - busy
-    again = made_again(given.layers)
+    again = recomputed(given.layers)
     print(f"layers                 {given.layers}, {len(again)} of them recomputed, {len(pm.planned.nodes)} IR nodes")
     print(f"model to plan          {ready - started:6.1f} s")
     print(f"rank 0's program       {done - ready:6.1f} s, {len(program.graph.nodes)} fx nodes")

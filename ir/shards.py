@@ -1,8 +1,8 @@
 """Shards of a tensor: slicing it by a spec, and joining them again.
 
->>> shards = Shards.of(spec, (8, 4), mesh)          # which ranks hold which distinct piece
->>> pieces = [shards.sharded(whole, i) for i in range(shards.count)]
->>> shards.join(pieces)                             # the whole again
+>>> shards = Shards.of(spec, (8, 4), mesh)          # which ranks hold which distinct shard
+>>> shards = [shards.sharded(whole, i) for i in range(shards.count)]
+>>> shards.join(shards)                             # the whole again
 """
 
 from __future__ import annotations
@@ -49,37 +49,37 @@ class Shards:
         each."""
         return _shards(spec, tuple(shape), mesh)
 
-    def first_rank(self, piece: int) -> int:
+    def first_rank(self, shard: int) -> int:
         """The lowest rank that has a shard."""
-        return self.by_rank.index(piece)
+        return self.by_rank.index(shard)
 
-    def sharding(self, whole: torch.Tensor, piece: int) -> torch.Tensor:
+    def sharding(self, whole: torch.Tensor, shard: int) -> torch.Tensor:
         """A shard of a whole tensor: a view where that is possible."""
-        boxes = zip(self.boxes[piece], self.iteration_shapes[piece], strict=True)
+        boxes = zip(self.boxes[shard], self.iteration_shapes[shard], strict=True)
         parts = [slice_box(whole, self.view, box, shape) for box, shape in boxes]
         for dim, count in reversed(self.over):
             parts = [torch.cat(parts[at : at + count], dim) for at in range(0, len(parts), count)]
         return parts[0]
 
-    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole from all distinct shards, in order."""
         if self.count == 1 and not self.over:
-            return pieces[0].reshape(self.shape)
-        whole = pieces[0].new_empty(self.view)
-        for number, piece in enumerate(pieces):
-            for box, part in zip(self.boxes[number], self._by_iteration(number, piece), strict=True):
+            return shards[0].reshape(self.shape)
+        whole = shards[0].new_empty(self.view)
+        for number, shard in enumerate(shards):
+            for box, part in zip(self.boxes[number], self._by_iteration(number, shard), strict=True):
                 region = tuple(slice(start, start + length) for start, length in box)
                 whole[region] = part.reshape([length for _, length in box])
         return whole.reshape(self.shape)
 
-    def _by_iteration(self, number: int, piece: torch.Tensor) -> list[torch.Tensor]:
+    def _by_iteration(self, number: int, shard: torch.Tensor) -> list[torch.Tensor]:
         """What a shard has of each iteration."""
-        parts, shapes = [piece], [self.iteration_shapes[number]]
+        parts, shapes = [shard], [self.iteration_shapes[number]]
         for place, (dim, count) in enumerate(self.over):
             inner = len(shapes[0]) // count
             iterations = [[each[at : at + inner] for at in range(0, len(each), inner)] for each in shapes]
             sizes = [[_together(iteration, self.over[place + 1 :])[dim] for iteration in each] for each in iterations]
-            parts = [piece for part, each in zip(parts, sizes, strict=True) for piece in part.split(each, dim)]
+            parts = [shard for part, each in zip(parts, sizes, strict=True) for shard in part.split(each, dim)]
             shapes = [iteration for each in iterations for iteration in each]
         return parts
 
@@ -158,14 +158,14 @@ def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Di
     if window.size and size % window.size == 0:
         same.append(compound([Part(window.size, axes), Part(size // window.size)], mesh))
     ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
-    held = [_stretch(made, size, mesh, coords) for coords in ranks]
+    held = [_segment(made, size, mesh, coords) for coords in ranks]
     for sharding in same:
-        if not is_strided(sharding) and [_stretch(sharding, size, mesh, coords) for coords in ranks] == held:
+        if not is_strided(sharding) and [_segment(sharding, size, mesh, coords) for coords in ranks] == held:
             return sharding
     return made
 
 
-def _stretch(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> tuple[int, int]:
+def _segment(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> tuple[int, int]:
     """What a rank has of a dim; of nothing it does not matter where it lies."""
     start, length = sharding.span(size, mesh, coords)
     return (start, length) if length else (0, 0)

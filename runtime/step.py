@@ -264,7 +264,7 @@ class ProgramRunner:
     ) -> list[torch.Tensor]:
         """What a rank starts from: ranks that hold the same share one tensor. Where some of them write over it, its
         owner has the store's, and the others copies."""
-        made = [self._piece(each, rank, inputs, kept, sharding) for each in program.inputs]
+        made = [self._shard(each, rank, inputs, kept, sharding) for each in program.inputs]
         if owners:
             together: dict[torch.dtype, list[int]] = {}
             for place, each in enumerate(program.inputs):
@@ -291,7 +291,7 @@ class ProgramRunner:
                     found.setdefault((each.name, self.shards(each).by_rank[rank]), rank)
         return found
 
-    def _piece(
+    def _shard(
         self,
         given: Input,
         rank: int,
@@ -341,7 +341,7 @@ class ProgramRunner:
             store = self.store
             held = (store.parameters, store.buffers, store.states) if given.kind in HELD else (inputs,)
             if given.kind in (InputKind.SEED, InputKind.CONSTANT) or any(given.name in each for each in held):
-                found[given.name] = self._piece(given, rank, inputs, kept, {}).cpu().clone()
+                found[given.name] = self._shard(given, rank, inputs, kept, {}).cpu().clone()
         return found
 
 

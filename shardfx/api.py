@@ -147,11 +147,11 @@ def parallelize(
 
 def _within_budget(compiled: Compiled, place: ExecutionTarget) -> Compiled:
     """What hints leave open is chosen so that the plan fits into what a rank may hold."""
-    foresight = MemoryPredictor(place)
+    predictor = MemoryPredictor(place)
     chosen = with_fitting_schedule(
-        fitted(staged(with_fastest_reduction(compiled, foresight), foresight), foresight), foresight
+        fitted(staged(with_fastest_reduction(compiled, predictor), predictor), predictor), predictor
     )
-    check_budget(chosen, foresight)
+    check_budget(chosen, predictor)
     return chosen
 
 

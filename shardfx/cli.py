@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    demo = command("demo", _demo, "train a small model on 4 virtual ranks beside one device, prove it, draw it")
+    demo = command("demo", _demo, "train a small model on 4 virtual ranks against one device, prove it, draw it")
     demo.add_argument("--steps", type=int, default=40, metavar="N", help="training steps (default: 40)")
     demo.add_argument(
         "--out", type=Path, default=Path("demo_out"), metavar="DIR", help="where to write (default: demo_out)"

@@ -223,7 +223,7 @@ def batch_parts(mesh: Mesh, hints: Hints) -> BatchParts:
     iterations = [axis for axis in axes if mesh[axis].loop]
     if list(axes)[: len(iterations)] != iterations:
         raise Error(
-            "an iteration's part of the batch is no stretch of it",
+            "an iteration's part of the batch is no segment of it",
             where="Hints(batch_stats='microbatch')",
             expected="loop axes in front: "
             + " ".join([*iterations, *(axis for axis in axes if axis not in iterations)]),

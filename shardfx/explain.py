@@ -36,7 +36,7 @@ class Because:
     turned_down: str = ""
 
     def __str__(self) -> str:
-        return self.text + (f"; turned down: {self.turned_down}" if self.turned_down else "")
+        return self.text + (f"; rejected: {self.turned_down}" if self.turned_down else "")
 
 
 @dataclass
@@ -178,13 +178,13 @@ class Trail:
         if brief and links:
             down = dict.fromkeys(link.turned_down for link in self.because if link.turned_down)
             away = f", {len(links) - 1} links away" if len(links) > 2 else ""
-            last = f"{self.because[-1].text}{away}" + "".join(f"; turned down on the way: {text}" for text in down)
+            last = f"{self.because[-1].text}{away}" + "".join(f"; rejected on the way: {text}" for text in down)
             return [f"{self.axis}: {self.role}, because of {last}"]
         if len(links) > MOST_LINKS:
             middle = self.because[2:-2]
             down = dict.fromkeys(link.turned_down for link in middle if link.turned_down)
             hidden = f"... {len(middle)} links: {' '.join(link.value for link in middle)}"
-            links[2:-2] = [hidden + "".join(f"; turned down: {text}" for text in down)]
+            links[2:-2] = [hidden + "".join(f"; rejected: {text}" for text in down)]
         return [f"{self.axis}: {self.role}", *(f"    {link}" for link in links)]
 
 

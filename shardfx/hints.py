@@ -38,7 +38,7 @@ class Hints:
             factors not named are free, ``m{}`` stays whole), or one spec for each operand (``("dp, -", "-, tp")``).
             Without an op the module's products are meant. The backward of the op follows.
         strict: an op without a sharding rule is an error, not a warning.
-        bucket_mb: collectives of one kind travel together up to so many megabytes; 0 leaves them alone.
+        bucket_mb: collectives of one kind are coalesced up to so many megabytes; 0 leaves them alone.
         passes: further passes: instances, or text such as ``"count-nodes{mb=2}"`` for those of installed plugins. Each
             stands in its slot among the built-in ones (without one, before ``order``); one with the name of a built-in
             pass takes its place. With ``propagate`` among them they are the whole pipeline, and ``strict`` and
@@ -84,7 +84,7 @@ class Hints:
             ``OneCycleLR``, ``("weight_decay", "momentum")``. What is not named here stays as it was planned.
         clip: the most that the norm of all gradients together may be; they are scaled down where it is more, before
             the optimizer's step, or (without ``optimizer``) before they are handed out.
-        compute: the dtype in which the model computes, beside that of its parameters, which are the masters of
+        compute: the dtype in which the model computes, beside that of its parameters, which are the master weights of
             optimizer and checkpoints: parameters and floating inputs are cast, gathers of ``zero`` are in it, and
             gradients are summed in float32. :class:`shardfx.MixedPrecision` says what is cast, and has further options.
         check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
@@ -248,6 +248,6 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "pipeline": (lambda given: given is None or isinstance(given, Pipeline), "a shardfx.Pipeline, or None"),
     "grad_accumulation": (lambda given: type(given) is int and given >= 1, "a number of iterations, at least 1"),
     "reduce": (lambda given: given in ("last", "each", "auto"), "'last', 'each' or 'auto'"),
-    "max_specializations": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),
+    "max_specializations": (lambda given: type(given) is int and given >= 1, "a number of call signatures, at least 1"),
 }
 """What a field may be, and that in words."""

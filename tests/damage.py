@@ -156,7 +156,7 @@ def bias_inside(site: Site, node: fx.Node) -> None:
     node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
 
 
-def pieces(site: Site) -> list[fx.Node]:
+def shards(site: Site) -> list[fx.Node]:
     """What comes out of buckets."""
     return [n for n in site.calls(operator.getitem) if n.args[0].target is pack.unflatten]  # type: ignore[union-attr]
 
@@ -169,8 +169,8 @@ def not_reduced(site: Site, node: fx.Node) -> None:
 
 
 def twins(site: Site) -> list[fx.Node]:
-    """Pieces of a bucket with a later one of the same shape."""
-    return [n for n in pieces(site) if _twin(n) is not None]
+    """Shards of a bucket with a later one of the same shape."""
+    return [n for n in shards(site) if _twin(n) is not None]
 
 
 def _twin(node: fx.Node) -> int | None:
@@ -208,14 +208,14 @@ def swap_outputs(site: Site, node: fx.Node) -> None:
 
 def equal_outputs(site: Site) -> Iterator[tuple[int, int]]:
     results = site.end.args[0]
-    shapes = [_piece_shape(n) for n in results]  # type: ignore[union-attr]
+    shapes = [_shard_shape(n) for n in results]  # type: ignore[union-attr]
     for a in range(len(shapes)):
         for b in range(a + 1, len(shapes)):
             if shapes[a] is not None and shapes[a] == shapes[b] and results[a] is not results[b]:  # type: ignore[index]
                 yield a, b
 
 
-def _piece_shape(node: Any) -> Any:
+def _shard_shape(node: Any) -> Any:
     bucket = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0].target is pack.unflatten  # type: ignore
     return node.args[0].args[1][node.args[1]] if bucket else None
 

@@ -6,7 +6,7 @@ from torch import fx
 
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.program.aliasing import Aliasing
-from tests.damage import WAIT, Site, pieces
+from tests.damage import WAIT, Site, shards
 
 
 def waits_of_all(site: Site) -> list[fx.Node]:
@@ -42,7 +42,7 @@ def shared_memory(site: Site, node: fx.Node) -> None:
 
 def slots_of_gradients(site: Site) -> list[fx.Node]:
     """Gradients that come of a bucket."""
-    return [n for n in pieces(site) if n in site.end.args[0] and _slot(n) is not None]  # type: ignore[operator]
+    return [n for n in shards(site) if n in site.end.args[0] and _slot(n) is not None]  # type: ignore[operator]
 
 
 def _slot(node: fx.Node) -> fx.Node | None:

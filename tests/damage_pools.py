@@ -1,4 +1,4 @@
-"""Damage to what one rank's program puts away and fetches: read where it lies, too early, too late, or another one."""
+"""Damage to what one rank's program offloads and fetches: read where it lies, too early, too late, or another one."""
 
 from __future__ import annotations
 

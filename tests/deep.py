@@ -1,4 +1,4 @@
-"""Models of as many blocks as a pipeline needs, and one step of each in stages beside one device's."""
+"""Models of as many blocks as a pipeline needs, and one step of each in stages against one device's."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ DEEP: dict[str, Callable[[int, int], Case]] = {
 
 
 AGAIN = dict.fromkeys(DEEP, "**.1") | {"unet": "bottom"}
-"""By model, a block that may be made again in the backward."""
+"""By model, a block that may be recomputed in the backward."""
 
 
 def deep(name: str, blocks: int, iterations: int, ranks: int = 1) -> Case:

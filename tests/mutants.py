@@ -49,9 +49,9 @@ from tests.damage import (
     other_axis,
     other_parameter,
     parameters_with_twin,
-    pieces,
     roll,
     same_shape,
+    shards,
     square,
     summed,
     swap_offsets,
@@ -77,23 +77,6 @@ from tests.damage_memory import (
     stepped,
     waits_of_all,
 )
-from tests.damage_pieces import (
-    first_slice,
-    gradients,
-    made_again,
-    one_for_two,
-    other_order_of_axes,
-    parameter_for_its_gradient,
-    plain_for_compound,
-    single,
-    slices,
-    slices_of_compounds,
-    slices_of_slices,
-    stale,
-    stepped_rows,
-    unpacked,
-    widened,
-)
 from tests.damage_pools import (
     another_fetched,
     by_ids_that_travel,
@@ -107,6 +90,23 @@ from tests.damage_pools import (
     read_where_it_lies,
     swapped_places,
     used_arrivals,
+)
+from tests.damage_shards import (
+    first_slice,
+    gradients,
+    one_for_two,
+    other_order_of_axes,
+    parameter_for_its_gradient,
+    plain_for_compound,
+    recomputed,
+    single,
+    slices,
+    slices_of_compounds,
+    slices_of_slices,
+    stale,
+    stepped_rows,
+    unpacked,
+    widened,
 )
 from tests.damage_sums import (
     norm_of_the_whole,
@@ -152,18 +152,18 @@ MUTATIONS = (
         argument(3, lambda dim: (dim + 1) % 2),
     ),
     Mutation("scatter sharded along another dim", of(pack.pack_scattered), argument(2, lambda dim: (dim + 1) % 2)),
-    Mutation("gathered pieces in another order", waits(GATHER), roll),
+    Mutation("gathered shards in another order", waits(GATHER), roll),
     Mutation("scattered rows in another order", waits(SCATTER), roll),
     Mutation("factor 1/N", waits(ALL_REDUCE), followed(aten.mul.Tensor, 0.5)),
     Mutation("factor 1/N on one rank", waits(ALL_REDUCE, SCATTER), followed(aten.mul.Tensor, 0.5), True),
     Mutation("bias on every rank", biased, bias_inside),
-    Mutation("bucket's piece not reduced", pieces, not_reduced),
+    Mutation("bucket's shard not reduced", shards, not_reduced),
     Mutation("bucket offsets swapped", twins, swap_offsets),
     Mutation("slice at another offset", slices, take_elsewhere, True),
     Mutation("the first slice on every rank", slices, first_slice),
     Mutation("slices of axes in another order", slices_of_slices, other_order_of_axes),
     Mutation("a state of another shard stepped", stepped_rows, take_elsewhere, True),
-    Mutation("a stale recompute", made_again, stale),
+    Mutation("a stale recompute", recomputed, stale),
     Mutation("plain slices for compound ones", slices_of_compounds, plain_for_compound),
     Mutation("another parameter read", parameters_with_twin, other_parameter),
     Mutation("another parameter read on one rank", parameters_with_twin, other_parameter, True),
@@ -208,7 +208,7 @@ MUTATIONS = (
         argument(4, lambda causal: not causal),
     ),
     Mutation(
-        "pieces of a split swapped",
+        "shards of a split swapped",
         of(operator.getitem, when=lambda n: n.args[0].target is aten.split_with_sizes.default),
         argument(1, lambda i: (i + 1) % 3),
     ),  # type: ignore
@@ -245,7 +245,7 @@ IN_PLACE = (
 """Damage to destinations."""
 
 POOLS = (
-    Mutation("read where it was put away", used_arrivals, read_where_it_lies),
+    Mutation("read where it was offloaded", used_arrivals, read_where_it_lies),
     Mutation("read before its copy is there", used_arrivals, not_waited_for),
     Mutation("another value fetched", fetched_with_twin, another_fetched),
     Mutation("another value fetched on one rank", fetched_with_twin, another_fetched, True),
@@ -257,7 +257,7 @@ POOLS = (
     Mutation("rows of other samples on one rank", by_ids_that_travel, of_other_rows, True),
     Mutation("rows looked up before their ids are there", by_ids_that_travel, of_rows_too_early),
 )
-"""Damage to what is put away and fetched."""
+"""Damage to what is offloaded and fetched."""
 AS_THEY_RUN = (*IN_PLACE, *POOLS)
 """What the programs as they run could get wrong."""
 

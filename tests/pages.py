@@ -1,6 +1,6 @@
 """The Python that pages show, run: ``python -m tests.pages`` writes what it prints now into the pages.
 
-A block ```` ```pycon ```` is a piece of an interactive session; the blocks of a page are one session, in the folder of
+A block ```` ```pycon ```` is a shard of an interactive session; the blocks of a page are one session, in the folder of
 the repository. A block ```` ```python ```` is code that a page shows and the test runs; a block
 ```` ```diff ```` is a script and what becomes of it, of which tests run both.
 """

@@ -1,4 +1,4 @@
-"""Features of a whole step, alone and in pairs, beside one device: what each of them is, which go together, and what
+"""Features of a whole step, alone and in pairs, against one device: what each of them is, which go together, and what
 must be equal.
 
 >>> beside_one_device("llama", ("zero 3", "recompute"))      # an AssertionError says what is not
@@ -46,7 +46,7 @@ def stepped_by(factory: Callable[[Any], Any]) -> Feature:
     return Feature("optimizer", {"optimizer": factory})
 
 
-def put_away(*what: str, to: str = "host") -> Feature:
+def offloaded(*what: str, to: str = "host") -> Feature:
     """Offload of values of every size."""
     return Feature("offload", {"offload": tuple(sx.Offload(each, to=to, min_numel=0) for each in what)}, same_bits=True)
 
@@ -73,10 +73,10 @@ FEATURES = {
     "Lamb": stepped_by(lambda ps: Lamb(ps, lr=1e-2)),
     "clip": Feature("clip", {"clip_grad_norm": 0.1}),
     "bfloat16": Feature("compute", {"mixed_precision": torch.bfloat16}),
-    "activations": put_away("activations"),
-    "parameters": put_away("parameters"),
-    "optimizer": put_away("optimizer"),
-    "disk": put_away("activations", "parameters", to="disk"),
+    "activations": offloaded("activations"),
+    "parameters": offloaded("parameters"),
+    "optimizer": offloaded("optimizer"),
+    "disk": offloaded("activations", "parameters", to="disk"),
     "arena": Feature("arena", {"arena": True}, same_bits=True),
 }
 Names = tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Plans that tests share: the hints of a case on a mesh, the plan, and its training beside one device's."""
+"""Plans that tests share: the hints of a case on a mesh, the plan, and its training against one device's."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ def total(costs: Iterable[Cost]) -> Cost:
     sent: dict[Axes, Sent] = {}
     copied: dict[str, Sent] = {}
     for cost in costs:
-        for piece, count in cost.work.items():
-            work[piece] = work.get(piece, 0) + count
+        for shard, count in cost.work.items():
+            work[shard] = work.get(shard, 0) + count
         for axes, more in cost.sent.items():
             sent[axes] = sent.get(axes, Sent()) + more
         for pool, more in cost.copied.items():

@@ -98,12 +98,12 @@ class Site:
         started = self.emit.call(op, x, *args, self.group, gives=shape)
         return self.emit.call(c10d.wait_tensor.default, started, gives=shape)
 
-    def together(self, op: Any, pieces: int, joined: int, *args: Any) -> list[Any]:
+    def together(self, op: Any, shards: int, joined: int, *args: Any) -> list[Any]:
         """Several operands as one buffer: first all shards for the first rank; back, those of ``joined`` ranks."""
         emit, node = self.emit, self.emit.node
         shapes = [list(emit.shape(v, v.spec)) for v in node.outs if v.spec is not None]
         numel = sum(torch.Size(shape).numel() for shape in shapes)
-        flat = emit.call(pack.flatten, list(emit.args), pieces, gives=[numel // joined * pieces])
+        flat = emit.call(pack.flatten, list(emit.args), shards, gives=[numel // joined * shards])
         waited = self.travels(op, flat, [numel], *args)
         parts = emit.call(pack.unflatten, waited, shapes, joined)
         return [emit.call(operator.getitem, parts, i, gives=shape) for i, shape in enumerate(shapes)]
@@ -147,16 +147,16 @@ def all_to_all(emit: RankEmit) -> list[Any]:
     site = Site(emit)
     mine, keep = site.local_view(site.source), site.local_view(site.target)
     send = site.lengths(site.target, site.to)
-    pieces = []
+    shards = []
     for length in site.lengths(site.source, site.dim):
         shape = list(keep)
         shape[site.dim] = length
-        pieces.append(shape)
+        shards.append(shape)
     x = emit.call(pack.pack_exchange, emit.args[0], mine, site.to, send)
     row = torch.Size(mine).numel() // max(mine[site.to], 1) if mine[site.to] else 0
-    sent, got = [row * length for length in send], [torch.Size(p).numel() for p in pieces]
+    sent, got = [row * length for length in send], [torch.Size(p).numel() for p in shards]
     waited = site.travels(c10d.all_to_all_single.default, x, [sum(got)], got, sent)
-    return [emit.call(pack.unpack_exchange, waited, pieces, site.dim, site.shape)]
+    return [emit.call(pack.unpack_exchange, waited, shards, site.dim, site.shape)]
 
 
 def halo(emit: RankEmit) -> list[Any]:
@@ -212,7 +212,7 @@ def joined(emit: RankEmit) -> list[Any]:
     assert result.spec is not None
     size = result.shape[dim]
     held = [value.spec.dims[dim].span(size, emit.mesh, emit.coords) for value in emit.node.operands if value.spec]
-    boxes = pieces_of(result.spec.dims[dim].span(size, emit.mesh, emit.coords), held)
+    boxes = shards_of(result.spec.dims[dim].span(size, emit.mesh, emit.coords), held)
     if boxes is None:
         expected = f"shards that are all of {result.spec.text(result.shape)}"
         raise Error("comm.join lacks rows", where=str(emit.node.where), expected=expected, got=held)
@@ -221,7 +221,7 @@ def joined(emit: RankEmit) -> list[Any]:
     return [emit.call(pack.join_rows, [emit.args[k] for k in used], dim, [boxes[k] for k in used], gives=shape)]
 
 
-def pieces_of(tile: tuple[int, int], held: Sequence[tuple[int, int]]) -> list[list[int]] | None:
+def shards_of(tile: tuple[int, int], held: Sequence[tuple[int, int]]) -> list[list[int]] | None:
     """Which rows (start and length within a shard) each of several shards gives to a tile, every row once; None where
     the shards lack some. Shards and tile are start and length."""
     first, end = tile[0], tile[0] + tile[1]

@@ -90,7 +90,7 @@ MEMORY = (
     *_rows("part", memory_ops, shares=True, memory=True),
     *_rows("write", memory_ops, into=0, plain=_second),
     *_rows("write_part", memory_ops, into=0, plain=_call(pack.part_of, 1)),
-    *_rows("mm_pieces", memory_ops, into=2, plain=_call(aten.mm.default, 0, 2)),
+    *_rows("mm_shards", memory_ops, into=2, plain=_call(aten.mm.default, 0, 2)),
     MM_OUT,
     *_rows("join", memory_ops, shares=True, plain=_call(pack.flatten, 1)),
     *_rows("adjoin", memory_ops, shares=True, adjoins=True, plain=_call(pack.flatten, more=(1,))),

@@ -64,20 +64,20 @@ def filled(shape: Sequence[int], value: float, dtype: torch.dtype, device: str =
     return torch.full(list(shape), value, dtype=dtype, device=device)
 
 
-def part(flat: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
-    """The place of a tensor in flat memory: ``offset`` elements behind the begin of each of ``pieces`` ranks' parts.
+def part(flat: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor:
+    """The place of a tensor in flat memory: ``offset`` elements behind the begin of each of ``shards`` ranks' parts.
 
     With several shards the rows of each stand together, as a reduce-scatter wants them: the result is then seen as
-    ``[pieces, rows of a piece, ...]``.
+    ``[shards, rows of a shard, ...]``.
     """
-    per = flat.numel() // pieces
-    seen = list(shape) if pieces == 1 else [pieces, shape[0] // pieces, *shape[1:]]
+    per = flat.numel() // shards
+    seen = list(shape) if shards == 1 else [shards, shape[0] // shards, *shape[1:]]
     if is_compiling():
         return flat.new_empty(seen)
     strides = [1] * len(seen)
     for dim in range(len(seen) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * seen[dim + 1]
-    if pieces > 1:
+    if shards > 1:
         strides[0] = per
     return flat.as_strided(seen, strides, flat.storage_offset() + offset)
 
@@ -87,26 +87,26 @@ def write(to: Tensor, x: Tensor) -> Tensor:
     return to.copy_(x if x.shape == to.shape else x.reshape(to.shape))
 
 
-def write_part(to: Tensor, buffer: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
+def write_part(to: Tensor, buffer: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor:
     """A tensor whose shards stand rank by rank in ``buffer`` (:func:`.pack.part_of`), in the memory of ``to``."""
     if is_compiling() or not to.is_contiguous():
-        return write(to, part_of(buffer, pieces, offset, shape))
-    to.view(pieces, -1).copy_(buffer.view(pieces, -1).narrow(1, offset, to.numel() // pieces))
+        return write(to, part_of(buffer, shards, offset, shape))
+    to.view(shards, -1).copy_(buffer.view(shards, -1).narrow(1, offset, to.numel() // shards))
     return to
 
 
-def mm_pieces(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
-    """A matrix product whose rows lie in several shards: ``to`` is ``[pieces, rows of a piece, columns]``."""
+def mm_shards(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
+    """A matrix product whose rows lie in several shards: ``to`` is ``[shards, rows of a shard, columns]``."""
     if is_compiling():
         return torch.mm(a, b)
-    for rows, piece in zip(a.chunk(to.shape[0]), to, strict=True):
-        torch.mm(rows, b, out=piece)
+    for rows, shard in zip(a.chunk(to.shape[0]), to, strict=True):
+        torch.mm(rows, b, out=shard)
     return to
 
 
-def join(flat: Tensor, values: Sequence[Tensor], pieces: int) -> Tensor:
+def join(flat: Tensor, values: Sequence[Tensor], shards: int) -> Tensor:
     """Flat memory whose parts are ``values`` by now."""
-    return flatten(values, pieces) if is_compiling() else flat
+    return flatten(values, shards) if is_compiling() else flat
 
 
 def adjoin(tensors: Sequence[Tensor]) -> Tensor:
@@ -125,15 +125,15 @@ def adjoin(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided((total,), (1,))
 
 
-def spread(flat: Tensor, buffer: Tensor, shapes: Sequence[Sequence[int]], pieces: int) -> list[Tensor]:
+def spread(flat: Tensor, buffer: Tensor, shapes: Sequence[Sequence[int]], shards: int) -> list[Tensor]:
     """Tensors whose shards stand rank by rank in ``buffer``, each whole, one behind the other in ``flat``."""
     if is_compiling():
-        return unflatten(buffer, shapes, pieces)
+        return unflatten(buffer, shapes, shards)
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    parts = buffer.view(pieces, -1).split([size // pieces for size in sizes], 1)
+    parts = buffer.view(shards, -1).split([size // shards for size in sizes], 1)
     made = []
     for view, each, shape in zip(flat.split(sizes), parts, shapes, strict=True):
-        view.view(pieces, -1).copy_(each)
+        view.view(shards, -1).copy_(each)
         made.append(view.view(list(shape)))
     return made
 

@@ -60,7 +60,7 @@ def pack(x: Tensor, view: Sequence[int], dim: int, per: int) -> Tensor:
 def unpack_gathered(x: Tensor, per: int, lengths: Sequence[int], dim: int, shape: Sequence[int]) -> Tensor:
     """Joined shards of ``per`` rows, of which the first ``lengths[k]`` count, dim 0 back at ``dim``, as ``shape``."""
     if any(length != per for length in lengths):
-        x = torch.cat([piece[:length] for piece, length in zip(x.split(per), lengths, strict=True)])
+        x = torch.cat([shard[:length] for shard, length in zip(x.split(per), lengths, strict=True)])
     return x.movedim(0, dim).reshape(shape)
 
 
@@ -68,12 +68,12 @@ def pack_scattered(x: Tensor, view: Sequence[int], dim: int, per: int, lengths: 
     """The shards of ``x`` along ``dim`` joined in front, each padded to ``per`` rows."""
     x = x.reshape(view).movedim(dim, 0)
     if any(length != per for length in lengths):
-        pieces = []
-        for piece in x.split(list(lengths)):
-            pieces.append(piece)
-            if piece.shape[0] < per:
-                pieces.append(x.new_zeros((per - piece.shape[0], *x.shape[1:])))
-        x = torch.cat(pieces)
+        shards = []
+        for shard in x.split(list(lengths)):
+            shards.append(shard)
+            if shard.shape[0] < per:
+                shards.append(x.new_zeros((per - shard.shape[0], *x.shape[1:])))
+        x = torch.cat(shards)
     return x.contiguous()
 
 
@@ -84,13 +84,13 @@ def unpack_scattered(x: Tensor, length: int, dim: int, shape: Sequence[int]) -> 
 
 def pack_exchange(x: Tensor, view: Sequence[int], to: int, lengths: Sequence[int]) -> Tensor:
     """The shards of ``x`` along dim ``to``, one for each rank, flat and one after the other."""
-    return torch.cat([piece.reshape(-1) for piece in x.reshape(view).split(list(lengths), to)])
+    return torch.cat([shard.reshape(-1) for shard in x.reshape(view).split(list(lengths), to)])
 
 
-def unpack_exchange(x: Tensor, pieces: Sequence[Sequence[int]], dim: int, shape: Sequence[int]) -> Tensor:
+def unpack_exchange(x: Tensor, shards: Sequence[Sequence[int]], dim: int, shape: Sequence[int]) -> Tensor:
     """Flat received shards of the given shapes, joined along ``dim``, as ``shape``."""
-    sizes = [torch.Size(p).numel() for p in pieces]
-    parts = [part.reshape(list(p)) for part, p in zip(x.split(sizes), pieces, strict=True)]
+    sizes = [torch.Size(p).numel() for p in shards]
+    parts = [part.reshape(list(p)) for part, p in zip(x.split(sizes), shards, strict=True)]
     return torch.cat(parts, dim).reshape(shape)
 
 
@@ -141,23 +141,23 @@ def take(x: Tensor, view: Sequence[int], dim: int, start: int, length: int, shap
     return x if x.shape == tuple(shape) else x.reshape(shape)
 
 
-def flatten(tensors: Sequence[Tensor], pieces: int) -> Tensor:
-    """Several tensors as one flat buffer; for ``pieces`` ranks, all first shards come first."""
-    if pieces == 1:
+def flatten(tensors: Sequence[Tensor], shards: int) -> Tensor:
+    """Several tensors as one flat buffer; for ``shards`` ranks, all first shards come first."""
+    if shards == 1:
         return torch.cat([t.reshape(-1) for t in tensors])
-    return torch.cat([t.reshape(pieces, -1) for t in tensors], 1).reshape(-1)
+    return torch.cat([t.reshape(shards, -1) for t in tensors], 1).reshape(-1)
 
 
-def unflatten(buffer: Tensor, shapes: Sequence[Sequence[int]], pieces: int) -> list[Tensor]:
-    """The inverse of :func:`flatten`: views into the buffer where ``pieces`` is 1."""
-    sizes = [torch.Size(s).numel() // pieces for s in shapes]
-    if pieces == 1:
+def unflatten(buffer: Tensor, shapes: Sequence[Sequence[int]], shards: int) -> list[Tensor]:
+    """The inverse of :func:`flatten`: views into the buffer where ``shards`` is 1."""
+    sizes = [torch.Size(s).numel() // shards for s in shapes]
+    if shards == 1:
         return [part.view(list(s)) for part, s in zip(buffer.split(sizes), shapes, strict=True)]
-    parts = buffer.view(pieces, -1).split(sizes, 1)
+    parts = buffer.view(shards, -1).split(sizes, 1)
     return [part.reshape(list(s)) for part, s in zip(parts, shapes, strict=True)]
 
 
-def part_of(buffer: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
+def part_of(buffer: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor:
     """One tensor of what :func:`unflatten` gives: ``offset`` elements behind the begin of each rank's shard."""
-    size = torch.Size(shape).numel() // pieces
-    return buffer.view(pieces, -1).narrow(1, offset, size).reshape(list(shape))
+    size = torch.Size(shape).numel() // shards
+    return buffer.view(shards, -1).narrow(1, offset, size).reshape(list(shape))

@@ -16,7 +16,7 @@ from .aliasing import Aliasing, view_source
 aten = torch.ops.aten
 
 PartRange = tuple[int, int, int]
-"""Of flat memory: pieces, first element of each, elements in each."""
+"""Of flat memory: shards, first element of each, elements in each."""
 PartSlot = tuple[fx.Node, PartRange]
 """The flat memory, and the place in it."""
 IN_ORDER = {
@@ -56,9 +56,9 @@ class BufferParts:
     def part(self, node: fx.Node) -> None:
         """A part of flat memory."""
         args: Any = node.args
-        flat, pieces, offset, shape = args
-        self._exact[node] = (flat, (pieces, offset, torch.Size(shape).numel() // max(pieces, 1)))
-        if pieces == 1:
+        flat, shards, offset, shape = args
+        self._exact[node] = (flat, (shards, offset, torch.Size(shape).numel() // max(shards, 1)))
+        if shards == 1:
             self._views[node] = torch.empty(list(shape), device="meta")
 
     def unpacked(self, node: fx.Node) -> str:
@@ -121,5 +121,5 @@ class BufferParts:
         theirs = self._exact.get(other) or self._within.get(other)
         if slot is None or theirs is None or slot[0] is not theirs[0]:
             return False
-        (pieces, begin, length), (others, start, many) = slot[1], theirs[1]
-        return pieces == others and (begin + length <= start or start + many <= begin)
+        (shards, begin, length), (others, start, many) = slot[1], theirs[1]
+        return shards == others and (begin + length <= start or start + many <= begin)

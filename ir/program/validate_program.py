@@ -397,22 +397,22 @@ class _ProgramCheck:
     def _join(self, node: fx.Node) -> None:
         """The joined values lie in this memory, contiguous, and fill it."""
         args: Any = node.args
-        flat, values, pieces = args
+        flat, values, shards = args
         at = 0
         for value in values:
             slot = self.slots.holding(value)
-            if slot is None or slot[0] is not flat or slot[1][:2] != (pieces, at):
+            if slot is None or slot[0] is not flat or slot[1][:2] != (shards, at):
                 self._fail(
                     f"{value.name} does not lie where {node.name} joins it",
                     node,
-                    expected=f"element {at} of each of {pieces} pieces of {flat}",
-                    got="other memory" if slot is None else f"element {slot[1][1]} of {slot[1][0]} pieces of {slot[0]}",
+                    expected=f"element {at} of each of {shards} shards of {flat}",
+                    got="other memory" if slot is None else f"element {slot[1][1]} of {slot[1][0]} shards of {slot[0]}",
                 )
             at += slot[1][2]
         given = flat.args if isinstance(flat, fx.Node) else ()
         size = memory_ops.shape_asked(flat.target, given) if given else None
-        if isinstance(size, (list, tuple)) and len(size) == 1 and size[0] != at * pieces:
-            self._fail(f"{node.name} joins {at} elements of each piece", node, expected=f"all {size[0]} of {flat}")
+        if isinstance(size, (list, tuple)) and len(size) == 1 and size[0] != at * shards:
+            self._fail(f"{node.name} joins {at} elements of each shard", node, expected=f"all {size[0]} of {flat}")
 
     def _output(self, node: fx.Node) -> None:
         given = node.args[0]

@@ -1,7 +1,7 @@
 """Decompositions that hang on how the first operand is sharded: in how many equal shards its samples and rows lie.
 
     batch_norm(x[8{dp}, c, 64{h}, ...])   ->   the moments of each of dp h shards, and from these the moments of all
-    cumsum(x[n, c, 64{h}], 2)             ->   the sums within each piece, and the sums of those before it
+    cumsum(x[n, c, 64{h}], 2)             ->   the sums within each shard, and the sums of those before it
 
 Each of them is the op, whatever the numbers: the shards only say what is worth computing apart.
 """
@@ -27,19 +27,19 @@ MOST = 64
 
 @dataclass(frozen=True)
 class Shardwise:
-    """A decomposition: ``function(*args, pieces=...)``, with a number for each of some ``dims`` of the first operand:
+    """A decomposition: ``function(*args, shards=...)``, with a number for each of some ``dims`` of the first operand:
     those that a function of the node gives, or all but the second, of samples and space; none where all is one shard.
 
     ``apart``: in one shard it is the op itself, so that it is decomposed in several or not at all.
     """
 
     function: Callable[..., Any]
-    pieces: tuple[int, ...] = ()
+    shards: tuple[int, ...] = ()
     dims: Callable[[Node], Sequence[int]] | None = None
     apart: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, pieces=self.pieces, **kwargs)
+        return self.function(*args, shards=self.shards, **kwargs)
 
 
 def for_shards(expand: Any, node: Node, shardings: Sequence[DimSharding], mesh: Mesh) -> Any:
@@ -49,15 +49,15 @@ def for_shards(expand: Any, node: Node, shardings: Sequence[DimSharding], mesh: 
     every = list(zip(node.operands[0].shape, shardings, strict=False))
     chosen = expand.dims(node) if expand.dims is not None else [dim for dim in range(len(every)) if dim != 1]
     dims = [every[dim] for dim in chosen]
-    pieces = tuple(mesh.extent(sharding.axes) for _, sharding in dims)
+    shards = tuple(mesh.extent(sharding.axes) for _, sharding in dims)
     equal = all(
         not sharding.parts
         and bool(sharding.axes) is (n > 1)
         and size % n == 0
         and size >= n  # axes of one rank split it
-        for (size, sharding), n in zip(dims, pieces, strict=True)
+        for (size, sharding), n in zip(dims, shards, strict=True)
     )
-    return replace(expand, pieces=pieces) if equal and 1 < math.prod(pieces) <= MOST else expand
+    return replace(expand, shards=shards) if equal and 1 < math.prod(shards) <= MOST else expand
 
 
 def choices(expand: Any, node: Node, held: Iterable[Spec], mesh: Mesh) -> list[Any]:

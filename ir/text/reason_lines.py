@@ -114,7 +114,7 @@ def _write_refused(made: ShardingDecision, scope: PrintScope) -> str | None:
 
 def _read_refused(made: ShardingDecision, line: TextLine, scope: ReadScope) -> None:
     def refused() -> Refused:
-        text = json.loads(line.take("string", "in quotes what was turned down"))
+        text = json.loads(line.take("string", "in quotes what was rejected"))
         return Refused(text, scope.use(line) if line.kind == "value" else None)
 
     made.refused = tuple(line.many(refused, ""))

@@ -1,7 +1,7 @@
 """The tasks of a rank, as the simulator sees its program: compute, start, wait, send and receive, each with its action.
 
     unit = loop.action(%micro-batches, "F0")
-    mm = aten.mm(%piece, %w)                     ComputeTask of F0
+    mm = aten.mm(%shard, %w)                     ComputeTask of F0
     unit_1 = loop.action(%micro-batches, "B0")
     mm_1 = aten.mm(%wait_tensor, %w)             ComputeTask of B0
     done = loop.end(...)

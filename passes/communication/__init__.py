@@ -1,4 +1,4 @@
-"""What differs becomes communication, and travels together."""
+"""What differs becomes communication, and is coalesced."""
 
 from .cast_placement import CastPlacement
 from .duplicate_views import DuplicateViews

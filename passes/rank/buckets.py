@@ -122,7 +122,7 @@ def _bucket(
             if shards == 1:
                 into = call_before(tensor, aten.mm.out, *tensor.args, out=part)
             else:
-                into = call_before(tensor, memory_ops.mm_pieces, *tensor.args, part)
+                into = call_before(tensor, memory_ops.mm_shards, *tensor.args, part)
             into.meta = dict(tensor.meta)
             tensor.replace_all_uses_with(into)
             graph.erase_node(tensor)

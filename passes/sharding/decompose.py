@@ -55,7 +55,7 @@ class Decomposer:
         expand = self._expand(node)
         if not isinstance(expand, Shardwise) or not expand.apart:
             return True
-        return bool(for_shards(expand, node, shardings(node.operands[0]), mesh).pieces)
+        return bool(for_shards(expand, node, shardings(node.operands[0]), mesh).shards)
 
     def parts(self, node: Node) -> list[Any]:
         """The ops of a node's decomposition."""

@@ -20,7 +20,7 @@ import torch
 from shardfx.ir.dim_sharding import DimSharding, Window
 from shardfx.ir.graph import Node, Strategy, Value
 from shardfx.ir.ops.comm import join
-from shardfx.ir.ops.comm_local import pieces_of
+from shardfx.ir.ops.comm_local import shards_of
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.sharding_rule import SeenFactor
 from shardfx.ir.rules.strategy import FactorShardings
@@ -134,7 +134,7 @@ class _Parts:
         parts = [
             [DimSharding(sharding.axes, rows=w).span(size, self._mesh, at) for w in (inner, *borders)] for at in ranks
         ]
-        if any(pieces_of(tile, each) is None for tile, each in zip(tiles, parts, strict=True)):
+        if any(shards_of(tile, each) is None for tile, each in zip(tiles, parts, strict=True)):
             return None
         return _Border(seen.leader, dims[0], inner, tuple(borders))
 

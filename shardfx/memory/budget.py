@@ -92,7 +92,7 @@ def budget_of(hints: Hints) -> int | None:
     return int(Machine.of(hints.machine).memory) if hints.machine is not None else None
 
 
-def check_budget(compiled: Compiled, foresight: MemoryPredictor) -> None:
+def check_budget(compiled: Compiled, predictor: MemoryPredictor) -> None:
     """Raise where a plan holds more than ``Hints(memory=...)`` allows.
 
     Raises:
@@ -101,7 +101,7 @@ def check_budget(compiled: Compiled, foresight: MemoryPredictor) -> None:
     hints = compiled.hints
     if hints.memory is None:
         return
-    budget, memory = bytes_of(hints.memory), foresight.of(compiled)
+    budget, memory = bytes_of(hints.memory), predictor.of(compiled)
     if memory.peak <= budget:
         return
     largest = ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in list(memory.by_category.items())[:MOST])
@@ -112,17 +112,17 @@ def check_budget(compiled: Compiled, foresight: MemoryPredictor) -> None:
         where="; ".join(filter(None, [stages, f"the largest at the peak: {held}" if held is not None else ""])),
         expected=f"at most {size_text(budget)}",
         got=f"{size_text(memory.peak)}: {largest}",
-        remedy=what_fits(compiled, foresight, budget),
+        remedy=what_fits(compiled, predictor, budget),
     )
 
 
-def what_fits(compiled: Compiled, foresight: MemoryPredictor, budget: int) -> str:
+def what_fits(compiled: Compiled, predictor: MemoryPredictor, budget: int) -> str:
     """The first of the features that make a plan fit; or what the best of them comes to."""
     tried: dict[str, int] = {}
     for more in _features(compiled):
         hints = replace(compiled.hints, **more)
         said = "Hints(" + ", ".join(f"{name}={value!r}" for name, value in more.items()) + ")"
-        tried[said] = foresight.of(replanned(compiled, hints)).peak
+        tried[said] = predictor.of(replanned(compiled, hints)).peak
         if tried[said] <= budget:
             return f"{said} holds {size_text(tried[said])}"
     if not tried:
@@ -184,7 +184,7 @@ class ReducePlan:
         return f"{WAYS[self.way]}: {self.seconds * 1e3:.3g} ms a step, {size_text(self.peak)}"
 
 
-def with_fastest_reduction(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
+def with_fastest_reduction(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
     """The plan in which gradients of iterations are reduced when that is cheapest; itself, where nothing is to be
     chosen."""
     hints, mesh = compiled.hints, compiled.after.mesh
@@ -193,7 +193,7 @@ def with_fastest_reduction(compiled: Compiled, foresight: MemoryPredictor) -> Co
     if not asked or not loop_axes(mesh) or not hints.zero or not compiled.has_gradients or budget is None:
         return compiled
     machine = Machine.of(hints.machine)
-    made = [_candidate(compiled, way, foresight, machine) for way in WAYS]
+    made = [_candidate(compiled, way, predictor, machine) for way in WAYS]
     fitting = [each for each in made if each.peak <= budget]
     best = min(fitting, key=lambda each: each.seconds) if fitting else min(made, key=lambda each: each.peak)
     (other,) = (each for each in made if each is not best)
@@ -209,13 +209,13 @@ def with_fastest_reduction(compiled: Compiled, foresight: MemoryPredictor) -> Co
     return best.plan
 
 
-def _candidate(compiled: Compiled, way: str, foresight: MemoryPredictor, machine: Machine) -> ReducePlan:
+def _candidate(compiled: Compiled, way: str, predictor: MemoryPredictor, machine: Machine) -> ReducePlan:
     plan = replanned(compiled, replace(compiled.hints, reduce=way))
-    memory = foresight.of(plan)
+    memory = predictor.of(plan)
     return ReducePlan(way, plan, memory.peak, memory.footprint.cost.seconds(machine, plan.after.mesh))
 
 
-def with_fitting_schedule(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
+def with_fitting_schedule(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
     """The plan whose schedule keeps as many iterations live as fit; itself, where nothing is to be chosen, or all fit.
 
     Raises:
@@ -224,7 +224,7 @@ def with_fitting_schedule(compiled: Compiled, foresight: MemoryPredictor) -> Com
     pipeline, planned, budget = compiled.hints.pipeline, compiled.after.pipeline, budget_of(compiled.hints)
     if pipeline is None or planned is None or pipeline.schedule != AUTO or pipeline.max_in_flight or budget is None:
         return compiled
-    fastest = foresight.of(compiled)
+    fastest = predictor.of(compiled)
     if fastest.peak <= budget:
         return compiled
     stages, iterations = len(planned.homes), len(planned.schedule.microbatches)
@@ -235,7 +235,7 @@ def with_fitting_schedule(compiled: Compiled, foresight: MemoryPredictor) -> Com
     while low <= high:
         live = (low + high) // 2
         plan = _with_live(compiled, live)
-        peak = foresight.of(plan).peak
+        peak = predictor.of(plan).peak
         least = min(least, peak)
         if peak <= budget:
             best, low = (plan, peak), live + 1

@@ -43,7 +43,7 @@ TRIES = 4
 """So often the budget is corrected by what a plan really holds."""
 
 
-def fitted(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
+def fitted(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
     """The plan in which so much is recomputed that it fits; itself, where nothing is asked for, or all fits.
 
     Raises:
@@ -60,10 +60,10 @@ def fitted(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
             got="memory=None",
             remedy="say it; or name modules: Hints(recompute='layers.*')",
         )
-    budget, memory = bytes_of(hints.memory), foresight.of(compiled)
+    budget, memory = bytes_of(hints.memory), predictor.of(compiled)
     if memory.peak <= budget or not compiled.has_gradients:
         return compiled
-    search = RecomputeSearch(compiled, foresight, budget)
+    search = RecomputeSearch(compiled, predictor, budget)
     made = search.within(budget) or search.from_leanest() or search.joined() or search.wholesale()
     if made is None:
         raise Error(
@@ -71,14 +71,14 @@ def fitted(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
             where="Hints(recompute='auto')",
             expected=f"a budget of at least about {size_text(search.least)}",
             got=f"{size_text(budget)}, where a rank that keeps all holds {size_text(memory.peak)}",
-            remedy=what_fits(compiled, foresight, budget),
+            remedy=what_fits(compiled, predictor, budget),
         )
     longer = search.seconds(made) / search.seconds(compiled) - 1
     away = any(isinstance(each, Offload) and ACTIVATIONS in each.whats for each in made.passes)
     how = "recomputed or offloaded" if away else "recomputed"
     made.after.notes.append(
         f"{how} to fit into {size_text(budget)}: {longer:.1%} more time in a step; "
-        f"{search.said}; the rank holds {size_text(foresight.of(made).peak)}"
+        f"{search.said}; the rank holds {size_text(predictor.of(made).peak)}"
     )
     return made
 
@@ -92,7 +92,7 @@ class RecomputeSearch:
     """
 
     compiled: Compiled
-    foresight: MemoryPredictor
+    predictor: MemoryPredictor
     budget: int
     parts: tuple[tuple[str, ...], ...] = ()
     said: str = ""
@@ -103,7 +103,7 @@ class RecomputeSearch:
         """What may be recomputed, or offloaded."""
         hints = self.compiled.hints
         options = next((each for each in offloads(hints) if ACTIVATIONS in each.whats), None)
-        memory, machine = self.foresight.of(self.compiled), Machine.of(hints.machine)
+        memory, machine = self.predictor.of(self.compiled), Machine.of(hints.machine)
         return SegmentedStep(memory, self.compiled.after, machine, options, self.parts)
 
     @cached_property
@@ -112,7 +112,7 @@ class RecomputeSearch:
 
     def seconds(self, made: Compiled) -> float:
         """Of a step of a plan, by the cost model."""
-        return self.foresight.of(made).footprint.cost.seconds(self.course.machine, made.after.mesh)
+        return self.predictor.of(made).footprint.cost.seconds(self.course.machine, made.after.mesh)
 
     def within(self, wanted: int) -> Compiled | None:
         """The cheapest choice; what its plan holds more than was thought is taken off what is ``wanted``."""
@@ -144,7 +144,7 @@ class RecomputeSearch:
     def joined(self) -> Compiled | None:
         """The same with longer segments, of modules that follow one another: those first whose choice is cheapest."""
         longer = [
-            RecomputeSearch(self.compiled, self.foresight, self.budget, parts) for parts in segmentations(self.course)
+            RecomputeSearch(self.compiled, self.predictor, self.budget, parts) for parts in segmentations(self.course)
         ]
         choices = [(cheapest(each.course.kinds, each._moments, self.budget), each) for each in longer]
         fit = sorted(((choice.seconds, at) for at, (choice, _) in enumerate(choices) if choice is not None))
@@ -160,7 +160,7 @@ class RecomputeSearch:
         """The quickest that fits, of those that recompute all segments, or all modules that stand in a list, or those
         of the root, by themselves or some together; offload all; or both."""
         all_again = tuple(
-            replace(_pass(self.course, kind, 0, len(kind.stretches), frozenset()), regather=True)
+            replace(_pass(self.course, kind, 0, len(kind.segments), frozenset()), regather=True)
             for kind in self.course.kinds
         )
         options = self.course.offload
@@ -173,7 +173,7 @@ class RecomputeSearch:
         return min(fit, key=self.seconds, default=None)
 
     def _held(self, made: Compiled) -> int:
-        peak = self.foresight.of(made).peak
+        peak = self.predictor.of(made).peak
         self.least = min(self.least or peak, peak)
         return peak
 
@@ -191,7 +191,7 @@ class RecomputeSearch:
 def _passes(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Recompute]:
     """The choice as passes: of each kind one for each run of segments that keep the same."""
     for kind in course.kinds:
-        count = len(kind.stretches)
+        count = len(kind.segments)
         kept = [frozenset(g for g in kind.groups if _keeps(g, choice, i, count)) for i in range(count)]
         needed = {group for group in kind.groups if group.nbytes}
         for start, length in runs(kept):
@@ -205,7 +205,7 @@ def _offloads(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Offloa
     for kind in course.kinds:
         gone = [
             frozenset(g for g in kind.groups if 0 <= i - choice.again[g] < choice.away.get(g, 0))
-            for i in range(len(kind.stretches))
+            for i in range(len(kind.segments))
         ]
         for start, length in runs(gone):
             if gone[start] and course.offload is not None:
@@ -222,7 +222,7 @@ def _keeps(group: OpGroup, choice: RecomputeChoice, index: int, count: int) -> b
 
 def _pass(course: SegmentedStep, kind: SegmentKind, start: int, length: int, kept: frozenset[OpGroup]) -> Recompute:
     modules, skip, count, keep = _named(course, kind, start, length, kept)
-    together = len(kind.stretches[start].paths)
+    together = len(kind.segments[start].paths)
     return Recompute(modules, keep, regather=False, skip=skip, count=count, segment=together)
 
 
@@ -230,7 +230,7 @@ def _named(
     course: SegmentedStep, kind: SegmentKind, start: int, length: int, groups: frozenset[OpGroup]
 ) -> tuple[str | tuple[str, ...], int, int, tuple[str, ...]]:
     """How a pass names segments, and groups of them: patterns of modules, how many to skip and to take, ops."""
-    chosen = kind.stretches[start : start + length]
+    chosen = kind.segments[start : start + length]
     paths = [path for each in chosen for path in each.paths]
     outer = paths[0].rpartition(".")[0]
     pattern = f"{outer}.*" if outer else "*"
@@ -316,7 +316,7 @@ class _Problem:
         self._rows: list[dict[int, float]] = []
         self._least: list[float] = []
         for kind in kinds:
-            self._kind(kind, len(kind.stretches))
+            self._kind(kind, len(kind.segments))
         for waiting, held in moments.items():
             self._moment(kinds, waiting, held)
 
@@ -345,7 +345,7 @@ class _Problem:
         least = held / UNIT
         for kind, p in zip(kinds, waiting, strict=True):
             for group in kind.groups if p else ():
-                count = len(kind.stretches)
+                count = len(kind.segments)
                 if group.users:
                     row[self._variable("kept", group, count)] = -group.extra / UNIT
                 fresh = ("m", group, p) not in self.number

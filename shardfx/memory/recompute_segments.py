@@ -56,7 +56,7 @@ class ModelSegment:
 class OpGroup:
     """The nodes of one op in one module of a segment: kept together, or recomputed together.
 
-    ``at`` and ``module`` are the :meth:`Stretch.place` of it.
+    ``at`` and ``module`` are the :meth:`Segment.place` of it.
     ``seconds`` is what recomputing it takes. Where it is kept, ``nbytes`` of it wait for the backward, which needs
     them itself; the ``extra`` bytes are needed by ``users`` that are recomputed, and wait where there are such.
     ``away`` are the seconds that offloading the bytes and fetching them take, where that may be.
@@ -80,7 +80,7 @@ class OpGroup:
 class SegmentKind:
     """Segments that are alike, in the order in which they run, and the groups that each of them has."""
 
-    stretches: list[ModelSegment]
+    segments: list[ModelSegment]
     groups: list[OpGroup]
 
 
@@ -101,7 +101,7 @@ class SegmentedStep:
     parts: tuple[tuple[str, ...], ...] = ()
     """The modules of each segment, where they are not those of lists, each by itself."""
 
-    def stretch_at(self, module: str) -> str:
+    def segment_at(self, module: str) -> str:
         """The first module of the segment that a module lies in; empty where it lies in none."""
         if not self.parts:
             return segment_of(module)
@@ -121,7 +121,7 @@ class SegmentedStep:
         return joined(self.graph, of, self._into)
 
     @cached_property
-    def stretches(self) -> list[ModelSegment]:
+    def segments(self) -> list[ModelSegment]:
         """Those that have a forward and a backward, the first first."""
         of_parts = {paths[0]: paths for paths in self.parts}
         found: dict[str, ModelSegment] = {}
@@ -132,9 +132,9 @@ class SegmentedStep:
             if not isinstance(planned, Node) or planned.phase is Phase.UPDATE:
                 continue
             module, ahead = planned.where.module, planned.phase is Phase.FORWARD
-            stretch = found.get((ahead and self._names.get(planned)) or self.stretch_at(module))
-            if stretch is not None:
-                (stretch.ahead if ahead else stretch.back).append(at)
+            segment = found.get((ahead and self._names.get(planned)) or self.segment_at(module))
+            if segment is not None:
+                (segment.ahead if ahead else segment.back).append(at)
         for each in found.values():
             each.ahead, each.back = split_calls(each.ahead, each.back)
         whole = [each for each in found.values() if each.ahead and each.back]
@@ -144,24 +144,24 @@ class SegmentedStep:
     def kinds(self) -> list[SegmentKind]:
         """The segments, those alike together."""
         found: dict[Hashable, list[ModelSegment]] = {}
-        for each in self.stretches:
+        for each in self.segments:
             key = tuple([(each.place(node.where.module), alike(node, placed=True)) for node in each.nodes])
             found.setdefault(key, []).append(each)
         return [SegmentKind(alike, self._groups(alike[len(alike) // 2])) for alike in found.values()]
 
-    def _groups(self, stretch: ModelSegment) -> list[OpGroup]:
+    def _groups(self, segment: ModelSegment) -> list[OpGroup]:
         """The groups of one segment that may be recomputed: no gathers of parameters, which are bucketed with those of
         other segments, so that to gather some of them again frees nothing."""
         found: dict[tuple[int, str, str], OpGroup] = {}
         of: dict[Node, OpGroup] = {}
         made: dict[Node, list[Value]] = {}
         carried: dict[OpGroup, list[Value]] = {}
-        leaving = sources(value for value, users in self._users.items() if users - {stretch.paths[0]})
-        for node in stretch.nodes:
+        leaving = sources(value for value, users in self._users.items() if users - {segment.paths[0]})
+        for node in segment.nodes:
             made[node] = [value for value in node.outs if value not in leaving]
             gathers = is_comm(node) and self._fetched.issuperset(node.outs)
             if made[node] and not gives_alias(node.op) and not moves_pool(node) and not gathers:
-                key = *stretch.place(node.where.module), op_name(node.op)
+                key = *segment.place(node.where.module), op_name(node.op)
                 of[node] = found.setdefault(key, OpGroup(*key))
         for node, group in of.items():
             group.seconds += self._seconds.get(node, 0.0)
@@ -238,14 +238,14 @@ class SegmentedStep:
         for at, nbytes in enumerate(held):
             waiting = self._waiting(at)
             found[waiting] = max(found.get(waiting, 0), nbytes)
-        for each in self.stretches:
+        for each in self.segments:
             ahead = held[each.ahead[0] : each.ahead[-1] + 1]
             waiting = self._waiting(each.back[0])
             found[waiting] = max(found[waiting], held[each.back[0]] + max(ahead) - ahead[-1])
         return found
 
     def _waiting(self, call: int) -> tuple[int, ...]:
-        return tuple(sum(each.waits(call) for each in kind.stretches) for kind in self.kinds)
+        return tuple(sum(each.waits(call) for each in kind.segments) for kind in self.kinds)
 
 
 def split_calls(ahead: Sequence[int], back: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -304,32 +304,32 @@ def segmentations(course: SegmentedStep) -> Iterator[tuple[Paths, ...]]:
     """
     forward = [node for node in course.graph.nodes if node.phase is Phase.FORWARD and node.where.module]
     units = _modules_of(course, forward)
-    pieces, single = _module_runs(course, units)
+    shards, single = _module_runs(course, units)
     seen = set()
-    for runs in (*_lean(pieces), *(_even(single, count) for count in COUNTS)):
-        parts = tuple(tuple(unit for piece in run for unit in piece.units) for run in runs)
+    for runs in (*_lean(shards), *(_even(single, count) for count in COUNTS)):
+        parts = tuple(tuple(unit for shard in run for unit in shard.units) for run in runs)
         if len(parts) > 1 and any(len(each) > 1 for each in parts) and parts not in seen:
             seen.add(parts)
             yield parts
 
 
-def _lean(pieces: Sequence[ModuleRun]) -> Iterator[list[list[ModuleRun]]]:
+def _lean(shards: Sequence[ModuleRun]) -> Iterator[list[list[ModuleRun]]]:
     """The parting that holds least, and some that hold more and part less."""
-    low, high = 0.0, float(sum(piece.held + piece.given for piece in pieces) + max(piece.beside for piece in pieces))
+    low, high = 0.0, float(sum(shard.held + shard.given for shard in shards) + max(shard.beside for shard in shards))
     least = high
     while least - low > high / 1000:
         middle = (low + least) / 2
-        low, least = (low, middle) if _runs_within(pieces, middle) else (middle, least)
-    yield from (_runs_within(pieces, least * slack) for slack in SLACK)
+        low, least = (low, middle) if _runs_within(shards, middle) else (middle, least)
+    yield from (_runs_within(shards, least * slack) for slack in SLACK)
 
 
-def _even(pieces: Sequence[ModuleRun], count: int) -> list[list[ModuleRun]]:
+def _even(shards: Sequence[ModuleRun], count: int) -> list[list[ModuleRun]]:
     """About so many runs of modules, of which about as much waits."""
-    each, so_far = max(sum(piece.held for piece in pieces), 1) / count, 0.0
+    each, so_far = max(sum(shard.held for shard in shards), 1) / count, 0.0
     found: dict[int, list[ModuleRun]] = {}
-    for piece in pieces:
-        found.setdefault(min(int((so_far + piece.held / 2) / each), count - 1), []).append(piece)
-        so_far += piece.held
+    for shard in shards:
+        found.setdefault(min(int((so_far + shard.held / 2) / each), count - 1), []).append(shard)
+        so_far += shard.held
     return list(found.values())
 
 
@@ -344,18 +344,18 @@ class ModuleRun:
     beside: int
 
 
-def _runs_within(pieces: Sequence[ModuleRun], limit: float) -> list[list[ModuleRun]]:
+def _runs_within(shards: Sequence[ModuleRun], limit: float) -> list[list[ModuleRun]]:
     """The longest runs of modules that hold no more, each beside what those before it gave; none: it cannot be."""
     found: list[list[ModuleRun]] = [[]]
     waits = held = 0
-    for piece in pieces:
-        if found[-1] and waits + held + piece.held + piece.beside > limit:
+    for shard in shards:
+        if found[-1] and waits + held + shard.held + shard.beside > limit:
             waits, held = waits + found[-1][-1].given, 0
             found.append([])
-        if waits + piece.held + piece.beside > limit:
+        if waits + shard.held + shard.beside > limit:
             return []
-        found[-1].append(piece)
-        held += piece.held
+        found[-1].append(shard)
+        held += shard.held
     return found
 
 
@@ -381,10 +381,10 @@ def _module_runs(course: SegmentedStep, units: Mapping[Node, str]) -> tuple[list
             found.append([])
     beside = _beside(course, units, held)
 
-    def piece(each: Sequence[str]) -> ModuleRun:
+    def shard(each: Sequence[str]) -> ModuleRun:
         return ModuleRun(tuple(each), sum(held[u] for u in each), given[each[-1]], max(beside[u] for u in each))
 
-    return [piece(each) for each in found if each], [piece([unit]) for unit in held]
+    return [shard(each) for each in found if each], [shard([unit]) for unit in held]
 
 
 def _beside(course: SegmentedStep, units: Mapping[Node, str], held: Mapping[str, int]) -> dict[str, int]:
@@ -404,14 +404,14 @@ def _modules_of(course: SegmentedStep, forward: Sequence[Node]) -> dict[Node, st
     """The modules that are not split up, of each node of the forward that lies in one."""
     blocks: dict[str, int] = {}
     for node in forward:
-        path = course.stretch_at(node.where.module)
+        path = course.segment_at(node.where.module)
         blocks[path] = blocks.get(path, 0) + _live_bytes(course, node)
     large = {path for path, nbytes in blocks.items() if nbytes > SHARE * sum(blocks.values())}
     modules = dict.fromkeys(node.where.module for node in forward)
     outer = {module for module in modules if any(other != module and within(other, module) for other in modules)}
     found = {}
     for node in forward:
-        path, module = course.stretch_at(node.where.module), node.where.module
+        path, module = course.segment_at(node.where.module), node.where.module
         if path not in large or module not in outer:  # what an outer one does itself lies around the others
             found[node] = module if path in large else path
     return found

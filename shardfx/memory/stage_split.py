@@ -53,7 +53,7 @@ class SplitPlan:
         return max(self.peaks) <= budget
 
 
-def staged(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
+def staged(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
     """The plan whose stages fit into what a rank may hold; itself, where nothing is to be chosen, or all fits.
 
     Where no split fits, the plan is the one whose fullest rank holds least; but where it is also to be chosen what is
@@ -63,7 +63,7 @@ def staged(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
     trains_in_stages = compiled.has_gradients and compiled.after.pipeline is not None
     if not trains_in_stages or pipeline is None or pipeline.stages is not None or budget is None:
         return compiled
-    search = StageSearch(compiled, foresight, budget)
+    search = StageSearch(compiled, predictor, budget)
     if not search.balanced:
         return compiled
     found = search.found()
@@ -78,9 +78,9 @@ def staged(compiled: Compiled, foresight: MemoryPredictor) -> Compiled:
 class StageSearch:
     """The splits that were planned, and what was learnt of them."""
 
-    def __init__(self, compiled: Compiled, foresight: MemoryPredictor, budget: int) -> None:
+    def __init__(self, compiled: Compiled, predictor: MemoryPredictor, budget: int) -> None:
         assert compiled.after.pipeline is not None
-        self.compiled, self.foresight, self.budget = compiled, foresight, budget
+        self.compiled, self.predictor, self.budget = compiled, predictor, budget
         self.homes = compiled.after.pipeline.homes
         self.blocks = BlockMemory(compiled.after, compiled.after.pipeline)
         self.more = [-HOPED * budget] * (max(self.homes) + 1)
@@ -126,7 +126,7 @@ class StageSearch:
     def _planned(self, firsts: tuple[int, ...]) -> SplitPlan:
         """Plan a split, and learn from it what ranks hold."""
         plan = self.compiled if firsts == self.balanced else self._with(firsts)
-        held = self.foresight.peaks(plan)
+        held = self.predictor.peaks(plan)
         thought = self.room.of(firsts, self.blocks.count)
         self.more = [a - b for a, b in zip(held, thought, strict=True)]
         self.known[firsts] = SplitPlan(plan, firsts, self._seconds(firsts), held)

@@ -541,8 +541,8 @@ def rank_inputs(step: ProgramRunner, call: ModuleCall, local: bool) -> list[Rank
     found = []
     for given, tensor in program_tensors(step, call):
         shards, whole = step.shards(given), _passing_of(step, given, tensor) is Passed.WHOLE or not local
-        piece, part = shards.by_rank[rank], tuple(shards.local_shapes[shards.by_rank[rank]])
+        shard, part = shards.by_rank[rank], tuple(shards.local_shapes[shards.by_rank[rank]])
         sharding = given.value.spec.axes if given.value.spec is not None and not whole else ()
         axes = tuple(axis for axis in space if axis not in sharding)
-        found.append(RankInput(given.name, tensor, given.value.shape, part, -1 if whole else piece, axes))
+        found.append(RankInput(given.name, tensor, given.value.shape, part, -1 if whole else shard, axes))
     return found

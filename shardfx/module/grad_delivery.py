@@ -132,16 +132,16 @@ def tensors_with_grad(store: Store, call: ModuleCall | None = None) -> dict[str,
     """
     found: dict[str, list[torch.Tensor]] = {}
     elsewhere: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(store.trained_elsewhere)}
-    for name, pieces in store.parameters.items():
-        wants: list[torch.Tensor] = [piece for piece in pieces if piece.requires_grad]
+    for name, shards in store.parameters.items():
+        wants: list[torch.Tensor] = [shard for shard in shards if shard.requires_grad]
         if wants:
             found[name] = wants
-            if len(wants) != len(pieces):
+            if len(wants) != len(shards):
                 raise Error(
                     f"some shards of {name!r} are frozen, and some are not",
                     where="pm(...)",
                     expected="all of them, or none",
-                    got=f"{len(wants)} of {len(pieces)} with requires_grad",
+                    got=f"{len(wants)} of {len(shards)} with requires_grad",
                     remedy=f"freeze each of them: for n, p in pm.named_parameters() of those that are {name!r}",
                 )
     found |= {name: [tensor] for name, tensor in (call.tensors if call else {}).items() if tensor.requires_grad}
@@ -151,7 +151,7 @@ def tensors_with_grad(store: Store, call: ModuleCall | None = None) -> dict[str,
 def leaves(wanted: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """The tensors that want a gradient. Where only those of other processes do, one that gets none: a backward begins
     on all ranks alike."""
-    tensors = [tensor for pieces in wanted.values() for tensor in pieces]
+    tensors = [tensor for shards in wanted.values() for tensor in shards]
     return tensors or [torch.zeros((), requires_grad=True) for _ in list(wanted)[:1]]
 
 
@@ -160,10 +160,10 @@ def gradients(
 ) -> list[torch.Tensor | None]:
     """The gradients of all that want one; an input's is whole, as the input is unless ``local``."""
     grads: list[torch.Tensor | None] = []
-    for name, pieces in wanted.items():
+    for name, shards in wanted.items():
         made = results.get((OutputKind.GRADIENT, name))
         if made is None:
-            grads += [None] * len(pieces)
+            grads += [None] * len(shards)
         elif name in call.leaves and not local:
             output = next(o for o in step.graph.outputs if (o.kind, o.name) == (OutputKind.GRADIENT, name))
             grads.append(step.whole(output, made))
@@ -201,8 +201,8 @@ def check_step(
             expected="the targets behind the model's arguments: pm.step(x, y)",
             got="a call that gives the model's results",
         )
-    for name, pieces in parameters.items():
-        if any(piece._backward_hooks or piece._post_accumulate_grad_hooks for piece in pieces):
+    for name, shards in parameters.items():
+        if any(shard._backward_hooks or shard._post_accumulate_grad_hooks for shard in shards):
             raise Error(
                 f"{name!r} has a hook on its gradient, which would never be called",
                 where="pm.step(...)",
@@ -251,8 +251,8 @@ class ForwardSnapshot:
         buffers = {}
         for name in filter(step.store.is_here, written):
             for rank in step.ranks:
-                piece = step.store.shard(name, rank)
-                buffers[name, rank] = copies.setdefault(piece.data_ptr(), piece.clone())
+                shard = step.store.shard(name, rank)
+                buffers[name, rank] = copies.setdefault(shard.data_ptr(), shard.clone())
         return ForwardSnapshot(tuple(tensors), tuple(version(t) for t in tensors), RunStart(seed, buffers))
 
     def check(self) -> None:

@@ -72,10 +72,10 @@ class ModelState:
 
     def _mark(self) -> None:
         """What a script's attributes say of a parameter, its shards say."""
-        for name, pieces in self.store.parameters.items():
+        for name, shards in self.store.parameters.items():
             for mark, value in self._marks.get(name, {}).items():
-                for piece in pieces:
-                    setattr(piece, mark, value)
+                for shard in shards:
+                    setattr(shard, mark, value)
 
     def shape(self, name: str) -> torch.Size:
         """The whole shape of a stored parameter."""
@@ -149,8 +149,8 @@ class ModelState:
                 stored = self.store.is_loaded(known)
                 whole[known] = (self.store.whole(known) if stored else self.extra[known]).detach().cpu().clone()
             made = whole[known]
-            pieces = self.store.parameters.get(known, [tensor])
-            wants = known in self.store.trained_elsewhere or all(piece.requires_grad for piece in pieces)
+            shards = self.store.parameters.get(known, [tensor])
+            wants = known in self.store.trained_elsewhere or all(shard.requires_grad for shard in shards)
             memo[id(tensor)] = marked(nn.Parameter(made, wants) if isinstance(tensor, nn.Parameter) else made, tensor)
         return copied(skeleton, memo)
 
@@ -169,9 +169,9 @@ class ModelState:
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Whole gradients by the model's own names."""
         mine = {}
-        for name, pieces in self.store.parameters.items():
-            grads = [p.grad for p in pieces if p.grad is not None]
-            if len(grads) == len(pieces):
+        for name, shards in self.store.parameters.items():
+            grads = [p.grad for p in shards if p.grad is not None]
+            if len(grads) == len(shards):
                 mine[name] = grads
         dtypes = self.store.said({name: grads[0].dtype for name, grads in mine.items()})
         return {name: self.store.whole(name, mine.get(name), dtype) for name, dtype in dtypes.items()}
@@ -261,7 +261,7 @@ def _few(names: Sequence[str], count: int = 8) -> str:
     return (", ".join(names[:count]) or "none") + more
 
 
-STAMP, PIECE = "shardfx", "shardfx_piece"
+STAMP, SHARD = "shardfx", "shardfx_shard"
 
 
 def stamp_state_dicts(root: nn.Module) -> None:
@@ -282,7 +282,7 @@ def put_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[s
         shown = module._store.shown(key.removeprefix(prefix))
         if shown is not None:
             tensor = state_dict[key] = shown.wrap(shown.plain(tensor))  # which may be copied
-        setattr(tensor, PIECE, list(place))
+        setattr(tensor, SHARD, list(place))
 
 
 def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
@@ -295,7 +295,7 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
     mine = dict((*module.named_parameters(), *module.named_buffers()))
     given = {name: state_dict[prefix + name] for name in module._store.held() if prefix + name in state_dict}
     unsaid = given if STAMP not in local_metadata else {}
-    whole = next((name for name, new in unsaid.items() if _is_piece(mine.get(name)) and not _is_piece(new)), None)
+    whole = next((name for name, new in unsaid.items() if _is_shard(mine.get(name)) and not _is_shard(new)), None)
     if whole is not None or local_metadata.get("assign_to_params_buffers"):
         raise Error(
             "new tensors cannot take the place of the stored ones"
@@ -312,15 +312,15 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
     for key, tensor in state_dict.items():
         place = _place(key.removeprefix(prefix), held) if key.startswith(prefix) else None
         if place is not None:
-            said.append((key, place, tuple(getattr(tensor, PIECE, place)), "another shard, put under this name"))
-    for name, (spec, piece), (got_spec, got), otherwise in said:
-        if (got_spec, got) == (spec, piece):
+            said.append((key, place, tuple(getattr(tensor, SHARD, place)), "another shard, put under this name"))
+    for name, (spec, shard), (got_spec, got), otherwise in said:
+        if (got_spec, got) == (spec, shard):
             continue
         sharding, other = got_spec != spec, "all shards" if got < 0 else f"shard {got}"
         raise Error(
             f"{name!r} of this state dict is {'stored otherwise' if sharding else otherwise}",
             where="pm.load_state_dict(...)",
-            expected=spec if sharding else f"shard {piece} of it",
+            expected=spec if sharding else f"shard {shard} of it",
             got=got_spec if sharding else other,
             remedy="save pm.full_state_dict(), and pm.load_full_state_dict(...) that; or save the shards of all "
             "ranks by torch.distributed.checkpoint",
@@ -333,10 +333,10 @@ def _place(key: str, held: Mapping[str, tuple[str, int]]) -> tuple[str, int] | N
     name = ".".join(part for part in path if not part.startswith(NUMBER))
     if name not in held:
         return None
-    spec, piece = held[name]
-    return spec, next((int(part.removeprefix(NUMBER)) for part in path if part.startswith(NUMBER)), piece)
+    spec, shard = held[name]
+    return spec, next((int(part.removeprefix(NUMBER)) for part in path if part.startswith(NUMBER)), shard)
 
 
-def _is_piece(held: object) -> bool:
+def _is_shard(held: object) -> bool:
     """Whether this is no whole tensor: one of a DTensor, or (None) of a parameter that has a name for each shard."""
     return held is None or hasattr(type(held), "to_local")

@@ -12,7 +12,7 @@ from torch import nn
 from shardfx.ir.capture.python_state.bytecode import set_by_calls
 from shardfx.ir.errors import Error
 from shardfx.module.model_state import NUMBER, ModelState
-from shardfx.module.optimizer_hooks import step_locally, watch_pieces
+from shardfx.module.optimizer_hooks import step_locally, watch_shards
 
 if TYPE_CHECKING:
     from shardfx.module.state_checks import SourceModelCheck, SourceWeightsCheck
@@ -31,7 +31,7 @@ class ProxyTensors(dict[str, Any]):
         self._owner = owner
 
     def __missing__(self, name: str) -> NoReturn:
-        self._owner._reject_in_pieces(name)
+        self._owner._reject_in_shards(name)
         raise KeyError(name)
 
 
@@ -73,7 +73,7 @@ class ModelProxy(nn.Module):
             return lambda *args, **kwargs: reject_gathered(name)
         found = inspect.getattr_static(type(twin), name, held)
         if found is held:
-            self._reject_in_pieces(name)
+            self._reject_in_shards(name)
             kind = type(self.__dict__["_twin"]).__name__
             raise AttributeError(f"neither a parallel module nor {kind!r} has an attribute {name!r}")
         return found.__get__(self, type(twin)) if hasattr(type(found), "__get__") else found
@@ -127,19 +127,19 @@ class ModelProxy(nn.Module):
         twin = self.__dict__.get("_twin")
         return [*super().__dir__(), *(dir(twin) if twin is not None else ())]  # type: ignore[no-untyped-call]
 
-    def _reject_in_pieces(self, name: str) -> None:
+    def _reject_in_shards(self, name: str) -> None:
         """No AttributeError: ``getattr(module, "weight", None)`` would say that there is none.
 
         Raises:
             Error: it is a parameter or a buffer that is sharded.
         """
         inside = {own: part for own, part in self._modules.items() if own.startswith(NUMBER) and part is not None}
-        pieces = [own for own, part in inside.items() if name in part._parameters or name in part._buffers]
-        if pieces:
+        shards = [own for own, part in inside.items() if name in part._parameters or name in part._buffers]
+        if shards:
             raise Error(
-                f"{name!r} is in {len(pieces)} shards here",
+                f"{name!r} is in {len(shards)} shards here",
                 where=f"{self.__dict__.get('_path') or 'pm'} ({type(self.__dict__['_twin']).__name__})",
-                expected=f"{', '.join(f'{own}.{name}' for own in pieces)}, or the whole: pm.full_state_dict()",
+                expected=f"{', '.join(f'{own}.{name}' for own in shards)}, or the whole: pm.full_state_dict()",
                 got=f"the whole {name!r} asked for",
                 remedy="what is to change a module (a parametrization, pruning) is put on the model before parallelize",
             )
@@ -305,7 +305,7 @@ def watch(state: ModelState) -> None:
     """Have optimizers of what is stored looked at, and step what it shows."""
     update = state.compiled.captured.update
     stepped = {n for group in update.groups for n in group.names} if update else ()
-    watch_pieces(state.store.parameters, state.layouts(), stepped)
+    watch_shards(state.store.parameters, state.layouts(), stepped)
     step_locally(state.store)
 
 
@@ -361,12 +361,12 @@ class ProxyTree:
         """
         self.registered = []
         watch(state)
-        for name, pieces in sorted(state.store.parameters.items(), key=lambda named: self._order.get(named[0], 0)):
+        for name, shards in sorted(state.store.parameters.items(), key=lambda named: self._order.get(named[0], 0)):
             holder, leaf = self._holder(name)
-            for place, piece in zip(self._places(name, holder, len(pieces)), pieces, strict=True):
+            for place, shard in zip(self._places(name, holder, len(shards)), shards, strict=True):
                 held = place._parameters
-                held[leaf] = piece
-                self.registered.append((held, leaf, piece, name))
+                held[leaf] = shard
+                self.registered.append((held, leaf, shard, name))
         for name, tensors in state.store.buffers.items():
             holder, leaf = self._holder(name)
             for place, tensor in zip(self._places(name, holder, len(tensors)), tensors, strict=True):

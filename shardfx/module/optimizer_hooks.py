@@ -35,18 +35,18 @@ from shardfx.runtime.store import Shown, Store, laid_as
 from shardfx.runtime.virtual.shard_gradient import ShardGradient, plain
 
 
-def watch_pieces(
+def watch_shards(
     parameters: Mapping[str, Sequence[nn.Parameter]], layouts: Mapping[str, Layout], stepped: Collection[str] = ()
 ) -> None:
     """Have the first step of an optimizer of any of these parameters looked at, where they are sharded by ``layouts``,
     or ``stepped`` by the program (names)."""
-    for name, pieces in parameters.items():
-        _stepped.update(dict.fromkeys(pieces if name in stepped else (), True))
-        for piece in pieces:
-            lay_out(piece, layouts[name])
-            if len(pieces) > 1:
-                _pieces[piece] = name
-    if (_pieces or stepped) and not _hooks:
+    for name, shards in parameters.items():
+        _stepped.update(dict.fromkeys(shards if name in stepped else (), True))
+        for shard in shards:
+            lay_out(shard, layouts[name])
+            if len(shards) > 1:
+                _shards[shard] = name
+    if (_shards or stepped) and not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
@@ -54,7 +54,7 @@ def watch_pieces(
 _hooks: list[Any] = []
 _guarded: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
 """The gradients that an optimizer does not see while it steps: of each parameter its own, and what is there instead."""
-_pieces = WeakIdKeyDictionary()
+_shards = WeakIdKeyDictionary()
 """The parameters that are shards, by their names in the model."""
 _stepped = WeakIdKeyDictionary()
 """The parameters that a program steps."""
@@ -65,13 +65,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     if isinstance(optimizer, ProgramOptimizer):  # which says itself that it is a part of the program
         return None
     reject_stepped(optimizer)
-    shard = next((p for group in optimizer.param_groups for p in group["params"] if p in _pieces), None)
+    shard = next((p for group in optimizer.param_groups for p in group["params"] if p in _shards), None)
     if shard is None:
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     found = tried(optimizer, closure is not None)
     if found.apart or found.failed:
-        kind, name = type(optimizer).__name__, found.name or _pieces[shard]
+        kind, name = type(optimizer).__name__, found.name or _shards[shard]
         raise Error(
             f"{kind} looks at whole tensors, and {name!r} is sharded here"
             if found.apart
@@ -143,10 +143,10 @@ _twins: WeakKeyDictionary[torch.optim.Optimizer, LocalOptimizer] = WeakKeyDictio
 
 def step_locally(store: Store) -> None:
     """Have torch's optimizers of a store's parameters step the shards that these show."""
-    for name, pieces in store.parameters.items():
+    for name, shards in store.parameters.items():
         shown = store.shown(name)
         if shown is not None:
-            _shown.update(dict.fromkeys(pieces, shown))
+            _shown.update(dict.fromkeys(shards, shown))
     if _shown and not _local_hooks:
         _local_hooks.append(register_optimizer_step_pre_hook(_begin_local_step))
         _local_hooks.append(register_optimizer_step_post_hook(_end_local_step))
@@ -174,8 +174,8 @@ class LocalOptimizer:
             _Elsewhere: it cannot be.
         """
         groups = [{**group, "params": [self._own(p) for p in group["params"]]} for group in optimizer.param_groups]
-        for p, (shown, piece, own) in self._known.items():
-            own.grad = None if p.grad is None else laid_as(_piece(shown, p.grad), piece)
+        for p, (shown, shard, own) in self._known.items():
+            own.grad = None if p.grad is None else laid_as(_shard(shown, p.grad), shard)
             held = optimizer.state.get(p, {})
             if not _are(held, self._same.get(p, ([], []))[0]):
                 self._state[own] = {key: _plain(shown, value) for key, value in held.items()}
@@ -186,14 +186,14 @@ class LocalOptimizer:
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer what a step left: states, as their parameters are, and options."""
-        for p, (shown, piece, own) in self._known.items():
+        for p, (shown, shard, own) in self._known.items():
             own.grad = None
             made = self._state.get(own, {})
             if not _are(made, self._same.get(p, ([], []))[1]):
                 held = optimizer.state[p]
                 for key, new in made.items():
                     if key not in held or _plain(shown, held[key]) is not new:
-                        held[key] = _as_shown(shown, piece, new)
+                        held[key] = _as_shown(shown, shard, new)
                 self._same[p] = list(held.values()), list(made.values())
         mine = {own for _, _, own in self._known.values()}
         others = [p for p in self._state if p not in mine]
@@ -207,9 +207,9 @@ class LocalOptimizer:
         shown = known[0] if known is not None else _shown.get(p)
         if shown is None:
             return p
-        piece = _piece(shown, p)
-        if known is None or known[1] is not piece:
-            known = self._known[p] = shown, piece, nn.Parameter(piece, requires_grad=p.requires_grad)
+        shard = _shard(shown, p)
+        if known is None or known[1] is not shard:
+            known = self._known[p] = shown, shard, nn.Parameter(shard, requires_grad=p.requires_grad)
         return known[2]
 
 
@@ -218,26 +218,26 @@ def _are(held: dict[str, Any], known: list[Any]) -> bool:
     return len(held) == len(known) and all(map(is_, held.values(), known))
 
 
-def _piece(shown: Shown, tensor: Tensor) -> Tensor:
+def _shard(shown: Shown, tensor: Tensor) -> Tensor:
     """The shard that is shown.
 
     Raises:
         _Elsewhere: it is placed otherwise.
     """
-    piece = shown.plain(tensor)
-    if piece is None:
+    shard = shown.plain(tensor)
+    if shard is None:
         raise _OtherPlacement
-    return piece
+    return shard
 
 
 def _plain(shown: Shown, value: Any) -> Any:
     """What an optimizer keeps of a parameter, of its shard."""
-    return _piece(shown, value) if isinstance(value, Tensor) else value
+    return _shard(shown, value) if isinstance(value, Tensor) else value
 
 
-def _as_shown(shown: Shown, piece: Tensor, value: Any) -> Any:
+def _as_shown(shown: Shown, shard: Tensor, value: Any) -> Any:
     """What an optimizer keeps of a shard, of its parameter: an element for each of its own."""
-    alike = isinstance(value, Tensor) and value.dim() and value.shape == piece.shape
+    alike = isinstance(value, Tensor) and value.dim() and value.shape == shard.shape
     return shown.wrap(value) if alike else value
 
 
@@ -280,7 +280,7 @@ _taken: list[Any] = []
 
 def gradients_here(store: Store) -> dict[str, list[Tensor]]:
     """The gradients of this process, sharded."""
-    every = {name: [plain(p.grad) for p in pieces if p.grad is not None] for name, pieces in store.parameters.items()}
+    every = {name: [plain(p.grad) for p in shards if p.grad is not None] for name, shards in store.parameters.items()}
     return {name: grads for name, grads in every.items() if grads}
 
 
@@ -288,14 +288,14 @@ def clip(total: Tensor, grads: Mapping[str, Sequence[Tensor]], max_norm: float) 
     """Scale gradients whose norm is too large, as torch does it."""
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     with torch.no_grad():
-        for grad in (grad for pieces in grads.values() for grad in pieces):
+        for grad in (grad for shards in grads.values() for grad in shards):
             grad.mul_(scale.to(grad.device))
 
 
 def watch_norms(store: Store, norm: Norm) -> None:
     """Let torch take norms of gradients of these parameters by ``norm``, a method of what owns them."""
     owner = weakref.WeakMethod(norm)
-    _staged.update({piece: (owner, name) for name, pieces in store.parameters.items() for piece in pieces})
+    _staged.update({shard: (owner, name) for name, shards in store.parameters.items() for shard in shards})
     if not _taken:
         inside: Any = clip_grad
         _taken.append(inside._get_total_norm)

@@ -22,21 +22,21 @@ SAVED, LOADED = "pm.full_optimizer_state_dict(...)", "pm.load_full_optimizer_sta
 
 @dataclass(frozen=True)
 class Walk:
-    """The model's parameters by name, in its order, and the ``pieces`` as ``pm.parameters()`` gives them."""
+    """The model's parameters by name, in its order, and the ``shards`` as ``pm.parameters()`` gives them."""
 
     names: Sequence[str]
-    pieces: Sequence[torch.Tensor]
+    shards: Sequence[torch.Tensor]
 
 
-def pieces_of_state(state: ModelState, name: str, whole: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def shards_of_state(state: ModelState, name: str, whole: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """The state of each shard of a parameter: tensors of its shape are sharded as it is, and numbers are the same.
 
     Raises:
         Error: a tensor of another shape, of a parameter that is sharded.
     """
-    pieces = state.store.parameters.get(name, ())
+    shards = state.store.parameters.get(name, ())
     shape = state.shape(name)
-    found: list[dict[str, Any]] = [{} for _ in pieces]
+    found: list[dict[str, Any]] = [{} for _ in shards]
     for key, value in whole.items():
         if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
             each: Sequence[Any] = state.store.sharding(name, value)
@@ -49,9 +49,9 @@ def pieces_of_state(state: ModelState, name: str, whole: Mapping[str, Any], wher
                 remedy="make the optimizer of pm.parameters() after parallelize, without this state",
             )
         else:
-            each = [copy.deepcopy(value) for _ in pieces]
-        for place, piece in zip(found, each, strict=True):
-            place[key] = piece
+            each = [copy.deepcopy(value) for _ in shards]
+        for place, shard in zip(found, each, strict=True):
+            place[key] = shard
     return found
 
 
@@ -100,8 +100,8 @@ def sharding(
         for index, (name, places) in zip(group["params"], wholes, strict=True):
             if index in whole["state"]:
                 held = whole["state"][index]
-                pieces = pieces_of_state(state, name, held, LOADED) if name else [held]
-                states.update(zip([mine["params"][place] for place in places], pieces, strict=True))
+                shards = shards_of_state(state, name, held, LOADED) if name else [held]
+                states.update(zip([mine["params"][place] for place in places], shards, strict=True))
         kept = {key: mine[key] for key in ("params", "param_names") if key in mine}
         groups.append({**{key: value for key, value in group.items() if key != "param_names"}, **kept})
     return {**whole, "state": states, "param_groups": groups}
@@ -134,7 +134,7 @@ def by_name(names: Sequence[Sequence[str]], given: Mapping[str, Any]) -> Mapping
 
 def _owners(state: ModelState) -> dict[int, str]:
     """The name of the parameter that each shard is of."""
-    return {id(piece): name for name, pieces in state.store.parameters.items() for piece in pieces}
+    return {id(shard): name for name, shards in state.store.parameters.items() for shard in shards}
 
 
 def _every(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, list[int]]]]:
@@ -153,7 +153,7 @@ def _every(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> l
             here = dict(wholes)
             names = [name for name, its in said.items() if its == number]
             every.append([(name, here.get(name, [])) for name in names] + [each for each in wholes if not each[0]])
-    as_walked = list(dict.fromkeys(owners[id(piece)] for piece in walk.pieces if id(piece) in owners))
+    as_walked = list(dict.fromkeys(owners[id(shard)] for shard in walk.shards if id(shard) in owners))
     walked, order = ({name: i for i, name in enumerate(names)} for names in (as_walked, walk.names))
     return [
         sorted(wholes, key=lambda whole: order.get(whole[0], len(order))) if _rises(walked, own) else wholes
@@ -199,11 +199,11 @@ def _check_all(name: str, state: ModelState, count: int) -> None:
         )
 
 
-def _whole_state(state: ModelState, name: str, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _whole_state(state: ModelState, name: str, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The whole state of a parameter, of its shards, which may be in other processes; nothing where it has none."""
     kept: dict[str, Any] = {}
     stored: Sequence[torch.Tensor] = state.store.parameters.get(name, ())
-    for key, value in pieces[0].items() if pieces else ():
+    for key, value in shards[0].items() if shards else ():
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == stored[0].shape:
             kept[key] = value.dtype
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
@@ -219,7 +219,7 @@ def _whole_state(state: ModelState, name: str, pieces: Sequence[Mapping[str, Any
     kept = dict(state.store.said({name: kept} if kept else {}).get(name, {}))
     for key, dtype in kept.items():
         if isinstance(dtype, torch.dtype):
-            kept[key] = state.store.whole(name, [piece[key] for piece in pieces], dtype)
+            kept[key] = state.store.whole(name, [shard[key] for shard in shards], dtype)
     return kept
 
 
@@ -277,7 +277,7 @@ def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
     for optimizer in given:
         moved = {p: names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]}
         moved = {p: name for p, name in moved.items() if state.store.is_loaded(name)}
-        states = {p: pieces_of_state(state, name, optimizer.state.get(p, {}), WHERE) for p, name in moved.items()}
+        states = {p: shards_of_state(state, name, optimizer.state.get(p, {}), WHERE) for p, name in moved.items()}
         for group in optimizer.param_groups:
             _move_group(group, {p: state.store.parameters.get(name, []) for p, name in moved.items()})
         for p, name in moved.items():
@@ -299,11 +299,11 @@ def _optimizers(given: object) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _move_group(group: dict[str, Any], pieces: dict[nn.Parameter, list[nn.Parameter]]) -> None:
+def _move_group(group: dict[str, Any], shards: dict[nn.Parameter, list[nn.Parameter]]) -> None:
     """Put the shards in the place of the parameters, in the same list: some optimizers hold it, too."""
     params, names = [], []
     for i, p in enumerate(group["params"]):
-        there = pieces.get(p, [p])
+        there = shards.get(p, [p])
         params += there
         own = group["param_names"][i] if "param_names" in group else ""
         names += [own if len(there) == 1 else f"{own}.{number}" for number in range(len(there))]

@@ -389,9 +389,9 @@ def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, .
     for dim, (size, sharding) in enumerate(zip(value.shape, value.spec.dims, strict=True)):
         if is_strided(sharding) or any(mesh[axis].loop for axis in sharding.axes):
             raise Error(
-                f"a rank reads several stretches of dim {dim}",
+                f"a rank reads several segments of dim {dim}",
                 where=f"pm.tile({name!r})",
-                expected="each dim split into one stretch for each rank",
+                expected="each dim split into one segment for each rank",
                 got=value.spec.text(value.shape),
                 remedy="give the whole input to pm(...), which shards it",
             )

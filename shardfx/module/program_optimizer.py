@@ -45,8 +45,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self.held, self.update = held, update
         groups = []
         for group in update.groups:
-            pieces = [piece for name in group.names for piece in held.store.parameters.get(name, ())]
-            groups.append({"params": pieces, **group.options})
+            shards = [shard for name in group.names for shard in held.store.parameters.get(name, ())]
+            groups.append({"params": shards, **group.options})
         self._members = [list(group["params"]) for group in groups]
         super().__init__(groups, {})
         self.state = StatesElsewhere()  # type: ignore[assignment]
@@ -134,8 +134,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self.begin()
         store = self.held.store
         finish(store.device)
-        pieces = {name: held[0] if len(held) == 1 else list(held) for name, held in store.states.items()}
-        return {"state": pieces, "param_groups": self.named_groups(), "placed": self._placed()}
+        shards = {name: held[0] if len(held) == 1 else list(held) for name, held in store.states.items()}
+        return {"state": shards, "param_groups": self.named_groups(), "placed": self._placed()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, of the same plan and optimizer.
@@ -158,8 +158,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
         finish(store.device)
         with torch.no_grad():
             for name, held in store.states.items():
-                for piece, content in zip(held, new[name], strict=True):
-                    piece.copy_(content)
+                for shard, content in zip(held, new[name], strict=True):
+                    shard.copy_(content)
         self._set_options(options)
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -275,8 +275,8 @@ def _ids(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [id(each) for each in tensors]
 
 
-def _shapes(pieces: Collection[Any]) -> list[tuple[int, ...]]:
-    return [tuple(torch.as_tensor(each).shape) for each in pieces]
+def _shapes(shards: Collection[Any]) -> list[tuple[int, ...]]:
+    return [tuple(torch.as_tensor(each).shape) for each in shards]
 
 
 def _as_kept(value: torch.Tensor, state: OptimizerState) -> Any:

@@ -107,13 +107,13 @@ class SourceModelWatch:
     @property
     def stepped_elsewhere(self) -> bool:
         """Whether a parallel module of the model has gradients to be stepped by."""
-        every = (p for store in self._stores for pieces in store.parameters.values() for p in pieces)
+        every = (p for store in self._stores for shards in store.parameters.values() for p in shards)
         return any(p.grad is not None for p in every)
 
 
 def _version_of(parameters: Mapping[str, list[Any]]) -> int:
     """How many times something was written into any of these."""
-    return sum(version(p) for pieces in parameters.values() for p in pieces)
+    return sum(version(p) for shards in parameters.values() for p in shards)
 
 
 def watch_original(model: nn.Module, store: Store) -> SourceModelWatch | None:
@@ -356,7 +356,7 @@ class SourceWeightsCheck:
         return found + [str(each.detach()[tuple(n // 2 for n in each.shape)].item()) for each in some]
 
     def _version(self) -> int:
-        return sum(version(piece) for pieces in self._state.store.parameters.values() for piece in pieces)
+        return sum(version(shard) for shards in self._state.store.parameters.values() for shard in shards)
 
     def _compare(self) -> None:
         model = self._model()
@@ -393,8 +393,8 @@ class SourceWeightsCheck:
             if tensor.dtype != given.value.type.dtype or spec is None or tuple(tensor.shape) != given.value.shape:
                 continue
             for rank in self._ranks:
-                piece = state.store.shard(given.name, rank).detach()
-                if not same(piece, local_shard(tensor, spec, self._graph.mesh, rank).to(piece.device)):
+                shard = state.store.shard(given.name, rank).detach()
+                if not same(shard, local_shard(tensor, spec, self._graph.mesh, rank).to(shard.device)):
                     yield name
                     break
 
@@ -402,8 +402,8 @@ class SourceWeightsCheck:
         """Raise where some parameters were frozen or unfrozen, but not those of the parallel module."""
         model, state = self._model(), self._state
         for name, p in model.named_parameters() if model is not None else ():
-            pieces = state.store.parameters.get(state.aliases.get(name, name), ())
-            if any(piece.requires_grad != p.requires_grad for piece in pieces):
+            shards = state.store.parameters.get(state.aliases.get(name, name), ())
+            if any(shard.requires_grad != p.requires_grad for shard in shards):
                 did = "trainable" if p.requires_grad else "frozen"
                 raise Error(
                     f"{name!r} of the model was made {did} after parallelize, and the parallel module's is not",

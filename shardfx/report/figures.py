@@ -154,7 +154,7 @@ class Estimate:
 class Timing:
     """What ranks do when: predicted, and as it was measured last."""
 
-    foreseen: PlanTimeline
+    predicted: PlanTimeline
     measured: Recording | None = None
     virtual: bool = False
     """Whether one process did the work of all ranks, one after the other."""
@@ -162,7 +162,7 @@ class Timing:
     @property
     def as_measured(self) -> float:
         """The seconds that are predicted of what a measurement takes: of virtual ranks the work of all of them."""
-        seen = self.foreseen
+        seen = self.predicted
         rows = seen.places or seen.schedule.ranks
         return sum(seen.busy[row] for row in rows) if self.virtual else seen.step
 

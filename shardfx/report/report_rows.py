@@ -111,7 +111,7 @@ class TileRow:
     exchanges: int
     nbytes: float
     flops: float
-    rim_flops: float
+    border_flops: float
 
     def __add__(self, other: TileRow) -> TileRow:
         """Both, of one layer."""
@@ -120,7 +120,7 @@ class TileRow:
             self.exchanges + other.exchanges,
             self.nbytes + other.nbytes,
             self.flops + other.flops,
-            self.rim_flops + other.rim_flops,
+            self.border_flops + other.border_flops,
         )
 
 
@@ -143,7 +143,7 @@ def tile_rows(nodes: Iterable[Node], mesh: Mesh, prices: NodeCosts) -> list[Tile
             flops = prices.of(node).flops * loop_of(node, mesh)
             more = TileRow(node.where.module, 0, 0.0, flops, flops * border_recompute(node, mesh))
         found[more.module] = found[more.module] + more if more.module in found else more
-    return [row for row in found.values() if row.exchanges or row.rim_flops]
+    return [row for row in found.values() if row.exchanges or row.border_flops]
 
 
 def border_recompute(node: Node, mesh: Mesh) -> float:

@@ -158,14 +158,14 @@ def _tiles(report: Report) -> list[RenderableType]:
     columns = ("layer", "exchanges", "rows sent", "border recompute", "of the layer")
     made = table("Tiles of one rank by layer; border recompute is work done twice", *columns, right=[1, 2, 3, 4])
     for name, rows in list(alike.items())[:MOST_LAYERS]:
-        border, flops = sum(row.rim_flops for row in rows), sum(row.flops for row in rows)
+        border, flops = sum(row.border_flops for row in rows), sum(row.flops for row in rows)
         sent, share = size_text(sum(row.nbytes for row in rows)), f"{border / flops:.1%}" if border else ""
         exchanges = str(sum(row.exchanges for row in rows))
         made.add_row(f"{name}{times(len(rows))}", exchanges, sent, count_text(border, "FLOP"), share)
     if len(alike) > MOST_LAYERS:
         made.add_row(f"and {len(alike) - MOST_LAYERS} more layers", "", "", "", "")
     made.add_section()
-    sent, border = size_text(sum(row.nbytes for row in report.tiles)), sum(row.rim_flops for row in report.tiles)
+    sent, border = size_text(sum(row.nbytes for row in report.tiles)), sum(row.border_flops for row in report.tiles)
     share = f"{border / report.time.cost.flops:.1%}" if border else ""
     made.add_row("all", str(sum(row.exchanges for row in report.tiles)), sent, count_text(border, "FLOP"), share)
     return [made, ""]
@@ -241,7 +241,7 @@ def _schedule(timing: Timing, staged: bool) -> list[RenderableType]:
     """The rows, and the live iterations of each."""
     if not staged:
         return []
-    schedule = timing.foreseen.planned
+    schedule = timing.predicted.planned
     assert schedule is not None
     report = check_schedule(schedule, stages=len(schedule.stages), microbatches=len(schedule.microbatches))
     made = table("Schedule", "place", "live iterations", "actions", right=[0, 1])
@@ -254,7 +254,7 @@ def _schedule(timing: Timing, staged: bool) -> list[RenderableType]:
 
 
 def _step(timing: Timing) -> RenderableType:
-    seen, measured = timing.foreseen, timing.measured
+    seen, measured = timing.predicted, timing.measured
     columns = ["predicted"] if measured is None else ["predicted", "measured"]
     made = table("A step, over all ranks", "", *columns, right=[1, 2])
 

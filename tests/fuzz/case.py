@@ -16,7 +16,7 @@ from math import prod
 from tests import whole_tensor
 
 from .grammar import FIRST, KINDS, LATER
-from .pieces import NUMBERS, Pick, Piece
+from .shards import NUMBERS, Pick, Shard
 from .staged import Staged, deep_layers, deep_skips, in_blocks, is_deep, staged
 from .template import FOOTER, HEADER, LOSSES, MODEL, PLUGINS, RESULTS, SECOND
 
@@ -50,14 +50,14 @@ class Net:
     blocks: bool = False
     """Each layer is a module of a list, so that a pipeline can shard the model."""
 
-    def pieces(self) -> Iterator[tuple[str, Piece]]:
+    def shards(self) -> Iterator[tuple[str, Shard]]:
         time, dim, there = self.time, self.start, 0
         for i, (kind, numbers) in enumerate(self.layers):
             if time < 2 and kind not in ("linear", "mlp"):
                 continue
-            piece = KINDS[kind](Pick(numbers), time, dim)
-            time, dim = piece.time, piece.dim
-            yield f"blocks.{there}.layer" if self.blocks else f"l{i}", piece
+            shard = KINDS[kind](Pick(numbers), time, dim)
+            time, dim = shard.time, shard.dim
+            yield f"blocks.{there}.layer" if self.blocks else f"l{i}", shard
             there += 1
 
     def source(self) -> str:
@@ -95,14 +95,14 @@ class Net:
         members = [f"self.embed = nn.Embedding({self.vocabulary}, {self.start})"] if self.vocabulary else []
         lines = ["y = self.embed(x)" if self.vocabulary else "y = x", *SECOND[self.second][1]]
         time, dim = self.time, self.start
-        for name, piece in self.pieces():
+        for name, shard in self.shards():
             if not self.blocks:
-                members += [f"self.{name}{suffix} = {value}" for suffix, value in piece.members]
-                lines += [line.replace("{n}", name) for line in piece.statements]
-            time, dim = piece.time, piece.dim
+                members += [f"self.{name}{suffix} = {value}" for suffix, value in shard.members]
+                lines += [line.replace("{n}", name) for line in shard.statements]
+            time, dim = shard.time, shard.dim
         if not self.blocks:
             return "", members, lines, time, dim
-        classes, member, calls = in_blocks([piece for _, piece in self.pieces()], self.skips)
+        classes, member, calls = in_blocks([shard for _, shard in self.shards()], self.skips)
         return classes, [*members, member], [*lines, *calls], time, dim
 
 
@@ -155,7 +155,7 @@ def draw(seed: int) -> Case:
     net = draw_net(seed // SHARE)
     rng = random.Random(f"case {seed}")
     mesh = rng.choice(MESHES + [sizes for sizes in MESHES if prod(sizes) <= 4] * 3)
-    pipeline = staged(seed, len(list(net.pieces())), net.batch) if net.blocks else None
+    pipeline = staged(seed, len(list(net.shards())), net.batch) if net.blocks else None
     if pipeline is not None:
         mesh = rng.choice([(), *(sizes for sizes in MESHES if prod(sizes) * pipeline.ranks <= 8)])
     axes = AXES[: len(mesh)]
@@ -189,7 +189,7 @@ def memory(seed: int, net: Net, axes: str) -> dict[str, object]:
     if rng.random() < 0.2 and modules and net.mode != "inference":
         found["recompute"] = tuple(rng.sample(modules, rng.randint(1, len(modules))))
     found |= step(seed, net)
-    return found | put_away(seed, net, "optimizer" in found) | precision(seed) | iterations(seed) | arena(seed)
+    return found | offloaded(seed, net, "optimizer" in found) | precision(seed) | iterations(seed) | arena(seed)
 
 
 def step(seed: int, net: Net) -> dict[str, object]:
@@ -216,9 +216,9 @@ class Text(str):
     __repr__ = str.__str__
 
 
-def put_away(seed: int, net: Net, stepped: bool) -> dict[str, object]:
+def offloaded(seed: int, net: Net, stepped: bool) -> dict[str, object]:
     """What lies in another pool in every tenth case that trains."""
-    rng = random.Random(f"put away {seed}")
+    rng = random.Random(f"offloaded {seed}")
     if rng.random() >= 0.1 or net.mode == "inference":
         return {}
     known = ["activations", "parameters", *(["optimizer"] if stepped else [])]
@@ -291,9 +291,9 @@ def named(net: Net) -> Iterator[tuple[str, int, float]]:
     for name, buffer in model.named_buffers():
         if buffer.dim():
             yield name, buffer.dim(), 0.1
-    for name, piece in net.pieces():
-        if piece.ndim:
-            yield name, piece.ndim, 0.25
+    for name, shard in net.shards():
+        if shard.ndim:
+            yield name, shard.ndim, 0.25
     yield "head", 3, 0.2
 
 

@@ -1,4 +1,4 @@
-"""Runs a case: its ranks beside one device."""
+"""Runs a case: its ranks against one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OURS = ("graph is wrong", "verif", "failed:")
 
 
 LATE = ("must have come to this place", "too few rows to be done in micro-batches")
-"""What may be refused of another form of call, which is planned when it is made first."""
+"""What may be refused of another call signature, which is planned when it is made first."""
 
 
 @dataclass(frozen=True)

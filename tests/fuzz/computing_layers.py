@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .pieces import Kind, Pick, Piece, code, enters, module
+from .shards import Kind, Pick, Shard, code, enters, module
 
 KINDS: dict[str, Kind] = {}
 kind = enters(KINDS)
@@ -12,48 +12,48 @@ kind = enters(KINDS)
 
 
 @kind
-def linear(p: Pick, t: int, d: int) -> Piece:
+def linear(p: Pick, t: int, d: int) -> Shard:
     out = p.of(4, 6, 8, 12)
     return module(f"nn.Linear({d}, {out}, bias={p.flag()})", t, out)
 
 
 @kind
-def mlp(p: Pick, t: int, d: int) -> Piece:
+def mlp(p: Pick, t: int, d: int) -> Shard:
     hidden, act = p.of(6, 8, 12, 16), p.text("ReLU", "GELU", "SiLU", "Tanh", "Softplus")
     return module(f"nn.Sequential(nn.Linear({d}, {hidden}), nn.{act}(), nn.Linear({hidden}, {d}))", t, d)
 
 
 @kind
-def gated(p: Pick, t: int, d: int) -> Piece:
+def gated(p: Pick, t: int, d: int) -> Shard:
     hidden = p.of(6, 8, 12)
     members = (("", f"nn.Linear({d}, {2 * hidden}, bias={p.flag()})"), ("_down", f"nn.Linear({hidden}, {d})"))
-    return Piece(t, d, ("gate, up = self.{n}(y).chunk(2, -1)", "y = y + self.{n}_down(F.silu(gate) * up)"), members)
+    return Shard(t, d, ("gate, up = self.{n}(y).chunk(2, -1)", "y = y + self.{n}_down(F.silu(gate) * up)"), members)
 
 
 @kind
-def twice(p: Pick, t: int, d: int) -> Piece:
+def twice(p: Pick, t: int, d: int) -> Shard:
     return module(f"nn.Linear({d}, {d})", t, d, "self.{n}(F.relu(self.{n}(y)))")
 
 
 @kind
-def merged_rows(p: Pick, t: int, d: int) -> Piece:
+def merged_rows(p: Pick, t: int, d: int) -> Shard:
     return code(t, d, f"y = (y.reshape(-1, {d}) @ self.{{n}}_w).reshape(y.shape)", w=f"torch.randn({d}, {d}) / 3")
 
 
 @kind
-def mixed_time(p: Pick, t: int, d: int) -> Piece:
+def mixed_time(p: Pick, t: int, d: int) -> Shard:
     return code(t, d, "y = torch.einsum('btd,ts->bsd', y, self.{n}_w)", w=f"torch.randn({t}, {t}) / 3")
 
 
 @kind
-def outer(p: Pick, t: int, d: int) -> Piece:
+def outer(p: Pick, t: int, d: int) -> Shard:
     return code(t, d, f"y = torch.bmm(torch.bmm(y, y.transpose(1, 2)) / {d}, y)")
 
 
 @kind
-def experts(p: Pick, t: int, d: int) -> Piece:
+def experts(p: Pick, t: int, d: int) -> Shard:
     many = p.of(2, 3, 4)
-    return Piece(
+    return Shard(
         t,
         d,
         ("y = torch.einsum('btd,edf,bte->btf', y, self.{n}_w, self.{n}(y).softmax(-1))",),
@@ -65,7 +65,7 @@ def experts(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def attention(p: Pick, t: int, d: int) -> Piece:
+def attention(p: Pick, t: int, d: int) -> Shard:
     heads = p.divisor(d, 1, 2, 3, 4)
     kv = p.divisor(heads, 1, 2, 3, 4)
     width, causal = d // heads, p.flag()
@@ -95,57 +95,57 @@ def attention(p: Pick, t: int, d: int) -> Piece:
             lines.append(f"s = s.masked_fill(torch.ones({t}, {t}, dtype=torch.bool).triu(1), -1e9)")
         lines.append("a = s.softmax(-1) @ v")
     lines.append(f"y = y + self.{{n}}_o(a.transpose(1, 2).reshape(-1, {t}, {d}))")
-    return Piece(t, d, tuple(lines), tuple(members))
+    return Shard(t, d, tuple(lines), tuple(members))
 
 
 @kind
-def rotary(p: Pick, t: int, d: int) -> Piece:
+def rotary(p: Pick, t: int, d: int) -> Shard:
     lines = (
         f"angle = torch.arange({t}, dtype=y.dtype)[:, None] / torch.arange(1, {d // 2 + 1}, dtype=y.dtype)",
         "angle = torch.cat([angle, angle], -1)",
         f"y = y * angle.cos() + torch.cat([-y[..., {d // 2}:], y[..., :{d // 2}]], -1) * angle.sin()",
     )
-    return Piece(t, d, lines)
+    return Shard(t, d, lines)
 
 
 # ---- norms, statistics, buffers
 
 
 @kind
-def layer_norm(p: Pick, t: int, d: int) -> Piece:
+def layer_norm(p: Pick, t: int, d: int) -> Shard:
     return module(p.text(f"nn.LayerNorm({d})", f"nn.LayerNorm({d}, bias=False)", f"nn.LayerNorm(({t}, {d}))"), t, d)
 
 
 @kind
-def rms_norm(p: Pick, t: int, d: int) -> Piece:
+def rms_norm(p: Pick, t: int, d: int) -> Shard:
     if p.flag():
         return module(f"nn.RMSNorm({d}, eps=1e-3)", t, d)
     return code(t, d, "y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-3) * self.{n}_w", w=f"torch.rand({d})")
 
 
 @kind
-def batch_norm(p: Pick, t: int, d: int) -> Piece:
+def batch_norm(p: Pick, t: int, d: int) -> Shard:
     return module(f"nn.BatchNorm1d({d})", t, d, "self.{n}(y.transpose(1, 2)).transpose(1, 2)")
 
 
 @kind
-def group_norm(p: Pick, t: int, d: int) -> Piece:
+def group_norm(p: Pick, t: int, d: int) -> Shard:
     groups = p.divisor(d, 1, 2, 3, 4)
     return module(f"nn.GroupNorm({groups}, {d})", t, d, "self.{n}(y.transpose(1, 2)).transpose(1, 2)")
 
 
 @kind
-def running_mean(p: Pick, t: int, d: int) -> Piece:
+def running_mean(p: Pick, t: int, d: int) -> Shard:
     lines = (
         "if self.training:",
         "    self.{n}.mul_(0.9).add_(0.1 * y.detach().mean((0, 1)))",
         "y = y - self.{n}" if p.flag() else "y = y * 0.5",
     )
-    return Piece(t, d, lines, (("", f"nn.Buffer(torch.zeros({d}))"),))
+    return Shard(t, d, lines, (("", f"nn.Buffer(torch.zeros({d}))"),))
 
 
 @kind
-def statistics(p: Pick, t: int, d: int) -> Piece:
+def statistics(p: Pick, t: int, d: int) -> Shard:
     return code(
         t,
         d,
@@ -163,10 +163,10 @@ def statistics(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def softmax(p: Pick, t: int, d: int) -> Piece:
+def softmax(p: Pick, t: int, d: int) -> Shard:
     return code(t, d, p.text("y = y.softmax(-1)", "y = y.log_softmax(1)", "y = y.softmax(1)", "y = F.normalize(y)"))
 
 
 @kind
-def nothing(p: Pick, t: int, d: int) -> Piece:
-    return Piece(t, d, ("y = self.{n}(y)",), (("", p.text("nn.Dropout(0.0)", "nn.Identity()")),))
+def nothing(p: Pick, t: int, d: int) -> Shard:
+    return Shard(t, d, ("y = self.{n}(y)",), (("", p.text("nn.Dropout(0.0)", "nn.Identity()")),))

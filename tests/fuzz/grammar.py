@@ -7,7 +7,7 @@ before it, it is written for other sizes, and is a layer still.
 from __future__ import annotations
 
 from . import computing_layers, moving_layers, stateful_layers, strided_layers
-from .pieces import Kind
+from .shards import Kind
 
 FIRST = sorted([*computing_layers.KINDS, *moving_layers.KINDS])
 """The names that seeds draw the layers of a model from, in this order."""

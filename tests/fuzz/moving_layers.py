@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .pieces import Kind, Pick, Piece, code, enters, module
+from .shards import Kind, Pick, Shard, code, enters, module
 
 KINDS: dict[str, Kind] = {}
 kind = enters(KINDS)
@@ -12,7 +12,7 @@ kind = enters(KINDS)
 
 
 @kind
-def conv1d(p: Pick, t: int, d: int) -> Piece:
+def conv1d(p: Pick, t: int, d: int) -> Shard:
     groups = p.of(*sorted({g for g in (1, 2, d) if d % g == 0}))
     stride, dilation = p.of(1, 1, 2), p.of(1, 1, 2)
     out = d if groups != 1 else p.of(4, 6, 8)
@@ -22,7 +22,7 @@ def conv1d(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def conv2d(p: Pick, t: int, d: int) -> Piece:
+def conv2d(p: Pick, t: int, d: int) -> Shard:
     height, out = p.divisor(t, 1, 2, 3, 4), p.of(4, 6, 8)
     lines = (
         f"y = y.transpose(1, 2).reshape(-1, {d}, {height}, {t // height})",
@@ -32,20 +32,20 @@ def conv2d(p: Pick, t: int, d: int) -> Piece:
     inner = f"nn.Conv2d({d}, {out}, {p.of(1, 3)}, padding='same', bias={p.flag()})"
     if p.flag():
         inner = f"nn.Sequential({inner}, nn.BatchNorm2d({out}), nn.ReLU())"
-    return Piece(t, out, lines, (("", inner),), 4)
+    return Shard(t, out, lines, (("", inner),), 4)
 
 
 @kind
-def up_and_down(p: Pick, t: int, d: int) -> Piece:
+def up_and_down(p: Pick, t: int, d: int) -> Shard:
     height = p.divisor(t, 1, 2, 3, 4)
     up = p.text("nn.Upsample(scale_factor=2)", f"nn.ConvTranspose2d({d}, {d}, 2, stride=2)")
     down = p.text("nn.MaxPool2d(2)", "nn.AvgPool2d(2)")
     lines = (f"y = y.transpose(1, 2).reshape(-1, {d}, {height}, {t // height})", "y = self.{n}(y)")
-    return Piece(t, d, (*lines, "y = y.flatten(2).transpose(1, 2)"), (("", f"nn.Sequential({up}, {down})"),), 4)
+    return Shard(t, d, (*lines, "y = y.flatten(2).transpose(1, 2)"), (("", f"nn.Sequential({up}, {down})"),), 4)
 
 
 @kind
-def pool1d(p: Pick, t: int, d: int) -> Piece:
+def pool1d(p: Pick, t: int, d: int) -> Shard:
     inner = p.text("nn.MaxPool1d(2)", "nn.AvgPool1d(2)", f"nn.AdaptiveAvgPool1d({t // 2})")
     return module(inner, t // 2, d, "self.{n}(y.transpose(1, 2)).transpose(1, 2)")
 
@@ -54,7 +54,7 @@ def pool1d(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def split_cat(p: Pick, t: int, d: int) -> Piece:
+def split_cat(p: Pick, t: int, d: int) -> Shard:
     parts, dim = p.divisor(d, 1, 2, 3, 4), p.of(-1, -1, 1)
     if dim == 1:
         return code(t, d, f"y = torch.cat([y[:, {t // 2}:], 2 * y[:, :{t // 2}]], 1)")
@@ -62,7 +62,7 @@ def split_cat(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def stacked(p: Pick, t: int, d: int) -> Piece:
+def stacked(p: Pick, t: int, d: int) -> Shard:
     return code(
         t,
         d,
@@ -75,7 +75,7 @@ def stacked(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def heads(p: Pick, t: int, d: int) -> Piece:
+def heads(p: Pick, t: int, d: int) -> Shard:
     many = p.divisor(d, 1, 2, 3, 4)
     first = f"y = y.view(y.shape[0], {t}, {many}, -1)"
     return code(
@@ -84,7 +84,7 @@ def heads(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def shuffled(p: Pick, t: int, d: int) -> Piece:
+def shuffled(p: Pick, t: int, d: int) -> Shard:
     shift = p.of(*range(1, t))
     return code(
         t,
@@ -101,26 +101,26 @@ def shuffled(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def shorter(p: Pick, t: int, d: int) -> Piece:
+def shorter(p: Pick, t: int, d: int) -> Shard:
     return code(t - 1, d, p.text("y = y[:, 1:]", "y = y[:, :-1]", f"y = y.narrow(1, 1, {t - 1})", "y = y.diff(dim=1)"))
 
 
 @kind
-def longer(p: Pick, t: int, d: int) -> Piece:
+def longer(p: Pick, t: int, d: int) -> Shard:
     return code(t + 1, d, p.text("y = F.pad(y, (0, 0, 1, 0))", "y = torch.cat([y, y.mean(1, keepdim=True)], 1)"))
 
 
 @kind
-def positions(p: Pick, t: int, d: int) -> Piece:
+def positions(p: Pick, t: int, d: int) -> Shard:
     members = (("", f"nn.Embedding({t + p.of(0, 3)}, {d})"),)
-    return Piece(t, d, (f"y = y + self.{{n}}(torch.arange({t}))",), members, ndim=2)
+    return Shard(t, d, (f"y = y + self.{{n}}(torch.arange({t}))",), members, ndim=2)
 
 
 # ---- elementwise, broadcasting, in place
 
 
 @kind
-def broadcast(p: Pick, t: int, d: int) -> Piece:
+def broadcast(p: Pick, t: int, d: int) -> Shard:
     shape = p.text(f"{d}", f"{t}, 1", f"1, 1, {d}", f"{t}, {d}", "1")
     line = p.text(
         "y = y + self.{n}_b",
@@ -132,7 +132,7 @@ def broadcast(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def masked(p: Pick, t: int, d: int) -> Piece:
+def masked(p: Pick, t: int, d: int) -> Shard:
     return code(
         t,
         d,
@@ -146,7 +146,7 @@ def masked(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def in_place(p: Pick, t: int, d: int) -> Piece:
+def in_place(p: Pick, t: int, d: int) -> Shard:
     return code(
         t,
         d,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from .case import AXES, Case, Net, named
-from .pieces import NUMBERS
+from .shards import NUMBERS
 from .staged import Staged
 
 Fails = Callable[[Case], str]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 
 from .grammar import FIRST, KINDS
-from .pieces import NUMBERS, Pick, Piece
+from .shards import NUMBERS, Pick, Shard
 
 Layer = tuple[str, tuple[int, ...]]
 EVERY = 5
@@ -77,9 +77,9 @@ def deep_layers(rng: random.Random) -> tuple[Layer, ...]:
 def mixes(layer: Layer, may_be_bare: bool) -> bool:
     """Whether a layer has statistics of the batch, or is none; or has no parameters, which the first must have."""
     kind, numbers = layer
-    piece = KINDS[kind](Pick(numbers), 6, 12)
-    texts = (*piece.statements, *(value for _, value in piece.members))
-    return not (may_be_bare or piece.members) or any(word in text for word in MIXING for text in texts)
+    shard = KINDS[kind](Pick(numbers), 6, 12)
+    texts = (*shard.statements, *(value for _, value in shard.members))
+    return not (may_be_bare or shard.members) or any(word in text for word in MIXING for text in texts)
 
 
 def deep_skips(rng: random.Random, layers: int) -> tuple[tuple[int, int], ...]:
@@ -103,26 +103,26 @@ def staged(seed: int, blocks: int, batch: int) -> Staged:
     return Staged(ranks, iterations, schedule, chunks, stages, inner, 2 * in_parts)
 
 
-def in_blocks(pieces: Sequence[Piece], skips: Sequence[tuple[int, int]]) -> tuple[str, str, list[str]]:
+def in_blocks(shards: Sequence[Shard], skips: Sequence[tuple[int, int]]) -> tuple[str, str, list[str]]:
     """The classes of blocks, the list that has them, and the statements of the model that call them.
 
     Args:
-        pieces: what each block does.
+        shards: what each block does.
         skips: what comes out of one is added to what comes out of another, where both have one shape.
     """
-    names = {piece: f"Block{number}" for number, piece in enumerate(dict.fromkeys(pieces))}
+    names = {shard: f"Block{number}" for number, shard in enumerate(dict.fromkeys(shards))}
     text = "".join(
         BLOCK.format(
             name=name,
-            members="\n".join(f"        self.layer{suffix} = {value}" for suffix, value in (piece.members or NONE)),
-            lines="\n".join(f"        {line.replace('{n}', 'layer')}" for line in piece.statements),
+            members="\n".join(f"        self.layer{suffix} = {value}" for suffix, value in (shard.members or NONE)),
+            lines="\n".join(f"        {line.replace('{n}', 'layer')}" for line in shard.statements),
         )
-        for piece, name in names.items()
+        for shard, name in names.items()
     )
-    shapes = [(piece.time, piece.dim) for piece in pieces]
+    shapes = [(shard.time, shard.dim) for shard in shards]
     lines = []
-    for at, _ in enumerate(pieces):
+    for at, _ in enumerate(shards):
         lines.append(f"y = self.blocks[{at}](y)")
         lines += [f"y = y + kept{source}" for source, to in skips if to == at and shapes[source] == shapes[at]]
         lines += [f"kept{at} = y"] if any(source == at for source, _ in skips) else []
-    return text, f"self.blocks = nn.ModuleList([{', '.join(f'{names[piece]}()' for piece in pieces)}])", lines
+    return text, f"self.blocks = nn.ModuleList([{', '.join(f'{names[shard]}()' for shard in shards)}])", lines

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .pieces import Kind, Pick, Piece, code, enters
+from .shards import Kind, Pick, Shard, code, enters
 
 KINDS: dict[str, Kind] = {}
 kind = enters(KINDS)
 
 
 @kind
-def written_buffer(p: Pick, t: int, d: int) -> Piece:
+def written_buffer(p: Pick, t: int, d: int) -> Shard:
     value = p.text("0.1 * y.mean((0, 1))", "y[0, 0]", "(y * y).sum((0, 1)) / 50")
     write = p.text(
         f"mul_(0.9).add_({value})",
@@ -22,11 +22,11 @@ def written_buffer(p: Pick, t: int, d: int) -> Piece:
     read = p.text("y = y - self.{n}", "y = y + self.{n}.tanh()") if sharding else "y = y * self.{n}.detach()"
     write = write if write.startswith("[") else f".{write}"
     lines = ("if self.training:", *before, f"    self.{{n}}{write}", p.text(read, read, "y = y * 0.5"))
-    return Piece(t, d, lines, (("", f"nn.Buffer(torch.zeros({d}))"),))
+    return Shard(t, d, lines, (("", f"nn.Buffer(torch.zeros({d}))"),))
 
 
 @kind
-def complex_weight(p: Pick, t: int, d: int) -> Piece:
+def complex_weight(p: Pick, t: int, d: int) -> Shard:
     value = p.text("z = torch.complex(y, 1 - y)", "z = torch.polar(F.softplus(y), y)", "z = y + 1j * y.roll(1, -1)")
     weight, shape = p.text("z = z @ w", "z = z * w", "z = z * w"), f"({d}, {d})"
     if "@" not in weight:
@@ -39,6 +39,6 @@ def complex_weight(p: Pick, t: int, d: int) -> Piece:
 
 
 @kind
-def spectral_filter(p: Pick, t: int, d: int) -> Piece:
+def spectral_filter(p: Pick, t: int, d: int) -> Shard:
     lines = ("z = torch.fft.rfft(y, dim=1)", f"y = y + torch.fft.irfft(z * self.{{n}}_w.to(z.dtype), n={t}, dim=1)")
     return code(t, d, *lines, w=f"torch.randn({t // 2 + 1}, {d}, dtype=torch.complex128) / 2")

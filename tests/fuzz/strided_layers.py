@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .pieces import Kind, Pick, Piece, code, enters
+from .shards import Kind, Pick, Shard, code, enters
 
 KINDS: dict[str, Kind] = {}
 kind = enters(KINDS)
 
 
 @kind
-def strided(p: Pick, t: int, d: int) -> Piece:
+def strided(p: Pick, t: int, d: int) -> Shard:
     dense = p.text("y.clone(memory_format=torch.contiguous_format)", "(y * 1).contiguous()")
     row, shape = t * d, f"(y.shape[0], {t}, {d})"
     turned = code(t, d, f"y = {dense}.tanh()", f"y = y.as_strided({shape}, ({row}, 1, {t})) + y")

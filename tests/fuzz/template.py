@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HEADER = '''"""One random case (seed {seed}): the parallel program beside one device."""
+HEADER = '''"""One random case (seed {seed}): the parallel program against one device."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Odd models that are sound: a table of them, how each is run beside one device, and sound rewrites of them."""
+"""Odd models that are sound: a table of them, how each is run against one device, and sound rewrites of them."""
 
 from . import attention, densities, graphs, images, recurrent, signals, structures, weights
 from .beside import Found, run

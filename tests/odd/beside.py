@@ -1,4 +1,4 @@
-"""An odd model on a mesh beside one device: two steps of training, evaluation, the proof, warnings."""
+"""An odd model on a mesh against one device: two steps of training, evaluation, the proof, warnings."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class MixedTypes(TwoLayers):
 
 @odd(*ROWS, targets=GOAL, tp=MLP)
 class Checkpointed(TwoLayers):
-    """What the model itself makes again."""
+    """What the model itself recomputes."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):

@@ -131,7 +131,7 @@ def lasts(pm: sx.ParallelModule, x: Tensor, y: Tensor, said: str, whole: dict[st
 
 @worker
 def what_is_done_between_calls_is_compared() -> None:
-    """A rate, a scale, gradients that stay, a step that one rank leaves out: also of pieces that no other one holds."""
+    """A rate, a scale, gradients that stay, a step that one rank leaves out: also of shards that no other one holds."""
     rank = dist.get_rank()
     for specs in (BATCH, SHARDING):
         model, _, x, y = planned(True, dp=2)

@@ -41,7 +41,7 @@ def planned(virtual: bool | None = None, **mesh: int) -> tuple[nn.Module, sx.Par
 
 
 def forms(pm: sx.ParallelModule, x: Tensor, y: Tensor) -> None:
-    """See the forms of call that ranks will see."""
+    """See the call signatures that ranks will see."""
     pm(x[:5], y[:5])
     pm.eval()
     with torch.no_grad():
@@ -183,8 +183,8 @@ PREPARED = (
 
 
 @worker
-def pieces_are_this_ranks() -> None:
-    """Rank 0's file of pieces is not loaded by all, unless all hold the same."""
+def shards_are_this_ranks() -> None:
+    """Rank 0's file of shards is not loaded by all, unless all hold the same."""
     for mesh, refused in (({"dp": 2}, False), ({"tp": 2}, True)):
         model, pm, *_ = planned(**mesh)
         state = io.BytesIO()

@@ -34,7 +34,7 @@ def features_equal_one_device(model: str, first: str, every: str) -> None:
 
 
 @worker
-def features_hold_what_is_foreseen(model: str) -> None:
+def features_hold_what_is_predicted(model: str) -> None:
     """Call by call, of each feature alone."""
     for names in fitting(False):
         pm, case = beside_one_device(model, names), model_of(model)

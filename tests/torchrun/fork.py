@@ -155,7 +155,7 @@ GATED = (
     "checkpoints_move_between_plans",
     "takes_global_or_local_batches",
     "accumulates_and_scales_gradients",
-    "torchs_optimizers_step_pieces",
+    "torchs_optimizers_step_shards",
     "other_optimizers_step_what_is_shown",
     "steps_among_others",
     "modules_and_state_dicts_are_copied",

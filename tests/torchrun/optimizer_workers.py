@@ -1,4 +1,4 @@
-"""Ranks whose own optimizers step pieces (see :mod:`.workers`)."""
+"""Ranks whose own optimizers step shards (see :mod:`.workers`)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def same(pm: sx.ParallelModule, model: nn.Module) -> None:
 
 
 @worker
-def torchs_optimizers_step_pieces(name: str) -> None:
+def torchs_optimizers_step_shards(name: str) -> None:
     """As one device does, without DTensor's dispatch; states are shown as their parameters are."""
     for kind, make in LOCAL.items():
         model, pm, x, y = gated(name)
@@ -148,7 +148,7 @@ def steps_among_others(name: str) -> None:
 @worker
 def modules_and_state_dicts_are_copied(name: str) -> None:
     """Before a backward and with gradients: an average, a copy, the best state so far. (Torch copies no DTensor whose
-    piece lies behind others.)"""
+    shard lies behind others.)"""
     model, pm, x, y = gated(name)
     for _ in range(2):
         averages = [optim.swa_utils.AveragedModel(each, use_buffers=True) for each in (pm, model)]

@@ -272,4 +272,4 @@ def records_steps(name: str, mesh: str, folder: str) -> None:
     timing = pm.report().timing
     assert timing is not None
     assert timing.measured is recording
-    assert timing.as_measured == timing.foreseen.step
+    assert timing.as_measured == timing.predicted.step

@@ -34,8 +34,8 @@ def steps_like_one_device(mesh: str, zero: str, *kinds: str) -> None:
 
 
 @worker
-def steps_are_the_same_put_away(to: str) -> None:
-    """To the bit, and each pool holds what was foreseen."""
+def steps_are_the_same_offloaded(to: str) -> None:
+    """To the bit, and each pool holds what was predicted."""
     away = (sx.Offload(to=to, prefetch=2, min_numel=0),)
     plain, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **m) for m in ({}, {"offload": away}))
     for x, y in batches(5):
@@ -54,7 +54,7 @@ def steps_are_the_same_put_away(to: str) -> None:
 
 
 @worker
-def steps_are_compiled_around_what_is_put_away(backend: str) -> None:
+def steps_are_compiled_around_what_is_offloaded(backend: str) -> None:
     """Copies between pools, and collectives, stand between what torch compiles."""
     away = (sx.Offload(prefetch=2, min_numel=0),)
     plain, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **m) for m in ({}, {"offload": away}))
@@ -67,7 +67,7 @@ def steps_are_compiled_around_what_is_put_away(backend: str) -> None:
 
 @worker
 def tables_stay_in_the_host(mesh: str, zero: str) -> None:
-    """To the bit, and each pool holds what was foreseen."""
+    """To the bit, and each pool holds what was predicted."""
     away, case = (sx.Offload("rows", min_numel=0),), make("gpt_separate")
     hints: dict[str, Any] = {"zero": int(zero), "zero_min_numel": 0, "optimizer": KINDS["AdamW"]}
     plain, other = (plan(make("gpt_separate"), MESHES[mesh], offload=o, **hints) for o in ((), away))
@@ -82,7 +82,7 @@ def tables_stay_in_the_host(mesh: str, zero: str) -> None:
 
 @worker
 def states_are_saved_and_loaded(folder: str) -> None:
-    """By torch.distributed.checkpoint in pieces; whole, onto another plan; and training goes on as if nothing was."""
+    """By torch.distributed.checkpoint in shards; whole, onto another plan; and training goes on as if nothing was."""
     losses, params, _ = alone(KINDS["AdamW"], 4)
     first, same, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=zero) for zero in (3, 3, 1))
     for x, y in batches(2):

@@ -21,7 +21,7 @@ def test_ranks_agree_on_each_call() -> None:
 def test_what_scripts_do_around_the_calls() -> None:
     on_ranks(
         2,
-        "pieces_are_this_ranks",
+        "shards_are_this_ranks",
         "optimizers_and_results_go_on",
         "inputs_are_compared_at_every_call",
         "inputs_of_the_first_rank_are_taken",

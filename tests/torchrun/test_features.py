@@ -1,4 +1,5 @@
-"""Features of memory on real ranks (gloo), alone and in pairs: one device's numbers, proven, in the memory foreseen."""
+"""Features of memory on real ranks (gloo), alone and in pairs: one device's numbers, proven, in the memory
+predicted."""
 
 from __future__ import annotations
 
@@ -20,5 +21,5 @@ def test_features_equal_one_device(model: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("model", ["gpt_separate", "resnet"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_features_hold_what_is_foreseen(model: str, ranks: int) -> None:
-    on_ranks(ranks, f"features_hold_what_is_foreseen:{model}", timeout=900)
+def test_features_hold_what_is_predicted(model: str, ranks: int) -> None:
+    on_ranks(ranks, f"features_hold_what_is_predicted:{model}", timeout=900)

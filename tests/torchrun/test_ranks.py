@@ -49,7 +49,7 @@ def test_calling_and_checkpoints(tmp_path: Path) -> None:
 def test_optimizers_of_ones_own() -> None:
     on_ranks(
         4,
-        "torchs_optimizers_step_pieces:dp",
+        "torchs_optimizers_step_shards:dp",
         "other_optimizers_step_what_is_shown:megatron",
         "steps_among_others:megatron",
         "modules_and_state_dicts_are_copied:megatron",
@@ -58,7 +58,7 @@ def test_optimizers_of_ones_own() -> None:
 
 @pytest.mark.slow
 def test_optimizers_of_ones_own_on_all_plans() -> None:
-    for call in ("torchs_optimizers_step_pieces", "modules_and_state_dicts_are_copied"):
+    for call in ("torchs_optimizers_step_shards", "modules_and_state_dicts_are_copied"):
         on_ranks(4, *(f"{call}:{name}" for name in ("megatron", "crossed", "tp")))
 
 
@@ -74,13 +74,13 @@ def test_whole_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_put_away_comes_back() -> None:
-    on_ranks(2, "steps_are_the_same_put_away:host", "steps_are_the_same_put_away:disk")
+def test_what_is_offloaded_comes_back() -> None:
+    on_ranks(2, "steps_are_the_same_offloaded:host", "steps_are_the_same_offloaded:disk")
 
 
 @pytest.mark.slow
-def test_what_is_put_away_is_not_compiled() -> None:
-    on_ranks(2, "steps_are_compiled_around_what_is_put_away:eager")
+def test_what_is_offloaded_is_not_compiled() -> None:
+    on_ranks(2, "steps_are_compiled_around_what_is_offloaded:eager")
 
 
 @pytest.mark.slow
@@ -161,8 +161,8 @@ def test_saved_programs_compute_the_same_alone(tmp_path: Path) -> None:
     for rank in range(2):
         results = torch.load(tmp_path / f"results{rank}.pt", weights_only=True)
         assert rel_err(results["loss:loss"], loss) < 1e-12
-        for name, pieces in pm._state.store.parameters.items():
-            grad = pieces[pm._state.store._shards[name].by_rank[rank]].grad
+        for name, shards in pm._state.store.parameters.items():
+            grad = shards[pm._state.store._shards[name].by_rank[rank]].grad
             assert rel_err(results[f"gradient:{name}"], grad) < 1e-12
 
 

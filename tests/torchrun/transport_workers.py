@@ -86,7 +86,7 @@ def real_bytes(besides: dict[int, int]) -> dict[int, int]:
 @worker
 def ranks_hold_their_own_stages(name: str, weights: str) -> None:
     """Once the model is gone, what a rank holds are the weights of its own stages; behind a step no more than is
-    foreseen, and its own programs. Weights are rank 0's: of its model, beside which others may be on ``meta``, or of
+    predicted, and its own programs. Weights are rank 0's: of its model, beside which others may be on ``meta``, or of
     a state dict."""
     (x, y), (mesh, specs, more), rank = data(), PLANS[name], int(os.environ["RANK"])
     torch.manual_seed(0)

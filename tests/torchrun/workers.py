@@ -58,7 +58,7 @@ def trains_like_one_device(name: str, mesh: str, tolerance: str = "1e-9", traine
 
 @worker
 def trains_in_less_memory(name: str, mesh: str, *modules: str) -> None:
-    """Parameters in pieces, and activations made again."""
+    """Parameters in shards, and activations recomputed."""
     difference = train_beside(name, MESHES[mesh], zero=3, zero_min_numel=0, recompute=modules)
     assert difference.worst < 1e-9, difference
 

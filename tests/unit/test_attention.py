@@ -70,9 +70,9 @@ def test_it_is_torchs_attention_in_float64(
 def test_dropout_leaves_the_same_however_the_whole_is_sharded() -> None:
     q, k, seed = torch.zeros(4, 4, 16, 1), torch.zeros(4, 4, 32, 1), torch.tensor(7)
     whole = drawn(q, k, 0.25, seed, 3, [])
-    piece = drawn(q[:2, :2, :8], k[:2, :2, :16], 0.25, seed, 3, [2, 1, 8, 16])
-    assert whole is not None and piece is not None
-    assert torch.equal(piece, whole[2:, 1:3, 8:, 16:])
+    shard = drawn(q[:2, :2, :8], k[:2, :2, :16], 0.25, seed, 3, [2, 1, 8, 16])
+    assert whole is not None and shard is not None
+    assert torch.equal(shard, whole[2:, 1:3, 8:, 16:])
     assert abs(whole.double().mean() - 0.75) < 0.02
     other = drawn(q, k, 0.25, seed, 4, [])
     assert other is not None and 0.6 < (whole == other).double().mean() < 0.65  # 0.75**2 + 0.25**2

@@ -70,8 +70,8 @@ def test_a_box_of_a_large_value_is_one_run_through_packing_and_gathering() -> No
     """Eight ranks hold columns of a value of a billion elements: packed, gathered, unpacked it is the whole."""
     size, columns, ranks = 1 << 20, 1 << 10, 8
     width = columns // ranks
-    pieces = [Elements.of((size, width), rank * width, ((size, columns), (width, 1))) for rank in range(ranks)]
-    sent = [pack.pack(p, [size, width], 1, width) for p in pieces]
+    shards = [Elements.of((size, width), rank * width, ((size, columns), (width, 1))) for rank in range(ranks)]
+    sent = [pack.pack(p, [size, width], 1, width) for p in shards]
     got = pack.unpack_gathered(cat(sent), width, [width] * ranks, 1, [size, columns])
     assert len(got.runs) == 1
     assert got.equals(Elements.of((size, columns), 0, ((size * columns, 1),)))

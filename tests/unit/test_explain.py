@@ -74,7 +74,7 @@ def test_an_op_its_strategy_and_its_trail(pm: sx.ParallelModule) -> None:
 def test_what_was_turned_down_is_said(pm: sx.ParallelModule) -> None:
     """Both the tokens (a sequence hint) and the heads (a weight) want tp at the first matrix product."""
     text = str(pm.explain(op_of(pm, "layers.0.q", "aten.addmm")))
-    assert "turned down: axis tp on factor m" in text
+    assert "rejected: axis tp on factor m" in text
 
 
 def test_the_trail_follows_the_factor_that_was_sharded(pm: sx.ParallelModule) -> None:
@@ -123,10 +123,10 @@ def test_every_op_ends_at_a_hint(pm: sx.ParallelModule) -> None:
 
 
 @pytest.mark.long
-def test_batch_norm_taken_apart_says_so() -> None:
+def test_batch_norm_decomposed_says_so() -> None:
     pm = plan(make("resnet"), MESHES["dp2"])
     text = str(pm.explain("bn"))
-    assert "taken apart because a sharding stands in its way" in text
+    assert "decomposed because a sharding stands in its way" in text
     content = [entry.title for entry in pm.explain("bn.running_mean").entries]
     assert content[1].startswith("its new content: ")
 

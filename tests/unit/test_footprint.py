@@ -244,7 +244,7 @@ def test_helpers_are_seen_through() -> None:
     assert gathered == CallEffect(Result(both, 1), writes=True)
     place = calls.made(memory_ops.part, (flat, 2, 0, [8, 8]), {})
     assert not place.writes and place.results.layout.shape == (2, 4, 8)
-    made = calls.made(memory_ops.mm_pieces, (square, square, place.results.layout), {})
+    made = calls.made(memory_ops.mm_shards, (square, square, place.results.layout), {})
     assert (made.results, made.fresh, made.flops, made.writes) == (
         Result(place.results.layout, 2),
         (),

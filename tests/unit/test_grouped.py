@@ -127,13 +127,13 @@ def test_matrices_are_laid_out_as_the_grouped_kernel_takes_them() -> None:
 @pytest.mark.parametrize(
     ("held", "found"),
     [([], [0, 1, 2, 3, 4, 5]), ([6, 2, 3], [2, 3, 4]), ([2, 0, 2, 3, 1, 2], [1, 2, 4, 5]), ([6, 6, 0], [])],
-    ids=["all", "a stretch", "stretches", "nothing"],
+    ids=["all", "a segment", "segments", "nothing"],
 )
 def test_what_is_held_of_the_whole(held: list[int], found: list[int]) -> None:
     assert list(places(held, 6)) == found
 
 
-@pytest.mark.parametrize("held", [[6, 1, 4], [3, 0, 3, 2, 1, 1]], ids=["a stretch", "stretches"])
+@pytest.mark.parametrize("held", [[6, 1, 4], [3, 0, 3, 2, 1, 1]], ids=["a segment", "segments"])
 def test_a_rank_multiplies_those_of_its_rows_that_are_in_its_groups(held: list[int]) -> None:
     x, w, ends = torch.randn(6, 3), torch.randn(4, 3, 5), torch.tensor(ENDS)
     here = list(places(held, 6))

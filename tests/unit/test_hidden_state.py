@@ -222,7 +222,7 @@ def test_state_that_is_equal_at_each_call_is_allowed(case: str) -> None:
         assert torch.allclose(pm(x), mean_of(model(x)))
 
 
-# ---- from one form of call to another
+# ---- from one call signature to another
 
 
 def size_of_first(net: Any, x: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def texts(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *args: Any, loss: A
 FUNCTIONAL: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: Model(torch.relu),
     "used twice": lambda: Model(lambda x: x * x.sigmoid() + x),
-    "taken apart": lambda: Model(lambda x: F.huber_loss(x, x.detach() * 2, reduction="none") + x.var(dim=0)),
+    "decomposed": lambda: Model(lambda x: F.huber_loss(x, x.detach() * 2, reduction="none") + x.var(dim=0)),
     "several results": lambda: Model(lambda x: torch.cat([part * (n + 1) for n, part in enumerate(x.split(2, 1))], 1)),
     "views": lambda: Model(lambda x: x.t().reshape(2, -1).unflatten(1, (3, -1)).flatten().view(-1, 6)),
     "in place": lambda: Model(in_place),

@@ -74,7 +74,7 @@ def test_auto_looks_at_what_costs_there_are() -> None:
 
 
 def test_auto_keeps_stages_where_they_are() -> None:
-    """What another form of call is planned for finds weights where the first stores them."""
+    """What another call signature is planned for finds weights where the first stores them."""
     for homes in ((0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2), (2, 0, 1, 1, 0, 2)):
         made = sx.schedules.make_schedule("auto", stages=6, microbatches=4, ranks=3, homes=homes)
         assert tuple(map(made.rank_of, made.stages)) == homes

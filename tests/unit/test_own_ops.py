@@ -69,7 +69,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         "max_pool_tile": [(x, *windows, *ROWS, [-1, -1], [3, 3]), (x, [2, 2], [2, 1], [1, 1], *ROWS, [0, 0], [3, 4])],
         "max_pool_tile_backward": [(pooled, x, indices, *ROWS, inside) for inside in (True, False)],
         "no_share": [(x, [3, 2, 4], [2, 1], [torch.float64, torch.int64], [0.0, -1.0])],
-        "piece_moments": [(x, [2, 3, 1], [0, 0, 0], [2, 3, 1])],
+        "shard_moments": [(x, [2, 3, 1], [0, 0, 0], [2, 3, 1])],
         "resize_tile": [(x, *ROWS, [1, 0], [2, 2], steps, kind) for kind in KINDS],
         "resize_tile_backward": [(f(2, 3, 2, 2), *ROWS, [6, 5], [1, 0], steps, kind) for kind in KINDS],
         "ring": [(x, x, x, 2, 2, 1), (x, None, x, 3, -1, 2)],

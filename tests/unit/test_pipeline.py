@@ -247,7 +247,7 @@ def test_graphs_are_proven_the_same_or_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "resnet", "unet"])
-def test_strategies_are_made_again_from_their_text(name: str) -> None:
+def test_strategies_are_recomputed_from_their_text(name: str) -> None:
     """What sum-placement starts from: the shardings of factors, read off placements, give the same placements."""
     graph = parse_graph((FOLDER / "sum-placement" / f"{name}.txt").read_text(encoding="utf-8"))
     context = Context(default_rules(), Redistribution(graph.mesh))

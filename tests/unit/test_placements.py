@@ -1,4 +1,4 @@
-"""Our pieces as DTensor's placements: where there are some, torch's own splitting gives the same rows."""
+"""Our shards as DTensor's placements: where there are some, torch's own splitting gives the same rows."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_any_order_of_axes_is_said_rightly_or_not_at_all(size: int) -> None:
                 rows = torch.arange(size)
                 for axis, placement in zip(mesh.space, found, strict=True):
                     if not isinstance(placement, Replicate):
-                        pieces, _ = placement._split_tensor(rows, axis.size, with_padding=False)  # type: ignore[attr-defined]
-                        rows = pieces[mesh.coords(rank)[axis.name]]
+                        shards, _ = placement._split_tensor(rows, axis.size, with_padding=False)  # type: ignore[attr-defined]
+                        rows = shards[mesh.coords(rank)[axis.name]]
                 assert torch.equal(rows, local_shard(torch.arange(size), spec, mesh, rank))
     assert said >= 7
 

@@ -87,7 +87,7 @@ def tied() -> Case:
     ],
 )
 def test_a_plan_given_back_is_the_same_program(name: str, mesh: str, sequence: bool, tmp_path: Path) -> None:
-    """A fused qkv weight (a compound), batch norm taken apart, tied weights: each comes out as it was."""
+    """A fused qkv weight (a compound), batch norm decomposed, tied weights: each comes out as it was."""
     case = tied() if name == "tied" else make(name)
     pm = plan(copy.deepcopy(case), MESHES[mesh], sequence)
     loaded = sx.Plan.load(pm.plan.save(tmp_path / "plan.json"))

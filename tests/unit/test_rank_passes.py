@@ -153,7 +153,7 @@ def test_products_are_computed_into_their_bucket() -> None:
     assert text.count("aten.mm.out(") >= 4 * 2 + 1
     assert "pack.flatten(" not in text and "c10d.all_reduce(" not in text
     text = str(plan(case, sx.Mesh(dp=2), specs={"layers.*.fc*.weight": "dp, -"}).rank_program(0))
-    assert "memory.mm_pieces(" in text and "memory.adjoin(" in text
+    assert "memory.mm_shards(" in text and "memory.adjoin(" in text
 
 
 def test_a_valid_program_computes_what_its_plain_form_does() -> None:
@@ -310,7 +310,7 @@ def test_a_rank_pass_that_stands_too_early_is_named() -> None:
     assert (caught.value.expected, caught.value.got) == ("WAITED established before it", "nothing before it")
 
 
-def test_parts_in_pieces_are_laid_out_as_flatten_lays_out() -> None:
+def test_parts_in_shards_are_laid_out_as_flatten_lays_out() -> None:
     shapes, tensors = [(4, 3), (2,)], [torch.rand(4, 3), torch.rand(2)]
     memory = memory_ops.empty([14], torch.float32)
     at = 0
@@ -319,7 +319,7 @@ def test_parts_in_pieces_are_laid_out_as_flatten_lays_out() -> None:
         at += tensor.numel() // 2
     assert torch.equal(memory, pack.flatten(tensors, 2))
     a, b = torch.rand(4, 5), torch.rand(5, 3)
-    memory_ops.mm_pieces(a, b, memory_ops.part(memory, 2, 0, (4, 3)))
+    memory_ops.mm_shards(a, b, memory_ops.part(memory, 2, 0, (4, 3)))
     assert torch.equal(memory, pack.flatten([a @ b, tensors[1]], 2))
 
 

@@ -145,7 +145,7 @@ def test_communication_is_counted_by_the_formulas() -> None:
     graph = parse_graph(GRAPH)
     rows = {(row.axes, row.kind): row for row in comm_rows(graph, graph.mesh)}
     gather, reduce = rows[("dp",), "all-gather"], rows[("tp",), "all-reduce"]
-    assert gather.nbytes == 3 / 4 * 512 * 8 * 4  # (n-1)/n of the gathered piece
+    assert gather.nbytes == 3 / 4 * 512 * 8 * 4  # (n-1)/n of the gathered shard
     assert reduce.nbytes == 2 * 1 / 2 * 16 * 8 * 4  # twice (n-1)/n of the value
     assert rows[("dp",), "all-to-all"].nbytes == 3 / 4 * 16 * 8 * 4
     link = graph.mesh["dp"].link
@@ -260,7 +260,7 @@ def test_a_deep_program_is_replayed_once_per_distinct_call() -> None:
         footprint = replay(lower(graph, 0, default_rules(), {OutputKind.RESULT}))
         comm_rows(graph, graph.mesh)
         seconds.append(time.process_time() - started)
-        piece = 32 * 512 * 4
+        shard = 32 * 512 * 4
         # A sum, a partial sum, and a slice or its reduction: whatever the depth.
-        assert footprint.peak.nbytes == 3 * piece
+        assert footprint.peak.nbytes == 3 * shard
     assert seconds[1] < max(12 * seconds[0], 2.0)

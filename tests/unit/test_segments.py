@@ -217,6 +217,6 @@ def test_damaged_segments_are_refused(damage: Callable[[fx.Node], None]) -> None
     damage(node)
     module.recompile()
     assert not pm.verify(modules={1: module})
-    if damage is other_call:  # which is found where the segment is taken apart
+    if damage is other_call:  # which is found where the segment is decomposed
         verdict = pm.verify(modules={1: module}, run=True)
         assert verdict.fault is not None and verdict.fault.rank == 1 and verdict.fault.numbers

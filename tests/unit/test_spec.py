@@ -83,7 +83,7 @@ def test_the_boxes_tile_the_tensor(case: tuple[tuple[int, ...], Spec]) -> None:
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_a_chunk_is_torchs_unless_that_leaves_nothing_to_some(size: int, count: int) -> None:
-    given_by_torch = [len(piece) for piece in torch.arange(size).chunk(count)] if size else []
+    given_by_torch = [len(shard) for shard in torch.arange(size).chunk(count)] if size else []
     given_by_torch += [0] * (count - len(given_by_torch))
     ours = [chunk(size, count, index) for index in range(count)]
     lengths = [length for _, length in ours]
@@ -100,7 +100,7 @@ def sharding_as_torch_does(size: int, counts: list[int]) -> bool:
     if not counts:
         return True
     count, *rest = counts
-    lengths = {len(piece) for piece in torch.arange(size).chunk(count)}
+    lengths = {len(shard) for shard in torch.arange(size).chunk(count)}
     if size >= count > len(torch.arange(size).chunk(count)):
         return False
     return all(sharding_as_torch_does(length, rest) for length in lengths)

@@ -39,7 +39,7 @@ def test_what_is_fetched_lies_as_it_lay(pool: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_replay_foresees_what_a_copy_holds(form: str) -> None:
+def test_a_replay_predicts_what_a_copy_holds(form: str) -> None:
     x, calls = FORMS[form](), FakeCalls()
     layout = TensorLayout(tuple(x.shape), x.stride(), x.dtype)
     for copy in (transfer.to_host, transfer.to_device):

@@ -102,7 +102,7 @@ def test_a_value_is_let_go_by_the_unit_that_uses_it_last() -> None:
 
 
 def test_what_iterations_collect_into_is_made_by_the_first_that_does() -> None:
-    """In a run, and as it is foreseen."""
+    """In a run, and as it is predicted."""
     made = program("F0.0 F0.1 W0.1 W0.0", F0=doubled, W0=summed("F0"))
     done: list[str] = []
     (total,) = write_source(made, watch=lambda node, result, operands: done.append(node.name))()

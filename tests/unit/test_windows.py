@@ -126,9 +126,9 @@ def test_a_factor_that_sees_others_is_sharded_into_chunks_alone() -> None:
     assert entry is not None
     rule = entry.make(node)
     assert rule is not None and rule.kin("h0") == rule.kin("p0") == {"h0", "p0"}
-    stretches = parse_spec("[(6 2{h})]", TWO)[1].dims[0]
+    segments = parse_spec("[(6 2{h})]", TWO)[1].dims[0]
     with pytest.raises(Error, match="sees others through windows"):
-        strategy(rule, {"p0": stretches}, TWO)
+        strategy(rule, {"p0": segments}, TWO)
 
 
 def test_rows_that_a_rank_has_none_of_are_not_made_of_others() -> None:

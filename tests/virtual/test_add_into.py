@@ -63,8 +63,8 @@ def test_gradients_are_those_of_one_device(table: dict[str, Any], hints: dict[st
         assert parameter.grad is not None
         assert (grads[name] - parameter.grad).abs().max() < 1e-12
     text = str(pm.rank_program(1))
-    in_pieces = "zero" in hints and "words" in table  # rows of both ranks stand together: so is a product added
-    assert "loop.addmm" in text and ("loop.index_add" in text) != in_pieces
+    in_shards = "zero" in hints and "words" in table  # rows of both ranks stand together: so is a product added
+    assert "loop.addmm" in text and ("loop.index_add" in text) != in_shards
     assert pm.verify()
 
 

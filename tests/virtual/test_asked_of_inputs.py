@@ -196,8 +196,8 @@ def test_whether_gradients_are_wanted(question: str) -> None:
     check_step(model, pm, x)
     for name in ("weight", "bias"):  # frozen, one by one
         model.get_parameter(f"fc.{name}").requires_grad_(False)
-        for known, piece in pm.named_parameters():
-            piece.requires_grad_(piece.requires_grad and name not in known)
+        for known, shard in pm.named_parameters():
+            shard.requires_grad_(shard.requires_grad and name not in known)
         check_results(model, pm, x)
         check_results(model, pm, wants)
         assert rel_err(pm(x, y).detach(), loss(model(x), y).detach()) < 1e-12

@@ -90,7 +90,7 @@ def test_trains_as_data_parallelism(name: str) -> None:
 
 
 def test_running_statistics_alone_are_sent() -> None:
-    """In one piece, and not where the norms stand."""
+    """In one shard, and not where the norms stand."""
     mesh, specs, _ = PLANS["dp"]
     _, pm = made(mesh, specs)
     sent = [n for n in pm.planned.nodes if str(n.op).startswith("comm.") and n.phase.value == "forward"]
@@ -134,10 +134,10 @@ def test_synchronised_norms_ask_nobody() -> None:
 
 
 WHOLE: dict[str, Any] = {
-    "equal pieces": (sx.Mesh(dp=2), {"args.0": "dp, -, -, -"}, 1),
+    "equal shards": (sx.Mesh(dp=2), {"args.0": "dp, -, -, -"}, 1),
     "beside channels": (sx.Mesh(dp=2, tp=2), {"args.0": "dp, -, -, -", "conv.weight": "tp, -, -, -"}, 1),
     "two axes": (sx.Mesh(dp=2, ep=2), {"args.0": "dp ep, -, -, -"}, 1),
-    "pieces of other sizes": (sx.Mesh(dp=3), {"args.0": "dp, -, -, -"}, 2),
+    "shards of other sizes": (sx.Mesh(dp=3), {"args.0": "dp, -, -, -"}, 2),
     "rows of pictures": (sx.Mesh(dp=2, sp=2), {"args.0": "dp, -, sp, -"}, None),
 }
 
@@ -162,7 +162,7 @@ def test_whole_statistics_are_one_collective_each_way(name: str) -> None:
         assert len([n for n in sent if n.phase.value == "backward"]) <= 2
 
 
-def test_moments_of_pieces_do_not_cancel() -> None:
+def test_moments_of_shards_do_not_cancel() -> None:
     """Numbers far from zero: squares of what is not centred would leave nothing of the variance in float32."""
     torch.manual_seed(0)
     x = 1000 + torch.randn(8, 3, 4, 4)
@@ -193,15 +193,15 @@ def test_norms_in_bf16_have_statistics_in_float32(norm: nn.Module, stats: str | 
 
 
 @pytest.mark.parametrize("shape", [(8, 3, 4, 5), (8, 3)])
-def test_moments_of_all_are_those_of_the_pieces_joined(shape: tuple[int, ...]) -> None:
+def test_moments_of_all_are_those_of_the_shards_joined(shape: tuple[int, ...]) -> None:
     """By the kernel of CPUs, and by the one of other devices."""
     x, dims = 5 + torch.randn(shape, dtype=torch.float64), [d for d in range(len(shape)) if d != 1]
     var, mean = torch.var_mean(x, dims, correction=0)
     of = [4, 2, 1][: x.dim() - 1]
-    made = moments.joined_moments(moments.piece_moments(x, of, [0] * len(of), of))
+    made = moments.joined_moments(moments.shard_moments(x, of, [0] * len(of), of))
     for found in (made, moments._moments(x)):
         assert near(found[0], mean) and near(found[1], var)
-    assert moments.piece_moments(x.bfloat16(), of, [0] * len(of), of).dtype == torch.float32
+    assert moments.shard_moments(x.bfloat16(), of, [0] * len(of), of).dtype == torch.float32
 
 
 @pytest.mark.long

@@ -55,7 +55,7 @@ def test_an_input_without_content_is_refused() -> None:
         pm(x.to("meta"), y)
 
 
-# ---- another form of call -----------------------------------------------------------------------------------
+# ---- another call signature -----------------------------------------------------------------------------------
 
 
 @pytest.mark.long

@@ -116,7 +116,7 @@ class OfTwo(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["cov", "one_hot", *(slow(each) for each in WANTED if each not in ("cov", "one_hot"))])
 def test_what_functions_want_of_their_data_is_asked_of_each_call(name: str) -> None:
-    """These are taken apart when they are traced, and their checks would be lost."""
+    """These are decomposed when they are traced, and their checks would be lost."""
     function, good, bad = WANTED[name]
     torch.manual_seed(0)
     x, model = torch.randn(4, 6, dtype=torch.float64), OfTwo(function)

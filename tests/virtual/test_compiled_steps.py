@@ -54,7 +54,7 @@ def outside_of_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Calls]:
 def places(pm: sx.ParallelModule) -> dict[str, list[int]]:
     """Where parameters and states lie."""
     held = {**pm._store.parameters, **pm._store.states}
-    return {name: [piece.data_ptr() for piece in pieces] for name, pieces in held.items()}
+    return {name: [shard.data_ptr() for shard in shards] for name, shards in held.items()}
 
 
 @pytest.mark.long
@@ -81,7 +81,7 @@ def test_compiled_step_writes_parameters_and_states_in_place(backend: str, monke
 @pytest.mark.long
 @pytest.mark.parametrize("hints", [{"zero": 1}, {"zero": 3}, {"clip_grad_norm": 0.5}], ids=str)
 def test_compiled_steps_of_virtual_ranks_equal_one_device(hints: dict[str, Any]) -> None:
-    """Ranks that share a piece step it once."""
+    """Ranks that share a shard step it once."""
     losses, params, _ = alone(KINDS["AdamW"], 3, clip_grad_norm=hints.get("clip"))
     pm = small_plan(KINDS["AdamW"], MESHES["dp2"], **hints)
     pm.compile(backend="aot_eager")

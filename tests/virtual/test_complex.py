@@ -33,7 +33,7 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize("name", OF)
-def test_what_is_made_of_complex_numbers_in_pieces(name: str) -> None:
+def test_what_is_made_of_complex_numbers_in_shards(name: str) -> None:
     model, x = Turned(OF[name]), torch.rand(4, 8, dtype=torch.float64) + 0.5
     pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints((x,), specs={"args.0": "-, tp"}))
     assert rel_err(pm(x), model(x)) < 1e-12 and pm.verify()

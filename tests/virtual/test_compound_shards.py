@@ -1,4 +1,4 @@
-"""What asks where in a dim its elements stand, where the dim is a compound and a rank holds several stretches of it."""
+"""What asks where in a dim its elements stand, where the dim is a compound and a rank holds several segments of it."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_deep_models_are_stepped_as_on_one_device(optimizer: Callable[[Any], tor
 
 @pytest.mark.long
 def test_the_norm_of_all_gradients_is_a_few_transfers_however_deep_the_model() -> None:
-    """The sums of squares travel together, those over the same axes."""
+    """The sums of squares are coalesced, those over the same axes."""
     pm = deep_step(optimizer=KINDS["AdamW"], clip_grad_norm=0.1, zero=1)
     sums = [n for n in pm.planned.nodes if str(n.op) == "comm.all_reduce" and n.phase.value == "update"]
     assert len(sums) == len({tuple(node.kwargs["axes"]) for node in sums}) > 0
@@ -169,7 +169,7 @@ WHOLE = (torch.ops.aten._native_batch_norm_legit_functional.default, torch.ops.a
 """Those that make their own statistics, of all that they are given."""
 
 
-def test_batch_norms_one_behind_the_other_are_taken_apart_however_many() -> None:
+def test_batch_norms_one_behind_the_other_are_decomposed_however_many() -> None:
     """Each is in the way of the sharding of the batch, which the next one sees only when it is out of it."""
     torch.manual_seed(0)
     model, x = (

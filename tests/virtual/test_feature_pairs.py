@@ -1,4 +1,4 @@
-"""Each feature of a whole step alone, and in pairs with each other one, beside one device (:mod:`tests.pairs`)."""
+"""Each feature of a whole step alone, and in pairs with each other one, against one device (:mod:`tests.pairs`)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_formula_of_a_peak_is_its_number(model: str, feature: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_what_ranks_hold_is_foreseen_call_by_call(model: str, feature: str) -> None:
+def test_what_ranks_hold_is_predicted_call_by_call(model: str, feature: str) -> None:
     pm, case = planned(model, (feature,)), model_of(model)
     steps = pm._compiled.hints.optimizer is not None
     for run, kinds in ((pm, TRAIN), *([(pm.step, STEP)] if steps else [])):

@@ -48,7 +48,7 @@ WRONG_ONCE = [
 def test_cases_that_were_wrong_once(seed: int) -> None:
     """1975: the gradient of a batch norm in an unusual layout; 2356: a parameter that was stored sharded over
     iterations; 5461: a strided view of a weight in a gathered segment; 7388: stages that lay elsewhere in evaluation;
-    8388: a view made again in a stage that comes later; 10588: updates in the stage of another weight; 10611: the price
+    8388: a view recomputed in a stage that comes later; 10588: updates in the stage of another weight; 10611: the price
     of an op in iterations; 20254, 20748, 21138: what divides rounding by rounding; 22441: rows that were moved behind a
     slice and of which a rank had none; the others: false alarms of the verifier.
 

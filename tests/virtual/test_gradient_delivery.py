@@ -188,5 +188,5 @@ def test_compiled_functions_take_a_loss(backend: str, trained: Any) -> None:
             torch.testing.assert_close(mine, scale * theirs)
     pm.zero_grad()
     torch.compile(whole, backend=backend)(X, Y)
-    for piece, theirs in zip(pm.parameters(), grads, strict=True):
-        torch.testing.assert_close(piece.grad, theirs)
+    for shard, theirs in zip(pm.parameters(), grads, strict=True):
+        torch.testing.assert_close(shard.grad, theirs)

@@ -178,7 +178,7 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.long
 @pytest.mark.parametrize(("which", "count"), [*((which, 2) for which in CHECKPOINTS), ("a module", 12)])
 @pytest.mark.one_in(4)
-def test_what_a_model_checkpoints_is_made_again(which: str, count: int) -> None:
+def test_what_a_model_checkpoints_is_recomputed(which: str, count: int) -> None:
     """As patterns for the hints, also of equal blocks that capture leaves out; unless hints say otherwise."""
     x, y = batch()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Other forms of call of a model in stages run on what training stores, where it stores it."""
+"""Other call signatures of a model in stages run on what training stores, where it stores it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "3 iterations of 4 rows": ("gpt_fused", {"tp": 2, "iterations": 3}, {}),
     "4 iterations": ("llama", {"tp": 2, "iterations": 4}, {}),
     "sums of each iteration": ("gpt_fused", {"dp": 2, "tp": 2}, {"reduce": "each"}),
-    "put away": ("gpt_fused", {"tp": 2}, {"offload": ("activations",)}),
+    "offloaded": ("gpt_fused", {"tp": 2}, {"offload": ("activations",)}),
     "encoder and decoder": ("hf_t5", {"tp": 2}, {}),
 }
 
@@ -109,7 +109,7 @@ def test_less_communication_is_exposed() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_foreseen_is_held() -> None:
+def test_what_is_predicted_is_held() -> None:
     pm = side_by_side("gpt_fused", tp=2, sequence=True)
     held = held_in_a_step(pm, make("gpt_fused"))
     for rank in range(2):

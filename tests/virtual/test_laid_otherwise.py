@@ -1,5 +1,5 @@
 """Weights and inputs that do not lie row by row (channels last, transposed): they are stored as they lie, and what a
-rank holds is foreseen to the byte."""
+rank holds is predicted to the byte."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def planned(given: Case, **hints: Any) -> sx.ParallelModule:
     ids=str,
 )
 @pytest.mark.parametrize(("of_model", "of_input"), [(True, False), (True, True), (False, True)])
-def test_what_is_held_is_foreseen(of_model: bool, of_input: bool, hints: dict[str, Any]) -> None:
+def test_what_is_held_is_predicted(of_model: bool, of_input: bool, hints: dict[str, Any]) -> None:
     given = case(of_model, of_input)
     pm = planned(given, **hints)
     assert pm.planned.input("args.0").laid == (LAST if of_input else ())
@@ -99,7 +99,7 @@ def test_states_lie_as_their_parameters() -> None:
     pm = planned(given, optimizer=torch.optim.AdamW)
     pm.step(*given.args, *given.targets)
     assert pm.planned.input("body.weight.exp_avg").laid == LAST
-    assert all(piece.stride() == (72, 1, 24, 8) for piece in pm._store.states["body.weight.exp_avg"])
+    assert all(shard.stride() == (72, 1, 24, 8) for shard in pm._store.states["body.weight.exp_avg"])
 
 
 def test_how_an_input_lies_stands_in_the_text() -> None:

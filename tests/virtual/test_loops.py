@@ -48,7 +48,7 @@ AGAIN = {
     "hf_vit": "**.layers.*",
     "moe_mixtral": "**.layers.*",
 }
-"""What is made again, with "recompute"."""
+"""What is recomputed, with "recompute"."""
 NAMES = ["mlp3", "gpt_fused", "llama", "unet", "moe_loop", "hf_gpt2", "hf_t5", "hf_bert", "hf_vit", "moe_mixtral"]
 PREPARED: dict[str, Callable[[Any], object]] = {
     "moe_mixtral": lambda model: model.set_experts_implementation("batched_mm"),  # which sorts nothing over the batch

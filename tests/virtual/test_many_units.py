@@ -81,7 +81,7 @@ UNEVEN = "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 F0.4 B0.2 B0.3 B0.4"
 HOW: dict[str, tuple[str, sx.Mesh, str, dict[str, Any]]] = {
     "5 iterations of 8 rows": ("mlp3", sx.Mesh(one=1), UNEVEN, {"grad_accumulation": 5}),
     "recompute": ("gpt_fused", sx.Mesh(dp=2), ONE_AHEAD, {"grad_accumulation": 4, "recompute": "layers.*"}),
-    "put away": ("gpt_fused", sx.Mesh(dp=2), ONE_AHEAD, {"grad_accumulation": 4, "offload": ("activations",)}),
+    "offloaded": ("gpt_fused", sx.Mesh(dp=2), ONE_AHEAD, {"grad_accumulation": 4, "offload": ("activations",)}),
     "tp2": ("gpt_fused", sx.Mesh(tp=2), ONE_AHEAD, {"grad_accumulation": 4}),
 }
 

@@ -1,4 +1,4 @@
-"""What a rank holds: foreseen and measured, stored in pieces, made again; and that nothing else changes by it."""
+"""What a rank holds: predicted and measured, stored in shards, recomputed; and that nothing else changes by it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_feature_changes_memory_alone(name: str, mesh: str, feature: str) -> N
         *(pytest.param(n, f, marks=pytest.mark.slow) for n in ("gpt_fused", *NAMES) for f in FEATURES),
     ],
 )
-def test_what_is_foreseen_is_what_a_run_holds(name: str, feature: str) -> None:
+def test_what_is_predicted_is_what_a_run_holds(name: str, feature: str) -> None:
     case = make(name)
     pm = plan(case, MESHES["dp2"], **hints_of(name, feature))
     for rank, held in held_in_a_step(pm, case).items():
@@ -175,7 +175,7 @@ def test_collectives_are_repeated_or_kept_and_boundaries_wait_in_slices() -> Non
     assert sliced.verify() and "waits for the backward in slices" in {node.why for node in sliced.planned.nodes}
 
 
-def test_zero_stores_pieces_and_gathers_them_again() -> None:
+def test_zero_stores_shards_and_gathers_them_again() -> None:
     whole = sum(p.numel() for p in Blocks().parameters())
     held = {level: blocks(zero=level, zero_min_numel=0) for level in (0, 1, 2, 3)}
     for level, pm in held.items():
@@ -264,7 +264,7 @@ def test_a_budget_that_holds_and_one_that_does_not() -> None:
 
 
 @pytest.mark.long
-def test_what_may_be_put_away_is_a_remedy() -> None:
+def test_what_may_be_offloaded_is_a_remedy() -> None:
     """Where the other features are asked for already, and it is not; a copy holds its source until it is waited for."""
     hints: dict[str, Any] = {"recompute": "layers.0", "zero": 3, "zero_min_numel": 0}
     with pytest.raises(sx.Error, match="more than Hints") as raised:
@@ -277,7 +277,7 @@ def test_what_may_be_put_away_is_a_remedy() -> None:
 
 
 @pytest.mark.long
-def test_parameters_are_put_away_where_nothing_else_fits() -> None:
+def test_parameters_are_offloaded_where_nothing_else_fits() -> None:
     """They travel most often, so they are the last remedy; and it holds what it says."""
 
     def wide(**hints: Any) -> sx.ParallelModule:

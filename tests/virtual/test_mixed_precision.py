@@ -1,4 +1,5 @@
-"""``Hints(mixed_precision=...)``: masters in one dtype, the model in another, as one device computes it written by
+"""``Hints(mixed_precision=...)``: master weights in one dtype, the model in another, as one device computes it written
+by
 hand."""
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def as_hinted(model: nn.Module, case: Case, dtype: torch.dtype = F32) -> Tensor:
-    """The loss of one device that computes in ``dtype``; batch norms in the masters' dtype."""
+    """The loss of one device that computes in ``dtype``; batch norms in the master weights' dtype."""
     kept = {
         f"{path}.{name}" for path, m in model.named_modules() if isinstance(m, _BatchNorm) for name in m._parameters
     }
@@ -68,7 +69,7 @@ def alone(case: Case, clip_grad_norm: float | None = None) -> tuple[list[float],
 
 
 def beside(name: str, mesh: sx.Mesh, proven: bool = True, **hints: Any) -> sx.ParallelModule:
-    """Train a case in float64 masters, computed in float32, beside one device."""
+    """Train a case in float64 master weights, computed in float32, against one device."""
     case = made(name)
     losses, grads, state = alone(case, hints.get("clip"))
     pm = plan(made(name), mesh, mixed_precision=F32, **hints)
@@ -99,7 +100,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 MODELS = ("mlp3", "gpt_fused", "llama", "resnet")
-PIECES: dict[str, dict[str, Any]] = {
+SHARDS: dict[str, dict[str, Any]] = {
     "zero1": {"zero": 1},
     "zero3": {"zero": 3},
     "zero2-step-clip": {"zero": 2, "optimizer": sgd, "clip_grad_norm": 0.5},
@@ -121,9 +122,9 @@ def test_equals_one_device(name: str, mesh: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(("name", "pieces"), quick_first(PIECES))
-def test_stored_in_pieces(name: str, pieces: str) -> None:
-    beside(name, MESHES["dp2"], zero_min_numel=0, **PIECES[pieces])
+@pytest.mark.parametrize(("name", "shards"), quick_first(SHARDS))
+def test_stored_in_shards(name: str, shards: str) -> None:
+    beside(name, MESHES["dp2"], zero_min_numel=0, **SHARDS[shards])
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_gradients_are_reduced_as_hinted(mixed_precision: Any, reduce: Any, dtyp
 
 
 @pytest.mark.slow
-def test_a_norm_is_taken_apart_in_few_bits() -> None:
+def test_a_norm_is_decomposed_in_few_bits() -> None:
     """Its statistics are in the dtype in which the kernel gives them, for its backward takes them so."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)), torch.randn(4, 8)
     specs = {"args.0": "dp, -", "0.weight": "tp, -"}
@@ -110,7 +110,7 @@ def test_what_is_summed_earlier_is_said() -> None:
     assert not any("summed" in note for note in big().planned.notes)
 
 
-def test_casts_do_not_wait_beside_their_masters() -> None:
+def test_casts_do_not_wait_beside_their_master_weights() -> None:
     pm = big()
     casts = [node for node in pm.planned.nodes if is_cast(node) and node.outs[0].shape == (64, 64)]
     assert [node.phase.value for node in casts if node.outs[0].type.dtype == BF16] == ["forward", "forward", "backward"]

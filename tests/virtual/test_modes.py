@@ -41,10 +41,10 @@ def test_a_seed_reproduces_and_another_differs() -> None:
 
 def test_shards_differ() -> None:
     mask = masks(0, "dp, tp") != 0
-    pieces = [mask[r : r + 4, c : c + 8] for r in (0, 4) for c in (0, 8)]
-    for i, piece in enumerate(pieces):
-        assert 0 < piece.float().mean() < 1
-        assert not any(torch.equal(piece, other) for other in pieces[:i])
+    shards = [mask[r : r + 4, c : c + 8] for r in (0, 4) for c in (0, 8)]
+    for i, shard in enumerate(shards):
+        assert 0 < shard.float().mean() < 1
+        assert not any(torch.equal(shard, other) for other in shards[:i])
 
 
 @pytest.mark.one_in(2)
@@ -98,7 +98,7 @@ def test_a_step_in_training_is_seen_in_evaluation() -> None:
 
 
 def test_results_need_no_target_that_would_travel_with_an_argument() -> None:
-    """Both ids are gathered, and travel together where there is a loss."""
+    """Both ids are gathered, and are coalesced where there is a loss."""
     model = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 5))
     x, y = torch.arange(20).view(4, 5) % 12, torch.ones(4, 5, dtype=torch.int64)
     hints = sx.Hints((x,), loss=lambda out, t: (out.sum(-1) * t).sum(), targets=(y,), specs={"args.0": "-, a"})

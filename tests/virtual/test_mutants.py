@@ -17,7 +17,7 @@ QUICK = ("mlp3@dp2tp2",)
 def test_every_damaged_program_is_refused(name: str) -> None:
     rates = measure([name], count=1)
     assert rates.total >= 15 and rates.static == rates.made
-    # the moments of all are the same of pieces in another order, and random numbers do not weigh every constant
+    # the moments of all are the same of shards in another order, and random numbers do not weigh every constant
     assert len(rates.survivors) <= 1, rates.survivors
 
 

@@ -1,4 +1,4 @@
-"""What is put away beside the device: nothing changes but the memory, which is foreseen in both pools, and proven."""
+"""What is offloaded beside the device: nothing changes but the memory, which is predicted in both pools, and proven."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_step_by_a_fused_kernel_is_the_same_up_to_rounding() -> None:
     ids=lambda each: str(each[0]),
 )
 @pytest.mark.slow
-def test_both_pools_are_foreseen_as_a_step_holds_them(offload: tuple[sx.Offload, ...]) -> None:
+def test_both_pools_are_predicted_as_a_step_holds_them(offload: tuple[sx.Offload, ...]) -> None:
     """Call by call, to the byte; and at most within a percent."""
     pm, x = blocks(optimizer=adamw, offload=offload), torch.randn(256, 16)
     case: Any = SimpleNamespace(args=(x,), targets=(x,), kwargs={})
@@ -130,7 +130,7 @@ def test_both_pools_are_foreseen_as_a_step_holds_them(offload: tuple[sx.Offload,
 
 
 @pytest.mark.slow
-def test_what_is_put_away_is_not_on_the_device() -> None:
+def test_what_is_offloaded_is_not_on_the_device() -> None:
     plain = blocks(optimizer=adamw).memory()
     states = 2 * plain.by_category["parameters"]
     assert plain.by_category["optimizer states"] == states + 8
@@ -236,7 +236,7 @@ def test_an_update_that_needs_all_gradients_stands_behind_the_backward(hints: di
 
 
 def test_states_are_saved_and_loaded() -> None:
-    """In pieces, whole, and into a plan that keeps them on the device."""
+    """In shards, whole, and into a plan that keeps them on the device."""
     first, same, other = (
         small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **more)
         for more in ({"offload": away()}, {"offload": away(to="disk")}, {})

@@ -333,7 +333,7 @@ OF_ONE_TERM: dict[str, tuple[Any, float]] = {
 
 @pytest.mark.parametrize("name", OF_ONE_TERM)
 def test_what_a_product_takes_zero_times_is_not_looked_at(name: str) -> None:
-    """Of what is infinite it would be NaN, where the sum is taken apart because the product's inner dim is sharded."""
+    """Of what is infinite it would be NaN, where the sum is decomposed because the product's inner dim is sharded."""
     made, value = OF_ONE_TERM[name]
     given = (
         torch.full((6,), value, dtype=torch.float64),

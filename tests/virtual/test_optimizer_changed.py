@@ -89,7 +89,7 @@ def test_states_are_not_kept_by_parameter() -> None:
 
 
 @pytest.mark.long
-def test_pieces_that_do_not_fit_are_refused_before_any_is_loaded() -> None:
+def test_shards_that_do_not_fit_are_refused_before_any_is_loaded() -> None:
     pm, wider = small_plan(KINDS["AdamW"], DP2, zero=1), small_plan(KINDS["AdamW"], sx.Mesh(dp=4), zero=1)
     pm.step(*batches(1)[0])
     before = pm.optimizer.full_state_dict()
@@ -97,8 +97,8 @@ def test_pieces_that_do_not_fit_are_refused_before_any_is_loaded() -> None:
     def spoilt(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         given = copy.deepcopy(pm.optimizer.state_dict())
         for held in given["state"].values():
-            for piece in held if isinstance(held, list) else [held]:
-                piece.add_(1)
+            for shard in held if isinstance(held, list) else [held]:
+                shard.add_(1)
         change(given["state"])
         return given
 
@@ -151,7 +151,7 @@ def test_a_second_optimizer_is_refused_also_before_the_first_step() -> None:
         refused("have an optimizer in the program", optim.SGD(each.parameters(), lr=0.1).step)
 
 
-def test_copies_have_their_pieces_looked_at() -> None:
+def test_copies_have_their_shards_looked_at() -> None:
     pm = copy.deepcopy(small_plan(None, DP2, zero=3))
     pm(*batches(1)[0]).backward()
     refused("looks at whole tensors", Lamb(pm.parameters()).step)

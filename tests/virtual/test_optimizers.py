@@ -1,4 +1,4 @@
-"""Optimizers of a parallel module's parameters, which may be pieces."""
+"""Optimizers of a parallel module's parameters, which may be shards."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_one_that_calls_a_closure_is_tried_with_one() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("options", [{"capturable": True}, {"fused": True}])
-def test_they_are_tried_where_the_pieces_are(options: dict[str, Any]) -> None:
+def test_they_are_tried_where_the_shards_are(options: dict[str, Any]) -> None:
     x, y = batch()
     pm = parallel(mlp(), sx.Mesh(tp=2), specs=TP, device="cuda")
     pm(x.cuda(), y.cuda()).backward()
@@ -156,16 +156,16 @@ def test_states_move_between_plans_and_the_model(kind: str) -> None:
     assert all(near(tensor, whole[name]) for name, tensor in reference.state_dict().items())
 
 
-def test_states_that_are_no_pieces_of_their_parameter() -> None:
+def test_states_that_are_no_shards_of_their_parameter() -> None:
     pm = parallel(mlp(), sx.Mesh(tp=2), specs=TP)
     optimizer = torch.optim.AdamW(pm.parameters())
     with pytest.raises(sx.Error, match="of another optimizer"):
         pm.load_full_optimizer_state_dict(optimizer, torch.optim.AdamW(mlp()[0].parameters()).state_dict())
     steps(pm, optimizer)
-    piece = next(p for name, p in pm.named_parameters() if name.startswith("0.@0"))
-    optimizer.state[piece]["exp_avg"] = torch.zeros(3)
+    shard = next(p for name, p in pm.named_parameters() if name.startswith("0.@0"))
+    optimizer.state[shard]["exp_avg"] = torch.zeros(3)
     with pytest.raises(sx.Error, match="not those of the parameter"):
         pm.full_optimizer_state_dict(optimizer)
-    optimizer.state.pop(piece)
+    optimizer.state.pop(shard)
     with pytest.raises(sx.Error, match=r"only some shards of '0.weight' have a state"):
         pm.full_optimizer_state_dict(optimizer)

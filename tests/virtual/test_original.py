@@ -49,7 +49,7 @@ MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", MADE)
-def test_an_optimizer_goes_on_with_the_pieces(kind: str, mesh: str) -> None:
+def test_an_optimizer_goes_on_with_the_shards(kind: str, mesh: str) -> None:
     """Groups and states, of before and after; schedulers hold the same object."""
     model = mlp()
     optimizer = MADE[kind](model)

@@ -279,10 +279,10 @@ def old_weights_are_sent(graph: fx.Graph) -> None:
 
 
 def other_rows(graph: fx.Graph, which: int) -> None:
-    piece = of(graph, "loop.slice")[which]
-    number: Any = piece.args[2]
+    shard = of(graph, "loop.slice")[which]
+    number: Any = shard.args[2]
     with graph.inserting_after(number):
-        piece.update_arg(2, graph.call_function(loop_ops.index, (number.args[0], 2, -2)))
+        shard.update_arg(2, graph.call_function(loop_ops.index, (number.args[0], 2, -2)))
 
 
 def rows_of_another_iteration(graph: fx.Graph) -> None:

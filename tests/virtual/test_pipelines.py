@@ -152,8 +152,8 @@ def test_a_step_of_the_optimizer_is_in_the_programs() -> None:
 
 
 @pytest.mark.slow
-def test_what_came_from_another_stage_is_not_made_again() -> None:
-    """Where a module that is made again lies in several stages."""
+def test_what_came_from_another_stage_is_not_recomputed() -> None:
+    """Where a module that is recomputed lies in several stages."""
     model, (x, y) = tied(2), batch(4)
     pm = in_stages(model, x, y, sx.Mesh(pp=2, mb=sx.Loop(2)), pipeline=sx.Pipeline(), recompute="layers")
     check(pm, model, x, y)
@@ -200,7 +200,7 @@ def test_a_message_has_a_tag_of_its_own() -> None:
 
 
 @slow
-def test_stages_put_away_what_waits_and_fetch_what_they_share() -> None:
+def test_stages_offloaded_what_waits_and_fetch_what_they_share() -> None:
     def adam(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3)
 

@@ -1,4 +1,4 @@
-"""``pm.timeline()`` and ``pm.record()``: what ranks do when, foreseen and measured."""
+"""``pm.timeline()`` and ``pm.record()``: what ranks do when, predicted and measured."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def events(path: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
 def test_a_trace_and_a_picture_have_a_row_for_each_rank(tmp_path: Path) -> None:
     pm = planned(sx.Mesh(pp=2, dp=2, mb=T(2)), pipeline=sx.Pipeline(), specs={"args.0": "mb dp, -"})
     timeline = pm.timeline()
-    tracks, done = events(timeline.trace(tmp_path / "foreseen.json"))
+    tracks, done = events(timeline.trace(tmp_path / "predicted.json"))
     assert {track: tracks[track] for track in range(4)} == {rank: f"rank {rank}" for rank in range(4)}
     links = sorted(name for track, name in tracks.items() if track >= 4)
     assert [name for name in links if name.startswith("rank 0:")] == [
@@ -303,7 +303,7 @@ def test_the_report_says_both(tmp_path: Path) -> None:
     timing = pm.report().timing
     assert timing is not None
     assert timing.measured is recording
-    assert timing.as_measured == pytest.approx(sum(timing.foreseen.busy))
+    assert timing.as_measured == pytest.approx(sum(timing.predicted.busy))
     assert "all ranks' work in one process" in str(pm.report())
 
 

@@ -46,7 +46,7 @@ def test_groups_and_a_schedule() -> None:
     pm = small_plan(grouped, DP2, zero=3)
     assert apart(pm, losses, params) < 1e-12
     assert [group["lr"] for group in pm.optimizer.param_groups] == [1e-2, 2e-2]
-    assert [len(group["params"]) for group in pm.optimizer.param_groups] == [4, 4]  # two pieces of each
+    assert [len(group["params"]) for group in pm.optimizer.param_groups] == [4, 4]  # two shards of each
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", ["AdamW", "dampening", "Adafactor", "Lamb", "two"])
 def test_training_goes_on_from_states_that_were_saved(kind: str) -> None:
-    """On the same plan by pieces; on another one by whole states."""
+    """On the same plan by shards; on another one by whole states."""
     losses, params, _ = alone(KINDS[kind], 4)
     first = small_plan(KINDS[kind], DP2, zero=3)
     for x, y in batches(2):

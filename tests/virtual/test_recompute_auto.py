@@ -1,4 +1,4 @@
-"""recompute="auto": what a budget has made again, by the cheapest choice; and that nothing else changes by it."""
+"""recompute="auto": what a budget has recomputed, by the cheapest choice; and that nothing else changes by it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_it_costs_no_more_than_recomputing_each_block() -> None:
 
 
 @pytest.mark.slow
-def test_what_costs_less_is_put_away() -> None:
-    """Where the link is fast, a smaller budget costs less than by making again alone; and all is proven."""
+def test_what_costs_less_is_offloaded() -> None:
+    """Where the link is fast, a smaller budget costs less than by recomputing alone; and all is proven."""
     mesh, budget = MESHES["dp2tp2"], int(plan(make("gpt_fused"), MESHES["dp2tp2"]).memory().peak * 0.75)
     fast = replace(sx.Machine.load("accelerator"), pools={"host": sx.Link(1e12, 0.0)})
     hints: dict[str, Any] = {"recompute": "auto", "memory": budget, "machine": fast}
@@ -91,7 +91,7 @@ def test_what_costs_less_is_put_away() -> None:
     ],
     ids=["zero 1", "zero 2", "arena", "activations"],
 )
-def test_where_all_made_again_fits_something_is_found(more: dict[str, Any], said: str) -> None:
+def test_where_all_recomputed_fits_something_is_found(more: dict[str, Any], said: str) -> None:
     """Also where parameters are gathered together, or a plan holds less than is thought of its parts."""
     blocks = {"recompute": "layers.*", **more}
     peaks = [plan(make("llama"), MESHES["dp2"], **hints).memory().peak for hints in (more, blocks)]
@@ -150,7 +150,7 @@ def test_the_solver_says_nothing(seed: int, capfd: pytest.CaptureFixture[str]) -
 
 
 def kind(count: int, *groups: OpGroup) -> SegmentKind:
-    """So many stretches that are alike."""
+    """So many segments that are alike."""
     return SegmentKind([ModelSegment((f"layers.{i}",)) for i in range(count)], list(groups))
 
 
@@ -160,7 +160,7 @@ def chosen(kinds: list[SegmentKind], held: dict[tuple[int, ...], int], budget: i
     return found
 
 
-def test_the_cheaper_of_two_is_made_again() -> None:
+def test_the_cheaper_of_two_is_recomputed() -> None:
     dear, cheap = OpGroup(0, "", "aten.mm", 10, 2.0), OpGroup(0, "", "aten.gelu", 10, 1.0)
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 120)
     assert found.again == {dear: 0, cheap: 8} and found.seconds == 8.0
@@ -168,8 +168,8 @@ def test_the_cheaper_of_two_is_made_again() -> None:
     assert found.again == {dear: 2, cheap: 8}
 
 
-def test_what_is_dear_is_put_away() -> None:
-    """The first stretches make it again, the next ones put it away, whichever costs less for each group."""
+def test_what_is_dear_is_offloaded() -> None:
+    """The first segments make it again, the next ones put it away, whichever costs less for each group."""
     dear, cheap = OpGroup(0, "", "aten.mm", 10, 2.0, away=1.0), OpGroup(0, "", "aten.gelu", 10, 0.5, away=1.0)
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 80)
     assert found.again == {dear: 0, cheap: 8} and found.away == {dear: 4, cheap: 0} and found.seconds == 8.0
@@ -179,7 +179,7 @@ def test_what_is_dear_is_put_away() -> None:
 
 
 def test_what_is_made_of_something_needs_it() -> None:
-    """The gelu is made again from the product, which the backward itself does not need: that is kept, or made again
+    """The gelu is recomputed from the product, which the backward itself does not need: that is kept, or recomputed
     too."""
     gelu = OpGroup(0, "", "aten.gelu", 10, 1.0)
     product = OpGroup(0, "", "aten.mm", 0, 50.0, 4, [gelu])
@@ -193,7 +193,7 @@ def test_what_is_made_of_something_needs_it() -> None:
 
 
 def test_the_last_blocks_keep_what_a_later_moment_has_room_for() -> None:
-    """Half way back, when gradients have come, the first half waits alone: that makes again, the last blocks keep."""
+    """Half way back, when gradients have come, the first half waits alone: that recomputes, the last blocks keep."""
     group = OpGroup(0, "", "aten.mm", 10, 1.0)
     found = chosen([kind(8, group)], {(8,): 100, (4,): 120}, 90)
     assert found.again == {group: 3}
@@ -228,8 +228,8 @@ class Mixture(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [1.0, 0.5])
-def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_made_again(part: float) -> None:
-    """What is summed for the loss alone is summed last: no layer was a stretch then, and nothing was chosen."""
+def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_recomputed(part: float) -> None:
+    """What is summed for the loss alone is summed last: no layer was a segment then, and nothing was chosen."""
     torch.manual_seed(0)
     model, x = Mixture().double(), torch.randn(4, 6, 8).double()
 
@@ -249,7 +249,7 @@ def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_made_again(part:
 
 
 @pytest.mark.long
-def test_a_pattern_that_fits_is_found_where_no_stretch_keeps_anything() -> None:
+def test_a_pattern_that_fits_is_found_where_no_segment_keeps_anything() -> None:
     torch.manual_seed(0)
     towers = nn.ModuleDict({name: nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4)) for name in "ab"})
 

@@ -1,4 +1,4 @@
-"""Modules that do little each (a convolution, an activation) are made again several together, by hand and chosen."""
+"""Modules that do little each (a convolution, an activation) are recomputed several together, by hand and chosen."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_chain_is_made_to_fit(make: Callable[[], nn.Module]) -> None:
 @pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("make", "pattern"), [(listed, "features.*"), (Functional, "*")])
-def test_modules_are_made_again_together_by_hand(make: Callable[[], nn.Module], pattern: str) -> None:
+def test_modules_are_recomputed_together_by_hand(make: Callable[[], nn.Module], pattern: str) -> None:
     torch.manual_seed(0)
     model = make().double()
     plain, alone = planned(model), planned(model, recompute=pattern)
@@ -114,7 +114,7 @@ def test_modules_are_made_again_together_by_hand(make: Callable[[], nn.Module], 
 
 
 @pytest.mark.slow
-def test_what_a_model_checkpoints_in_segments_is_made_again_together() -> None:
+def test_what_a_model_checkpoints_in_segments_is_recomputed_together() -> None:
     torch.manual_seed(0)
     model = InSegments(convolutions(10)).double()
     plain, pm = planned(model, recompute=()), planned(model)
@@ -126,7 +126,7 @@ def test_what_a_model_checkpoints_in_segments_is_made_again_together() -> None:
 
 
 class Pairs(nn.Module):
-    """Equal layers, of which two at a time are made again."""
+    """Equal layers, of which two at a time are recomputed."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Pairs(nn.Module):
 
 @pytest.mark.slow
 def test_equal_layers_two_at_a_time() -> None:
-    """What a function does between modules is made again, too."""
+    """What a function does between modules is recomputed, too."""
     torch.manual_seed(0)
     model = Pairs(24).double()
     plain, pm = planned(model, recompute=()), planned(model)
@@ -154,8 +154,8 @@ def test_equal_layers_two_at_a_time() -> None:
 
 
 @pytest.mark.slow
-def test_stages_part_what_is_made_again_together() -> None:
-    """What a stage is sent stays there: nothing of the stage before is made again in it."""
+def test_stages_part_what_is_recomputed_together() -> None:
+    """What a stage is sent stays there: nothing of the stage before is recomputed in it."""
     torch.manual_seed(0)
     model, pipeline = listed().double(), sx.Pipeline(stages=("features.9",))
     mesh = sx.Mesh(pp=2, dp=2, mb=sx.Loop(2))
@@ -164,5 +164,5 @@ def test_stages_part_what_is_made_again_together() -> None:
         for recompute in (None, sx.Recompute("features.*", segment=6))
     )
     check_equal(pm, plain)
-    again = [node for node in pm.planned.nodes if node.why.startswith("made again")]
+    again = [node for node in pm.planned.nodes if node.why.startswith("recomputed")]
     assert again and all(value.node is None or value.node.at == node.at for node in again for value in node.operands)

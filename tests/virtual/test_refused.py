@@ -173,7 +173,7 @@ def test_a_scaler_comes_too_late_for_float16() -> None:
     assert all(p.grad is not None and near(grads[name] / 1024, p.grad) for name, p in alone.named_parameters())
 
 
-def test_state_dicts_of_the_model_and_new_tensors_are_no_pieces() -> None:
+def test_state_dicts_of_the_model_and_new_tensors_are_no_shards() -> None:
     model = mlp()
     pm = parallel(model, sx.Mesh(dp=2, tp=2), specs={"args.0": "dp, -", **TP})
     with pytest.raises(sx.Error, match=r"(?s)'0.weight' of this state dict is whole.*load_full_state_dict"):

@@ -141,7 +141,7 @@ def test_check_rule_names_op_sharding_and_both_numbers() -> None:
 
 
 def test_zeros_ties_and_the_ends_of_a_range_are_tried() -> None:
-    """Right for positive numbers, or indices that stand in the first piece, alone."""
+    """Right for positive numbers, or indices that stand in the first shard, alone."""
     with pytest.raises(sx.Error, match="is wrong"):
         sx.check_rule(sx.rule(aten.abs.default, "n d -> n d", linear="0"), torch.rand(4, 6, dtype=torch.float64))
     table, index = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 0])

@@ -63,7 +63,7 @@ def test_pairs_of_axes_and_features(name: str, pair: str, schedule: str) -> None
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize(("level", "schedule"), [(0, "1f1b"), (1, "interleaved"), (2, "zb-h1"), (3, "zb-v")])
 def test_all_of_it_at_once(name: str, level: int, schedule: str) -> None:
-    """Data, tensor and sequence parallelism, pieces, and blocks made again in the first stage alone."""
+    """Data, tensor and sequence parallelism, shards, and blocks recomputed in the first stage alone."""
     case, chunks = deep(name, 2 * CHUNKS[schedule], 5, 2), CHUNKS[schedule]
     hints = {"pipeline": sx.Pipeline(schedule=schedule, stages_per_rank=chunks), "recompute": "layers.0"}
     pm = in_stages(case, sx.Mesh(dp=2, tp=2, pp=2, mb=sx.Loop(5)), True, **hints, **(zero(level) if level else {}))
@@ -72,7 +72,7 @@ def test_all_of_it_at_once(name: str, level: int, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", CHUNKS)
-def test_activations_put_away_by_every_schedule(schedule: str) -> None:
+def test_activations_offloaded_by_every_schedule(schedule: str) -> None:
     case, chunks = deep("gpt", 2 * CHUNKS[schedule], 5), CHUNKS[schedule]
     away = sx.Offload(("activations",), min_numel=1)
     hints = {"pipeline": sx.Pipeline(schedule=schedule, stages_per_rank=chunks), "offload": (away,)}

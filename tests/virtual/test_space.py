@@ -35,7 +35,7 @@ def specs(mesh: sx.Mesh, space: int = 2) -> dict[str, str]:
 
 
 def trained(model: nn.Module, x: Tensor, mesh: sx.Mesh, space: int = 2, **hints: object) -> sx.ParallelModule:
-    """The model on tiles of ``x``, once forward and backward, beside one device; gives the parallel one."""
+    """The model on tiles of ``x``, once forward and backward, against one device; gives the parallel one."""
     model = model.double()
     alone = {name: t.clone() for name, t in model.state_dict().items()}
     wanted = torch.randn_like(model(x))
@@ -317,7 +317,7 @@ def inner_padding(program: fx.GraphModule) -> None:
     with_argument(convolution, 0, own)
 
 
-def rim_counted_twice(program: fx.GraphModule) -> None:
+def border_counted_twice(program: fx.GraphModule) -> None:
     """The gradient of the bias adds up the rows of others as well."""
     total = call(program, "sum.dim")
     rows = next(user for user in total.args[0].users if "unpack_rows" in str(user.target))  # type: ignore[union-attr]
@@ -332,7 +332,7 @@ def placeholder(program: fx.GraphModule, name: str) -> fx.Node:
     return next(node for node in program.graph.nodes if node.op == "placeholder" and node.name == name)
 
 
-@pytest.mark.parametrize("damage", [narrow, wrong_neighbour, other_rows, inner_padding, rim_counted_twice])
+@pytest.mark.parametrize("damage", [narrow, wrong_neighbour, other_rows, inner_padding, border_counted_twice])
 def test_a_damaged_exchange_is_refused(damage: Callable[[fx.GraphModule], None]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 3, padding=1)).double()

@@ -155,7 +155,7 @@ def test_running_sums_are_those_of_each_tile_and_of_the_tiles_before(rows: int, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("merge", "size"), [("never", 256), ("cost", 256), ("cost", 512)])
 def test_a_rank_holds_a_fourth_and_its_halos_at_most(merge: str, size: int) -> None:
-    """The peak of a UNet on 2 x 2 ranks, beside that of a plan for one; a rim is little of tiles of this size."""
+    """The peak of a UNet on 2 x 2 ranks, beside that of a plan for one; a border is little of tiles of this size."""
     x, peaks = torch.randn(1, 3, size, size), []
     for mesh in (sx.Mesh(h=1, w=1), MESHES["2x2"]):
         torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""The pass ``spatial``: one wider exchange for several convolutions; the rims that ranks compute twice count once."""
+"""The pass ``spatial``: one wider exchange for several convolutions; the borders that ranks compute twice count
+once."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_a_tile_that_waits_for_the_backward_is_not_held_twice(between: list[nn.M
 
 @pytest.mark.long
 def test_what_is_drawn_is_drawn_once() -> None:
-    """Dropout draws by tiles: it is not done twice on a rim."""
+    """Dropout draws by tiles: it is not done twice on a border."""
     pm = planned(convolutions(nn.Dropout(0.5)).double(), MESHES["h2"], "always", image(1, 3, 12, 5))
     (drawn,) = [node for node in pm.planned.nodes if "dropout.default" in str(node.op)]
     assert all(value.spec == sx.Spec.parse("-, -, h, -", pm.planned.mesh) for value in drawn.outs) and pm.verify()
@@ -131,7 +132,7 @@ def test_an_exchange_travels_while_inner_rows_are_computed(training: bool) -> No
     if training:
         pm = trained(net, x, mesh, passes=passes)
         assert any("3 ops compute the inner rows" in note for note in pm.planned.notes)
-        assert not any(row.rim_flops for row in pm.report().tiles)
+        assert not any(row.border_flops for row in pm.report().tiles)
     else:
         pm = sx.parallelize(net, mesh, sx.Hints(args=(x,), specs=specs(mesh), passes=passes), virtual=True)
         torch.testing.assert_close(pm(x), net(x), rtol=1e-9, atol=1e-9)
@@ -148,25 +149,25 @@ def test_what_is_overlapped_by_cost_takes_less_time(seconds: float, joins: int) 
     assert ops(pm).count("comm.join") == joins and pm.verify()
 
 
-def rims_changed(program: fx.GraphModule) -> None:
-    """The rims stand in each other's place."""
+def borders_changed(program: fx.GraphModule) -> None:
+    """The borders stand in each other's place."""
     joined = call(program, "join_rows")
     first, *inner, last = joined.args[0]  # type: ignore[misc]
     with_argument(joined, 0, [last, *inner, first])
 
 
-def rim_of_own_rows(program: fx.GraphModule) -> None:
-    """A rim is made of a rank's own rows, and padding."""
+def border_of_own_rows(program: fx.GraphModule) -> None:
+    """A border is made of a rank's own rows, and padding."""
     joined = call(program, "join_rows")
-    own, rim = joined.args[0][1], joined.args[0][0]  # type: ignore[index]
-    with program.graph.inserting_before(rim):
+    own, border = joined.args[0][1], joined.args[0][0]  # type: ignore[index]
+    with program.graph.inserting_before(border):
         cropped = program.graph.call_function(aten.slice.Tensor, (own.args[0], 2, 0, 2))
         padded = program.graph.call_function(aten.constant_pad_nd.default, (cropped, [0, 0, 1, 0]))
-    with_argument(rim, 0, padded)
+    with_argument(border, 0, padded)
 
 
 def inner_row_lost(program: fx.GraphModule) -> None:
-    """The first row of the inner piece stands in the place of the last one, too."""
+    """The first row of the inner shard stands in the place of the last one, too."""
     joined = call(program, "join_rows")
     first, (start, length), last = joined.args[2]  # type: ignore[misc]
     above, inner, below = joined.args[0]  # type: ignore[misc]
@@ -176,8 +177,8 @@ def inner_row_lost(program: fx.GraphModule) -> None:
 
 @pytest.mark.long
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("damage", [rims_changed, rim_of_own_rows, inner_row_lost])
-def test_damaged_pieces_are_refused(damage: Callable[[fx.GraphModule], None]) -> None:
+@pytest.mark.parametrize("damage", [borders_changed, border_of_own_rows, inner_row_lost])
+def test_damaged_shards_are_refused(damage: Callable[[fx.GraphModule], None]) -> None:
     torch.manual_seed(0)
     mesh, x = sx.Mesh(h=3), image(1, 3, 12, 5)
     hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.images.Spatial(merge="never", overlap=True)])
@@ -189,8 +190,8 @@ def test_damaged_pieces_are_refused(damage: Callable[[fx.GraphModule], None]) ->
     assert not pm.verify(modules={1: program})
 
 
-def rim_counted_twice(program: fx.GraphModule) -> None:
-    """The gradient of a bias adds up the rim that another rank has as well."""
+def border_counted_twice(program: fx.GraphModule) -> None:
+    """The gradient of a bias adds up the border that another rank has as well."""
     total = next(n for n in program.graph.nodes if "sum.dim" in str(n.target) and "take" in str(n.args[0]))
     with_argument(total, 0, total.args[0].args[0])  # type: ignore[union-attr]
 
@@ -201,8 +202,8 @@ def shifted(program: fx.GraphModule) -> None:
     with_argument(taken, 3, 0 if taken.args[3] else 1)
 
 
-def other_rim(program: fx.GraphModule) -> None:
-    """What one convolution gives of the rim is what padding gives."""
+def other_border(program: fx.GraphModule) -> None:
+    """What one convolution gives of the border is what padding gives."""
     convolution = call(program, "aten.convolution", 1)
     rows = convolution.args[0]
     with program.graph.inserting_before(convolution):
@@ -212,8 +213,8 @@ def other_rim(program: fx.GraphModule) -> None:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("damage", [narrow, rim_counted_twice, shifted, other_rim])
-def test_a_damaged_rim_is_refused(damage: Callable[[fx.GraphModule], None]) -> None:
+@pytest.mark.parametrize("damage", [narrow, border_counted_twice, shifted, other_border])
+def test_a_damaged_border_is_refused(damage: Callable[[fx.GraphModule], None]) -> None:
     torch.manual_seed(0)
     pm = planned(convolutions(nn.Tanh()).double(), sx.Mesh(h=3), "always", image(1, 3, 12, 5))
     program = pm.rank_module(1)
@@ -287,12 +288,12 @@ def test_the_report_says_what_tiles_cost_by_layer() -> None:
     (halos,) = [row for row in report.communication.rows if row.kind == "halo"]
     assert sum(row.exchanges for row in report.tiles) == halos.calls
     assert sum(row.nbytes for row in report.tiles) == halos.nbytes
-    rims = {row.module: row.rim_flops for row in report.tiles}
+    borders = {row.module: row.border_flops for row in report.tiles}
     middle = 4 * 5  # rank 1 makes two rows on both sides, for its gradient too; of each place 2 * 9 * 3 * 4 operations
-    assert rims["0"] == middle * 2 * 9 * 3 * 4
+    assert borders["0"] == middle * 2 * 9 * 3 * 4
     assert "work done twice" in str(report)
     apart = planned(net, sx.Mesh(h=3), "never", image(1, 3, 12, 5)).report()
-    assert apart.tiles and not any(row.rim_flops for row in apart.tiles)
+    assert apart.tiles and not any(row.border_flops for row in apart.tiles)
 
 
 class Across(nn.Module):

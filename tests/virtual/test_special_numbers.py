@@ -34,7 +34,7 @@ def weighed(out: Tensor, weight: Tensor) -> Tensor:
 
 
 def planned(of: Callable[..., Any], example: tuple[Tensor, ...], **specs: str) -> Callable[..., None]:
-    """A check of numbers and gradients beside one device's, on other data than the plan's."""
+    """A check of numbers and gradients against one device's, on other data than the plan's."""
     given = tuple(each.clone().requires_grad_(each.dtype.is_floating_point or each.is_complex()) for each in example)
     out = of(*example)
     weight = torch.linspace(-1, 2, out.numel(), dtype=F64).to(out.dtype).view_as(out)

@@ -1,4 +1,4 @@
-"""State dicts, whole and in pieces: copies, and loaded where they belong."""
+"""State dicts, whole and in shards: copies, and loaded where they belong."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def saved(state: Any) -> Any:
 
 
 @pytest.mark.long
-def test_pieces_are_loaded_where_they_belong() -> None:
+def test_shards_are_loaded_where_they_belong() -> None:
     pm = parallel(mlp(), sx.Mesh(dp=2, tp=2), specs=TP)
     other = parallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double(), pm.mesh, specs=TP)
     other.load_state_dict(saved(pm.state_dict()))
@@ -87,8 +87,8 @@ def square() -> sx.ParallelModule:
 
 @pytest.mark.parametrize("keep", [lambda state: state, saved], ids=["as it is", "saved"])
 @pytest.mark.parametrize("put", ["up.@1.weight", "halves.@0.weight"])
-def test_a_piece_under_the_name_of_another_is_refused(put: str, keep: Any) -> None:
-    """Pieces of one shape change places."""
+def test_a_shard_under_the_name_of_another_is_refused(put: str, keep: Any) -> None:
+    """Shards of one shape change places."""
     pm = square()
     state = keep(pm.state_dict())
     state["up.@0.weight"], state[put] = state[put], state["up.@0.weight"]
@@ -109,8 +109,8 @@ def test_weights_that_are_sharded_alike_may_change_places() -> None:
     assert all(torch.equal(tensor, whole[changed(name)]) for name, tensor in pm.full_state_dict().items())
 
 
-def test_what_is_computed_from_pieces_is_loaded() -> None:
+def test_what_is_computed_from_shards_is_loaded() -> None:
     pm = square()
     whole = pm.full_state_dict()
-    pm.load_state_dict({name: 2 * piece for name, piece in pm.state_dict().items()})
+    pm.load_state_dict({name: 2 * shard for name, shard in pm.state_dict().items()})
     assert all(torch.equal(tensor, 2 * whole[name]) for name, tensor in pm.full_state_dict().items())

@@ -130,7 +130,7 @@ def test_a_step_brings_rows_alone(specs: dict[str, str] | None) -> None:
 
 
 @pytest.mark.long
-def test_both_pools_are_foreseen_as_a_step_holds_them() -> None:
+def test_both_pools_are_predicted_as_a_step_holds_them() -> None:
     pm, x, y = looked("", optimizer=KINDS["AdamW"], offload=rows())
     case: Any = SimpleNamespace(args=(x,), targets=(y,), kwargs={})
     for run, kinds in ((pm, TRAIN), (pm.step, STEP)):

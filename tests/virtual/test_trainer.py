@@ -208,7 +208,7 @@ QUICK = ("has an optimizer",)
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in HABITS])
 def test_habits(name: str, tmp_path: Path) -> None:
-    """Under a plan that stores parameters in pieces."""
+    """Under a plan that stores parameters in shards."""
     more, options, then = HABITS[name]
     zero = {"mesh": sx.Mesh(dp=2), "hints": sx.Hints(zero=3, zero_min_numel=0)}
     logged = []

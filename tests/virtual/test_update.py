@@ -53,7 +53,7 @@ def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
 @pytest.mark.parametrize(("mesh", "feature", "bound"), [("dp2", {}, 1e-9), ("dp2tp2", {"zero": 1}, 2e-3)])
 def test_an_optimizer_that_computes_in_bfloat16(mesh: str, feature: dict[str, Any], bound: float) -> None:
     """Muon multiplies in bfloat16, whatever its parameters are: products of whole matrices are bit by bit one
-    device's; those of pieces are rounded elsewhere."""
+    device's; those of shards are rounded elsewhere."""
 
     def kind(params: Any) -> Any:
         return of_two(params, torch.optim.Muon)
@@ -143,13 +143,13 @@ def test_zero_shards_states(level: int) -> None:
     (all_, held) = (
         {name: sum(p.numel() for p in s) for name, s in pm._store.states.items()} for pm in (plain, sharding)
     )
-    assert held == all_  # the pieces together are the whole
+    assert held == all_  # the shards together are the whole
     assert all(len(s) == 2 for name, s in sharding._store.states.items() if not name.endswith(".step"))
     for pm in (plain, sharding):
         pm.step(*batches(1)[0])
     sizes = [pm.memory().by_category["optimizer states"] for pm in (plain, sharding)]
     assert sizes[1] - 8 == (sizes[0] - 8) // 2
-    assert all(len(pieces) == (1 if level == 1 else 2) for pieces in sharding._store.parameters.values())
+    assert all(len(shards) == (1 if level == 1 else 2) for shards in sharding._store.parameters.values())
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ def exchanged(place: int, a: int = 0, b: int = 1) -> Callable[[Arguments], Argum
 
 
 def further(rows: Any) -> Any:
-    """The first stretch of rows begins and ends one row before."""
+    """The first segment of rows begins and ends one row before."""
     return [further(rows[0]), *rows[1:]] if isinstance(rows[0], list) else [each - 1 for each in rows]
 
 
@@ -104,7 +104,7 @@ DAMAGES: dict[str, Damage] = {
     "a place where another one lies": Damage("arena", "memory.slot", put(1, lambda at: 0)),
     "a place beyond the arena": Damage("arena", "memory.slot", put(1, lambda at: at + (1 << 20))),
     "what is gathered is spread otherwise": Damage("arena", "memory.spread", exchanged(2, 0, -1), 0),
-    "pieces that are gathered in another order": Damage("arena", "memory.adjoin", exchanged(0, 0, -1), 0),
+    "shards that are gathered in another order": Damage("arena", "memory.adjoin", exchanged(0, 0, -1), 0),
     "gradients scattered at other offsets": Damage("arena", "memory.part", put(2, lambda at: at // 2)),
     "a column of a fused update is another's": Damage("iterations", "update.segment", exchanged(3, 1, 5)),
     "another number in a fused update": Damage(
@@ -125,7 +125,7 @@ DAMAGES: dict[str, Damage] = {
     "rows of a halo that begin elsewhere": Damage("rows", "pack.pack_rows", put(2, further), 0),
     "rows of a halo put elsewhere": Damage("rows", "pack.unpack_rows", put(4, lambda at: at[::-1]), 0),
     "a sharding of rows that begins elsewhere": Damage("rows", "pack.take", put(3, lambda start: start + 1), 0),
-    "pieces of nothing": Damage("masks", "pack.unflatten", put(2, lambda pieces: 0)),
+    "shards of nothing": Damage("masks", "pack.unflatten", put(2, lambda shards: 0)),
     "masks of another number": Damage("masks", "shardfx.dropout", put(3, lambda number: number + 1)),
     "masks of another box": Damage("masks", "shardfx.dropout", put(4, lambda box: [box[0] + 1, *box[1:]])),
     "masks drawn for more": Damage("masks", "shardfx.dropout", put(1, lambda p: p + 0.1)),

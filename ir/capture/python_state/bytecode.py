@@ -228,7 +228,7 @@ CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
 
 @cache
 def reached(code: CodeType) -> Reached:
-    """What a piece of code reaches, without the code within it."""
+    """What a shard of code reaches, without the code within it."""
     found, stack, jumps = Reached(), list[Symbol](), dict[int, list[Symbol]]()
     every, asked = [*dis.get_instructions(code)], 0
     after_end = False

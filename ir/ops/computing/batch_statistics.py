@@ -1,6 +1,6 @@
 """Batch norm over a sharded batch: mean and variance from those of shards, and the gradient in two steps.
 
-    out[p, 2, c] = shardfx.piece_moments(x[n, c, ...], of, at, count)    mean and variance of each of p equal shards
+    out[p, 2, c] = shardfx.shard_moments(x[n, c, ...], of, at, count)    mean and variance of each of p equal shards
     mean[c], var[c] = shardfx.joined_moments(out)                        of all (Chan, Golub and LeVeque, 1979)
 
     dot[c], total[c] = shardfx.batch_norm_sums(gy[n, c, ...], x, mean[c], rstd[c])    of gy * (x - mean) * rstd; of gy
@@ -39,10 +39,10 @@ def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @define(
-    "piece_moments(Tensor x, int[] of, int[] at, int[] count) -> Tensor",
+    "shard_moments(Tensor x, int[] of, int[] at, int[] count) -> Tensor",
     shapes=lambda x, of, *_: x.new_empty((math.prod(of), 2, x.shape[1]), dtype=_wide(x.dtype)),
 )
-def piece_moments(x: Tensor, of: Ints, at: Ints, count: Ints) -> Tensor:
+def shard_moments(x: Tensor, of: Ints, at: Ints, count: Ints) -> Tensor:
     """Mean and variance of each shard that ``x`` has, in its place."""
     boxes = [x.to(_wide(x.dtype))]
     for dim, n in zip((0, *range(2, x.dim())), count, strict=True):

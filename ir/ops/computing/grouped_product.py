@@ -157,10 +157,10 @@ def _aligned(x: Tensor) -> Tensor:
 # ---- on the CPU: a product for each group ----------------------------------------------------------------------
 
 
-def _pieces(x: Tensor, ends: Tensor, rows: Ints, groups: Ints) -> list[Tensor]:
+def _shards(x: Tensor, ends: Tensor, rows: Ints, groups: Ints) -> list[Tensor]:
     """The rows of each held group."""
-    pieces = torch.tensor_split(x, _local(ends, rows, x.shape[0]))
-    return [pieces[group] for group in places(groups, ends.shape[0])]
+    shards = torch.tensor_split(x, _local(ends, rows, x.shape[0]))
+    return [shards[group] for group in places(groups, ends.shape[0])]
 
 
 @define(
@@ -171,7 +171,7 @@ def _pieces(x: Tensor, ends: Tensor, rows: Ints, groups: Ints) -> list[Tensor]:
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, rows: Ints = (), groups: Ints = ()) -> Tensor:
     """The product of each row with the matrix of its group."""
     out = x.new_zeros((x.shape[0], w.shape[2]))
-    for into, some, matrix in zip(_pieces(out, ends, rows, groups), _pieces(x, ends, rows, groups), w, strict=True):
+    for into, some, matrix in zip(_shards(out, ends, rows, groups), _shards(x, ends, rows, groups), w, strict=True):
         if len(some):
             into.addmm_(some, matrix)
     return out
@@ -187,7 +187,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, rows: Ints = (), groups: Ints
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor, rows: Ints = (), groups: Ints = ()) -> Tensor:
     """The product of the rows of each group."""
     out = x.new_zeros((len(places(groups, ends.shape[0])), x.shape[1], y.shape[1]))
-    for into, left, right in zip(out, _pieces(x, ends, rows, groups), _pieces(y, ends, rows, groups), strict=True):
+    for into, left, right in zip(out, _shards(x, ends, rows, groups), _shards(y, ends, rows, groups), strict=True):
         if len(left):
             torch.mm(left.t(), right, out=into)
     return out

@@ -78,13 +78,13 @@ def add(total: Tensor, x: Tensor) -> Tensor:
 
 
 def addmm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The sum over the iterations so far, and a matrix product, in the memory of ``total``; where that is in pieces,
+    """The sum over the iterations so far, and a matrix product, in the memory of ``total``; where that is in shards,
     those
     of its rows."""
     if total.dim() == 2:
         return total.addmm_(a, b)
-    for rows, piece in zip(a.chunk(total.shape[0]), total, strict=True):
-        piece.addmm_(rows, b)
+    for rows, shard in zip(a.chunk(total.shape[0]), total, strict=True):
+        shard.addmm_(rows, b)
     return total
 
 

@@ -63,7 +63,7 @@ def loop_nest(nodes: Sequence[Node], outputs: Iterable[Output], mesh: Mesh) -> l
 
 
 def varies_over(axis: str, value: Value) -> bool:
-    """Whether each iteration of an axis has another piece, or another share, of a value."""
+    """Whether each iteration of an axis has another shard, or another share, of a value."""
     return value.spec is not None and _over(value.spec, axis)
 
 
@@ -111,7 +111,7 @@ def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) 
 def _recomputed_inside(nodes: Sequence[Node], looped: set[Node], inner: Sequence[str]) -> set[Node]:
     """What is done anew in each iteration: what says so, and what is made of it for iterations alone; and what
     iterations within these
-    have pieces of."""
+    have shards of."""
     users: dict[Node, list[Node]] = {}
     for node in nodes:
         for value in node.operands:

@@ -60,7 +60,7 @@ class LoopWriter:
             if name:
                 to.current = None
                 to.call(loop_ops.action, opened.begin, name)
-            full = self._take_pieces(axis, steps)
+            full = self._take_shards(axis, steps)
             self._write(steps, loop)
             to.env.update(full)  # another action takes its own
         to.current = None
@@ -88,7 +88,7 @@ class LoopWriter:
 
     # ---- inputs and outputs -------------------------------------------------------------------------------------
 
-    def _take_pieces(self, axis: str, steps: Sequence[Node | PlannedLoop]) -> dict[Value, Any]:
+    def _take_shards(self, axis: str, steps: Sequence[Node | PlannedLoop]) -> dict[Value, Any]:
         """Slice inputs that are sharded over the axis for this iteration, for some steps; gives what was known of
         them."""
         nodes = nodes_of(steps)

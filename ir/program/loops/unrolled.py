@@ -85,7 +85,7 @@ class _Unrolling:
         self.place_of = {value.name: node for node in graph.nodes for value in node.outs}
         self.sources = dict(zip((n for n in program.graph.nodes if n.op == "placeholder"), program.inputs, strict=True))
         self.taken: dict[fx.Node, frozenset[str]] = {}
-        """Of an input that holds pieces of several iterations, and of parts of it: the axes over which it is taken."""
+        """Of an input that holds shards of several iterations, and of parts of it: the axes over which it is taken."""
         self.open: list[fx.Node] = []
         self.inside: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.left: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -134,7 +134,7 @@ class _Unrolling:
         elif part == "collects":
             self._collects(node)
         elif node.target is loop_ops.slice_of:
-            self._piece(node)
+            self._shard(node)
         elif node.target is memory_ops.filled or (node.target is memory_ops.part and node.args[0] not in self.env):
             self.memory.add(node)
         elif node.target is memory_ops.join and node.args[0] in self.memory:
@@ -161,7 +161,7 @@ class _Unrolling:
             given = (*given[: row.group], self._group(node, str(given[row.group])), *given[row.group + 1 :])
         self.env[node] = self._make(node, target or node.target, given, named)
 
-    def _piece(self, node: fx.Node) -> None:
+    def _shard(self, node: fx.Node) -> None:
         """An iteration's own rows of an input."""
         args: Any = node.args
         source, dim, start, length = args
@@ -319,8 +319,8 @@ class _Unrolling:
         spec = planned.spec or Spec.whole(planned.type.ndim)
         held = held_shape(spec, planned.shape, self.program.mesh, self.program.rank)
         if memory.target is memory_ops.part:
-            pieces, _, asked = self._number(memory.args[1:], node)
-            fits = prod(asked) == prod(held) and (pieces == 1 or asked[0] % pieces == 0)
+            shards, _, asked = self._number(memory.args[1:], node)
+            fits = prod(asked) == prod(held) and (shards == 1 or asked[0] % shards == 0)
         else:
             asked = self._number(memory.args[0], node)
             fits = tuple(asked) == held

@@ -85,7 +85,7 @@ def attention_local(emit: Emit) -> Any:
 
 def _sub_dims(held: DimShard) -> list[int]:
     """A dim in the box of :func:`shardfx.ir.ops.fused_attention.drawn`, with the shard that is held of each sub-dim."""
-    return [len(held.ranges), *(n for piece in held.ranges for n in piece)]
+    return [len(held.ranges), *(n for shard in held.ranges for n in shard)]
 
 
 RULES: tuple[RuleEntry, ...] = (

@@ -38,7 +38,7 @@ def by_group(emit: Emit) -> Any:
 
 
 def _numbers(held: DimShard) -> list[int]:
-    return [] if held.is_whole else [n for piece in held.ranges for n in piece]
+    return [] if held.is_whole else [n for shard in held.ranges for n in shard]
 
 
 RULES: tuple[RuleEntry, ...] = (

@@ -15,7 +15,7 @@ from shardfx.ir.ops.computing.batch_statistics import (
     batch_norm_gradient,
     batch_norm_sums,
     joined_moments,
-    piece_moments,
+    shard_moments,
 )
 from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
@@ -45,7 +45,7 @@ def expand_batch_norm(
     momentum: float,
     eps: float,
     *,
-    pieces: tuple[int, ...],
+    shards: tuple[int, ...],
 ) -> tuple[Tensor, ...]:
     """Batch normalisation over the whole batch, which may lie in shards: statistics are in float32 at least.
 
@@ -57,7 +57,7 @@ def expand_batch_norm(
         y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, old_mean, old_var, 0.0, eps)[0]
         return y, x.new_empty([0]), x.new_empty([0]), old_mean.clone(), old_var.clone()
     count = x.numel() // x.shape[1]
-    mean, var = joined_moments(piece_moments(x, pieces, [0] * len(pieces), pieces)) if pieces else _moments(x, count)
+    mean, var = joined_moments(shard_moments(x, shards, [0] * len(shards), shards)) if shards else _moments(x, count)
     y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)[0]
     results = [y, mean, torch.rsqrt(var + eps)]
     if old_mean is not None and old_var is not None:
@@ -67,10 +67,10 @@ def expand_batch_norm(
 
 
 def expand_without_running(
-    x: Tensor, weight: Given, bias: Given, training: bool, momentum: float, eps: float, *, pieces: tuple[int, ...]
+    x: Tensor, weight: Given, bias: Given, training: bool, momentum: float, eps: float, *, shards: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
     """The same where no running statistics are kept: those of the batch serve always."""
-    return expand_batch_norm(x, weight, bias, None, None, True, momentum, eps, pieces=pieces)
+    return expand_batch_norm(x, weight, bias, None, None, True, momentum, eps, shards=shards)
 
 
 def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ def group_norm_share(emit: Emit) -> Any:
     return emit.call(emit.node.op, *emit.args[:5], n, c, math.prod(places), groups, emit.args[-1])
 
 
-def moments_of_pieces(node: Node) -> ShardingRule:
+def moments_of_shards(node: Node) -> ShardingRule:
     """A rank's samples and rows are some of the shards, ``(p0 q0!) c (p2 q2!) .. -> p! m! c``; others are 0."""
     sharding = [dim for dim in range(node.operands[0].type.ndim) if dim != 1]
     x = " ".join(f"(p{dim} q{dim}!)" if dim in sharding else "c" for dim in range(len(sharding) + 1))
@@ -203,7 +203,7 @@ def own_moments(emit: Emit) -> Any:
     own = [(emit.operand_bounds(0, dim), x.shape[dim]) for dim in range(x.type.ndim) if dim != 1]
     at = [start * n // size for ((start, _), size), n in zip(own, of, strict=True)]
     count = [length * n // size for ((_, length), size), n in zip(own, of, strict=True)]
-    return emit.call(piece_moments, emit.args[0], of, at, count)
+    return emit.call(shard_moments, emit.args[0], of, at, count)
 
 
 ROWS = "n.. d*normalized_shape!"
@@ -212,7 +212,7 @@ BATCH = "n!training c s..!training, c, ... -> n c s.., c, ..."
 GROUPED = {"N": "n", "C": "(g c)", "group": "g"}
 
 RULES: tuple[RuleEntry, ...] = (
-    packed(piece_moments, moments_of_pieces, local=own_moments),
+    packed(shard_moments, moments_of_shards, local=own_moments),
     packed(joined_moments, "p! m! c -> c, c"),
     packed(batch_norm_sums, "n c s.., n c s.., c, c -> c, c", linear="0"),
     packed(batch_norm_gradient, "n c s.., n c s.., c, c, c, c, c -> n c s..", linear="0&4&5"),

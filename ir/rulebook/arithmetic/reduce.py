@@ -92,12 +92,12 @@ def _prims_var(x: torch.Tensor, dims: Any, correction: float | None = 1, *, outp
 
 
 def _cumsum(
-    x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: tuple[int, ...] = ()
+    x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, shards: tuple[int, ...] = ()
 ) -> torch.Tensor:
     """The sums within each shard, and to each the sums of the shards before it."""
-    if not pieces:
+    if not shards:
         return torch.cumsum(x, dim, dtype=dtype)
-    dim, (n,) = dim % x.dim(), pieces
+    dim, (n,) = dim % x.dim(), shards
     parts = x.unflatten(dim, (n, x.shape[dim] // n))
     before = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1).view(n, n, *[1] * (x.dim() - dim - 1))
     totals = torch.sum(parts, dim + 1, keepdim=True, dtype=dtype)

@@ -106,7 +106,7 @@ def _slice_back_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
     return emit.call(aten.slice_backward.default, x, shape, dim, row, row + step * (end - begin - 1) + 1, step)
 
 
-def _pieces(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, str]:
+def _shards(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, str]:
     """The dims of shards that lie one behind the other, and of all together."""
     sizes = {shape[dim] if len(shape) == ndim else 0 for shape in shapes}
     if len(sizes) == 1 and 0 not in sizes:
@@ -118,8 +118,8 @@ def _pieces(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, st
 def split(node: Node) -> str:
     """Equal shards keep the shardings within a shard: ``(c! k) -> k, k, k``."""
     x = node.operands[0]
-    pieces, together = _pieces([v.shape for v in node.outs], argument(node, "dim") % x.type.ndim, x.type.ndim)
-    return f"{together} -> {pieces}"
+    shards, together = _shards([v.shape for v in node.outs], argument(node, "dim") % x.type.ndim, x.type.ndim)
+    return f"{together} -> {shards}"
 
 
 def split_local(emit: Emit) -> Any:
@@ -132,8 +132,8 @@ def split_local(emit: Emit) -> Any:
 def cat(node: Node) -> str:
     """Equal operands keep their shardings: ``k, k, k -> (c! k)``."""
     out = node.outs[0]
-    pieces, together = _pieces([v.shape for v in node.operands], argument(node, "dim") % out.type.ndim, out.type.ndim)
-    return f"{pieces} -> {together}"
+    shards, together = _shards([v.shape for v in node.operands], argument(node, "dim") % out.type.ndim, out.type.ndim)
+    return f"{shards} -> {together}"
 
 
 def slice_scatter(node: Node) -> Template:

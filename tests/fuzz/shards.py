@@ -32,7 +32,7 @@ class Pick:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """What a layer adds to a model: ``self.NAME<suffix> = expression`` and statements; ``{n}`` is its name.
 
     ``ndim`` is that of the output of the module ``NAME``, where there is one.
@@ -45,7 +45,7 @@ class Piece:
     ndim: int = 0
 
 
-Kind = Callable[[Pick, int, int], Piece]
+Kind = Callable[[Pick, int, int], Shard]
 
 
 def enters(kinds: dict[str, Kind]) -> Callable[[Kind], Kind]:
@@ -58,12 +58,12 @@ def enters(kinds: dict[str, Kind]) -> Callable[[Kind], Kind]:
     return enter
 
 
-def module(expression: str, time: int, dim: int, call: str = "self.{n}(y)") -> Piece:
+def module(expression: str, time: int, dim: int, call: str = "self.{n}(y)") -> Shard:
     """A layer that is one module."""
-    return Piece(time, dim, (f"y = {call}",), (("", expression),), 3)
+    return Shard(time, dim, (f"y = {call}",), (("", expression),), 3)
 
 
-def code(time: int, dim: int, *statements: str, **parameters: str) -> Piece:
+def code(time: int, dim: int, *statements: str, **parameters: str) -> Shard:
     """A layer that is a few statements, with parameters ``self.{n}_NAME``."""
     members = tuple((f"_{name}", f"nn.Parameter({value})") for name, value in parameters.items())
-    return Piece(time, dim, statements, members)
+    return Shard(time, dim, statements, members)

@@ -1,4 +1,4 @@
-"""Damage to which piece of a value a rank takes or gives: the right name, and another part of it."""
+"""Damage to which shard of a value a rank takes or gives: the right name, and another part of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def slices_of_slices(site: Site) -> list[fx.Node]:
 
 
 def other_order_of_axes(site: Site, node: fx.Node) -> None:
-    """The piece of ``tp dp`` for that of ``dp tp``."""
+    """The shard of ``tp dp`` for that of ``dp tp``."""
     outer: Any = node.args[0]
     first, second = (each.args[3] // each.args[4] for each in (outer, node))  # type: ignore[operator]
     outer.update_arg(3, second * outer.args[4])
@@ -43,7 +43,7 @@ def slices_of_compounds(site: Site) -> list[fx.Node]:
 
 
 def plain_for_compound(site: Site, node: fx.Node) -> None:
-    """One stretch of the dim for a stretch of each sub-dim."""
+    """One segment of the dim for a segment of each sub-dim."""
     x, (outer, inner, *rest), _, start, length, shape = node.args  # type: ignore[misc]
     node.args = (x, [outer * inner, *rest], 0, start * outer, length * outer, shape)  # type: ignore[operator]
 
@@ -104,13 +104,13 @@ def stepped_rows(site: Site) -> list[fx.Node]:
     return [node for node, users in found if all(made is not None and made.phase is Phase.UPDATE for made in users)]
 
 
-def made_again(site: Site) -> list[fx.Node]:
-    """Calls that the backward makes again, and that have another of the same op and shape to take an operand of."""
+def recomputed(site: Site) -> list[fx.Node]:
+    """Calls that the backward recomputes, and that have another of the same op and shape to take an operand of."""
     return [node for node in site.graph.nodes if _is_again(node) and _stale(site, node) is not None]
 
 
 def stale(site: Site, node: fx.Node) -> None:
-    """What is made again is made of what belongs to another one."""
+    """What is recomputed is made of what belongs to another one."""
     node.update_arg(*_stale(site, node))  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""``pm.compile()`` of plans of memory: what is put away, and an arena."""
+"""``pm.compile()`` of plans of memory: what is offloaded, and an arena."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.virtual.test_offload import away
 
 @pytest.mark.slow
 def test_copies_stand_between_what_torch_compiles() -> None:
-    """So that nothing that was put away stays on the device; and the same comes of it."""
+    """So that nothing that was offloaded stays on the device; and the same comes of it."""
     hints: dict[str, Any] = {"zero": 1, "zero_min_numel": 0}
     plain, pm = (small_plan(KINDS["AdamW"], MESHES["dp2"], **hints, **m) for m in ({}, {"offload": away()}))
     pm.compile(backend="eager")

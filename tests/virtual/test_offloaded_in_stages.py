@@ -1,4 +1,4 @@
-"""What is put away on a rank that has several stages: each fetches when it needs, in the order of the schedule."""
+"""What is offloaded on a rank that has several stages: each fetches when it needs, in the order of the schedule."""
 
 from __future__ import annotations
 
