@@ -38,7 +38,7 @@ def prove(before: Graph | str, after: Graph | str, rules: RuleBook | None = None
 
         before = parse_graph(TEXT)
         MyPass().run(after := before.copy(), context)
-        assert sx.proving.prove(before, after)
+        assert sx.rerun.prove(before, after)
     """
     first, second = (parse_graph(each) if isinstance(each, str) else each for each in (before, after))
     found = same_function(first, second, rules or all_rules())

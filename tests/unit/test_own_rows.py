@@ -18,10 +18,10 @@ MESH = Mesh(mb=Loop(3), dp=2, chunk=Loop(2))
 def test_a_iterations_rows_lie_where_shards_put_them(text: str, shape: tuple[int, int]) -> None:
     spec, whole = Spec.parse(text, MESH), torch.arange(shape[0] * shape[1]).reshape(shape)
     shards = Shards.of(spec, shape, MESH)
-    shards = [shards.sharding(whole, shard) for shard in range(shards.count)]
-    assert torch.equal(shards.join(shards), whole)
+    local = [shards.sharding(whole, shard) for shard in range(shards.count)]
+    assert torch.equal(shards.join(local), whole)
     for rank in range(MESH.size):
-        held = shards[shards.by_rank[rank]]
+        held = local[shards.by_rank[rank]]
         for at in MESH.along(MESH.coords(rank), ["mb", "chunk"]):
             part, left = held, held
             for dim, (start, length) in iteration_place(spec, shape, MESH, at).items():

@@ -78,9 +78,9 @@ outputs:
 def test_sums_and_fusions_are_proven(other: str) -> None:
     at = GRAPH.index("  %0")
     text = GRAPH[:at] + other + GRAPH[GRAPH.index("outputs:") :]
-    verdict = sx.proving.prove(GRAPH, text)
+    verdict = sx.rerun.prove(GRAPH, text)
     assert verdict, verdict.why
-    assert sx.proving.prove(text, GRAPH)
+    assert sx.rerun.prove(text, GRAPH)
 
 
 def test_what_cannot_be_followed_is_unknown() -> None:
@@ -88,7 +88,7 @@ def test_what_cannot_be_followed_is_unknown() -> None:
     before = GRAPH.replace("aten.add.Tensor(%1, %x)", "aten.expm1(%1)")
     exp = "%3 = aten.exp(%1) : f32[8, 4]\n  %2 = aten.sub.Scalar(%3, 1)"
     after = GRAPH.replace("%2 = aten.add.Tensor(%1, %x)", exp)
-    verdict = sx.proving.prove(before, after)
+    verdict = sx.rerun.prove(before, after)
     assert not verdict and verdict.status == "unknown"
     assert verdict.fault is not None and verdict.fault.node == "3" and not verdict.fault.numbers
     assert "agrees on 3 random draws" in verdict.why

@@ -194,18 +194,18 @@ def test_a_guard_of_the_loss_does_not_concern_the_results() -> None:
 
 def test_a_proof_takes_no_graph_whose_guards_are_others() -> None:
     pm = make(Net(), batch())
-    assert sx.proving.prove(pm.captured, pm.planned)
+    assert sx.rerun.prove(pm.captured, pm.planned)
     gone = pm.planned.copy()
     gone.outputs = [output for output in gone.outputs if output.name != "guards.1"]
-    assert "lacks an output" in sx.proving.prove(pm.captured, gone).why
+    assert "lacks an output" in sx.rerun.prove(pm.captured, gone).why
     other = pm.planned.copy()
     at = next(output for output in other.outputs if output.name == "guards.1")
     at.guard = Guard(4)
-    assert "expects something else" in sx.proving.prove(pm.captured, other).why
+    assert "expects something else" in sx.rerun.prove(pm.captured, other).why
     swapped = pm.planned.copy()
     at, by = (next(o for o in swapped.outputs if o.name == name) for name in ("guards.1", "guards.0"))
     at.value = by.value
-    assert "another function" in sx.proving.prove(pm.captured, swapped).why
+    assert "another function" in sx.rerun.prove(pm.captured, swapped).why
 
 
 class ByMode(nn.Module):
