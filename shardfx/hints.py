@@ -94,7 +94,7 @@ class Hints:
         batch_stats: ``"local"``: in training a batch norm has the statistics of each rank's own part of the batch, as
             under ``DistributedDataParallel``: that is another model than on one device, and what ``pm.verify()``
             proves. Running statistics take the mean over the parts, and are all that is sent for it. By default
-            statistics are those of the whole batch. ``"iteration"``: of each iteration's part, over all ranks; running
+            statistics are those of the whole batch. ``"microbatch"``: of each iteration's part, over all ranks; running
             statistics are what one iteration after the other makes of them (a step counts as one batch).
         accumulate: in how many turns a rank does its part of the batch, one behind the other: so many micro-batches,
             whose gradients are added. Loss and gradients are those of the whole batch. It is the short form of an
@@ -196,7 +196,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "strategies": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
     "check_inputs": (lambda given: isinstance(given, bool) or given == "broadcast", "True or False, or 'broadcast'"),
     "batch_stats": (
-        lambda given: given in (None, "local", "iteration"),
+        lambda given: given in (None, "local", "microbatch"),
         "None, for the whole batch's, 'local' or 'microbatch'",
     ),
     "strict": (lambda given: isinstance(given, bool), "True or False"),
