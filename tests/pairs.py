@@ -160,7 +160,7 @@ def hints_of(names: Names) -> tuple[sx.Mesh, dict[str, Any]]:
 def planned(model: str, names: Names) -> sx.ParallelModule:
     """The model with these features."""
     case, (mesh, hints) = model_of(model), hints_of(names)
-    if "compute" in hints and "llama" in model:
+    if "mixed_precision" in hints and "llama" in model:
         for table in ("cos", "sin"):  # in the dtype in which they would be used, as on one device
             case.model._buffers[table] = case.model._buffers[table].bfloat16()
     blocks = BLOCKS.get(model, "layers.*")
@@ -217,7 +217,7 @@ def beside_one_device(model: str, names: Names) -> sx.ParallelModule:
     optimizer = next((each for each in FEATURES if factory and FEATURES[each].hints.get("optimizer") is factory), "")
     theirs = on_one_device(model, optimizer, hints.get("clip_grad_norm"))
     case = model_of(model)
-    few_bits = "compute" in hints
+    few_bits = "mixed_precision" in hints
     bounds = [FEATURES[name].bound for name in names]
     bounds += [case.tolerance, case.trained_tolerance] if "tp" in mesh.names else []
     loose = max(bounds)

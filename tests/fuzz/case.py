@@ -168,7 +168,7 @@ def draw(seed: int) -> Case:
     passes = rng.choice(((), (), (), ("identity",), ("bucket-comm{mb=0.0001}",), ("identity", "bucket-comm{mb=1}")))
     fuse = rng.choice((0, 1e-5, 25))
     strict = rng.random() < 0.1
-    held = {k: v for k, v in memory(seed, net, axes).items() if pipeline is None or k != "accumulate"}
+    held = {k: v for k, v in memory(seed, net, axes).items() if pipeline is None or k != "grad_accumulation"}
     user = by_user(seed) if "optimizer" not in held and net.mode != "inference" else None
     return Case(seed, net, mesh, tuple(specs.items()), fuse, passes, strict, tuple(held.items()), pipeline, user)
 
@@ -198,7 +198,7 @@ def step(seed: int, net: Net) -> dict[str, object]:
     if rng.random() < 0.25 and net.mode != "inference":
         found["optimizer"] = rng.choice(("AdamW", "SGD", "Adafactor"))
     if rng.random() < 0.1 and net.mode != "inference":
-        found["clip"] = rng.choice((0.01, 100.0))
+        found["clip_grad_norm"] = rng.choice((0.01, 100.0))
     return found
 
 

@@ -57,7 +57,9 @@ class Staged:
 
     def option(self) -> str:
         """What the hints say."""
-        return f", pipeline=sx.Pipeline(schedule={self.schedule!r}, chunks={self.chunks}, stages={self.stages!r})"
+        return (
+            f", pipeline=sx.Pipeline(schedule={self.schedule!r}, stages_per_rank={self.chunks}, stages={self.stages!r})"
+        )
 
 
 def is_deep(net_seed: int) -> bool:

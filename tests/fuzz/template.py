@@ -89,7 +89,7 @@ def apart(ours, theirs):
     ours, theirs = (t.masked_fill(alike & ~theirs.isfinite(), 0) for t in (ours, theirs))
     if not theirs.numel():
         return 0.0
-    least = 1e-2 if "compute" in OPTIONS else 1e-3  # less is rounding
+    least = 1e-2 if "mixed_precision" in OPTIONS else 1e-3  # less is rounding
     error = (ours - theirs).abs().max() / theirs.abs().max().clamp_min(least)
     return float(error.nan_to_num(nan=float("inf")))
 
@@ -101,13 +101,13 @@ OPTIMIZERS = {
 }
 
 
-CLOSE = 1e-3 if "compute" in OPTIONS else 1e-9
+CLOSE = 1e-3 if "mixed_precision" in OPTIONS else 1e-9
 """How far apart what is compared may be, of its largest number: sums are in another order."""
 
 
 def cast(tree):
     """The floating tensors of a nest as the hints say that is computed."""
-    asked = OPTIONS.get("compute")
+    asked = OPTIONS.get("mixed_precision")
     dtype = asked.dtype if isinstance(asked, sx.MixedPrecision) else asked
     floating = lambda x: dtype is not None and isinstance(x, torch.Tensor) and x.dtype.is_floating_point
     return torch.utils._pytree.tree_map(lambda x: x.to(dtype) if floating(x) else x, tree)
@@ -124,8 +124,8 @@ def run(model, args, kwargs):
 
 
 def clipped(model):
-    if "clip" in OPTIONS:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIONS["clip"])
+    if "clip_grad_norm" in OPTIONS:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIONS["clip_grad_norm"])
 
 
 def parallel(model, args, kwargs, targets, **other):
@@ -200,7 +200,7 @@ def on_one_device(model, args, kwargs, targets):
 
 def moved(tree):
     """The floating tensors of a nest, each number moved by a rounding of the dtype that is computed in."""
-    least = torch.finfo(torch.float32 if "compute" in OPTIONS else torch.float64).eps
+    least = torch.finfo(torch.float32 if "mixed_precision" in OPTIONS else torch.float64).eps
     floating = lambda x: isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
     move = lambda x: x * (1 + least * torch.empty_like(x.real).uniform_(-1, 1)) if floating(x) else x
     return torch.utils._pytree.tree_map(move, tree)

@@ -126,7 +126,7 @@ def test_every_op_ends_at_a_hint(pm: sx.ParallelModule) -> None:
 def test_batch_norm_decomposed_says_so() -> None:
     pm = plan(make("resnet"), MESHES["dp2"])
     text = str(pm.explain("bn"))
-    assert "decomposed because a sharding stands in its way" in text
+    assert "decomposed because it cannot be sharded" in text
     content = [entry.title for entry in pm.explain("bn.running_mean").entries]
     assert content[1].startswith("its new content: ")
 

@@ -38,7 +38,7 @@ def behind(program: RankProgram, unit: str) -> int:
 @pytest.mark.long
 def test_products_for_weights_stand_behind_the_send_and_nothing_more_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     made = programs(16)
-    monkeypatch.setattr(of_stages, "sent_first", lambda steps, *_: list(steps))
+    monkeypatch.setattr(of_stages, "send_early", lambda steps, *_: list(steps))
     plain = programs(16)
     before, found = ([behind(each, f"B{rank}") for rank, each in enumerate(some)] for some in (plain, made))
     assert before == [0, 1, 1] and found == [0, 2, 2]

@@ -229,7 +229,7 @@ PATTERNS = ("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "he
     ],
 )
 def test_what_cannot_be_sharded_into_stages(mesh: sx.Mesh | None, pipeline: Any, what: str, got: object) -> None:
-    mesh = mesh or (sx.Mesh(pp=2, mb=T(2)) if pipeline.get("time", "mb") else sx.Mesh(pp=2))
+    mesh = mesh or (sx.Mesh(pp=2, mb=T(2)) if pipeline.get("microbatches", "mb") else sx.Mesh(pp=2))
     with pytest.raises(sx.Error) as caught:
         planned(mesh=mesh, **pipeline)
     assert what in caught.value.what

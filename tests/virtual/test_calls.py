@@ -64,7 +64,7 @@ def test_batches_of_other_sizes(caplog: pytest.LogCaptureFixture) -> None:
     x, y = batch()
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).double()
     alone = copy.deepcopy(model)
-    pm = parallel(model, shapes=2)
+    pm = parallel(model, max_specializations=2)
     with caplog.at_level(logging.WARNING, "shardfx"):
         for rows in (8, 3, 8, 3):
             same_step(pm, alone, x[:rows], y[:rows])

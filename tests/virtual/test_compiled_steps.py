@@ -82,7 +82,7 @@ def test_compiled_step_writes_parameters_and_states_in_place(backend: str, monke
 @pytest.mark.parametrize("hints", [{"zero": 1}, {"zero": 3}, {"clip_grad_norm": 0.5}], ids=str)
 def test_compiled_steps_of_virtual_ranks_equal_one_device(hints: dict[str, Any]) -> None:
     """Ranks that share a shard step it once."""
-    losses, params, _ = alone(KINDS["AdamW"], 3, clip_grad_norm=hints.get("clip"))
+    losses, params, _ = alone(KINDS["AdamW"], 3, clip_grad_norm=hints.get("clip_grad_norm"))
     pm = small_plan(KINDS["AdamW"], MESHES["dp2"], **hints)
     pm.compile(backend="aot_eager")
     assert apart(pm, losses, params) < 1e-12 and pm.verify()

@@ -207,7 +207,7 @@ def test_a_program_with_iterations_is_text_a_module_and_a_file() -> None:
     assert str(parse_program(str(program), pm.planned)) == str(program)
     module = pm.rank_module(1)
     again = pickle.loads(pickle.dumps(module))
-    assert "time_iterations_repeat" in module.code
+    assert "loop_ops_repeat" in module.code
     assert again.code == module.code == copy.deepcopy(module).code
     assert pm.verify(modules={1: again})
     pm.use(modules={1: again})

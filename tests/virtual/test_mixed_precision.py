@@ -71,7 +71,7 @@ def alone(case: Case, clip_grad_norm: float | None = None) -> tuple[list[float],
 def beside(name: str, mesh: sx.Mesh, proven: bool = True, **hints: Any) -> sx.ParallelModule:
     """Train a case in float64 master weights, computed in float32, against one device."""
     case = made(name)
-    losses, grads, state = alone(case, hints.get("clip"))
+    losses, grads, state = alone(case, hints.get("clip_grad_norm"))
     pm = plan(made(name), mesh, mixed_precision=F32, **hints)
     in_program = "optimizer" in hints
     optimizer = None if in_program else torch.optim.SGD(pm.parameters(), lr=0.1, momentum=0.9)

@@ -77,7 +77,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_python_state_is_that_of_the_call() -> None:
     """A list of any length and depth, an object, an array, a class, a default, another function."""
     model = Reads(Options()).double()
-    pm = parallel(copy.deepcopy(model), shapes=20)
+    pm = parallel(copy.deepcopy(model), max_specializations=20)
     assert near(pm(X, Y), F.cross_entropy(model(X), Y))
     try:
         for what, change in CHANGES.items():

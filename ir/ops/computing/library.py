@@ -17,7 +17,7 @@ Ints = Sequence[int]
 Tensor = torch.Tensor
 Kernel = Callable[..., Any]
 
-LIBRARY = torch.library.Library("shardfx", "DEF")
+LIBRARY = torch.library.Library("shardfx", "FRAGMENT")
 SOURCES: dict[Any, str] = {}
 """By op the file that defines it."""
 
@@ -35,12 +35,13 @@ def define(
 
     def decorate(kernel: Kernel) -> Any:
         name = schema.partition("(")[0]
-        LIBRARY.define(schema)
-        if shapes is None:
-            LIBRARY.impl(name, kernel, f"Composite{composite}Autograd")
-        else:
-            for key, each in (("CPU", kernel), ("CUDA", cuda or kernel), ("Meta", shapes)):
-                LIBRARY.impl(name, each, key)
+        if not hasattr(torch.ops.shardfx, name):  # shardfx and the files of an exported program, in one process
+            LIBRARY.define(schema)
+            if shapes is None:
+                LIBRARY.impl(name, kernel, f"Composite{composite}Autograd")
+            else:
+                for key, each in (("CPU", kernel), ("CUDA", cuda or kernel), ("Meta", shapes)):
+                    LIBRARY.impl(name, each, key)
         op = getattr(torch.ops.shardfx, name).default
         SOURCES[op] = kernel.__code__.co_filename
         return op
