@@ -122,8 +122,8 @@ class Case:
     passes: tuple[str, ...]
     strict: bool
     memory: tuple[tuple[str, object], ...] = ()
-    """Hints on what a rank holds, and does in a step: ``zero``, ``recompute``, ``optimizer`` by name, ``clip``,
-    ``offload``, ``compute``, ``accumulate``, ``arena``."""
+    """Hints on memory and on the step: ``zero``, ``recompute``, ``optimizer`` by name, ``clip_grad_norm``,
+    ``offload``, ``mixed_precision``, ``grad_accumulation``, ``arena``."""
     staged: Staged | None = None
     """Its pipeline."""
     by_user: str | None = None
@@ -223,7 +223,8 @@ def offloaded(seed: int, net: Net, stepped: bool) -> dict[str, object]:
         return {}
     known = ["activations", "parameters", *(["optimizer"] if stepped else [])]
     what = tuple(rng.sample(known, rng.randint(1, len(known))))
-    how = f"to={rng.choice(('host', 'host', 'disk'))!r}, ahead={rng.choice((0, 1, 8))}, least={rng.choice((1, 12))}"
+    to, prefetch, least = rng.choice(("host", "host", "disk")), rng.choice((0, 1, 8)), rng.choice((1, 12))
+    how = f"to={to!r}, prefetch={prefetch}, min_numel={least}"
     return {"offload": Text(f"(sx.Offload({what!r}, {how}),)")}
 
 
@@ -237,7 +238,7 @@ def precision(seed: int) -> dict[str, object]:
     rng = random.Random(f"precision {seed}")
     if rng.random() >= 0.1:
         return {}
-    sums = rng.choice(("", "", ", reduce=torch.float64"))
+    sums = rng.choice(("", "", ", reduce_dtype=torch.float64"))
     return {"mixed_precision": Text(f"sx.MixedPrecision(torch.float32{sums})" if sums else "torch.float32")}
 
 

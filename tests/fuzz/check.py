@@ -50,7 +50,7 @@ class Captures:
         self._known: dict[tuple[Any, ...], Captured] = {}
 
     def __call__(self, model: torch.nn.Module, mesh: Mesh, **given: Any) -> Captured:
-        of_step = (given["clip_grad_norm"], given["optimizer"], given["batch_parts"], given["mixed_precision"])
+        of_step = (given["clip"], given["optimizer"], given["batch_parts"], given["compute"])
         key = (self.net, model.training, given["loss"] is None, *of_step)
         if key not in self._known:
             if len(self._known) > 8:
