@@ -86,7 +86,7 @@ def root(node: fx.Node) -> fx.Node:
 
 
 @dataclass(eq=False)
-class FusedKernel:
+class FusionGroup:
     """A call that is no view, with the calls that are fused with it, and what it loads."""
 
     number: int
@@ -113,14 +113,14 @@ def kernels(
     inside: Mapping[fx.Node, Loads],
     layouts: Layouts,
     loop: Callable[[fx.Node], Hashable],
-) -> list[FusedKernel]:
+) -> list[FusionGroup]:
     """The kernels of a program, as Inductor's scheduler fuses them: elementwise calls and reductions over equally many
     elements in one ``loop`` share a kernel if one uses the other's result, or both load a value of so many elements,
     and no other kernel has to run between them. Uses of a sum over rows, or over all elements, are in another kernel; a
     ``write`` of what a kernel computes is the kernel's store."""
-    found: list[FusedKernel] = []
-    kernel_of: dict[fx.Node, FusedKernel] = {}
-    loaders: dict[fx.Node, list[FusedKernel]] = {}
+    found: list[FusionGroup] = []
+    kernel_of: dict[fx.Node, FusionGroup] = {}
+    loaders: dict[fx.Node, list[FusionGroup]] = {}
     """By value: the kernels of elementwise calls and reductions that load it."""
     used_in: dict[fx.Node, set[int]] = {}
     for node in nodes:
@@ -144,7 +144,7 @@ def kernels(
                 and each not in ended
                 and not any(other.before >> each.number & 1 for other in makers.values())
             )
-            kernel = next(fits, None) or FusedKernel(len(found), size)
+            kernel = next(fits, None) or FusionGroup(len(found), size)
         if kernel.number == len(found):
             found.append(kernel)
         kernel.calls.append(node)
@@ -162,7 +162,7 @@ def kernels(
     return found
 
 
-def _run_before(kernel: FusedKernel, makers: Iterable[FusedKernel], found: Iterable[FusedKernel]) -> None:
+def _run_before(kernel: FusionGroup, makers: Iterable[FusionGroup], found: Iterable[FusionGroup]) -> None:
     """Note that ``makers``, and what runs before them, run before a kernel, and before all behind it."""
     before = kernel.before
     for each in makers:
