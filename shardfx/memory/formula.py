@@ -70,7 +70,7 @@ class Sizes:
     @property
     def tries(self) -> Iterator[Sizes]:
         """These with each length that may be planned for: with another one another plan may be cheaper."""
-        parts = PARTS if self.sequence else PARTS[:1]  # which nothing hangs on where there is none
+        parts = PARTS if self.sequence else PARTS[:1]  # which nothing depends on where there is none
         yield from (replace(self, part=part) for part in parts if self.sequence % part.denominator == 0)
 
     @property

@@ -1,6 +1,6 @@
 """``Hints(grad_accumulation=4)``: a loop axis that shards the batch, outermost, as if mesh and hints had said so.
 
-The micro-batches of ``Hints(pipeline=...)`` sharded the batch too, where no hint says what they shard.
+The micro-batches of ``Hints(pipeline=...)`` shard the batch too, where no hint says what they shard.
 
 >>> hints = Hints(args=(x,), specs={"args.0": "dp, -"}, accumulate=4)
 >>> mesh = with_iterations(Mesh(dp=2), hints)

@@ -1,4 +1,4 @@
-"""loop axes: loss and gradients of the whole batch, however many turns it is done in; proven iteration by iteration."""
+"""loop axes: loss and gradients of the whole batch, however many iterations it has; proven iteration by iteration."""
 
 from __future__ import annotations
 

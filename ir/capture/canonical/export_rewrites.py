@@ -232,7 +232,7 @@ def check_factored_contiguous(node: torch.fx.Node, where: str) -> None:
     matrix = given.meta.get("val") if isinstance(given, torch.fx.Node) else None
     if matrix is not None and not matrix.is_contiguous() and not matrix.is_complex():
         raise Error(
-            f"{node.target} factors a matrix that does not lie row by row, and its gradient hangs on that",
+            f"{node.target} factors a matrix that does not lie row by row, and its gradient depends on that",
             where=where,
             expected="a matrix that is contiguous",
             got=f"strides {tuple(matrix.stride())} of shape {tuple(matrix.shape)}",

@@ -292,7 +292,7 @@ class Pattern:
         return _Ops(leaves, tuple(results), several)
 
     def _made(self, wanted: fx.Node, bound: Bound) -> Value | None:
-        """What an output is, once the first one was matched; None if nothing of it hangs on that."""
+        """What an output is, once the first one was matched; None if nothing of it depends on that."""
         call, index = _call_of(wanted)
         found = bound.get(wanted)
         if found is None and index is not None and call in bound:

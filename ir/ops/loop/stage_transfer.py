@@ -100,7 +100,7 @@ def handed_over(emit: RankEmit) -> list[Any]:
 
 
 def iteration_number(spec: Spec, mesh: Mesh, coords: Mapping[str, int]) -> int:
-    """The number of the iteration in which a value is sent: of all loop axes that it hangs on, as one."""
+    """The number of the iteration in which a value is sent: of all loop axes that it depends on, as one."""
     iteration = 0
     for axis in mesh.axes:
         if axis.loop and (axis.name in spec.axes or axis.name in spec.partial_axes):

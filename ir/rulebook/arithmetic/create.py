@@ -29,7 +29,7 @@ def created(node: Node) -> str:
 def arange_local(emit: Emit) -> Any:
     """This rank's part of a range: the same steps, from where its box starts.
 
-    What is no contiguous range is a box of the whole, and so is a range of floats: how many steps it has hangs on
+    What is no contiguous range is a box of the whole, and so is a range of floats: how many steps it has depends on
     rounding.
     """
     held = emit.result_shard(0, 0)
