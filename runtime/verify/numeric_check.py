@@ -37,6 +37,8 @@ P = TypeVar("P", Graph, RankProgram)
 
 MOST_IN_A_VALUE = 1 << 26
 """The most elements of any one value."""
+MOST_TO_RUN = 1 << 30
+"""The most elements of all values of the model together."""
 MOST_IN_ALL = 1 << 28
 """A counterexample is looked for where all values, of one device and of the ranks, have no more elements."""
 MOST_CALLS = 200_000
@@ -107,18 +109,6 @@ def compare(
     return None, counts
 
 
-def same_outputs(before: Graph, after: Graph, known: Mapping[str, Tensor]) -> bool:
-    """Whether two graphs give the same outputs on one device, which a plan in other sizes may not do."""
-    sample = draw_sample(before, after, known)
-    try:
-        mask = draw_masks(sample.after)
-        mine, theirs = (interpret(graph, sample.inputs, mask) for graph in (sample.before, sample.after))
-    except DOES_NOT_RUN:
-        return False
-    given = {(o.kind, o.name): theirs[o.value] for o in sample.after.outputs}
-    return all(distance(given[o.kind, o.name], mine[o.value]) <= TOLERANCE for o in sample.before.outputs)
-
-
 def distance(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the largest finite element of ``b`` (1e-3 at least); infinite where shape,
     dtype or integers differ."""
@@ -155,17 +145,17 @@ def draw_sample(before: Graph, after: Graph, known: Mapping[str, Tensor], seed: 
     """Random inputs of the captured shapes.
 
     Raises:
-        Error: a value is too large to be computed here.
+        Error: the model is too large to be computed here.
     """
-    for value in before.values():
-        if value.type.numel > MOST_IN_A_VALUE:
-            raise Error(
-                "the model is too large to be run here on one device",
-                where=str(value.where),
-                expected=f"values of at most {MOST_IN_A_VALUE} elements",
-                got=value.shape,
-                remedy="verify() without run=True, or run a smaller configuration of the model",
-            )
+    largest, total = max(before.values(), key=lambda value: value.type.numel), _elements(before)
+    if largest.type.numel > MOST_IN_A_VALUE or total > MOST_TO_RUN:
+        raise Error(
+            "the model is too large to be run here on one device",
+            where=str(largest.where),
+            expected=f"values of at most {MOST_IN_A_VALUE:,} elements, and of {MOST_TO_RUN:,} all together",
+            got=f"{largest.shape}, and {total:,} elements all together",
+            remedy="verify() without run=True, or run a smaller configuration of the model",
+        )
     used = {v.type.dtype for v in before.values() if v.type.dtype.is_floating_point}
     random = torch.Generator().manual_seed(seed)
     inputs = {given.name: _random(before, given, known.get(given.name), random) for given in before.inputs}
@@ -254,8 +244,6 @@ class Counterexample:
     before: Graph
     after: Graph
     known: Mapping[str, Tensor]
-    shrunk: bool = False
-    """Whether it is a plan on smaller shapes than the one that was to be proven."""
 
     def of_graph(self, fault: Fault) -> Fault:
         """The fault with numbers in which the planned graph, run on one device, differs; or how many draws agree."""
@@ -269,7 +257,7 @@ class Counterexample:
             if found is not None and found.certain:
                 return found
             agree += found is not None
-        on = f"on {agree} random draw{'s' * (agree > 1)}{', on shapes that were shrunk' * self.shrunk}"
+        on = f"on {agree} random draw{'s' * (agree > 1)}"
         return replace(fault, agrees=on) if agree else fault
 
     def _of_graph(self, fault: Fault, seed: int) -> Fault | None:

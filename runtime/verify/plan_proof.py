@@ -18,7 +18,6 @@ from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import observers, row_of
 from shardfx.ir.ops.loop.stage_transfer import iteration_number
-from shardfx.ir.oracle.shrink import shrink_plan
 from shardfx.ir.program.loops.schedule_actions import local_ends, stages_of
 from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
@@ -236,13 +235,8 @@ class PlanProof:
         return len(pipeline.places(stages_of(output.value))) * len(self.ranks) // self.after.mesh[pipeline.axis].size
 
     def _with_numbers(self, fault: Fault, task: Task) -> Fault:
-        """The fault with a counterexample, of the plan or of the same on smaller shapes."""
+        """The fault with a counterexample, where the programs can be run here."""
         numbers = Counterexample(self.before, self.after, self.stored)
-        if not task.changed and not numbers.affordable:
-            small = shrink_plan(self.before, self.after, self.rules)
-            if small is not None:
-                numbers = Counterexample(small.before, small.after, small.known(self.stored), shrunk=True)
-                task = Task.of(task.request, {}, small.after)
         return numbers.of_ranks(fault, task.program, task.inputs, task.outputs)
 
     def _each(self, proof: Proof) -> tuple[Fault | None, int]:

@@ -107,7 +107,7 @@ class PlannedModule(ProxyRoot):
 
         Of all programs that a call may run; ``.status`` is ``"proven"``, ``"refuted"`` or ``"unknown"``. By default a
         proof, without numbers (see :mod:`shardfx.runtime.verify.proof`). With ``run`` all ranks run beside
-        the captured model in this process, in float64, on random numbers; a large model on shapes that are shrunk.
+        the captured model in this process, in float64, on random numbers.
 
         Args:
             modules: programs that somebody changed, by rank; those of the other ranks are the plan's own.
@@ -115,8 +115,7 @@ class PlannedModule(ProxyRoot):
                 another function is named.
 
         Raises:
-            Error: an unknown rank; with ``run``, a model that is too large to run here and cannot be shrunk (programs
-                that somebody changed cannot).
+            Error: an unknown rank; with ``run``, a model that is too large to run here.
 
         Example::
 

@@ -68,3 +68,13 @@ def test_an_unknown_rank_is_an_error() -> None:
     pm = plan(make("mlp3"), MESHES["dp2"])
     with pytest.raises(sx.Error, match="no rank 7"):
         pm.verify({7: pm.rank_module(0)})
+
+
+def test_running_a_model_that_is_too_large_is_an_error() -> None:
+    model = torch.nn.Linear(2**14, 2**13, device="meta")
+    hints = sx.Hints(args=(torch.empty(4, 2**14, device="meta"),), specs={"weight": "tp, -"})
+    pm = sx.parallelize(model, MESHES["tp2"], hints)
+    assert pm.verify()
+    with pytest.raises(sx.Error, match="too large to be run here") as error:
+        pm.verify(run=True)
+    assert "8192, 16384" in str(error.value) and "remedy" in str(error.value)
