@@ -66,6 +66,11 @@ def test_moves_are_those_of_tensors(seed: int) -> None:
             break
 
 
+def test_empty_tensors_are_joined_along_any_dim() -> None:
+    x, y = whole((2, 0, 3), 3)
+    assert same(cat([x, x], 2), torch.cat([y, y], 2))
+
+
 def test_a_box_of_a_large_value_is_one_run_through_packing_and_gathering() -> None:
     """Eight ranks hold columns of a value of a billion elements: packed, gathered, unpacked it is the whole."""
     size, columns, ranks = 1 << 20, 1 << 10, 8

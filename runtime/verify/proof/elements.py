@@ -389,7 +389,7 @@ def cat(tensors: Sequence[Elements], dim: int = 0) -> Elements:
         raise RuntimeError(f"tensors of shapes {[t.shape for t in tensors]} cannot be joined along dim {dim}")
     shape = (*rest[0], sum(t.shape[dim] for t in tensors), *rest[1])
     outer = math.prod(rest[0])
-    if outer == 1:
+    if outer <= 1:
         return Elements(shape, joined(run for t in tensors for run in t.runs))
     if outer * len(tensors) <= ROWS:
         rows = [(list(reversed(t.runs)), t.numel() // outer) for t in tensors]
