@@ -72,11 +72,11 @@ class GraphBuilder:
         name: str,
         type: TensorType,
         constant: torch.Tensor | None = None,
-        laid: tuple[int, ...] = (),
+        dim_order: tuple[int, ...] = (),
     ) -> Value:
         """A new input of the graph, behind those that are there; gives its value."""
         value = Value(type, None, 0, name)
-        self.graph.inputs.append(Input(kind, name, value, constant, laid=laid))
+        self.graph.inputs.append(Input(kind, name, value, constant, dim_order=dim_order))
         return value
 
 

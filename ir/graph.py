@@ -70,8 +70,8 @@ class Input:
 
     ``aliases`` are the model's other names of the same tensor (a tied weight). ``pool`` is what it lies in where it is
     not the device's memory: ``"host"``, ``"disk"``, or ``"disk:FOLDER"``. ``at`` are the stages of a pipeline that have
-    it; none: all. ``laid`` are its dims from the slowest to the fastest in memory (``(0, 2, 3, 1)`` is torch's channels
-    last); none: row by row.
+    it; none: all. ``dim_order``: its dims from the slowest to the fastest in memory (``(0, 2, 3, 1)``: channels last);
+    none: row by row.
     """
 
     kind: InputKind
@@ -81,7 +81,7 @@ class Input:
     aliases: tuple[str, ...] = ()
     pool: str = ""
     at: tuple[int, ...] = ()
-    laid: tuple[int, ...] = ()
+    dim_order: tuple[int, ...] = ()
 
 
 class OutputKind(StrEnum):

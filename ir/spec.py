@@ -50,17 +50,17 @@ class TensorType:
         return self.numel * self.dtype.itemsize
 
 
-def strides_of(shape: Sequence[int], laid: Sequence[int] = ()) -> tuple[int, ...]:
+def strides_of(shape: Sequence[int], dim_order: Sequence[int] = ()) -> tuple[int, ...]:
     """The strides of a dense tensor by its dims from the slowest to the fastest, ``(0, 2, 3, 1)`` for channels last;
     none: row by row."""
     strides, step = [1] * len(shape), 1
-    for dim in reversed(laid or range(len(shape))):
+    for dim in reversed(dim_order or range(len(shape))):
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
 
 
-def laid_of(tensor: torch.Tensor) -> tuple[int, ...]:
+def dim_order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """How the dims of a tensor lie in memory, from the slowest to the fastest; none: row by row, or with gaps."""
     if tensor.layout is not torch.strided or (strides := tensor.stride()) == strides_of(tensor.shape):
         return ()
@@ -77,7 +77,7 @@ def lying(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """A copy that has these strides; several elements may stand in one place."""
     tensor, strides = tensor.detach(), tuple(strides)
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    if strides == strides_of(tensor.shape, laid_of(made)):
+    if strides == strides_of(tensor.shape, dim_order_of(made)):
         return made.copy_(tensor)
     places = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for count, stride in zip(tensor.shape, strides, strict=True):
@@ -86,7 +86,7 @@ def lying(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return made
 
 
-def laid(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+def with_dim_order(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """A tensor whose dims lie so: itself where they do, or a copy."""
     strides = strides_of(tensor.shape, dims)
     if tensor.stride() == strides:

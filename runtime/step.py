@@ -17,7 +17,7 @@ from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.store_layout import contiguous_tensors
 from shardfx.ir.shards import Shards
-from shardfx.ir.spec import laid
+from shardfx.ir.spec import with_dim_order
 
 from .engine import Engine, Probe, on_device
 from .local_device import as_current
@@ -316,7 +316,7 @@ class ProgramRunner:
             device = self._engine.device if self._engine is not None else whole.device
             is_local = tuple(whole.shape) != given.value.shape
             shard = whole if is_local else self.shards(given).sharding(whole, which)
-            known[name, which] = laid(on_device(shard, device), given.laid)
+            known[name, which] = with_dim_order(on_device(shard, device), given.dim_order)
         return known[name, which]
 
     def _of(self, program: RankProgram) -> _Facts:

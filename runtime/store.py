@@ -10,7 +10,7 @@ from torch import nn
 
 from shardfx.ir.graph import Graph, Input, InputKind
 from shardfx.ir.ops.pools.transfer import arrived, settled
-from shardfx.ir.spec import Spec, laid
+from shardfx.ir.spec import Spec, with_dim_order
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def norm_of(tensors: Sequence[Tensor], kind: float, device: torch.device) -> Ten
     return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros((), dtype=torch.float64)
 
 
-def laid_as(tensor: Tensor, other: Tensor) -> Tensor:
+def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
     """A tensor whose elements lie in the order of those of another one of its shape: itself, or a copy."""
     if tensor.stride() == other.stride():
         return tensor
@@ -149,7 +149,7 @@ class Store:
     def _settled(self, name: str, shard: Tensor) -> Tensor:
         """A copy in the memory, and in the order, of a stored value."""
         given = self._given[name]
-        return settled(laid(shard, given.laid), given.pool, self.device)
+        return settled(with_dim_order(shard, given.dim_order), given.pool, self.device)
 
 
 def spec_of(given: Input) -> Spec:

@@ -24,7 +24,7 @@ from torch import nn
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, op_name
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.spec import laid_of
+from shardfx.ir.spec import dim_order_of
 from shardfx.ir.unfolding.regular import IrregularBlocks
 from shardfx.ir.unfolding.unfold import check_regular
 
@@ -216,7 +216,7 @@ def _capture(
     known = {**stored(traced), **dict(zip(names, tensors, strict=True))}
     for given in graph.inputs:
         content = given.constant if given.constant is not None else known.get(given.name)
-        given.laid = laid_of(content) if content is not None else ()
+        given.dim_order = dim_order_of(content) if content is not None else ()
     step = TrainingStep(scale if loss is not None else None, clip, optimizer, scheduled)
     compared = compare_rewrites(graph, step, compute, batch_parts)
     graph, update, apart = step.write(graph, dict(traced.named_parameters()))

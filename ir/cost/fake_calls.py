@@ -37,9 +37,9 @@ class TensorLayout:
     dtype: torch.dtype
 
     @classmethod
-    def dense(cls, shape: Sequence[int], dtype: torch.dtype, laid: Sequence[int] = ()) -> TensorLayout:
-        """One element behind the other; ``laid``: the dims from the slowest to the fastest, where not row by row."""
-        return cls(tuple(shape), strides_of(shape, laid), dtype)
+    def dense(cls, shape: Sequence[int], dtype: torch.dtype, dim_order: Sequence[int] = ()) -> TensorLayout:
+        """Dense strides; ``dim_order``: the dims from the slowest to the fastest, where not row by row."""
+        return cls(tuple(shape), strides_of(shape, dim_order), dtype)
 
     @property
     def numel(self) -> int:

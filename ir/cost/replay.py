@@ -25,7 +25,7 @@ from shardfx.ir.program.loops.loop_regions import Lifetimes, loop_of, loop_role,
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.store_layout import contiguous_parameters
 from shardfx.ir.shards import held_shape
-from shardfx.ir.spec import laid_of
+from shardfx.ir.spec import dim_order_of
 
 from .amounts import Cost, Work
 from .call_timeline import FIRST, At, CallTimeline, Scope, set_iteration_sizes
@@ -185,7 +185,9 @@ def _replayed(
     for node, given in places.items():
         assert given.value.spec is not None
         shape = held_shape(given.value.spec, given.value.shape, walk.mesh, program.rank)
-        walk.give(node, TensorLayout.dense(shape, given.value.type.dtype, given.laid), given.pool.partition(":")[0])
+        walk.give(
+            node, TensorLayout.dense(shape, given.value.type.dtype, given.dim_order), given.pool.partition(":")[0]
+        )
     nodes = {given.value: node for node, given in places.items()}
     for together in contiguous_parameters(program.planned().values(), program.inputs):
         walk.make_contiguous(nodes[given.value] for given in together)
@@ -194,7 +196,7 @@ def _replayed(
             continue
         if node.op == "get_attr":
             constant = program.constants[str(node.target)]
-            walk.give(node, TensorLayout.dense(tuple(constant.shape), constant.dtype, laid_of(constant)))
+            walk.give(node, TensorLayout.dense(tuple(constant.shape), constant.dtype, dim_order_of(constant)))
         elif node.op == "call_function":
             try:
                 walk.call(node)

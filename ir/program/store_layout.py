@@ -23,7 +23,7 @@ from shardfx.ir.ops.comm import all_gather, all_reduce, reduce_scatter
 
 def contiguous_parameters(nodes: Iterable[Node], inputs: Iterable[Input]) -> list[tuple[Input, ...]]:
     """The parameters that stores keep contiguous, for the gathers among planned nodes; each stands once."""
-    stored = {given.value: given for given in inputs if given.kind is InputKind.PARAMETER and not given.laid}
+    stored = {given.value: given for given in inputs if given.kind is InputKind.PARAMETER and not given.dim_order}
     found: list[tuple[Input, ...]] = []
     placed: set[str] = set()
     for node in nodes:
@@ -56,7 +56,7 @@ def stepped_groups(graph: Graph) -> list[tuple[Input, ...]]:
             keys = dict.fromkeys(key for name in names for key in owned.get(name, ()))
             states = [[owned[name][key] for name in names if key in owned.get(name, ())] for key in keys]
             for stepped in ([inputs[name] for name in names], *states):
-                plain = [each for each in stepped if each.value.shape and not (each.pool or each.laid)]
+                plain = [each for each in stepped if each.value.shape and not (each.pool or each.dim_order)]
                 apart = [each for each in plain if each.name not in placed]
                 alike = tuple(each for each in apart if each.value.type.dtype == apart[0].value.type.dtype)
                 if len(alike) > 1:

@@ -233,11 +233,11 @@ def _read_aliases(given: Input, line: TextLine, scope: ReadScope) -> None:
     given.aliases = tuple(line.many(lambda: line.name("another name of the input"), ""))
 
 
-def _read_laid(given: Input, line: TextLine, scope: ReadScope) -> None:
+def _read_dim_order(given: Input, line: TextLine, scope: ReadScope) -> None:
     dims = read_argument(line, scope)
     if not isinstance(dims, list) or sorted(map(str, dims)) != sorted(map(str, range(given.value.type.ndim))):
         line.fail(f"the dims 0 to {given.value.type.ndim - 1} in a list, each once")
-    given.laid = tuple(dims)
+    given.dim_order = tuple(dims)
 
 
 def _write_constant(given: Input, scope: PrintScope) -> str | None:
@@ -260,7 +260,9 @@ INPUT: tuple[Attribute[Input], ...] = (
     Attribute("also", _write_aliases, _read_aliases, gap=" "),
     said("in", "pool", "what the input lies in, such as host", quotes=False, gap=" "),
     Attribute("at", _write_at, _read_at, gap=" "),
-    Attribute("laid", lambda given, _: f" {[*given.laid]}" if given.laid else None, _read_laid, gap=" "),
+    Attribute(
+        "dim_order", lambda given, _: f" {[*given.dim_order]}" if given.dim_order else None, _read_dim_order, gap=" "
+    ),
     Attribute("=", _write_constant, _read_constant, gap=" "),
 )
 

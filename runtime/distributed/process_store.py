@@ -26,8 +26,8 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_tensors, stepped_groups
 from shardfx.ir.shards import Shards, local_shard
-from shardfx.ir.spec import Spec, laid
-from shardfx.runtime.store import Store, laid_as, norm_of, spec_of
+from shardfx.ir.spec import Spec, with_dim_order
+from shardfx.runtime.store import Store, norm_of, spec_of, with_strides_of
 
 from .checksum import checksum
 from .dtensor_shard import DTensorShard
@@ -147,7 +147,7 @@ class ProcessStore(Store):
                 made = nn.Parameter(own, requires_grad=trained) if shown is None else shown.parameter(own, trained)
                 self.parameters[name] = [made]
             else:
-                self.buffers[name] = [self.as_gradient(name, laid(shard, given.laid).clone())]
+                self.buffers[name] = [self.as_gradient(name, with_dim_order(shard, given.dim_order).clone())]
 
     def _side_by_side(self) -> dict[str, Tensor]:
         """Memory for the parameters that are gathered, or stepped, together."""
@@ -290,7 +290,7 @@ class ProcessStore(Store):
         if not self._shardings:
             return shard
         if name in self.parameters:
-            shard = laid_as(shard, self.shard(name, self.rank))
+            shard = with_strides_of(shard, self.shard(name, self.rank))
         return self._shards[name].wrap(shard)
 
     def shown(self, name: str) -> DTensorShard | None:

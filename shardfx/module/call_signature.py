@@ -34,7 +34,7 @@ from shardfx.ir.capture.python_state.python_state import ASKS_FOR_GRADIENTS
 from shardfx.ir.capture.python_state.python_values import ValueReader
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Input, InputKind, OutputKind
-from shardfx.ir.spec import TensorType, laid_of, lying, strides_of
+from shardfx.ir.spec import TensorType, dim_order_of, lying, strides_of
 from shardfx.runtime.peers import AROUND, Passed, RankInput
 from shardfx.runtime.step import ProgramRunner, Results
 from shardfx.runtime.verify.interface import without_content
@@ -55,7 +55,7 @@ class MemoryLayout:
     @staticmethod
     def of(tensor: torch.Tensor, part: bool) -> MemoryLayout:
         """How an input lies; a ``part`` of it as the whole would, without the gaps that it has as a part."""
-        dims = laid_of(tensor)
+        dims = dim_order_of(tensor)
         if dims or tensor.stride() == strides_of(tensor.shape):
             return MemoryLayout(dims)
         strides = tensor.stride()
@@ -81,18 +81,18 @@ class MemoryLayout:
 class InputFacts:
     """What the code asks, and what the tensors of a call answer; nothing where it does not ask.
 
-    ``trainable``: the parameters and inputs with ``requires_grad``; ``laid``: how inputs lie that are not contiguous;
+    ``trainable``: the parameters and inputs with ``requires_grad``; ``layouts``: how inputs lie that are not contiguous;
     ``same``: inputs that are one tensor with an earlier one, and which.
     """
 
     trainable: frozenset[str] = frozenset()
-    laid: frozenset[tuple[str, MemoryLayout]] = frozenset()
+    layouts: frozenset[tuple[str, MemoryLayout]] = frozenset()
     same: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def words(self) -> dict[str, str]:
         """The answers by subject."""
-        found = {f"memory of {name}": str(laid) for name, laid in sorted(self.laid, key=str)}
+        found = {f"memory of {name}": str(layout) for name, layout in sorted(self.layouts, key=str)}
         found |= {f"tensor of {name}": f"that of {first}" for name, first in sorted(self.same)}
         return found | {f"requires_grad of {name}": "yes" for name in sorted(self.trainable)}
 
@@ -106,7 +106,7 @@ class InputFacts:
 
     def examples(self) -> ExampleInputs:
         """Tensors that answer alike."""
-        return ExampleInputs(dict(self.laid), dict(self.same), {})
+        return ExampleInputs(dict(self.layouts), dict(self.same), {})
 
 
 NO_FACTS = InputFacts()
@@ -116,7 +116,7 @@ NO_FACTS = InputFacts()
 class ExampleInputs:
     """Makes example inputs for a call signature, that lie as its inputs do, and are one where they are."""
 
-    laid: Mapping[str, MemoryLayout]
+    layouts: Mapping[str, MemoryLayout]
     same: Mapping[str, str]
     made: dict[str, torch.Tensor]
 
@@ -124,7 +124,7 @@ class ExampleInputs:
         """One, with the content of ``like`` or without any."""
         first = self.same.get(name, name)
         if first not in self.made:
-            self.made[first] = self.laid.get(name, MemoryLayout()).example(type, like).requires_grad_(wants)
+            self.made[first] = self.layouts.get(name, MemoryLayout()).example(type, like).requires_grad_(wants)
         return self.made[first]
 
 
@@ -149,17 +149,17 @@ class InputQueries:
         trainable: Callable[[], Collection[str]],
     ) -> InputFacts:
         """What the tensors of a call answer, which are given whole where they are of these types."""
-        laid = frozenset[tuple[str, MemoryLayout]]()
+        layouts = frozenset[tuple[str, MemoryLayout]]()
         if self.memory:
             parts = {name: TensorType(tuple(each.shape), each.dtype) != types[name] for name, each in tensors.items()}
             every = ((name, MemoryLayout.of(each, parts[name])) for name, each in tensors.items())
-            laid = frozenset((name, laid) for name, laid in every if laid != MemoryLayout())
+            layouts = frozenset((name, layout) for name, layout in every if layout != MemoryLayout())
         same = frozenset[tuple[str, str]]()
         if self.identity:
             first: dict[int, str] = {}
             pairs = ((name, first.setdefault(id(each), name)) for name, each in tensors.items())
             same = frozenset((name, other) for name, other in pairs if name != other)
-        return InputFacts(frozenset(trainable()) if self.gradients else frozenset(), laid, same)
+        return InputFacts(frozenset(trainable()) if self.gradients else frozenset(), layouts, same)
 
 
 OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfx.ir.errors import Error
 from shardfx.module.elementwise_trial import Layout, lay_out, tried
 from shardfx.module.program_optimizer import ProgramOptimizer
-from shardfx.runtime.store import Shown, Store, laid_as
+from shardfx.runtime.store import Shown, Store, with_strides_of
 from shardfx.runtime.virtual.shard_gradient import ShardGradient, plain
 
 
@@ -175,7 +175,7 @@ class LocalOptimizer:
         """
         groups = [{**group, "params": [self._own(p) for p in group["params"]]} for group in optimizer.param_groups]
         for p, (shown, shard, own) in self._known.items():
-            own.grad = None if p.grad is None else laid_as(_shard(shown, p.grad), shard)
+            own.grad = None if p.grad is None else with_strides_of(_shard(shown, p.grad), shard)
             held = optimizer.state.get(p, {})
             if not _are(held, self._same.get(p, ([], []))[0]):
                 self._state[own] = {key: _plain(shown, value) for key, value in held.items()}

@@ -201,8 +201,8 @@ class _UpdateWriter:
                 shared.aliases = (*shared.aliases, label)
                 value = first
             else:
-                laid = self.inputs[name].laid if type.shape == given.type.shape else ()
-                value = self.builder.input(InputKind.STATE, label, type, laid=laid)
+                dim_order = self.inputs[name].dim_order if type.shape == given.type.shape else ()
+                value = self.builder.input(InputKind.STATE, label, type, dim_order=dim_order)
                 if key in agreed:
                     held[key] = value
             ins.append(value)

@@ -65,10 +65,10 @@ def planned(given: Case, **hints: Any) -> sx.ParallelModule:
 def test_what_is_held_is_predicted(of_model: bool, of_input: bool, hints: dict[str, Any]) -> None:
     given = case(of_model, of_input)
     pm = planned(given, **hints)
-    assert pm.planned.input("args.0").laid == (LAST if of_input else ())
-    assert pm.planned.input("head.weight").laid == (1, 0)
+    assert pm.planned.input("args.0").dim_order == (LAST if of_input else ())
+    assert pm.planned.input("head.weight").dim_order == (1, 0)
     for name in ("stem.weight", "body.weight", "point.weight"):
-        assert pm.planned.input(name).laid == (LAST if of_model else ())
+        assert pm.planned.input(name).dim_order == (LAST if of_model else ())
     loss = given.loss(given.model(*given.args), *given.targets)
     loss.backward()
     made = pm(*given.args, *given.targets)
@@ -98,18 +98,18 @@ def test_states_lie_as_their_parameters() -> None:
     given = case(True, True)
     pm = planned(given, optimizer=torch.optim.AdamW)
     pm.step(*given.args, *given.targets)
-    assert pm.planned.input("body.weight.exp_avg").laid == LAST
+    assert pm.planned.input("body.weight.exp_avg").dim_order == LAST
     assert all(shard.stride() == (72, 1, 24, 8) for shard in pm._store.states["body.weight.exp_avg"])
 
 
 def test_how_an_input_lies_stands_in_the_text() -> None:
     pm = planned(case(True, False))
     text = print_graph(pm.planned)
-    assert "parameter %stem.weight : f32[8, 3, 3, 3] laid [0, 2, 3, 1]".replace("f32", "f64") in text
+    assert "parameter %stem.weight : f32[8, 3, 3, 3] dim_order [0, 2, 3, 1]".replace("f32", "f64") in text
     for back in (parse_graph(text), pm.planned.copy()):
-        assert [given.laid for given in back.inputs] == [given.laid for given in pm.planned.inputs]
+        assert [given.dim_order for given in back.inputs] == [given.dim_order for given in pm.planned.inputs]
     with pytest.raises(sx.Error, match="the dims 0 to 3 in a list, each once"):
-        parse_graph(text.replace("laid [0, 2, 3, 1]", "laid [0, 2, 2, 1]", 1))
+        parse_graph(text.replace("dim_order [0, 2, 3, 1]", "dim_order [0, 2, 2, 1]", 1))
 
 
 class RowsFirst(nn.Module):
