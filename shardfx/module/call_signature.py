@@ -81,7 +81,7 @@ class MemoryLayout:
 class InputFacts:
     """What the code asks, and what the tensors of a call answer; nothing where it does not ask.
 
-    ``trainable``: the parameters and inputs with ``requires_grad``; ``layouts``: how inputs lie that are not contiguous;
+    ``trainable``: the parameters and inputs with ``requires_grad``; ``layouts``: of inputs that are not contiguous;
     ``same``: inputs that are one tensor with an earlier one, and which.
     """
 
