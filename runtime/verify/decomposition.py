@@ -1,21 +1,31 @@
-"""The decomposition of an op, compared with the op on random numbers."""
+"""Decompositions of ops, by torch or the rule book, compared with the op on random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
+from torch._decomp import core_aten_decompositions, decomposition_table
 
-from shardfx.ir.builder import trace_on_meta
-from shardfx.ir.graph import Node, op_name
+from shardfx.ir.builder import trace_on_meta, types_of
+from shardfx.ir.errors import DOES_NOT_RUN, Error
+from shardfx.ir.graph import Node, Value, op_name, substitute
 from shardfx.ir.node import draw_slot
 from shardfx.ir.ops.alike import alike
+from shardfx.ir.ops.traits import draws
 from shardfx.ir.oracle.draws import FLOATS, Draw
 from shardfx.ir.oracle.instance import bind
+from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.shards import wide
 from shardfx.ir.spec import TensorType
+
+aten = torch.ops.aten
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
+    op: decomposition_table[op]
+    for op in (*core_aten_decompositions(), aten.addmm.default, aten.addmv.default, aten.gelu.default)
+    if op in decomposition_table
+}
 
 CHECKED_NUMEL = 1 << 22
 """A decomposition is compared with its op where the op's tensors have no more elements than this."""
@@ -44,6 +54,36 @@ def justified(node: Node, expand: Any) -> torch.fx.GraphModule:
             del _known[next(iter(_known))]
         _known[key] = traced
     return _known[key]
+
+
+def decomposed(node: Node, book: RuleBook) -> torch.fx.GraphModule | None:
+    """The decomposition of a node, traced; None where there is none, or none that is justified.
+
+    It is taken as in float64, in which torch's compute without casts, and is then traced in the dtypes of the node.
+    """
+    op, entry = node.op, book.entry(node.op)
+    if not isinstance(op, torch._ops.OpOverload) or draws(op) or not node.operands:
+        return None
+    own = entry.expand if entry is not None else None
+    decomposition = DECOMPOSITIONS.get(op) or own or (op if op._can_decompose() else None)
+    if decomposition is None or 0 in (node.kwargs.get("alpha"), node.kwargs.get("beta")):  # what is taken zero times
+        return None  # may be infinite
+    args = widened(substitute(node.args, _widened))
+    kwargs = {name: widened(substitute(arg, _widened)) for name, arg in node.kwargs.items()}
+    try:
+        exact = justified(Node(op, args, kwargs, [v and _widened(v) for v in node.results]), decomposition)
+        traced = trace_on_meta(exact, [value.type for value in node.operands])
+    except (Unjustified, Error, *DOES_NOT_RUN):
+        return None
+    results = next(each for each in traced.graph.nodes if each.op == "output").args[0]
+    given = types_of([each and each.meta["val"] for each in results])
+    calls = [each.target for each in traced.graph.nodes if isinstance(each.target, torch._ops.OpOverload)]
+    same = given == [v and v.type for v in node.results] and not any(call._schema.is_mutable for call in calls)
+    return traced if same else None
+
+
+def _widened(value: Value) -> Value:
+    return Value(TensorType(value.type.shape, widened(value.type.dtype)))
 
 
 def _traced(node: Node, decomposition: Callable[..., Any]) -> torch.fx.GraphModule:

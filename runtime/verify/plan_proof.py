@@ -25,6 +25,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
+from .aten_calls import as_aten_calls
 from .data_movement import MESSAGES
 from .families import many_ranks
 from .families.equal_shards import EqualShards, equal_shards
@@ -32,7 +33,6 @@ from .fault import Fault, at_first_change
 from .numeric_check import FAILS, Counterexample, compare, first_line
 from .proof.calls import Proof
 from .proof.collective_matching import interpret
-from .proof.rewrite_as_planned import as_aten_calls, as_planned
 
 MOST_ITERATIONS = 1024
 """Of so many ranks times iterations each is interpreted where the proof for many ranks does not come to its end."""
@@ -158,9 +158,6 @@ class PlanProof:
     counts: Counter[str]
     mesh: Mesh
     """That of the plan, with its loop axes; in ``after`` each iteration is a rank."""
-    fakes: FakeCalls = field(default_factory=FakeCalls)
-    rewrites: bool = False
-    """Whether programs that somebody changed are rewritten as the plan has them, before they are proven."""
 
     def __post_init__(self) -> None:
         self._calls = LayoutChecks(self.rules, {node.op for node in self.after.nodes})
@@ -200,22 +197,24 @@ class PlanProof:
 
     def unproven(self) -> tuple[Fault | None, Task | None]:
         """The first fault of the proof, and whose it is; of no task: the planned graph's."""
-        proof = Proof.begin(self.before, self.after, self.rules, self.after.outputs, self.counts)
+        proof = self._begun()
         if isinstance(proof, Fault):
             return proof, None
         for task in self.tasks:
             self.counts["outputs"] += sum(map(self._givers, task.outputs))
         fault, number = self._programs(proof)
         if fault is not None and not fault.certain and any(task.changed for task in self.tasks):
-            self.rewrites = True
-            proof = proof.anew()
-            if self._programs(proof)[0] is None:
+            finer = self._begun(decomposed=True)
+            if isinstance(finer, Proof) and self._programs(finer)[0] is None:
                 fault = None
         self.counts.update({"nodes": proof.nodes, "collectives": proof.collectives})
         task = self.tasks[number]
         if fault is not None and task.changed:
             fault = at_first_change(fault, {rank: task.own(rank) for rank in task.changed}, task.changed)
         return fault, task
+
+    def _begun(self, **how: bool) -> Proof | Fault:
+        return Proof.begin(self.before, self.after, self.rules, self.after.outputs, self.counts, **how)
 
     def _programs(self, proof: Proof) -> tuple[Fault | None, int]:
         """The first fault of all programs, and the number of its task."""
@@ -242,19 +241,12 @@ class PlanProof:
     def _each(self, proof: Proof) -> tuple[Fault | None, int]:
         for number, task in enumerate(self.tasks):
             programs = {r: task.program(r) for r in self.ranks}
-            checked = {r: self._checked(task, each) for r, each in programs.items()}
+            checked = {r: task.checked(each) for r, each in programs.items()}
             fault = task.replayed(programs.values(), self._calls)
             fault = fault or interpret(proof, checked, task.inputs, task.outputs)
             if fault is not None:
                 return fault, number
         return None, 0
-
-    def _checked(self, task: Task, program: RankProgram) -> RankProgram:
-        """The plain form of a program, as it is proven."""
-        made = task.checked(program)
-        if not self.rewrites or program is not task.changed.get(program.rank):
-            return made
-        return as_planned(task.checked(task.own(program.rank)), made, self.fakes)
 
     def _many(self, proof: Proof, alike: EqualShards) -> tuple[Fault | None, int]:
         def write(graph: Graph, rank: int) -> RankProgram:
@@ -288,7 +280,7 @@ class PlanProof:
         program = together or task.request.program
         return many_ranks.FamilyRequest(
             lambda rank: task.checked(program(self.after, rank), in_place=True),
-            {rank: self._checked(task, each) for rank, each in alone.items()},
+            {rank: task.checked(each) for rank, each in alone.items()},
             task.nodes,
             task.inputs,
             task.outputs,

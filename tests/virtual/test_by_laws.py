@@ -1,4 +1,5 @@
-"""Programs and passes that write the model otherwise are proven by laws; what is not the same is refused."""
+"""Programs and passes that write the model otherwise are proven by decompositions; what is not the same is refused,
+and what is the same by other laws is unknown."""
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ import shardfx as sx
 from shardfx.ir import Graph, Node, Rewriter, Value
 from shardfx.ir.ops import memory_ops
 from shardfx.passes import Context
-from shardfx.runtime.verify.proof.normal_form import NormalForms, Unfollowed
 from tests.captures import captured_once
 
 aten = torch.ops.aten
@@ -73,17 +73,17 @@ def there_and_back(call: Call, a: Any, b: Any) -> Any:
     return made
 
 
-Rewriting = tuple[Any, Callable[..., Any], bool]
+Rewriting = tuple[Any, Callable[..., Any], str]
 REWRITINGS: Mapping[str, Rewriting] = {
-    "gelu by erf": (aten.gelu.default, gelu, True),
-    "gelu by erf of another factor": (aten.gelu.default, lambda call, x: gelu(call, x, 0.7071), False),
-    "another gelu": (aten.gelu.default, lambda call, x: call(aten.gelu.default, x, approximate="tanh"), False),
-    "mm turned": (aten.mm.default, turned, True),
-    "mm turned once too often": (aten.mm.default, lambda call, a, b: turned(call, b, a), False),
-    "mm as bmm": (aten.mm.default, batched, True),
-    "mm scaled and back": (aten.mm.default, scaled, True),
-    "mm scaled and not quite back": (aten.mm.default, lambda call, a, b: scaled(call, a, b, 0.5000001), False),
-    "there and back": (aten.mm.default, there_and_back, True),
+    "gelu by erf": (aten.gelu.default, gelu, "proven"),
+    "gelu by erf of another factor": (aten.gelu.default, lambda call, x: gelu(call, x, 0.7071), "refuted"),
+    "another gelu": (aten.gelu.default, lambda call, x: call(aten.gelu.default, x, approximate="tanh"), "refuted"),
+    "mm turned": (aten.mm.default, turned, "unknown"),
+    "mm turned once too often": (aten.mm.default, lambda call, a, b: turned(call, b, a), "refuted"),
+    "mm as bmm": (aten.mm.default, batched, "unknown"),
+    "mm scaled and back": (aten.mm.default, scaled, "unknown"),
+    "mm scaled and not quite back": (aten.mm.default, lambda call, a, b: scaled(call, a, b, 0.5000001), "refuted"),
+    "there and back": (aten.mm.default, there_and_back, "unknown"),
 }
 
 
@@ -116,14 +116,16 @@ def _square(values: Any) -> bool:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", REWRITINGS)
 def test_a_pass_that_writes_an_op_otherwise(name: str) -> None:
-    assert planned(Rewritten(name)).verify().status == ("proven" if REWRITINGS[name][2] else "refuted")
+    verdict = planned(Rewritten(name)).verify()
+    assert verdict.status == REWRITINGS[name][2], verdict
+    assert verdict.status != "unknown" or "agrees on 3 random draws" in verdict.why
 
 
 @pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [name for name in REWRITINGS if "once too often" not in name])  # no square there
 def test_a_program_that_writes_an_op_otherwise(name: str) -> None:
-    op, write, sound = REWRITINGS[name]
+    op, write, status = REWRITINGS[name]
     pm = planned()
     changed = {rank: pm.rank_module(rank) for rank in range(4)}
     for module in changed.values():
@@ -137,9 +139,7 @@ def test_a_program_that_writes_an_op_otherwise(name: str) -> None:
         module.graph.erase_node(node)
         module.recompile()
     verdict = pm.verify(changed)
-    assert bool(verdict) is sound, verdict
-    if not sound:
-        assert verdict.status == "refuted"
+    assert verdict.status == status, verdict
 
 
 @pytest.mark.parametrize("sound", [True, False])
@@ -173,14 +173,6 @@ def test_what_was_not_waited_for_is_no_value_yet() -> None:
         wait.replace_all_uses_with(early)
         module.recompile()
     assert not pm.verify(changed)
-
-
-def test_a_call_that_cannot_be_made_is_a_verdict() -> None:
-    """Where what is no tensor stands in the place of one, behind what is written otherwise."""
-    forms = NormalForms()
-    several = [forms.atom(each, (2,), torch.float32) for each in "ab"]
-    with pytest.raises(Unfollowed):
-        forms.types(aten.neg.default, (several,), {})
 
 
 class Block(nn.Module):

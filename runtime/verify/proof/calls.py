@@ -79,10 +79,13 @@ class Proof:
         book: RuleBook,
         outputs: Sequence[Output],
         counts: MutableMapping[str, int],
+        *,
+        decomposed: bool = False,
     ) -> Proof | Fault:
         """A proof, begun with that the planned graph is the same function of the inputs as the captured one; or the
-        fault that it is not. ``counts`` is told how much was compared."""
-        found = same_function(before, after, book, outputs)
+        fault that it is not. ``counts`` is told how much was compared. With every op ``decomposed``, programs may have
+        the calls of decompositions, too."""
+        found = same_function(before, after, book, outputs, decomposed=decomposed)
         if isinstance(found, Fault):
             return found
         counts.update({"terms": len(found.terms.types), "decompositions": found.decompositions})

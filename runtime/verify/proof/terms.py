@@ -3,37 +3,43 @@
 Two graphs are the same function if their outputs are the same terms. Communication is nothing (a value is the same
 whichever ranks have it; that the ranks' programs keep to that is proven of these), sums are sets of what they add, and
 an op of the captured graph that the planned one does not have becomes the terms of its decomposition, after that has
-been compared with the op on random numbers. Where they still differ, both are compared once more with one term for each
-value in normal form (:mod:`.normal_form`).
+been compared with the op on random numbers. Where they still differ, both are compared once more with every op
+decomposed, as far as torch or the rule book has decompositions: ``addmm`` is a product and a sum, ``silu(x)`` is
+``x * sigmoid(x)``. What is equal so is equal for real numbers: up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from shardfx.ir.builder import GraphBuilder
 from shardfx.ir.capture.canonical.canonical_ops import convert_call
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_name, substitute
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.rules.local import gives_list
 from shardfx.ir.rules.shardwise import choices
 from shardfx.ir.spec import Spec, TensorType
-from shardfx.runtime.verify.decomposition import Unjustified, justified, small
+from shardfx.runtime.verify.decomposition import Unjustified, decomposed, justified, small
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.interface import interface_fault
-
-from .normal_form import NormalForms, NormalValue
 
 aten = torch.ops.aten
 
 SAME = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """Ops that differ in the memory they use only."""
+COMMUTE = {
+    *(getattr(aten, name).default for name in "maximum minimum logical_and logical_or logical_xor".split()),
+    *(getattr(aten, name).Tensor for name in "mul eq ne bitwise_and bitwise_or bitwise_xor".split()),
+}
+"""Ops of two operands whose order does not matter; of sums see :func:`is_sum`."""
 
 
 def arguments(node: Node, change: Callable[[Value], Any]) -> tuple[Any, dict[str, Any]]:
@@ -52,8 +58,6 @@ class TermRef:
 class Terms:
     """The terms of one verification, numbered."""
 
-    many_calls: ClassVar[bool] = False
-    """Whether calls of one op of the same operands, with other arguments, may give the same term."""
     types: list[TensorType] = field(default_factory=list)
     where: list[Where] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -92,6 +96,8 @@ class Terms:
             made = (base,) if same else self._make((op, base, types[0]), types, node)
             self._seen_as.update((t, base) for t in made if t is not None and t != base)
             return made
+        if op in COMMUTE and not node.kwargs and len(operands) == len(node.args):
+            return self._make((op, *sorted(operands)), types, node)
         args, kwargs = arguments(node, lambda v: TermRef(term(v)))
         return self._make((op, frozen(args), frozen(kwargs)), types, node)
 
@@ -100,38 +106,6 @@ class Terms:
             name = op_name(node.op)
             self._known[key] = tuple(None if t is None else self._new(t, node.where, name) for t in types)
         return self._known[key]
-
-
-@dataclass
-class NormalFormTerms(Terms):
-    """Terms, one for each value in normal form."""
-
-    many_calls: ClassVar[bool] = True
-    forms: NormalForms = field(default_factory=NormalForms)
-    _values: list[NormalValue] = field(default_factory=list)
-    _terms: dict[NormalValue, int] = field(default_factory=dict)
-
-    def _new(self, type: TensorType, where: Where, name: str, value: NormalValue | None = None) -> int:
-        term = super()._new(type, where, name)
-        self._values.append(value or self.forms.another((type.shape, type.dtype)))
-        self._terms[self._values[term]] = term
-        return term
-
-    def apply(self, node: Node, term: Callable[[Value], int]) -> tuple[int | None, ...]:
-        """The terms of a node's results, its operands being ``term`` of them."""
-        if isinstance(node.op, OwnOp):
-            return super().apply(node, term)
-        args, kwargs = arguments(node, lambda v: self._values[term(v)])
-        types = [None if v is None else (v.type.shape, v.type.dtype) for v in node.results]
-        several = gives_list(node.op) or len(types) != 1
-        made: Any = self.forms.call(node.op, args, kwargs, lambda: types if several else types[0])
-        pairs = zip(node.results, made if isinstance(made, list) else [made], strict=False)
-        return tuple(None if v is None else self._term(each, v, node) for v, each in pairs)
-
-    def _term(self, value: NormalValue, of: Value, node: Node) -> int:
-        if value not in self._terms:
-            self._new(of.type, node.where, op_name(node.op), value)
-        return self._terms[value]
 
 
 def is_sum(node: Node) -> bool:
@@ -172,6 +146,11 @@ def frozen(arg: Any) -> Any:
     return type(arg).__name__, repr(arg)
 
 
+def constants(node: Node) -> Any:
+    """A node's arguments without its operands, as a key."""
+    return frozen(substitute((node.args, node.kwargs), lambda _: None))
+
+
 @dataclass
 class Universe:
     """All terms of a plan, the nodes of the planned program that make them, and what its outputs must be."""
@@ -180,7 +159,8 @@ class Universe:
     of: dict[Value, int]
     outputs: dict[tuple[OutputKind, str], int]
     makers: dict[tuple[Any, int | None], list[tuple[tuple[int, ...], Node]]] = field(default_factory=dict)
-    """The planned nodes of an op and a first operand, with the terms of all operands; of adds in both orders."""
+    """The nodes of the planned graph, inside of decompositions too, of an op and a first operand, with the terms of all
+    operands; of adds in both orders."""
     written: list[tuple[frozenset[int], Node]] = field(default_factory=list)
     """Nodes whose rule writes a rank's version itself, with the terms of their operands."""
     specs: dict[int, list[Spec]] = field(default_factory=dict)
@@ -196,89 +176,119 @@ class Universe:
         return tuple(None if v is None else self.of[v] for v in node.results)
 
 
-def build(before: Graph, after: Graph, book: RuleBook, terms: Terms | None = None) -> Universe:
-    """The terms of the planned graph (none yet: ``terms``), and the captured graph's outputs among them."""
-    terms = terms or Terms()
-    of: dict[Value, int] = {given.value: terms.given(given.name, given.value.type) for given in after.inputs}
-    universe = Universe(terms, of, {})
-    planned: set[tuple[int | None, ...]] = set()
-    registered: set[Any] = set()
-    for node in after.nodes:
-        if isinstance(node.op, OwnOp):
-            one = len({of[v] for v in node.operands}) == 1
-            joined = terms.apply(node, of.__getitem__) if node.op.joins and not one else ()
-            of.update(zip(node.outs, joined or [of[v] for v in node.operands], strict=False))  # type: ignore[arg-type]
-            continue
-        made = terms.apply(node, of.__getitem__)
-        of.update((v, t) for v, t in zip(node.results, made, strict=True) if v is not None and t is not None)
-        planned.add(made)
-        key = tuple(of[v] for v in node.operands)
-        asked = SAME.get(node.op, node.op), key
-        call = asked, made, frozen(substitute((node.args, node.kwargs), lambda _: None)) if terms.many_calls else None
-        if call in registered:
-            continue
-        registered.add(call)
-        for terms_of in dict.fromkeys((key, key[::-1]) if node.op is aten.add.Tensor else (key,)):
-            universe.makers.setdefault((asked[0], next(iter(terms_of), None)), []).append((terms_of, node))
-        entry = book.entry(node.op)
-        if entry is not None and (entry.local is not None or entry.rows is not None):
-            universe.written.append((frozenset(key), node))
-    for value, term in of.items():
-        if value.spec is not None and value.spec.reduced() not in universe.specs.setdefault(term, []):
-            universe.specs[term].append(value.spec.reduced())
-    _Captured(before, universe, book, planned, set(of.values())).read()
-    return universe
+def build(before: Graph, after: Graph, book: RuleBook, *, decomposed: bool = False) -> Universe:
+    """The terms of the planned graph, and the captured graph's outputs among them; every op ``decomposed``, or only
+    those of the captured graph that the planned one does not have."""
+    reader = _GraphReader(Universe(Terms(), {}, {}), book, after.mesh, decomposed)
+    reader.read_planned(after)
+    reader.read_captured(before)
+    return reader.universe
 
 
 @dataclass
-class _Captured:
-    """Reads the captured graph: an op that the plan does not have is decomposed, and what that has, if need be."""
+class _GraphReader:
+    """Reads the planned graph, and then the captured one. An op that is decomposed may be made of such ops."""
 
-    graph: Graph
     universe: Universe
     book: RuleBook
-    planned: set[tuple[int | None, ...]]
-    known: set[int]
-    checked: dict[Any, torch.fx.GraphModule] = field(default_factory=dict)
+    mesh: Mesh
+    every: bool
+    """Whether every op is decomposed."""
+    of: dict[Value, int] = field(default_factory=dict)
+    """The terms of the values of the graph that is read."""
+    planned: set[tuple[int | None, ...]] = field(default_factory=set)
+    known: frozenset[int] | None = None
+    """The terms of the planned graph, once it was read."""
+    checked: dict[Any, torch.fx.GraphModule | None] = field(default_factory=dict)
+    registered: dict[Any, list[Node]] = field(default_factory=dict)
 
-    def read(self) -> None:
+    def read_planned(self, graph: Graph) -> None:
+        """Note the terms of all values, what makes them, and how they are placed."""
+        universe, of = self.universe, self.universe.of
+        self.of = of
+        of.update((given.value, universe.terms.given(given.name, given.value.type)) for given in graph.inputs)
+        for node in graph.nodes:
+            if isinstance(node.op, OwnOp):
+                one = len({of[v] for v in node.operands}) == 1
+                joined = universe.terms.apply(node, of.__getitem__) if node.op.joins and not one else ()
+                of.update(zip(node.outs, joined or [of[v] for v in node.operands], strict=False))  # type: ignore[arg-type]
+            else:
+                self.results(node)
+        for value, term in of.items():
+            if value.spec is not None and value.spec.reduced() not in universe.specs.setdefault(term, []):
+                universe.specs[term].append(value.spec.reduced())
+        self.known = frozenset(of.values())
+
+    def read_captured(self, graph: Graph) -> None:
         """Note the terms of all values, and of the outputs."""
-        universe, of = self.universe, dict[Value, int]()
-        of.update((given.value, universe.terms.given(given.name, given.value.type)) for given in self.graph.inputs)
-        for node in self.graph.nodes:
-            made = self.results(node, of)
-            of.update((v, t) for v, t in zip(node.results, made, strict=False) if v is not None and t is not None)
-        universe.captured.update(of.values())
-        universe.decompositions = len(self.checked)
-        universe.outputs = {(o.kind, o.name): of[o.value] for o in self.graph.outputs}
+        universe = self.universe
+        self.of = {given.value: universe.terms.given(given.name, given.value.type) for given in graph.inputs}
+        for node in graph.nodes:
+            self.results(node)
+        universe.captured.update(self.of.values())
+        universe.decompositions = sum(traced is not None for traced in self.checked.values())
+        universe.outputs = {(o.kind, o.name): self.of[o.value] for o in graph.outputs}
 
-    def results(
-        self, node: Node, of: Mapping[Value, int], within: frozenset[Any] = frozenset()
-    ) -> tuple[int | None, ...]:
-        """The terms of a node's results; it stands ``within`` the decompositions of these ops."""
-        made = self.universe.terms.apply(node, of.__getitem__)
+    def results(self, node: Node, within: frozenset[Any] = frozenset()) -> tuple[int | None, ...]:
+        """The terms of a node's results; it is ``within`` the decompositions of these ops."""
+        made = self._decomposed(node, within) if self.every else None
+        made = made or self.universe.terms.apply(node, self.of.__getitem__)
+        made = self._register(node, made) if self.known is None else self._as_planned(node, made, within, self.known)
+        self.of.update((v, t) for v, t in zip(node.results, made, strict=False) if v is not None and t is not None)
+        return made
+
+    def _register(self, node: Node, made: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """Note that a node of the planned graph makes terms, unless an equal call of the same operands does."""
+        self.planned.add(made)
+        op, key = SAME.get(node.op, node.op), tuple(self.of[v] for v in node.operands)
+        equal = self.registered.setdefault((op, key, made), [])
+        if equal and constants(node) in map(constants, equal):
+            return made
+        equal.append(node)
+        for terms_of in dict.fromkeys((key, key[::-1]) if node.op is aten.add.Tensor else (key,)):
+            self.universe.makers.setdefault((op, next(iter(terms_of), None)), []).append((terms_of, node))
         entry = self.book.entry(node.op)
-        there = made in self.planned or any(t in self.known for t in made)
+        if entry is not None and (entry.local is not None or entry.rows is not None):
+            self.universe.written.append((frozenset(key), node))
+        return made
+
+    def _as_planned(
+        self, node: Node, made: tuple[int | None, ...], within: frozenset[Any], known: Collection[int]
+    ) -> tuple[int | None, ...]:
+        """The terms of a captured node, decomposed by the rule book where the planned graph does not have it."""
+        entry = self.book.entry(node.op)
+        there = made in self.planned or any(t in known for t in made)
         if there or entry is None or not entry.expand or node.op in within:
             return made
-        held = self.universe.specs.get(of[node.operands[0]], ())
-        for expand in choices(entry.expand, node, held, self.graph.mesh):
+        held = self.universe.specs.get(self.of[node.operands[0]], ())
+        for expand in choices(entry.expand, node, held, self.mesh):
             key = (node.op, expand, frozen(substitute(node.args, lambda v: v.type)), frozen(dict(node.kwargs)))
             if key not in self.checked:
                 self.checked[key] = justified(node, expand)
                 self.universe.trusted += not small(node)
-            made = self._decomposed(self.checked[key], node, of, within | {node.op})
-            if all(t is None or t in self.known for t in made):
+            made = self._inside(node, self.checked[key], within)  # type: ignore[arg-type]
+            if all(t is None or t in known for t in made):
                 break
         return made
 
-    def _decomposed(
-        self, traced: torch.fx.GraphModule, node: Node, of: Mapping[Value, int], within: frozenset[Any]
-    ) -> tuple[int | None, ...]:
-        builder = GraphBuilder(self.graph.mesh)
+    def _decomposed(self, node: Node, within: frozenset[Any]) -> tuple[int | None, ...] | None:
+        """The terms of a node's results by its decomposition; None where it has none that can be read."""
+        if node.op in within:
+            return None
+        key = alike(node)
+        if key not in self.checked:
+            self.checked[key] = decomposed(node, self.book)
+            self.universe.trusted += self.checked[key] is not None and not small(node)
+        traced = self.checked[key]
+        try:
+            return None if traced is None else self._inside(node, traced, within)
+        except (Unjustified, Error):
+            return None
+
+    def _inside(self, node: Node, traced: torch.fx.GraphModule, within: frozenset[Any]) -> tuple[int | None, ...]:
+        builder = GraphBuilder(self.mesh)
         builder.where, builder.phase = node.where, node.phase
         operands = iter(node.operands)
-        inner = dict(of)
         results: Any = None
         for each in traced.graph.nodes:
             if each.op == "placeholder":
@@ -290,10 +300,9 @@ class _Captured:
             else:
                 raise Unjustified(f"the decomposition of {op_name(node.op)} holds a constant")
         for made in builder.graph.nodes:
-            found = self.results(made, inner, within)
-            inner.update((v, t) for v, t in zip(made.results, found, strict=False) if v is not None and t is not None)
-            self.universe.captured.update(t for t in found if t is not None)
-        return tuple(None if v is None else inner[v] for v in results)
+            found = self.results(made, within | {node.op})
+            self.universe.captured.update(t for t in found if t is not None and self.known is not None)
+        return tuple(None if v is None else self.of[v] for v in results)
 
 
 def same_function(
@@ -301,9 +310,11 @@ def same_function(
     after: Graph,
     book: RuleBook,
     outputs: Iterable[Output] | None = None,
+    *,
+    decomposed: bool = False,
 ) -> Universe | Fault:
     """The terms of both graphs, if ``outputs`` (by default all) are the same terms in both; or the fault that one is
-    not.
+    not. Every op is ``decomposed`` where that is asked for, or needed.
 
     Communication is taken as nothing: that placements fit together is the validator's, that the ranks' programs keep to
     them the proof's of these programs.
@@ -312,16 +323,15 @@ def same_function(
     if claim is not None:
         return claim
     wanted = after.outputs if outputs is None else list(outputs)
-    values = [v for graph in (before, after) for node in graph.nodes for v in node.outs]
     try:
-        universe = build(before, after, book)
-        other = _other(universe, wanted)
-        if other is not None and all(isinstance(size, int) for value in values for size in value.type.shape):
-            universe = build(before, after, book, NormalFormTerms(forms=NormalForms(book=book)))
+        for every in (True,) if decomposed else (False, True):
+            universe = build(before, after, book, decomposed=every)
             other = _other(universe, wanted)
+            if other is None:
+                return universe
     except Unjustified as error:
         return Fault(str(error))
-    return universe if other is None else _blamed(universe, after, other)
+    return _blamed(universe, after, other)
 
 
 def _other(universe: Universe, outputs: Iterable[Output]) -> Output | None:
