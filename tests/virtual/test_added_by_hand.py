@@ -1,4 +1,4 @@
-"""Collectives written otherwise: what ranks hold of one another is the model's once each share is in it, once."""
+"""Collectives written otherwise: what is the sum is unknown, and agrees; what is not is refuted."""
 
 from __future__ import annotations
 
@@ -106,10 +106,10 @@ def written(pm: sx.ParallelModule, write: Written, ranks: range = range(RANKS)) 
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_what_is_the_sum_is_proven(name: str) -> None:
+def test_sum_written_otherwise_is_unknown_and_agrees(name: str) -> None:
     pm = planned()
     verdict = pm.verify(written(pm, SOUND[name]))
-    assert verdict, verdict.why
+    assert verdict.status == "unknown" and "agrees on 3 random draws" in verdict.why, verdict
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -123,8 +123,3 @@ def test_what_one_rank_multiplies_alone_is_no_sum() -> None:
     pm = planned()
     alone = written(pm, lambda c, x, g: reduced(c, times(c, x, 2.0), g), range(1, 2))
     assert not pm.verify(alone)
-
-
-def test_why_it_is_none_of_the_model_is_said() -> None:
-    pm = planned()
-    assert "this is 3 times a aten.mm" in pm.verify(written(pm, WRONG["copies added"])).why

@@ -159,7 +159,7 @@ class LockStep:
         after = [numbering.without(hint, axes) for hint in hints] if reduced else hints
         after = list(dict.fromkeys([*numbering.inside(list(dict.fromkeys(got))), *after]))
         pairs = zip(members, got, strict=True)
-        return {m: Known(codes=t, hints=after, why=numbering.why(t)) for m, t in pairs if m in self.ranks}
+        return {m: Known(codes=t, hints=after) for m, t in pairs if m in self.ranks}
 
     def _impossible(self, what: str, rank: int, node: fx.Node) -> Failed:
         return Failed(replace(self.ranks[rank].fault(what, node), certain=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,23 +25,12 @@ from shardfx.runtime.verify.fault import Failed, Fault, place
 from .calls import CallDeduction, Known, Proof
 from .deduction import Fact
 from .elements import Elements
-from .numbering import Numbering, Source, Wrong
+from .numbering import Source, Wrong
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 MOVES: dict[Any, Callable[..., Any]] = {**ATEN_MOVES, **PACKING, operator.getitem: operator.getitem}
-
-BY_HAND: dict[Any, Callable[..., Elements]] = {
-    aten.add.Tensor: Numbering.added,
-    aten.sum.dim_IntList: Numbering.summed,
-    aten.mul.Tensor: Numbering.scaled,
-    aten.mul.Scalar: Numbering.scaled,
-    aten.div.Tensor: lambda numbering, x, by: numbering.scaled(x, 1 / by),
-    aten.div.Scalar: lambda numbering, x, by: numbering.scaled(x, 1 / by),
-    aten.neg.default: lambda numbering, x: numbering.scaled(x, -1),
-}
-"""What a program may do with shares that it has of others, and with multiples of what the model has."""
 
 Asked = tuple[fx.Node, Elements | None, Sequence[int]]
 """A collective, the tensor that goes in, and the sources of an empty one."""
@@ -169,9 +157,6 @@ class Rank:
         if item.why and target in ATEN_MOVES:
             moved = self._move(node, ATEN_MOVES[target])
             return item if moved.why else moved
-        if item.why and target in BY_HAND:
-            made = self._move(node, partial(BY_HAND[target], self.proof.numbering))
-            item = item if made.why else made
         return self._given_back(node) if item.why and (target in COPIES or target in NEUTRAL) else item
 
     def _given_back(self, node: fx.Node) -> Known:

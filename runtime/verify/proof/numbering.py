@@ -8,18 +8,12 @@ same sum, and the group is one of all ranks among which that sum is shared.
 A rank alone does not always know which sum: its rows may be those of two shardings (rank 0 has row 0 of ``5{a,b}`` and
 of ``5{b,a}``, and one without rows has none of either), and what it adds up is then its share by each. All that is true
 of a tensor is kept, as the *sources* of its elements, and the ranks that meet agree on what is true of all of them.
-
-A program may add by hand: gather shares as they are, each of a member of the group, and add up those of all, or reduce
-what it multiplied by a number, or copies of one value, and divide. So a source says also *whose* shares were added, and
-*how often* a value is held. Such elements are none of the model's until all shares are in them, once.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,10 +29,6 @@ c10d = torch.ops._c10d_functional
 
 ZERO = 0
 """The source of padding."""
-LINEAR = ("sum", "avg")
-"""Reductions of which a factor may stand before or behind."""
-OF_COPIES = ("sum", "avg", "max", "min")
-"""Reductions of which it is known what they make of copies of one number."""
 
 
 class Wrong(Exception):
@@ -56,28 +46,13 @@ class Source:
     term: int
     partial: tuple[tuple[str, str], ...]
     origins: Origins
-    times: float = 1.0
-    """What a value of the model, or a share of it, was multiplied by."""
-    group: tuple[str, ...] = ()
-    members: frozenset[int] = frozenset()
-    """Whose shares these are, where they are not this rank's own: of some members of a group along these axes."""
-
-    @property
-    def of_model(self) -> bool:
-        """Whether the elements are the model's, or this rank's own shares of them."""
-        return self.times == 1 and not self.members
 
     def added(self, axes: Iterable[str]) -> Source:
         """The same after all shares over some axes were added."""
         gone = {*axes}
         partial = tuple(each for each in self.partial if each[0] not in gone)
         origins = tuple(each for each in self.origins if each[0] not in gone)
-        return replace(self, partial=partial, origins=origins, group=(), members=frozenset())
-
-    def by(self, factor: float) -> Source:
-        """The same, multiplied: three times a third is one."""
-        times = self.times * factor
-        return replace(self, times=1.0 if math.isclose(times, 1, rel_tol=1e-12) else times)
+        return Source(self.term, partial, origins)
 
 
 @dataclass
@@ -149,7 +124,7 @@ class Numbering:
         places = _moved(codes, dict.fromkeys(numbers, ZERO))
         sources = dict.fromkeys(source for number in numbers or hints for source in self.sources[number - 1])
         for source in sources:
-            if not source.of_model or not all(source in self.sources[number - 1] for number in numbers):
+            if not all(source in self.sources[number - 1] for number in numbers):
                 continue
             shape = self.universe.terms.types[source.term].shape
             for spec in self.universe.specs.get(source.term, ()):
@@ -203,27 +178,13 @@ class Numbering:
 
     def _sum(self, kind: str, source: Source, axes: Sequence[str]) -> Source | None:
         """What the reduction of elements is that all members hold so; None: nothing that is known."""
-        wide = [axis for axis in axes if self.mesh[axis].size > 1]
-        held = set(source.partial)
-        if source.members:
-            return None
-        if {(axis, kind) for axis in wide} <= held:
-            return source.added(axes) if source.times == 1 or kind in LINEAR else None
-        if not self.universe.terms.types[source.term].dtype.is_floating_point:
-            return None
-        if kind == "avg" and {(axis, "sum") for axis in wide} <= held:
-            return source.added(axes).by(1 / self._size(wide))
-        if {axis for axis, _ in held} & {*wide} or kind not in OF_COPIES:
-            return None
-        return source.by(self._size(wide)) if kind == "sum" else source
+        wide = {(axis, kind) for axis in axes if self.mesh[axis].size > 1}
+        return source.added(axes) if wide <= set(source.partial) else None
 
     def _no_sum(self, kind: str, source: Source, axes: Sequence[str]) -> str:
         missing = [axis for axis in axes if self.mesh[axis].size > 1 and (axis, kind) not in source.partial]
         name = self.universe.terms.names[source.term]
         return f"{kind} over {', '.join(missing or axes)} of a {name} that is no {kind} over it"
-
-    def _size(self, axes: Iterable[str]) -> int:
-        return math.prod(self.mesh[axis].size for axis in axes)
 
     def _common(self, a: int, b: int) -> int | None:
         """The number of what elements of both numbers are; None: nothing is true of both."""
@@ -232,84 +193,16 @@ class Numbering:
         of_both = [source for source in self.sources[a - 1] if source in self.sources[b - 1]]
         return self.number(of_both) if of_both else None
 
-    def _sent(self, tensors: Sequence[Elements], axes: Sequence[str]) -> Sequence[Elements]:
-        """The same elements as others hold them: no shares of a sum over some axes, or each member's."""
-        to = {number: self._no_shares(number, axes) for number in self.inside(tensors)}
-        if all(number == whole for number, whole in to.items()):
-            return tensors
-        return [
-            _moved(t, {n: self._of_member(n, axes, i) if to[n] is None else to[n] for n in self.inside([t])})  # type: ignore[misc]
-            for i, t in enumerate(tensors)
-        ]
-
-    def _no_shares(self, number: int, axes: Sequence[str]) -> int | None:
-        """The number of the same elements, taken to be what is no share over some axes; None: they are shares."""
-        whole = [s for s in self.sources[number - 1] if not {axis for axis, _ in s.partial} & set(axes)]
-        return self.number(whole) if whole else None
-
-    def _of_member(self, number: int, axes: Sequence[str], member: int) -> int:
-        wanted = {(axis, "sum") for axis in axes if self.mesh[axis].size > 1}
-        shares = [s for s in self.sources[number - 1] if wanted <= set(s.partial) and not s.members]
-        if not shares:
-            over = {axis for axis, _ in self.sources[number - 1][0].partial} & set(axes)
-            raise Wrong(f"shares of a sum over {', '.join(sorted(over))} are exchanged without being added")
-        return self.number(replace(s, group=tuple(axes), members=frozenset({member})) for s in shares)
-
-    def why(self, codes: Elements) -> str:
-        """Why elements are none of the model's, where that is so because of what was done by hand."""
-        for number in self.inside([codes]):
-            first = self.sources[number - 1][0]
-            if not any(each.of_model for each in self.sources[number - 1]) and first.members:
-                return f"shares of a sum over {', '.join(first.group)} are exchanged without being added"
-            if not any(each.of_model for each in self.sources[number - 1]):
-                return f"this is {first.times:g} times a {self.universe.terms.names[first.term]}"
-        return ""
-
-    # ---- by hand ----------------------------------------------------------------------------------------------
-
-    def added(self, a: Elements, b: Elements) -> Elements:
-        """The sum of shares of different members; Wrong where that is nothing known, as in what follows."""
-        made = None if a is b or a.runs == b.runs else a.met(b, self._joined)
-        if made is None:
-            raise Wrong("these are no shares of one sum, of different ranks")
-        return made
-
-    def _joined(self, a: int, b: int) -> int | None:
-        if ZERO in (a, b):
-            return None
-        found = []
-        for mine in self.sources[a - 1]:
-            for theirs in self.sources[b - 1]:
-                members = mine.members | theirs.members
-                apart = mine.members and theirs.members and not mine.members & theirs.members
-                if apart and replace(mine, members=members) == replace(theirs, members=members):
-                    all_of_them = len(members) == self._size(mine.group)
-                    found.append(mine.added(mine.group) if all_of_them else replace(mine, members=members))
-        return self.number(found) if found else None
-
-    def summed(self, x: Elements, dims: Sequence[int] | None, keepdim: bool = False) -> Elements:
-        """The sum of the rows of one dim, each of other members' shares."""
-        if dims is None or len(dims) != 1 or not 1 < x.shape[x._dim(dims[0])] <= self.mesh.size:
-            raise Wrong("these are no shares, one for each rank of a group")
-        total = reduce(self.added, x.split(1, dims[0]))
-        return total if keepdim else total.squeeze(dims[0])
-
-    def scaled(self, x: Elements, factor: float) -> Elements:
-        """The elements multiplied by a number."""
+    def _sent(self, tensors: Sequence[Elements], axes: Sequence[str]) -> list[Elements]:
+        """The same elements as others hold them: no shares of a sum over some axes."""
         to = {}
-        for number in self.inside([x]):
-            made = [source.by(factor) for source in self.sources[number - 1]]
-            kinds = {kind for source in made for _, kind in source.partial}
-            if not kinds <= {*LINEAR} or not all(map(self._held, made)):
-                raise Wrong("this is no value of the model by a number")
-            to[number] = self.number(made)
-        return _moved(x, to)
-
-    def _held(self, source: Source) -> bool:
-        """Whether numbers of some size are still numbers of the same dtype, multiplied so."""
-        dtype = self.universe.terms.types[source.term].dtype
-        info = torch.finfo(dtype) if dtype.is_floating_point else None
-        return info is not None and info.tiny**0.5 <= abs(source.times) <= info.max**0.5
+        for number in self.inside(tensors):
+            found = [s for s in self.sources[number - 1] if not {axis for axis, _ in s.partial} & set(axes)]
+            if not found:
+                over = {axis for axis, _ in self.sources[number - 1][0].partial} & set(axes)
+                raise Wrong(f"shares of a sum over {', '.join(sorted(over))} are exchanged without being added")
+            to[number] = self.number(found)
+        return [_moved(tensor, to) for tensor in tensors]
 
 
 def _moved(tensor: Elements, to: Mapping[int, int]) -> Elements:
