@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,9 @@ from .aten_calls import as_aten_calls
 from .data_movement import MESSAGES
 from .families import many_ranks
 from .families.equal_shards import EqualShards, equal_shards
-from .fault import Fault, at_first_change
+from .families.family import Family
+from .families.varying import Varying
+from .fault import Failed, Fault, at_first_change
 from .numeric_check import FAILS, Counterexample, compare, first_line
 from .proof.calls import Proof
 from .proof.collective_matching import interpret
@@ -255,15 +256,11 @@ class PlanProof:
                 self._number_messages(made, graph.mesh.coords(rank))
             return made
 
-        own = {(many_ranks.place_of(self.after, rank), alike.box_of[rank]): rank for rank in self.ranks}.values()
         for number, task in enumerate(self.tasks):
-            given = [task.changed[rank] for rank in sorted(task.changed)]
-            given = given if task.request.together is None else given[:1]
-            written = (task.own(rank) for rank in own if rank not in task.changed)
-            fault = task.replayed(itertools.chain(given, written), self._calls)
+            fault = task.replayed(task.changed.values() if task.request.together is None else (), self._calls)
             if fault is not None:
                 return fault, number
-        requests = [self._of_families(task) for task in self.tasks]
+        requests = [self._of_families(task, alike) for task in self.tasks]
         return many_ranks.verify(proof, self.rules, write, requests, alike, self.counts)
 
     def _number_messages(self, program: RankProgram, coords: Mapping[str, int]) -> None:
@@ -273,13 +270,27 @@ class PlanProof:
                 iteration = iteration_number(node.meta["shardfx"].operands[0].spec, self.mesh, coords)
                 node.args = (*node.args[:-2], iteration, node.args[-1])
 
-    def _of_families(self, task: Task) -> many_ranks.FamilyRequest:
-        """The programs of a task; those of iterations are written together, whoever gave them."""
+    def _of_families(self, task: Task, alike: EqualShards) -> many_ranks.FamilyRequest:
+        """The programs of a task; those of iterations are written together, whoever gave them. One of ranks with equal
+        shards is run on fake tensors."""
         together = task.request.together
         alone = {} if together is not None else task.changed
         program = together or task.request.program
+        replayed: set[tuple[int, int]] = set()
+
+        def write(rank: Any) -> RankProgram:
+            made = program(self.after, rank)
+            one = rank.together.ranks[0] if isinstance(rank, Varying) else rank
+            place = many_ranks.place_of(self.after, one), alike.box_of[one]
+            if place not in replayed:
+                graph = made.graph if one is rank else Family(rank.together, made).at(one).graph
+                if (fault := task.replayed([replace(made, rank=one, graph=graph)], self._calls)) is not None:
+                    raise Failed(fault)
+                replayed.add(place)
+            return task.checked(made, in_place=True)
+
         return many_ranks.FamilyRequest(
-            lambda rank: task.checked(program(self.after, rank), in_place=True),
+            write,
             {rank: task.checked(each) for rank, each in alone.items()},
             task.nodes,
             task.inputs,

@@ -12,9 +12,7 @@ programs one by one:
    is read op by op (:mod:`.op_code`). The families have one order of collectives.
 4. *One whole program*, with all its collectives: order, operands, waits and results. Its partners in collectives are
    *shadows* (:mod:`..proof.collective_matching`): by 1 and 3 they have at each node what the rank itself has, at their
-   own coordinates. Where shards are not equal, it is one of each box (:mod:`.equal_shards`), side by side. Programs for
-   fewer outputs, whose calls are all in one that was interpreted, are read as a part of it
-   (:mod:`..proof.reuse_facts`).
+   own coordinates. Where shards are not equal, it is one of each box (:mod:`.equal_shards`), side by side.
 
 Ranks at different places along the axis of stages are in no family, and each place has its own order of collectives and
 messages. A send is checked by those that it concerns, and *all* ranks' messages of it are compared. In 3 each message
@@ -47,7 +45,6 @@ from shardfx.runtime.verify.fault import Failed, Fault
 from shardfx.runtime.verify.proof.calls import Proof
 from shardfx.runtime.verify.proof.collective_matching import LockStep
 from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
-from shardfx.runtime.verify.proof.reuse_facts import ReusableFacts
 
 from .equal_shards import EqualShards
 from .family import Family, families
@@ -58,8 +55,6 @@ EVERY = 16
 """On a mesh of up to so many ranks every program is interpreted."""
 Key = tuple[int, int]
 """A place along the axis of stages, and the number of a box of ranks with equal shards."""
-Earlier = Mapping[Key, ReusableFacts]
-"""Whole programs that were interpreted."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +98,14 @@ def verify(
     places: dict[int, list[int]] = {}
     for rank in range(graph.mesh.size):
         places.setdefault(place_of(graph, rank), []).append(rank)
-    earlier: list[Earlier] = []
     for number, each in enumerate(requests):
-        read = {place: FamilyPrograms(ops, each.at(graph, ranks[0]), ranks) for place, ranks in places.items()}
-        whole = WholePrograms(proof, read, alike)
         try:
-            whole.interpret(each.changed, earlier)
-        except Failed as failed:
-            return failed.fault, number
-        finally:
-            counts.update({"whole programs": whole.count, "programs within a whole one": whole.within})
+            read = {place: FamilyPrograms(ops, each.at(graph, ranks[0]), ranks) for place, ranks in places.items()}
             for part in read.values():
                 counts.update({"programs read": len(part.read), "calls read": part.calls, "families": part.families})
+            WholePrograms(proof, read, alike, counts).interpret(each.changed)
+        except Failed as failed:
+            return failed.fault, number
     return None, 0
 
 
@@ -175,25 +166,23 @@ def _communication(family: Family) -> list[Any]:
 class WholePrograms:
     """Whole programs, interpreted: of all stages those of one line of ranks, with shadows for all others."""
 
-    def __init__(self, proof: Proof, places: Mapping[int, FamilyPrograms], alike: EqualShards) -> None:
-        self.proof, self.places, self.alike = proof, places, alike
+    def __init__(
+        self, proof: Proof, places: Mapping[int, FamilyPrograms], alike: EqualShards, counts: Counter[str]
+    ) -> None:
+        self.proof, self.places, self.alike, self.counts = proof, places, alike, counts
         self.mesh = proof.after.mesh
-        self.count = self.within = 0
         self._patterns: dict[Key, Rank] = {}
         """A program of which those of all ranks there that were read are copies."""
 
-    def interpret(self, changed: Mapping[int, HasGraph], earlier: list[Earlier]) -> None:
-        """Interpret what must be. ``earlier`` are whole programs for other outputs; these join them.
+    def interpret(self, changed: Mapping[int, HasGraph]) -> None:
+        """Interpret what must be.
 
         Raises:
             Failed: a program is wrong.
         """
         lines = [rank for box in self.alike.boxes for rank in self._whole_line(frozenset(box))]
         if lines:
-            programs = {rank: self._of(rank).settled(rank) for rank in lines}
-            if not any(self._is_within(each, programs) for each in earlier):
-                self._lock_step(programs, ())
-                earlier.append({key: ReusableFacts(rank) for key, rank in self._patterns.items()})
+            self._lock_step({rank: self._of(rank).settled(rank) for rank in lines}, ())
             # outputs that are placed otherwise than promised, but are the same box at these ranks, are it at all:
             # what is linear in each coordinate and the same at two places is the same
             for rank in self._patterns.values():
@@ -237,22 +226,10 @@ class WholePrograms:
                     return line
         return ()
 
-    def _is_within(self, whole: Earlier, programs: Mapping[int, HasGraph]) -> bool:
-        """Whether programs compute nothing that whole ones do not compute, and give what they should."""
-        made = {self._key(rank): self._rank(rank, each) for rank, each in programs.items()}
-        if not all(key in whole and whole[key].read(rank) for key, rank in made.items()):
-            return False
-        try:
-            self._check_outputs(made.values())
-        except Failed:  # they are interpreted then, which says where they are wrong
-            return False
-        self._patterns, self.within = made, self.within + len(made)
-        return True
-
     def _lock_step(self, programs: Mapping[int, HasGraph], apart: Iterable[int]) -> None:
         alone = set(apart)
         made = {r: self._rank(r, each, r in alone) for r, each in programs.items()}
-        self.count += len(made)
+        self.counts["whole programs"] += len(made)
         known = dict(self._patterns)
         for r in made.keys() - alone:
             known.setdefault(self._key(r), made[r])
@@ -262,7 +239,8 @@ class WholePrograms:
             return rank if mine == theirs and not (alone and mine in self._patterns) else known.get(theirs)
 
         LockStep(self.proof, made, model).run()
-        self._check_outputs(made.values())
+        for r, rank in made.items():
+            rank.outputs(self._of(r).request.outputs)
         self._patterns = known
 
     def _key(self, rank: int) -> Key:
@@ -270,7 +248,3 @@ class WholePrograms:
 
     def _rank(self, rank: int, program: HasGraph, changed: bool = False) -> Rank:
         return Rank(self.proof, rank, program, self._of(rank).request.inputs, changed)
-
-    def _check_outputs(self, ranks: Iterable[Rank]) -> None:
-        for rank in ranks:
-            rank.outputs(self._of(rank.rank).request.outputs)

@@ -9,8 +9,8 @@ output must be the box of the captured output that its place promises, and no sh
 Proven: every op, argument, operand, group, reduction, order, offset and padding of every rank; that all ranks of a
 group come together; that the planned graph is the captured one, sums reordered, copies and decompositions aside.
 Assumed: the sharding rules (the oracle executes them), torch's kernels, the capture itself, exact arithmetic (a sum in
-another order is the same sum; what else is equal says :mod:`.normal_form`), and decompositions, which are compared with
-their op on random numbers only (and above ``CHECKED_NUMEL`` elements not at all). No fact is read off the programs'
+another order is the same sum), and decompositions, which are compared with their op on random numbers only (and above
+``CHECKED_NUMEL`` elements not at all). No fact is read off the programs'
 metadata, and none off the plan: its placements are tried as guesses where the operands leave a choice, and each guess
 is checked. A program may be right in a way that no rule knows: then the answer is "unknown", at the node where the
 facts end.
