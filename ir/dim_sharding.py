@@ -3,7 +3,7 @@
 A dim may be a *compound*: the product of sub-dims, each sharded on its own. ``(8{dp} 128{tp})`` is a dim of 1024 that
 was once ``[8, 128]``, the first sharded over dp and the second over tp.
 
-And it may be held in *rows that overlap*: those that the chunks of another dim need through a :class:`Window`.
+And it may be sharded in *rows that overlap*: those that the chunks of another dim need through a :class:`Window`.
 ``64 for 32{h} by 2o-1 to 2o+1`` is a dim of 64 of which a rank has rows 2o-1 to 2o+1 for each o in its chunk of 32:
 what a convolution of kernel 3 and stride 2 reads.
 """
@@ -175,8 +175,8 @@ def in_blocks(blocks: int, each: int, axes: tuple[str, ...], mesh: Mesh) -> bool
     if blocks % mesh.extent(axes) == 0:
         return True
     ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
-    held = [(*bounds(blocks, axes, mesh, at), *bounds(blocks * each, axes, mesh, at)) for at in ranks]
-    return all((a * each, n * each) == (start, length) for a, n, start, length in held)
+    spans = [(*bounds(blocks, axes, mesh, at), *bounds(blocks * each, axes, mesh, at)) for at in ranks]
+    return all((a * each, n * each) == (start, length) for a, n, start, length in spans)
 
 
 def compound(parts: Sequence[Part], mesh: Mesh) -> DimSharding:

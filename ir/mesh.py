@@ -44,7 +44,7 @@ class Loop:
     """A loop axis instead of ranks: its parts are computed one after the other.
 
     With ``interleave`` an iteration goes on while another one waits for what ranks send one another: one's collectives
-    are sent while the other computes, and as many iterations are held as are under way.
+    are sent while the other computes, and as many iterations are live as are in flight.
     """
 
     iterations: int

@@ -93,7 +93,7 @@ class Value:
     """One tensor of the program: result ``index`` of ``node``, or (``node`` is None) an input of the graph.
 
     ``spec`` is how it is placed, once that is decided. ``hint`` is how somebody wants it to be used, and ``hinted_by``
-    who: the hint's pattern, or a pass. A value that a node makes is then held so; of a parameter ``spec`` says how it
+    who: the hint's pattern, or a pass. A value that a node makes then has it; of a parameter ``spec`` says how it
     is stored and ``hint`` how it computes.
     """
 

@@ -158,9 +158,9 @@ def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Di
     if window.size and size % window.size == 0:
         same.append(compound([Part(window.size, axes), Part(size // window.size)], mesh))
     ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
-    held = [_segment(made, size, mesh, coords) for coords in ranks]
+    segments = [_segment(made, size, mesh, coords) for coords in ranks]
     for sharding in same:
-        if not is_strided(sharding) and [_segment(sharding, size, mesh, coords) for coords in ranks] == held:
+        if not is_strided(sharding) and [_segment(sharding, size, mesh, coords) for coords in ranks] == segments:
             return sharding
     return made
 
@@ -213,7 +213,7 @@ class RowExchange:
         return tuple(spec.dims[dim].span(self.shape[dim], self.mesh, coords) for dim in self.dims)
 
     @cached_property
-    def held(self) -> list[Box]:
+    def stored(self) -> list[Box]:
         """What each member has."""
         return [self.box(self.source, coords) for coords in self.members]
 
@@ -226,16 +226,16 @@ class RowExchange:
         """The rows that a member sends to each: nothing to itself, and nothing where all have what they need."""
         if self.is_silent:
             return [None] * len(self.members)
-        return [None if k == member else overlap(self.held[member], box) for k, box in enumerate(self.needed)]
+        return [None if k == member else overlap(self.stored[member], box) for k, box in enumerate(self.needed)]
 
     @cached_property
     def is_silent(self) -> bool:
         """Whether every member has what it needs."""
         return all(
             first <= start and start + length <= first + count
-            for held, needed in zip(self.held, self.needed, strict=True)
+            for stored, needed in zip(self.stored, self.needed, strict=True)
             if all(length for _, length in needed)
-            for (first, count), (start, length) in zip(held, needed, strict=True)
+            for (first, count), (start, length) in zip(stored, needed, strict=True)
         )
 
     @property
@@ -248,7 +248,7 @@ class RowExchange:
 
     def tiles(self, member: int) -> tuple[list[tuple[int, Box]], list[int]]:
         """What a member needs: boxes in row-major order, and who has each; and how many there are along each dim."""
-        parts = [(k, box) for k, held in enumerate(self.held) if (box := overlap(held, self.needed[member]))]
+        parts = [(k, box) for k, stored in enumerate(self.stored) if (box := overlap(stored, self.needed[member]))]
         edges = [sorted({box[d] for _, box in parts}) for d in range(len(self.dims))]
         by_box = {box: k for k, box in parts}
         grid = [(by_box[cell], cell) for cell in itertools.product(*edges)]

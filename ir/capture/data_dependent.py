@@ -83,10 +83,10 @@ class DataGuards(TorchFunctionMode):
         super().__init__()
         self._guarded = guarded
         own = stored(model)
-        for name, held in (real or {}).items():
+        for name, actual in (real or {}).items():
             if isinstance(tensor := own[name], FakeTensor):  # torch brings plain tensors' content along, no parameter's
                 with _disable_current_modes():
-                    tensor.real_tensor = held.detach().clone()
+                    tensor.real_tensor = actual.detach().clone()
         for tensor in (*given, *own.values()) if real is None else ():
             if isinstance(tensor, FakeTensor):
                 tensor.real_tensor = None
@@ -216,9 +216,9 @@ def _list(asked: DataGuards, func: Any, tensor: Tensor) -> Any:
 
 
 def _array(asked: DataGuards, func: Any, tensor: Tensor, **_: Any) -> Any:
-    held = asked.decide(tensor)
+    content = asked.decide(tensor)
     with _disable_current_modes():
-        return torch.tensor(held, dtype=tensor.dtype).reshape(tensor.shape).numpy()
+        return torch.tensor(content, dtype=tensor.dtype).reshape(tensor.shape).numpy()
 
 
 def _contains(asked: DataGuards, func: Any, tensor: Tensor, element: Any) -> Any:

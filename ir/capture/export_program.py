@@ -101,13 +101,13 @@ COMPOSED = _C.DispatchKey.CompositeImplicitAutograd
 @contextmanager
 def own_kernels() -> Iterator[None]:
     """Within, torch's Python dispatcher calls kernels where ops have their own kernel and gradient."""
-    held = {op: op.py_kernels.pop(OF_PYTHON) for op in _with_other_forms() if OF_PYTHON in op.py_kernels}
-    for op in held:
+    removed = {op: op.py_kernels.pop(OF_PYTHON) for op in _with_other_forms() if OF_PYTHON in op.py_kernels}
+    for op in removed:
         op._dispatch_cache.clear()
     try:
         yield
     finally:
-        for op, form in held.items():
+        for op, form in removed.items():
             op.py_kernels[OF_PYTHON] = form
             op._dispatch_cache.clear()
 

@@ -226,8 +226,8 @@ class CallPair:
         """The inputs of the tensors that are stored under a name."""
         path, _, attribute = (MODEL + name).rpartition(".")
         module = dict(self._call.program.named_modules()).get(path)
-        held = (vars(module) | module._buffers).get(attribute) if module is not None else None
-        tensors = [each for each in ValueReader().walk(held) if isinstance(each, Tensor)]
+        content = (vars(module) | module._buffers).get(attribute) if module is not None else None
+        tensors = [each for each in ValueReader().walk(content) if isinstance(each, Tensor)]
         return self.terms.made_of([self.terms.of(each) for each in tensors])
 
     def _difference(self, alone: CallOutcome, behind: CallOutcome) -> str:

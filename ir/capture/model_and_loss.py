@@ -134,7 +134,7 @@ class ModelAndLoss(nn.Module):
         decisions = DataGuards(self.model, self._stored, self.guard, tensors)
         noting = self.results.checkpointed.noting(self.model, self.exported)
         assigned = self.assigned.noting(self, written=self.exported)
-        held = self.found() if self.found is not None else None
+        state = self.found() if self.found is not None else None
         try:
             with (
                 decisions,
@@ -153,8 +153,8 @@ class ModelAndLoss(nn.Module):
             if found is None:
                 raise
             raise found from error
-        if held is not None:
-            self.results.keeps = held.changed
+        if state is not None:
+            self.results.keeps = state.changed
         self.results.guards = tuple(decisions.guards)
         return (*outs, *decisions.values)
 

@@ -98,7 +98,9 @@ def _gradients(
     steps = float(step.scale.interval - 1) if isinstance(step.scale, LossScale) else 0.0
     for number, size in enumerate((0.1, 10.0, *([float("inf")] if step.scale is not None else []))):
         given: dict[str, Tensor] = {"loss": torch.zeros((), dtype=loss)}
-        given |= {name: torch.tensor(held, dtype=torch.float64) for name, held in ((SCALE, scale), (STEPS, steps))}
+        given |= {
+            name: torch.tensor(content, dtype=torch.float64) for name, content in ((SCALE, scale), (STEPS, steps))
+        }
         for i, (dtype, dims) in enumerate(kinds):
             most = min(torch.finfo(dtype.to_real()).max / 8, LARGEST)
             by = min(size * scale * (step.clip or 1.0), most) if size < float("inf") or i else size
@@ -153,17 +155,17 @@ def _small_step(
 
 def _plain_step(given: Mapping[str, Tensor], count: int, step: TrainingStep, loss: torch.dtype) -> RunOutputs:
     """The same by torch.optim and torch.nn.utils, in float64, rounded at its end."""
-    held = [nn.Parameter(_wide(given[f"w{i}"])) for i in range(count)]
+    parameters = [nn.Parameter(_wide(given[f"w{i}"])) for i in range(count)]
     scale = given[SCALE].item() if isinstance(step.scale, LossScale) else float(step.scale or 1.0)
-    for i, parameter in enumerate(held):
+    for i, parameter in enumerate(parameters):
         parameter.grad = _wide(given[f"args.{i}"]) / scale
-    finite = all(bool(parameter.grad.isfinite().all()) for parameter in held if parameter.grad is not None)
+    finite = all(bool(parameter.grad.isfinite().all()) for parameter in parameters if parameter.grad is not None)
     if step.clip is not None:
-        nn.utils.clip_grad_norm_(held, step.clip)
+        nn.utils.clip_grad_norm_(parameters, step.clip)
     if finite or step.scale is None:
-        torch.optim.SGD(held, lr=RATE).step()
+        torch.optim.SGD(parameters, lr=RATE).step()
     made: RunOutputs = {}
-    for i, parameter in enumerate(held):
+    for i, parameter in enumerate(parameters):
         assert parameter.grad is not None
         dtype = given[f"w{i}"].dtype
         made |= {f"gradient w{i}": parameter.grad.to(dtype), f"parameter w{i}": parameter.detach().to(dtype)}
@@ -190,10 +192,10 @@ class _Layer(nn.Module):
 
     def __init__(self, kinds: Sequence[Kind]) -> None:
         super().__init__()
-        self.held = nn.ParameterList(_drawn(*kind) for kind in kinds)
+        self.weights = nn.ParameterList(_drawn(*kind) for kind in kinds)
 
     def forward(self, x: Tensor) -> Tensor:
-        for each in self.held:
+        for each in self.weights:
             x = x * (torch.view_as_real(each).sum(-1) if each.is_complex() else each)
         return x
 

@@ -169,7 +169,7 @@ def halo(emit: RankEmit) -> list[Any]:
     if moved.is_silent and not all(length for _, length in moved.needed[me]):
         return [emit.call(pack.take, x, view, dims[0], 0, 0, list(site.shape))]
     if moved.is_silent:
-        for dim, (first, _), (start, length) in zip(dims, moved.held[me], moved.needed[me], strict=True):
+        for dim, (first, _), (start, length) in zip(dims, moved.stored[me], moved.needed[me], strict=True):
             before, view[dim] = list(view), length  # also where that is all: what is held is then held otherwise
             x = emit.call(pack.take, x, before, dim, start - first, length, list(view))
         return [x]
@@ -178,7 +178,7 @@ def halo(emit: RankEmit) -> list[Any]:
         """Where a box lies in what this rank has."""
         if box is None:
             return [[0, 0] for _ in dims]
-        return [[start - first, length] for (start, length), (first, _) in zip(box, moved.held[me], strict=True)]
+        return [[start - first, length] for (start, length), (first, _) in zip(box, moved.stored[me], strict=True)]
 
     def shape(box: Box) -> list[int]:
         found = list(site.shape)

@@ -154,7 +154,7 @@ EVERYWHERE = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GUARD)
 
 
 def check_stages(graph: Graph, wrong: Complaint) -> None:
-    """What a node takes is held where it is done: made there, or sent; outputs are where they belong."""
+    """What a node takes is there where it runs: made there, or sent; outputs are where they belong."""
     if graph.pipeline is not None:
         _Stages(graph, graph.pipeline, wrong).check()
 
@@ -164,26 +164,26 @@ class _Stages:
     graph: Graph
     pipeline: Pipelined
     wrong: Complaint
-    held: dict[Value, frozenset[int]] = field(default_factory=dict)
+    places: dict[Value, frozenset[int]] = field(default_factory=dict)
     """The coordinates along the axis of stages at which values are."""
 
     def check(self) -> None:
         for given in self.graph.inputs:
-            self.held[given.value] = self._places(given, given.at)
+            self.places[given.value] = self._places_of(given, given.at)
         for node in self.graph.nodes:
-            places = self._places(node, node.at)
+            places = self._places_of(node, node.at)
             if node.op is comm.send:
                 self._sent(node, places)
             else:
                 for value in node.operands:
                     self._is_at(value, places, node)
-            self.held.update(dict.fromkeys(node.outs, places))
-        at = {given.name: self.held[given.value] for given in self.graph.inputs}
+            self.places.update(dict.fromkeys(node.outs, places))
+        at = {given.name: self.places[given.value] for given in self.graph.inputs}
         for output in self.graph.outputs:
             everywhere = output.kind in EVERYWHERE or output.name not in at
             self._is_at(output.value, frozenset(self.pipeline.places(())) if everywhere else at[output.name], output)
 
-    def _places(self, subject: Node | Input, at: tuple[int, ...]) -> frozenset[int]:
+    def _places_of(self, subject: Node | Input, at: tuple[int, ...]) -> frozenset[int]:
         stages = self.pipeline.schedule.stages
         if unknown := [stage for stage in at if stage not in stages]:
             self.wrong.fail("there is no such stage", subject, f"stages of 0 .. {stages[-1]}", f"stage {unknown[0]}")
@@ -198,11 +198,11 @@ class _Stages:
         self._is_at(value, frozenset([kwargs["origin"]]), node)
 
     def _is_at(self, value: Value, places: frozenset[int], user: Node | Output) -> None:
-        if not places <= self.held[value]:
+        if not places <= self.places[value]:
             axis = self.pipeline.axis
             what = f"{self.wrong.name(value)} is used where it is not"
-            expected = f"a value that is held at {axis} = {_some(places)}, or a comm.send of it"
-            self.wrong.fail(what, user, expected, f"it is held at {axis} = {_some(self.held[value])}")
+            expected = f"a value that is at {axis} = {_some(places)}, or a comm.send of it"
+            self.wrong.fail(what, user, expected, f"it is at {axis} = {_some(self.places[value])}")
 
 
 def _some(places: frozenset[int]) -> str:

@@ -31,7 +31,7 @@ COMM_EXPLICIT = "COMM_EXPLICIT"
 def validate_graph(graph: Graph, after: str | None = None, rules: RuleBook | None = None) -> None:
     """Raise for the first thing that is wrong with ``graph``; ``after`` names the pass that has just run.
 
-    With ``rules`` the shardings and placements of nodes are held to the rules of their ops.
+    With ``rules`` the shardings and placements of nodes are checked against the rules of their ops.
 
     Raises:
         Error: a value is used before it is defined, two nodes share a result, a result is not what its op gives, a
@@ -66,13 +66,13 @@ class Validator:
         for node in graph.nodes:
             operands = node.operands
             definitions.node(node, operands)
-            held = key_of(node, _objects), id(node.strategy), tuple(node.attrs.items()) if node.attrs else ()
-            if held not in seen:
+            identity = key_of(node, _objects), id(node.strategy), tuple(node.attrs.items()) if node.attrs else ()
+            if identity not in seen:
                 key = alike(node, placed=True), tuple(node.attrs.items())
                 if key not in right:
                     self._node(node, operands, graph, wrong)
                     right.add(key)
-                seen[held] = [node.strategy, *((value.type, value.spec) for value in (*operands, *node.outs))]
+                seen[identity] = [node.strategy, *((value.type, value.spec) for value in (*operands, *node.outs))]
         for output in graph.outputs:
             definitions.output(output)
         if explicit:

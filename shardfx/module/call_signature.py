@@ -332,7 +332,7 @@ class ObjectInput:
 
 def attributes(thing: object) -> tuple[tuple[str, Hashable], ...]:
     """What an object or a container holds, as text."""
-    held = CONTENTS.held(thing)
+    held = CONTENTS.fields(thing)
     if isinstance(held, str):
         return (("", held),)
     return tuple((name, CONTENTS.said(value)) for name, value in held)

@@ -181,14 +181,14 @@ def tensors_of(function: Callable[..., Any]) -> list[str]:
     if isinstance(function, functools.partial):
         given = {str(i): each for i, each in enumerate(function.args)} | dict(function.keywords)
         return [*(name for name, value in given.items() if _has_tensor(value)), *tensors_of(function.func)]
-    held: dict[str, Any] = {}
+    visible: dict[str, Any] = {}
     owner = getattr(function, "__self__", None) or (function if not inspect.isroutine(function) else None)
     if owner is not None and hasattr(owner, "__dict__"):
-        held |= vars(owner)
+        visible |= vars(owner)
     if inspect.isfunction(inspect.unwrap(function)):
         used = inspect.getclosurevars(inspect.unwrap(function))
-        held |= dict(used.nonlocals) | dict(used.globals)
-    return [name for name, value in held.items() if _has_tensor(value)]
+        visible |= dict(used.nonlocals) | dict(used.globals)
+    return [name for name, value in visible.items() if _has_tensor(value)]
 
 
 def _has_tensor(value: object) -> bool:

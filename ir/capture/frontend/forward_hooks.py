@@ -49,9 +49,9 @@ class WatchedHooks:
         own["_modules"] = {n: child and self._twin(child, f"{path}.{n}".lstrip(".")) for n, child in children}
         where = f"{path or 'the model'} ({type(module).__name__})"
         for kind in ("_forward_hooks", "_forward_pre_hooks"):
-            held = getattr(module, kind)
+            hooks = getattr(module, kind)
             own[kind] = OrderedDict(
-                (k, self._watched(hook, where) if is_users(hook) else hook) for k, hook in held.items()
+                (k, self._watched(hook, where) if is_users(hook) else hook) for k, hook in hooks.items()
             )
         return made
 

@@ -170,8 +170,8 @@ class AssignedBuffers:
             for path, module, were, own in modules:  # what was None is looked at beside other attributes
                 filled = {name: was for name, was in were.items() if was is not None}
                 found |= {f"{path}.{name}": (was, module._buffers.get(name)) for name, was in filled.items()}
-                held = dict(module._parameters)  # which may give others when they are asked for one
-                found |= {f"{path}.{n}": (p, held.get(n)) for n, p in own.items() if p is not None}
+                parameters = dict(module._parameters)  # which may give others when they are asked for one
+                found |= {f"{path}.{n}": (p, parameters.get(n)) for n, p in own.items() if p is not None}
                 if written:
                     module._buffers.update(filled)
                     module._parameters.update(own)

@@ -61,10 +61,10 @@ class OwnLoss:
 class Rebound(nn.Module):
     """A function whose own tensors and modules are those of this module."""
 
-    def __init__(self, function: FunctionType, held: Mapping[str, Any]) -> None:
+    def __init__(self, function: FunctionType, values: Mapping[str, Any]) -> None:
         super().__init__()
         self._function = function
-        for name, value in held.items():
+        for name, value in values.items():
             if isinstance(value, nn.Module):
                 self.add_module(name, value)
             elif isinstance(value, nn.Parameter):
@@ -75,11 +75,11 @@ class Rebound(nn.Module):
     def forward(self, *given: Any) -> Any:
         """The result of the function, with the tensors of this module in its closure and globals."""
         function = self._function
-        held = {**self._parameters, **self._buffers, **self._modules}
+        current = {**self._parameters, **self._buffers, **self._modules}
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
-        closure = tuple(CellType(held[n]) if n in held else c for n, c in zip(names, cells, strict=True))
+        closure = tuple(CellType(current[n]) if n in current else c for n, c in zip(names, cells, strict=True))
         made = FunctionType(
-            function.__code__, {**function.__globals__, **held}, function.__name__, function.__defaults__, closure
+            function.__code__, {**function.__globals__, **current}, function.__name__, function.__defaults__, closure
         )
         made.__kwdefaults__ = function.__kwdefaults__
         return made(*given)
@@ -100,9 +100,9 @@ class Filled(nn.Module):
 
     def forward(self, *given: Any) -> Any:
         """The result of the function, with the tensors of this module in place of its arguments."""
-        held = {**self._parameters, **self._buffers}
-        args = [held.get(f"argument_{i}", value) for i, value in enumerate(self._given.args)]
-        keywords = {name: held.get(name, value) for name, value in self._given.keywords.items()}
+        current = {**self._parameters, **self._buffers}
+        args = [current.get(f"argument_{i}", value) for i, value in enumerate(self._given.args)]
+        keywords = {name: current.get(name, value) for name, value in self._given.keywords.items()}
         return self._given.func(*args, *given, **keywords)
 
 
@@ -165,9 +165,9 @@ def _as_module(loss: Callable[..., Any] | None) -> nn.Module | None:
     if not isinstance(loss, FunctionType) or inspect.unwrap(loss) is not loss:
         return None
     used = inspect.getclosurevars(loss)
-    held = {name: value for name, value in {**used.globals, **used.nonlocals}.items() if has_tensors(value)}
-    quiet = {n: _without_saved_buffers(v) if isinstance(v, nn.Module) else v for n, v in held.items()}
-    return Rebound(loss, quiet) if held else None
+    used_values = {name: value for name, value in {**used.globals, **used.nonlocals}.items() if has_tensors(value)}
+    quiet = {n: _without_saved_buffers(v) if isinstance(v, nn.Module) else v for n, v in used_values.items()}
+    return Rebound(loss, quiet) if used_values else None
 
 
 def has_tensors(value: object) -> bool:

@@ -160,9 +160,9 @@ class _UpdateWriter:
         for each in alike.values():
             steps.update(dict.fromkeys(each, self._step(group, each, parameters)))
         agreed = _agreed(steps)
-        held: dict[str, Value] = {}
+        shared: dict[str, Value] = {}
         for name in names:
-            self._write(name, group, steps[name], [*numbers.values()], agreed, held)
+            self._write(name, group, steps[name], [*numbers.values()], agreed, shared)
         stepped = stepped_names(group, self.trained, self.graph.repeats)
         decided = frozenset().union(*(each.decided for step in steps.values() for each in step.traced))
         return UpdateGroup(group.kind, group.options, stepped, {k: v.name for k, v in numbers.items()}, decided)
@@ -187,13 +187,13 @@ class _UpdateWriter:
         step: StepVariant,
         numbers: Sequence[Value],
         agreed: Mapping[str, Start],
-        held: dict[str, Value],
+        written: dict[str, Value],
     ) -> None:
         """Emit the step of one parameter."""
         given, later = self.inputs[name].value, step.later
         states, ins = [], []
         for key in later.names:
-            first = held.get(key) if key in agreed else None
+            first = written.get(key) if key in agreed else None
             type = TensorType(later.shapes[key], later.dtypes[key])
             label = f"{name}.{key}"
             if first is not None:
@@ -204,7 +204,7 @@ class _UpdateWriter:
                 dim_order = self.inputs[name].dim_order if type.shape == given.type.shape else ()
                 value = self.builder.input(InputKind.STATE, label, type, dim_order=dim_order)
                 if key in agreed:
-                    held[key] = value
+                    written[key] = value
             ins.append(value)
             states.append(OptimizerState(key, value.name, step.recipe.starts[key], _kept(step.kept[key])))
         self.states[name] = tuple(states)
@@ -339,8 +339,8 @@ def _of(name: str, state: OptimizerState, repeats: Sequence[Repeat]) -> Optimize
 def depending(traced: TracedStep, shared: Container[str]) -> set[fx.Node]:
     """The nodes that depend on a parameter, its gradient, or a state of its own."""
     places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
-    held = places[2 + len(traced.inputs) :]
-    own = [place for place, key in zip(held, traced.names, strict=True) if key not in shared]
+    states = places[2 + len(traced.inputs) :]
+    own = [place for place, key in zip(states, traced.names, strict=True) if key not in shared]
     found = {*places[:2], *own}
     for node in traced.module.graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):

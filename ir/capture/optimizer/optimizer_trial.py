@@ -67,8 +67,10 @@ class OptimizerTrial:
 
     def _again(self, factory: Factory, groups: Sequence[OptimizerGroup]) -> TrialSetup:
         """A copy of the parameters, with optimizers of their own."""
-        held = {name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for name, p in self.named.items()}
-        return held, self._made(factory, held, groups)
+        parameters = {
+            name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for name, p in self.named.items()
+        }
+        return parameters, self._made(factory, parameters, groups)
 
     @staticmethod
     def _made(
@@ -104,9 +106,9 @@ class OptimizerTrial:
 
     def _step(self, i: int, made: TrialSetup, grads: Grads) -> None:
         """Step all parameters together, as the optimizers themselves do."""
-        held, groups = made
+        parameters, groups = made
         for name, grad in grads.items():
-            held[name].grad = grad.clone()
+            parameters[name].grad = grad.clone()
         for group in groups:
             mine = group.optimizer.param_groups[group.index]
             mine.update(replace_numbers(group.options, self.numbers[group.number][i]))
@@ -123,9 +125,9 @@ class OptimizerTrial:
 
 def _left(made: TrialSetup, grads: Grads) -> dict[str, Left]:
     """Each parameter that has a gradient, and its states."""
-    held, groups = made
+    parameters, groups = made
     return {
-        name: (held[name].detach().clone(), copy.deepcopy(group.optimizer.state.get(held[name], {})))
+        name: (parameters[name].detach().clone(), copy.deepcopy(group.optimizer.state.get(parameters[name], {})))
         for group in groups
         for name in group.names
         if name in grads

@@ -68,8 +68,8 @@ class TracedStep:
     def is_pointwise(self) -> bool:
         """Whether the step is elementwise: of the parameter, its gradient, states of its shape, and 0-d tensors."""
         nodes = [n for n in self.module.graph.nodes if n.op not in ("placeholder", "output") and not says_nothing(n)]
-        held = [value for node in nodes for value in pytree.tree_leaves(node.meta.get("val"))]
-        shapes = [*self.shapes.values(), *(tuple(v.shape) for v in held if isinstance(v, torch.Tensor))]
+        values = [value for node in nodes for value in pytree.tree_leaves(node.meta.get("val"))]
+        shapes = [*self.shapes.values(), *(tuple(v.shape) for v in values if isinstance(v, torch.Tensor))]
         return set(shapes) <= {(), self.shape} and all(map(_is_pointwise, nodes))
 
     def at(self, shape: Sequence[int]) -> TracedStep:
@@ -77,10 +77,10 @@ class TracedStep:
         if tuple(shape) == self.shape:
             return self
 
-        def moved(held: Any) -> Any:
-            if isinstance(held, torch.Tensor) and tuple(held.shape) == self.shape:
-                return torch.empty(tuple(shape), dtype=held.dtype, device="meta")
-            return held
+        def moved(sized: Any) -> Any:
+            if isinstance(sized, torch.Tensor) and tuple(sized.shape) == self.shape:
+                return torch.empty(tuple(shape), dtype=sized.dtype, device="meta")
+            return sized
 
         graph = torch.fx.Graph()
         places: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -88,7 +88,7 @@ class TracedStep:
         graph.set_codegen(self.module.graph._codegen)  # by which it takes a list of states
         for node in graph.nodes:
             node.meta["val"] = pytree.tree_map(moved, node.meta.get("val"))
-        shapes = {name: tuple(shape) if held else () for name, held in self.shapes.items()}
+        shapes = {name: tuple(shape) if sized else () for name, sized in self.shapes.items()}
         module = torch.fx.GraphModule(self.module, graph)
         return replace(self, module=module, shapes=shapes, shape=tuple(shape))
 

@@ -70,10 +70,10 @@ class FirstTime(set[object]):
 def led_to(kind: type, begin: Iterable[str] = ("forward", "__call__")) -> list[FunctionType]:
     """The functions of a class that a call of it, or of its methods ``begin``, leads to."""
     names, front, met = set[str](), [*begin], dict[FunctionType, None]()
-    there = {name: held for each in (*_upwards(type(kind)), *_upwards(kind)) for name, held in vars(each).items()}
+    there = {name: member for each in (*_upwards(type(kind)), *_upwards(kind)) for name, member in vars(each).items()}
     while front:
-        held = there.get(front.pop())
-        for function in within(getattr(held, "fget", held)):
+        member = there.get(front.pop())
+        for function in within(getattr(member, "fget", member)):
             if function not in met and getattr(nn.Module, function.__name__, None) is not function:
                 met[function] = None
                 used = {name for code in codes(function.__code__) for name in named_in(code)}

@@ -236,8 +236,8 @@ class PythonState:
         """The methods of a class that the code may call."""
         if not is_users_class(kind):
             return set()
-        held = [pair for each in filter(is_users_class, kind.__mro__) for pair in vars(each).items()]
-        methods = {name for name, value in held if isinstance(value, METHODS)}
+        members = [pair for each in filter(is_users_class, kind.__mro__) for pair in vars(each).items()]
+        methods = {name for name, value in members if isinstance(value, METHODS)}
         named = {name for name in self._names.of(kind, methods) if name[:2] != "__"}
         return named | {name for name in methods if name[:2] == "__" and name not in NOT_CALLED}
 
@@ -391,9 +391,9 @@ def _of_modules(function: FunctionType) -> Iterator[tuple[Mapping[str, object], 
         for chain in found.chains | found.called:
             holder: Any = function.__globals__.get(chain[0])
             if len(chain) > 1 and isinstance(holder, ModuleType):
-                held: object = reduce(_inside, chain[1:-1], holder)
-                if isinstance(held, ModuleType) and is_installed_module(held):
-                    yield vars(held), chain[-1]
+                owner: object = reduce(_inside, chain[1:-1], holder)
+                if isinstance(owner, ModuleType) and is_installed_module(owner):
+                    yield vars(owner), chain[-1]
 
 
 def _inside(holder: Any, name: str) -> Any:

@@ -97,8 +97,8 @@ class ValueReader:
                 continue
             met[id(each)] = each
             yield each
-            if not _plain(each) and not isinstance(held := self.held(each), str):
-                front += [inside for _, inside in held]
+            if not _plain(each) and not isinstance(fields := self.fields(each), str):
+                front += [inside for _, inside in fields]
 
     def _said(self, value: Any, met: dict[int, Any], depth: int) -> str:
         kind = type(value)
@@ -110,13 +110,13 @@ class ValueReader:
             text = repr(value)
             return f"{kind.__qualname__} {len(value)} {text if len(value) <= LONG else hash(text)}"
         met[id(value)] = value  # kept alive, so that no other object gets its id
-        held = self.held(value)
-        if isinstance(held, str):
-            return held
-        inside = [f"{name}: {self._said(each, met, depth + 1)}" for name, each in held]
+        fields = self.fields(value)
+        if isinstance(fields, str):
+            return fields
+        inside = [f"{name}: {self._said(each, met, depth + 1)}" for name, each in fields]
         return f"{kind.__qualname__}({', '.join(sorted(inside) if isinstance(value, Set) else inside)})"
 
-    def held(self, value: Any) -> Fields | str:
+    def fields(self, value: Any) -> Fields | str:
         """The contents of a value, by name; or its text, where it has none."""
         kind = type(value)
         if kind is list or kind is tuple:
