@@ -160,7 +160,8 @@ class Binding:
         for dim, size in pairs:
             if len(dim) == 1 and sizes.setdefault(dim[0], size) == 1:
                 sizes[dim[0]] = size
-        left = [(dim, size) for dim, size in pairs if len(dim) > 1 or (dim and size != 1 and size != sizes[dim[0]])]
+        left = [(dim, size) for dim, size in pairs if size != 1 and dim and (len(dim) > 1 or size != sizes[dim[0]])]
+        ones = {f for dim, size in pairs if size == 1 for f in dim}
         while left:
             unsolved = []
             for dim, size in left:
@@ -173,8 +174,12 @@ class Binding:
                 elif known != size:
                     raise Error("a tensor's dim does not fit the rule", expected=f"{' '.join(dim)} = {known}", got=size)
             if len(unsolved) == len(left):
+                if not ones <= sizes.keys():
+                    sizes.update(dict.fromkeys(ones - sizes.keys(), 1))
+                    continue
                 raise Error("a rule's template leaves sizes open", expected=f"the sizes of {left[0][0]}")
             left = unsolved
+        sizes.update(dict.fromkeys(ones - sizes.keys(), 1))
 
     def held(self, dims: Dims, shape: Shape) -> Dims:
         """Dims without factors of size one that others are multiplied with, and without those that are broadcast."""
@@ -183,7 +188,7 @@ class Binding:
             [
                 (dim if size != 1 or sizes[dim[0]] == 1 else ())
                 if len(dim) == 1
-                else tuple(f for f in dim if sizes[f] != 1)
+                else tuple([f for f in dim if sizes[f] != 1] if size != 1 else ())
                 for dim, size in zip(dims, shape, strict=True)
             ]
         )

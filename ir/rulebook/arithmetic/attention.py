@@ -9,66 +9,38 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.graph import Node, Value
+from shardfx.ir.graph import Node
 from shardfx.ir.node import draw_slot
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
 from shardfx.ir.rules.local import DimShard, Emit
-from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
-from shardfx.ir.rules.template import parse_linear, tensor_slots
+from shardfx.ir.rules.template import Template, has_argument, template
 
 aten = torch.ops.aten
 
 
-def _rule(node: Node, operands: str, results: str, free: str) -> ShardingRule:
-    """The rule of a node, each of whose tensors is one of ``q k v o`` (the output), ``l`` (logsumexp), ``m`` (mask) or
-    ``-`` (anything whole); ``free`` factors are sharded where each query sees all keys."""
-    slots = tensor_slots(node)
-    at = {kind: value for kind, value in zip(operands, slots, strict=True) if value is not None}
-    q, k, v = at["q"].shape, at["k"].shape, at["v"].shape
-    groups = q[1] // k[1]
-    sizes = {"b": q[0], "h": k[1], "s": q[2], "t": k[2], "e": q[3], "v": v[3]}
-    heads: Dim = ("h", "r") if groups > 1 else ("h",)
-    if groups > 1:
-        sizes["r"] = groups
-    dims: dict[str, tuple[Dim, ...]] = {
-        "q": (("b",), heads, ("s",), ("e",)),
-        "k": (("b",), ("h",), ("t",), ("e",)),
-        "v": (("b",), ("h",), ("t",), ("v",)),
-        "o": (("b",), heads, ("s",), ("v",)),
-        "l": (("b",), heads, ("s",)),
-    }
-    full: tuple[Dim, ...] = (("b",), heads, ("s",), ("t",))
-
-    def of(kind: str, value: Value) -> tuple[Dim, ...]:
-        if kind == "m":
-            return tuple(() if size == 1 else dim for size, dim in zip(value.shape[::-1], full[::-1], strict=False))[
-                ::-1
-            ]
-        return dims[kind] if kind in dims else ((),) * value.type.ndim
-
-    whole = frozenset("stev") - (frozenset() if argument(node, "causal", "is_causal") else frozenset(free))
-    if draw_slot(node) is not None:  # what is drawn is a box of the whole, and heads that share a key head are not
-        whole |= {"r"}
-    return ShardingRule(
-        tuple(of(kind, value) for kind, value in zip(operands, slots, strict=True) if value is not None),
-        tuple(None if v is None else of(kind, v) for kind, v in zip(results, node.results, strict=False)),
-        sizes,
-        whole,
-        parse_linear("0|3&4>0&1&3" if operands[0] == "o" else "2>0"),
-    )
-
-
-def forward(node: Node) -> ShardingRule:
+def forward(node: Node) -> Template:
     """Keys are whole; queries may be sharded, unless each sees the keys before it."""
-    return _rule(node, "qkvm-"[: len(tensor_slots(node))], "ol", "s")
+    return _form(node, "Q, b h t! e!, b h t! v!, M, -> O, L", "2>0")
 
 
-def backward(node: Node) -> ShardingRule:
+def backward(node: Node) -> Template:
     """Linear in the gradient, and in values and result together; the gradients of keys and values (and of a mask that
     broadcasts) are sums over the queries."""
-    return _rule(node, "oqkvolm-"[: len(tensor_slots(node))], "qkvm", "st")
+    return _form(node, "O, Q, b h t!causal e!, b h t v!, O, L, M, -> Q, b h t e, b h t v, M", "0|3&4>0&1&3")
+
+
+def _form(node: Node, form: str, linear: str) -> Template:
+    """Of an op without a seed the last operand is left out. Where one is given, a rank draws a box of the whole, which
+    heads that share a key head are not."""
+    heads = "(h r)" if draw_slot(node) is None else "(h r!)"
+    tensors = {"Q": f"b {heads} s!causal e!", "O": f"b {heads} s v!", "L": f"b {heads} s", "M": f"~b {heads} s t"}
+    for letter, dims in tensors.items():
+        form = form.replace(letter, dims)
+    if not has_argument(node.op, "seed"):
+        form = form.replace(", ->", " ->").replace("!causal", "!is_causal")
+    return template(form, linear)
 
 
 def attention_local(emit: Emit) -> Any:
