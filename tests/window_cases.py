@@ -71,7 +71,7 @@ def pad(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
 
 
 def resize(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    kinds = ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+    kinds = ("upsample_bilinear2d", "upsample_bicubic2d")
     name, sizes, aligned = draw.choice(kinds), [draw.randint(1, 20), 5], draw.random() < 0.5
     return getattr(aten, name).default, (f(1, 2, draw.randint(1, 20), 5), sizes, aligned)
 
@@ -80,23 +80,6 @@ def resize_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     op, (x, sizes, aligned) = resize(draw)
     y = torch.randn_like(op(x, sizes, aligned))
     return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), aligned)
-
-
-def scaled(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    """By a scale that need not be that of the sizes."""
-    size, scale = draw.randint(1, 30), draw.choice((0.5, 0.75, 2.0, 0.3, 1.7, 1.2345, 2.5))
-    if int(size * scale) == 0:
-        raise ValueError("no row is left")
-    x, sizes = f(1, 2, size, 5), [int(size * scale), 5]
-    names = "upsample_bilinear2d upsample_bicubic2d upsample_nearest2d _upsample_nearest_exact2d"
-    name = draw.choice((*names.split(), "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"))
-    return getattr(aten, name).default, (x, sizes, *([False] if "bi" in name else []), scale, None)
-
-
-def scaled_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    op, (x, sizes, *options) = scaled(draw)
-    y = torch.randn_like(op(x, sizes, *options))
-    return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), *options)
 
 
 def nearest(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
@@ -115,17 +98,6 @@ def adaptive(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return aten._adaptive_avg_pool2d.default, (f(1, 2, draw.randint(1, 60), 5), [draw.randint(9, 40), 3])
 
 
-def adaptive_max(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    x = f(1, 2, draw.randint(1, 40), 5)
-    return aten.adaptive_max_pool2d.default, (x.round() if draw.random() < 0.5 else x, [draw.randint(2, 50), 3])
-
-
-def adaptive_max_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    op, (x, sizes) = adaptive_max(draw)
-    y, indices = op(x, sizes)
-    return aten.adaptive_max_pool2d_backward.default, (torch.randn_like(y), x, indices)
-
-
 def adaptive_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     op, (x, sizes) = adaptive(draw)
     return aten._adaptive_avg_pool2d_backward.default, (torch.randn_like(op(x, sizes)), x)
@@ -140,23 +112,6 @@ def slices(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
 def slice_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     op, (x, *of) = slices(draw)
     return aten.slice_backward.default, (torch.randn_like(op(x, *of)), list(x.shape), *of)
-
-
-def iteration(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    x, dims = f(2, draw.randint(2, 30), 3), draw.choice(([1, 2], [-2, 0], [0, 1]))
-    flipped, quarters = (x, dims[: draw.randint(1, 2)]), (x, draw.randint(-2, 5), dims)
-    return draw.choice(((aten.flip.default, flipped), (aten.rot90.default, quarters)))
-
-
-def unfold(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    size = draw.randint(2, 30)
-    x, dim = f(2, size, 3), draw.choice((1, -2))
-    return aten.unfold.default, (x, dim, draw.randint(1, min(5, size)), draw.randint(1, 6))
-
-
-def unfold_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    op, (x, *of) = unfold(draw)
-    return aten.unfold_backward.default, (torch.randn_like(op(x, *of)), list(x.shape), *of)
 
 
 def ring(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
@@ -196,21 +151,14 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "pad": pad,
     "resize": resize,
     "resize gradient": resize_gradient,
-    "scaled": scaled,
-    "scaled gradient": scaled_gradient,
     "nearest": nearest,
     "nearest gradient": nearest_gradient,
     "adaptive": adaptive,
     "adaptive gradient": adaptive_gradient,
-    "adaptive max": adaptive_max,
-    "adaptive max gradient": adaptive_max_gradient,
     "ring": ring,
     "ring gradient": ring_gradient,
     "edges": edges,
     "edges gradient": edges_gradient,
     "slice": slices,
     "slice gradient": slice_gradient,
-    "iteration": iteration,
-    "unfold": unfold,
-    "unfold gradient": unfold_gradient,
 }

@@ -33,9 +33,12 @@ def down(small: int, kernel: int, stride: int, padding: int, dilation: int = 1) 
     return Window(small, stride, 1, -padding, dilation * (kernel - 1) - padding)
 
 
-def up(large: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> Window:
-    """What an output row of a transposed convolution, of ``large`` rows, is made of: the input rows that reach it."""
-    return Window(large, 1, stride, padding - dilation * (kernel - 1) + stride - 1, padding)
+def reverse(window: Window, rows: int) -> Window:
+    """The rows that read a row through a window, of the dim of so many ``rows`` that is read; gradients go this way."""
+    step, per = window.step, window.per
+    if step == 0:
+        return Window(rows, 0, 1, 0, window.size - 1)
+    return Window(rows, per, step, step - 1 - window.high, per - 1 - window.low)
 
 
 class RowRange(NamedTuple):
@@ -61,6 +64,11 @@ class RowRange(NamedTuple):
         if begin == end:
             return self.last - self.first, 0
         return begin + self.start - self.first, self.last - end - self.start
+
+    @property
+    def reverse(self) -> RowRange:
+        """The way back: of a gradient of the rows that were wanted, those of the rows that are there."""
+        return RowRange(self.dim, self.first, self.last, self.start, self.end)
 
 
 def grows(ranges: Sequence[RowRange]) -> bool:

@@ -24,7 +24,6 @@ KINDS = (
     "linear",
     "aligned linear",
     "cubic",
-    "smooth linear",
     "mean",
     "mirrored",
     "repeated",
@@ -36,22 +35,17 @@ CLOSE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 def calls() -> dict[str, list[tuple[Any, ...]]]:
     """The arguments of some calls of each op, by its name."""
     x, pooled = f(2, 3, 6, 5), f(2, 3, 3, 3)
-    windows, steps = ([3, 3], [2, 2], [1, 1]), [2.0, 2.5]
+    steps = [2.0, 2.5]
     indices = torch.randint(30, pooled.shape)
     ends = torch.tensor([3, 3, 8, 10])
     q, k, v, grad, rows = f(2, 4, 6, 8), f(2, 2, 5, 8), f(2, 2, 5, 3), f(2, 4, 6, 3), f(2, 4, 6)
     draw = (0.5, torch.tensor(7), 3, [])
     return {
-        "adaptive_max_tile": [(f(2, 3, 5, 4), [2, 0], [7, 4], [1, 0], [3, 2], [2, 2])],
         "attention": [(q, k, v), (q, k, v, b(6, 5)), (q, k, v, f(4, 6, 5)[None]), (q, k, v, None, True, 0.3, *draw)],
         "attention_backward": [
             (grad, q, k, v, grad, rows, f(6, 5), False, None, True),
             (grad, q, k, v, grad, rows, None, True, 0.3, False, *draw),
         ],
-        "avg_pool_tile": [
-            (x, *windows, *ROWS, [0, 0], [3, 3], *how) for how in ((True, None), (False, None), (True, 7))
-        ],
-        "avg_pool_tile_backward": [(pooled, x, *windows, *ROWS, [0, 0], False, None)],
         "batch_norm_gradient": [
             *((x, x + 1, f(3), f(3), f(3), f(3), weight, 60) for weight in (f(3), None)),
             (x.bfloat16(), x.bfloat16(), *(f(3).float() for _ in range(5)), 60),
@@ -66,8 +60,8 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         "grouped_outer": [(f(12, 6), f(12, 5), ends), (f(6, 6), f(6, 5), ends, [12, 4, 6], [4, 1, 2])],
         "joined_moments": [(f(4, 2, 3),)],
         "materialize": [(x.mT,)],
-        "max_pool_tile": [(x, *windows, *ROWS, [-1, -1], [3, 3]), (x, [2, 2], [2, 1], [1, 1], *ROWS, [0, 0], [3, 4])],
-        "max_pool_tile_backward": [(pooled, x, indices, *ROWS, inside) for inside in (True, False)],
+        "max_pool_tile": [(x, [3, 2], [2, 2], [1, 2], [-1, -1], [5, 4]), (x, [2, 2], [2, 1], [1, 1], *ROWS)],
+        "max_pool_tile_backward": [(pooled, x, indices, *ROWS), (pooled, x, indices, [1, 0], [6, 5])],
         "no_share": [(x, [3, 2, 4], [2, 1], [torch.float64, torch.int64], [0.0, -1.0])],
         "shard_moments": [(x, [2, 3, 1], [0, 0, 0], [2, 3, 1])],
         "resize_tile": [(x, *ROWS, [1, 0], [2, 2], steps, kind) for kind in KINDS],

@@ -99,33 +99,17 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "reflect": lambda x: F.pad(x, (2, 1, 0, 3), mode="reflect"),
     "replicate": lambda x: F.pad(x, (2, 1, 0, 3), mode="replicate"),
     "roll": lambda x: x.roll((3, -2), (2, 3)),
-    "mirror images": lambda x: x.flip(2) + x.flip(2, 3),
-    "iterations": lambda x: x.rot90(2, (2, 3)) + x.rot90(1, (2, 3)).rot90(-1, (2, 3)),
     "crop": lambda x: x[:, :, 2:-1, 1:],
     "every third": lambda x: x[:, :, 1::2, ::3],
     "differences": lambda x: x[:, :, 1:] - x[:, :, :-1],
     "area": lambda x: F.interpolate(x, size=(10, 9), mode="area"),
     "nearest": lambda x: F.interpolate(x, size=(23, 20), mode="nearest"),
     "nearest-exact": lambda x: F.interpolate(x, size=(11, 9), mode="nearest-exact"),
-    "by a scale": lambda x: (
-        F.interpolate(x, scale_factor=1.7, mode="bilinear") + F.interpolate(x, scale_factor=(1.7, 1.72), mode="bicubic")
-    ),
-    "half of odd rows": lambda x: (
-        F.interpolate(x, scale_factor=0.5) * F.interpolate(x, scale_factor=0.5, mode="bilinear", align_corners=False)
-    ),
-    "smoothed": lambda x: (
-        F.interpolate(x, (11, 20), mode="bilinear", antialias=True)
-        * F.interpolate(x, (11, 20), mode="bicubic", antialias=True)
-    ),
     "spread": lambda x: x / (x.std((2, 3), keepdim=True) + 0.1),
     "means of all": lambda x: x * F.adaptive_avg_pool2d(x, 1) + F.adaptive_avg_pool2d(x, (3, 2)).mean(),
-    "largest of all": lambda x: x * F.adaptive_max_pool2d(x, 1),
-    "largest of windows of any size": lambda x: F.adaptive_max_pool2d(x, (11, 9)),
-    "columns of overlapping windows": lambda x: F.fold(F.unfold(x, 3, 1, 2, 2), (19, 16), 3, 1, 1, 2),
-    "windows of a dim": lambda x: x.unfold(2, 3, 1).unfold(3, 3, 2).mean((-1, -2)),
     "shuffle": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
 }
-SLOW = {name for name in WHAT if name not in ("circular", "reflect", "differences", "nearest", "mirror images")}
+SLOW = {name for name in WHAT if name not in ("circular", "reflect", "differences", "nearest")}
 
 
 @pytest.mark.long
@@ -210,10 +194,6 @@ DAMAGE: dict[str, tuple[str, Callable[[fx.GraphModule], None]]] = {
     "a tile is taken for the one before it": (
         "nearest",
         lambda program: changed(program, "resize_tile", 3, lambda first: [max(first[0] - 1, 0), *first[1:]]),
-    ),
-    "another dim is turned round": (
-        "mirror images",
-        lambda program: changed(program, "aten.flip", 1, lambda dims: [3]),
     ),
     "a row of a slice is another one": (
         "every third",

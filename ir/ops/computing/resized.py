@@ -6,8 +6,7 @@
 ``at`` says where in the image, of ``size``, the rows begin that a rank has (or makes), in every dim, ``first`` where
 those of the result do, and ``places`` how many these are. Row o lies at ``o * step`` of the image, or, of kind
 ``linear`` and ``cubic``, at ``(o + 0.5) * step - 0.5``; kinds ``aligned linear`` and ``aligned cubic`` are those of
-``align_corners=True``, ``smooth linear`` and ``smooth cubic`` those of ``antialias=True``, which smooth over more rows
-where there become fewer. Of kind ``nearest`` and ``exact nearest`` it is one row of the image, of kind ``mean`` the
+``align_corners=True``. Of kind ``nearest`` and ``exact nearest`` it is one row of the image, of kind ``mean`` the
 mean of those from ``o * step`` to ``(o + 1) * step``. Of kinds ``mirrored`` and ``repeated`` the image is padded, by so
 many rows in front as ``step`` says: by its own rows, backwards, or by the one at the border. Of the image itself, which
 torch's ops may be given beside a gradient, nothing is read. Needs torch alone.
@@ -15,22 +14,18 @@ torch's ops may be given beside a gradient, nothing is read. Needs torch alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .library import Ints, define
-from .tiles import adaptive_windows
 
 aten = torch.ops.aten
 NEAREST = {
     "nearest": [getattr(aten, f"upsample_nearest{n}d").default for n in (1, 2, 3)],
     "exact nearest": [getattr(aten, f"_upsample_nearest_exact{n}d").default for n in (1, 2, 3)],
 }
-COPIED = "copied"
-"""Of rows that stay as they are and are not smoothed: kernels do so dim by dim, though not backwards."""
 SHARP = -0.75
 """The one number of torch's cubic interpolation."""
 
@@ -49,12 +44,6 @@ def taps(
     if kind == "mean":
         yield from averaged(first, count, size, step, like)
         return
-    if kind == COPIED:
-        yield torch.arange(first, first + count, device=like.device), None, None
-        return
-    if kind in SMOOTH:
-        yield from smoothed(first, count, size, step, kind, like)
-        return
     rows = torch.arange(first, first + count, dtype=torch.float64, device=like.device)
     place = rows * step if kind.startswith("aligned") else (rows + 0.5) * step - 0.5
     cubic = kind.endswith("cubic")
@@ -70,14 +59,11 @@ def taps(
 
 def nearest(size: int, step: float, kind: str, dim: int, space: int, like: Tensor) -> Tensor:
     """The one row of which each row of the whole result is made: asked of torch's own kernel, for kernels round where a
-    place lies between two rows, each in its way. A step that is not that of whole sizes it is told as a scale."""
+    place lies between two rows, each in its way."""
     rows = torch.arange(size, dtype=torch.float64 if like.dtype is torch.float64 else torch.float32, device=like.device)
     shape, sizes = [1] * (space + 2), [1] * space
-    places = size / step
-    told = abs(places - round(places)) > 1e-6
-    shape[dim], sizes[dim] = size, math.ceil(places) if told else round(places)
-    scales = [1 / step if told and i == space + dim else None for i in range(space)]
-    found: Tensor = NEAREST[kind][space - 1](rows.view(shape), sizes, *scales)
+    shape[dim], sizes[dim] = size, round(size / step)
+    found: Tensor = NEAREST[kind][space - 1](rows.view(shape), sizes)
     return found.flatten().to(torch.int64)
 
 
@@ -94,6 +80,12 @@ def repeated(row: Tensor, size: int) -> Tensor:
 PADDED = {"mirrored": mirrored, "repeated": repeated}
 
 
+def adaptive_windows(size: int, places: int, window: Tensor) -> tuple[Tensor, Tensor]:
+    """Where some adaptive windows begin and end, by their numbers."""
+    start = torch.div(window * size, places, rounding_mode="floor")
+    return start, torch.div((window + 1) * size + places - 1, places, rounding_mode="floor")
+
+
 def averaged(first: int, count: int, size: int, step: float, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The rows of adaptive windows, the first of each, the second, ..., and one divided by how many there are."""
     places = round(size / step)
@@ -101,40 +93,6 @@ def averaged(first: int, count: int, size: int, step: float, like: Tensor) -> It
     length = end - start
     for offset in range((size + places - 1) // places + 1):
         yield (start + offset).clamp(max=size - 1), length.to(like.dtype).reciprocal(), offset < length
-
-
-def smoothed(
-    first: int, count: int, size: int, step: float, kind: str, like: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The rows around a place, the first of each, the second, ..., by a filter that is as wide as a step; of those that
-    there are the weights are one."""
-    reach, weigh = SMOOTH[kind]
-    wide = max(step, 1.0)
-    centre = (torch.arange(first, first + count, dtype=torch.float64, device=like.device) + 0.5) * step
-    begin = (centre - reach * wide + 0.5).to(torch.int64).clamp(min=0)
-    end = (centre + reach * wide + 0.5).to(torch.int64).clamp(max=size)
-    rows = [begin + offset for offset in range(2 * math.ceil(reach * wide) + 1)]
-    weights = [
-        weigh(((begin - centre + offset + 0.5) * (1 / wide)).abs()) * (row < end) for offset, row in enumerate(rows)
-    ]
-    total = torch.stack(weights).sum(0)
-    for row, weight in zip(rows, weights, strict=True):
-        yield row.clamp(max=size - 1), (weight / total).to(like.dtype), row < end
-
-
-def triangle(x: Tensor) -> Tensor:
-    """The filter of ``smooth linear``, by the distance."""
-    return (1 - x).clamp(min=0)
-
-
-def smooth_cubic(x: Tensor) -> Tensor:
-    """That of ``smooth cubic``, by Keys (1981), with the number that Pillow takes."""
-    near = (1.5 * x - 2.5) * x * x + 1
-    far = -0.5 * (((x - 5) * x + 8) * x - 4)
-    return torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
-
-
-SMOOTH = {"smooth linear": (1, triangle), "smooth cubic": (2, smooth_cubic)}
 
 
 def cubic_weights(part: Tensor) -> list[Tensor]:
@@ -159,8 +117,7 @@ def resize_tile(
     """A rank's rows of an image in another size."""
     for dim, (start, n, begin, count, step) in enumerate(zip(at, size, first, places, steps, strict=True), -len(at)):
         found: Tensor | None = None
-        this = COPIED if kind in SMOOTH and step == 1 else kind
-        for rows, weight, there in taps(begin, count, n, step, this, dim, len(at), x):
+        for rows, weight, there in taps(begin, count, n, step, kind, dim, len(at), x):
             held = (rows - start).clamp(0, x.shape[dim] - 1)
             part = weighted(x.index_select(dim, held), weight, there, dim)
             found = part if found is None else found + part

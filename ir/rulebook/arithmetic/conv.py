@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from shardfx.ir.graph import Node
-from shardfx.ir.ops.computing.library import Ints
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.binding import Shape
 from shardfx.ir.rules.book import RuleEntry, rule
@@ -109,32 +108,6 @@ def expand_convolution_backward(
     return gx, gw, gb
 
 
-def expand_im2col(x: Tensor, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> Tensor:
-    """The elements of windows, one dim after the other: so a rank that has a part of an image knows what it needs.
-
-    Nothing is multiplied: an infinite element is in its own windows, and in its place of them.
-    """
-    y: Tensor = aten.constant_pad_nd(x, [padding[1], padding[1], padding[0], padding[0]]) if any(padding) else x
-    for dim, size, apart, step in zip((-2, -1), kernel, dilation, stride, strict=True):
-        y = y.unfold(x.dim() + dim, apart * (size - 1) + 1, step)
-        y = y[..., ::apart] if apart > 1 else y
-    return y.movedim((-2, -1), (-4, -3)).flatten(-5, -3).flatten(-2)
-
-
-def expand_col2im(x: Tensor, size: Ints, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> Tensor:
-    """Windows added up where they overlap, one dim after the other."""
-    options = list(zip(size, kernel, dilation, padding, stride, strict=True))
-    places = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in options]
-    y: Tensor = x.unflatten(-1, places).unflatten(-3, (-1, *kernel)).movedim((-4, -3), (-2, -1))
-    for dim, (n, k, d, p, s) in reversed(list(zip((-2, -1), options, strict=True))):
-        wide = d * (k - 1) + 1
-        y = aten.slice_backward(y, [*y.shape[:-1], wide], y.dim() - 1, 0, wide, d) if d > 1 else y
-        at = x.dim() + 1 + dim
-        y = aten.unfold_backward(y, [*y.shape[:at], n + 2 * p, *y.shape[at + 1 : -1]], at, wide, s)
-        y = y.narrow(at, p, n) if p else y
-    return y
-
-
 def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A convolution, padded at the border of the whole; of a transposed one what goes beyond its rows is cropped."""
     x, w, bias, stride, padding, dilation, transposed, more, groups = args
@@ -147,7 +120,7 @@ def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str])
             end += begin + space[i].dilation * (space[i].kernel - 1) + 1
             ranges.append(RowRange(2 + i, begin, end, first, first + count))
         else:
-            ranges.append(_read(space[i], i, (start, length), (first, count)))
+            ranges.append(space[i].read(2 + i, (start, length), (first, count)))
     if not transposed:
         x = fitted(emit, x, ranges)
         return emit.call(aten.convolution.default, x, w, bias, stride, padding, dilation, False, more, groups)
@@ -166,7 +139,7 @@ def convolution_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozen
     space, sharding, padding, more = _space(emit, leaders, padding, more)
     large, small = (0, 1) if transposed else (1, 0)
     pairs = [(i, emit.operand_bounds(large, 2 + i), emit.operand_bounds(small, 2 + i)) for i in sharding]
-    tensors[large] = fitted(emit, tensors[large], [_read(space[i], i, held, places) for i, held, places in pairs])
+    tensors[large] = fitted(emit, tensors[large], [space[i].read(2 + i, *each) for i, *each in pairs])
     rest = (bias_sizes, stride, padding, dilation, transposed, more, groups, wanted)
     return emit.call(aten.convolution_backward.default, *tensors, *rest)
 
@@ -183,15 +156,9 @@ def _space(
     return space, sharding, both[0], both[1]
 
 
-def _read(each: Slide, i: int, held: tuple[int, int], places: tuple[int, int]) -> RowRange:
-    """What the kernel reads at some places, of the rows of the image that are there."""
-    first, last = each.down.reach(*places)
-    return RowRange(2 + i, held[0], held[0] + held[1], first, last + 1)
-
-
 RULES: tuple[RuleEntry, ...] = (
-    rule(aten.im2col, "n.. c h! w! -> n.. (c k!) l!", linear="0", expand=expand_im2col),
-    rule(aten.col2im, "n.. (c k!) l! -> n.. c h! w!", linear="0", expand=expand_col2im),
+    rule(aten.im2col, "n.. c h! w! -> n.. (c k!) l!", linear="0"),
+    rule(aten.col2im, "n.. (c k!) l! -> n.. c h! w!", linear="0"),
     rule(
         aten.convolution.default, convolution, sized={"groups": "g"}, expand=expand_convolution, rows=convolution_rows
     ),

@@ -6,91 +6,54 @@ needs the rows that its own reach. Elsewhere these dims are whole.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardfx.ir.graph import Node
-from shardfx.ir.ops.computing.tiles import (
-    adaptive_max_tile,
-    avg_pool_tile,
-    avg_pool_tile_backward,
-    max_pool_tile,
-    max_pool_tile_backward,
-)
+from shardfx.ir.ops.computing.tiles import max_pool_tile, max_pool_tile_backward
 from shardfx.ir.rulebook.dims import argument, ops
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.template import Template, template
+from shardfx.ir.rules.windows import RowRange, fitted
 
-from .spatial_dims import Adaptive, Slide, ends, slides, spatial, tiles
+from .spatial_dims import Slide, Tile, ends, slides, spatial, tiles
 
 aten = torch.ops.aten
 
 X, Y = "n.. h*#!", "n.. p*#!"
-MAXIMA, BACKWARD = "X -> Y, Y", "Y, X, Y -> X"
-
-
-def adaptive(node: Node, back: bool = False) -> list[Adaptive]:
-    """The dims of an adaptive pool."""
-    return [Adaptive(*each) for each in zip(*ends(node, back), strict=True)]
-
-
-def adapted(node: Node) -> ShardingRule:
-    """The largest element of each adaptive window."""
-    same = node.operands[0].shape == node.outs[0].shape
-    return spatial(node, adaptive(node), MAXIMA, "0>0" if same else "", moves_only=same)
-
-
-def adapted_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """The adaptive windows of a rank, of the rows that they reach; indices are those of the global image."""
-    (held, made), (x, y) = tiles(emit), ends(emit.node)
-    return emit.call(adaptive_max_tile, args[0], held.at, list(x), made.at, list(y), made.lengths)
-
-
-def adapted_backward(node: Node) -> ShardingRule:
-    """A row of the gradient is made of the adaptive windows that read it; of any of them it is a term."""
-    return spatial(node, adaptive(node, back=True), BACKWARD, "0|1>", back=True, alone=True)
-
-
-def adapted_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows, of the windows that read them, which may name elements that others have."""
-    x, _ = ends(emit.node, back=True)
-    return emit.call(max_pool_tile_backward, *args[:3], tiles(emit)[1].at, list(x), False)
+MAXIMA_BACKWARD = f"n.. p*#, {X}, n.. p*# -> {X}"
+"""Of any windows the gradient is a term."""
 
 
 def largest(node: Node) -> ShardingRule:
-    """The largest element of each window, which is the element itself where each has a window of its own."""
-    x, y = ends(node)
-    dims = slides(node, x, y)
-    same = x == y and all(each.kernel == 1 for each in dims)
-    return spatial(node, dims, MAXIMA, "0>0" if same else "", moves_only=same)
+    """The largest element of each window."""
+    return spatial(node, slides(node, *ends(node)), "X -> Y, Y")
 
 
 def largest_backward(node: Node) -> ShardingRule:
     """A row of the gradient is made of the windows that read it; of any of them it is a term."""
-    return spatial(node, slides(node, *ends(node, back=True)), BACKWARD, "0|1>", back=True, alone=True)
+    return spatial(node, slides(node, *ends(node, back=True)), "Y, X, Y -> X", "0|1>", back=True, alone=True)
 
 
 def largest_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """The windows of a rank, of the rows that they reach; indices are those of the global image."""
-    (held, made), dims = tiles(emit), slides(emit.node, *ends(emit.node))
-    first = [start * each.stride - each.padding for start, each in zip(made.at, dims, strict=True)]
+    dims = slides(emit.node, *ends(emit.node))
+    ranges = read_rows(emit, dims, *tiles(emit))
+    dtype = emit.node.operands[0].type.dtype
+    x = fitted(emit, args[0], ranges, -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min)
     options = (_each(dims, name) for name in ("kernel", "stride", "dilation"))
-    return emit.call(max_pool_tile, args[0], *options, held.at, _each(dims, "size"), first, made.lengths)
+    return emit.call(max_pool_tile, x, *options, [each.first for each in ranges], _each(dims, "size"))
 
 
 def largest_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's rows, of the windows that read them: those name the elements that they found."""
-    (read, made), dims = tiles(emit), slides(emit.node, *ends(emit.node, back=True))
-    reach = [each.down.rows(start, length, each.size) for each, start, length in zip(dims, *read, strict=True)]
-    inside = all(a <= first and first + n <= a + m for (first, n), a, m in zip(reach, *made, strict=True))
-    return emit.call(max_pool_tile_backward, *args[:2], args[-1], made.at, _each(dims, "size"), inside)
+    size = list(ends(emit.node, back=True)[0])
+    return emit.call(max_pool_tile_backward, *args[:2], args[-1], tiles(emit)[1].at, size)
 
 
 def averaged(node: Node) -> ShardingRule:
@@ -102,19 +65,46 @@ def averaged(node: Node) -> ShardingRule:
 
 def averaged_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """The windows of a rank, of the rows that they reach (or its rows of the gradient, of the windows that they are
-    in); a window at the border has as many as it has of the whole."""
-    node, (held, made) = emit.node, tiles(emit)
-    back = len(node.operands) > 1
-    dims = slides(node, *ends(node, back))
-    windows, size = [_each(dims, name) for name in ("kernel", "stride", "padding")], _each(dims, "size")
-    how = argument(node, "count_include_pad"), argument(node, "divisor_override")
-    if back:
-        return emit.call(avg_pool_tile_backward, *args[:2], *windows, made.at, size, held.at, *how)
-    return emit.call(avg_pool_tile, args[0], *windows, held.at, size, made.at, made.lengths, *how)
+    in): sums without padding, and a window at the border is divided by as many rows as it has of the whole."""
+    node, (held, made), back = emit.node, tiles(emit), len(emit.node.operands) > 1
+    dims, lead = slides(node, *ends(node, back)), node.operands[0].type.ndim - len(held.at)
+    ranges = read_rows(emit, dims, made, held) if back else read_rows(emit, dims, held, made)
+    divisor, windows = argument(node, "divisor_override"), (_each(dims, "kernel"), _each(dims, "stride"))
+    options = (*windows, [0] * len(dims), False, True)
+    counts = _counts(emit, dims, ranges, options) if divisor is None else None
+    if not back:
+        y = emit.call(node.op, fitted(emit, args[0], ranges), *options, divisor or 1)
+        return y if counts is None else emit.call(aten.div.Tensor, y, counts)
+    grad = args[0] if counts is None else emit.call(aten.div.Tensor, args[0], counts)
+    shape = [*emit.operand_shape(0)[:lead], *(each.last - each.first for each in ranges)]
+    like = emit.call(aten.new_empty.default, grad, shape)
+    x = emit.call(node.op, grad, like, *options, divisor or 1)
+    return fitted(emit, x, [each.reverse for each in ranges])
+
+
+def _counts(emit: Emit, dims: Sequence[Slide], ranges: Sequence[RowRange], options: tuple[Any, ...]) -> Any:
+    """How many rows each window has of the image, and of padding where that is counted: a sum over ones."""
+    more = argument(emit.node, "count_include_pad")
+    pads = [each.padding * more for each in dims]
+    inside = [
+        RowRange(each.dim, max(-pad, each.first), min(dim.size + pad, each.last), each.first, each.last)
+        for each, dim, pad in zip(ranges, dims, pads, strict=True)
+    ]
+    shape = [1] * inside[0].dim + [each.end - each.start for each in inside]
+    ones = fitted(emit, emit.call(aten.new_ones.default, emit.args[0], shape), inside)
+    op = aten.avg_pool2d.default if len(dims) == 2 else aten.avg_pool3d.default
+    return emit.call(op, ones, *options, 1)
 
 
 def _each(dims: Sequence[Slide], name: str) -> list[int]:
     return [getattr(each, name) for each in dims]
+
+
+def read_rows(emit: Emit, dims: Sequence[Slide], held: Tile, places: Tile) -> list[RowRange]:
+    """What windows reach at a rank's places, of the rows of the image that it has."""
+    lead = emit.node.operands[0].type.ndim - len(dims)
+    pairs = zip(dims, zip(*held, strict=True), zip(*places, strict=True), strict=True)
+    return [each.read(lead + i, *bounds) for i, (each, *bounds) in enumerate(pairs)]
 
 
 def fractional(node: Node) -> Template:
@@ -130,36 +120,6 @@ def grid_backward(node: Node) -> Template:
     return template(form, "0|1>" if argument(node, "interpolation_mode") == 1 else "0|1>1")
 
 
-def _numbers(x: Tensor, space: int) -> Tensor:
-    """The places of an image, counted through all dims of space."""
-    sizes = x.shape[-space:]
-    return torch.arange(math.prod(sizes), device=x.device).view(sizes)
-
-
-def largest_of_all(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """An adaptive max-pool, of a single window: its maximum, and where the first such stands (of NaN the last), each of
-    which may be found of parts. With more windows it is the op."""
-    space = len(output_size)
-    if any(n != 1 for n in output_size):
-        op = aten.adaptive_max_pool2d if space == 2 else aten.adaptive_max_pool3d
-        made: tuple[Tensor, Tensor] = op.default(x, output_size)
-        return made
-    dims, number = list(range(-space, 0)), _numbers(x, space)
-    y = x.amax(dims, keepdim=True)
-    place = torch.where(x == y, number, torch.iinfo(torch.int64).max)
-    found = torch.where(x.isnan(), -1 - number, place).amin(dims, keepdim=True)
-    return y, torch.where(found < 0, -1 - found, found)
-
-
-def largest_of_all_backward(grad: Tensor, x: Tensor, indices: Tensor, *, space: int) -> Tensor:
-    """Its gradient: of a single window it stands where the maximum does."""
-    if any(n != 1 for n in grad.shape[-space:]):
-        op = aten.adaptive_max_pool2d_backward if space == 2 else aten.adaptive_max_pool3d_backward
-        made: Tensor = op.default(grad, x, indices)
-        return made
-    return torch.where(_numbers(x, space) == indices, grad, 0.0)
-
-
 def both(names: str, form: Any, **options: Any) -> Iterator[RuleEntry]:
     """The rules of ops on images of two and of three dims, which stand for ``#`` in names, form and options."""
     for space in "23":
@@ -173,21 +133,12 @@ def both(names: str, form: Any, **options: Any) -> Iterator[RuleEntry]:
 RULES: tuple[RuleEntry, ...] = (
     *both("max_pool#d_with_indices", largest, rows=largest_rows),
     *both("max_pool#d_with_indices_backward", largest_backward, rows=largest_backward_rows, contiguous=Contiguous.ALL),
-    *both("adaptive_max_pool#d", adapted, rows=adapted_rows, expand=largest_of_all),
-    *(
-        rule(
-            ops(f"adaptive_max_pool{space}d_backward"),
-            adapted_backward,
-            contiguous=Contiguous.ALL,
-            rows=adapted_backward_rows,
-            expand=functools.partial(largest_of_all_backward, space=space),
-        )
-        for space in (2, 3)
-    ),
+    *both("adaptive_max_pool#d", f"{X} -> {Y}, {Y}"),
+    *both("adaptive_max_pool#d_backward", MAXIMA_BACKWARD, linear="0|1>", contiguous=Contiguous.ALL),
     *both("fractional_max_pool#d", fractional),
     *both(
         "fractional_max_pool#d_backward",
-        "n.. p*#, n.. h*#!, n.. p*# -> n.. h*#!",
+        MAXIMA_BACKWARD,
         linear="0|1>",
         sized={"output_size": "p*#"},
         contiguous=Contiguous.ALL,

@@ -19,7 +19,7 @@ from shardfx.ir.rules.binding import Shape
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.template import has_argument, template
-from shardfx.ir.rules.windows import down, seeing, up
+from shardfx.ir.rules.windows import RowRange, down, reverse, seeing
 
 
 @dataclass(frozen=True)
@@ -69,31 +69,18 @@ class Slide(SpatialDim):
         return ("p#", self.places) if self.apart else None
 
     def window(self, back: bool) -> Window | None:
-        return None if self.apart else self.up if back else self.down
+        return None if self.apart else reverse(self.down, self.size) if back else self.down
 
     @property
     def down(self) -> Window:
         """What a place reads."""
         return down(self.places, self.kernel, self.stride, self.padding, self.dilation)
 
-    @property
-    def up(self) -> Window:
-        """The places that read a row."""
-        return up(self.size, self.kernel, self.stride, self.padding, self.dilation)
-
-
-@dataclass(frozen=True)
-class Adaptive(SpatialDim):
-    """Windows that cover a dim between them; a single one over all rows is done on the whole."""
-
-    def words(self) -> tuple[str, str]:
-        return ("h#", "p#") if self.places > 1 else ("h#!", "p#!")
-
-    def window(self, back: bool) -> Window | None:
-        x, y = self.size, self.places
-        if y <= 1:
-            return None
-        return Window(x, y, x, 0, y - 1) if back else Window(y, x, y, 0, x - 1)
+    def read(self, dim: int, held: tuple[int, int], places: tuple[int, int]) -> RowRange:
+        """What a kernel without padding reads at some places, of the rows of dim ``dim`` of the image that are there
+        (each of both as start and length)."""
+        first, last = self.down.reach(*places)
+        return RowRange(dim, held[0], held[0] + held[1], first, last + 1)
 
 
 def side_by_side(size: int, out: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> bool:
@@ -110,9 +97,9 @@ def spread(given: Any, space: int, default: Sequence[int] = ()) -> list[int]:
 def slides(node: Node, x: Shape, y: Shape, blockwise: bool = False) -> list[Slide]:
     """How the windows of a pool go from an image to a result of these sizes, dim by dim."""
     space = len(x)
-    kernel = spread(argument(node, "kernel_size") or 1, space)
+    kernel = spread(argument(node, "kernel_size"), space)
     stride = spread(argument(node, "stride"), space, kernel)
-    padding = spread(argument(node, "padding"), space, [0] * space)
+    padding = spread(argument(node, "padding"), space)
     dilation = spread(argument(node, "dilation"), space) if has_argument(node.op, "dilation") else [1] * space
     options = zip(x, y, kernel, stride, padding, dilation, strict=True)
     return [Slide(n, places, k, s, p, d, blockwise) for n, places, k, s, p, d in options]
@@ -138,7 +125,6 @@ def spatial(
     *,
     back: bool = False,
     alone: bool = False,
-    moves_only: bool = False,
 ) -> ShardingRule:
     """The rule of an op on images: ``form`` has ``X`` for the dims of the image, ``Y`` for those of the places.
 
@@ -149,7 +135,7 @@ def spatial(
     blocks = [(i, found) for i, each in enumerate(dims) if (found := each.blocks()) is not None]
     sizes = tuple((name.replace("#", str(i)), size) for i, (name, size) in blocks)
     text = form.replace("X", f"n.. {x}").replace("Y", f"n.. {y}")
-    made = template(text, linear, moves_only=moves_only)(node, sizes)
+    made = template(text, linear)(node, sizes)
     seen, leader = ("p", "h") if back else ("h", "p")
     windows = [(i, window) for i, each in enumerate(dims) if (window := each.window(back)) is not None]
     return seeing(made, {f"{seen}{i}": (f"{leader}{i}", window) for i, window in windows}, alone)
