@@ -78,7 +78,7 @@ def check(
     share: Share, mm: Callable[..., Tensor], outer: Callable[..., Tensor], device: str, dtype: Any, tol: float
 ) -> None:
     ends = torch.tensor(share.ends)
-    rows, groups = places(share.rows, 12), places(share.groups, len(ends))
+    rows, groups = places(share.rows, 12).tolist(), places(share.groups, len(ends)).tolist()
     numbers = torch.Generator().manual_seed(0)
     x, w, grad = (
         torch.randn(shape, dtype=torch.float64, generator=numbers).to(dtype).double().requires_grad_()
@@ -92,10 +92,10 @@ def check(
     of_x, of_w = torch.autograd.grad(wanted, (x, w), grad)
     here = ends.to(device), list(share.rows), list(share.groups)
     mine, theirs, matrices = (
-        each.detach()[list(at)].to(device, dtype) for each, at in ((x, rows), (grad, rows), (w, groups))
+        each.detach()[at].to(device, dtype) for each, at in ((x, rows), (grad, rows), (w, groups))
     )
     made = mm(mine, matrices, *here), mm(theirs, matrices.mT, *here), outer(mine, theirs, *here)
-    for got, right in zip(made, (wanted[list(rows)], of_x[list(rows)], of_w[list(groups)]), strict=True):
+    for got, right in zip(made, (wanted[rows], of_x[rows], of_w[groups]), strict=True):
         torch.testing.assert_close(got.cpu().double(), right.detach(), rtol=tol, atol=tol)
 
 
@@ -130,13 +130,13 @@ def test_matrices_are_laid_out_as_the_grouped_kernel_takes_them() -> None:
     ids=["all", "a segment", "segments", "nothing"],
 )
 def test_what_is_held_of_the_whole(held: list[int], found: list[int]) -> None:
-    assert list(places(held, 6)) == found
+    assert places(held, 6).tolist() == found
 
 
 @pytest.mark.parametrize("held", [[6, 1, 4], [3, 0, 3, 2, 1, 1]], ids=["a segment", "segments"])
 def test_a_rank_multiplies_those_of_its_rows_that_are_in_its_groups(held: list[int]) -> None:
     x, w, ends = torch.randn(6, 3), torch.randn(4, 3, 5), torch.tensor(ENDS)
-    here = list(places(held, 6))
+    here = places(held, 6).tolist()
     sums = sum(grouped_mm(x[here], w[first : first + 2], ends, held, [4, first, 2]) for first in (0, 2))
     torch.testing.assert_close(sums, by_hand(x, w, ENDS)[here])
 

@@ -4,7 +4,7 @@ Single ops of the graph, whatever torch would make of them on some device, or wh
 
 aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, True)   ->   shardfx.attention(q, k, v, mask, True)
 aten.upsample_bilinear2d.vec(x, None, False, [2.0, 2.0])   ->   aten.upsample_bilinear2d(x, [16, 16], False, 2.0, 2.0)
-aten.pad(x, [1, 2], "circular")   ->   shardfx.ring(x, x, x, -1, 1, 2)
+aten.pad(x, [1, 2], "circular")   ->   shardfx.ring(x, x, x, -1, ...)
 
 Matrices that torch.linalg factors are contiguous: of such, ``det``, ``slogdet`` and ``solve`` factor the transposed
 one, and their gradients are written for one or the other.

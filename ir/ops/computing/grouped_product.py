@@ -15,6 +15,7 @@ are twice as many as groups at most: a batched product computes at most twice wh
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -26,19 +27,8 @@ ALIGNED = 16
 """Rows begin at multiples of so many bytes, for the grouped kernel."""
 
 
-def places(held: Ints, size: int) -> Ints:
+def places(held: Ints, size: int, device: torch.device | str = "cpu") -> Tensor:
     """Where in the whole what is held stands, in order; of ``size`` elements if all are held."""
-    found: Ints = range(size) if not held else range(1)
-    for whole, start, length in zip(*[iter(held)] * 3, strict=True):
-        if len(found) == 1:
-            found = range(found[0] * whole + start, found[0] * whole + start + length)
-        else:
-            found = [place * whole + i for place in found for i in range(start, start + length)]
-    return found
-
-
-def _places(held: Ints, size: int, device: torch.device) -> Tensor:
-    """The same as a tensor, which is made where it is used."""
     if not held:
         return torch.arange(size, device=device)
     found = torch.zeros(1, dtype=torch.int64, device=device)
@@ -47,9 +37,14 @@ def _places(held: Ints, size: int, device: torch.device) -> Tensor:
     return found
 
 
+def _count(held: Ints, size: int) -> int:
+    """How many elements are held, of ``size`` if all are."""
+    return math.prod(held[2::3]) if held else size
+
+
 def _local(ends: Tensor, rows: Ints, count: int) -> Tensor:
     """Where groups end among the ``count`` rows that are held."""
-    return torch.searchsorted(_places(rows, count, ends.device), ends.to(torch.int64))
+    return torch.searchsorted(places(rows, count, ends.device), ends.to(torch.int64))
 
 
 # ---- on a GPU: one product, whatever groups have ---------------------------------------------------------------
@@ -59,13 +54,7 @@ class RowBlocks(NamedTuple):
     """The rows of held groups in blocks of one size: a group begins with a block, and what it leaves of one is free."""
 
     source: Tensor
-    """The row that stands at each place of the blocks; where none does, any."""
-    filled: Tensor
-    """Whether one does."""
-    place: Tensor
-    """The place of each row; of one that is of no held group, any."""
-    held: Tensor
-    """Whether it is of one."""
+    """The row that stands at each place of the blocks; the number of rows where none does."""
     counts: Tensor
     """How many blocks each held group has."""
     group: Tensor
@@ -77,22 +66,20 @@ def _blocks(ends: Tensor, count: int, rows: Ints, groups: Ints, size: int, most:
     ends = _local(ends, rows, count)
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
     if groups:
-        number = _places(groups, 0, ends.device)
+        number = places(groups, 0, ends.device)
         begins, ends = begins[number], ends[number]
-    last = ends.shape[0] - 1
     counts = ((ends - begins).clamp(min=0) + size - 1) // size
     until = counts.cumsum(0)
-    to_place = (until - counts) * size - begins  # from a row of a group
-    row = torch.arange(count, device=ends.device)
-    group = torch.searchsorted(ends, row, right=True)
-    held, group = group <= last, group.clamp(max=last)
-    held &= row >= begins[group]
-    place = (row + to_place[group]).clamp(0, most * size - 1)
     block = torch.arange(most, device=ends.device)
-    group = torch.searchsorted(until, block, right=True).clamp(max=last)
-    source = (block * size - to_place[group])[:, None] + torch.arange(size, device=ends.device)
-    filled = source < ends[group, None]
-    return RowBlocks(source.flatten().clamp(0, count - 1), filled.flatten(), place, held, counts, group)
+    group = torch.searchsorted(until, block, right=True).clamp(max=ends.shape[0] - 1)
+    first = begins[group] + (block - (until - counts)[group]) * size
+    source = first[:, None] + torch.arange(size, device=ends.device)
+    return RowBlocks(torch.where(source < ends[group, None], source, count).flatten(), counts, group)
+
+
+def _put(made: Tensor, blocks: RowBlocks, count: int) -> Tensor:
+    """The rows of blocks in their places among ``count`` rows; zeros elsewhere."""
+    return made.new_zeros((count + 1, made.shape[1])).index_copy_(0, blocks.source, made)[:count]
 
 
 def _size_of_blocks(count: int, groups: int) -> tuple[int, int]:
@@ -108,32 +95,35 @@ def _mm_on_device(x: Tensor, w: Tensor, ends: Tensor, rows: Ints = (), groups: I
     if not has_kernel(x, w.shape[2]):
         size, most = _size_of_blocks(count, w.shape[0])
         blocks = _blocks(ends, count, rows, groups, size, most)
-        made = torch.bmm(x[blocks.source].view(most, size, -1), w[blocks.group]).flatten(0, 1)
-        return made[blocks.place].masked_fill_(~blocks.held[:, None], 0)
+        made = torch.bmm(_rows(x, blocks).view(most, size, -1), w[blocks.group]).flatten(0, 1)
+        return _put(made, blocks, count)
     blocks = _blocks(ends, count, rows, groups, 1, count)
     offsets = blocks.counts.cumsum(0, dtype=torch.int32)
-    if not groups:  # rows stand in the order of groups as they are
-        made = torch._grouped_mm(_aligned(x), _aligned(w), offs=offsets)
-    else:
-        made = torch._grouped_mm(x[blocks.source], _aligned(w), offs=offsets)[blocks.place]
-    return made.masked_fill_(~blocks.held[:, None], 0)
+    made = torch._grouped_mm(_aligned(_rows(x, blocks) if groups else x), _aligned(w), offs=offsets)
+    if groups:
+        return _put(made, blocks, count)
+    return made.masked_fill_((blocks.source == count)[:, None], 0)  # rows stand in the order of groups as they are
 
 
 def _outer_on_device(x: Tensor, y: Tensor, ends: Tensor, rows: Ints = (), groups: Ints = ()) -> Tensor:
-    count, held = x.shape[0], len(places(groups, ends.shape[0]))
+    count, held = x.shape[0], _count(groups, ends.shape[0])
     if not count or not held:
         return x.new_zeros((held, x.shape[1], y.shape[1]))
     if not has_kernel(x, y.shape[1]):
         size, most = _size_of_blocks(count, held)
         blocks = _blocks(ends, count, rows, groups, size, most)
-        left, right = (each[blocks.source].masked_fill_(~blocks.filled[:, None], 0) for each in (x, y))
-        made = torch.bmm(left.view(most, size, -1).mT, right.view(most, size, -1))
-        return torch.segment_reduce(made, "sum", lengths=blocks.counts, axis=0, unsafe=True)
+        free = (blocks.source == count)[:, None]
+        left, right = (_rows(each, blocks).masked_fill_(free, 0).view(most, size, -1) for each in (x, y))
+        return torch.segment_reduce(torch.bmm(left.mT, right), "sum", lengths=blocks.counts, axis=0, unsafe=True)
     blocks = _blocks(ends, count, rows, groups, 1, count)
-    left, right = (each.contiguous() if not groups else each[blocks.source] for each in (x, y))
+    left, right = (_rows(each, blocks) if groups else each.contiguous() for each in (x, y))
     offsets = blocks.counts.cumsum(0, dtype=torch.int32)
     made = torch._grouped_mm(_aligned(left).t(), _aligned(right), offs=offsets)
     return made.masked_fill_((blocks.counts == 0)[:, None, None], 0)
+
+
+def _rows(x: Tensor, blocks: RowBlocks) -> Tensor:
+    return x[blocks.source.clamp(max=x.shape[0] - 1)]
 
 
 def has_kernel(x: Tensor, width: int) -> bool:
@@ -160,7 +150,7 @@ def _aligned(x: Tensor) -> Tensor:
 def _shards(x: Tensor, ends: Tensor, rows: Ints, groups: Ints) -> list[Tensor]:
     """The rows of each held group."""
     shards = torch.tensor_split(x, _local(ends, rows, x.shape[0]))
-    return [shards[group] for group in places(groups, ends.shape[0])]
+    return [shards[group] for group in places(groups, ends.shape[0]).tolist()]
 
 
 @define(
@@ -179,9 +169,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, rows: Ints = (), groups: Ints
 
 @define(
     "grouped_outer(Tensor x, Tensor y, Tensor ends, int[] rows=[], int[] groups=[]) -> Tensor",
-    shapes=lambda x, y, ends, rows=(), groups=(): x.new_empty(
-        (len(places(groups, ends.shape[0])), x.shape[1], y.shape[1])
-    ),
+    shapes=lambda x, y, ends, rows=(), groups=(): x.new_empty((_count(groups, len(ends)), x.shape[1], y.shape[1])),
     cuda=_outer_on_device,
 )
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor, rows: Ints = (), groups: Ints = ()) -> Tensor:

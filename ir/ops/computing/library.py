@@ -1,7 +1,7 @@
 """Definition of ops in ``torch.ops.shardfx``: a schema, a kernel of plain torch ops, and the shapes of results.
 
-    @define("ring(Tensor x, int dim) -> Tensor", shapes=lambda x, dim: x.new_empty(x.shape))
-    def ring(x, dim): ...                     torch.ops.shardfx.ring.default, on CPU, CUDA and meta
+    @define("fade(Tensor x, int dim) -> Tensor", shapes=lambda x, dim: x.new_empty(x.shape))
+    def fade(x, dim): ...                     torch.ops.shardfx.fade.default, on CPU, CUDA and meta
 
 Needs torch alone, as all files that define such ops do: an exported program has them beside it.
 """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node
-from shardfx.ir.ops.computing.rings import ring, ring_sum, ring_tile
+from shardfx.ir.ops.computing.rings import around, ring, ring_sum
 from shardfx.ir.rulebook.arithmetic.spatial_dims import side_by_side
 from shardfx.ir.rulebook.dims import argument, at_dim, moves, words
 from shardfx.ir.rules.book import RuleEntry, rule
@@ -54,37 +54,30 @@ def repeat(node: Node) -> str:
 # rows are, each by itself
 
 
-FORM = "d.. h@dim, d.. i@dim, d.. j@dim -> d.. o@dim"
+PARTS = {"x": "h", "before": "i", "behind": "j"}
 
 
-def offsets(node: Node) -> dict[str, tuple[int, int, int]]:
+def placed(node: Node) -> dict[str, tuple[int, int, int]]:
     """For each operand that is given: from which row of the result to which it stands for it (for a sum, is added to
     it), and which of its rows is the first of these."""
-    dim, front, back = (argument(node, name) for name in ("dim", "front", "back"))
-    size, made = node.operands[0].shape[dim], node.outs[0].shape[dim]
-    if node.op is ring:
-        stays = max(front, 0), made - max(back, 0)
-        found = {"x": (*stays, stays[0] - front), "before": (0, front, size - front), "behind": (made - back, made, 0)}
-    else:
-        found = {"x": (0, made, front), "before": (made - front, made, 0), "behind": (0, back, front + made)}
-    return {name: each for name, each in found.items() if argument(node, name) is not None}
+    rows = zip(PARTS, *(argument(node, name) for name in ("starts", "lengths", "at")), strict=True)
+    return {name: (at, at + n, start) for name, start, n, at in rows if argument(node, name) is not None}
 
 
 def ringed(node: Node) -> ShardingRule:
     """``x[.. h ..], before[.. i ..], behind[.. j ..] -> y[.. o ..]``, each as o needs it."""
-    given, made = offsets(node), node.outs[0].shape[argument(node, "dim")]
-    rule = template(FORM, "&", moves_only=node.op is ring)(node)
-    letters = {"x": "h", "before": "i", "behind": "j"}
-    further = {letters[name]: row - first for name, (first, _, row) in given.items()}
+    made = argument(node, "size")
+    rule = template("d.. h@dim, d.. i@dim, d.. j@dim -> d.. o@dim", "&", moves_only=node.op is ring)(node)
+    further = {PARTS[name]: row - first for name, (first, _, row) in placed(node).items()}
     return seeing(rule, {letter: ("o", Window(made, 1, 1, n, n)) for letter, n in further.items()})
 
 
 def ringed_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's rows, of those that stay, and of those in front and behind."""
-    dim, given = at_dim(emit, emit.node.outs[0]), offsets(emit.node)
+    dim, given = at_dim(emit, emit.node.outs[0]), placed(emit.node)
     at, count = emit.result_bounds(0, dim)
     found = []
-    for name in ("x", "before", "behind"):
+    for name in PARTS:
         first, last, row = given.get(name, (0, 0, 0))
         begin, end = max(first, at), min(last, at + count)
         if begin < end:
@@ -92,8 +85,7 @@ def ringed_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> A
             found.append((begin - first + row - held, end - begin, begin - at))
         else:
             found.append((0, 0, 0))
-    starts, lengths, places = (list(each) for each in zip(*found, strict=True))
-    return emit.call(ring_tile, *args[:3], dim, starts, lengths, places, count)
+    return emit.call(emit.node.op, *args[:3], dim, *(list(each) for each in zip(*found, strict=True)), count)
 
 
 def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
@@ -104,7 +96,7 @@ def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     for shift, dim in zip(shifts, dims, strict=True):
         front = shift % max(x.shape[dim], 1)
         if front:
-            y = ring(y, y, None, dim, front, -front)
+            y = ring(*around(y, dim, front, -front))
     return y.clone() if y is x else y
 
 
@@ -123,6 +115,5 @@ RULES: tuple[RuleEntry, ...] = (
     # Slices along one dim are scaled, each by its own norm.
     rule(aten.renorm, "d..! k@dim -> d.. k@dim"),
     rule(aten.roll, "d.. k@dims! -> d.. k@dims", linear="0", moves_only=True, expand=roll),
-    rule(ring, ringed, rows=ringed_rows),
-    rule(ring_sum, ringed, rows=ringed_rows),
+    rule((ring, ring_sum), ringed, rows=ringed_rows),
 )
