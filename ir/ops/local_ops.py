@@ -133,38 +133,23 @@ COLLECTING = {"sum": (loop_ops.add, 0.0), "max": (loop_ops.maximum, -inf), "min"
 ADDING = {row.adds((), {})[0]: row.function for row in LOOP_OPS if row.adds is not None}
 """By op: what does it into the sum over iterations."""
 
-POINTWISE = (
-    aten.abs.default,
-    aten.add.Tensor,
-    aten.addcdiv.default,
-    aten.addcmul.default,
-    aten.div.Tensor,
-    aten.lerp.Scalar,
-    aten.lerp.Tensor,
-    aten.maximum.default,
-    aten.minimum.default,
-    aten.mul.Tensor,
-    aten.neg.default,
-    aten.pow.Tensor_Scalar,
-    aten.reciprocal.default,
-    aten.sign.default,
-    aten.sqrt.default,
-    aten.sub.Tensor,
-)
+POINTWISE: tuple[Any, ...] = operator.attrgetter(
+    *"abs.default add.Tensor addcdiv.default addcmul.default div.Tensor lerp.Scalar lerp.Tensor".split(),
+    *"maximum.default minimum.default mul.Tensor neg.default pow.Tensor_Scalar reciprocal.default".split(),
+    *"sign.default sqrt.default sub.Tensor".split(),
+)(aten)
 """Ops of an optimizer's step whose result may lie where an operand does."""
 
 
 def _over(op: Any) -> LocalOp:
     """The form of an op that writes into memory which it is given: ``out``, or what torch calls it there."""
-    mine = [(argument.name, str(argument.type)) for argument in op._schema.arguments]
-    packet = op.overloadpacket
-    forms = [getattr(packet, name) for name in packet.overloads()]
-    (form,) = (
-        each
-        for each in forms
-        if [argument.is_out for argument in each._schema.arguments] == [*(False for _ in mine), True]
-        and [(argument.name, str(argument.type)) for argument in each._schema.arguments][:-1] == mine
-    )
+
+    def named(form: Any) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in form._schema.arguments if not argument.is_out]
+
+    forms = [getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads()]
+    counts = len(op._schema.arguments) + 1
+    (form,) = (each for each in forms if named(each) == named(op) and len(each._schema.arguments) == counts)
     into = form._schema.arguments[-1].name
     return LocalOp(
         f"{form}",
@@ -178,19 +163,11 @@ OVER = {op: _over(op) for op in POINTWISE}
 OVERWRITING: dict[Any, Any] = {op: row.function for op, row in OVER.items()}
 """By op the form that writes into ``out``."""
 
-COMPUTED_INTO = (
-    aten._log_softmax.default,
-    aten._log_softmax_backward_data.default,
-    aten._softmax.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.gelu.default,
-    aten.gelu_backward.default,
-    aten.nll_loss_backward.default,
-    aten.silu.default,
-    aten.tanh.default,
-    aten.threshold_backward.default,
-)
+COMPUTED_INTO: tuple[Any, ...] = operator.attrgetter(
+    *"_log_softmax.default _log_softmax_backward_data.default _softmax.default addmm.default bmm.default".split(),
+    *"gelu.default gelu_backward.default nll_loss_backward.default silu.default tanh.default".split(),
+    "threshold_backward.default",
+)(aten)
 """Other ops that torch's kernels compute into memory which they are given, and do not copy there."""
 INTO = {op: _over(op) for op in COMPUTED_INTO}
 WITH_DESTINATION: dict[Any, LocalOp] = {aten.mm.default: MM_OUT, **OVER, **INTO}

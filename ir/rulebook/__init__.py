@@ -22,4 +22,4 @@ BUILT_IN = tuple(entry for entries in CATEGORIES.values() for entry in entries)
 
 def default_rules() -> RuleBook:
     """The built-in rule book."""
-    return RuleBook(BUILT_IN, pointwise.POINTWISE, create.MADE)
+    return RuleBook({}, pointwise.POINTWISE, create.MADE).extended(BUILT_IN)

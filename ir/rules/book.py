@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -188,6 +188,7 @@ def rule(
 Fallback = Callable[[Any], "RuleEntry | None"]
 
 
+@dataclass(frozen=True, eq=False)
 class RuleBook:
     """The rules by op: for an overload, for all overloads of a name, (pointwise ops) by torch's tag, or (ops that make
     a tensor of nothing) by torch's schema.
@@ -195,42 +196,30 @@ class RuleBook:
     What has none of these is asked of the fallback, if the book has one.
     """
 
-    def __init__(self, entries: Iterable[RuleEntry], pointwise: RuleEntry, made: RuleEntry) -> None:
-        self._pointwise = pointwise
-        self._made = made
-        self._fallback: Fallback | None = None
-        self._by_op: dict[Any, RuleEntry] = {}
-        for entry in entries:
-            for op in entry.ops:
-                self._by_op[op] = entry
+    by_op: Mapping[Any, RuleEntry]
+    pointwise: RuleEntry
+    made: RuleEntry
+    fallback: Fallback | None = None
 
     def extended(self, entries: Iterable[RuleEntry]) -> RuleBook:
         """A new book in which ``entries`` stand beside these, and win."""
-        book = RuleBook((), self._pointwise, self._made)
-        book._by_op = dict(self._by_op)
-        book._fallback = self._fallback
-        for entry in entries:
-            for op in entry.ops:
-                book._by_op[op] = entry
-        return book
+        return replace(self, by_op={**self.by_op, **{op: entry for entry in entries for op in entry.ops}})
 
     def with_fallback(self, fallback: Fallback) -> RuleBook:
         """A new book that asks ``fallback`` for what it does not hold."""
-        book = self.extended(())
-        book._fallback = fallback
-        return book
+        return replace(self, fallback=fallback)
 
     def entry(self, op: Any) -> RuleEntry | None:
         """The entry of an op, or None where there is no rule."""
-        found = self._by_op.get(op)
+        found = self.by_op.get(op)
         if found is None and isinstance(op, torch._ops.OpOverload):
-            found = self._by_op.get(op.overloadpacket)
+            found = self.by_op.get(op.overloadpacket)
             if found is None and torch.Tag.pointwise in op.tags:
-                found = self._pointwise
+                found = self.pointwise
             elif found is None and makes_of_nothing(op):
-                found = self._made
-        if found is None and self._fallback is not None:
-            found = self._fallback(op)
+                found = self.made
+        if found is None and self.fallback is not None:
+            found = self.fallback(op)
         return found
 
     def rule(self, node: Node) -> ShardingRule:
@@ -243,7 +232,7 @@ class RuleBook:
         return as_placed(self.rule(node), node, mesh)
 
     def __iter__(self) -> Any:
-        return iter(self._by_op.items())
+        return iter(self.by_op.items())
 
 
 def replicated(node: Node, linear: str = "") -> ShardingRule:

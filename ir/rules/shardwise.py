@@ -1,9 +1,8 @@
 """Decompositions that hang on how the first operand is sharded: in how many equal shards its samples and rows lie.
 
     batch_norm(x[8{dp}, c, 64{h}, ...])   ->   the moments of each of dp h shards, and from these the moments of all
-    cumsum(x[n, c, 64{h}], 2)             ->   the sums within each shard, and the sums of those before it
 
-Each of them is the op, whatever the numbers: the shards only say what is worth computing apart.
+It is the op, whatever the numbers: the shards only say what is worth computing apart.
 """
 
 from __future__ import annotations
@@ -27,16 +26,11 @@ MOST = 64
 
 @dataclass(frozen=True)
 class Shardwise:
-    """A decomposition: ``function(*args, shards=...)``, with a number for each of some ``dims`` of the first operand:
-    those that a function of the node gives, or all but the second, of samples and space; none where all is one shard.
-
-    ``apart``: in one shard it is the op itself, so that it is decomposed in several or not at all.
-    """
+    """A decomposition: ``function(*args, shards=...)``, with a number for each dim of the first operand but the second,
+    of samples and space; none where all is one shard."""
 
     function: Callable[..., Any]
     shards: tuple[int, ...] = ()
-    dims: Callable[[Node], Sequence[int]] | None = None
-    apart: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, shards=self.shards, **kwargs)
@@ -47,8 +41,7 @@ def for_shards(expand: Any, node: Node, shardings: Sequence[DimSharding], mesh: 
     if not isinstance(expand, Shardwise):
         return expand
     every = list(zip(node.operands[0].shape, shardings, strict=False))
-    chosen = expand.dims(node) if expand.dims is not None else [dim for dim in range(len(every)) if dim != 1]
-    dims = [every[dim] for dim in chosen]
+    dims = every[:1] + every[2:]
     shards = tuple(mesh.extent(sharding.axes) for _, sharding in dims)
     equal = all(
         not sharding.parts

@@ -18,11 +18,10 @@ from torch._decomp import decomposition_table
 from shardfx.ir.capture.canonical.patterns import splice, trace_function
 from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
-from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.rules.shardwise import Shardwise, for_shards
+from shardfx.ir.rules.shardwise import for_shards
 
 Shardings = Callable[[Value], Sequence[DimSharding]]
 """How the dims of a value are sharded."""
@@ -49,13 +48,6 @@ class Decomposer:
         """Whether there is a decomposition, and the node is not already what is left of one: so there is an end."""
         entry = self._book.entry(node.op)
         return node.op not in self._parts_of.get(node, ()) and entry is not None and bool(entry.expand)
-
-    def helps(self, node: Node, shardings: Shardings, mesh: Mesh) -> bool:
-        """Whether the decomposition is another one than the op itself, for operands that are sharded so."""
-        expand = self._expand(node)
-        if not isinstance(expand, Shardwise) or not expand.apart:
-            return True
-        return bool(for_shards(expand, node, shardings(node.operands[0]), mesh).shards)
 
     def parts(self, node: Node) -> list[Any]:
         """The ops of a node's decomposition."""

@@ -96,11 +96,7 @@ class Propagate(Pass):
 def _decompose(graph: Graph, decomposer: Decomposer, propagation: Propagation) -> None:
     """Decompose ops that cannot be sharded as wanted, and hand on what that lets through, as long as there is any."""
     state = propagation.state
-
-    def parts(node: Node) -> bool:
-        return decomposer.can(node) and _is_blocked(node, state) and decomposer.helps(node, state.of, graph.mesh)
-
-    while blocked := [node for node in graph.nodes if parts(node)]:
+    while blocked := [node for node in graph.nodes if decomposer.can(node) and _is_blocked(node, state)]:
         around = [value for node in blocked for value in node.operands]
         decomposed = decomposer.apply(graph, blocked, state.of)
         around += [value for each in decomposed for node in each.made for value in node.operands]

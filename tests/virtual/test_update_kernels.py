@@ -112,8 +112,6 @@ FLAGGED: dict[str, Factory] = {
     "_fused_sgd_ decays": lambda ps: optim.SGD(ps, lr=1e-2, weight_decay=0.1),
     "_fused_sgd_ nesterov": lambda ps: optim.SGD(ps, lr=1e-2, momentum=0.8, nesterov=True, weight_decay=0.1),
     "_fused_sgd_ maximize": lambda ps: optim.SGD(ps, lr=1e-2, momentum=0.8, maximize=True),
-    "_fused_adagrad_": lambda ps: optim.Adagrad(ps, lr=1e-2),
-    "_fused_adagrad_ decays": lambda ps: optim.Adagrad(ps, lr=1e-2, lr_decay=0.2, weight_decay=0.1, maximize=True),
 }
 
 

@@ -22,11 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.ops.traits import with_defaults
 
 from .segment import CAST, COPY, SegmentCall, SegmentRef, call_text, home, read_call
 
 aten = torch.ops.aten
+PLAIN_FORMS = {form: op for op, form in OVERWRITING.items()}
+"""By the form of an op that writes into ``out``: the op."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +74,11 @@ def _term(op: Any, *args: Any, **kwargs: Any) -> KernelTerm:
     return KernelTerm(op, with_defaults(op, args, kwargs))
 
 
-def _maximized(grad: Any, maximize: bool) -> Any:
-    return _term(aten.neg.default, grad) if maximize else grad
-
-
-def _decayed(grad: Any, decays: bool) -> Any:
-    if not decays:
-        return grad
-    return _term(aten.add.Tensor, grad, Name("self"), alpha=Number("weight_decay"))
-
-
-def _adam(decays: bool, decoupled: bool, amsgrad: bool, maximize: bool) -> FusedKernel:
-    """``torch.optim.adam._single_tensor_adam``; ``decoupled``: that of AdamW."""
+def _adam(decoupled: bool, amsgrad: bool) -> FusedKernel:
+    """``torch.optim.adam._single_tensor_adam``; ``decoupled``: that of AdamW, with weight decay."""
     new: Name | KernelTerm = Name("self")
-    lr, step = Name("lr"), Name("state_steps")
-    grad = _decayed(_maximized(Name("grads"), maximize), decays and not decoupled)
-    if decays and decoupled:
+    lr, step, grad = Name("lr"), Name("state_steps"), Name("grads")
+    if decoupled:
         rate = _term(aten.rsub.Scalar, _term(aten.mul.Tensor, lr, Number("weight_decay")), 1)
         new = _term(aten.mul.Tensor, new, rate)
     mean = _term(aten.lerp.Scalar, Name("exp_avgs"), grad, Number("beta1", complement=True))
@@ -102,13 +94,13 @@ def _adam(decays: bool, decoupled: bool, amsgrad: bool, maximize: bool) -> Fused
     results = {"self": stepped, "exp_avgs": mean, "exp_avg_sqs": square}
     results |= {"max_exp_avg_sqs": largest} if amsgrad else {}
     op = aten._fused_adamw_ if decoupled else aten._fused_adam_
-    fixed = {"amsgrad": amsgrad, "maximize": maximize} | ({} if decays else {"weight_decay": 0.0})
+    fixed = {"amsgrad": amsgrad, "maximize": False} | ({} if decoupled else {"weight_decay": 0.0})
     return FusedKernel(op.tensor_lr, results, fixed)
 
 
-def _sgd(decays: bool, momentum: bool, nesterov: bool, maximize: bool) -> FusedKernel:
+def _sgd(momentum: bool, nesterov: bool) -> FusedKernel:
     """``torch.optim.sgd._single_tensor_sgd`` without dampening: then a buffer of zeros is none yet."""
-    grad = _decayed(_maximized(Name("grads"), maximize), decays)
+    grad: Name | KernelTerm = Name("grads")
     results = {}
     if momentum:
         by = Number("momentum")
@@ -117,31 +109,15 @@ def _sgd(decays: bool, momentum: bool, nesterov: bool, maximize: bool) -> FusedK
         grad = _term(aten.add.Tensor, grad, buffer, alpha=by) if nesterov else buffer
     step = _term(aten.mul.Tensor, grad, _term(aten.neg.default, Name("lr")))
     results["self"] = _term(aten.add.Tensor, Name("self"), step)
-    fixed = {"dampening": 0.0, "nesterov": nesterov, "maximize": maximize, "is_first_step": False}
-    fixed |= ({} if decays else {"weight_decay": 0.0}) | ({} if momentum else {"momentum": 0.0})
-    return FusedKernel(aten._fused_sgd_.tensor_lr, results, fixed)
+    fixed = {"dampening": 0.0, "nesterov": nesterov, "maximize": False, "is_first_step": False, "weight_decay": 0.0}
+    return FusedKernel(aten._fused_sgd_.tensor_lr, results, fixed | ({} if momentum else {"momentum": 0.0}))
 
 
-def _adagrad(decays: bool, maximize: bool) -> FusedKernel:
-    """``torch.optim.adagrad._single_tensor_adagrad``."""
-    grad = _decayed(_maximized(Name("grads"), maximize), decays)
-    before = _term(aten.sub.Tensor, Name("state_steps"), 1)
-    slower = _term(aten.add.Tensor, _term(aten.mul.Tensor, before, Number("lr_decay")), 1)
-    rate = _term(aten.neg.default, _term(aten.div.Tensor, Name("lr"), slower))
-    total = _term(aten.addcmul.default, Name("state_sums"), grad, grad)
-    divisor = _term(aten.add.Tensor, _term(aten.sqrt.default, total), Number("eps"))
-    new = _term(aten.addcdiv.default, Name("self"), _term(aten.mul.Tensor, grad, rate), divisor)
-    fixed = {"maximize": maximize} | ({} if decays else {"weight_decay": 0.0})
-    return FusedKernel(aten._fused_adagrad_.tensor_lr, {"self": new, "state_sums": total}, fixed)
-
-
-BOTH = (False, True)
 KERNELS: tuple[FusedKernel, ...] = (
-    *(_adam(*flags) for flags in itertools.product(BOTH, repeat=4) if flags[0] or not flags[1]),
-    *(_sgd(*flags) for flags in itertools.product(BOTH, repeat=4) if flags[1] or not flags[2]),
-    *(_adagrad(*flags) for flags in itertools.product(BOTH, repeat=2)),
+    *(_adam(*flags) for flags in itertools.product((False, True), repeat=2)),
+    *(_sgd(*flags) for flags in ((False, False), (True, False), (True, True))),
 )
-"""What torch has kernels for, on CPUs and on CUDA."""
+"""Of those that torch has for CPUs and CUDA. Weight decay that is added to the gradient computes the gradient."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +203,7 @@ class _Match:
         if not isinstance(found, SegmentRef) or found.kind != "r":
             return False
         call = self.calls[found.index]
-        if _plain(call.op) is not term.op:
+        if PLAIN_FORMS.get(call.op, call.op) is not term.op:
             return False
         given = with_defaults(term.op, call.args, {key: arg for key, arg in call.kwargs.items() if key != "out"})
         if given.keys() != term.args.keys() or not all(self.same(term.args[key], given[key]) for key in given):
@@ -241,16 +217,6 @@ class _Match:
             self.computed.add(found.index)
             found = self.calls[found.index].args[-1]
         return found
-
-
-@functools.cache
-def _plain(op: Any) -> Any:
-    """The op whose form with ``out`` this one is; an op that has no ``out`` itself."""
-    given = [(each.name, str(each.type)) for each in op._schema.arguments if not each.is_out]
-    if len(given) == len(op._schema.arguments):
-        return op
-    forms = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
-    return next(f for f in forms if [(each.name, str(each.type)) for each in f._schema.arguments] == given)
 
 
 def _fusions(kernel: FusedKernel, match: _Match) -> list[Fusion]:

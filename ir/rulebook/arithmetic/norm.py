@@ -49,13 +49,13 @@ def expand_batch_norm(
 ) -> tuple[Tensor, ...]:
     """Batch normalisation over the whole batch, which may lie in shards: statistics are in float32 at least.
 
-    What is then done to each element is the kernel that takes its statistics as given. In evaluation by the running
-    statistics, which stay; nothing is saved.
+    What is then done to each element is the kernel that takes its statistics as given. In evaluation nothing is in the
+    way of the op.
     """
     if not training:
-        assert old_mean is not None and old_var is not None
-        y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, old_mean, old_var, 0.0, eps)[0]
-        return y, x.new_empty([0]), x.new_empty([0]), old_mean.clone(), old_var.clone()
+        op = aten._native_batch_norm_legit_functional.default
+        made: tuple[Tensor, ...] = op(x, weight, bias, old_mean, old_var, training, momentum, eps)
+        return made
     count = x.numel() // x.shape[1]
     mean, var = joined_moments(shard_moments(x, shards, [0] * len(shards), shards)) if shards else _moments(x, count)
     y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)[0]
@@ -85,42 +85,16 @@ def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def expand_batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Given, mean: Given, var: Given, save_mean: Tensor, save_rstd: Tensor, *options: Any
 ) -> tuple[Given, ...]:
-    """The gradients, from two sums over the batch that may be partial; in evaluation, by the running statistics, they
-    do not hang on x."""
-    train, eps, (_, for_weight, for_bias) = options
+    """The gradients, from two sums over the batch that may be partial; in evaluation the op itself."""
+    train, _, (_, for_weight, for_bias) = options
     if not train:
-        assert mean is not None and var is not None
-        return _backward_in_evaluation(grad, x, weight, mean, torch.rsqrt(var + eps), for_weight, for_bias)
+        op = aten.native_batch_norm_backward.default
+        made: tuple[Given, ...] = op(grad, x, weight, mean, var, save_mean, save_rstd, *options)
+        return made
     dot, total = batch_norm_sums(grad, x, save_mean, save_rstd)
     count = x.numel() // x.shape[1]
     gx = batch_norm_gradient(grad, x, save_mean, save_rstd, dot, total, weight, count)
     return gx, dot if for_weight else None, total if for_bias else None
-
-
-def _backward_in_evaluation(
-    grad: Tensor, x: Tensor, weight: Given, mean: Tensor, rstd: Tensor, for_weight: bool, for_bias: bool
-) -> tuple[Given, ...]:
-    dims, shape = [d for d in range(x.dim()) if d != 1], _shape_of_channels(x)
-    dot = torch.sum(grad * (x - mean.view(shape)), dims) * rstd
-    scale = rstd.view(shape) if weight is None else rstd.view(shape) * weight.view(shape)
-    return grad * scale, dot if for_weight else None, torch.sum(grad, dims) if for_bias else None
-
-
-def expand_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    """A matrix of which each slice along ``dim`` has a norm of its own, from sums of squares that may be partial."""
-    norm = torch.sqrt(torch.sum(v * v, _all_but(dim, v), True))
-    return v * (g / norm), norm
-
-
-def expand_weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Its gradients, from one sum that may be partial; where a norm is 0, NaN and inf are the kernel's."""
-    of_g = torch.sum(grad * v, _all_but(dim, v), True) / norm
-    scale = g / norm
-    return scale * grad - (scale * of_g / norm) * v, of_g
-
-
-def _all_but(dim: int, x: Tensor) -> list[int]:
-    return [d for d in range(x.dim()) if d != dim % x.dim()]
 
 
 def norm_of_slices(node: Node) -> str:
@@ -257,32 +231,13 @@ RULES: tuple[RuleEntry, ...] = (
         aten.batch_norm_backward.default,
         batch_backward("n!update c s..!update, n c s.., c, ... -> n c s.., c, c", "update"),
     ),
-)
-
-RULES += (
+    rule(aten._weight_norm_interface.default, norm_of_slices, linear="1>0", contiguous=Contiguous.ALL),
+    rule(aten._weight_norm_interface_backward.default, norm_of_slices, linear="0", contiguous=Contiguous.ALL),
+    rule(aten._fused_rms_norm.default, f"{ROWS}, d.. -> n.. d.., n.. 1*d", linear="1>0", expand=True),
     rule(
-        aten._weight_norm_interface.default,
-        norm_of_slices,
-        linear="1>0",
-        expand=expand_weight_norm,
-        contiguous=Contiguous.ALL,
-    ),
-    rule(
-        aten._weight_norm_interface_backward.default,
-        norm_of_slices,
-        linear="0",
-        expand=expand_weight_norm_backward,
-        contiguous=Contiguous.ALL,
+        aten._fused_rms_norm_backward.default,
+        f"{ROWS}, n.. d.., n.. 1*d, d.. -> n.. d.., d..",
+        linear="0|3>0",
+        expand=True,
     ),
 )
-
-if hasattr(aten, "_fused_rms_norm"):
-    RULES += (
-        rule(aten._fused_rms_norm.default, f"{ROWS}, d.. -> n.. d.., n.. 1*d", linear="1>0", expand=True),
-        rule(
-            aten._fused_rms_norm_backward.default,
-            f"{ROWS}, n.. d.., n.. 1*d, d.. -> n.. d.., d..",
-            linear="0|3>0",
-            expand=True,
-        ),
-    )

@@ -11,30 +11,11 @@ from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
-from shardfx.ir.rules.shardwise import Shardwise
 from shardfx.ir.rules.template import Template, template
 
 prims = torch.ops.prims
 aten = torch.ops.aten
 NARROW = (torch.bfloat16, torch.float16)
-
-
-def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    shifted = x - torch.amax(x, [dim], keepdim=True)
-    return shifted - torch.log(torch.sum(torch.exp(shifted), [dim], keepdim=True))
-
-
-def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    e = torch.exp(x - torch.amax(x, [dim], keepdim=True))
-    return e / torch.sum(e, [dim], keepdim=True)
-
-
-def _log_softmax_backward(grad: torch.Tensor, out: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    return grad - torch.exp(out) * torch.sum(grad, [dim], keepdim=True)
-
-
-def _softmax_backward(grad: torch.Tensor, out: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    return out * (grad - torch.sum(grad * out, [dim], keepdim=True))
 
 
 def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -89,25 +70,6 @@ def _two_passes(
 
 def _prims_var(x: torch.Tensor, dims: Any, correction: float | None = 1, *, output_dtype: Any = None) -> torch.Tensor:
     return _var(x, dims, correction=correction)
-
-
-def _cumsum(
-    x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, shards: tuple[int, ...] = ()
-) -> torch.Tensor:
-    """The sums within each shard, and to each the sums of the shards before it."""
-    if not shards:
-        return torch.cumsum(x, dim, dtype=dtype)
-    dim, (n,) = dim % x.dim(), shards
-    parts = x.unflatten(dim, (n, x.shape[dim] // n))
-    before = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1).view(n, n, *[1] * (x.dim() - dim - 1))
-    totals = torch.sum(parts, dim + 1, keepdim=True, dtype=dtype)
-    offset = torch.where(before, totals, 0).sum(dim, dtype=totals.dtype)
-    return (torch.cumsum(parts, dim + 1, dtype=dtype) + offset.unsqueeze(dim + 1)).flatten(dim, dim + 1)
-
-
-def _along(node: Node) -> tuple[int, ...]:
-    """The dim that a scan goes along."""
-    return (argument(node, "dim") % max(node.operands[0].type.ndim, 1),) if node.operands[0].shape else ()
 
 
 def mean_share(emit: Emit) -> Any:
@@ -192,7 +154,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.std.correction, DOWN_WHOLE, expand=_std),
     rule(aten.std_mean.correction, DOWN_WHOLE, expand=_std_mean),
     rule(prims.var, "d.. k@dims! -> d..", expand=_prims_var),
-    rule(aten.cumsum, ALONG, linear="0", identity="k", expand=Shardwise(_cumsum, dims=_along, apart=True)),
+    rule(aten.cumsum, ALONG, linear="0", identity="k"),
     rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten.sort), ALONG, identity="k"),
     rule(aten.topk, RESIZED, identity="k"),
     rule((aten._fft_r2c, aten._fft_c2r), resized, linear="0"),
@@ -200,9 +162,8 @@ RULES: tuple[RuleEntry, ...] = (
     packed(aten.segment_reduce, segments),
     packed(aten._segment_reduce_backward, segments_backward),
     rule(aten._histogramdd_from_bin_tensors, histogram),
-    rule(aten._softmax.default, ALONG, expand=_softmax),
-    rule(aten._log_softmax.default, ALONG, expand=_log_softmax),
-    rule(aten._safe_softmax.default, ALONG, expand=True),
-    rule(aten._log_softmax_backward_data.default, ALONG, linear="0", expand=_log_softmax_backward),
-    rule(aten._softmax_backward_data.default, ALONG, linear="0", expand=_softmax_backward),
+    rule((aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default), ALONG, expand=True),
+    rule(
+        (aten._log_softmax_backward_data.default, aten._softmax_backward_data.default), ALONG, linear="0", expand=True
+    ),
 )
