@@ -82,27 +82,6 @@ def resize_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), aligned)
 
 
-def nearest(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    name = draw.choice(("upsample_nearest2d", "_upsample_nearest_exact2d"))
-    x = f(1, 2, draw.randint(1, 40), 3).to(draw.choice((torch.float32, torch.float64)))
-    return getattr(aten, name).default, (x, [draw.randint(1, 60), 4])
-
-
-def nearest_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    op, (x, sizes) = nearest(draw)
-    y = torch.randn_like(op(x.double(), sizes))
-    return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape))
-
-
-def adaptive(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    return aten._adaptive_avg_pool2d.default, (f(1, 2, draw.randint(1, 60), 5), [draw.randint(9, 40), 3])
-
-
-def adaptive_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    op, (x, sizes) = adaptive(draw)
-    return aten._adaptive_avg_pool2d_backward.default, (torch.randn_like(op(x, sizes)), x)
-
-
 def slices(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     size = draw.randint(2, 30)
     start, end = sorted((draw.randint(0, size), draw.randint(0, size)))
@@ -152,10 +131,6 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "pad": pad,
     "resize": resize,
     "resize gradient": resize_gradient,
-    "nearest": nearest,
-    "nearest gradient": nearest_gradient,
-    "adaptive": adaptive,
-    "adaptive gradient": adaptive_gradient,
     "ring": ring,
     "ring gradient": ring_gradient,
     "edges": edges,

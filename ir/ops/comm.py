@@ -144,49 +144,45 @@ def rows_sent(node: Node, mesh: Mesh) -> float:
     return float(exchange.most * node.operands[0].type.dtype.itemsize)
 
 
-def _row(name: str, keywords: dict[str, Keyword], local: Any, effect: dict[str, Any], **facts: Any) -> OwnOp:
-    """The row of a collective."""
-    return OwnOp(name, {"axes": AXES, **keywords, "view": VIEW}, partial(_collective, name, **effect), local, **facts)
+def _row(name: str, local: Any, *, loses: str = "", gains: str = "", reduces: bool = False, **facts: Any) -> OwnOp:
+    """The row of a collective, whose keywords follow from its effect."""
+    dims = {keyword: DIM for keyword in (loses, gains) if keyword}
+    keywords = {"axes": AXES, **dims, **({"reduce": REDUCE} if reduces else {}), "view": VIEW}
+    place = partial(_collective, name, loses=loses, gains=gains, reduces=reduces)
+    return OwnOp(name, keywords, place, local, **facts)
 
 
 all_gather = _row(
     "comm.all_gather",
-    {"dim": DIM},
     comm_local.all_gather,
-    {"loses": "dim"},
+    loses="dim",
     factor=1.0,
     whole="results",
     adjoint="comm.reduce_scatter",
     glyph="join",
 )
 all_reduce = _row(
-    "comm.all_reduce",
-    {"reduce": REDUCE},
-    comm_local.all_reduce,
-    {"reduces": True},
-    factor=2.0,
-    adjoint="comm.all_reduce",
-    glyph="sum",
+    "comm.all_reduce", comm_local.all_reduce, reduces=True, factor=2.0, adjoint="comm.all_reduce", glyph="sum"
 )
 reduce_scatter = _row(
     "comm.reduce_scatter",
-    {"dim": DIM, "reduce": REDUCE},
     comm_local.reduce_scatter,
-    {"reduces": True, "gains": "dim"},
+    gains="dim",
+    reduces=True,
     factor=1.0,
     adjoint="comm.all_gather",
     glyph="sum-split",
 )
 all_to_all = _row(
     "comm.all_to_all",
-    {"dim": DIM, "to": DIM},
     comm_local.all_to_all,
-    {"loses": "dim", "gains": "to"},
+    loses="dim",
+    gains="to",
     factor=1.0,
     adjoint="comm.all_to_all",
     glyph="iteration",
 )
-shard = _row("comm.slice", {"dim": DIM}, comm_local.take, {"gains": "dim"}, adjoint="comm.all_gather", glyph="split")
+shard = _row("comm.slice", comm_local.take, gains="dim", adjoint="comm.all_gather", glyph="split")
 halo = OwnOp(
     "comm.halo",
     {"axes": AXES, "rows": Keyword("rows")},

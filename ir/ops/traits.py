@@ -118,15 +118,8 @@ def draws(op: Any) -> bool:
 COPIES = {aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default}
 """Ops that give their operand back, in other memory at most."""
 NEUTRAL = {
-    aten.mul.Tensor: 1,
-    aten.mul.Scalar: 1,
-    aten.div.Tensor: 1,
-    aten.div.Scalar: 1,
-    aten.pow.Tensor_Scalar: 1,
-    aten.add.Tensor: 0,
-    aten.add.Scalar: 0,
-    aten.sub.Tensor: 0,
-    aten.sub.Scalar: 0,
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar), 1),
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar), 0),
 }
 """The number with which an op gives its first operand back."""
 

@@ -14,6 +14,7 @@ of an op, for any number of mesh axes: see :func:`shardfx.ir.rules.strategy.stra
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -179,10 +180,15 @@ def rule(
         return made(node) if isinstance(made, Template) else made
 
     given = ops if isinstance(ops, tuple) else (ops,)
-    text = form if isinstance(form, str) else form.__name__
+    text = form if isinstance(form, str) else _name(form)
     follow = tuple((name, parse_tensor(dims)) for name, dims in (sized or {}).items())
     made = read(form) if isinstance(form, str) else make
     return RuleEntry(given, made, text, shape_arg, follow, local, expand, free, contiguous, rows=rows)
+
+
+def _name(form: Any) -> str:
+    """A function of nodes by its name, or by the template that a partial one begins with."""
+    return str(form.args[0] if isinstance(form, functools.partial) else form.__name__)
 
 
 Fallback = Callable[[Any], "RuleEntry | None"]

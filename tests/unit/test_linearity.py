@@ -71,16 +71,10 @@ NAMED: dict[str, Call] = {
     "sort of one": (aten.sort.default, (f(4, 1), 1)),
     "median of one": (aten.median.dim, (f(4, 1), 1)),
     "a product over nothing": (aten.addmm.default, (f(4, 6), f(4, 0), f(0, 6))),
-    "windows of one": (aten.max_pool2d_with_indices.default, (f(2, 3, 4, 4), [1, 1])),
-    "two windows": (aten.fractional_max_pool2d.default, (f(2, 3, 9, 9), [3, 3], [2, 2], torch.rand(2, 3, 2).double())),
     "pow 1": (aten.pow.Tensor_Scalar, (f(4, 6), 1)),
     "shrunk by less than nothing": (aten.hardshrink.default, (f(4, 6), -0.5)),
     "slopes drawn": (aten.rrelu_with_noise_backward.default, (f(4, 6), f(4, 6), f(4, 6), 0.0, 1.0, True, False)),
     "slopes not drawn": (aten.rrelu_with_noise_backward.default, (f(4, 6), f(4, 6), f(4, 6), 0.1, 0.3, False, False)),
-    "windows that others drew": (
-        aten.fractional_max_pool2d_backward.default,
-        (f(2, 3, 4, 4), f(2, 3, 9, 9), [3, 3], [4, 4], i(81, 2, 3, 4, 4)),
-    ),
 }
 
 

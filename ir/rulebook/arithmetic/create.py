@@ -8,7 +8,7 @@ import torch
 
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.dropout import draw, dropout
-from shardfx.ir.rulebook.dims import argument, words
+from shardfx.ir.rulebook.dims import words
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit, box_of
 from shardfx.ir.rules.sharding_rule import SAME
@@ -27,17 +27,8 @@ def created(node: Node) -> str:
 
 
 def arange_local(emit: Emit) -> Any:
-    """This rank's part of a range: the same steps, from where its box starts.
-
-    What is no contiguous range is a box of the whole, and so is a range of floats: how many steps it has depends on
-    rounding.
-    """
-    held = emit.result_shard(0, 0)
-    first, step = argument(emit.node, "start") or 0, argument(emit.node, "step") or 1
-    if len(held.ranges) > 1 or held.is_whole or not isinstance(first, int) or not isinstance(step, int):
-        return box_of(emit, emit.call(emit.node.op, *emit.args, **emit.kwargs), [held])
-    low = first + held.first * step
-    return emit.call(aten.arange.start_step, low, low + held.length * step, step, **emit.kwargs)
+    """This rank's part of a range: a box of the whole, for how many steps one of floats has depends on rounding."""
+    return box_of(emit, emit.call(emit.node.op, *emit.args, **emit.kwargs), [emit.result_shard(0, 0)])
 
 
 def new_empty_local(emit: Emit) -> Any:

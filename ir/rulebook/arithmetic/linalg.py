@@ -3,7 +3,7 @@ sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,14 +19,10 @@ aten = torch.ops.aten
 MATRIX = "n.. i! j!"
 
 
-def sided(left: str, right: str) -> Callable[[Node], str]:
+def sided(form: str, node: Node) -> str:
     """One template where the system stands on the left (``A X = B``), another where it stands on the right."""
-
-    def make(node: Node) -> str:
-        return right if argument(node, "left") is False else left
-
-    make.__name__ = f"{left} | {right}"
-    return make
+    left, right = form.split(" | ")
+    return right if argument(node, "left") is False else left
 
 
 def solve_ex(node: Node) -> str:
@@ -45,28 +41,18 @@ def trilinear(node: Node) -> str:
     return f"{', '.join(operands)} -> {words(f'd{d}' for d in range(ndim) if d not in summed)}"
 
 
-def columns(form: str) -> Callable[[Node], str]:
+def columns(form: str, node: Node) -> str:
     """In the norms 0 and 1 a distance is a sum over the columns ``k``; in others they are whole."""
-
-    def make(node: Node) -> str:
-        return form if argument(node, "p") in (0, 1) else form.replace("k", "k!")
-
-    make.__name__ = form
-    return make
+    return form if argument(node, "p") in (0, 1) else form.replace("k", "k!")
 
 
-def distance_gradient(form: str) -> Callable[[Node], Template]:
+def distance_gradient(form: str, node: Node) -> Template:
     """In the norm 0 there is none, whatever is given; in the norm 1 it does not look at the distances; in the norm 2 it
     is linear in the points, given the distances."""
-
-    def make(node: Node) -> Template:
-        p, last = argument(node, "p"), form.partition("->")[0].count(",")
-        unread = range(last + 1) if p == 0 else (last,) if p == 1 else ()
-        between = ["&".join(map(str, range(1, last)))] * (p == 2)
-        return template(form, "|".join(["0"] * (p != 0) + between + [f"{i}>" for i in unread]))
-
-    make.__name__ = form
-    return make
+    p, last = argument(node, "p"), form.partition("->")[0].count(",")
+    unread = range(last + 1) if p == 0 else (last,) if p == 1 else ()
+    between = ["&".join(map(str, range(1, last)))] * (p == 2)
+    return template(form, "|".join(["0"] * (p != 0) + between + [f"{i}>" for i in unread]))
 
 
 RULES: tuple[RuleEntry, ...] = (
@@ -80,7 +66,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.linalg_householder_product, f"{MATRIX}, n.. k! -> {MATRIX}"),
     rule(
         aten.ormqr,
-        sided(f"{MATRIX}, n.. t!, n.. k! c -> n.. k! c", f"{MATRIX}, n.. t!, n.. c k! -> n.. c k!"),
+        partial(sided, f"{MATRIX}, n.. t!, n.. k! c -> n.. k! c | {MATRIX}, n.. t!, n.. c k! -> n.. c k!"),
         linear="2",
     ),
     packed(aten._linalg_det, f"{MATRIX} -> n.., {MATRIX}, n.. p!"),
@@ -92,22 +78,22 @@ RULES: tuple[RuleEntry, ...] = (
     packed(aten._linalg_solve_ex, solve_ex, linear="1>0", reduce=SAME),
     rule(
         aten.linalg_solve_triangular,
-        sided(f"{MATRIX}, n.. j! k -> n.. j! k", f"{MATRIX}, n.. k j! -> n.. k j!"),
+        partial(sided, f"{MATRIX}, n.. j! k -> n.. j! k | {MATRIX}, n.. k j! -> n.. k j!"),
         linear="1",
     ),
     rule(aten.triangular_solve, f"n.. j! k, {MATRIX} -> n.. j! k, {MATRIX}", linear="0>0", reduce=SAME),
     rule(
         aten.linalg_lu_solve,
-        sided(f"{MATRIX}, n.. i!, n.. i! k -> n.. i! k", f"{MATRIX}, n.. i!, n.. k i! -> n.. k i!"),
+        partial(sided, f"{MATRIX}, n.. i!, n.. i! k -> n.. i! k | {MATRIX}, n.. i!, n.. k i! -> n.. k i!"),
         linear="2",
     ),
     rule(aten.linalg_ldl_solve, f"{MATRIX}, n.. i!, n.. i! k -> n.. i! k", linear="2"),
     rule(aten.cholesky_solve, f"n.. j! k, {MATRIX} -> n.. j! k", linear="0"),
     rule(aten.linalg_cross, "d.. k@dim!, d.. k@dim! -> d.. k@dim", linear="0|1"),
     rule(aten._trilinear, trilinear, linear="0|1|2"),
-    rule(aten._cdist_forward, columns("n.. i k, n.. j k -> n.. i j")),
-    rule(aten._cdist_backward, distance_gradient("n.. i j, n.. i k, n.. j k, n.. i j -> n.. i k")),
-    packed(aten._pdist_forward, columns("i! k -> p!")),
-    packed(aten._pdist_backward, distance_gradient("p!, i! k, p! -> i! k")),
+    rule(aten._cdist_forward, partial(columns, "n.. i k, n.. j k -> n.. i j")),
+    rule(aten._cdist_backward, partial(distance_gradient, "n.. i j, n.. i k, n.. j k, n.. i j -> n.. i k")),
+    packed(aten._pdist_forward, partial(columns, "i! k -> p!")),
+    packed(aten._pdist_backward, partial(distance_gradient, "p!, i! k, p! -> i! k")),
     rule(aten.trace, "i! j! -> ", linear="0"),
 )

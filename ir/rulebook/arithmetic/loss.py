@@ -4,7 +4,7 @@ classes are sharded, each rank counts the rows whose class it has."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,30 +27,20 @@ def loss(node: Node) -> Template:
     return template(f"d.., ... -> {'d..' if argument(node, 'reduction') == EACH else ''}", WEIGHT.get(node.op, ""))
 
 
-def gradient(linear: str) -> Callable[[Node], Template]:
+def gradient(linear: str, node: Node) -> Template:
     """``grad, x[d..], target[d..], ... -> d..``, of a gradient for each element or of one number."""
-
-    def make(node: Node) -> Template:
-        grad = "d.." if argument(node, "reduction") == EACH else ""
-        return template(f"{grad}, d.., ... -> d..", linear)
-
-    make.__name__ = "grad, d.., ... -> d.."
-    return make
+    grad = "d.." if argument(node, "reduction") == EACH else ""
+    return template(f"{grad}, d.., ... -> d..", linear)
 
 
 def share_of_mean(emit: Emit) -> Any:
     """A rank's term of a mean, or the gradient of one: by its share of the elements."""
-    operands = emit.node.operands
-    held = torch.broadcast_shapes(*(emit.operand_shape(i) for i in range(len(operands))))
-    return by_share(emit, held, torch.broadcast_shapes(*(value.shape for value in operands)))
-
-
-def by_share(emit: Emit, held: tuple[int, ...], whole: tuple[int, ...]) -> Any:
-    """What a rank's call gives, of a mean by what the rank has of the elements."""
-    made = emit.call(emit.node.op, *emit.args, **emit.kwargs)
+    made, operands = emit.call(emit.node.op, *emit.args, **emit.kwargs), emit.node.operands
+    held = math.prod(torch.broadcast_shapes(*(emit.operand_shape(i) for i in range(len(operands)))))
+    whole = math.prod(torch.broadcast_shapes(*(value.shape for value in operands)))
     if argument(emit.node, "reduction") != MEAN or held == whole:
         return made
-    return emit.call(aten.mul.Tensor, made, math.prod(held) / math.prod(whole))
+    return emit.call(aten.mul.Tensor, made, held / whole)
 
 
 # ---- of class indices ------------------------------------------------------------------------------------------
@@ -97,25 +87,13 @@ def nll_local(emit: Emit) -> Any:
     return emit.call(emit.node.op, *emit.args[: at + 1], local, weight, reduction, NOTHING, *total)
 
 
-def share_of_rows(emit: Emit) -> Any:
-    """The loss of a rank's rows, or its gradient; of a mean by their share of the rows."""
-    at = [each.name for each in emit.node.op._schema.arguments].index("self")
-    return by_share(emit, emit.operand_shape(at), emit.node.operands[at].shape)
-
-
-EACH_ROW, ROWS, ALIKE = "~n.. c!", "~n..!reduction=1 c!", "~n.. c"
-"""Every row on its own; in a mean the number of rows counts."""
 BACKWARD = "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward soft_margin_loss_backward"
 FORWARD = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss"
 
 RULES: tuple[RuleEntry, ...] = (
     rule(tuple(op.default for op in ops(FORWARD)), loss, local=share_of_mean),
-    rule(aten.mse_loss_backward.default, gradient("0|1&2"), local=share_of_mean),
-    rule(tuple(op.default for op in ops(BACKWARD)), gradient("0"), local=share_of_mean),
+    rule(aten.mse_loss_backward.default, partial(gradient, "0|1&2"), local=share_of_mean),
+    rule(tuple(op.default for op in ops(BACKWARD)), partial(gradient, "0"), local=share_of_mean),
     rule((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), nll, local=nll_local),
     packed((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), nll_backward, local=nll_local),
-    rule(aten.multi_margin_loss, f"{EACH_ROW}, n.., ~c -> n..", linear="2", local=share_of_rows),
-    rule(aten.multi_margin_loss_backward, f"n.., {EACH_ROW}, n.., ~c -> {ALIKE}", linear="0|3", local=share_of_rows),
-    rule(aten.multilabel_margin_loss_forward, f"{ROWS}, {ALIKE} -> n.., {ALIKE}"),
-    rule(aten.multilabel_margin_loss_backward, f"n.., {ROWS}, {ALIKE}, {ALIKE} -> {ALIKE}", linear="0"),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from string import ascii_lowercase
 from typing import Any
 
@@ -110,43 +111,28 @@ def norm_of_slices(node: Node) -> str:
     return f"{words(node.operands)} -> {words(node.outs)}"
 
 
-def affine(form: str, *unread: int, same: bool = False) -> Callable[[Node], Template]:
+def affine(form: str, node: Node, unread: tuple[int, ...] = (), reduce: str = "sum") -> Template:
     """Weight and bias may be partial sums together: the statistics know nothing of them. A bias alone is added once."""
-
-    def make(node: Node) -> Template:
-        scaled = argument(node, "weight") is not None
-        training = argument(node, "training") is not False
-        linear = ["1&2>0"] * scaled + [f"{i}>" for i in unread if training]
-        return template(form, "|".join(linear), SAME if same else "sum")
-
-    make.__name__ = form
-    return make
+    scaled = argument(node, "weight") is not None
+    training = argument(node, "training") is not False
+    linear = ["1&2>0"] * scaled + [f"{i}>" for i in unread if training]
+    return template(form, "|".join(linear), reduce)
 
 
-def batch_backward(form: str, flag: str) -> Callable[[Node], Template]:
+def batch_backward(form: str, node: Node) -> Template:
     """The statistics of the batch, or the running ones, are not looked at. Gradients of weight and bias are sums."""
-
-    def make(node: Node) -> Template:
-        for_x, for_weight, _ = argument(node, "output_mask")
-        if not argument(node, flag):
-            return template(form, f"0|2>0|5>|6>|1&3>1{'' if for_x or for_weight else '|4>'}")
-        alone = form if for_x else form.replace(f"!{flag}", "")
-        return template(alone, f"0|2>0|3>|4>{'' if for_x else '|6>1|1&5>1'}")
-
-    make.__name__ = form
-    return make
+    for_x, for_weight, _ = argument(node, "output_mask")
+    if not argument(node, "train", "update"):
+        return template(form, f"0|2>0|5>|6>|1&3>1{'' if for_x or for_weight else '|4>'}")
+    alone = form if for_x else form.replace("!train", "").replace("!update", "")
+    return template(alone, f"0|2>0|3>|4>{'' if for_x else '|6>1|1&5>1'}")
 
 
-def rows_backward(form: str, linear: str) -> Callable[[Node], Template]:
+def rows_backward(form: str, node: Node, linear: str) -> Template:
     """Gradients of weight and bias alone are sums of elements, of which none is whole."""
-
-    def make(node: Node) -> Template:
-        if argument(node, "output_mask")[0]:
-            return template(form, linear)
-        return template(form.replace("!", ""), f"{linear}|3>1|1&2>1")
-
-    make.__name__ = form
-    return make
+    if argument(node, "output_mask")[0]:
+        return template(form, linear)
+    return template(form.replace("!", ""), f"{linear}|3>1|1&2>1")
 
 
 def layer_norm_share(emit: Emit) -> Any:
@@ -190,46 +176,53 @@ RULES: tuple[RuleEntry, ...] = (
     packed(joined_moments, "p! m! c -> c, c"),
     packed(batch_norm_sums, "n c s.., n c s.., c, c -> c, c", linear="0"),
     packed(batch_norm_gradient, "n c s.., n c s.., c, c, c, c, c -> n c s..", linear="0&4&5"),
-    rule(aten.native_layer_norm.default, affine(f"{ROWS}, d.., d.. -> n.. d.., n.. 1*d, n.. 1*d"), expand=True),
+    rule(
+        aten.native_layer_norm.default, partial(affine, f"{ROWS}, d.., d.. -> n.. d.., n.. 1*d, n.. 1*d"), expand=True
+    ),
     # The gradients of weight and bias are sums over n: partial where that is sharded.
     packed(
         aten.native_layer_norm_backward.default,
-        rows_backward(f"{ROWS}, n.. d.., n.. 1*d, n.. 1*d, d.., d.. -> n.. d.., d.., d..", "0|4>0|5>"),
+        partial(rows_backward, f"{ROWS}, n.. d.., n.. 1*d, n.. 1*d, d.., d.. -> n.. d.., d.., d..", linear="0|4>0|5>"),
         local=layer_norm_share,
         expand=True,
     ),
     packed(
         aten.native_group_norm.default,
-        affine(f"{GROUPS}, (g c), (g c) -> n (g c) s.., n g, n g"),
+        partial(affine, f"{GROUPS}, (g c), (g c) -> n (g c) s.., n g, n g"),
         sized=GROUPED,
         expand=True,
     ),
     packed(
         aten.native_group_norm_backward.default,
-        rows_backward(f"{GROUPS}, n (g c) s.., n g, n g, (g c) -> n (g c) s.., (g c), (g c)", "0|4>0"),
+        partial(rows_backward, f"{GROUPS}, n (g c) s.., n g, n g, (g c) -> n (g c) s.., (g c), (g c)", linear="0|4>0"),
         local=group_norm_share,
         expand=True,
     ),
     # In training all of n and space is one statistic, and whole; by running statistics, which stay, it is pointwise.
     packed(
-        aten._native_batch_norm_legit_functional.default, affine(BATCH, same=True), expand=Shardwise(expand_batch_norm)
+        aten._native_batch_norm_legit_functional.default,
+        partial(affine, BATCH, reduce=SAME),
+        expand=Shardwise(expand_batch_norm),
     ),
     packed(
         aten._native_batch_norm_legit.no_stats,
-        affine("n! c s..!, c, ... -> n c s.., c, ...", same=True),
+        partial(affine, "n! c s..!, c, ... -> n c s.., c, ...", reduce=SAME),
         expand=Shardwise(expand_without_running),
     ),
-    packed(aten.native_batch_norm.default, affine(BATCH, 3, 4, same=True)),
-    packed(aten._native_batch_norm_legit_no_training.default, affine("n c s.., c, ... -> n c s.., c, ...", same=True)),
+    packed(aten.native_batch_norm.default, partial(affine, BATCH, unread=(3, 4), reduce=SAME)),
+    packed(
+        aten._native_batch_norm_legit_no_training.default,
+        partial(affine, "n c s.., c, ... -> n c s.., c, ...", reduce=SAME),
+    ),
     # In training the gradient of x needs the sums over n and space.
     packed(
         aten.native_batch_norm_backward.default,
-        batch_backward("n!train c s..!train, n c s.., c, ... -> n c s.., c, c", "train"),
+        partial(batch_backward, "n!train c s..!train, n c s.., c, ... -> n c s.., c, c"),
         expand=expand_batch_norm_backward,
     ),
     packed(
         aten.batch_norm_backward.default,
-        batch_backward("n!update c s..!update, n c s.., c, ... -> n c s.., c, c", "update"),
+        partial(batch_backward, "n!update c s..!update, n c s.., c, ... -> n c s.., c, c"),
     ),
     rule(aten._weight_norm_interface.default, norm_of_slices, linear="1>0", contiguous=Contiguous.ALL),
     rule(aten._weight_norm_interface_backward.default, norm_of_slices, linear="0", contiguous=Contiguous.ALL),

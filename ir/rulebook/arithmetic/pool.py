@@ -26,8 +26,6 @@ from .spatial_dims import Slide, Tile, ends, slides, spatial, tiles
 aten = torch.ops.aten
 
 X, Y = "n.. h*#!", "n.. p*#!"
-MAXIMA_BACKWARD = f"n.. p*#, {X}, n.. p*# -> {X}"
-"""Of any windows the gradient is a term."""
 
 
 def largest(node: Node) -> ShardingRule:
@@ -107,12 +105,6 @@ def read_rows(emit: Emit, dims: Sequence[Slide], held: Tile, places: Tile) -> li
     return [each.read(lead + i, *bounds) for i, (each, *bounds) in enumerate(pairs)]
 
 
-def fractional(node: Node) -> Template:
-    """Random numbers say where windows lie, but for the first and the last."""
-    form = f"{X}, n.. e! -> {Y}, {Y}".replace("#", "3" if "3d" in str(node.op) else "2")
-    return template(form, "1>" if max(argument(node, "output_size")) <= 2 else "")
-
-
 def grid_backward(node: Node) -> Template:
     """The gradient of the grid is linear in the picture too; that of nearest neighbours is zero, whatever it shows."""
     space = node.operands[0].type.ndim - 2
@@ -123,8 +115,6 @@ def grid_backward(node: Node) -> Template:
 def both(names: str, form: Any, **options: Any) -> Iterator[RuleEntry]:
     """The rules of ops on images of two and of three dims, which stand for ``#`` in names, form and options."""
     for space in "23":
-        if "sized" in options:
-            options = {**options, "sized": {"output_size": f"p*{space}"}}
         yield rule(
             ops(names.replace("#", space)), form.replace("#", space) if isinstance(form, str) else form, **options
         )
@@ -134,15 +124,7 @@ RULES: tuple[RuleEntry, ...] = (
     *both("max_pool#d_with_indices", largest, rows=largest_rows),
     *both("max_pool#d_with_indices_backward", largest_backward, rows=largest_backward_rows, contiguous=Contiguous.ALL),
     *both("adaptive_max_pool#d", f"{X} -> {Y}, {Y}"),
-    *both("adaptive_max_pool#d_backward", MAXIMA_BACKWARD, linear="0|1>", contiguous=Contiguous.ALL),
-    *both("fractional_max_pool#d", fractional),
-    *both(
-        "fractional_max_pool#d_backward",
-        MAXIMA_BACKWARD,
-        linear="0|1>",
-        sized={"output_size": "p*#"},
-        contiguous=Contiguous.ALL,
-    ),
+    *both("adaptive_max_pool#d_backward", f"n.. p*#, {X}, n.. p*# -> {X}", linear="0|1>", contiguous=Contiguous.ALL),
     *both("max_unpool#d", f"{X}, {X} -> {Y}", linear="0"),
     *both("avg_pool#d avg_pool#d_backward", averaged, rows=averaged_rows),
     *both("grid_sampler_#d", "n c h*#!, n p*# e! -> n c p*#", linear="0"),

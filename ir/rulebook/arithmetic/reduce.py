@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +27,9 @@ def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.
     return (summed / math.prod(x.shape[d] for d in dims)).to(made)
 
 
-def _var(x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> torch.Tensor:
-    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
-
-
-def _std(x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> torch.Tensor:
-    return _std_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+def _first(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., torch.Tensor]:
+    """The first of the results of a decomposition."""
+    return lambda *args, **kwargs: function(*args, **kwargs)[0]
 
 
 def _var_mean(
@@ -66,10 +64,6 @@ def _two_passes(
     var = torch.sum(squares, dims, keepdim) / degrees
     mean = mean if keepdim else mean.reshape(var.shape)
     return var, torch.where(torch.isnan(var), var, mean) if degrees and not x.is_complex() else mean
-
-
-def _prims_var(x: torch.Tensor, dims: Any, correction: float | None = 1, *, output_dtype: Any = None) -> torch.Tensor:
-    return _var(x, dims, correction=correction)
 
 
 def mean_share(emit: Emit) -> Any:
@@ -149,11 +143,11 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.mean.dim, aten.mean.default), DOWN_WHOLE, linear="0|*k", identity="k", expand=_mean, local=mean_share),
     rule(aten.linalg_vector_norm, vector_norm),
     rule(aten.logsumexp, DOWN_WHOLE, identity="k"),
-    rule(aten.var.correction, DOWN_WHOLE, expand=_var),
+    rule(aten.var.correction, DOWN_WHOLE, expand=_first(_var_mean)),
     rule(aten.var_mean.correction, DOWN_WHOLE, expand=_var_mean),
-    rule(aten.std.correction, DOWN_WHOLE, expand=_std),
+    rule(aten.std.correction, DOWN_WHOLE, expand=_first(_std_mean)),
     rule(aten.std_mean.correction, DOWN_WHOLE, expand=_std_mean),
-    rule(prims.var, "d.. k@dims! -> d..", expand=_prims_var),
+    rule(prims.var, "d.. k@dims! -> d.."),
     rule(aten.cumsum, ALONG, linear="0", identity="k"),
     rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten.sort), ALONG, identity="k"),
     rule(aten.topk, RESIZED, identity="k"),

@@ -5,7 +5,7 @@ of the picture and ``(g b)`` of the result, and ``g`` may be sharded."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,35 +31,37 @@ REACH = {"linear": 1, "cubic": 2}
 KINDS = {
     "linear": "upsample_linear1d upsample_bilinear2d upsample_trilinear3d",
     "cubic": "upsample_bicubic2d",
-    "nearest": "upsample_nearest1d upsample_nearest2d upsample_nearest3d",
     "smooth": "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
-    "exact nearest": "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
     "mean": "_adaptive_avg_pool2d _adaptive_avg_pool3d",
+    "nearest": "upsample_nearest1d upsample_nearest2d upsample_nearest3d"
+    " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
 }
 
 
 @dataclass(frozen=True)
-class ResizedDim(SpatialDim):
-    """A dim of ``size`` rows, of which ``places`` are made."""
+class BlockwiseDim(SpatialDim):
+    """A dim whose rows are made of blocks, each of its own block."""
+
+    def words(self) -> tuple[str, str]:
+        return "(g# a#!)", "(g# b#!)"
+
+    def blocks(self) -> tuple[str, int] | None:
+        return "g#", math.gcd(self.size, self.places)
+
+
+@dataclass(frozen=True)
+class InterpolatedDim(SpatialDim):
+    """A dim of ``size`` rows, between which ``places`` lie."""
 
     kind: str
 
     def words(self) -> tuple[str, str]:
-        return ("(g# a#!)", "(g# b#!)") if self.apart else ("h#", "p#")
-
-    def blocks(self) -> tuple[str, int] | None:
-        return ("g#", math.gcd(self.size, self.places)) if self.apart else None
+        return "h#", "p#"
 
     def window(self, back: bool) -> Window | None:
-        if self.apart or (back and self.size == 1):  # the gradient of one row is a sum of what ranks have
-            return None
-        return reverse(self.down, self.size) if back else self.down
-
-    @property
-    def apart(self) -> bool:
-        """Whether rows are made of blocks, each of its own block, though some blocks may have more rows."""
-        blockwise = self.kind in ("mean", "nearest", "exact nearest")
-        return blockwise and math.gcd(self.size, self.places) in (self.size, self.places)
+        if back:  # the gradient of one row is a sum of what ranks have
+            return reverse(self.down, self.size) if self.size > 1 else None
+        return self.down
 
     @property
     def step(self) -> float:
@@ -71,14 +73,7 @@ class ResizedDim(SpatialDim):
     @property
     def down(self) -> Window:
         """The rows of the picture that a row of the result is made of."""
-        size, places = self.size, self.places
-        if self.kind == "mean":
-            return Window(places, size, places, 0, size - 1)
-        if self.kind.endswith("nearest"):
-            half = size // 2 if self.kind.startswith("exact") else 0
-            near = 1 if size * places < 1 << 22 else places  # kernels round: by up to a row of large pictures
-            return Window(places, size, places, half - near, half + near)
-        reach = REACH[self.kind.split()[-1]]
+        size, places, reach = self.size, self.places, REACH[self.kind.split()[-1]]
         if self.kind.startswith("aligned"):
             per = max(places - 1, 1)
             return Window(places, size - 1 if places > 1 else 0, per, (1 - reach) * per, reach * per)
@@ -96,18 +91,21 @@ def kind_of(node: Node) -> str:
     raise AssertionError(name)
 
 
-def resized(node: Node, x: Shape, y: Shape) -> Sequence[SpatialDim]:
-    """How the last dims of an image become those of another; whole where rows are smoothed, or where a scale is given
-    that is not that of the sizes: of 21 rows 10, each two rows behind the one before."""
+def resized(node: Node, x: Shape, y: Shape) -> list[SpatialDim]:
+    """How the last dims of an image become those of another; whole where rows are smoothed, where a scale is given that
+    is not that of the sizes (of 21 rows 10, each two rows behind the one before), or means and nearest rows are not
+    those of blocks."""
     kind, space = kind_of(node), len(x)
     named = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[-space:]
-    scales = [argument(node, name) for name in named]
-    exact = all(s is None or kind.startswith("aligned") or s * a == b for a, b, s in zip(x, y, scales, strict=True))
-    if kind.endswith("nearest"):
-        exact = exact and all(s is None or 1 / s == a / b for a, b, s in zip(x, y, scales, strict=True))
-    if kind.endswith("smooth") or not exact:
-        return [SpatialDim(*each) for each in zip(x, y, strict=True)]
-    return [ResizedDim(*each, kind) for each in zip(x, y, strict=True)]
+    told = [(s, a, b) for s, a, b in zip((argument(node, name) for name in named), x, y, strict=True) if s is not None]
+    exact = kind.startswith("aligned") or all(s * a == b and (kind != "nearest" or 1 / s == a / b) for s, a, b in told)
+
+    def dim(a: int, b: int) -> SpatialDim:
+        if exact and kind in ("mean", "nearest") and math.gcd(a, b) in (a, b):
+            return BlockwiseDim(a, b)
+        return InterpolatedDim(a, b, kind) if exact and kind.split()[-1] in REACH else SpatialDim(a, b)
+
+    return list(map(dim, x, y))
 
 
 def forward(node: Node) -> ShardingRule:
@@ -118,7 +116,7 @@ def forward(node: Node) -> ShardingRule:
 def backward(node: Node) -> ShardingRule:
     """``gy[n.. p..] -> gx[n.. h..]``, p as h needs it."""
     dims, beside = resized(node, *ends(node, back=True)), len(node.operands) > 1
-    known = beside and any(type(each) is ResizedDim for each in dims)
+    known = beside and any(type(each) is InterpolatedDim for each in dims)
     return spatial(node, dims, "Y, X -> X" if known else "Y -> X", "0|1>" if known else "0", back=True)
 
 
@@ -138,7 +136,7 @@ def backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) ->
 
 
 def _steps(node: Node, x: Shape, y: Shape) -> list[float]:
-    return [each.step for each in resized(node, x, y) if isinstance(each, ResizedDim)]
+    return [each.step for each in resized(node, x, y) if isinstance(each, InterpolatedDim)]
 
 
 def entries(name: str, kind: str) -> Iterator[RuleEntry]:

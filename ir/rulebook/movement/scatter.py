@@ -135,27 +135,9 @@ def masked(node: Node, at: int) -> str:
     return f"{words(dims, whole)}, {given}, ~{words(full)} -> {words(dims, whole)}"
 
 
-def diagonal_scatter(node: Node) -> Template:
-    """``x[d.., i!, j!], diagonal[d.., k!] -> y``: the dims beside the diagonal's pass."""
-    ndim = node.operands[0].type.ndim
-    apart = {argument(node, name) % ndim for name in ("dim1", "dim2")}
-    x = words((f"d{i}" for i in range(ndim)), {f"d{i}" for i in apart})
-    return template(f"{x}, {words(f'd{i}' for i in range(ndim) if i not in apart)} k! -> {x}", "0&1")
-
-
 def added(emit: Emit) -> Any:
     """Values are added to one rank's tensor; the largest or smallest are taken of every rank's."""
     return add_once(emit) if adds(emit.node) else emit.call(emit.node.op, *emit.args, **emit.kwargs)
-
-
-def masked_scatter(node: Node) -> ShardingRule | Template:
-    """``x[d..], mask[d..], source[s..] -> y[d..]``: what is put where follows from all of the mask, and so does whether
-    the source has enough; unless it has nothing, which each rank finds by itself."""
-    source = node.operands[2]
-    if source.type.numel:
-        return untouched(node)
-    given = words(f"s{i}!" for i in range(source.type.ndim))
-    return template(f"~d.., ~d.., {given} -> d..", "0|2>")
 
 
 RULES: tuple[RuleEntry, ...] = (
@@ -164,10 +146,8 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.index_put, aten._unsafe_index_put), index_put, local=add_once),
     rule((aten.index_add, aten.index_reduce), index_write, local=added),
     rule((aten.index_copy, aten.index_fill), index_write),
-    rule(aten.masked_scatter, masked_scatter),
     rule(aten.put, put, local=add_once),
-    rule(aten.masked_scatter_backward, untouched),
-    rule(aten.diagonal_scatter, diagonal_scatter),
+    rule((aten.masked_scatter, aten.masked_scatter_backward), untouched),
     rule(aten._unsafe_masked_index_put_accumulate, masked_index_put, local=add_once),
     packed(aten.as_strided_scatter, untouched),
 )
