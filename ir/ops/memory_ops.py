@@ -11,9 +11,8 @@ With an arena (:class:`shardfx.passes.rank.Arena`) such memory, and that of othe
     arena = memory.arena(4096)
     flat = memory.slot(arena, 256, [48], torch.float32)
 
-Fresh memory costs page faults: among processes of one machine a gather into it takes two to three times as long as
-into memory that was used before (``python -m benchmarks.collectives``). What stands behind ``empty`` is the engine's
-matter. Under ``torch.compile``, which plans memory itself, each call is its plain form. Needs torch alone.
+What stands behind ``empty`` is the engine's matter. Under ``torch.compile``, which plans memory itself, each call is
+its plain form. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -70,16 +69,12 @@ def part(flat: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor
     With several shards the rows of each stand together, as a reduce-scatter wants them: the result is then seen as
     ``[shards, rows of a shard, ...]``.
     """
-    per = flat.numel() // shards
     seen = list(shape) if shards == 1 else [shards, shape[0] // shards, *shape[1:]]
     if is_compiling():
         return flat.new_empty(seen)
-    strides = [1] * len(seen)
-    for dim in range(len(seen) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * seen[dim + 1]
-    if shards > 1:
-        strides[0] = per
-    return flat.as_strided(seen, strides, flat.storage_offset() + offset)
+    if shards == 1:
+        return flat.narrow(0, offset, torch.Size(shape).numel()).view(seen)
+    return flat.view(shards, -1).narrow(1, offset, torch.Size(seen[1:]).numel()).view(seen)
 
 
 def write(to: Tensor, x: Tensor) -> Tensor:

@@ -45,17 +45,17 @@ def results_of_empty_shard(rule: ShardingRule | None, emit: Emit) -> Any:
     if rule is None or not lost or not emit.node.operands:
         return None
     shapes, values, dtypes = [], [], []
-    for i, (value, kind) in enumerate(zip(emit.node.results, rule.reductions, strict=True)):
+    for i, value in enumerate(emit.node.results):
         if value is None:
             shapes.append([0])
             values.append(0.0)
             dtypes.append(emit.node.outs[0].type.dtype)
             continue
         shape = list(emit.result_shape(emit.node.outs.index(value)))
-        if 0 not in shape and (kind == SAME or any(i in rule.unread.get(f, ()) for f in lost)):
+        if 0 not in shape and (rule.reduce == SAME or any(i in rule.unread.get(f, ()) for f in lost)):
             return None
         shapes.append(shape)
-        values.append(_neutral(kind, value.type.dtype))
+        values.append(_neutral(rule.reduce, value.type.dtype))
         dtypes.append(value.type.dtype)
     like = _first_tensor(emit.node.args, emit.args)
     if len(shapes) == 1 and not gives_list(emit.node.op):

@@ -51,7 +51,7 @@ class ShardingRule:
     linear: tuple[Linear, ...] = ()
     reduce: str = "sum"
     """What a result is of the shards' results where it lacks a factor that is sharded; ``same``: every rank has all of
-    it. One word for all results, or one for each: ``"min, max"``."""
+    it."""
     moves_only: bool = False
     """The op only moves elements about: any kind of partial value (a max too) may pass."""
     transparent: bool = False
@@ -90,12 +90,6 @@ class ShardingRule:
     def result_factors(self) -> tuple[frozenset[str], ...]:
         """For each result the factors of its dims; none for a result that is no tensor."""
         return tuple(frozenset(f for dim in dims or () for f in dim) for dims in self.results)
-
-    @cached_property
-    def reductions(self) -> tuple[str, ...]:
-        """The reduction of each result."""
-        words = [word.strip() for word in self.reduce.split(",")]
-        return tuple(words if len(words) == len(self.results) else words * len(self.results))
 
     @cached_property
     def ignored(self) -> frozenset[int]:

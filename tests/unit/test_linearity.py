@@ -71,10 +71,6 @@ NAMED: dict[str, Call] = {
     "sort of one": (aten.sort.default, (f(4, 1), 1)),
     "median of one": (aten.median.dim, (f(4, 1), 1)),
     "a product over nothing": (aten.addmm.default, (f(4, 6), f(4, 0), f(0, 6))),
-    "pow 1": (aten.pow.Tensor_Scalar, (f(4, 6), 1)),
-    "shrunk by less than nothing": (aten.hardshrink.default, (f(4, 6), -0.5)),
-    "slopes drawn": (aten.rrelu_with_noise_backward.default, (f(4, 6), f(4, 6), f(4, 6), 0.0, 1.0, True, False)),
-    "slopes not drawn": (aten.rrelu_with_noise_backward.default, (f(4, 6), f(4, 6), f(4, 6), 0.1, 0.3, False, False)),
 }
 
 

@@ -39,8 +39,7 @@ Tensor = torch.Tensor
 
 def begin(axis: str, count: int, around: Any, order: str = "") -> NoReturn:
     """The begin of iterations, and the number of the iteration; ``around`` is what they use of what was made before,
-    ``order``
-    says as words ``F0.1`` which unit is done of which iteration, where iterations have units."""
+    ``order`` says as words ``F0.1`` which unit is done of which iteration, where iterations have units."""
     raise RuntimeError(f"the {count} iterations of {axis} are a loop: it is written by the engine")
 
 
@@ -79,8 +78,7 @@ def add(total: Tensor, x: Tensor) -> Tensor:
 
 def addmm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """The sum over the iterations so far, and a matrix product, in the memory of ``total``; where that is in shards,
-    those
-    of its rows."""
+    those of its rows."""
     if total.dim() == 2:
         return total.addmm_(a, b)
     for rows, shard in zip(a.chunk(total.shape[0]), total, strict=True):

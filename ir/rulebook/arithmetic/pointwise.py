@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from shardfx.ir.graph import Node
@@ -22,7 +19,7 @@ LINEAR = {
         gelu_backward silu_backward
         tanh_backward sigmoid_backward elu_backward leaky_relu_backward hardtanh_backward hardswish_backward
         hardsigmoid_backward mish_backward softplus_backward softshrink_backward
-        hardshrink_backward _prelu_kernel_backward
+        hardshrink_backward _prelu_kernel_backward rrelu_with_noise_backward
         """,
     "0|1": "mul.Tensor",
     "0&1": "add.Tensor sub.Tensor rsub.Tensor complex lerp.Scalar lerp.Tensor addcdiv",
@@ -41,26 +38,9 @@ _LINEAR = {op: text for text, names in LINEAR.items() for op in ops(names)}
 _FORM = "d.., ... -> d.., ..."
 
 
-IDENTITIES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    aten.pow.Tensor_Scalar: ("exponent", lambda value: value == 1),
-    aten.softshrink.default: ("lambd", lambda value: value == 0),
-    aten.hardshrink.default: ("lambd", lambda value: value <= 0),
-    aten.leaky_relu.default: ("negative_slope", lambda value: value == 1),
-}
-"""By which values of an argument an op gives back what it is given."""
-SAME_SLOPE = 1e-6
-"""The slopes between which a ``rrelu`` draws, where they are no further apart, are one: nothing is drawn."""
-
-
 def linear(node: Node) -> str:
     """Which operands may be partial sums; a few ops are linear for some values of their other arguments."""
     op = node.op
-    if op in IDENTITIES:
-        name, is_identity = IDENTITIES[op]
-        return "0" if is_identity(argument(node, name)) else ""
-    if op is aten.rrelu_with_noise_backward.default:
-        drawn = argument(node, "training") and argument(node, "upper") - argument(node, "lower") > SAME_SLOPE
-        return "0|2|1>" if drawn else "0|2>"  # a product with what was drawn, or by the sign of what it was drawn for
     if op is aten.logit_backward.default and argument(node, "eps"):
         return "0"
     if op is aten.masked_fill.Scalar:

@@ -18,7 +18,6 @@ from shardfx.ir.rulebook.dims import argument, ops
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.template import Template, template
 from shardfx.ir.rules.windows import RowRange, fitted
 
 from .spatial_dims import Slide, Tile, ends, slides, spatial, tiles
@@ -105,13 +104,6 @@ def read_rows(emit: Emit, dims: Sequence[Slide], held: Tile, places: Tile) -> li
     return [each.read(lead + i, *bounds) for i, (each, *bounds) in enumerate(pairs)]
 
 
-def grid_backward(node: Node) -> Template:
-    """The gradient of the grid is linear in the picture too; that of nearest neighbours is zero, whatever it shows."""
-    space = node.operands[0].type.ndim - 2
-    form = f"n c p*{space}, n c h*{space}!, n p*{space} e! -> n c h*{space}, n p*{space} e"
-    return template(form, "0|1>" if argument(node, "interpolation_mode") == 1 else "0|1>1")
-
-
 def both(names: str, form: Any, **options: Any) -> Iterator[RuleEntry]:
     """The rules of ops on images of two and of three dims, which stand for ``#`` in names, form and options."""
     for space in "23":
@@ -128,7 +120,7 @@ RULES: tuple[RuleEntry, ...] = (
     *both("max_unpool#d", f"{X}, {X} -> {Y}", linear="0"),
     *both("avg_pool#d avg_pool#d_backward", averaged, rows=averaged_rows),
     *both("grid_sampler_#d", "n c h*#!, n p*# e! -> n c p*#", linear="0"),
-    *both("grid_sampler_#d_backward", grid_backward),
+    *both("grid_sampler_#d_backward", "n c p*#, n c h*#!, n p*# e! -> n c h*#, n p*# e", linear="0|1>1"),
     rule(aten.pixel_shuffle, "n.. (c r! s!) h w -> n.. c (h r!) (w s!)", linear="0", moves_only=True),
     rule(aten.pixel_unshuffle, "n.. c (h r!) (w s!) -> n.. (c r! s!) h w", linear="0", moves_only=True),
     rule(aten.channel_shuffle, "n c! s.. -> n c! s..", linear="0", moves_only=True),

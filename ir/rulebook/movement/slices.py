@@ -12,7 +12,7 @@ import torch
 
 from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.rulebook.dims import argument, at_dim, given_tensors, moves, untouched
+from shardfx.ir.rulebook.dims import argument, at_dim, moves
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit, nothing
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -148,12 +148,6 @@ def slice_scatter(node: Node) -> Template:
     return template(f"{WHOLE}, {REST} -> {WHOLE}", "0&1", moves_only=True)
 
 
-def chunk_cat(node: Node) -> str:
-    """Tensors are padded and split into chunks from one dim on; the dims before it pass."""
-    lead = f"d*{argument(node, 'dim') % node.operands[0].type.ndim}"
-    return f"{', '.join(f'{lead} x{i}_..!' for i in range(len(given_tensors(node))))} -> {lead} y..!"
-
-
 RULES: tuple[RuleEntry, ...] = (
     moves((aten.slice.Tensor, aten.slice_backward), slice_, local=slice_local),
     moves(aten.narrow_copy, f"{WHOLE} -> {REST}"),
@@ -167,8 +161,6 @@ RULES: tuple[RuleEntry, ...] = (
         local=split_local,
     ),
     rule(aten.cat, cat, linear="&", moves_only=True),
-    rule(aten._chunk_cat, chunk_cat, linear="&"),
-    rule(aten.block_diag, untouched),
     # The dim that is written to is whole.
     rule(aten.select_scatter, f"{WHOLE}, d.. -> {WHOLE}", linear="0&1", moves_only=True),
     rule(aten.slice_scatter, slice_scatter, moves_only=True),
