@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.ops.computing import rings
+from shardfx.ir.ops.computing import tiles
 from tests.op_calls import f
 
 aten = torch.ops.aten
@@ -100,14 +100,14 @@ def ring(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     if size + back <= 0:
         raise ValueError("nothing of it stays")
     x = f(2, size, 3)
-    return rings.ring, rings.around(x, 1, front, back)
+    return tiles.ring, tiles.around(x, 1, front, back)
 
 
 def ring_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     size, front, back = draw.randint(2, 24), draw.randint(0, 2), draw.randint(0, 2)
-    (x, before, behind, dim, *rows, _), y = rings.around(f(2, size, 3), 1, front, back), f(2, size + front + back, 3)
+    (x, before, behind, dim, *rows, _), y = tiles.around(f(2, size, 3), 1, front, back), f(2, size + front + back, 3)
     parts = (y if each is not None else None for each in (x, before, behind))
-    return rings.ring_sum, (*parts, dim, *rows[::-1], size)
+    return tiles.ring_sum, (*parts, dim, *rows[::-1], size)
 
 
 def edges(draw: Draw) -> tuple[Any, tuple[Any, ...]]:

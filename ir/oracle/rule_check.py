@@ -21,10 +21,9 @@ from shardfx.ir.graph import Graph, Node, Strategy, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.dropout import dropout
-from shardfx.ir.rules.binding import Tensor
 from shardfx.ir.rules.book import RuleBook, RuleEntry, perform
 from shardfx.ir.rules.strategy import partial_operands, strategy
-from shardfx.ir.rules.template import Template
+from shardfx.ir.rules.template import Template, Tensor
 
 from .draws import as_given, draws, without_zeros
 from .findings import JsonCache, default_folder

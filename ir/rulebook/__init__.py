@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from shardfx.ir.rules.book import RuleBook
 
-from .arithmetic import attention, conv, create, linalg, loss, matmul, norm, pad, pointwise, pool, reduce, resize
-from .movement import lookup, rearrange, scatter, slices, views
+from .arithmetic import attention, conv, create, linalg, loss, matmul, norm, pointwise, pool, reduce, resize
+from .movement import lookup, rearrange, slices, views
 
 CATEGORIES = {
     module.__name__.rpartition(".")[2]: module.RULES
     for module in (
-        *(pointwise, matmul, attention, linalg, reduce, norm, conv, pool, pad, resize, loss, create),
-        *(views, slices, rearrange, lookup, scatter),
+        *(pointwise, matmul, attention, linalg, reduce, norm, conv, pool, resize, loss, create),
+        *(views, slices, rearrange, lookup),
     )
 }
 """The rules by kind of op, which is a file; ops that carry torch's pointwise tag, and those that make tensors of

@@ -28,12 +28,10 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy, Value
 from shardfx.ir.mesh import Mesh
 
-from .binding import Tensor
-from .empty_shards import may_lack, results_of_empty_shard
-from .local import TARGETS, Emit, is_sharded
+from .local import TARGETS, Emit, is_sharded, may_lack, results_of_empty_shard
 from .sharding_rule import Dim, ShardingRule
 from .strategy import as_placed
-from .template import ALL, Template, parse_linear, parse_tensor, template
+from .template import ALL, Template, Tensor, parse_linear, parse_tensor, template
 
 
 def perform(entry: RuleEntry | None, emit: Emit) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardfx  # noqa: F401, which registers the ops
 from shardfx.ir.capture.canonical.export_rewrites import single_pad
-from shardfx.ir.ops.computing.rings import around
+from shardfx.ir.ops.computing.tiles import around
 from tests.on_gpu import without_synchronisation
 from tests.op_calls import b, f
 

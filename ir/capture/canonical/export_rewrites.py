@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 
 from shardfx.ir.errors import Error
-from shardfx.ir.ops.computing.rings import Ring
+from shardfx.ir.ops.computing.tiles import Ring
 from shardfx.ir.ops.fused_attention import attention
 from shardfx.ir.ops.traits import with_defaults
 

@@ -1,17 +1,36 @@
-"""Max-pools over tiles of a sharded image: a rank's windows, on the rows that they reach.
+"""Images tile by tile: what a rank makes of the rows that it has.
 
     y[n c p q], indices = shardfx.max_pool_tile(x[n c h w], kernel, stride, dilation, first, size)
     gx[n c h w]         = shardfx.max_pool_tile_backward(gy[n c p q], x, indices, at, size)
 
 The rows of ``x`` begin at ``first`` of an image of ``size``, in every dim; what is not of the image is padding. ``at``
 says where the rows begin that are made of a gradient. Indices count through the global image and name the first of
-equal elements. Needs torch alone.
+equal elements.
+
+    y[n c p q]  = shardfx.resize_tile(x[n c h w], at, size, first, places, steps, kind)
+    gx[n c h w] = shardfx.resize_tile_backward(gy[n c p q], at, size, shape, first, steps, kind, x)
+
+Each row of the tile is a sum of a few rows of the image. ``at`` says where in it the rows begin that a rank has (or
+makes), ``first`` where those of the result do, and ``places`` how many these are. Of kind ``linear`` and ``cubic`` row
+o lies at ``(o + 0.5) * step - 0.5`` of the image; of ``aligned linear`` and ``aligned cubic`` (``align_corners=True``)
+at ``o * step``. Of kinds ``mirrored`` and ``repeated`` the image is padded, by so many rows in front as ``step`` says:
+by its own rows, backwards, or by the one at the border. Of the image itself, which torch's ops may be given beside a
+gradient, nothing is read.
+
+    y[.. o ..]  = shardfx.ring(x[.. h ..], x, x, dim, starts, lengths, at, size)         y[o] = x[(o - front) mod h]
+    gx[.. h ..] = shardfx.ring_sum(gy[.. o ..], gy, gy, dim, at, lengths, starts, h)     what rows of x became, added up
+
+The edges meet: rows before the first are the last ones. The image is given once for the rows that stay, once for those
+in front and once for those behind (None where there are none), for of an image that is sharded over ranks these are
+three exchanges. Of each so many rows are taken (``lengths``), from ``starts`` on, which are rows ``at`` of a result of
+``size``. Needs torch alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +38,7 @@ from torch import Tensor
 from .library import Ints, define
 
 aten = torch.ops.aten
+Given = Tensor | None
 MAX_POOL = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}
 
 
@@ -76,3 +96,158 @@ def max_pool_tile_backward(grad: Tensor, x: Tensor, indices: Tensor, at: Ints, s
     made = grad.new_zeros((batch, rest + 1))
     made.scatter_add_(1, flat.reshape(batch, -1), grad.reshape(batch, -1))
     return made[:, :rest].reshape(x.shape).contiguous()
+
+
+# ---- in other sizes --------------------------------------------------------------------------------------------------
+
+
+SHARP = -0.75
+"""The one number of torch's cubic interpolation."""
+
+
+def taps(
+    first: int, count: int, size: int, step: float, kind: str, like: Tensor
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The rows of an image of ``size`` of which ``count`` rows of the result are made, and the weight of each; none
+    where it is one."""
+    if kind in PADDED:
+        yield PADDED[kind](torch.arange(first, first + count, device=like.device) - round(step), size), None
+        return
+    rows = torch.arange(first, first + count, dtype=torch.float64, device=like.device)
+    place = rows * step if kind.startswith("aligned") else (rows + 0.5) * step - 0.5
+    cubic = kind.endswith("cubic")
+    if not cubic:
+        place = place.clamp(min=0)
+    before = place.floor().clamp(max=size - 1)
+    part, row = (place - before).to(like.dtype), before.to(torch.int64)
+    weights = cubic_weights(part) if cubic else [1 - part, part]
+    apart = int(cubic or step != 1)  # of the next row nothing is read where all stay as they are, were it inf
+    for offset, weight in enumerate(weights, -1 if cubic else 0):
+        yield (row + apart * offset).clamp(0, size - 1), weight
+
+
+def mirrored(row: Tensor, size: int) -> Tensor:
+    """Rows before the first, and behind the last, seen in a mirror that stands on it."""
+    return (size - 1 - (size - 1 - row.abs()).abs()).clamp(0, size - 1)
+
+
+def repeated(row: Tensor, size: int) -> Tensor:
+    """The first row for all before it, the last for all behind."""
+    return row.clamp(0, size - 1)
+
+
+PADDED = {"mirrored": mirrored, "repeated": repeated}
+
+
+def cubic_weights(part: Tensor) -> list[Tensor]:
+    """The weights of the four rows around a place that lies ``part`` behind the second of them."""
+
+    def near(x: Tensor) -> Tensor:
+        return ((SHARP + 2) * x - (SHARP + 3)) * x * x + 1
+
+    def far(x: Tensor) -> Tensor:
+        return ((SHARP * x - 5 * SHARP) * x + 8 * SHARP) * x - 4 * SHARP
+
+    return [far(part + 1), near(part), near(1 - part), far(2 - part)]
+
+
+@define(
+    "resize_tile(Tensor x, int[] at, int[] size, int[] first, int[] places, float[] steps, str kind) -> Tensor",
+    shapes=lambda x, at, size, first, places, steps, kind: x.new_empty((*x.shape[: -len(at)], *places)),
+)
+def resize_tile(
+    x: Tensor, at: Ints, size: Ints, first: Ints, places: Ints, steps: Sequence[float], kind: str
+) -> Tensor:
+    """A rank's rows of an image in another size."""
+    for dim, (start, n, begin, count, step) in enumerate(zip(at, size, first, places, steps, strict=True), -len(at)):
+        parts = [
+            weighted(x.index_select(dim, (rows - start).clamp(0, x.shape[dim] - 1)), weight, dim)
+            for rows, weight in taps(begin, count, n, step, kind, x)
+        ]
+        x = sum(parts[1:], parts[0])
+    return x
+
+
+def weighted(x: Tensor, weight: Tensor | None, dim: int) -> Tensor:
+    """``x``, each row of a dim times its weight."""
+    return x if weight is None else x * weight.reshape([-1, *[1] * (-dim - 1)])
+
+
+@define(
+    "resize_tile_backward(Tensor grad, int[] at, int[] size, int[] shape, int[] first, float[] steps, str kind,"
+    " Tensor? like=None) -> Tensor",
+    shapes=lambda grad, at, size, shape, *_: grad.new_empty((*grad.shape[: -len(at)], *shape)),
+)
+def resize_tile_backward(
+    grad: Tensor, at: Ints, size: Ints, shape: Ints, first: Ints, steps: Sequence[float], kind: str, *like: Tensor
+) -> Tensor:
+    """A rank's rows of the gradient of an image."""
+    for dim, (start, n, length, begin, step) in enumerate(zip(at, size, shape, first, steps, strict=True), -len(at)):
+        made = grad.new_zeros([*grad.shape[:dim], length + 1, *grad.shape[grad.dim() + dim + 1 :]])
+        for rows, weight in taps(begin, grad.shape[dim], n, step, kind, grad):
+            beside = (rows < start) | (rows >= start + length)  # what other ranks have goes into one row more
+            made.index_add_(dim, (rows - start).masked_fill(beside, length), weighted(grad, weight, dim))
+        grad = made.narrow(dim, 0, length)
+    return grad.contiguous()
+
+
+# ---- whose edges meet ------------------------------------------------------------------------------------------------
+
+
+PARTS = "Tensor x, Tensor? before, Tensor? behind, int dim, int[] starts, int[] lengths, int[] at, int size"
+
+
+def _made(x: Tensor, before: Given, behind: Given, dim: int, *rows: Any) -> Tensor:
+    return x.new_empty([rows[-1] if d == dim % x.dim() else n for d, n in enumerate(x.shape)])
+
+
+def _put(put: Callable[..., Any], made: Tensor, parts: tuple[Given, ...], dim: int, *rows: Ints) -> Tensor:
+    for each, start, length, first in zip(parts, *rows, strict=True):
+        if each is not None and length:
+            put(made.narrow(dim, first, length), each.narrow(dim, start, length))
+    return made
+
+
+@define(f"ring({PARTS}) -> Tensor", shapes=_made)
+def ring(x: Tensor, before: Given, behind: Given, dim: int, starts: Ints, lengths: Ints, at: Ints, size: int) -> Tensor:
+    """``x`` with rows of its other end around it."""
+    made = _made(x, before, behind, dim, size)
+    return _put(Tensor.copy_, made, (x, before, behind), dim, starts, lengths, at)
+
+
+@define(f"ring_sum({PARTS}) -> Tensor", shapes=_made)
+def ring_sum(
+    x: Tensor, before: Given, behind: Given, dim: int, starts: Ints, lengths: Ints, at: Ints, size: int
+) -> Tensor:
+    """The gradient of :func:`ring`."""
+    made = _made(x, before, behind, dim, size).zero_()
+    return _put(Tensor.add_, made, (x, before, behind), dim, starts, lengths, at)
+
+
+def around(x: Tensor, dim: int, front: int, back: int) -> tuple[Any, ...]:
+    """The arguments of a ring with so many rows more in ``front`` and behind (``back``); negative ones are cropped."""
+    size, first, begin = x.shape[dim], max(-front, 0), max(front, 0)
+    stays = size + min(back, 0) - first
+    rows = [first, size - begin, 0], [stays, begin, max(back, 0)], [begin, 0, begin + stays]
+    return x, x if front > 0 else None, x if back > 0 else None, dim, *rows, size + front + back
+
+
+class Ring(torch.autograd.Function):
+    """A dim padded by the rows of its other end, and its gradient, each as one op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, front: int, back: int) -> Tensor:
+        """The padded image."""
+        args = around(x, dim, front, back)
+        ctx.of = [each is not None for each in args[:3]], *args[3:7], x.shape[dim]
+        with torch._C._AutoDispatchBelowAutograd():
+            made: Tensor = ring(*args)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradient of the image."""
+        there, dim, starts, lengths, at, size = ctx.of
+        with torch._C._AutoDispatchBelowAutograd():
+            made = ring_sum(*(grad if each else None for each in there), dim, at, lengths, starts, size)
+        return made, None, None, None

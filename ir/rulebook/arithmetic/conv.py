@@ -10,11 +10,10 @@ from torch import Tensor
 
 from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument
-from shardfx.ir.rules.binding import Shape
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.template import template
+from shardfx.ir.rules.template import Shape, template
 from shardfx.ir.rules.windows import RowRange, fitted, grows, seeing
 
 from .spatial_dims import Slide, spread

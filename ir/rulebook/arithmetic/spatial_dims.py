@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.rulebook.dims import argument
-from shardfx.ir.rules.binding import Shape
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.template import has_argument, template
+from shardfx.ir.rules.template import Shape, has_argument, template
 from shardfx.ir.rules.windows import RowRange, down, reverse, seeing
 
 

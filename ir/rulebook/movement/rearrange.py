@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node
-from shardfx.ir.ops.computing.rings import around, ring, ring_sum
+from shardfx.ir.ops.computing.tiles import around, ring, ring_sum
 from shardfx.ir.rulebook.arithmetic.spatial_dims import side_by_side
 from shardfx.ir.rulebook.dims import argument, at_dim, moves, words
 from shardfx.ir.rules.book import RuleEntry, rule

@@ -22,8 +22,7 @@ from shardfx.ir.graph import Graph, Node, Output, op_name
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.memory_ops import no_share
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.rules.empty_shards import may_lack
-from shardfx.ir.rules.local import gives_list
+from shardfx.ir.rules.local import gives_list, may_lack
 from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.fault import Fault
 
