@@ -16,12 +16,12 @@ each shard was read.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -29,12 +29,12 @@ from shardfx.ir.errors import Error
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-MOVES = frozenset(
-    "copy_ _to_copy zero_ fill_ masked_fill masked_fill_ detach_ cat stack set_ lift_fresh _unsafe_view".split()
+RENEWS = frozenset("copy_ zero_ fill_".split())
+"""What these write replaces the previous content."""
+MOVES = RENEWS | frozenset(
+    "_to_copy masked_fill masked_fill_ detach_ cat stack set_ lift_fresh _unsafe_view".split()
 )
 """Ops that are not tagged as pointwise, and compute nothing of several elements."""
-RENEWS = frozenset("copy_ zero_ fill_".split())
-"""What these write stands in the place of what was there."""
 
 
 @dataclass(eq=False)
@@ -43,7 +43,6 @@ class Sharded:
 
     name: str
     count: int
-    shards: Sequence[weakref.ref[Tensor]]
     read: set[int] = field(default_factory=set)
 
 
@@ -58,7 +57,7 @@ class Facts:
     depends: frozenset[Shard] = frozenset()
 
     def read(self) -> None:
-        """Note that somebody knows numbers of it."""
+        """Note that a number of it is known outside."""
         for sharded, number in self.depends | self.own:
             sharded.read.add(number)
             if len(sharded.read) == sharded.count:
@@ -77,70 +76,28 @@ class ShardGradient(Tensor):
         made.facts = facts
         return made
 
-    @property
-    def plain(self) -> Tensor:
-        """A plain tensor in the same memory."""
-        with no_dispatch():
-            return self.as_subclass(Tensor)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.plain)
+        return repr(plain(self))
 
     def __format__(self, spec: str) -> str:
-        return format(self.plain, spec)
+        return format(plain(self), spec)
 
     def numpy(self, *, force: bool = False) -> Any:
         """The elements as an array."""
         self.facts.read()
-        return self.plain.numpy(force=force)
+        return plain(self).numpy(force=force)
 
     def tolist(self) -> Any:
         """The elements as a list."""
         self.facts.read()
-        return self.plain.tolist()
+        return plain(self).tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = made = self.clone()
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
-
-    def check(self, where: str) -> None:
-        """Raise if this depends on some shards of a parameter alone.
-
-        Raises:
-            Error: it does.
-        """
-        for sharded, number in self.facts.depends:
-            raise Error(
-                f"the gradient of {sharded.name!r} was changed shard by shard",
-                where=where,
-                expected="changes of each element alone, or by all shards of a parameter",
-                got=f"a value computed of shard {number} of {sharded.count} alone (a norm, a mean)",
-                remedy="pm.clip_grad_norm_(max_norm) or torch.nn.utils.clip_grad_norm_(pm.parameters(), max_norm) for "
-                "the norm of all; Hints(optimizer=...) or torchrun, where gradients are DTensors, for what looks at "
-                "global tensors; or leave these parameters unsharded",
-            )
-
-    def check_others(self, where: str) -> None:
-        """Raise if another shard of the parameter has no gradient; numbers that were read so far are forgotten.
-
-        Raises:
-            Error: one has none.
-        """
-        for sharded, number in self.facts.own:
-            sharded.read.clear()
-            for other, shard in enumerate(each() for each in sharded.shards):
-                if shard is not None and shard.numel() and shard.grad is None:
-                    raise Error(
-                        f"only some shards of {sharded.name!r} have a gradient",
-                        where=where,
-                        expected="a gradient of each shard of a parameter, or of none",
-                        got=f"one of shard {number}, and none of shard {other} of {sharded.count}",
-                        remedy="drop the gradients of all shards of a parameter together; or run under torchrun, where "
-                        "gradients are DTensors",
-                    )
+        return plain(self).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -151,60 +108,61 @@ class ShardGradient(Tensor):
             made = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         if name.startswith("_foreach_"):
-            return _each(func, name, args, made)
-        return _follow(func, name, args, kwargs, made)
+            return _of_lists(name, args, made)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        facts = next(leaf.facts for leaf in given if isinstance(leaf, ShardGradient))
+        if name.endswith("_like") or name.startswith("new_"):
+            return made
+        if func.is_view:
+            return tree_map_only(Tensor, lambda each: ShardGradient.of(each, facts), made)
+        if name == "_local_scalar_dense":
+            facts.read()
+            return made
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        targets = [each for each in tree_leaves((written, kwargs.get("out"))) if isinstance(each, Tensor)]
+        return _follow(name, torch.Tag.pointwise in func.tags, given, targets, made)
 
 
-def _follow(func: Any, name: str, args: Any, kwargs: Any, made: Any) -> Any:
-    """What an op gave, with its facts."""
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    known = [leaf.facts for leaf in given if isinstance(leaf, ShardGradient)]
-    if name.endswith("_like") or name.startswith("new_"):
+def _follow(name: str, pointwise: bool, given: list[Tensor], targets: list[Tensor], made: Any) -> Any:
+    """What an op gave, with its facts; those of what it wrote into are renewed.
+
+    Raises:
+        Error: a parameter was written into that depends on some of its shards alone.
+    """
+    facts = combined(given[1:] if name in RENEWS else given, pointwise or name in MOVES)
+    for target in targets:
+        if isinstance(target, ShardGradient):
+            before = frozenset() if name in RENEWS else target.facts.depends
+            target.facts.depends = _incomplete(before | combined([], True, facts, Facts(target.facts.own)).depends)
+        elif isinstance(target, nn.Parameter):
+            check(facts, "a parameter written in place")
+    if targets or not (facts.own or facts.depends):
         return made
-    if func.is_view:
-        return tree_map_only(Tensor, lambda each: ShardGradient.of(each, known[0]), made)
-    if name == "_local_scalar_dense":
-        known[0].read()
-        return made
-    pointwise = torch.Tag.pointwise in func.tags or name in MOVES
-    facts = _facts(known, pointwise)
-    written = [
-        value
-        for argument, value in zip(func._schema.arguments, args, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    for value in tree_leaves((written, kwargs.get("out"))):
-        if isinstance(value, Tensor):
-            _write(value, facts if name not in RENEWS else _facts([_of(v) for v in given[1:]], True), name in RENEWS)
-    return made if written else _wrapped(made, facts)
+    return tree_map_only(Tensor, lambda each: ShardGradient.of(each, Facts(facts.own, facts.depends)), made)
 
 
-def _each(func: Any, name: str, args: Any, made: Any) -> Any:
+def _of_lists(name: str, args: Any, made: Any) -> Any:
     """What an op on lists gave: the results at one place are those of the arguments there."""
     single = name.removeprefix("_foreach_")
     op = getattr(aten, single, None)
-    pointwise = single in MOVES or (
-        op is not None and any(torch.Tag.pointwise in getattr(op, each).tags for each in op.overloads())
-    )
+    pointwise = op is not None and any(torch.Tag.pointwise in getattr(op, each).tags for each in op.overloads())
     lists = [each for each in args if isinstance(each, (list, tuple)) and any(isinstance(v, Tensor) for v in each)]
     others = [each for each in args if isinstance(each, Tensor)]
     results = []
     for number, target in enumerate(lists[0]):
-        inside = [each[number] for each in lists] + others
-        facts = _facts([_of(v) for v in (inside[1:] if single in RENEWS else inside)], pointwise)
-        if name.endswith("_"):
-            _write(target, facts, single in RENEWS)
-        else:
-            results.append(_wrapped(made[number], facts))
+        given = [each[number] for each in lists] + others
+        targets = [target] if name.endswith("_") else []
+        results.append(_follow(single, pointwise, given, targets, None if targets else made[number]))
     return made if name.endswith("_") else results
 
 
-def _of(value: object) -> Facts:
-    return value.facts if isinstance(value, ShardGradient) else Facts()
-
-
-def _facts(known: Iterable[Facts], pointwise: bool) -> Facts:
-    """Those of what is computed of tensors."""
+def combined(given: Iterable[Tensor], pointwise: bool, *more: Facts) -> Facts:
+    """The facts of what is computed of tensors."""
+    known = [*more, *(each.facts for each in given if isinstance(each, ShardGradient))]
     own = frozenset(shard for each in known for shard in each.own)
     depends = frozenset(shard for each in known for shard in each.depends)
     if not pointwise:
@@ -218,38 +176,33 @@ def _incomplete(shards: frozenset[Shard]) -> frozenset[Shard]:
     numbers: dict[Sharded, set[int]] = {}
     for sharded, number in shards:
         numbers.setdefault(sharded, set()).add(number)
-    for sharded in [each for each, found in numbers.items() if len(found) == each.count]:
+    complete = [each for each, found in numbers.items() if len(found) == each.count]
+    for sharded in complete:
         sharded.read.clear()
-        del numbers[sharded]
-    return frozenset((sharded, number) for sharded, found in numbers.items() for number in found)
+    return frozenset(shard for shard in shards if shard[0] not in complete)
 
 
-def _write(target: Tensor, facts: Facts, renews: bool) -> None:
-    """Note what was written into a tensor.
+def check(facts: Facts, where: str) -> None:
+    """Raise if something depends on some shards of a parameter alone.
 
     Raises:
-        Error: it is a shard, and depends on itself alone.
+        Error: it does.
     """
-    if isinstance(target, ShardGradient):
-        facts = _facts([facts, Facts(own=target.facts.own)], True)
-        before = frozenset() if renews else target.facts.depends
-        target.facts.depends = _incomplete(before | facts.depends)
-        return
-    shards = [sharded.shards[number]() for sharded, number in facts.depends]
-    if any(p is not None and p.numel() and _memory(p) == _memory(target) for p in shards):
-        ShardGradient.of(target, facts).check("a parameter written in place")
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _wrapped(made: Any, facts: Facts) -> Any:
-    if not facts.own and not facts.depends:
-        return made
-    return tree_map_only(Tensor, lambda each: ShardGradient.of(each, Facts(facts.own, facts.depends)), made)
+    for sharded, number in facts.depends:
+        raise Error(
+            f"the gradient of {sharded.name!r} was changed shard by shard",
+            where=where,
+            expected="changes of each element alone, or by all shards of a parameter",
+            got=f"a value computed of shard {number} of {sharded.count} alone (a norm, a mean)",
+            remedy="pm.clip_grad_norm_(max_norm) or torch.nn.utils.clip_grad_norm_(pm.parameters(), max_norm) for the "
+            "norm of all; Hints(optimizer=...) or torchrun, where gradients are DTensors, for what looks at global "
+            "tensors; or leave these parameters unsharded",
+        )
 
 
 def plain(tensor: Tensor) -> Tensor:
     """A tensor without facts, in the same memory."""
-    return tensor.plain if isinstance(tensor, ShardGradient) else tensor
+    if not isinstance(tensor, ShardGradient):
+        return tensor
+    with no_dispatch():
+        return tensor.as_subclass(Tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -136,5 +135,5 @@ class VirtualStore(Store):
         if len(held) == 1:
             return shard
         if name not in self._sharded:
-            self._sharded[name] = Sharded(name, len(held), [weakref.ref(each) for each in held])
+            self._sharded[name] = Sharded(name, len(held))
         return ShardGradient.of(shard, Facts(frozenset([(self._sharded[name], number)])))

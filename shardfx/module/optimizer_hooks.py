@@ -32,7 +32,7 @@ from shardfx.ir.errors import Error
 from shardfx.module.elementwise_trial import Layout, lay_out, tried
 from shardfx.module.program_optimizer import ProgramOptimizer
 from shardfx.runtime.store import Shown, Store, with_strides_of
-from shardfx.runtime.virtual.shard_gradient import ShardGradient, plain
+from shardfx.runtime.virtual.shard_gradient import ShardGradient, check, plain
 
 
 def watch_shards(
@@ -104,9 +104,8 @@ def _take_plain(optimizer: torch.optim.Optimizer) -> None:
         Error: one was.
     """
     for p in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, ShardGradient)):
-        p.grad.check(f"{type(optimizer).__name__}.step()")
-        p.grad.check_others(f"{type(optimizer).__name__}.step()")
-        _guarded[optimizer].append((p, p.grad, p.grad.plain))
+        check(p.grad.facts, f"{type(optimizer).__name__}.step()")
+        _guarded[optimizer].append((p, p.grad, plain(p.grad)))
         p.grad = _guarded[optimizer][-1][2]
 
 
