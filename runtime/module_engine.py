@@ -22,7 +22,7 @@ from shardfx.ir.program.source import CallOverrides, ProgramSource
 from .engine import Engine, Probe
 from .program_segments import segmented, stands_alone
 from .rank_errors import failed
-from .rendezvous import Perform, Request, run
+from .rendezvous import Request, run
 
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
@@ -102,7 +102,7 @@ class ModuleEngine:
     Args:
         engine: whose ranks these are.
         options: of ``torch.compile``; None: modules run as they are.
-        perform: how virtual ranks do a collective; None for a real rank.
+        virtual: whether the ranks are virtual.
         ending: the context in which a rank runs that meets no other here: a real one tells the others how it ends.
         peaks: takes down the peaks of programs that run alone on their device.
     """
@@ -112,12 +112,12 @@ class ModuleEngine:
         engine: Engine,
         mesh: Mesh,
         options: Mapping[str, Any] | None,
-        perform: Perform | None = None,
+        virtual: bool = True,
         ending: Callable[[], AbstractContextManager[None]] = ending_alone,
         peaks: MeasuredPeaks | None = None,
     ) -> None:
         self.mesh, self.device = mesh, engine.device
-        self._engine, self._compiled, self._perform, self._ending = engine, compiler(options), perform, ending
+        self._engine, self._compiled, self._virtual, self._ending = engine, compiler(options), virtual, ending
         self._peaks = MeasuredPeaks() if peaks is None else peaks
         self._modules: WeakKeyDictionary[RankProgram, Any] = WeakKeyDictionary()
 
@@ -146,14 +146,14 @@ class ModuleEngine:
         with torch.no_grad(), self._peaks.during(programs.values(), self.device):
             made = {rank: self._module(program) for rank, program in programs.items()}
             rank, module = next(iter(made.items()))
-            if self._perform is not None and isinstance(module, ProgramSource):
-                return run(made, inputs, self.mesh, self._perform)
+            if isinstance(module, ProgramSource):
+                return run(made, inputs, self.mesh)
             with self._ending():
                 return {rank: module(*inputs[rank])}
 
     def _module(self, program: RankProgram) -> Any:
         if program not in self._modules:
-            apart = self._perform is not None and (self.mesh.size > 1 or any(map(stands_alone, program.graph.nodes)))
+            apart = self._virtual and (self.mesh.size > 1 or any(map(stands_alone, program.graph.nodes)))
             self._modules[program] = (
                 segmented(program, self._compiled, MEETING) if apart else self._compiled(program.module())
             )

@@ -71,13 +71,17 @@ class Request:
         return f"{self.op}{self.args} on {self.group} at node {self.node!r} ({self.where})"
 
 
-REDUCTIONS = ("sum", "avg", "max", "min", "product")
+REDUCTIONS: dict[Any, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
 Asked = tuple[Request, Tensor, Tensor | None]
 RankCoroutine = Generator[Asked, list[Tensor], Sequence[Tensor]]
 """A rank under way: it yields what it asks for, the tensor that it sends, and the memory for what it gets. It takes
 that out of the list that it is sent, so that nobody else holds it while the rank goes on."""
-Perform = Callable[[Sequence[Request], Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
-"""Does a collective on the tensors of a group's members: gives what each gets, in the memory that it wants it in."""
 listeners: list[Callable[[Sequence[tuple[Request, Tensor]]], None]] = []
 """Who is told of each collective: what each member asks for, and sends."""
 
@@ -110,29 +114,17 @@ class Groups:
             )
         return self._known[name]
 
-    def known(self, name: str) -> tuple[int, ...]:
-        """The members of a group that a rank asked for."""
-        return self._known[name]
-
-    def here(self, members: Sequence[int]) -> Sequence[int]:
-        """The ranks that meet for the members of a group: all of them."""
-        return members
-
 
 def run(
-    sources: Mapping[int, ProgramSource],
-    inputs: Mapping[int, Sequence[Tensor]],
-    mesh: Mesh,
-    perform: Perform,
-    groups: Groups | None = None,
+    sources: Mapping[int, ProgramSource], inputs: Mapping[int, Sequence[Tensor]], mesh: Mesh
 ) -> dict[int, Sequence[Tensor]]:
-    """Run one program per rank to its end; gives what each returns. ``groups`` may say that some ranks are run for all.
+    """Run one program per rank to its end; gives what each returns.
 
     Raises:
         Error: a rank's program raises (the first node of the plan that does so, if several do); members of a group
             ask for different collectives, or wait for one that never comes.
     """
-    groups = groups or Groups(mesh)
+    groups = Groups(mesh)
     calls: dict[int, RankCoroutine] = {rank: source(*inputs[rank]) for rank, source in sources.items()}
     results: dict[int, Sequence[Tensor]] = {}
     waiting: dict[int, Asked] = {}
@@ -163,16 +155,15 @@ def run(
                     advance(rank, reply)
                     progressed = True
                 continue
-            here = groups.here(members)
-            if any(m not in waiting or waiting[m][0].message or waiting[m][0].group != request.group for m in here):
+            if any(m not in waiting or waiting[m][0].message or waiting[m][0].group != request.group for m in members):
                 continue
-            asked = [waiting.pop(member) for member in here]
-            _check(here, asked, members)
+            asked = [waiting.pop(member) for member in members]
+            _check(members, asked)
             for listener in listeners:
                 listener([each[:2] for each in asked])
             replies = [[made] for made in perform(*zip(*asked, strict=True))]
             asked.clear()  # what was sent is the ranks' to hold, or to let go
-            for member, reply in zip(here, replies, strict=True):
+            for member, reply in zip(members, replies, strict=True):
                 advance(member, reply)
             progressed = True
         if waiting and not progressed:
@@ -246,22 +237,15 @@ def _first(
     return failed(rank, at[rank], failures[rank], others)
 
 
-def _check(here: Sequence[int], asked: Sequence[Asked], members: Sequence[int]) -> None:
+def _check(members: Sequence[int], asked: Sequence[Asked]) -> None:
     first, given, _ = asked[0]
-    for member, (request, tensor, _) in zip(here, asked, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise Error(
-                "a collective is given something that is no tensor",
-                where=f"rank {member}; node {request.node!r} ({request.where})",
-                expected="a tensor",
-                got=type(tensor).__name__,
-            )
+    for member, (request, tensor, _) in zip(members, asked, strict=True):
         exchange = first.op == "all_to_all_single"
         alike = tensor.dtype == given.dtype and (exchange or tensor.shape == given.shape)
         if not request.same(first) or not alike:
             raise Error(
                 "collectives do not match between ranks",
-                where=f"ranks {here[0]} and {member}",
+                where=f"ranks {members[0]} and {member}",
                 expected=f"{first}, {tuple(given.shape)} {given.dtype}",
                 got=f"{request}, {tuple(tensor.shape)} {tensor.dtype}",
                 remedy="every rank of a group must run the same collectives in the same order",
@@ -301,7 +285,7 @@ def _deadlock(waiting: Mapping[int, Asked], groups: Groups) -> Error:
     for rank in sorted(waiting)[:4]:
         request = waiting[rank][0]
         members = groups.members(request.group, rank)
-        missing = [m for m in groups.here(members) if m not in waiting or waiting[m][0].group != request.group]
+        missing = [m for m in members if m not in waiting or waiting[m][0].group != request.group]
         if request.message:
             missing = [members[request.of_rank(members.index(rank)).origin]]
         lines.append(f"rank {rank} waits in {request} for ranks {missing}")
@@ -312,3 +296,31 @@ def _deadlock(waiting: Mapping[int, Asked], groups: Groups) -> Error:
         got=f"{len(waiting)} ranks waiting",
         remedy="every rank of a group must run the same collectives in the same order",
     )
+
+
+# ---- collectives, in the order of the group: deterministic
+
+
+def perform(requests: Sequence[Request], tensors: Sequence[Tensor], into: Sequence[Tensor | None]) -> list[Tensor]:
+    """Do a collective on the tensors of a group's members; each result goes where its rank wants it."""
+    made = _results(requests, tensors)
+    return [new if at is None else at.copy_(new.view(at.shape)) for new, at in zip(made, into, strict=True)]
+
+
+def _results(requests: Sequence[Request], tensors: Sequence[Tensor]) -> list[Tensor]:
+    n, op, args = len(tensors), requests[0].op, requests[0].args
+    if op == "reduce_scatter_tensor":
+        return [shard.clone() for shard in reduce(tensors, args[0]).chunk(n)]
+    if op in ("all_reduce", "all_gather_into_tensor"):
+        same = reduce(tensors, args[0]) if op == "all_reduce" else torch.cat([torch.atleast_1d(t) for t in tensors])
+        return [same, *(same.clone() for _ in tensors[1:])]
+    sent = [t.split(list(r.args[1])) for t, r in zip(tensors, requests, strict=True)]
+    return [torch.cat([each[k] for each in sent]) for k in range(n)]
+
+
+def reduce(tensors: Sequence[Tensor], kind: str) -> Tensor:
+    """Reduce in the order of the ranks."""
+    total = tensors[0].clone()
+    for other in tensors[1:]:
+        REDUCTIONS[kind](total, other, out=total)
+    return total / len(tensors) if kind == "avg" else total

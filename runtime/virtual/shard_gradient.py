@@ -31,9 +31,7 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 RENEWS = frozenset("copy_ zero_ fill_".split())
 """What these write replaces the previous content."""
-MOVES = RENEWS | frozenset(
-    "_to_copy masked_fill masked_fill_ detach_ cat stack set_ lift_fresh _unsafe_view".split()
-)
+MOVES = RENEWS | frozenset("_to_copy masked_fill masked_fill_ detach_ cat stack set_ lift_fresh _unsafe_view".split())
 """Ops that are not tagged as pointwise, and compute nothing of several elements."""
 
 

@@ -10,14 +10,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 from shardfx.runtime.engine import Probe, RankProbe, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
-from shardfx.runtime.rendezvous import REDUCTIONS, Groups, Request, run
+from shardfx.runtime.rendezvous import Request, run
 
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
@@ -41,25 +40,11 @@ def one_thread() -> Iterator[None]:
 _running = threading.RLock()
 
 
-class MeetingGroups(Groups):
-    """Groups whose members meet in a way of their own."""
-
-    def perform(
-        self, requests: Sequence[Request], tensors: Sequence[Tensor], into: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        """Do a collective on the tensors of the ranks that meet: what each of them gets."""
-        return perform(requests, tensors, into)
-
-
 class VirtualEngine:
-    """Runs every rank's program as a coroutine, up to its next collective (:mod:`shardfx.runtime.rendezvous`).
+    """Runs every rank's program as a coroutine, up to its next collective (:mod:`shardfx.runtime.rendezvous`)."""
 
-    ``groups`` may say that some ranks are run for all, and how those meet.
-    """
-
-    def __init__(self, mesh: Mesh, device: torch.device | None = None, groups: MeetingGroups | None = None) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device | None = None) -> None:
         self.mesh, self.device = mesh, device or torch.device("cpu")
-        self._groups = groups
         self._sources: WeakKeyDictionary[RankProgram, ProgramSource] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
@@ -96,8 +81,7 @@ class VirtualEngine:
         for rank, watcher in watchers.items():
             watcher.inputs(programs[rank].inputs, inputs[rank])
         with torch.no_grad(), one_thread():
-            meet = perform if self._groups is None else self._groups.perform
-            return run(sources, inputs, self.mesh, meet, self._groups)
+            return run(sources, inputs, self.mesh)
 
 
 def _here(x: Tensor) -> Tensor:
@@ -112,52 +96,3 @@ def as_coroutine(program: RankProgram, pool: MemoryPool, watch: RankProbe | None
         memory_ops.arena: pool.arena,
     }
     return write_source(program, CallOverrides(instead, Request.of), watch)
-
-
-# ---- collectives, in the order of the group: deterministic
-
-
-def perform(requests: Sequence[Request], tensors: Sequence[Tensor], into: Sequence[Tensor | None]) -> list[Tensor]:
-    """Do a collective on the tensors of a group's members; each result goes where its rank wants it."""
-    made = _results(requests, tensors)
-    return [new if at is None else at.copy_(new.view(at.shape)) for new, at in zip(made, into, strict=True)]
-
-
-def _results(requests: Sequence[Request], tensors: Sequence[Tensor]) -> list[Tensor]:
-    made = alike(requests[0], tensors)
-    return [made] + [made.clone() for _ in tensors[1:]] if made is not None else own(requests, tensors)
-
-
-def own(requests: Sequence[Request], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What each member gets for itself, of all their tensors."""
-    n = len(tensors)
-    if requests[0].op == "reduce_scatter_tensor":
-        return [shard.clone() for shard in reduce(tensors, requests[0].args[0]).chunk(n)]
-    sent = [t.split(list(r.args[1])) for t, r in zip(tensors, requests, strict=True)]
-    return [torch.cat([sent[source][k] for source in range(n)]) for k in range(n)]
-
-
-def alike(request: Request, tensors: Sequence[Tensor]) -> Tensor | None:
-    """What all members get alike, of all their tensors; None where each gets something of its own."""
-    if request.op == "all_reduce":
-        return reduce(tensors, request.args[0])
-    if request.op == "all_gather_into_tensor":
-        return torch.cat([t if t.dim() else t.reshape(1) for t in tensors])
-    return None
-
-
-def reduce(tensors: Sequence[Tensor], kind: str) -> Tensor:
-    """Reduce in the order of the ranks."""
-    total = tensors[0].clone()
-    for other in tensors[1:]:
-        if kind in ("sum", "avg"):
-            total += other
-        elif kind == "max":
-            total = torch.maximum(total, other)
-        elif kind == "min":
-            total = torch.minimum(total, other)
-        elif kind == "product":
-            total *= other
-        else:
-            raise Error(f"unknown reduction {kind!r}", expected=", ".join(REDUCTIONS), got=kind)
-    return total / len(tensors) if kind == "avg" else total

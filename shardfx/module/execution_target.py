@@ -29,7 +29,7 @@ from shardfx.runtime.engine import Engine
 from shardfx.runtime.module_engine import MeasuredPeaks, ModuleEngine, ending_alone
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import Store
-from shardfx.runtime.virtual.virtual_engine import VirtualEngine, perform
+from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 from shardfx.runtime.virtual.virtual_store import VirtualStore
 
 KNOWN = tuple(name for name in inspect.signature(torch.compile).parameters if name != "model")
@@ -201,7 +201,7 @@ class ExecutionTarget:
             self.make_engine(graph),
             graph.mesh,
             options.of_torch,
-            perform if self.virtual else None,
+            self.virtual,
             ending_alone if self.virtual else ending_compiled,
             peaks,
         )
