@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardfx.runtime.distributed.groups import CPU_BACKEND
+from shardfx.runtime.distributed import groups
 from shardfx.runtime.distributed.shm import open_groups
 
 from .models import Size
@@ -44,7 +44,7 @@ Contender = tuple[nn.Module, Step]
 
 def with_ranks(main: Callable[..., None], *told: Any, minutes: float = 5) -> None:
     """Run ``main(rank, *told)`` in gloo processes of one thread each."""
-    os.environ |= {"OMP_NUM_THREADS": "1", CPU_BACKEND: "shm"}
+    os.environ |= {"OMP_NUM_THREADS": "1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -55,6 +55,7 @@ def _rank(rank: int, port: int, minutes: float, main: Callable[..., None], told:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     address, timeout = f"tcp://127.0.0.1:{port}", timedelta(minutes=minutes)
+    groups.asks_for_shm = lambda: True  # those of shardfx alone
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timeout)
     main(rank, *told)
     dist.destroy_process_group()

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardfx.ir.capture.frontend.loss_module import with_own_loss
 from shardfx.ir.capture.frontend.model_preparation import as_module, without_weights
 from shardfx.ir.capture.hidden_state import EarlierCapture
-from shardfx.ir.cost import calibrate
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
@@ -29,7 +28,7 @@ from shardfx.module.specializations import Specializations
 from shardfx.module.state_checks import unwatched, watch_original
 from shardfx.passes import Pass
 from shardfx.plan import PlannedSpecs
-from shardfx.runtime.distributed.groups import group_of_all, initialise, launched
+from shardfx.runtime.distributed.groups import initialise, launched
 from shardfx.runtime.local_device import check_device, local_device
 
 from .compile import capture_model, check_offload, compile_model, no_collection
@@ -41,8 +40,6 @@ from .redundant_compute import report_redundant_compute
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-calibrate.group_of_all.append(group_of_all)  # links are measured as programs use them
 
 
 def parallelize(

@@ -131,23 +131,13 @@ def _typical(call: Callable[..., object], args: tuple[Any, ...], device: torch.d
     return _fastest(lambda: call(*args), device)
 
 
-def _world() -> str:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD.group_name
-
-
-group_of_all: list[Callable[[], str]] = [_world]
-"""Makes the group in which all ranks are measured, and gives its name: the last one counts. What runs programs adds its
-own, for it may have other ways to send."""
-
-
 def link(device: torch.device) -> Link | None:
     """The link between the ranks of the default process group, by a small and a large all-gather; the slowest rank
     counts. None where there are no other ranks."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
-    ranks = dist.get_world_size()
-    group = group_of_all[-1]()
+    assert dist.group.WORLD is not None
+    ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     both = [_gather_seconds(nbytes, ranks, group, device) for nbytes in (1, GATHERED)]
     seconds = torch.tensor(both, device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, groupby
-from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -30,13 +29,10 @@ class Transport:
     """How collectives and messages are carried.
 
     Args:
-        exchanged: reduce-scatters of so many bytes run as an exchange and a sum: all that a rank gets is there from the
-            start to the wait, and the result is made there.
         ahead: memory for so many messages from other stages is there before they are asked for: from the call that
             asks for one so many before it, or from the first call on.
     """
 
-    exchanged: float = inf
     ahead: int = 0
 
     def early(self, intervals: LiveIntervals) -> LiveIntervals:

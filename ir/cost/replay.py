@@ -236,7 +236,6 @@ class _Replay:
         self.scopes: list[Scope] = []
         """By call: the actions around it."""
         self._before_sent: set[fx.Node] = set()
-        self._received: dict[Storage, Storage] = {}
         """By the result of a reduce-scatter that is an exchange: what is received."""
 
     def give(self, node: fx.Node, layout: TensorLayout, pool: str = "") -> None:
@@ -283,7 +282,6 @@ class _Replay:
         if node.target is memory_ops.arena:
             fresh[0].category = "arena"
         self.storages += fresh
-        self._exchange(node, at, operands, fresh)
 
         def bind(result: Result) -> StoredTensor:
             if result.fresh:
@@ -313,17 +311,6 @@ class _Replay:
             for tensor in leaves(args, StoredTensor):  # all that iterations use is there until the last one is over
                 tensor.storage.last = max(len(self.calls) - 1, tensor.storage.born)
                 tensor.storage.uses |= ends
-
-    def _exchange(self, node: fx.Node, at: int, operands: list[StoredTensor], fresh: list[Storage]) -> None:
-        """The memory of a reduce-scatter that runs as an exchange: what is received is there until it was summed."""
-        name = collective_name(node)
-        if name == "c10d.reduce_scatter_tensor" and node.args[1] in ("sum", "avg"):
-            if operands[0].layout.nbytes >= self.transport.exchanged:
-                received = Storage(operands[0].layout.nbytes, at, at, fresh[0].node, pool=fresh[0].pool)
-                self.storages.append(received)
-                self._received[fresh[0]] = received
-        elif name == "c10d.wait_tensor" and operands[0].storage in self._received:
-            operands[0].storage.born = self._received[operands[0].storage].last = at
 
     def _adjoined(self, node: fx.Node, operands: list[StoredTensor]) -> CallEffect | None:
         """What a call makes that gives its operands as one where they lie, if they are contiguous."""

@@ -3,6 +3,4 @@
 from .program_text import parse_program, print_program
 from .rank_program import RankProgram
 
-RankProgram.printer = print_program
-
 __all__ = ["RankProgram", "parse_program", "print_program"]

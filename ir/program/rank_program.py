@@ -7,9 +7,9 @@ changed by rank passes, ``node.meta["shardfx"]`` is the planned node that a call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -33,8 +33,6 @@ class RankProgram:
     graph: fx.Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    printer: ClassVar[Callable[[RankProgram], str]]
-    """Set by :mod:`shardfx.ir.program`, for the text knows programs and not the other way round."""
     constants: Mapping[str, Any] = field(default_factory=dict)
 
     def module(self) -> RankModule:
@@ -125,4 +123,6 @@ class RankProgram:
             )
 
     def __str__(self) -> str:
-        return RankProgram.printer(self)
+        from .program_text import print_program  # which knows programs
+
+        return print_program(self)

@@ -7,7 +7,6 @@ What is made stays registered with torch until ``destroy_process_group``, so a s
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -30,7 +29,6 @@ from . import shm
 
 log = logging.getLogger("shardfx")
 Axes = tuple[str, ...]
-CPU_BACKEND = "SHARDFX_CPU_BACKEND"
 JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -39,8 +37,6 @@ def launched(ranks: int) -> bool:
 
     A job of one process is one rank of a mesh of one; of a larger mesh (``ranks``) it has all, as virtual ones.
     """
-    if not dist.is_available():
-        return False
     if dist.is_initialized():
         return True
     size, rank = os.environ.get("WORLD_SIZE"), os.environ.get("RANK")
@@ -53,7 +49,7 @@ def launched(ranks: int) -> bool:
 
 def is_dry_run() -> bool:
     """Whether this process runs one rank alone, on torch's ``fake`` process group: what others send is missing."""
-    return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
+    return dist.is_initialized() and dist.get_backend() == "fake"
 
 
 def by_stream(device: torch.device) -> bool:
@@ -97,36 +93,26 @@ def initialise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join(device.type)
+        alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        backend = "nccl" if device.type == "cuda" else shm.NAME if alone else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        except (ValueError, RuntimeError) as error:
+            said = ", ".join(f"{name}={os.environ.get(name, '')}" for name in JOB)
+            raise Error(
+                "this process cannot join the job",
+                where=f"the environment: {said}",
+                expected="what torchrun sets, alike for all processes but for RANK and LOCAL_RANK",
+                got=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                remedy="start it by torchrun, or call torch.distributed.init_process_group(...) before parallelize; "
+                "parallelize(..., virtual=True) runs all ranks in one process",
+            ) from error
     check_backend(device.type)
 
 
-def _join(kind: str) -> None:
-    try:
-        dist.init_process_group("nccl" if kind == "cuda" else _cpu_backend(), timeout=timedelta(minutes=10))
-    except (ValueError, RuntimeError) as error:
-        said = ", ".join(f"{name}={os.environ.get(name, '')}" for name in JOB)
-        raise Error(
-            "this process cannot join the job",
-            where=f"the environment: {said}",
-            expected="what torchrun sets, alike for all processes but for RANK and LOCAL_RANK",
-            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-            remedy="start it by torchrun, or call torch.distributed.init_process_group(...) before parallelize; "
-            "parallelize(..., virtual=True) runs all ranks in one process",
-        ) from error
-
-
-def _cpu_backend() -> str:
-    """The backend of CPU ranks where shardfx joins a job: ``"shm"`` for those of one machine."""
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return os.environ.get(CPU_BACKEND) or (shm.NAME if alone else "gloo")
-
-
 def asks_for_shm() -> bool:
-    """Whether the groups of programs share memory where their ranks are on one machine: the job's process group does,
-    or it is on gloo alone, and the environment says so."""
-    kinds = set(backends().values())
-    return kinds == {shm.NAME} or (kinds == {"gloo"} and os.environ.get(CPU_BACKEND) == shm.NAME)
+    """Whether groups of programs share memory where their ranks are on one machine: that of all ranks does."""
+    return set(backends().values()) == {shm.NAME}
 
 
 def check_backend(kind: str) -> None:
@@ -174,31 +160,14 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]], suffix: str = "") -> 
                 _register(name, made)
 
 
-def group_of_all() -> str:
-    """The name of a group of all ranks of a job, made as those of programs are."""
-    mesh = Mesh(all=dist.get_world_size())
-    make_groups(mesh, [("all",)])
-    return mesh.group_name(dist.get_rank(), ("all",))
-
-
 def shares_memory(group: str) -> bool:
     """Whether the ranks of a group do their collectives through shared memory."""
     return isinstance(_made.get(group), shm.ShmGroup)
 
 
-def any_share_memory() -> bool:
-    """Whether the ranks of some group of programs do: then those of that group all say so."""
-    return any(isinstance(group, shm.ShmGroup) for group in _of_programs())
-
-
-def all_share_memory() -> bool:
-    """Whether the ranks of all groups of programs do, as far as there are any."""
-    made = _of_programs()
-    return bool(made) and all(isinstance(group, shm.ShmGroup) for group in made)
-
-
-def _of_programs() -> list[dist.ProcessGroup]:
-    return [group for name, group in _made.items() if name != CPU_GROUP and group.size() > 1]
+def share_memory() -> list[bool]:
+    """Of each group of programs that was made, whether its ranks do: the same on all of them."""
+    return [shares_memory(name) for name, group in _made.items() if name != CPU_GROUP and group.size() > 1]
 
 
 _made: dict[str, dist.ProcessGroup] = {}
@@ -227,22 +196,16 @@ def the_cpu_group() -> dist.ProcessGroup:
     Raises:
         Error: a rank failed, and this one left its groups; or the job is over.
     """
-    if not dist.is_initialized():
+    made = find_group(CPU_GROUP) if dist.is_initialized() else None
+    if made is None:
+        left = "this rank left it, when a call ended all ranks" if dist.is_initialized() else "it was destroyed"
         raise Error(
             "this process is no rank of a job any more",
             where="a call that all ranks make together",
             expected="the process group that the model was parallelized in",
-            got="none: it was destroyed",
-            remedy="call torch.distributed.destroy_process_group() after the last call, on all ranks",
-        )
-    made = find_group(CPU_GROUP)
-    if made is None:
-        raise Error(
-            "this rank has left the others",
-            where=f"rank {dist.get_rank()}",
-            expected="no call of a parallel module after one that ended all ranks",
-            got="another call",
-            remedy="start the job again from its last checkpoint",
+            got=left,
+            remedy="start the job again from its last checkpoint; torch.distributed.destroy_process_group() comes "
+            "after the last call of all ranks",
         )
     return made
 
@@ -281,16 +244,8 @@ def find_group(name: str) -> dist.ProcessGroup | None:
 def _timeout() -> timedelta:
     """How long the job's own group waits: other groups wait 30 minutes unless they are told."""
     world: Any = dist.group.WORLD
-    for device in world._device_types:
-        options = getattr(world._get_backend(device), "options", None)
-        if options is not None:
-            return options._timeout  # type: ignore[no-any-return]
-    return default_pg_timeout
-
-
-def group_timeout() -> float:
-    """How many seconds a rank waits for another."""
-    return _timeout().total_seconds()
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return getattr(options, "_timeout", default_pg_timeout)
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -298,12 +253,4 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     options: dict[str, Any] = {"timeout": _timeout(), "backend": shm.NAME if asks_for_shm() else None}
     if list(ranks) == sorted(ranks):
         return dist.new_group(list(ranks), **options)  # type: ignore[no-any-return]
-    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        raise Error(
-            "this torch cannot make a process group whose ranks are not in ascending order",
-            where=f"torch {torch.__version__}",
-            expected="torch 2.13, or axes that are written in the order of the mesh",
-            got=f"ranks {list(ranks)}",
-            remedy="write the axes of a dim in the order of the Mesh, or take a later torch",
-        )
     return dist.new_group(list(ranks), sort_ranks=False, **options)  # type: ignore[no-any-return]

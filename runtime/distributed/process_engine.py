@@ -20,45 +20,16 @@ from shardfx.runtime.module_engine import compiler
 from shardfx.runtime.program_segments import segmented
 
 from . import stage_transport as messages
-from .groups import any_share_memory, axes_of, by_stream, is_dry_run, make_groups, shares_memory
+from .groups import axes_of, by_stream, is_dry_run, make_groups, share_memory
 from .peer_failure import ended, ending_together, exchange
-from .shm import of_programs, shared_bytes
+from .shm import shared_bytes
 
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
-LARGE = 1 << 20
-"""A reduce-scatter of at least so many bytes on gloo is done as an exchange and a sum."""
-
-
-class Exchange:
-    """A reduce-scatter under way as an exchange: gloo's own takes two to three times as long as that and a sum."""
-
-    def __init__(self, sent: Tensor, op: str, ranks: int) -> None:
-        self.sent, self.op, self.ranks = sent, op, ranks
-
-    def wait(self) -> Tensor:
-        """This rank's shard of the sum."""
-        received: Tensor = c10d.wait_tensor(self.sent)
-        shards = received.view(self.ranks, received.shape[0] // self.ranks, *received.shape[1:])
-        return shards.sum(0) if self.op == "sum" else shards.mean(0)
-
-
-def reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Any:
-    """Start a reduce-scatter; :func:`wait` ends it."""
-    if shares_memory(group) or x.nbytes < LARGE or op not in ("sum", "avg"):
-        return c10d.reduce_scatter_tensor(x, op, ranks, group)
-    each = [x.shape[0] // ranks] * ranks
-    return Exchange(c10d.all_to_all_single(x, each, each, group), op, ranks)
-
-
-def all_reduce_(x: Tensor, op: str, group: str) -> Tensor:
-    """Start to reduce a bucket in place."""
-    with of_programs():
-        return c10d.all_reduce_(x, op, group)  # type: ignore[no-any-return]
 
 
 def wait(started: Any) -> Tensor:
-    """The result of a collective, an exchange in its place, or a message to this rank."""
+    """The result of a collective, or a message to this rank."""
     done: Tensor = c10d.wait_tensor(started) if isinstance(started, Tensor) else started.wait()
     return done
 
@@ -153,12 +124,10 @@ class ProcessEngine:
 
     def _forms(self, program: RankProgram) -> CallOverrides:
         """How this backend does what a program asks for."""
-        share = not self._by_stream and any_share_memory()
+        share = not self._by_stream and any(share_memory())
         pool = self._pools.setdefault(program, MemoryPool(shared_bytes if share else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
         instead |= {stage_transfer.send: self._outbox.send, c10d.wait_tensor.default: wait}
         inbox = self._inboxes.setdefault(program, messages.Inbox(self._by_stream))
         instead[stage_transfer.receive] = inbox.receive
-        if not self._by_stream:
-            instead |= {c10d.reduce_scatter_tensor.default: reduce_scatter, memory_ops.all_reduce_: all_reduce_}
         return CallOverrides(instead)

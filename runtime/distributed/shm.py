@@ -1,8 +1,8 @@
 """The process-group backend ``"shm"``: collectives among CPU ranks of one machine, through memory that they share.
 
-    torch.distributed.init_process_group("cpu:shm")        # or SHARDFX_CPU_BACKEND=shm: the groups of shardfx alone
+    torch.distributed.init_process_group("cpu:shm")
 
-    all-reduce of a bucket        each rank says READY, reduces its n-th of all buckets, writes that into all of them
+    all-reduce of a bucket        each rank says SHARED, reduces its n-th of all buckets, writes that into all of them
     smaller ones, gathers, ...    each rank copies its tensor into a slot: READY; the others read it: TAKEN
     a message                     a copy in a slot: SENT; the sender goes on; the receiver reads it: TAKEN
 
@@ -23,8 +23,8 @@ import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, count
@@ -32,6 +32,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardfx.runtime.rendezvous import REDUCTIONS
 
 Tensor = torch.Tensor
 NAME = "shm"
@@ -97,12 +99,14 @@ CONNECT = 10.0
 
 
 class LinkWord(IntEnum):
-    """What a message says: a tensor of a collective, or of a message, is there; a segment was read; it was freed."""
+    """What a message says: a tensor of a collective is there, or a bucket that is reduced in place; one that is sent
+    is; a segment was read; it was freed."""
 
     READY = 0
-    SENT = 1
-    TAKEN = 2
-    FREED = 3
+    SHARED = 1
+    SENT = 2
+    TAKEN = 3
+    FREED = 4
 
 
 class LinkError(RuntimeError):
@@ -238,21 +242,14 @@ def _machine() -> str:
         shared_bytes(1)
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
-    except (AttributeError, OSError, RuntimeError):  # a system that has no such memory, or lets nobody map it
+    except (AttributeError, OSError, RuntimeError):  # a system without such memory
         return ""
 
 
 # ---- the process group
 
-REDUCTIONS: dict[Any, Callable[..., Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.PRODUCT: torch.mul,
-}
 LARGE = 1 << 20
-"""What has so many bytes and lies in shared memory is not copied; an all-reduce of programs is shared out."""
+"""What has so many bytes and lies in shared memory is not copied; its all-reduce is shared out, on all ranks alike."""
 BLOCK = 1 << 18
 """So many bytes are reduced at a time, which stay in the cache of a processor."""
 
@@ -305,19 +302,6 @@ class ShmWork(dist.Work):
         return made
 
 
-_buckets: list[None] = []
-
-
-@contextmanager
-def of_programs() -> Iterator[None]:
-    """All-reduces that start within are those of programs: on all ranks, or on none, they are in shared memory."""
-    _buckets.append(None)
-    try:
-        yield
-    finally:
-        _buckets.pop()
-
-
 class ShmGroup(dist.ProcessGroup):
     """A process group of ranks on one machine: ``links`` to the other members, in their order, and ``gloo`` for all
     that it does not do itself."""
@@ -356,7 +340,7 @@ class ShmGroup(dist.ProcessGroup):
         if fold is None or len(tensors) > 1 or not tensors[0].is_contiguous():
             return self._gloo.allreduce(tensors, opts)
         (x,) = tensors
-        where = segment_of(x) if _buckets and x.nbytes >= LARGE else None
+        where = segment_of(x) if x.nbytes >= LARGE else None
         if where is None:
             return self._start(x, x, lambda parts: fold([part.view(x.shape) for part in parts], x))
 
@@ -367,7 +351,7 @@ class ShmGroup(dist.ProcessGroup):
             for part in mine[1:]:
                 part.copy_(mine[0])
 
-        return self._start(x, x, finish, where)
+        return self._start(x, x, finish, where, word=LinkWord.SHARED)
 
     def all_gather_single_coalesced(self, outs: list[Tensor], given: list[Tensor], opts: Any = None) -> Any:
         """Gather several tensors."""
@@ -417,14 +401,13 @@ class ShmGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """Copy a tensor of one rank to all."""
-        (x,) = tensors
-        number, root = next(self._numbers), opts.rootRank
-        if self._place != root:
-            return self._copied(LinkWord.READY, number, root, x, self._queue)
-        slot = self._slot(x, self._links)
-        for link in self._links:
-            link.tell(LinkWord.READY, number, slot.where)
-        return ShmWork(None, self._queue, x)
+        (x,), root = tensors, opts.rootRank
+
+        def finish(parts: list[Tensor]) -> None:
+            if self._place != root:
+                x.copy_(parts[root].view(x.shape))
+
+        return self._start(x, x, finish)
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
         """Send a copy of a tensor, and go on."""
@@ -436,7 +419,15 @@ class ShmGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], origin: int, tag: int = 0) -> Any:
         """Receive a tensor: of one tag, what was sent first."""
-        return self._copied(LinkWord.SENT, tag, origin, tensors[0], deque())
+        (out,), link = tensors, self._of[origin]
+        assert link is not None, "a rank receives from itself"
+
+        def finish() -> None:
+            segment, byte = link.hear(LinkWord.SENT, tag)
+            out.copy_(link.memory[segment][byte : byte + out.nbytes].view(out.dtype).view(out.shape))
+            link.tell(LinkWord.TAKEN, segment)
+
+        return ShmWork(finish, deque(), out)
 
     # Names of other versions of torch.
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
@@ -448,12 +439,12 @@ class ShmGroup(dist.ProcessGroup):
 
     def _fold_of(self, tensors: Sequence[Tensor], opts: Any) -> Callable[[Sequence[Tensor], Tensor], None] | None:
         """The function that reduces tensors of one shape, in their order, into another; None: gloo does it."""
-        op = opts.reduceOp.op if opts is not None else dist.ReduceOp.SUM
-        function, average = REDUCTIONS.get(op), op == dist.ReduceOp.AVG
-        ordered = op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+        op = opts.reduceOp.op.name.lower() if opts is not None else "sum"
+        function = REDUCTIONS.get(op)
         for x in tensors:
-            numbers = x.dtype.is_floating_point or not (average or x.dtype in (torch.bool, torch.complex32))
-            if x.device.type != "cpu" or not numbers or (x.is_complex() and ordered):
+            numbers = x.dtype.is_floating_point or not (op == "avg" or x.dtype in (torch.bool, torch.complex32))
+            ordered = x.is_complex() and op in ("max", "min")
+            if function is None or x.device.type != "cpu" or not numbers or ordered:
                 return None
 
         def fold(parts: Sequence[Tensor], out: Tensor) -> None:
@@ -462,10 +453,10 @@ class ShmGroup(dist.ProcessGroup):
                 function(first, second, out=to)  # type: ignore[misc]
                 for each in rest:
                     function(to, each, out=to)  # type: ignore[misc]
-                if average:
+                if op == "avg":
                     to.div_(self._count)
 
-        return fold if function is not None else None
+        return fold
 
     def _start(
         self,
@@ -474,6 +465,7 @@ class ShmGroup(dist.ProcessGroup):
         finish: Callable[[list[Tensor]], None],
         where: tuple[SharedFile, int] | None = None,
         starts: Sequence[int] | None = None,
+        word: LinkWord = LinkWord.READY,
     ) -> ShmWork:
         """Start a collective: show ``x``, or a copy where it is not in shared memory (``where``), to the others, each
         from a byte on (``starts``), and ``finish`` it, in ``out``, on what each rank shows."""
@@ -484,10 +476,10 @@ class ShmGroup(dist.ProcessGroup):
         mine = (x if slot is None else slot.memory[: x.nbytes].view(x.dtype)).view(-1)
         segment, offset = where
         for other, link in zip([i for i in range(self._count) if i != self._place], self._links, strict=True):
-            link.tell(LinkWord.READY, number, (segment, offset + (starts[other] if starts is not None else 0)))
+            link.tell(word, number, (segment, offset + (starts[other] if starts is not None else 0)))
 
         def work() -> None:
-            heard = [link.hear(LinkWord.READY, number) for link in self._links]
+            heard = [link.hear(word, number) for link in self._links]
             seen = [link.memory[at][byte:] for link, (at, byte) in zip(self._links, heard, strict=True)]
             sizes = [x.nbytes if starts is None else len(part) // x.itemsize * x.itemsize for part in seen]
             parts = [part[:size].view(x.dtype) for part, size in zip(seen, sizes, strict=True)]
@@ -516,18 +508,6 @@ class ShmGroup(dist.ProcessGroup):
         slot.memory[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
         slot.readers = [*readers]
         return slot
-
-    def _copied(self, word: LinkWord, number: int, origin: int, out: Tensor, queue: deque[ShmWork]) -> ShmWork:
-        """Copy what another rank shows, when that is waited for."""
-        link = self._of[origin]
-        assert link is not None, "a rank receives from itself"
-
-        def finish() -> None:
-            segment, byte = link.hear(word, number)
-            out.copy_(link.memory[segment][byte : byte + out.nbytes].view(out.dtype).view(out.shape))
-            link.tell(LinkWord.TAKEN, segment)
-
-        return ShmWork(finish, queue, out)
 
 
 def _by_gloo(name: str) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from queue import Queue
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,7 @@ class StreamOutbox:
 
     def __deepcopy__(self, memo: dict[int, object]) -> StreamOutbox:
         """An empty one: what is under way is this one's."""
-        made = memo[id(self)] = StreamOutbox()
-        return made
+        return StreamOutbox()
 
     def empty(self) -> None:
         """What is computed from now on waits for all that was sent."""
@@ -121,8 +121,7 @@ class Inbox:
     def __init__(self, by_stream: bool = False) -> None:
         self._by_stream = by_stream
         self._every: list[Asked] = []
-        self._known = False
-        self._at = 0
+        self._known, self._at = False, 0
         self._under_way: deque[Receipt] = deque()
 
     def begin(self) -> None:
@@ -150,12 +149,11 @@ class Inbox:
 
 class Outbox:
     """What this rank has sent on gloo, until it has arrived. Gloo says that only to one who waits for it: a thread
-    does, as long as something is under way, and lets go of what has arrived."""
+    does, and releases what has arrived."""
 
     def __init__(self) -> None:
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        self._changed = threading.Condition()
-        self._waits, self._failed = False, list[RuntimeError]()
+        self._sent: Queue[tuple[dist.Work, Tensor]] | None = None
+        self._failed: list[RuntimeError] = []
 
     def send(self, x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
         """Start to send (:func:`shardfx.ir.ops.loop.stage_transfer.send`)."""
@@ -164,41 +162,34 @@ class Outbox:
         assert work is not None
         if shares_memory(group):  # a copy is on its way
             return
-        with self._changed:
-            self._sent.append((work, held))
-            if not self._waits:
-                self._waits = True
-                threading.Thread(target=self._let_go, args=(self._sent,), daemon=True).start()
+        if self._sent is None:
+            self._sent, self._failed = Queue(), []
+            threading.Thread(target=_arrive, args=(self._sent, self._failed), daemon=True).start()
+        self._sent.put((work, held))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Outbox:
         """An empty one: what is under way is this one's."""
-        made = memo[id(self)] = Outbox()
-        return made
+        return Outbox()
 
     def empty(self) -> None:
         """Return when all has arrived."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waits)
-            if self._failed:
-                raise self._failed.pop()
+        if self._sent is not None:
+            self._sent.join()
+        if self._failed:
+            raise self._failed[0]
 
     def forget(self) -> None:
-        """Let go of all, for those who were to get it are gone."""
-        with self._changed:
-            self._sent, self._waits = deque(), False
-            self._failed.clear()
+        """Forget all, for those who were to get it are gone."""
+        self._sent, self._failed = None, []
 
-    def _let_go(self, sent: deque[tuple[dist.Work, Tensor]]) -> None:
-        """Wait for one message after the other, as long as there are any and nobody has forgotten them."""
-        failed: list[RuntimeError] = []
-        while sent and not failed:
-            try:
-                sent[0][0].wait()
-            except RuntimeError as error:  # raised where the rank waits for all of them
-                failed.append(error)
-            with self._changed:
-                sent.popleft()
-                if self._sent is sent and (failed or not sent):
-                    self._waits, self._failed = False, failed
-                    self._changed.notify_all()
-                    return
+
+def _arrive(sent: Queue[tuple[dist.Work, Tensor]], failed: list[RuntimeError]) -> None:
+    """Wait for one message after the other."""
+    while True:
+        work, held = sent.get()
+        try:
+            work.wait()
+        except RuntimeError as error:  # raised where the rank waits for all of them
+            failed.append(error)
+        del work, held
+        sent.task_done()

@@ -21,9 +21,8 @@ from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.cuda_graphs import GraphEngine, cuda_graphs
-from shardfx.runtime.distributed.groups import all_share_memory, by_stream, check_size, is_dry_run
+from shardfx.runtime.distributed.groups import by_stream, check_size, is_dry_run, share_memory
 from shardfx.runtime.distributed.peer_failure import ending_compiled
-from shardfx.runtime.distributed.process_engine import LARGE
 from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.module_engine import MeasuredPeaks, ModuleEngine, ending_alone
@@ -210,14 +209,13 @@ class ExecutionTarget:
     @property
     def transport(self) -> Transport:
         """How what is under way is carried, where ranks are on several machines."""
-        if self.virtual:
-            return PLAIN
-        return Transport(ahead=AHEAD) if by_stream(self.device) else Transport(LARGE, AHEAD)
+        return PLAIN if self.virtual else Transport(ahead=AHEAD)
 
     @property
     def transport_here(self) -> Transport:
         """How it is among these ranks, as far as that is known yet."""
-        return self.transport if by_stream(self.device) or not all_share_memory() else PLAIN
+        found = share_memory()
+        return PLAIN if found and all(found) and not by_stream(self.device) else self.transport
 
     def rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
         """The rank passes of a plan: the built-in ones for this device, and the user's behind them."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardfx as sx
 from shardfx.ir.cost import calibrate, probes
-from shardfx.runtime.distributed import groups, process_engine, shm
+from shardfx.runtime.distributed import groups, shm
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan, stored_specs
 from tests.printed import check_printed, noting_programs
@@ -102,17 +102,6 @@ def runs_what_is_printed(name: str, mesh: str, stored: str = "") -> None:
     assert rank or pm.report().memory.peak == found.peak
 
 
-@worker
-def holds_what_is_exchanged(name: str, mesh: str, stored: str) -> None:
-    """A reduce-scatter that runs as an exchange holds all that a rank gets, and the report counts it."""
-    large, process_engine.LARGE = process_engine.LARGE, 256
-    try:
-        with on_gloo():
-            runs_what_is_printed(name, mesh, stored)
-    finally:
-        process_engine.LARGE = large
-
-
 @contextmanager
 def on_gloo() -> Iterator[None]:
     """Groups of programs on gloo, as if no two ranks were on one machine."""
@@ -138,7 +127,7 @@ def shared_memory_does_what_gloo_does() -> None:
     mesh, generator = sx.Mesh(dp=n), torch.Generator().manual_seed(rank)
     groups.make_groups(mesh, [("dp",)])
     near = mesh.group_name(rank, ("dp",))
-    assert groups.shares_memory(near) and groups.all_share_memory()
+    assert groups.shares_memory(near) and all(groups.share_memory())
     far = dist.new_group(backend="gloo").group_name
     sent = [(rank + to) % 2 for to in range(n)]
     received = [(of + rank) % 2 for of in range(n)]

@@ -126,7 +126,6 @@ def test_programs_run_as_they_are_printed() -> None:
         "is_proven:mlp3,dp2",
         "runs_what_is_printed:mlp3,tp2",
         "runs_what_is_printed:gpt_fused,dp2,stored",
-        "holds_what_is_exchanged:gpt_fused,dp2,stored",
         "times_collectives:mlp3,dp2",
         "runs_compiled_and_changed:mlp3,dp2",
     )

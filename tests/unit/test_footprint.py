@@ -12,7 +12,7 @@ from torch import fx
 import shardfx as sx
 from shardfx.ir.cost.amounts import total
 from shardfx.ir.cost.fake_calls import CallEffect, FakeCalls, Result, TensorLayout, aliased_argument
-from shardfx.ir.cost.footprint import Footprint, Transport
+from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.cost.node_cost import NodeCosts, node_cost
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
@@ -172,20 +172,6 @@ def test_a_bucket_is_allocated_once_and_written_in_place() -> None:
     assert found.cost.touched == 3 * total + 3 * total + 2 * total, "the product, the sum, the copy"
     assert found.cost.flops == 2 * 8**3 and found.cost.sent == {("dp",): Sent(2.0, float(flat))}
     assert found.storages[0].category == "results" and found.peak.of("temporaries") == total
-
-
-def test_a_reduce_scatter_that_is_an_exchange_holds_all_it_receives() -> None:
-    def build(g: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
-        started = g.call_function(c10d.reduce_scatter_tensor.default, (x, "sum", 2, "dp2/dp@0"))
-        g.call_function(aten.mm.default, (x, y))
-        waited = g.call_function(c10d.wait_tensor.default, (started,))
-        return g.call_function(aten.neg.default, (waited,))
-
-    program, whole = program_of(build), 8 * 8 * 4
-    half = whole // 2
-    assert replay(program).live == (half, half + whole, half, 2 * half)
-    assert replay(program, Transport(exchanged=whole)).live == (whole, 2 * whole, whole + half, 2 * half)
-    assert replay(program, Transport(exchanged=whole + 1)).live == replay(program).live
 
 
 def test_a_gather_into_given_memory_allocates_nothing() -> None:

@@ -104,25 +104,22 @@ def test_backend_that_serves_another_device_is_an_error() -> None:
 
 
 def test_shared_memory_is_used_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(groups.CPU_BACKEND, raising=False)
     for backend, asks in (("cpu:shm", True), ("shm", True), ("gloo", False), ("cpu:gloo", False)):
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             groups.check_backend("cpu")
             assert groups.asks_for_shm() == asks
-            monkeypatch.setenv(groups.CPU_BACKEND, "shm")
-            assert groups.asks_for_shm()
-            monkeypatch.delenv(groups.CPU_BACKEND)
             with pytest.raises(sx.Error, match="cannot serve a plan on cuda"):
                 groups.check_backend("cuda")
         finally:
             dist.destroy_process_group()
-    for ranks, here, expected in (("4", "4", "shm"), ("4", "2", "gloo")):
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
-        assert groups._cpu_backend() == expected
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert groups._cpu_backend() == "gloo"
+    joined: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: joined.append(backend))
+    monkeypatch.setattr(groups, "check_backend", lambda kind: None)
+    for name, here in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, here)
+        groups.initialise(torch.device("cpu"))
+    assert joined == ["gloo", "shm", "gloo"]
 
 
 def test_one_process_is_one_rank_or_all_virtual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
