@@ -70,11 +70,7 @@ class Peers:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """The scope of a call. What is raised before :meth:`agree` is told to the other ranks.
-
-        Raises:
-            Error: another thread is in a call, and its order on the other ranks is not known.
-        """
+        """The scope of a call. What is raised before :meth:`agree` is told to the other ranks."""
         with self._lock:
             yield
 
@@ -106,20 +102,12 @@ class Peers:
         """Note the store of the planned module."""
 
     def planned(self, make: Callable[[], T], subjects: Callable[[T], Subjects]) -> T:
-        """Make a plan, and check that all ranks made the same one.
-
-        Raises:
-            Error: they did not; or a rank could not plan.
-        """
+        """Make a plan, and check that all ranks made the same one."""
         return make()
 
     def compare(self, key: Hashable, inputs: RankInputs, always: bool = False) -> None:
         """Check inputs that should be the same on several ranks by a checksum: on the first, second, fourth, eighth ...
-        call of this ``key``, or ``always``.
-
-        Raises:
-            Error: they differ.
-        """
+        call of this ``key``, or ``always``."""
 
     def firsts(self, mesh: Mesh, inputs: RankInputs) -> Mapping[str, torch.Tensor]:
         """Broadcast inputs that should be the same on several ranks from the first of these; by name."""

@@ -1,22 +1,17 @@
 """Failure of real ranks: who failed where, and who waits for whom, told through the store of the job.
 
-A rank whose program raises, or whose process ends, says why in the store and leaves its groups, so that nobody waits
-for it. A rank whose collective breaks (a peer has ended, or the time-out of the process group is up: ten minutes where
-shardfx joined the job) reads what the others said, and raises an error with its collective, what failed elsewhere, and
-the ranks from which there is no word. On NCCL the watchdog of torch ends ranks, in its own words.
+A rank whose program raises says why in the store and leaves its groups, so that nobody waits for it. A rank whose
+collective breaks (a peer has ended, or the time-out of the process group is up: ten minutes where shardfx joined the
+job) reads what the others said, and raises an error with its collective, what failed elsewhere, and the ranks from
+which there is no word. On NCCL the watchdog of torch ends ranks, in its own words.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.util import Finalize
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -32,10 +27,6 @@ from .groups import is_dry_run, leave_groups, the_cpu_group
 T = TypeVar("T")
 WAIT = 2.0
 """Seconds that a rank waits for word from the others before it says that there is none."""
-_left = 0
-"""How often this process has left its groups, which is the same on all ranks that end together."""
-_told: set[int] = set()
-"""The processes that tell when they end."""
 
 
 @contextmanager
@@ -77,50 +68,43 @@ def tell_all(mine: T) -> list[T]:
 
 def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
     """Tell the others how this rank's program ended, and leave the groups; gives the error to raise."""
-    rank, generation = dist.get_rank(), _left
+    rank, row = dist.get_rank(), row_of(node.target) if node is not None else None
     if is_dry_run():
         return failed(rank, node, error)
-    row = row_of(node.target) if node is not None else None
-    communicates = row is not None and (row.group is not None or row.name == "c10d.wait_tensor")
+    waits = row is not None and row.name == "c10d.wait_tensor"
+    communicates = waits or (row is not None and row.group is not None)
     if not what and not (communicates and isinstance(error, RuntimeError)):
         made = failed(rank, node, error)
         _leave({"failed": str(made)})
         return made
     where = f"{place(rank, None)}; {what}" if what else place(rank, node)
     if node is not None:
-        started = node.args[0] if row is not None and row.name == "c10d.wait_tensor" else node
+        started = node.args[0] if waits else node
         what = target_name(started if isinstance(started, fx.Node) else node)
     _leave({"waits": where})
-    return _missing(where, what, error, generation)
+    return _missing(where, what, error)
 
 
-def _missing(where: str, what: str, error: Exception, generation: int) -> Error:
+def _missing(where: str, what: str, error: Exception) -> Error:
     """The error of a rank that waited in vain."""
-    words, answers = _listen(generation)
+    words, answers = _listen()
     silent = [str(r) for r in range(dist.get_world_size()) if r != dist.get_rank() and r not in words]
-    said = {kind: [(rank, word[kind]) for rank, word in sorted(words.items()) if kind in word] for kind in KINDS}
-    first = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-    lines = [first, *(f"rank {rank}: {line}" for rank, text in said["failed"] for line in text.splitlines())]
-    lines += [f"rank {rank} has ended: {text}" for rank, text in said["left"]]
+    lines = [f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"]
+    failures = [(rank, word["failed"]) for rank, word in sorted(words.items()) if "failed" in word]
+    lines += [f"rank {rank}: {line}" for rank, text in failures for line in text.splitlines()]
     if not answers:
         lines.append("the job's store does not answer: the process that kept it (rank 0, without torchrun) has ended")
     elif silent:
         ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(silent)}"
         lines.append(f"no word within {WAIT:g} s from {ranks}: stuck, killed, or gone from the job")
-    lines += [f"waits too: {text}" for _, text in said["waits"][:3]]
-    how = "failed" if said["failed"] else "ended" if said["left"] else ""
-    in_time = ", before the process group's time-out" if "timed out" in first.lower() else ""
+    lines += [f"waits too: {word['waits']}" for _, word in sorted(words.items()) if "waits" in word][:3]
     return Error(
-        f"a rank {how} while others waited for it in {what}" if how else f"a rank is missing in {what}",
+        f"a rank failed while others waited for it in {what}" if failures else f"a rank is missing in {what}",
         where=where,
-        expected=f"every rank of the group in this collective{in_time}",
+        expected="every rank of the group in this collective, before the process group's time-out",
         got=f"\n  {'':<10}".join(lines),
         remedy="see the output of the ranks that are named; start the job again from its last checkpoint",
     )
-
-
-KINDS = ("failed", "left", "waits")
-"""What a rank says: why its program failed, why its process ended, or in what it waited."""
 
 
 def _is_broken(error: Exception) -> bool:
@@ -131,18 +115,12 @@ def _is_broken(error: Exception) -> bool:
 
 def _leave(word: Mapping[str, str]) -> None:
     """Say how this rank ends, and leave its groups."""
-    _tell(word)
+    with suppress(RuntimeError):  # the store is gone with the process that kept it
+        dist.distributed_c10d._get_default_store().set(f"shardfx/ended/{dist.get_rank()}", json.dumps(word))
     leave_groups()
 
 
-def _tell(word: Mapping[str, str]) -> None:
-    global _left
-    _left += 1
-    with suppress(RuntimeError):  # the store is gone with the process that kept it
-        dist.distributed_c10d._get_default_store().set(_key(dist.get_rank(), _left - 1), json.dumps(word))
-
-
-def _listen(generation: int) -> tuple[dict[int, Any], bool]:
+def _listen() -> tuple[dict[int, Any], bool]:
     """What the other ranks said, by rank; and whether the store answers."""
     words: dict[int, Any] = {}
     until = time.monotonic() + WAIT
@@ -151,47 +129,9 @@ def _listen(generation: int) -> tuple[dict[int, Any], bool]:
         store = dist.distributed_c10d._get_default_store()
         while len(words) < len(others) and time.monotonic() < until:
             for other in others:
-                if other not in words and store.check([_key(other, generation)]):
-                    words[other] = json.loads(store.get(_key(other, generation)))
+                if other not in words and store.check([f"shardfx/ended/{other}"]):
+                    words[other] = json.loads(store.get(f"shardfx/ended/{other}"))
             time.sleep(0.02)
     except RuntimeError:
         return words, False
     return words, True
-
-
-def _key(rank: int, generation: int) -> str:
-    return f"shardfx/ended/{generation}/{rank}"
-
-
-def tell_when_it_ends() -> None:
-    """From now on, tell the other ranks when this process ends: by an exception, whose traceback is printed first, or
-    in order."""
-    process = os.getpid()
-    if process in _told:
-        return
-    _told.add(process)
-    before = sys.excepthook
-
-    def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        sys.stderr.flush()
-        if os.getpid() == process:
-            _end(error)
-
-    sys.excepthook = raised
-    Finalize(None, lambda: _end(sys.exc_info()[1]), exitpriority=100)
-
-
-def _end(error: BaseException | None) -> None:
-    """Tell how this process ends; one that failed leaves its groups, for it may take a while to end."""
-    if not dist.is_initialized():
-        return
-    if isinstance(error, SystemExit) and error.__context__ is not None:
-        error = error.__context__  # torch.multiprocessing raises it in the place of the error
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        _tell({"left": "it has come to the end of its program"})
-        return
-    lines = traceback.format_exception_only(error)[-1].strip()
-    frames = traceback.extract_tb(error.__traceback__)
-    at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    _leave({"left": f"{lines[:800]}{at}"})

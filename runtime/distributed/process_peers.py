@@ -2,7 +2,7 @@
 
     rank 0                                rank 1
     a training step, [8, 6]               a loss without gradients, [8, 6]     -> both raise, with both sides
-    [digest, passing + history, draw]     [digest, passing + history, draw]    one all-gather for each call
+    [digest, passing, history, draw]      [digest, passing, history, draw]     one all-gather for each call
 
 ============================================================================  ======================================
 the plan: mesh, graph, loss, constants, optimizer                             ``parallelize``, a new specialization
@@ -50,7 +50,7 @@ from shardfx.runtime.store import Store
 
 from .checksum import checksum
 from .groups import make_cpu_group, make_groups
-from .peer_failure import ending_together, exchange, tell_all, tell_when_it_ends
+from .peer_failure import ending_together, exchange, tell_all
 from .process_store import ProcessStore
 
 T = TypeVar("T")
@@ -58,12 +58,10 @@ c10d = torch.ops._c10d_functional
 log = logging.getLogger("shardfx")
 FAILED = max(Passed) + 1
 """In the place of how inputs are passed: this rank cannot make the call."""
-WAYS = FAILED + 1
-NO_DRAW = 0
+NO_DRAW = -1
 SHOWN = 4
 START, PLANNING = "the start of a call", "parallelize(...), or planning a new specialization"
 WRITTEN, DONE = "parameters were written into since the last call", "done since the last call"
-DRIFTED = "the ranks' parameters are no longer the same"
 _numbers = itertools.count()
 _lock = threading.RLock()
 _refused: list[str] = []
@@ -78,7 +76,6 @@ class ProcessPeers(Peers):
     def __init__(self) -> None:
         with ending_together("making the group of all ranks"):
             make_cpu_group()
-        tell_when_it_ends()
         self.number: object = "yet to be planned"
         self._copies = itertools.count(1)
         self._store: ProcessStore | None = None
@@ -104,28 +101,18 @@ class ProcessPeers(Peers):
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """The scope of a call of this thread."""
-        if not _lock.acquire(blocking=False):
-            made = Error(
-                "two threads call parallel modules at once",
-                where=f"rank {dist.get_rank()}; thread {threading.current_thread().name!r}",
-                expected="calls one after the other, in the same order on all ranks",
-                got="a call while another thread is in one",
-                remedy="call parallel modules from one thread",
-            )
-            _refused.append(str(made))
-            raise made
-        try:
+        """The scope of a call; those of other threads follow."""
+        with _lock:
             self._agreed = self._together = False
-            yield
-        except Exception as error:
-            if not self._agreed:
-                self._refuse(error)
-            raise
-        finally:
-            if self._together and self._store is not None:
-                self._writes = self._store.writes()
-            _lock.release()
+            try:
+                yield
+            except Exception as error:
+                if not self._agreed:
+                    self._refuse(error)
+                raise
+            finally:
+                if self._together and self._store is not None:
+                    self._writes = self._store.writes()
 
     def agree(
         self,
@@ -141,21 +128,25 @@ class ProcessPeers(Peers):
             self._digests[key] = digest(f"{self.number} {sorted(words().items())}")
         said = {name: f"{rate.tolist()}" for name, rate in (rates or {}).items() if rate.device.type == "cpu"}
         history = {} if anew else self._history()
-        also = digest(f"{history} {said}") // WAYS if history or said else 0
-        rows = self._exchange(self._digests[key], passed, also, NO_DRAW if draw is None else draw + 1)
-        ways = {row[1] % WAYS for row in rows} - {Passed.EITHER}
+        also = digest(f"{history} {said}") if history or said else 0
+        rows = self._exchange(self._digests[key], passed, also, NO_DRAW if draw is None else draw)
+        ways = {row[1] for row in rows} - {Passed.EITHER}
         if len({row[0] for row in rows}) > 1 or len(ways) > 1:
             how = {} if passed is Passed.EITHER else {"inputs": ("the global batch", "this rank's own part")[passed]}
-            of_call = {"module": f"parallel module {self.number}", **words(), **how, **said, **history}
-            raise disagreement(tell_all(of_call))
-        if len({row[1] // WAYS for row in rows}) > 1:
-            self._compare_history({WRITTEN: "0 times", DONE: "nothing", **history}, said)
+            raise other_calls(tell_all({"module": f"parallel module {self.number}", **words(), **how}))
+        if len({row[2] for row in rows}) > 1:
+            every = tell_all(said)
+            if _differ(every):
+                raise other_calls(every)
+            if self._store is not None and self._store.is_staged:  # steps are not counted, so this remains
+                self._store.history[f"the others did not do the same as rank {dist.get_rank()}"] = 1
+            raise drifted(tell_all({WRITTEN: "0 times", DONE: "nothing", **history}))
         self._seen[key] += 1
         self._together = True
         if self._store is not None:
             self._store.forget_history()
-        drawn = rows[0][2]
-        return Agreed(any(row[1] % WAYS == Passed.PART for row in rows), None if drawn == NO_DRAW else drawn - 1)
+        drawn = rows[0][3]
+        return Agreed(Passed.PART in ways, None if drawn == NO_DRAW else drawn)
 
     def _history(self) -> dict[str, str]:
         """What was done to parameters since the last call."""
@@ -166,21 +157,6 @@ class ProcessPeers(Peers):
         text = "; ".join(f"{what}, {times} times" if times > 1 else what for what, times in done.items())
         return {WRITTEN: f"{written} times", DONE: text or "nothing"} if written or done else {}
 
-    def _compare_history(self, history: Mapping[str, str], said: Mapping[str, str]) -> None:
-        """Compare histories that differ: other counts of writes alone matter only if contents differ.
-
-        Raises:
-            Error: they differ.
-        """
-        contents = {} if self._store is None else self._store.replicated_contents()
-        every = tell_all({**history, **said, **contents})
-        besides = [{subject: text for subject, text in each.items() if subject != WRITTEN} for each in every]
-        if contents and besides[1:] == besides[:-1]:
-            return
-        if self._store is not None and self._store.is_staged:  # steps are not counted, so this stays
-            self._store.history[f"the others did not do the same as rank {dist.get_rank()}"] = 1
-        raise disagreement(every)
-
     def planned(self, make: Callable[[], T], subjects: Callable[[T], Subjects]) -> T:
         """Make a plan, and compare its digest."""
         try:
@@ -189,14 +165,14 @@ class ProcessPeers(Peers):
         except Exception as error:
             self._refuse(error)
             raise
-        mine = digest(str({name: [*map(_compared, each)] for name, each in lines.items()})) // WAYS
-        rows = self._exchange(digest(f"a plan of {self.number}"), Passed.EITHER, mine, next(_numbers) + 1)
+        mine = digest(str({name: [*map(_compared, each)] for name, each in lines.items()}))
+        rows = self._exchange(digest(f"a plan of {self.number}"), Passed.EITHER, mine, next(_numbers))
         if len({row[0] for row in rows}) > 1:
-            raise disagreement(tell_all({"runs": PLANNING, "module": f"parallel module {self.number}"}))
-        if len({row[1] for row in rows}) > 1:
+            raise other_calls(tell_all({"runs": PLANNING, "module": f"parallel module {self.number}"}))
+        if len({row[2] for row in rows}) > 1:
             raise other_plans(tell_all(lines))
         if self._store is None:
-            self.number = rows[0][2] - 1
+            self.number = rows[0][3]
         self._together = True
         return made
 
@@ -237,9 +213,17 @@ class ProcessPeers(Peers):
         failed = "\n".join(_refused)
         _refused.clear()
         way = FAILED if failed else int(passed)
-        rows = exchange([key, way + WAYS * also, draw], START if key else "telling that a call failed")
-        if any(row[1] % WAYS == FAILED for row in rows):
-            raise failure(tell_all(failed))
+        rows = exchange([key, way, also, draw], START if key else "telling that a call failed")
+        if any(row[1] == FAILED for row in rows):
+            every = tell_all(failed)
+            lines = [line for rank, text in enumerate(every) if text for line in f"rank {rank}: {text}".splitlines()]
+            raise Error(
+                CALL_FAILED,
+                where=f"rank {dist.get_rank()}; the start of a call",
+                expected="every rank to make this call",
+                got=_joined(lines),
+                remedy="fix it there; nothing was run, and all ranks can go on",
+            )
         return rows
 
     def _refuse(self, error: Exception) -> None:
@@ -270,9 +254,8 @@ def _settings(group: Mapping[str, Any]) -> str:
     for name, value in group.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
             value = value.item()
-        if value is None or value is False:
-            continue
-        if isinstance(value, plain) or (isinstance(value, tuple) and all(isinstance(each, plain) for each in value)):
+        each = value if isinstance(value, tuple) else (value,)
+        if value is not False and all(isinstance(number, plain) for number in each):
             found.append(f"{name} {value!r}")
     return ", ".join(found)
 
@@ -309,42 +292,36 @@ def digest(text: str) -> int:
 CALL_FAILED = "a call failed on another rank"
 
 
-def failure(every: Sequence[str]) -> Error:
-    """Ranks could not make a call."""
-    lines = [line for rank, text in enumerate(every) if text for line in f"rank {rank}: {text}".splitlines()]
-    return Error(
-        CALL_FAILED,
-        where=f"rank {dist.get_rank()}; the start of a call",
-        expected="every rank to make this call",
-        got=_joined(lines),
-        remedy="fix it there; nothing was run, and all ranks can go on",
-    )
-
-
-def disagreement(every: Sequence[Mapping[str, str]]) -> Error:
-    """Ranks make other calls, or did something else before."""
-    subjects_ = dict.fromkeys(subject for words in every for subject in words)
-    differ = [subject for subject in subjects_ if len({words.get(subject) for words in every}) > 1]
-    of_all = [subject for subject in differ if all(subject in words for words in every)]
-    got = sides(every, [*of_all, *(subject for subject in differ if subject not in of_all)])
-    if {*differ} & {WRITTEN, DONE} and "module" not in every[0]:
-        return Error(
-            DRIFTED,
-            where=f"rank {dist.get_rank()}; before pm(...)",
-            expected="the same done to parameters by all ranks: backwards, optimizers' steps at the same rates, writes",
-            got=got,
-            remedy="let all ranks do the same between calls; pm.load_full_state_dict(...), or a checkpoint that all "
-            "load, makes them the same again, and until then this is raised",
-        )
+def other_calls(every: Sequence[Mapping[str, str]]) -> Error:
+    """Ranks make other calls."""
+    differ = _differ(every)
     kind = OtherSurroundings if differ == [AROUND] else Error
     return kind(
         "the ranks do not make the same call",
         where=f"rank {dist.get_rank()}; pm(...)",
         expected="the same call on all ranks: training or evaluation, mode, shapes, numbers, rates of the optimizer",
-        got=got,
+        got=sides(every, differ),
         remedy="call a parallel module on all ranks alike, also to evaluate, to save, and for an epoch's last batch; "
         "ranks that pass their own parts pad them to one length; nothing was run, and all ranks can go on",
     )
+
+
+def drifted(every: Sequence[Mapping[str, str]]) -> Error:
+    """Ranks did something else before a call."""
+    return Error(
+        "the ranks' parameters are no longer the same",
+        where=f"rank {dist.get_rank()}; before pm(...)",
+        expected="the same done to parameters by all ranks: backwards, optimizers' steps at the same rates, writes",
+        got=sides(every, _differ(every)),
+        remedy="let all ranks do the same between calls; pm.load_full_state_dict(...), or a checkpoint that all load, "
+        "makes them the same again, and until then this is raised",
+    )
+
+
+def _differ(every: Sequence[Mapping[str, str]]) -> list[str]:
+    """The subjects in which ranks differ."""
+    of_any = dict.fromkeys(subject for words in every for subject in words)
+    return [subject for subject in of_any if len({words.get(subject) for words in every}) > 1]
 
 
 def other_plans(every: Sequence[Subjects]) -> Error:
@@ -372,9 +349,8 @@ def other_inputs(given: RankInput, alike: Sequence[Sequence[int]]) -> Error:
     else:
         larger = tuple(w * (w // p) if p and w != p else w for w, p in zip(whole, part, strict=True))
         remedy = (
-            f"either pass the same batch on all ranks; or let each rank pass its own part of it, {part}; where each "
-            f"has a batch of {whole} of its own, as with DDP, parallelize with example inputs of all ranks' rows "
-            f"together, about {larger}, and each passes its own"
+            f"pass the same batch on all ranks, or each rank its own part of it, {part}; for a batch of {whole} on each "
+            f"rank, as with DDP, parallelize with example inputs of about {larger}"
         )
     return Error(
         "ranks pass different batches as the same one",
@@ -389,17 +365,14 @@ def sides(every: Sequence[Mapping[str, str]], differ: Sequence[str]) -> str:
     """The subjects in which ranks differ, each side once."""
     found: dict[str, list[int]] = {}
     for rank, words in enumerate(every):
-        parts = [f"{subject}: {words.get(subject, 'no')}" for subject in differ[:SHOWN]]
-        parts += [f"and {len(differ) - SHOWN} more that differ"] if len(differ) > SHOWN else []
-        found.setdefault("; ".join(parts), []).append(rank)
-    lines = [f"{named(ranks)}: {text}" for text, ranks in found.items()]
-    return _joined([*lines[:SHOWN], f"and {len(lines) - SHOWN} sides more"] if len(lines) > SHOWN else lines)
+        text = "; ".join(f"{subject}: {words.get(subject, 'no')}" for subject in differ[:SHOWN])
+        found.setdefault(text, []).append(rank)
+    return _joined([f"{named(ranks)}: {text}" for text, ranks in found.items()][:SHOWN])
 
 
 def named(ranks: Sequence[int]) -> str:
     """``rank 1``, ``ranks 0, 2``."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _joined(lines: Sequence[str]) -> str:

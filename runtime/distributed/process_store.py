@@ -182,13 +182,6 @@ class ProcessStore(Store):
         held = (self.parameters.get(name) for name in self._replicated)
         return sum(DTensorShard.unwrap(each[0])._version for each in held if each is not None)
 
-    def replicated_contents(self) -> Mapping[str, str]:
-        """A checksum of all that is stored, where every rank has the global tensor; else nothing."""
-        if len(self._replicated) < len(self._inputs):
-            return {}
-        held = [name for name in self._replicated if name in self._loaded]
-        return {"content": " ".join(f"{checksum(self.shard(name, self.rank)):x}" for name in held)}
-
     def stepped_by_all(self) -> Mapping[int, str]:
         """The parameters of which all ranks hold a shard, by their ``id``; of stages, if each trains some, its own."""
         names = self._everywhere

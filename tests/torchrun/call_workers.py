@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -151,34 +150,10 @@ def a_step_on_one_rank_alone_is_noticed() -> None:
     pm(x, y).backward()
 
 
-@worker
-def a_second_thread_is_an_error_on_all_ranks() -> None:
-    rank = dist.get_rank()
-    model, pm, x, y = planned(dp=2)
-    expected = F.mse_loss(model(x), y)
-    pm(x, y)
-    if rank == 1:
-        losses: list[Tensor] = []
-        thread = threading.Thread(target=lambda: losses.append(pm(x, y).detach()))
-        thread.start()
-        time.sleep(0.3)
-        assert "two threads call parallel modules at once" in error(lambda: pm(x, y))
-        dist.barrier()
-        thread.join()
-    else:
-        dist.barrier()
-        losses = [pm(x, y)]
-    assert rel_err(losses[0], expected) < 1e-12
-    text = error(lambda: pm(x, y))
-    assert "a call failed on another rank" in text and "two threads" in text, text
-    assert rel_err(pm(x, y), expected) < 1e-12
-
-
 PREPARED = (
     "other_forms_are_right_on_all_ranks",
     "ranks_that_differ_are_told_both_sides",
     "own_batches_in_the_shape_of_the_whole_are_noticed",
-    "a_second_thread_is_an_error_on_all_ranks",
 )
 
 
