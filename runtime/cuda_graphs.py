@@ -4,11 +4,9 @@
     step 3       capture       the program is recorded, then replayed
     step 4, ...  replay        inputs are copied to static memory, and the graph is replayed
 
-Each step is done once, in whichever way: a capture executes nothing. Parameters, states and buffers are read and
-written where they lie in the store; once they lie elsewhere, the graph is recorded anew. What else a program takes, a
-learning rate and a seed too, is copied to tensors that stay; and what it gives is cloned, for the next replay writes
-over it. A program has a graph of its own, and all graphs of a device share one memory pool: nothing in it outlives a
-replay.
+Parameters, states and buffers are read and written in the store; once they have moved, the graph is recorded anew.
+What else a program takes, a learning rate and a seed too, is copied to static tensors; and what it gives is cloned, for
+the next replay writes over it. All graphs of a device share one memory pool: nothing in it outlives a replay.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,26 +34,8 @@ GIVEN = (InputKind.ARGUMENT, InputKind.TARGET, InputKind.OPTION, InputKind.SEED)
 """The inputs that are others in each step."""
 
 
-class WorkGraph(Protocol):
-    """Work that is recorded once and launched as a whole."""
-
-    def warm_up(self, work: Work) -> Sequence[Tensor]:
-        """Do it where it is going to be recorded."""
-
-    def capture(self, work: Work) -> None:
-        """Record it; nothing is executed."""
-
-    def replay(self) -> Sequence[Tensor]:
-        """Launch what was recorded; gives the tensors that it writes, the same each time."""
-
-
 class CudaGraph:
-    """A ``torch.cuda.CUDAGraph``.
-
-    Args:
-        stream: on which it is recorded.
-        pool: the memory pool of what it allocates.
-    """
+    """A ``torch.cuda.CUDAGraph`` that is recorded on ``stream``, and allocates from ``pool``."""
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
         self._stream, self._pool = stream, pool
@@ -71,12 +51,12 @@ class CudaGraph:
         return results
 
     def capture(self, work: Work) -> None:
-        """Record it. Other threads (NCCL's watchdog, loaders of data) may call CUDA meanwhile."""
+        """Record it; nothing is executed. Other threads (NCCL's watchdog, data loaders) may call CUDA meanwhile."""
         with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode="thread_local"):
             self._results = tuple(work())
 
     def replay(self) -> Sequence[Tensor]:
-        """Launch it on the current stream."""
+        """Launch it on the current stream; gives the tensors that it writes, the same each time."""
         self._graph.replay()
         return self._results
 
@@ -89,9 +69,9 @@ def cuda_graphs(device: torch.device) -> Callable[[], CudaGraph]:
 
 
 class GraphedStep:
-    """One program as a graph: its static inputs, and where in memory the rest of its inputs lay."""
+    """One program as a graph: its static inputs, and where in memory the rest of its inputs was."""
 
-    def __init__(self, program: RankProgram, given: Sequence[Tensor], device: torch.device, graph: WorkGraph) -> None:
+    def __init__(self, program: RankProgram, given: Sequence[Tensor], device: torch.device, graph: CudaGraph) -> None:
         self._graph, self._runs = graph, 0
         self._static = [
             torch.empty_like(tensor, device=device) if each.kind in GIVEN else None
@@ -99,13 +79,13 @@ class GraphedStep:
         ]
         renewed = {output.name for output in program.outputs if output.kind.is_kept}
         self._renewed = [i for i, each in enumerate(program.inputs) if each.name in renewed]
-        self._lay = self._lies(given)
+        self._addresses = self._in_place(given)
 
     def fits(self, given: Sequence[Tensor]) -> bool:
-        """Whether what is read and written in place lies where it lay."""
-        return self._lies(given) == self._lay
+        """Whether what is read and written in place is still there."""
+        return self._in_place(given) == self._addresses
 
-    def _lies(self, given: Sequence[Tensor]) -> list[int]:
+    def _in_place(self, given: Sequence[Tensor]) -> list[int]:
         return [tensor.data_ptr() for tensor, static in zip(given, self._static, strict=True) if static is None]
 
     def run(self, given: Sequence[Tensor], work: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Sequence[Tensor]:
@@ -116,50 +96,36 @@ class GraphedStep:
         """
         inputs = []
         for tensor, static in zip(given, self._static, strict=True):
-            if static is not None:
-                _fill(static, tensor)
+            if static is not None and tensor.ndim == 0 and tensor.device.type == "cpu":
+                static.fill_(tensor)  # an argument of a kernel: nothing waits for a copy
+            elif static is not None:
+                static.copy_(tensor, non_blocking=True)
             inputs.append(tensor if static is None else static)
         self._runs += 1
         if self._runs <= WARM_UP:
             results = self._graph.warm_up(lambda: work(inputs))
         else:
             if self._runs == WARM_UP + 1:
-                self._capture(lambda: work(inputs))
+                try:
+                    self._graph.capture(lambda: work(inputs))
+                except Exception as error:
+                    raise Error(
+                        "a step cannot be captured as a CUDA graph",
+                        where="pm.compile(cuda_graphs=True)",
+                        expected="calls that only launch work on the device",
+                        got=f"{type(error).__name__}: {error}",
+                        remedy="pm.compile() without cuda_graphs; or take what waits for the device out of the model",
+                    ) from error
             results = self._graph.replay()
             torch.autograd.graph.increment_version([given[i] for i in self._renewed])
-        stored = {*self._lay}
+        stored = {*self._addresses}
         return [result if result.data_ptr() in stored else result.clone() for result in results]
-
-    def _capture(self, work: Work) -> None:
-        try:
-            self._graph.capture(work)
-        except Exception as error:
-            raise Error(
-                "a step cannot be captured as a CUDA graph",
-                where="pm.compile(cuda_graphs=True)",
-                expected="calls that only launch work on the device",
-                got=f"{type(error).__name__}: {error}",
-                remedy="pm.compile() without cuda_graphs; or take what waits for the device out of the model",
-            ) from error
-
-
-def _fill(static: Tensor, given: Tensor) -> None:
-    """Copy an input to where a graph reads it, and do not wait for that."""
-    if given.ndim == 0 and given.device.type == "cpu":
-        static.fill_(given)  # an argument of a kernel
-    else:
-        static.copy_(given, non_blocking=True)
 
 
 class GraphEngine:
-    """Runs whole steps as graphs, and everything else as the engine below does.
+    """Runs whole steps of an engine of one rank as graphs that ``make_graph`` makes, and everything else as it does."""
 
-    Args:
-        engine: of one rank.
-        make_graph: makes what records a program.
-    """
-
-    def __init__(self, engine: Engine, make_graph: Callable[[], WorkGraph]) -> None:
+    def __init__(self, engine: Engine, make_graph: Callable[[], CudaGraph]) -> None:
         self.device = engine.device
         self._engine, self._make_graph = engine, make_graph
         self._steps: WeakKeyDictionary[RankProgram, GraphedStep] = WeakKeyDictionary()

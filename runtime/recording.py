@@ -19,13 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input
 from shardfx.ir.program.loops.loop_regions import Iterations, execution_order
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
 from shardfx.ir.timing.rank_tasks import BEFORE, main_loop, purposes
-from shardfx.ir.timing.stream_order import order_text, stream_order
 
 Tensor = torch.Tensor
 Row = tuple[tuple[Action, Span], ...]
@@ -82,29 +80,6 @@ class Recording:
                 )
                 found.append(({rank: each.row() for rank, each in done.items()}, span))
         return found
-
-    def calls(self, rank: int) -> list[fx.Node]:
-        """The calls of a rank of this process in the last step, in the order in which they were done."""
-        return [node for node, _ in self._open[-1][rank].stamps]
-
-    def order(self, rank: int) -> str:
-        """The order of starts and waits of a rank of this process in the last step, by stream::
-
-        print(recording.order(0))
-
-        Raises:
-            Error: the rank was not recorded in this process.
-        """
-        recorded = self._open[-1] if self._open else {}
-        if rank not in recorded:
-            raise Error(
-                f"rank {rank} was not recorded here",
-                where=f"recording.order({rank})",
-                expected=f"a rank of this process: {', '.join(map(str, sorted(recorded))) or 'none ran within'}",
-                got=rank,
-                remedy="with pm.record(path) as recording: pm.step(x, y), on the process of that rank",
-            )
-        return order_text(stream_order(self.calls(rank)))
 
     def close(self, everybody: Sequence[Sequence[tuple[Mapping[int, Row], Span]]]) -> None:
         """Put together what the processes of a job measured, step by step; all times count from the first start."""

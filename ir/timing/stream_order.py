@@ -1,10 +1,10 @@
 """The order in which a rank starts and waits for what goes over its links, beside what it computes.
 
-    compute        12 calls, %t to %mm_3
-    tp             start    all_reduce %mm_3 layers.0.1
-    compute        2 calls, %t_4 to %mm_4
-    tp             wait     all_reduce %mm_3 layers.0.1
-    compute        1 call, %add_1
+    compute                mm_3
+    tp             start   all_reduce
+    compute                mm_4
+    tp             wait    all_reduce
+    compute                add_1
 
 On NCCL each group of axes is a stream of its own, and a wait holds up the stream on which the rank computes, not the
 host. So communication is hidden by what stands between its start and its wait, and by nothing else.
@@ -13,8 +13,7 @@ host. So communication is hidden by what stands between its start and its wait, 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -88,17 +87,3 @@ def stream_order(calls: Iterable[fx.Node]) -> list[Event]:
         elif not moves_only(call):
             made.append(Event(COMPUTE, COMPUTE, call))
     return made
-
-
-def order_text(events: Sequence[Event]) -> str:
-    """The order as text: a line for each start, send and wait, and for what is computed between two of them."""
-    lines = []
-    for computes, some in groupby(events, lambda event: event.stream == COMPUTE):
-        together = list(some)
-        if not computes:
-            lines += [f"{each.stream:<14} {each.does:<6} {call_label(each.call)}" for each in together]
-            continue
-        count, first, last = len(together), together[0].call.name, together[-1].call.name
-        calls = f"1 call, %{first}" if count == 1 else f"{count} calls, %{first} to %{last}"
-        lines.append(f"{COMPUTE:<14} {calls}")
-    return "\n".join(lines)

@@ -349,8 +349,8 @@ def other_inputs(given: RankInput, alike: Sequence[Sequence[int]]) -> Error:
     else:
         larger = tuple(w * (w // p) if p and w != p else w for w, p in zip(whole, part, strict=True))
         remedy = (
-            f"pass the same batch on all ranks, or each rank its own part of it, {part}; for a batch of {whole} on each "
-            f"rank, as with DDP, parallelize with example inputs of about {larger}"
+            f"pass the same batch on all ranks, or each rank its own part of it, {part}; for a batch of {whole} on "
+            f"each rank, as with DDP, parallelize with example inputs of about {larger}"
         )
     return Error(
         "ranks pass different batches as the same one",

@@ -47,7 +47,7 @@ def graphed(pm: sx.ParallelModule, monkeypatch: pytest.MonkeyPatch) -> list[Doub
     make, options = type(pm._target).make_compiled, CompileOptions({"backend": "eager"})
 
     def make_graphed(self: Any, graph: Any, _: Any, peaks: Any) -> GraphEngine:
-        return GraphEngine(make(self, graph, options, peaks), Double)
+        return GraphEngine(make(self, graph, options, peaks), Double)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(pm._target), "make_compiled", make_graphed)
     pm.compile(backend="eager")
