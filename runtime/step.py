@@ -29,35 +29,13 @@ STORED = (InputKind.PARAMETER, InputKind.BUFFER)
 """What is the model's own."""
 HELD = (*STORED, InputKind.STATE)
 """What a store holds."""
-ELSEWHERE = "these data lead the model elsewhere than the example did"
 
 
 class RunStart(NamedTuple):
-    """What a run goes out from in the place of the store's: a seed, and buffers by name and rank."""
+    """What a run starts from in place of the store's: a seed, and buffers by name and rank."""
 
     seed: torch.Tensor | None
     buffers: Mapping[tuple[str, int], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What a run asks of a program: the names of what is stored that it may write over, whether it gives new content of
-    what is stored, and whether it has guards."""
-
-    renewed: frozenset[str]
-    keeps: bool
-    guarded: bool
-
-    @staticmethod
-    def of(program: RankProgram) -> _Facts:
-        outputs = program.outputs
-        results: Any = program.result().args[0]
-        kept = [pair for pair in zip(outputs, results, strict=True) if pair[0].kind.is_kept]
-        return _Facts(
-            frozenset(each.name for each, result in kept if each.kind.is_stepped or destination(result) is not None),
-            any(each.kind.is_kept for each in outputs),
-            any(each.guard is not None for each in outputs),
-        )
 
 
 @dataclass
@@ -81,10 +59,10 @@ class ProgramRunner:
     _programs: dict[Kinds, dict[int, RankProgram]] = field(default_factory=dict)
     _drawing: dict[Kinds, bool] = field(default_factory=dict)
     """Whether the programs for some outputs draw random numbers."""
-    _shards: dict[str, Shards] = field(default_factory=dict)
-    _layouts: dict[Output, Shards] = field(default_factory=dict)
+    _shards: dict[tuple[object, str], Shards] = field(default_factory=dict)
     _constants: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    _facts: WeakKeyDictionary[RankProgram, _Facts] = field(default_factory=WeakKeyDictionary)
+    _written: WeakKeyDictionary[RankProgram, frozenset[str]] = field(default_factory=WeakKeyDictionary)
+    """The names of what is stored that a program may write over."""
 
     @property
     def engine(self) -> Engine:
@@ -159,99 +137,46 @@ class ProgramRunner:
             Error: a guard does not hold: the model would do something else for these inputs. Nothing is stored.
         """
         programs, engine = self.programs(kinds), self.engine
-        facts = {rank: self._of(program) for rank, program in programs.items()}
         kept = RunStart(self.seed(kinds), {}) if kept is None else kept
         sharding: dict[tuple[str, int], torch.Tensor] = {}
         autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
         with torch.no_grad(), as_current(engine.device), autocast:
             owners = self._owners(programs) if len(programs) > 1 else {}
             given = {rank: self._given(each, rank, inputs, kept, sharding, owners) for rank, each in programs.items()}
-            try:
-                outs = engine.run(programs, given, watch)
-            except Error as error:
-                if kinds and self._runs_on and any(each.guarded for each in facts.values()):
-                    self._explain(inputs, error)
-                raise
+            outs = engine.run(programs, given, watch)
             for rank, out in outs.items():
-                if facts[rank].guarded:
-                    check_guards(programs[rank].outputs, out)
-            keeps = not kept.buffers and any(each.keeps for each in facts.values())
-            return self._kept(programs, outs, self._places(programs, given) if keeps else {})
+                check_guards(programs[rank].outputs, out)
+            return self._kept(programs, outs)
 
-    def _kept(
-        self,
-        programs: Mapping[int, RankProgram],
-        outs: Mapping[int, Sequence[torch.Tensor]],
-        places: Mapping[tuple[str, int], int],
-    ) -> Results:
-        """The distinct shards of what ranks gave; what is to be stored is, where it does not lie there already, which
-        ``places`` say."""
+    def _kept(self, programs: Mapping[int, RankProgram], outs: Mapping[int, Sequence[torch.Tensor]]) -> Results:
+        """The distinct shards of what ranks gave; new content of what is stored goes there."""
         results: Results = {}
         made: dict[Output, dict[int, torch.Tensor]] = {}
         for rank in sorted(outs):
             for output, new in zip(programs[rank].outputs, outs[rank], strict=True):
-                own_shards, shard = made.setdefault(output, {}), self.layout(output).by_rank[rank]
+                own_shards, shard = made.setdefault(output, {}), self.shards(output).by_rank[rank]
                 if shard not in own_shards:
                     own_shards[shard] = new
-                    if output.kind.is_kept and places.get((output.name, rank)) != new.data_ptr():
+                    if output.kind.is_kept:
                         self.store.commit(output.name, rank, new)
-        parameters, as_gradient = self.store.parameters, self.store.as_gradient
         for output, own_shards in made.items():
-            found = (
-                [own_shards[index] for index in sorted(own_shards)] if len(own_shards) > 1 else [*own_shards.values()]
-            )
-            if output.kind is OutputKind.GRADIENT and output.name in parameters:
-                found = [as_gradient(output.name, shard, number) for number, shard in enumerate(found)]
+            found = [own_shards[index] for index in sorted(own_shards)]
+            if output.kind is OutputKind.GRADIENT and output.name in self.store.parameters:
+                found = [self.store.as_gradient(output.name, shard, number) for number, shard in enumerate(found)]
             results[output.kind, output.name] = found
         return results
-
-    @staticmethod
-    def _places(
-        programs: Mapping[int, RankProgram], given: Mapping[int, Sequence[torch.Tensor]]
-    ) -> Mapping[tuple[str, int], int]:
-        """Where in memory what a step makes anew lies, by name and rank."""
-        return {
-            (each.name, rank): tensor.data_ptr()
-            for rank, program in programs.items()
-            for each, tensor in zip(program.inputs, given[rank], strict=True)
-            if each.kind in HELD
-        }
-
-    @property
-    def _runs_on(self) -> bool:
-        """Whether the engine may be used after a program failed: not where each rank is a process, which then ends."""
-        return len(self.ranks) > 1 or self.graph.mesh.size == 1
-
-    def _explain(self, inputs: Mapping[str, torch.Tensor], error: Error) -> None:
-        """Why programs failed, where the reason is that the model would have gone another way before.
-
-        Raises:
-            Error: a guard does not hold.
-        """
-        try:
-            self.run(frozenset(), inputs)  # the guards alone
-        except Error as guarded:
-            if guarded.what == ELSEWHERE:
-                raise guarded from error
-
-    def layout(self, output: Output) -> Shards:
-        """Which ranks hold which shards of an output."""
-        if output not in self._layouts:
-            assert output.value.spec is not None
-            self._layouts[output] = Shards.of(output.value.spec, output.value.shape, self.graph.mesh)
-        return self._layouts[output]
 
     def whole(self, output: Output, own_shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The global tensor of an output."""
         assert output.value.spec is not None
         return self.store.assemble(output.value.spec, output.value.shape, own_shards)
 
-    def shards(self, given: Input) -> Shards:
-        """Which ranks hold which shards of an input."""
-        if given.name not in self._shards:
-            assert given.value.spec is not None
-            self._shards[given.name] = Shards.of(given.value.spec, given.value.shape, self.graph.mesh)
-        return self._shards[given.name]
+    def shards(self, of: Input | Output) -> Shards:
+        """Which ranks hold which shards of an input or output."""
+        if (of.kind, of.name) not in self._shards:
+            assert of.value.spec is not None
+            self._shards[of.kind, of.name] = Shards.of(of.value.spec, of.value.shape, self.graph.mesh)
+        return self._shards[of.kind, of.name]
 
     def _given(
         self,
@@ -285,7 +210,7 @@ class ProgramRunner:
         """Of each shard that is written over, the first rank that does so: what it makes of it is kept."""
         found: dict[tuple[str, int], int] = {}
         for rank in sorted(programs):
-            renewed = self._of(programs[rank]).renewed
+            renewed = self._renewed(programs[rank])
             for each in programs[rank].inputs:
                 if each.kind in HELD and each.name in renewed:
                     found.setdefault((each.name, self.shards(each).by_rank[rank]), rank)
@@ -319,14 +244,18 @@ class ProgramRunner:
             known[name, which] = with_dim_order(on_device(shard, device), given.dim_order)
         return known[name, which]
 
-    def _of(self, program: RankProgram) -> _Facts:
-        if program not in self._facts:
-            self._facts[program] = _Facts.of(program)
-        return self._facts[program]
+    def _renewed(self, program: RankProgram) -> frozenset[str]:
+        """The names of what is stored that a program may write over."""
+        if program not in self._written:
+            results: Any = program.result().args[0]
+            pairs = zip(program.outputs, results, strict=True)
+            written = (o.name for o, r in pairs if o.kind.is_kept and (o.kind.is_stepped or destination(r) is not None))
+            self._written[program] = frozenset(written)
+        return self._written[program]
 
     def local_shapes(self, given: Input) -> set[tuple[int, ...]]:
         """The shapes that a rank of this process may pass for an input beside the global one."""
-        if self._runs_on:
+        if len(self.ranks) > 1 or self.graph.mesh.size == 1:
             return set()
         shards = self.shards(given)
         return {shards.local_shapes[shards.by_rank[rank]] for rank in self.ranks}
@@ -361,13 +290,11 @@ def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None
                 f"{guard.op} cannot be computed of these data",
                 where=where,
                 expected="what it takes on one device, in all of the batch",
-                got="something that it raises for: a matrix that is singular or not positive definite, a number that "
-                "is none of a class or a chance, a condition that does not hold",
-                remedy="call the model on one device, which says which; torch.linalg has forms such as inv_ex that "
-                "say it in a tensor",
+                got="something that it raises for, such as a singular matrix or a class that there is none of",
+                remedy="call the model on one device, which says which",
             )
         raise Error(
-            ELSEWHERE,
+            "these data lead the model elsewhere than the example did",
             where=where,
             expected=f"{guard.expected!r:.200}, as for the example that was captured",
             got=f"{value.tolist()!r:.200}",

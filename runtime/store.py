@@ -114,7 +114,9 @@ class Store:
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Store the new content of a buffer, parameter or state, once for each distinct shard."""
-        self.shard(name, rank).copy_(arrived(new))
+        stored = self.shard(name, rank)
+        if stored.data_ptr() != new.data_ptr():
+            stored.copy_(arrived(new))
 
     def sharding(self, name: str, whole: Tensor) -> list[Tensor]:
         """A tensor of a parameter's shape, as the shards of the parameter that are here. Rank 0's counts, and all ranks
