@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,27 +52,27 @@ MAKES = {
 class DTensorShard:
     """Makes a rank's shard of one value a DTensor, and gives it back; both share the shard's memory."""
 
-    kind: str
     template: Any
-    boxes: tuple[Box, ...] = ()
+    boxes: tuple[Box, ...] | None = None
+    """Of a shard that is several boxes, or guarded."""
+    guarded: bool = False
 
     @staticmethod
     def of(
         spec: Spec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, device_mesh: DeviceMesh, coords: Coords
     ) -> DTensorShard:
-        """How the shard of the rank at ``coords`` is shown: as a plain DTensor, as one of several boxes, or guarded
-        where DTensor has no such placement. ``device_mesh`` has the axes of ranks of ``mesh``."""
+        """How the shard of the rank at ``coords`` is shown. ``device_mesh`` has the axes of ranks of ``mesh``."""
         shard = torch.empty(spec.local_shape(shape, mesh, coords), dtype=dtype, device="meta")
-        held = [runs(sharding, size, mesh, coords) for sharding, size in zip(spec.dims, shape, strict=True)]
-        found = placements(spec, shape, mesh)
+        found: Sequence[Placement] | None = placements(spec, shape, mesh)
+        guarded, boxes = found is None, None
         if found is None:
             dims = {axis: dim for dim, sharding in enumerate(spec.dims) for axis in sharding.axes}
-            nearest = [Shard(dims[a.name]) if a.name in dims else Replicate() for a in mesh.space]
-            return DTensorShard("guarded", _dtensor_spec(shard, shape, device_mesh, nearest), _boxes(held))
-        template = _dtensor_spec(shard, shape, device_mesh, found)
-        if any(sharding.parts for sharding in spec.dims):
-            return DTensorShard("boxes", template, _boxes(held))
-        return DTensorShard("plain", template)
+            found = [Shard(dims[a.name]) if a.name in dims else Replicate() for a in mesh.space]
+        if guarded or any(sharding.parts for sharding in spec.dims):
+            boxes = _boxes([runs(each, size, mesh, coords) for each, size in zip(spec.dims, shape, strict=True)])
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        made = DTensor.from_local(shard, device_mesh, found, run_check=False, shape=torch.Size(shape), stride=stride)
+        return DTensorShard(made._spec, boxes, guarded)
 
     def wrap(self, shard: Tensor) -> DTensor:
         """The DTensor around a rank's plain shard; both share memory.
@@ -80,9 +80,8 @@ class DTensorShard:
         It says that it begins where its memory does, also where the shard does not: torch copies no others
         (``copy.deepcopy`` of a module, of a state dict).
         """
-        if self.kind != "plain":
-            boxes = MultiBoxTensor(shard, self.boxes, self.kind == "guarded")
-            return DTensor(boxes, self.template, requires_grad=False)
+        if self.boxes is not None:
+            return DTensor(MultiBoxTensor(shard, self.boxes, self.guarded), self.template, requires_grad=False)
         if not shard.storage_offset():
             return DTensor(shard, self.template, requires_grad=False)
         made = DTensor(shard.as_strided(shard.shape, shard.stride(), 0), self.template, requires_grad=False)
@@ -111,27 +110,13 @@ class DTensorShard:
         return local.data_ if isinstance(local, MultiBoxTensor) else local
 
 
-def _dtensor_spec(shard: Tensor, shape: Sequence[int], device_mesh: DeviceMesh, found: Sequence[Any]) -> Any:
-    """The private spec that DTensors of this placement share: taken from one, made the public way."""
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    made = DTensor.from_local(shard, device_mesh, found, run_check=False, shape=torch.Size(shape), stride=stride)
-    return made._spec
-
-
-def _boxes(held: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
+def _boxes(held: Sequence[Sequence[Span]]) -> tuple[Box, ...]:
     """All combinations of the runs of each dim."""
     columns = []
-    for runs_of_dim in held:
-        at, column = 0, []
-        for start, length in runs_of_dim:
-            column.append((start, length, at))
-            at += length
-        columns.append(column)
-    boxes = []
-    for combination in itertools.product(*columns):
-        starts, lengths, ats = zip(*combination, strict=True)
-        boxes.append((starts, lengths, ats))
-    return tuple(boxes)
+    for spans in held:
+        ats = itertools.accumulate((length for _, length in spans), initial=0)
+        columns.append([(start, length, at) for (start, length), at in zip(spans, ats, strict=False)])
+    return tuple(tuple(zip(*each, strict=True)) for each in itertools.product(*columns))  # type: ignore[misc]
 
 
 # ---- placements
@@ -165,14 +150,10 @@ def runs(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> list[S
     result = [(0, 1)]
     for part in sharding.sub(size):
         start, length = bounds(part.size, part.axes, mesh, coords)
-        whole = length == part.size
-        grown = []
-        for at, count in result:
-            if whole:
-                grown.append((at * part.size, count * part.size))
-            else:
-                grown += [((at + i) * part.size + start, length) for i in range(count)]
-        result = grown
+        if length == part.size:
+            result = [(at * length, count * length) for at, count in result]
+        else:
+            result = [((at + i) * part.size + start, length) for at, count in result for i in range(count)]
     return [(start, length) for start, length in result if length]
 
 
@@ -180,31 +161,29 @@ def _of_dim(sharding: DimSharding, size: int, dim: int, mesh: Mesh) -> dict[str,
     axes = mesh.sort(sharding.axes)
     if not sharding.parts and axes == sharding.axes and size % mesh.extent(axes) == 0:
         return {axis: Shard(dim) for axis in axes}
-    made: dict[str, Any] = {}
-    done: set[str] = set()
+    factors: dict[str, int] = {}
     for axis in axes:
-        factor = _split_factor(sharding, size, axis, done, mesh)
-        made[axis] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
-        done.add(axis)
-    if sharding.parts and any(type(made[axis]) is not Shard for axis in axes[:-1]):
+        factors[axis] = _split_factor(sharding, size, axis, factors, mesh)
+    if sharding.parts and any(factors[axis] > 1 for axis in axes[:-1]):
         return None
-    first = {
-        axis: Shard(0) if type(p) is Shard else _StridedShard(0, split_factor=p.split_factor)
-        for axis, p in made.items()
-    }
     rows = torch.arange(size)
     for places in itertools.product(*(range(mesh[axis].size) for axis in axes)):
         coords = dict(zip(axes, places, strict=True))
         held = rows
         for axis in axes:
-            held = first[axis]._split_tensor(held, mesh[axis].size, with_padding=False)[0][coords[axis]]
-        wanted = [torch.arange(start, start + length) for start, length in runs(sharding, size, mesh, coords)]
+            split = _placement(0, factors[axis])._split_tensor(held, mesh[axis].size, with_padding=False)
+            held = split[0][coords[axis]]
+        wanted = [rows[start : start + length] for start, length in runs(sharding, size, mesh, coords)]
         if not torch.equal(held, torch.cat(wanted) if wanted else rows[:0]):
             return None
-    return made
+    return {axis: _placement(dim, factors[axis]) for axis in axes}
 
 
-def _split_factor(sharding: DimSharding, size: int, axis: str, done: set[str], mesh: Mesh) -> int:
+def _placement(dim: int, factor: int) -> Any:
+    return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+
+
+def _split_factor(sharding: DimSharding, size: int, axis: str, done: Container[str], mesh: Mesh) -> int:
     """How many parts ``axis`` splits: the product of what is more major, and not sharded by ``done`` already."""
     factor = 1
     for part in sharding.sub(size):
@@ -212,7 +191,7 @@ def _split_factor(sharding: DimSharding, size: int, axis: str, done: set[str], m
             before = part.axes[: part.axes.index(axis)]
             return factor * mesh.extent(a for a in before if a not in done)
         factor *= math.ceil(part.size / mesh.extent(a for a in part.axes if a in done))
-    raise AssertionError(f"{axis} does not sharded {sharding}")
+    raise AssertionError(f"{axis} does not shard {sharding}")
 
 
 # ---- local tensors of several boxes

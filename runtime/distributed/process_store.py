@@ -39,82 +39,35 @@ T = TypeVar("T")
 c10d = torch.ops._c10d_functional
 
 
-class StagePlacement:
-    """Which ranks store the inputs of a graph with stages, and how the others get them."""
-
-    def __init__(self, graph: Graph, rank: int) -> None:
-        self.graph, self.rank = graph, rank
-        self.mesh, self.pipeline = graph.mesh, graph.pipeline
-        self.coords = self.mesh.coords(rank)
-
-    def is_here(self, given: Input) -> bool:
-        """Whether this rank holds an input."""
-        return self.graph.is_here(given.at, self.coords)
-
-    def holders(self, given: Input) -> list[int]:
-        """The ranks that hold an input."""
-        mesh = self.mesh
-        return [rank for rank in range(mesh.size) if self.graph.is_here(given.at, mesh.coords(rank))]
-
-    @property
-    def along(self) -> Mesh | None:
-        """The mesh of the ranks that hold the same inputs: without the axis of stages; None if there is no other."""
-        stages = "" if self.pipeline is None else self.pipeline.axis
-        axes: dict[str, Any] = {axis.name: axis.size for axis in self.mesh.space if axis.name != stages}
-        return Mesh(**axes) if axes else None
-
-    def to_all(self, given: Input, mine: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The global tensor of an input, of which those that hold it have theirs. All ranks call it alike."""
-        places = self.pipeline.places(given.at) if self.pipeline is not None else ()
-        if self.pipeline is None or len(places) == self.mesh[self.pipeline.axis].size:
-            assert mine is not None
-            return mine
-        sent = torch.empty(given.value.shape, dtype=dtype, device=device) if mine is None else mine.contiguous()
-        axes = (self.pipeline.axis,)
-        make_groups(self.mesh, [axes])
-        with ending_together(f"sending {given.name!r} to the ranks of other stages"):
-            group = self.mesh.group_name(self.rank, axes)
-            made: Tensor = c10d.wait_tensor.default(c10d.broadcast.default(sent, places[0], group))
-        return made
-
-    def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
-        """What ranks say of what they hold, by name, in the order of the inputs. All ranks call it alike."""
-        if self.pipeline is None or is_dry_run():
-            return mine
-        every: list[Mapping[str, T]] = [{}] * self.mesh.size
-        with ending_together("telling what the stages hold"):
-            dist.all_gather_object(every, mine, group=the_cpu_group())
-        found: dict[str, T] = {}
-        for each in every:
-            found = {**each, **found}
-        return {given.name: found[given.name] for given in self.graph.inputs if given.name in found}
-
-
 class ProcessStore(Store):
     """This process's shards."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         super().__init__(graph, device)
-        self.rank = dist.get_rank()
-        self._placement = StagePlacement(graph, self.rank)
+        self.rank, self._coords = dist.get_rank(), self.mesh.coords(dist.get_rank())
         self.is_staged, self.is_loaded_anew = graph.pipeline is not None, False
         self.history: Counter[str] = Counter()
         """What this rank did to parameters since all ranks last made a call together, and how often."""
         self._shardings = any(spec_of(given).axes for given in self._inputs)
-        self._here = {given.name for given in self._given.values() if self._placement.is_here(given)}
+        self._here = {given.name for given in self._given.values() if graph.is_here(given.at, self._coords)}
         self._loaded: set[str] = set()
         self._shards: dict[str, DTensorShard] = {}
         self._stepped = stepped_groups(graph)
         self._places: dict[str, Tensor] = {}
         """Memory for states that are yet to be made."""
-        if (along := self._placement.along) is not None:
-            shown_on = device_mesh(self.mesh, device.type, along.names)
-            for given in self._given.values():
-                if given.name in self._here:
-                    type_ = given.value.type
-                    self._shards[given.name] = DTensorShard.of(
-                        spec_of(given), type_.shape, type_.dtype, along, shown_on, self._placement.coords
-                    )
+        stages = "" if graph.pipeline is None else graph.pipeline.axis
+        axes: dict[str, Any] = {axis.name: axis.size for axis in self.mesh.space if axis.name != stages}
+        if axes:
+            along, shown_on = Mesh(**axes), device_mesh(self.mesh, device.type, [*axes])
+            for given in (each for each in self._given.values() if each.name in self._here):
+                type_ = given.value.type
+                self._shards[given.name] = DTensorShard.of(
+                    spec_of(given), type_.shape, type_.dtype, along, shown_on, self._coords
+                )
+
+    def _holders(self, given: Input) -> list[int]:
+        """The ranks that store an input."""
+        return [rank for rank in range(self.mesh.size) if self.graph.is_here(given.at, self.mesh.coords(rank))]
 
     def has_weights(self, mine: bool) -> bool:
         """Whether there is content to be loaded: whether rank 0 has it, for it is rank 0's that counts."""
@@ -128,40 +81,40 @@ class ProcessStore(Store):
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Shard rank 0's parameters and buffers; what is stored already is written over."""
         finish(self.device)
-        memory = {} if self.parameters else self._side_by_side()
-        for given in self._inputs:
-            name = given.name
-            if name not in whole:
-                continue
+        memory = {} if self.parameters else self._parameter_memory()
+        for given in (each for each in self._inputs if each.name in whole):
+            name, trained = given.name, trainable.get(given.name, True)
             shard = self._mine(given, whole[name])
             self._loaded.add(name)
             held = self.parameters if given.kind is InputKind.PARAMETER else self.buffers
             if shard is None:
-                if given.kind is InputKind.PARAMETER and trainable.get(name, True):
+                if given.kind is InputKind.PARAMETER and trained:
                     self.trained_elsewhere |= {name}
             elif name in held:
                 DTensorShard.unwrap(held[name][0].detach()).copy_(shard)
             elif given.kind is InputKind.PARAMETER:
-                own = memory[name].copy_(shard) if name in memory else self._settled(given.name, shard)
-                trained, shown = trainable.get(name, True), self.shown(name)
+                own, shown = (
+                    memory[name].copy_(shard) if name in memory else self._settled(name, shard),
+                    self.shown(name),
+                )
                 made = nn.Parameter(own, requires_grad=trained) if shown is None else shown.parameter(own, trained)
                 self.parameters[name] = [made]
             else:
                 self.buffers[name] = [self.as_gradient(name, with_dim_order(shard, given.dim_order).clone())]
 
-    def _side_by_side(self) -> dict[str, Tensor]:
+    def _parameter_memory(self) -> dict[str, Tensor]:
         """Memory for the parameters that are gathered, or stepped, together."""
         stepped = [together for together in self._stepped if together[0].kind is InputKind.PARAMETER]
-        groups = [*contiguous_parameters(self.graph.nodes, self.graph.inputs), *stepped]
-        return self._lying_together([[given for given in each if given.name in self._here] for each in groups])
+        return self._contiguous([*contiguous_parameters(self.graph.nodes, self.graph.inputs), *stepped])
 
-    def _lying_together(self, groups: Sequence[Sequence[Input]]) -> dict[str, Tensor]:
-        """Memory for what lies one behind the other."""
+    def _contiguous(self, groups: Sequence[Sequence[Input]]) -> dict[str, Tensor]:
+        """Memory for inputs of each group that are here, one behind the other."""
         found: dict[str, Tensor] = {}
-        for together in filter(None, groups):
-            shapes = [spec_of(g).local_shape(g.value.shape, self.mesh, self.mesh.coords(self.rank)) for g in together]
-            places = contiguous_tensors(shapes, together[0].value.type.dtype, self.device)
-            found |= {given.name: place for given, place in zip(together, places, strict=True)}
+        for group in groups:
+            here = [given for given in group if given.name in self._here]
+            shapes = [spec_of(given).local_shape(given.value.shape, self.mesh, self._coords) for given in here]
+            places = contiguous_tensors(shapes, here[0].value.type.dtype, self.device) if here else []
+            found |= {given.name: place for given, place in zip(here, places, strict=True)}
         return found
 
     # ---- the history that ranks compare at each call
@@ -169,7 +122,7 @@ class ProcessStore(Store):
     @cached_property
     def _everywhere(self) -> list[str]:
         """The parameters and buffers of which every rank holds a shard, or the whole."""
-        return [g.name for g in self._inputs if len(self._placement.holders(g)) == self.mesh.size]
+        return [g.name for g in self._inputs if len(self._holders(g)) == self.mesh.size]
 
     @cached_property
     def _replicated(self) -> list[str]:
@@ -187,7 +140,7 @@ class ProcessStore(Store):
         names = self._everywhere
         if self.is_staged:
             trained = {output.name for output in self.graph.outputs if output.kind is OutputKind.GRADIENT}
-            training = set[int]().union(*(self._placement.holders(g) for g in self._inputs if g.name in trained))
+            training = set[int]().union(*(self._holders(g) for g in self._inputs if g.name in trained))
             names = list(self.parameters) if len(training) == self.mesh.size else []
         return {id(self.parameters[name][0]): name for name in names if name in self.parameters}
 
@@ -229,8 +182,16 @@ class ProcessStore(Store):
         return name in self._here
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
-        """What ranks say of what they hold, by name."""
-        return self._placement.said(mine)
+        """What ranks say of what they store, by name, in the order of the inputs. All ranks call it alike."""
+        if not self.is_staged or is_dry_run():
+            return mine
+        every: list[Mapping[str, T]] = [{}] * self.mesh.size
+        with ending_together("telling what the stages store"):
+            dist.all_gather_object(every, mine, group=the_cpu_group())
+        found: dict[str, T] = {}
+        for each in every:
+            found = {**each, **found}
+        return {given.name: found[given.name] for given in self.graph.inputs if given.name in found}
 
     def to(self, device: torch.device) -> None:
         """Move what is stored: to where it is, for the process group serves one kind of device."""
@@ -252,22 +213,18 @@ class ProcessStore(Store):
         """Make this rank's shard of a state: one number everywhere, or a copy of a parameter."""
         given = self._given[name]
         self._loaded.add(name)
-        type_, shape = (
-            given.value.type,
-            spec_of(given).local_shape(given.value.shape, self.mesh, self._placement.coords),
-        )
+        spec, dtype = spec_of(given), given.value.type.dtype
         if isinstance(start, str):
-            shard = local_shard(self.whole(start).to(type_.dtype), spec_of(given), self.mesh, self.rank)
+            shard = local_shard(self.whole(start).to(dtype), spec, self.mesh, self.rank)
         else:
-            shard = torch.full(shape, start, dtype=type_.dtype)
+            shard = torch.full(spec.local_shape(given.value.shape, self.mesh, self._coords), start, dtype=dtype)
         if name not in self._here:
             return
         if name not in self._places:
-            stepped = [each for each in self._stepped if given in each]
-            self._places |= self._lying_together([[g for g in each if g.name in self._here] for each in stepped])
+            self._places |= self._contiguous([each for each in self._stepped if given in each])
         place = self._places.pop(name, None)
-        shard = self._settled(given.name, shard) if place is None else place.copy_(shard)
-        self.states[name] = [self._shards[name].wrap(shard) if spec_of(given).axes else shard]
+        shard = self._settled(name, shard) if place is None else place.copy_(shard)
+        self.states[name] = [self._shards[name].wrap(shard) if spec.axes else shard]
 
     def fill(self, name: str, whole: Tensor) -> None:
         """Shard rank 0's global state into the stored shard."""
@@ -318,7 +275,18 @@ class ProcessStore(Store):
         if name in self._here:
             held = own_shards if own_shards is not None else self._held(name)
             mine = self.assemble(spec_of(given), given.value.shape, [DTensorShard.unwrap(held[0].detach())])
-        return self._placement.to_all(given, mine, dtype or given.value.type.dtype, self.device)
+        pipeline = self.graph.pipeline
+        places = pipeline.places(given.at) if pipeline is not None else ()
+        if pipeline is None or len(places) == self.mesh[pipeline.axis].size:
+            assert mine is not None
+            return mine
+        dtype = dtype or given.value.type.dtype
+        sent = torch.empty(given.value.shape, dtype=dtype, device=self.device) if mine is None else mine.contiguous()
+        make_groups(self.mesh, [(pipeline.axis,)])
+        with ending_together(f"sending {name!r} to the ranks of other stages"):
+            group = self.mesh.group_name(self.rank, (pipeline.axis,))
+            made: Tensor = c10d.wait_tensor.default(c10d.broadcast.default(sent, places[0], group))
+        return made
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
         """The norm of all ranks' shards: of those that several ranks hold the first one counts its own."""
@@ -332,11 +300,8 @@ class ProcessStore(Store):
     def _is_first(self, name: str) -> bool:
         """Whether this rank is the first one that holds its shard."""
         given = self._given[name]
-        by_rank, places = (
-            Shards.of(spec_of(given), given.value.shape, self.mesh).by_rank,
-            self._placement.holders(given),
-        )
-        return next(rank for rank in places if by_rank[rank] == by_rank[self.rank]) == self.rank
+        by_rank = Shards.of(spec_of(given), given.value.shape, self.mesh).by_rank
+        return next(rank for rank in self._holders(given) if by_rank[rank] == by_rank[self.rank]) == self.rank
 
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:
         """Every rank's shard, padded to one size, then put where it belongs. All ranks call it alike."""

@@ -178,7 +178,7 @@ def checkpoints_move_between_plans(folder: str, pairs: str = "") -> None:
         same_state(state, model.state_dict(), 1e-6)
         assert list(pm.state_dict()) == list(model.state_dict())
         for name, parameter in pm.named_parameters():
-            if pm._state.store._shards[name].kind != "guarded":
+            if not pm._state.store._shards[name].guarded:
                 assert torch.equal(whole_of(parameter), state[name]), name
         held, moments = get_state_dict(pm, mine)
         dcp.save({"model": held, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
