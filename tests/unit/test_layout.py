@@ -19,7 +19,7 @@ from tests.house import FOLDERS, MODULES, ROOT, RULES, TOP, imported, imports, p
 
 IN_FUNCTIONS = {
     ("ir.graph", "ir.text.printer"),  # which knows graphs
-    ("program.rank_program", "program.program_text"),
+    ("ir.program.rank_program", "ir.program.program_text"),
     ("module.planned_module", "visualize"),  # needs Graphviz, which only pictures do
     ("memory.rank_memory", "visualize"),
     ("schedules.timeline", "visualize"),
