@@ -78,7 +78,8 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
     text = README.format(mesh=mesh, size=mesh.size, own=", ".join(f"`{file}.py`" for file in used))
     (folder / "README.md").write_text(text, encoding="utf-8")
     for file, source in used.items():
-        copy(source, folder / f"{file}.py")
+        code = RELATIVE.sub(r"from \1 import", Path(source).read_text(encoding="utf-8"))  # the folder is no package
+        (folder / f"{file}.py").write_text(code, encoding="utf-8")
 
 
 RELATIVE = re.compile(r"^from \.+(?:\w+\.)*(\w+) import", re.MULTILINE)
@@ -92,22 +93,10 @@ def own_files(program: RankProgram) -> dict[str, str]:
     found = [pack.__file__, memory_ops.__file__, *(SOURCES[op] for op in called if op in SOURCES)]
     found += [inspect.getfile(function) for function in rows if function.__module__.startswith("shardfx.")]
     for source in found:
-        found += [each for each in beside(source) if each not in found]
+        imported = RELATIVE.findall(Path(source).read_text(encoding="utf-8"))
+        beside = [str(next(Path(memory_ops.__file__).parent.rglob(f"{name}.py"))) for name in imported]
+        found += [each for each in beside if each not in found]
     return {Path(source).stem: source for source in dict.fromkeys(found)}
-
-
-def beside(source: str) -> list[str]:
-    """The files that one of ours imports."""
-    return [
-        str(next(Path(memory_ops.__file__).parent.rglob(f"{name}.py")))
-        for name in RELATIVE.findall(Path(source).read_text(encoding="utf-8"))
-    ]
-
-
-def copy(source: str, target: Path) -> None:
-    """Copy a file of ours into a folder that is no package."""
-    text = Path(source).read_text(encoding="utf-8")
-    target.write_text(RELATIVE.sub(r"from \1 import", text), encoding="utf-8")
 
 
 # ---- templates

@@ -45,9 +45,8 @@ def _index(kind: str) -> int:
     bound = world.bound_device_id if world is not None else None
     if bound is not None and bound.type == kind:
         return int(bound.index)
-    local = os.environ.get("LOCAL_RANK")
-    if local is not None:
-        return int(local)
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
     module: Any = torch.get_device_module(kind)
     return int(module.current_device()) if module.is_available() else 0
 
@@ -58,30 +57,22 @@ def check_device(device: torch.device) -> None:
     Raises:
         Error: this build of torch does not serve it, there is none, or fewer than its index says.
     """
-    if device.type == "cpu":
-        return
     kind = device.type
     try:
         module: Any = torch.get_device_module(kind)
         count = int(module.device_count()) if module.is_available() else 0
     except RuntimeError:  # no module of torch serves this type
         count = 0
-    if count > (device.index or 0):
+    if kind == "cpu" or count > (device.index or 0):
         return
-    if count:
-        remedy = f"Hints(device={f'{kind}:{count - 1}'!r}), or one process for each device"
-    else:
-        remedy = "Hints(device='cpu'); or a model on meta, to plan without running: report, memory, timeline"
-    built = (
-        "" if kind != "cuda" or torch.version.cuda or torch.version.hip else ", and this torch is built without CUDA"
-    )
-    local = f", of LOCAL_RANK={os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else ""
     raise Error(
         f"there is no device {str(device)!r} here",
         where="Hints(device=...), or the device of the model's weights",
         expected="a device of this machine: " + ", ".join(["cpu", *(f"{kind}:{i}" for i in range(count))]),
-        got=f"{str(device)!r}{local}; torch.{kind}.device_count() is {count}{built}",
-        remedy=remedy,
+        got=f"{str(device)!r}; torch.{kind}.device_count() is {count}",
+        remedy=f"Hints(device={f'{kind}:{count - 1}'!r}), or one process for each device"
+        if count
+        else "Hints(device='cpu'); or a model on meta, to plan without running: report, memory, timeline",
     )
 
 

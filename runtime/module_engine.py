@@ -96,7 +96,7 @@ class MeasuredPeaks:
         self._bytes[program] = torch.cuda.max_memory_allocated(device) - before
 
 
-class ModuleEngine:
+class ModuleEngine(Engine):
     """Runs modules in the place of another engine, which still runs what is watched.
 
     Args:
@@ -117,22 +117,9 @@ class ModuleEngine:
         peaks: MeasuredPeaks | None = None,
     ) -> None:
         self.mesh, self.device = mesh, engine.device
-        self._engine, self._compiled, self._virtual, self._ending = engine, compiler(options), virtual, ending
+        self.wrapped, self._compiled, self._virtual, self._ending = engine, compiler(options), virtual, ending
         self._peaks = MeasuredPeaks() if peaks is None else peaks
         self._modules: WeakKeyDictionary[RankProgram, Any] = WeakKeyDictionary()
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Those of the engine."""
-        return self._engine.ranks
-
-    def prepare(self) -> None:
-        """As the engine does."""
-        self._engine.prepare()
-
-    def seed(self) -> Tensor:
-        """A step's seed."""
-        return self._engine.seed()
 
     def run(
         self,
@@ -142,7 +129,7 @@ class ModuleEngine:
     ) -> Mapping[int, Sequence[Tensor]]:
         """Run the modules; what is watched is run node by node."""
         if watch is not None:
-            return self._engine.run(programs, inputs, watch)
+            return super().run(programs, inputs, watch)
         with torch.no_grad(), self._peaks.during(programs.values(), self.device):
             made = {rank: self._module(program) for rank, program in programs.items()}
             rank, module = next(iter(made.items()))

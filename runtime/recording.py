@@ -1,10 +1,10 @@
-"""Measuring steps: when each rank did what of its program, by a watch that looks at every call.
+"""Measuring steps: when each rank did what of its program, by a probe that looks at every call.
 
     with pm.record("step.json") as recording:
         pm(x, y).backward()
-    recording.step, recording.bubble             # seconds, and the share in which ranks do nothing
+    recording.step, recording.bubble             # seconds, and the share in which ranks are idle
 
-On virtual ranks all work stands in one process: while one rank works, the others wait.
+On virtual ranks, which run one after another in this process, a rank is idle while another one works.
 """
 
 from __future__ import annotations
@@ -75,10 +75,8 @@ class Recording:
         for step in self._open:
             done = {rank: each for rank, each in step.items() if each.stamps}
             if done:
-                span = Span(
-                    min(each.start for each in done.values()), max(each.stamps[-1][1] for each in done.values())
-                )
-                found.append(({rank: each.row() for rank, each in done.items()}, span))
+                first, last = min(each.start for each in done.values()), max(e.stamps[-1][1] for e in done.values())
+                found.append(({rank: each.row() for rank, each in done.items()}, Span(first, last)))
         return found
 
     def close(self, everybody: Sequence[Sequence[tuple[Mapping[int, Row], Span]]]) -> None:

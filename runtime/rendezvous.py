@@ -285,9 +285,10 @@ def _deadlock(waiting: Mapping[int, Asked], groups: Groups) -> Error:
     for rank in sorted(waiting)[:4]:
         request = waiting[rank][0]
         members = groups.members(request.group, rank)
-        missing = [m for m in members if m not in waiting or waiting[m][0].group != request.group]
         if request.message:
             missing = [members[request.of_rank(members.index(rank)).origin]]
+        else:
+            missing = [m for m in members if m not in waiting or waiting[m][0].group != request.group]
         lines.append(f"rank {rank} waits in {request} for ranks {missing}")
     return Error(
         "deadlock: no group of ranks comes together",

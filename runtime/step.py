@@ -143,7 +143,13 @@ class ProgramRunner:
         with torch.no_grad(), as_current(engine.device), autocast:
             owners = self._owners(programs) if len(programs) > 1 else {}
             given = {rank: self._given(each, rank, inputs, kept, sharding, owners) for rank, each in programs.items()}
-            outs = engine.run(programs, given, watch)
+            try:
+                outs = engine.run(programs, given, watch)
+            except Error:
+                guarded = any(output.guard for each in programs.values() for output in each.outputs)
+                if kinds and guarded and self._is_alone:
+                    self.run(frozenset(), inputs)  # the guards alone, of which one may say why
+                raise
             for rank, out in outs.items():
                 check_guards(programs[rank].outputs, out)
             return self._kept(programs, outs)
@@ -253,9 +259,14 @@ class ProgramRunner:
             self._written[program] = frozenset(written)
         return self._written[program]
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether all ranks are in this process."""
+        return len(self.ranks) > 1 or self.graph.mesh.size == 1
+
     def local_shapes(self, given: Input) -> set[tuple[int, ...]]:
         """The shapes that a rank of this process may pass for an input beside the global one."""
-        if len(self.ranks) > 1 or self.graph.mesh.size == 1:
+        if self._is_alone:
             return set()
         shards = self.shards(given)
         return {shards.local_shapes[shards.by_rank[rank]] for rank in self.ranks}

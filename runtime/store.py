@@ -42,8 +42,7 @@ class Shown(Protocol):
         """A tensor of that kind, in the shard's memory."""
 
     def plain(self, tensor: Tensor) -> Tensor | None:
-        """The shard that is shown as ``tensor``, which is the shard itself where it is plain; None: it is placed
-        otherwise."""
+        """The shard that is shown as ``tensor``; None: it is placed otherwise."""
 
 
 class Store:

@@ -14,7 +14,7 @@ from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
-from shardfx.runtime.engine import Probe, on_device, seed_tensor
+from shardfx.runtime.engine import Engine, Probe, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.module_engine import compiler
 from shardfx.runtime.program_segments import segmented
@@ -39,7 +39,7 @@ def in_segments(options: Mapping[str, Any] | None) -> Callable[[RankProgram, Cal
     return lambda program, forms: segmented(program, compiler(options), forms)
 
 
-class ProcessEngine:
+class ProcessEngine(Engine):
     """Runs this process's rank as a plain function.
 
     Args:
@@ -55,7 +55,7 @@ class ProcessEngine:
         self.device, self.rank = device, dist.get_rank()
         self._by_stream = by_stream(device)
         self._graph, self._ready, self._write = graph, False, write
-        self._outbox = messages.StreamOutbox() if self._by_stream else messages.Outbox()
+        self._outbox = messages.Outbox(self._by_stream)
         self._sources: WeakKeyDictionary[RankProgram, ProgramSource] = WeakKeyDictionary()
         self._inboxes: WeakKeyDictionary[RankProgram, messages.Inbox] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()

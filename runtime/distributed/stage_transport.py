@@ -30,6 +30,9 @@ FORTH, BACK = "/forth", "/back"
 """Behind the name of a group: those of the same ranks in which messages go to higher places, and to lower ones."""
 
 
+Sent = tuple[dist.Work, Tensor]
+
+
 class Receipt:
     """A message under way to this rank."""
 
@@ -40,34 +43,6 @@ class Receipt:
         """What was sent."""
         self.work.wait()
         return self.into
-
-
-class StreamOutbox:
-    """What this rank has sent by a stream: kept until the end of the step, where what it computes next waits for it."""
-
-    def __init__(self) -> None:
-        self._sent: list[tuple[dist.Work, Tensor]] = []
-
-    def send(self, x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
-        """Start to send (:func:`shardfx.ir.ops.loop.stage_transfer.send`), behind what was sent before."""
-        held = x.contiguous()
-        work = dist.isend(held, group=one_way(group, peers(group).rank(), to), group_dst=to)
-        assert work is not None
-        self._sent.append((work, held))
-
-    def __deepcopy__(self, memo: dict[int, object]) -> StreamOutbox:
-        """An empty one: what is under way is this one's."""
-        return StreamOutbox()
-
-    def empty(self) -> None:
-        """What is computed from now on waits for all that was sent."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
-
-    def forget(self) -> None:
-        """Let go of all, for those who were to get it are gone."""
-        self._sent.clear()
 
 
 Asked = tuple[Sequence[int], torch.dtype, str, int, int, int, str]
@@ -148,42 +123,51 @@ class Inbox:
 
 
 class Outbox:
-    """What this rank has sent on gloo, until it has arrived. Gloo says that only to one who waits for it: a thread
-    does, and releases what has arrived."""
+    """What this rank has sent, until it has arrived. On streams what is computed behind the step waits for that. Gloo
+    says it only to one who waits: a thread does, and releases what has arrived."""
 
-    def __init__(self) -> None:
-        self._sent: Queue[tuple[dist.Work, Tensor]] | None = None
+    def __init__(self, by_stream: bool = False) -> None:
+        self._by_stream = by_stream
+        self._sent: list[Sent] = []
+        self._thread: Queue[Sent] | None = None
         self._failed: list[RuntimeError] = []
 
     def send(self, x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
         """Start to send (:func:`shardfx.ir.ops.loop.stage_transfer.send`)."""
         held = x.contiguous()
-        work = dist.isend(held, group=peers(group), group_dst=to, tag=number(tag, iteration))
+        if self._by_stream:
+            work = dist.isend(held, group=one_way(group, peers(group).rank(), to), group_dst=to)
+        else:
+            work = dist.isend(held, group=peers(group), group_dst=to, tag=number(tag, iteration))
         assert work is not None
-        if shares_memory(group):  # a copy is on its way
-            return
-        if self._sent is None:
-            self._sent, self._failed = Queue(), []
-            threading.Thread(target=_arrive, args=(self._sent, self._failed), daemon=True).start()
-        self._sent.put((work, held))
+        if self._by_stream:
+            self._sent.append((work, held))
+        elif not shares_memory(group):  # where a copy is on its way
+            if self._thread is None:
+                self._thread, self._failed = Queue(), []
+                threading.Thread(target=_arrive, args=(self._thread, self._failed), daemon=True).start()
+            self._thread.put((work, held))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Outbox:
         """An empty one: what is under way is this one's."""
-        return Outbox()
+        return Outbox(self._by_stream)
 
     def empty(self) -> None:
-        """Return when all has arrived."""
-        if self._sent is not None:
-            self._sent.join()
+        """Return when all has arrived, or a stream waits for that."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+        if self._thread is not None:
+            self._thread.join()
         if self._failed:
             raise self._failed[0]
 
     def forget(self) -> None:
         """Forget all, for those who were to get it are gone."""
-        self._sent, self._failed = None, []
+        self._sent, self._thread, self._failed = [], None, []
 
 
-def _arrive(sent: Queue[tuple[dist.Work, Tensor]], failed: list[RuntimeError]) -> None:
+def _arrive(sent: Queue[Sent], failed: list[RuntimeError]) -> None:
     """Wait for one message after the other."""
     while True:
         work, held = sent.get()
