@@ -67,7 +67,6 @@ _lock = threading.RLock()
 _refused: list[str] = []
 """What this rank is to tell the others at its next call."""
 _stores: WeakSet[ProcessStore] = WeakSet()
-_hooks: list[Any] = []
 
 
 class ProcessPeers(Peers):
@@ -92,12 +91,10 @@ class ProcessPeers(Peers):
         return made
 
     def holds(self, store: Store) -> None:
-        """Note the store, and have the steps of optimizers of its parameters noted."""
+        """Note the store; steps of optimizers of its parameters are noted from now on."""
         assert isinstance(store, ProcessStore)
         self._store = store
         _stores.add(store)
-        if not _hooks:
-            _hooks.append(register_optimizer_step_post_hook(_note_step))
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -248,6 +245,9 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             store.history[f"{type(optimizer).__name__} stepped with " + ", and with ".join(settings)] += 1
 
 
+register_optimizer_step_post_hook(_note_step)
+
+
 def _settings(group: Mapping[str, Any]) -> str:
     """The options of a group of parameters that are switched on."""
     plain, found = (bool, int, float, str), []
@@ -326,9 +326,8 @@ def _differ(every: Sequence[Mapping[str, str]]) -> list[str]:
 
 def other_plans(every: Sequence[Subjects]) -> Error:
     """Ranks made other plans: the first line that differs."""
-    subject = next(name for name in every[0] if any(each[name] != every[0][name] for each in every))
-    rows = itertools.zip_longest(*(each[subject] for each in every), fillvalue="no more")
-    first = next(row for row in rows if len({*map(_compared, row)}) > 1)
+    rows = ((n, row) for n in every[0] for row in itertools.zip_longest(*(e[n] for e in every), fillvalue="no more"))
+    subject, first = next((name, row) for name, row in rows if len({*map(_compared, row)}) > 1)
     return Error(
         "the ranks have made different plans",
         where=f"rank {dist.get_rank()}; parallelize(...), or a call that needs a new specialization",
@@ -342,22 +341,15 @@ def other_plans(every: Sequence[Subjects]) -> Error:
 def other_inputs(given: RankInput, alike: Sequence[Sequence[int]]) -> Error:
     """An input that should be the same on several ranks, and is not."""
     whole, part = given.whole, given.part
-    if given.shard >= 0:
-        remedy = "ranks that hold the same part of the batch pass the same: let samplers depend on the data axes alone"
-    elif part == whole:
-        remedy = "no axis shards this input: its ranks work on one batch, so let all pass the same"
-    else:
-        larger = tuple(w * (w // p) if p and w != p else w for w, p in zip(whole, part, strict=True))
-        remedy = (
-            f"pass the same batch on all ranks, or each rank its own part of it, {part}; for a batch of {whole} on "
-            f"each rank, as with DDP, parallelize with example inputs of about {larger}"
-        )
     return Error(
         "ranks pass different batches as the same one",
         where=f"pm(...), {given.name!r}",
         expected=f"the global batch {whole}, the same on all ranks" if given.shard < 0 else f"the same part {part}",
         got="contents differ between " + " and ".join(named(ranks) for ranks in alike[:SHOWN]),
-        remedy=remedy,
+        remedy="ranks that work on the same part of the batch pass the same: let samplers depend on the data axes alone"
+        if given.shard >= 0 or part == whole
+        else f"pass the same batch on all ranks, or each rank its own part of it, {part}; where each has a batch of "
+        f"{whole} of its own, as with DDP, parallelize with example inputs of all ranks' rows together",
     )
 
 
