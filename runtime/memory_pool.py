@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ import torch
 from shardfx.ir.program.store_layout import choose_buffer
 
 Tensor = torch.Tensor
-_number = count()
 
 
 @dataclass
@@ -69,6 +67,5 @@ class MemoryPool:
 
 
 def _use_count(storage: Any) -> int:
-    """How many tensors share a storage; where torch does not say, always another number."""
-    known = getattr(torch._C, "_storage_Use_Count", None)
-    return int(known(storage._cdata)) if known is not None else next(_number)
+    """How many tensors share a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))

@@ -7,7 +7,7 @@ with stages of a pipeline or offloaded values (:func:`shardfx.runtime.distribute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -66,36 +66,6 @@ def ending_alone() -> Iterator[None]:
         raise failed(0, None, error) from error
 
 
-MEASURED_RUN = 2
-
-
-class MeasuredPeaks:
-    """The peaks of compiled programs on CUDA, in bytes beyond the inputs, measured at their second run: the first one
-    compiles and tunes kernels. Other memory of the process is not counted. ``torch.cuda.reset_peak_memory_stats`` is
-    called before."""
-
-    def __init__(self) -> None:
-        self._runs: WeakKeyDictionary[RankProgram, int] = WeakKeyDictionary()
-        self._bytes: WeakKeyDictionary[RankProgram, int] = WeakKeyDictionary()
-
-    def of(self, program: RankProgram | None) -> int | None:
-        """The bytes; None where they are not known, or not yet."""
-        return self._bytes.get(program) if program is not None else None
-
-    @contextmanager
-    def during(self, programs: Collection[RankProgram], device: torch.device) -> Iterator[None]:
-        """Within, programs run on a device; one that has it for itself is measured."""
-        program = next(iter(programs))
-        runs = self._runs[program] = self._runs.get(program, 0) + 1
-        if device.type != "cuda" or runs != MEASURED_RUN or len(programs) > 1:
-            yield
-            return
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield
-        self._bytes[program] = torch.cuda.max_memory_allocated(device) - before
-
-
 class ModuleEngine(Engine):
     """Runs modules in the place of another engine, which still runs what is watched.
 
@@ -104,7 +74,6 @@ class ModuleEngine(Engine):
         options: of ``torch.compile``; None: modules run as they are.
         virtual: whether the ranks are virtual.
         ending: the context in which a rank runs that meets no other here: a real one tells the others how it ends.
-        peaks: takes down the peaks of programs that run alone on their device.
     """
 
     def __init__(
@@ -114,11 +83,9 @@ class ModuleEngine(Engine):
         options: Mapping[str, Any] | None,
         virtual: bool = True,
         ending: Callable[[], AbstractContextManager[None]] = ending_alone,
-        peaks: MeasuredPeaks | None = None,
     ) -> None:
         self.mesh, self.device = mesh, engine.device
         self.wrapped, self._compiled, self._virtual, self._ending = engine, compiler(options), virtual, ending
-        self._peaks = MeasuredPeaks() if peaks is None else peaks
         self._modules: WeakKeyDictionary[RankProgram, Any] = WeakKeyDictionary()
 
     def run(
@@ -130,7 +97,7 @@ class ModuleEngine(Engine):
         """Run the modules; what is watched is run node by node."""
         if watch is not None:
             return super().run(programs, inputs, watch)
-        with torch.no_grad(), self._peaks.during(programs.values(), self.device):
+        with torch.no_grad():
             made = {rank: self._module(program) for rank, program in programs.items()}
             rank, module = next(iter(made.items()))
             if isinstance(module, ProgramSource):

@@ -92,10 +92,6 @@ class ProgramRunner:
         """Whether programs for these outputs were asked for here."""
         return kinds in self._programs
 
-    def ran(self, rank: int, kinds: Kinds) -> RankProgram | None:
-        """The program of a rank that was asked for here, if one was."""
-        return self._programs.get(kinds, {}).get(rank)
-
     def put(self, rank: int, kinds: Kinds, program: RankProgram) -> None:
         """Run ``program`` on a rank from now on."""
         self.changed[rank, kinds] = program

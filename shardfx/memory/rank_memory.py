@@ -75,8 +75,6 @@ class RankMemory:
     sizes: Sizes = NO_SIZES
     resized: Callable[[dict[str, Fraction]], RankMemory] | None = None
     """Plans the same for other ``sizes``."""
-    measured: int | None = None
-    """What a compiled program held at its peak on CUDA beyond what it was given; None: not measured."""
     compiled: bool = False
     """Whether ``torch.compile`` plans the program's memory."""
 
@@ -92,11 +90,6 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The bytes that are there when most is: predicted, or measured where that is known."""
-        return self.predicted if self.measured is None else sum(held.nbytes for held in self.given) + self.measured
-
-    @property
-    def predicted(self) -> int:
         """The bytes that are there when most is, from the program alone: of a compiled one without elementwise values,
         which its kernels compute where they are used."""
         return sum(held.nbytes for held in self.given) + self.footprint.peak.nbytes
@@ -104,8 +97,6 @@ class RankMemory:
     @property
     def basis(self) -> str:
         """What the peak is based on, in words."""
-        if self.measured is not None:
-            return f"measured; predicted are {size_text(self.predicted)}"
         return "predicted; torch.compile plans memory itself" if self.compiled else "predicted"
 
     @cached_property
@@ -231,16 +222,16 @@ class RankMemory:
         from shardfx.visualize import MemoryCurve, draw_memory, draw_memory_of_plans
 
         beside_it = f", {size_text(self.host)} offloaded" if self.host else ""
-        shown = title or f"Memory of rank {self.rank}: {size_text(self.predicted)} at most{beside_it}"
+        shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most{beside_it}"
         if beside:
             named = {"this plan": self, **beside}
             lines = {
-                name: MemoryCurve([sum(at.values()) for at in each.course], each._phases, each.predicted)
+                name: MemoryCurve([sum(at.values()) for at in each.course], each._phases, each.peak)
                 for name, each in named.items()
             }
             return draw_memory_of_plans(lines, path, title or f"Memory of rank {self.rank} by plan")
         names = [str(held) for held in self.at_peak[:8]]
-        return draw_memory(self.course, self._phases, self._top, self.predicted, names, path, shown, self._beside)
+        return draw_memory(self.course, self._phases, self._top, self.peak, names, path, shown, self._beside)
 
     @property
     def _phases(self) -> list[str]:

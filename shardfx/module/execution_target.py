@@ -25,7 +25,7 @@ from shardfx.runtime.distributed.groups import by_stream, check_size, is_dry_run
 from shardfx.runtime.distributed.peer_failure import ending_compiled
 from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
-from shardfx.runtime.module_engine import MeasuredPeaks, ModuleEngine, ending_alone
+from shardfx.runtime.module_engine import ModuleEngine, ending_alone
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import Store
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
@@ -189,8 +189,8 @@ class ExecutionTarget:
 
         return ProcessPeers()
 
-    def make_compiled(self, graph: Graph, options: CompileOptions, peaks: MeasuredPeaks) -> Engine:
-        """An engine that runs programs as modules, through ``torch.compile``, and measures their peaks."""
+    def make_compiled(self, graph: Graph, options: CompileOptions) -> Engine:
+        """An engine that runs programs as modules, through ``torch.compile``."""
         apart = not self.virtual and (graph.pipeline is not None or any(map(moves_pool, graph.nodes)))
         if apart:  # a compiled send would wait until it is received, and a copy be planned anew
             from shardfx.runtime.distributed.process_engine import ProcessEngine, in_segments
@@ -202,7 +202,6 @@ class ExecutionTarget:
             options.of_torch,
             self.virtual,
             ending_alone if self.virtual else ending_compiled,
-            peaks,
         )
         return GraphEngine(engine, cuda_graphs(self.device)) if options.cuda_graphs else engine
 

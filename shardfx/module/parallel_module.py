@@ -100,7 +100,7 @@ class ParallelModule(PlannedModule):
     def _compile(self, programs: Programs, options: CompileOptions) -> None:
         place, compiled = self._target, programs.compiled
         programs.compile_with(
-            lambda peaks: place.make_compiled(compiled.after, options, peaks), place.own_rank_passes(compiled.hints)
+            lambda: place.make_compiled(compiled.after, options), place.own_rank_passes(compiled.hints)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:

@@ -148,9 +148,7 @@ class PlannedModule(ProxyRoot):
         if self.schedule is not None or measured is not None:
             when = Timing(timeline, measured, self._target.virtual)
         footprint = replayed(program)
-        made = make_report(self._compiled, program, timeline, footprint, machine, self._programs.warnings(), when)
-        peak = self._programs.measured(0, self._programs.kinds())
-        return replace(made, memory=replace(made.memory, measured=peak))
+        return make_report(self._compiled, program, timeline, footprint, machine, self._programs.warnings(), when)
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
         """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``. The peak is
@@ -215,9 +213,8 @@ class PlannedModule(ProxyRoot):
     def _memory(self, programs: Programs, rank: int, kinds: Kinds) -> RankMemory:
         with no_collection():
             program = programs.running(rank, kinds)
-            compiled = programs.peaks is not None
-            footprint = replay(program, self._transport, compiled=compiled)
-        return RankMemory(program, footprint, measured=programs.measured(rank, kinds), compiled=compiled)
+            footprint = replay(program, self._transport, compiled=programs.is_compiled)
+        return RankMemory(program, footprint, compiled=programs.is_compiled)
 
     @property
     def _transport(self) -> Transport:

@@ -27,7 +27,6 @@ from shardfx.module.rule_checks import with_rules
 from shardfx.passes.rank import BUILT_IN, RankContext, RankPass, built_in, run_rank_passes
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.export_programs import write_rank, write_shared
-from shardfx.runtime.module_engine import MeasuredPeaks
 from shardfx.runtime.step import Kinds, ProgramRunner
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.plan_proof import ProgramRequest
@@ -104,7 +103,7 @@ class Programs:
         """What rank passes noted, each once."""
         self.pulls = compiled.hints.loss is product
         """Whether the plan is for given gradients of the results."""
-        self.peaks: MeasuredPeaks | None = None
+        self.is_compiled = False
         """Of programs whose memory torch.compile plans."""
         self.unproven: set[int] = set()
         """Ranks that run programs which nobody has proven."""
@@ -245,16 +244,10 @@ class Programs:
         ]
         return [*self.notes, *unproven]
 
-    def compile_with(self, make_engine: Callable[[MeasuredPeaks], Engine], user: Sequence[RankPass]) -> None:
-        """From now on programs whose memory torch.compile plans, run by another engine, which measures their peaks."""
-        self.rank_passes = (*built_in(self.device, compiled=True), *user)
-        peaks = self.peaks = MeasuredPeaks()
-        self.step.renew(lambda: make_engine(peaks))
-
-    def measured(self, rank: int, kinds: Kinds) -> int | None:
-        """The bytes that a compiled program held at its peak beyond what it was given; None where they are not
-        known."""
-        return self.peaks.of(self.step.ran(rank, kinds)) if self.peaks is not None else None
+    def compile_with(self, make_engine: Callable[[], Engine], user: Sequence[RankPass]) -> None:
+        """From now on programs whose memory torch.compile plans, run by another engine."""
+        self.rank_passes, self.is_compiled = (*built_in(self.device, compiled=True), *user), True
+        self.step.renew(make_engine)
 
     def reject_changed(self, device: torch.device) -> None:
         """Raise where somebody's programs would have to run on another kind of device.

@@ -39,8 +39,6 @@ class Memory:
     """What an iteration of each loop axis holds at its peak."""
     arena: ArenaUse | None = None
     """Where the program's own buffers and temporaries lie in one memory: of what size."""
-    measured: int | None = None
-    """What a compiled program held at its peak on CUDA, on top of what is there all the time; None: not measured."""
 
     @property
     def activations(self) -> int:
@@ -49,10 +47,9 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """parameters + buffers + states + inputs + constants + what the program holds at the worst moment, which is
-        predicted, or measured where that is known."""
-        made = self.peak.nbytes if self.measured is None else self.measured
-        return self.parameters + self.buffers + self.states + self.inputs + self.constants + made
+        """parameters + buffers + states + inputs + constants + what the program holds at the worst moment."""
+        held = self.parameters + self.buffers + self.states + self.inputs + self.constants
+        return held + self.peak.nbytes
 
     @property
     def end_bytes(self) -> int:

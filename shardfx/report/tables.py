@@ -72,7 +72,7 @@ def _memory(report: Report) -> list[RenderableType]:
     node = peak.node
     at = f"in %{node.name} = {op_name(node.op)} {node.where}" if node is not None else ""
     made.add_section()
-    how = f"their sum, {at}".rstrip(", ") if memory.measured is None else "measured; the rows above are predicted"
+    how = f"their sum, {at}".rstrip(", ")
     made.add_row(Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(how))
     for iteration in memory.iterations:
         name, held = (

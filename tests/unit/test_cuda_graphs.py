@@ -46,8 +46,8 @@ def graphed(pm: sx.ParallelModule, monkeypatch: pytest.MonkeyPatch) -> list[Doub
     monkeypatch.setattr(Double, "made", [], raising=False)
     make, options = type(pm._target).make_compiled, CompileOptions({"backend": "eager"})
 
-    def make_graphed(self: Any, graph: Any, _: Any, peaks: Any) -> GraphEngine:
-        return GraphEngine(make(self, graph, options, peaks), Double)  # type: ignore[arg-type]
+    def make_graphed(self: Any, graph: Any, _: Any) -> GraphEngine:
+        return GraphEngine(make(self, graph, options), Double)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(pm._target), "make_compiled", make_graphed)
     pm.compile(backend="eager")
