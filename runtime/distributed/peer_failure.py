@@ -35,15 +35,6 @@ def ending_together(what: str = "") -> Iterator[None]:
         raise ended(None, error, what) from error
 
 
-@contextmanager
-def ending_compiled() -> Iterator[None]:
-    """The scope of a compiled program: if it raises, or a collective breaks, an error says so, and the others hear."""
-    try:
-        yield
-    except Exception as error:
-        raise ended(None, error, "a collective of the compiled program" if _is_broken(error) else "") from error
-
-
 def exchange(mine: Sequence[int], what: str) -> list[list[int]]:
     """All-gather as many numbers of 64 bits from every CPU rank; by rank."""
     group = the_cpu_group()
@@ -66,6 +57,8 @@ def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
     rank, row = dist.get_rank(), row_of(node.target) if node is not None else None
     if is_dry_run():
         return failed(rank, node, error)
+    if node is None and not what and _is_broken(error):
+        what = "a collective of the compiled program"
     waits = row is not None and row.name == "c10d.wait_tensor"
     communicates = waits or (row is not None and row.group is not None)
     leave_groups()

@@ -14,10 +14,9 @@ from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
+from shardfx.runtime.compiled_programs import Write
 from shardfx.runtime.engine import Engine, Probe, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
-from shardfx.runtime.module_engine import compiler
-from shardfx.runtime.program_segments import segmented
 
 from . import stage_transport as messages
 from .groups import axes_of, by_stream, is_dry_run, make_groups, share_memory
@@ -34,24 +33,10 @@ def wait(started: Any) -> Tensor:
     return done
 
 
-def in_segments(options: Mapping[str, Any] | None) -> Callable[[RankProgram, CallOverrides], ProgramSource]:
-    """How a :class:`ProcessEngine` runs programs through ``torch.compile``: segments between what ranks do together."""
-    return lambda program, forms: segmented(program, compiler(options), forms)
-
-
 class ProcessEngine(Engine):
-    """Runs this process's rank as a plain function.
+    """Runs this process's rank as a plain function."""
 
-    Args:
-        write: makes of a program what runs.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        device: torch.device,
-        write: Callable[[RankProgram, CallOverrides], ProgramSource] = write_source,
-    ) -> None:
+    def __init__(self, graph: Graph, device: torch.device, write: Write = write_source) -> None:
         self.device, self.rank = device, dist.get_rank()
         self._by_stream = by_stream(device)
         self._graph, self._ready, self._write = graph, False, write

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +13,8 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
-from shardfx.runtime.engine import Engine, Probe, RankProbe, on_device, seed_tensor
+from shardfx.runtime.compiled_programs import Write
+from shardfx.runtime.engine import Engine, Probe, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.rendezvous import Request, run
 
@@ -23,14 +23,12 @@ Tensor = torch.Tensor
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Virtual ranks run one after another, on small tensors: threads within an op would only get in one another's way.
-
-    The number of threads is the process's: one run at a time sets it, and puts it back.
-    """
+def one_at_a_time(ranks: int) -> Iterator[None]:
+    """The scope of a run. Several virtual ranks run one after another, on small tensors, for which threads within an op
+    gain nothing; the number of threads is the process's."""
     with _running:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        torch.set_num_threads(1 if ranks > 1 else threads)
         try:
             yield
         finally:
@@ -43,8 +41,8 @@ _running = threading.RLock()
 class VirtualEngine(Engine):
     """Runs every rank's program as a coroutine, up to its next collective (:mod:`shardfx.runtime.rendezvous`)."""
 
-    def __init__(self, mesh: Mesh, device: torch.device | None = None) -> None:
-        self.mesh, self.device = mesh, device or torch.device("cpu")
+    def __init__(self, mesh: Mesh, device: torch.device | None = None, write: Write = write_source) -> None:
+        self.mesh, self.device, self._write = mesh, device or torch.device("cpu"), write
         self._sources: WeakKeyDictionary[RankProgram, ProgramSource] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
@@ -73,14 +71,14 @@ class VirtualEngine(Engine):
             pool.next_step()
             if watch is not None:
                 watchers[rank] = watch.watch(rank)
-                sources[rank] = as_coroutine(program, pool, watchers[rank])
+                sources[rank] = write_source(program, _overrides(pool), watchers[rank])
                 continue
             if program not in self._sources:
-                self._sources[program] = as_coroutine(program, pool)
+                self._sources[program] = self._write(program, _overrides(pool))
             sources[rank] = self._sources[program]
         for rank, watcher in watchers.items():
             watcher.inputs(programs[rank].inputs, inputs[rank])
-        with torch.no_grad(), one_thread():
+        with torch.no_grad(), one_at_a_time(len(programs)):
             return run(sources, inputs, self.mesh)
 
 
@@ -88,11 +86,7 @@ def _here(x: Tensor) -> Tensor:
     return x
 
 
-def as_coroutine(program: RankProgram, pool: MemoryPool, watch: RankProbe | None = None) -> ProgramSource:
-    """The program as a generator function on the memory of a pool; ``watch`` is shown every result."""
-    instead: dict[Any, Callable[..., Any]] = {
-        c10d.wait_tensor.default: _here,
-        memory_ops.empty: pool.empty,
-        memory_ops.arena: pool.arena,
-    }
-    return write_source(program, CallOverrides(instead, Request.of), watch)
+def _overrides(pool: MemoryPool) -> CallOverrides:
+    """How virtual ranks do what they do together: a generator asks for it; memory is that of a pool."""
+    memory = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
+    return CallOverrides({c10d.wait_tensor.default: _here, **memory}, Request.of)

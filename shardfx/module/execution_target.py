@@ -18,14 +18,14 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pools.pool_ops import moves_pool
+from shardfx.ir.program.source import write_source
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
+from shardfx.runtime.compiled_programs import Write, as_module, in_segments
 from shardfx.runtime.cuda_graphs import GraphEngine, cuda_graphs
 from shardfx.runtime.distributed.groups import by_stream, check_size, is_dry_run, share_memory
-from shardfx.runtime.distributed.peer_failure import ending_compiled
 from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
-from shardfx.runtime.module_engine import ModuleEngine, ending_alone
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import Store
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
@@ -173,13 +173,13 @@ class ExecutionTarget:
         check_messages(graph, self.device)
         return ProcessStore(graph, self.device)
 
-    def make_engine(self, graph: Graph) -> Engine:
-        """An engine that runs the programs of a planned graph."""
+    def make_engine(self, graph: Graph, write: Write = write_source) -> Engine:
+        """An engine that runs the programs of a planned graph, as ``write`` makes them."""
         if self.virtual:
-            return VirtualEngine(graph.mesh, self.device)
+            return VirtualEngine(graph.mesh, self.device, write)
         from shardfx.runtime.distributed.process_engine import ProcessEngine
 
-        return ProcessEngine(graph, self.device)
+        return ProcessEngine(graph, self.device, write)
 
     def make_peers(self) -> Peers:
         """The other ranks, to a parallel module that is to be planned. All of them call it alike."""
@@ -190,19 +190,10 @@ class ExecutionTarget:
         return ProcessPeers()
 
     def make_compiled(self, graph: Graph, options: CompileOptions) -> Engine:
-        """An engine that runs programs as modules, through ``torch.compile``."""
-        apart = not self.virtual and (graph.pipeline is not None or any(map(moves_pool, graph.nodes)))
-        if apart:  # a compiled send would wait until it is received, and a copy be planned anew
-            from shardfx.runtime.distributed.process_engine import ProcessEngine, in_segments
-
-            return ProcessEngine(graph, self.device, in_segments(options.of_torch))
-        engine = ModuleEngine(
-            self.make_engine(graph),
-            graph.mesh,
-            options.of_torch,
-            self.virtual,
-            ending_alone if self.virtual else ending_compiled,
-        )
+        """An engine that runs programs through ``torch.compile``."""
+        apart = self.virtual or graph.pipeline is not None or any(map(moves_pool, graph.nodes))
+        write = (in_segments if apart else as_module)(options.of_torch)  # a compiled send would wait for its receiver
+        engine = self.make_engine(graph, write)
         return GraphEngine(engine, cuda_graphs(self.device)) if options.cuda_graphs else engine
 
     @property

@@ -25,7 +25,7 @@ IN_FUNCTIONS = {
     ("schedules.timeline", "visualize"),
     ("images.receptive_field", "visualize"),
     ("report.figures", "report.tables"),  # need rich, which only what is printed does
-    ("runtime.module_engine", "runtime.inductor_passes"),  # needs Inductor, which only pm.compile() does
+    ("runtime.compiled_programs", "runtime.inductor_passes"),  # needs Inductor, which only pm.compile() does
     ("module.execution_target", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
     ("module.execution_target", "runtime.distributed.process_engine"),
     ("module.execution_target", "runtime.distributed.process_peers"),

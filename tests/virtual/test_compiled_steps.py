@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfx as sx
+from shardfx.runtime.compiled_programs import in_order
 from shardfx.runtime.inductor_passes import OPTIONS
-from shardfx.runtime.module_engine import ModuleEngine, in_order
+from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 from tests.on_gpu import allocated
 from tests.plans import MESHES
 from tests.stepped import KINDS, alone, apart, batches, small_plan
@@ -40,13 +41,13 @@ class _Calls(TorchDispatchMode):
 @contextmanager
 def outside_of_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Calls]:
     """The ops that a step dispatches beside its compiled program."""
-    calls, run = _Calls(), ModuleEngine.run
+    calls, run = _Calls(), VirtualEngine.run
 
-    def apart_from(self: ModuleEngine, *args: Any) -> Any:
+    def apart_from(self: VirtualEngine, *args: Any) -> Any:
         with torch.utils._python_dispatch._disable_current_modes():
             return run(self, *args)
 
-    monkeypatch.setattr(ModuleEngine, "run", apart_from)
+    monkeypatch.setattr(VirtualEngine, "run", apart_from)
     with pytest.warns(sx.ShardfxWarning, match="sees the ops of the ranks' programs"), calls:
         yield calls
 

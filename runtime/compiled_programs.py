@@ -1,19 +1,21 @@
-"""A program as segments between what ranks do together, each compiled alone, and a driver in Python.
+"""Programs through ``torch.compile``: as one module, or as segments between what ranks do together.
 
-x = c10d.wait_tensor(receive)              received: as it is
-h = aten.addmm(b, x, w)
-y = aten.relu(h)                     ->    y = segment(b, x, w)
-stage.send(y, 1, 0, iteration, ...)             sent: as it is
+    x = c10d.wait_tensor(receive)              received: as it is
+    h = aten.addmm(b, x, w)
+    y = aten.relu(h)                     ->    y = segment(b, x, w)
+    stage.send(y, 1, 0, iteration, ...)             sent: as it is
 
-What ranks do together is done as an engine does it (:class:`shardfx.ir.program.source.CallOverrides`), and so is what
-depends on the number of an iteration: a segment is the same module in each iteration of its loop. Copies between
-memories stand alone, too, for ``torch.compile`` would plan that memory as any other.
+A real rank runs its program as one module, collectives and all; real ranks with stages of a pipeline or offloaded
+values, and virtual ranks, run segments, and a driver in Python. What ranks do together is done as an engine does it
+(:class:`shardfx.ir.program.source.CallOverrides`), and so is what depends on the number of an iteration: a segment is
+the same module in each iteration of its loop. Copies between memories stand alone, too, for ``torch.compile`` would
+plan that memory as any other.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +28,37 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 
 c10d = torch.ops._c10d_functional
+Write = Callable[[RankProgram, CallOverrides], ProgramSource]
+"""Makes of a program what an engine runs."""
+
+
+def compiler(options: Mapping[str, Any]) -> Callable[[fx.GraphModule], Any]:
+    """What runs a module: ``torch.compile`` with some options."""
+    given = in_order(options)
+    return lambda module: torch.compile(module, **given)
+
+
+def in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options of ``torch.compile`` with those for whole steps (:data:`.inductor_passes.OPTIONS`), where they are
+    Inductor's; a mode is written out as its own options."""
+    mode, own = options.get("mode"), options.get("options")
+    if options.get("backend", "inductor") != "inductor" or (mode is not None and own is not None):
+        return options
+    from .inductor_passes import OPTIONS  # Inductor, whose import takes long, is needed here alone
+
+    of_mode = {} if mode is None else torch._inductor.list_mode_options(mode, options.get("dynamic"))
+    rest = {name: option for name, option in options.items() if name != "mode"}
+    return {**rest, "options": {**OPTIONS, **of_mode, **(own or {})}}
+
+
+def as_module(options: Mapping[str, Any]) -> Write:
+    """Programs as one module each."""
+    return lambda program, forms: ProgramSource("", compiler(options)(program.module()), (), (), "")
+
+
+def in_segments(options: Mapping[str, Any]) -> Write:
+    """Programs as segments."""
+    return lambda program, forms: segmented(program, compiler(options), forms)
 
 
 def stands_alone(node: fx.Node) -> bool:
