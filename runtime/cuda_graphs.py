@@ -122,17 +122,18 @@ class GraphedStep:
         return [result if result.data_ptr() in stored else result.clone() for result in results]
 
 
-class GraphEngine(Engine):
+class GraphEngine:
     """Runs whole steps of an engine of one rank as graphs that ``make_graph`` makes, and everything else as it does."""
 
     def __init__(self, engine: Engine, make_graph: Callable[[], CudaGraph]) -> None:
         self.device = engine.device
-        self.wrapped, self._make_graph = engine, make_graph
+        self._engine, self._make_graph = engine, make_graph
         self._steps: WeakKeyDictionary[RankProgram, GraphedStep] = WeakKeyDictionary()
+        self.ranks, self.prepare, self.seed = engine.ranks, engine.prepare, engine.seed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphEngine:
         """That of a copy of the module, which lies elsewhere."""
-        return GraphEngine(copy.deepcopy(self.wrapped, memo), self._make_graph)
+        return GraphEngine(copy.deepcopy(self._engine, memo), self._make_graph)
 
     def run(
         self,
@@ -147,13 +148,13 @@ class GraphEngine(Engine):
         """
         ((rank, program),) = programs.items()
         if watch is not None or not any(output.kind.is_stepped for output in program.outputs):
-            return self.wrapped.run(programs, inputs, watch)
+            return self._engine.run(programs, inputs, watch)
         given, step = inputs[rank], self._steps.get(program)
         if step is None or not step.fits(given):
             step = self._steps[program] = GraphedStep(program, given, self.device, self._make_graph())
 
         def work(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return self.wrapped.run(programs, {rank: tensors})[rank]
+            return self._engine.run(programs, {rank: tensors})[rank]
 
         with torch.no_grad():
             return {rank: step.run(given, work)}

@@ -36,24 +36,20 @@ class Probe(Protocol):
         """One for each rank."""
 
 
-class Engine:
-    """Runs programs, as a wrapped engine does where a method does not say otherwise."""
+class Engine(Protocol):
+    """Runs programs."""
 
     device: torch.device
-    wrapped: Engine
 
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks that run in this process."""
-        return self.wrapped.ranks
 
     def prepare(self) -> None:
         """What the processes of a job do together before their first run; again it does nothing."""
-        self.wrapped.prepare()
 
     def seed(self) -> Tensor:
         """A step's seed, the same on all ranks; ``torch.manual_seed`` makes it reproducible."""
-        return self.wrapped.seed()
 
     def run(
         self,
@@ -66,7 +62,6 @@ class Engine:
         Raises:
             Error: a program raises, or members of a group ask for different collectives.
         """
-        return self.wrapped.run(programs, inputs, watch)
 
 
 def seed_tensor() -> Tensor:

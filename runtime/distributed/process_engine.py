@@ -15,7 +15,7 @@ from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 from shardfx.runtime.compiled_programs import Write
-from shardfx.runtime.engine import Engine, Probe, on_device, seed_tensor
+from shardfx.runtime.engine import Probe, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 
 from . import stage_transport as messages
@@ -33,7 +33,7 @@ def wait(started: Any) -> Tensor:
     return done
 
 
-class ProcessEngine(Engine):
+class ProcessEngine:
     """Runs this process's rank as a plain function."""
 
     def __init__(self, graph: Graph, device: torch.device, write: Write = write_source) -> None:

@@ -14,7 +14,7 @@ from shardfx.ir.ops import memory_ops
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 from shardfx.runtime.compiled_programs import Write
-from shardfx.runtime.engine import Engine, Probe, on_device, seed_tensor
+from shardfx.runtime.engine import Probe, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.rendezvous import Request, run
 
@@ -38,7 +38,7 @@ def one_at_a_time(ranks: int) -> Iterator[None]:
 _running = threading.RLock()
 
 
-class VirtualEngine(Engine):
+class VirtualEngine:
     """Runs every rank's program as a coroutine, up to its next collective (:mod:`shardfx.runtime.rendezvous`)."""
 
     def __init__(self, mesh: Mesh, device: torch.device | None = None, write: Write = write_source) -> None:
