@@ -1,20 +1,16 @@
-"""A pass of Inductor for whole training steps: values that are stored once, and updates where their gradients are.
+"""A pass of Inductor for whole training steps: values that are stored once.
 
 Inductor runs it on the graph of a compiled program (``post_grad_custom_post_pass``), which is functional but for the
-``copy_`` into inputs at its end. Two things differ from a forward or a backward graph, for which its defaults are made:
-
-- A value of the forward that the backward reads is no output, so Inductor would compute it again in each kernel that
-  reads it. Where loading the value takes fewer bytes than loading what it is computed from, it is stored once.
-- Updates of parameters stand behind the whole backward. Each moves to where its gradient is and the parameter is not
-  read any more: the gradient is still in the cache of the device, and its memory is free at once. One that ranks reduce
-  stays behind the backward, during which it travels.
+``copy_`` into inputs at its end. A value of the forward that the backward reads is no output, as it is of a forward
+graph, so Inductor would compute it again in each kernel that reads it. Where loading the value takes fewer bytes than
+loading what it is computed from, it is stored once. The order of kernels, updates of parameters among them, is
+Inductor's own, for the least memory.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,12 +31,11 @@ STORED = "inductor_realize_to_strides"
 
 
 class WholeStep(CustomGraphPass):
-    """Stores values that many kernels read, and updates parameters as soon as possible."""
+    """Stores values that many kernels read."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Change a graph in place."""
+        """Mark values of a graph."""
         store_once(graph)
-        write_early(graph)
 
     def uuid(self) -> Any:
         """By which Inductor's cache of compiled graphs knows this pass."""
@@ -81,81 +76,6 @@ def store_once(graph: fx.Graph) -> None:
             loads[node] = {node}
 
 
-def write_early(graph: fx.Graph) -> None:
-    """Move writes into inputs, with what only they need, behind the last value and read that they wait for."""
-    nodes = list(graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    updates = [update for update in _updates(nodes) if not any(map(_communicates, update))]
-    moved = set().union(*updates)
-    waits = [{used for node in update for used in _before(node)} - moved for update in updates]
-    waiting: dict[fx.Node, list[int]] = {}
-    for i, needed in enumerate(waits):
-        for node in needed:
-            waiting.setdefault(node, []).append(i)
-    order: dict[fx.Node, None] = {}
-    for node in nodes:
-        if node.op == "output":
-            order.update(dict.fromkeys(each for each in nodes if each in moved))
-        if node in moved:
-            continue
-        order[node] = None
-        for i in waiting.get(node, ()):
-            waits[i].discard(node)
-            if not waits[i]:
-                order.update(dict.fromkeys(sorted(updates[i], key=place.__getitem__)))
-    for node, following in itertools.pairwise(order):
-        node.append(following)
-
-
-def _updates(nodes: Sequence[fx.Node]) -> list[set[fx.Node]]:
-    """Writes with the calls that only they need: those that share a value, other than a number, together."""
-    writes = {node for node in nodes if node.target is WRITE and node.args[0].op == "placeholder"}  # type: ignore[union-attr]
-    only = set(writes)
-    for node in reversed(nodes):
-        if _is_inlined(node) and node.users and only.issuperset(node.users):
-            only.add(node)
-    read = {node for write in writes for node in _reads(write.args[0])}  # type: ignore[arg-type]
-    only |= {node for node in nodes if _is_opaque(node) and node.users and only.issuperset(node.users)} - read
-    found: list[set[fx.Node]] = []
-    for write in nodes:
-        if write in writes:
-            update, todo = set[fx.Node](), [write]
-            while todo:
-                node = todo.pop()
-                if node in only and node not in update:
-                    update.add(node)
-                    todo += _before(node) if _is_inlined(node) or node in writes else ()
-            apart = [other for other in found if not any(_numel(node) > 1 for node in other & update)]
-            found = [*apart, update.union(*(other for other in found if other not in apart))]
-    return found
-
-
-def _communicates(node: fx.Node) -> bool:
-    """Whether a call, or an operand of it, comes of other ranks: for those nobody waits earlier than at the end."""
-    return any(
-        isinstance(each.target, torch._ops.OpOverload) and each.target.namespace == "_c10d_functional"
-        for each in (node, *node.all_input_nodes)
-    )
-
-
-def _before(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls that a call stands behind: those that make its operands and, of a write, those that read its input."""
-    yield from (used for used in node.all_input_nodes if used.op == "call_function")
-    if node.target is WRITE:
-        yield from _reads(node.args[0])  # type: ignore[arg-type]
-
-
-def _reads(given: fx.Node) -> Iterator[fx.Node]:
-    """The calls in which an input is read: those that take it, or what is computed of it in their kernels."""
-    found, todo = set[fx.Node](), [given]
-    while todo:
-        for user in todo.pop().users:
-            if user.op == "call_function" and user.target is not WRITE and user not in found:
-                found.add(user)
-                todo += [user] if _numel(given) > 1 and _is_inlined(user) and STORED not in user.meta else ()
-                yield user
-
-
 def _is_stored(node: fx.Node) -> bool:
     """Whether a value is stored in any case, for a call that is no part of a kernel of Inductor's reads it."""
     return any(_is_stored(user) if _is_view(user) else _is_opaque(user) for user in node.users)
@@ -171,7 +91,9 @@ def _segments(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
 
 def _is_inlined(node: fx.Node) -> bool:
     """Whether Inductor computes a value where it is used."""
-    return not _mutates(node) and (is_elementwise(node) or node.target in LOWERED or _is_view(node))
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        return False
+    return is_elementwise(node) or node.target in LOWERED or _is_view(node)
 
 
 def _is_opaque(node: fx.Node) -> bool:
@@ -184,17 +106,9 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _numel(node: fx.Node) -> int:
-    """Elements of a value; 0 where sizes are symbolic, of which nothing may be asked."""
+def _nbytes(node: fx.Node) -> int:
+    """The bytes of a value; 0 where sizes are symbolic, of which nothing may be asked."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in value.shape):
-        return value.numel()
+        return value.nbytes
     return 0
-
-
-def _nbytes(node: fx.Node) -> int:
-    return _numel(node) * node.meta["val"].element_size() if _numel(node) else 0
