@@ -74,10 +74,7 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
             groups.setdefault(mesh.group_name(rank, axes), mesh.group(rank, axes))
     (folder / "groups.json").write_text(json.dumps([[n, list(r)] for n, r in groups.items()], indent=1) + "\n")
     (folder / "run.py").write_text(RUN.format(size=mesh.size), encoding="utf-8")
-    used = own_files(program)
-    text = README.format(mesh=mesh, size=mesh.size, own=", ".join(f"`{file}.py`" for file in used))
-    (folder / "README.md").write_text(text, encoding="utf-8")
-    for file, source in used.items():
+    for file, source in own_files(program).items():
         code = RELATIVE.sub(r"from \1 import", Path(source).read_text(encoding="utf-8"))  # the folder is no package
         (folder / f"{file}.py").write_text(code, encoding="utf-8")
 
@@ -122,6 +119,9 @@ RUN = '''"""Run the programs of this folder once, each rank its own.
 
     torchrun --nproc-per-node {size} run.py            # prints each rank's loss, or norms of its results
     torchrun --nproc-per-node {size} run.py --save     # and writes all that rank N returns as results{{N}}.pt
+
+rankN.py has the program of rank N: `forward` takes what INPUTS names, which is in rankN.pt, and gives what OUTPUTS
+names; where these are in GUARDS, they must equal the value there. Behind each line is the model's line.
 """
 
 import importlib
@@ -174,18 +174,3 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 '''
-
-README = """# Programs of {mesh}
-
-One file per rank, written by shardfx. They need torch and nothing else:
-
-    torchrun --nproc-per-node {size} run.py
-
-- `rankN.py`: the program of rank N. `forward` takes the rank's own shards of what `INPUTS` names, and gives its shards
-  of what `OUTPUTS` names; where these are in `GUARDS`, they must be what stands there. Behind each line stands the
-  module and the source line that it comes from.
-- `rankN.pt`: those shards, by name (`torch.load(..., weights_only=True)`). Put your own there, or call `forward`
-  yourself.
-- `groups.json`: the names of the process groups, and the ranks in each; `run.py` shows how they are made.
-- {own}: what the programs call besides torch's own operators.
-"""

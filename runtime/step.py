@@ -59,7 +59,7 @@ class ProgramRunner:
     _programs: dict[Kinds, dict[int, RankProgram]] = field(default_factory=dict)
     _drawing: dict[Kinds, bool] = field(default_factory=dict)
     """Whether the programs for some outputs draw random numbers."""
-    _shards: dict[tuple[object, str], Shards] = field(default_factory=dict)
+    _shards: dict[tuple[type, str, str], Shards] = field(default_factory=dict)
     _constants: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     _written: WeakKeyDictionary[RankProgram, frozenset[str]] = field(default_factory=WeakKeyDictionary)
     """The names of what is stored that a program may write over."""
@@ -175,10 +175,11 @@ class ProgramRunner:
 
     def shards(self, of: Input | Output) -> Shards:
         """Which ranks hold which shards of an input or output."""
-        if (of.kind, of.name) not in self._shards:
+        key = type(of), of.kind, of.name
+        if key not in self._shards:
             assert of.value.spec is not None
-            self._shards[of.kind, of.name] = Shards.of(of.value.spec, of.value.shape, self.graph.mesh)
-        return self._shards[of.kind, of.name]
+            self._shards[key] = Shards.of(of.value.spec, of.value.shape, self.graph.mesh)
+        return self._shards[key]
 
     def _given(
         self,

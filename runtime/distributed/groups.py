@@ -40,9 +40,6 @@ def launched(ranks: int) -> bool:
     if dist.is_initialized():
         return True
     size, rank = os.environ.get("WORLD_SIZE"), os.environ.get("RANK")
-    if (size is None) != (rank is None):
-        there, missing = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
-        log.warning("%s is set and %s is not: all ranks are virtual, in this process", there, missing)
     alone = size == "1" and (ranks > 1 or any(name not in os.environ for name in JOB))
     return rank is not None and size is not None and not alone
 

@@ -16,7 +16,7 @@ each shard was read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,12 +101,13 @@ class ShardGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
+        if name.startswith("_foreach_"):
+            single = getattr(aten, name.removeprefix("_foreach_"))
+            results = [single(*each, **kwargs) for each in _places(args)]
+            return None if name.endswith("_") else results
         with no_dispatch():
             made = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        if name.startswith("_foreach_"):
-            return _of_lists(name, args, made)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         facts = next(leaf.facts for leaf in given if isinstance(leaf, ShardGradient))
         if name.endswith("_like") or name.startswith("new_"):
@@ -125,6 +126,13 @@ class ShardGradient(Tensor):
         return _follow(name, torch.Tag.pointwise in func.tags, given, targets, made)
 
 
+def _places(args: Any) -> Iterator[list[Any]]:
+    """The arguments of an op on lists at each place of these."""
+    lists = [isinstance(each, (list, tuple)) for each in args]
+    for i in range(len(args[lists.index(True)])):
+        yield [each[i] if is_list else each for each, is_list in zip(args, lists, strict=True)]
+
+
 def _follow(name: str, pointwise: bool, given: list[Tensor], targets: list[Tensor], made: Any) -> Any:
     """What an op gave, with its facts; those of what it wrote into are renewed.
 
@@ -141,21 +149,6 @@ def _follow(name: str, pointwise: bool, given: list[Tensor], targets: list[Tenso
     if targets or not (facts.own or facts.depends):
         return made
     return tree_map_only(Tensor, lambda each: ShardGradient.of(each, Facts(facts.own, facts.depends)), made)
-
-
-def _of_lists(name: str, args: Any, made: Any) -> Any:
-    """What an op on lists gave: the results at one place are those of the arguments there."""
-    single = name.removeprefix("_foreach_")
-    op = getattr(aten, single, None)
-    pointwise = op is not None and any(torch.Tag.pointwise in getattr(op, each).tags for each in op.overloads())
-    lists = [each for each in args if isinstance(each, (list, tuple)) and any(isinstance(v, Tensor) for v in each)]
-    others = [each for each in args if isinstance(each, Tensor)]
-    results = []
-    for number, target in enumerate(lists[0]):
-        given = [each[number] for each in lists] + others
-        targets = [target] if name.endswith("_") else []
-        results.append(_follow(single, pointwise, given, targets, None if targets else made[number]))
-    return made if name.endswith("_") else results
 
 
 def combined(given: Iterable[Tensor], pointwise: bool, *more: Facts) -> Facts:
