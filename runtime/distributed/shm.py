@@ -43,16 +43,16 @@ NAME = "shm"
 
 @dataclass(eq=False)
 class SharedFile:
-    """A shared file, mapped here at ``address``."""
+    """A shared file that is mapped here."""
 
     number: int
     file: int
     nbytes: int
-    address: int
 
 
-NOTHING = SharedFile(0, -1, 0, 0)
+NOTHING = SharedFile(0, -1, 0)
 _segments: dict[int, SharedFile] = {}
+"""By the address at which each is mapped."""
 _segment_numbers = count(1)
 forgotten: list[int] = []
 """The numbers of segments that were freed."""
@@ -67,25 +67,23 @@ def shared_bytes(nbytes: int) -> Tensor:
     except BaseException:
         os.close(file)
         raise
-    segment = SharedFile(next(_segment_numbers), file, nbytes, flat.data_ptr())
-    _segments[segment.address] = segment
-    weakref.finalize(flat.untyped_storage(), _forget, segment)
+    _segments[flat.data_ptr()] = SharedFile(next(_segment_numbers), file, nbytes)
+    weakref.finalize(flat.untyped_storage(), _forget, flat.data_ptr())
     return flat
 
 
 def segment_of(x: Tensor) -> tuple[SharedFile, int] | None:
     """The segment in which a tensor lies, and at which byte; None: it lies elsewhere."""
     address = x.untyped_storage().data_ptr()
-    segment = _segments.get(address)
-    return None if segment is None else (segment, x.data_ptr() - address)
+    return (_segments[address], x.data_ptr() - address) if address in _segments else None
 
 
 def _map_file(file: int, nbytes: int) -> Tensor:
     return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def _forget(segment: SharedFile) -> None:
-    del _segments[segment.address]
+def _forget(address: int) -> None:
+    segment = _segments.pop(address)
     forgotten.append(segment.number)
     os.close(segment.file)
 
@@ -138,7 +136,7 @@ class SocketLink:
         segment, offset = where or (NOTHING, 0)
         if where is not None and segment.number not in self._known:
             self._known.add(segment.number)
-            along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", segment.file))]
+            along.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", segment.file)))
         self._send(MESSAGE.pack(word, number, segment.number, segment.nbytes, offset), along)
 
     def _send(self, message: bytes, along: list[Any]) -> None:
