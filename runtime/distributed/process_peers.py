@@ -174,7 +174,6 @@ class ProcessPeers(Peers):
         return made
 
     def compare(self, key: Hashable, inputs: RankInputs, always: bool = False) -> None:
-        """Compare checksums of inputs."""
         if not (always or self._seen[key] & (self._seen[key] - 1) == 0) or not (given := inputs()):
             return
         mine = [number for each in given for number in (each.shard, checksum(each.tensor))]
@@ -188,7 +187,6 @@ class ProcessPeers(Peers):
                     raise other_inputs(each, [*found.values()])
 
     def firsts(self, mesh: Mesh, inputs: RankInputs) -> Mapping[str, torch.Tensor]:
-        """Broadcast inputs from the first of the ranks that should pass the same."""
         given = [each for each in inputs() if mesh.extent(each.axes) > 1]
         make_groups(mesh, sorted({each.axes for each in given}))
         found = {}

@@ -31,8 +31,8 @@ from shardfx.runtime.store import Store, norm_of, spec_of, with_strides_of
 
 from .checksum import checksum
 from .dtensor_shard import DTensorShard
-from .groups import device_mesh, is_dry_run, make_groups, the_cpu_group
-from .peer_failure import ending_together
+from .groups import device_mesh, is_dry_run, make_groups
+from .peer_failure import ending_together, tell_all
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -71,12 +71,7 @@ class ProcessStore(Store):
 
     def has_weights(self, mine: bool) -> bool:
         """Whether there is content to be loaded: whether rank 0 has it, for it is rank 0's that counts."""
-        if is_dry_run():
-            return mine
-        said = [mine]
-        with ending_together("asking rank 0 whether its model has weights"):
-            dist.broadcast_object_list(said, 0)
-        return said[0]
+        return mine if is_dry_run() else tell_all(mine)[0]
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Shard rank 0's parameters and buffers; what is stored already is written over."""
@@ -174,23 +169,17 @@ class ProcessStore(Store):
     # ---- what is stored
 
     def is_loaded(self, name: str) -> bool:
-        """Whether there is content for a parameter, buffer or state, here or on another rank."""
         return name in self._loaded
 
     def is_here(self, name: str) -> bool:
-        """Whether this rank holds a shard."""
         return name in self._here
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
-        """What ranks say of what they store, by name, in the order of the inputs. All ranks call it alike."""
         if not self.is_staged or is_dry_run():
             return mine
-        every: list[Mapping[str, T]] = [{}] * self.mesh.size
-        with ending_together("telling what the stages store"):
-            dist.all_gather_object(every, mine, group=the_cpu_group())
         found: dict[str, T] = {}
-        for each in every:
-            found = {**each, **found}
+        for each in reversed(tell_all(mine)):  # of what several store the first one says it
+            found |= each
         return {given.name: found[given.name] for given in self.graph.inputs if given.name in found}
 
     def to(self, device: torch.device) -> None:
@@ -198,7 +187,6 @@ class ProcessStore(Store):
         assert device.type == self.device.type
 
     def shard(self, name: str, rank: int) -> Tensor:
-        """This rank's shard, plain and local."""
         return DTensorShard.unwrap(self._held(name)[0]).detach()
 
     def held(self) -> Mapping[str, tuple[str, int]]:
@@ -304,7 +292,6 @@ class ProcessStore(Store):
         return next(rank for rank in self._holders(given) if by_rank[rank] == by_rank[self.rank]) == self.rank
 
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:
-        """Every rank's shard, padded to one size, then put where it belongs. All ranks call it alike."""
         shard = own_shards[0].to(self.device)
         shards = Shards.of(spec, shape, self.mesh)
         axes = tuple(axis for axis in self.mesh.sort(spec.axes) if not self.mesh[axis].loop)

@@ -34,7 +34,6 @@ class VirtualStore(Store):
         }
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
-        """Shard global parameters and buffers into the stored shards; what is stored already is written over."""
         check_device(self.device)
         finish(self.device)
         memory = {} if self.parameters else self._side_by_side()
@@ -73,7 +72,6 @@ class VirtualStore(Store):
         return found
 
     def to(self, device: torch.device) -> None:
-        """Move what is stored; parameters stay the same objects."""
         finish(self.device)
         self.device = device
         memory = self._side_by_side()
@@ -109,12 +107,10 @@ class VirtualStore(Store):
             shard.copy_(self._shards[name].sharding(whole, i))
 
     def sharding(self, name: str, whole: Tensor) -> list[Tensor]:
-        """All shards."""
         layout = self._shards[name]
         return [layout.sharding(whole.detach(), i).to(self.device, copy=True) for i in range(layout.count)]
 
     def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The global tensor from its shards, in memory of its own."""
         if self._given[name].pool:
             finish(self.device)
         held = own_shards if own_shards is not None else self._held(name)
@@ -126,7 +122,6 @@ class VirtualStore(Store):
         return norm_of([plain(shard) for own_shards in grads.values() for shard in own_shards], kind, self.device)
 
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:
-        """The global tensor of a value from its distinct shards."""
         return Shards.of(spec, shape, self.mesh).join(own_shards)
 
     def as_gradient(self, name: str, shard: Tensor, number: int) -> Tensor:
