@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -88,5 +89,5 @@ def _here(x: Tensor) -> Tensor:
 
 def _overrides(pool: MemoryPool) -> CallOverrides:
     """How virtual ranks do what they do together: a generator asks for it; memory is that of a pool."""
-    memory = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
-    return CallOverrides({c10d.wait_tensor.default: _here, **memory}, Request.of)
+    instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
+    return CallOverrides(instead | {c10d.wait_tensor.default: _here}, Request.of)
