@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -38,14 +40,8 @@ def _other_input(captured: Input | None, given: Input) -> str:
         return f"{name} has no content in the planned graph"
     if without_content(mine) or without_content(planned):
         return ""
-    if mine.shape != planned.shape or mine.dtype != planned.dtype:
-        return f"{name} has another content in the planned graph: {tuple(planned.shape)} of {planned.dtype}"
-    differs = torch.nonzero(_bits(mine).ne(_bits(planned)).any(1))
-    if not len(differs):
-        return ""
-    at = int(differs[0])
-    numbers = f"element {at} is {planned.reshape(-1)[at].item()}, and {mine.reshape(-1)[at].item()} in the captured one"
-    return f"{name} has another content in the planned graph: {numbers}"
+    same = mine.shape == planned.shape and mine.dtype == planned.dtype and torch.equal(_bits(mine), _bits(planned))
+    return "" if same else f"{name} has another content in the planned graph"
 
 
 def without_content(tensor: torch.Tensor) -> bool:
@@ -54,9 +50,8 @@ def without_content(tensor: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element: NaN is NaN, and -0.0 is not 0.0."""
-    flat = tensor.detach().cpu().reshape(-1).contiguous()
-    return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
+    """The bytes of a tensor: NaN is NaN, and -0.0 is not 0.0."""
+    return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _other_outputs(before: Graph, after: Graph) -> Fault | None:
@@ -64,19 +59,17 @@ def _other_outputs(before: Graph, after: Graph) -> Fault | None:
     lost = next((key for key in wanted if key not in there), None)
     if lost is not None:
         return Fault("the planned graph lacks an output", f"{lost[0].value} {lost[1]}", certain=True)
-    for output in after.outputs:
+    guards = {output.name: output.guard for output in before.outputs}
+    for output, key in zip_longest(after.outputs, wanted):
         if (output.kind, output.name) not in wanted:
             return _other("the planned graph has an output that the captured one lacks", output)
-    for output, key in zip(after.outputs, wanted, strict=False):
+        if key is None:
+            return _other("the planned graph returns this twice", output)
         if (output.kind, output.name) != key:
             return _other(f"the planned graph returns this in the place of {key[0].value} {key[1]}", output)
-    guards = {output.name: output.guard for output in before.outputs if output.guard is not None}
-    for output in after.outputs:
-        if guards.get(output.name) != output.guard:
+        if guards[output.name] != output.guard:
             return _other("the planned graph expects something else of this guard than the captured one", output)
-    return (
-        _other("the planned graph returns this twice", after.outputs[len(wanted)]) if len(there) > len(wanted) else None
-    )
+    return None
 
 
 def _other(what: str, output: Output) -> Fault:

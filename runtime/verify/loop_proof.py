@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import zip_longest
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import fx
 
@@ -33,26 +33,23 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.rendezvous import Request
 
 from .families.family import Family, families, varies
-from .families.varying import Diverged, Together, Varying, leaves
-from .fault import Fault, place
-from .plan_proof import Malformed, ProgramRequest, first_malformed
+from .families.varying import Together, leaves
+from .fault import Failed, Fault, place
+from .plan_proof import ProgramRequest, first_malformed
 
 
 def unrolled_plan(
     before: Graph, after: Graph, requests: Sequence[ProgramRequest]
 ) -> tuple[Graph, Graph, list[ProgramRequest]]:
     """The captured graph, the planned one and the programs, where each iteration is a rank. A program whose iterations
-    are not those of its plan is :class:`.plan_proof.Malformed` when it is asked for.
+    are not those of its plan is :class:`.fault.Failed` when it is asked for.
 
     Raises:
-        Malformed: ranks do not meet, or do not send and receive, in one order.
+        Failed: ranks do not meet, or do not send and receive, in one order.
     """
-    mesh = after.mesh
-    before, after = _on(before, loops_as_ranks(mesh)), _on(after, loops_as_ranks(mesh))
-    found = [_Unrolled(mesh, each) for each in requests]
-    for each in found:
-        each.check_order(after)
-    return before, after, [each.request(after) for each in found]
+    mesh = loops_as_ranks(after.mesh)
+    before, iterations = _on(before, mesh), _on(after, mesh)
+    return before, iterations, [_Unrolled(each, after, iterations).request() for each in requests]
 
 
 def of_iteration(fault: Fault, mesh: Mesh) -> Fault:
@@ -75,108 +72,72 @@ def _on(graph: Graph, mesh: Mesh) -> Graph:
 
 
 class _Unrolled:
-    """The programs of a request, iteration by iteration."""
+    """The programs of a request, iteration by iteration: of the planned graph, and of the same with iterations as
+    ranks.
 
-    def __init__(self, mesh: Mesh, given: ProgramRequest) -> None:
-        self.mesh, self.given = mesh, given
-        self.looped: WeakKeyDictionary[Graph, Graph] = WeakKeyDictionary()
-        """Graphs whose iterations are ranks, on the mesh with loop axes again."""
-        self.known: WeakKeyDictionary[Graph, dict[int, RankProgram]] = WeakKeyDictionary()
-        self.families: WeakKeyDictionary[Graph, list[Family]] = WeakKeyDictionary()
-        self.faults: WeakKeyDictionary[RankProgram, Fault | None] = WeakKeyDictionary()
+    Raises:
+        Failed: ranks do not meet, or do not send and receive, in one order.
+    """
 
-    def request(self, after: Graph) -> ProgramRequest:
+    def __init__(self, given: ProgramRequest, looped: Graph, iterations: Graph) -> None:
+        self.given, self.looped, self.iterations, self.mesh = given, looped, iterations, looped.mesh
+        self.changed = given.changed(looped)
+        self._own = cache(lambda rank: given.program(looped, rank))
+        self._fault = cache(lambda program: first_malformed([program]))
+        self._check_order()
+
+    def request(self) -> ProgramRequest:
         """The same, of ranks that are iterations."""
-        changed = self.given.changed(self._looped(after))
 
-        def program(graph: Graph, rank: int) -> RankProgram:
-            own = self.rank_of(graph, rank)
-            known = self.known.setdefault(graph, {})
-            if own not in known:
-                known[own] = self._own(graph, own)
-            return self.iteration(known[own], graph, rank)
+        def program(_: Graph, rank: int) -> RankProgram:
+            return self.iteration(self._own(self.rank_of(rank)), rank)
 
-        def together(graph: Graph, rank: Any) -> RankProgram:
-            own = self.rank_of(graph, rank)
-            other = next((each for number, each in changed.items() if number == own), None)
-            return self.iteration(other if other is not None else self._own(graph, own), graph, rank)
+        def together(_: Graph, rank: Any) -> RankProgram:
+            own = self.rank_of(rank)
+            other = next((each for number, each in self.changed.items() if number == own), None)
+            return self.iteration(self.given.program(self.looped, own) if other is None else other, rank)
 
-        used = _Used(self, changed, after)
-        return replace(self.given, program=program, used=used, modules={}, together=together)
+        return replace(self.given, program=program, used=_Used(self), modules={}, together=together)
 
-    def _own(self, graph: Graph, own: Any) -> RankProgram:
-        """The plan's program of a rank, or of several together: of a family's, where that was written.
-
-        Raises:
-            Diverged: the ranks are of several families.
-        """
-        numbers = own.numbers() if isinstance(own, Varying) else (own,)
-        family = next((each for each in self.families.get(graph, ()) if numbers[0] in each.together.place), None)
-        if family is None:
-            return self.given.program(self._looped(graph), own)
-        assert isinstance(family.program, RankProgram)
-        if isinstance(own, Varying):
-            parts: tuple[list[int], list[int]] = [], []
-            for rank, number in zip(own.together.ranks, numbers, strict=True):
-                parts[number not in family.together.place].append(rank)
-            if parts[1]:
-                raise Diverged(parts)
-        written = family.moved(own) if isinstance(own, Varying) else family.at(own)
-        return replace(family.program, rank=own, graph=written.graph)
-
-    def check_order(self, graph: Graph) -> None:
-        """Check that ranks meet and send in one order over all iterations, where these have an order of their own.
-
-        Raises:
-            Malformed: they do not.
-        """
-        looped = self._looped(graph)
-        changed = self.given.changed(looped)
-        first = changed[0] if 0 in changed else self.given.program(looped, 0)
-        if not any(loop_role(n) == "unit" for each in (first, *changed.values()) for n in each.graph.nodes):
+    def _check_order(self) -> None:
+        """Check that ranks meet and send in one order over all iterations, where these have an order of their own."""
+        first = self.changed[0] if 0 in self.changed else self._own(0)
+        if not any(loop_role(n) == "unit" for each in (first, *self.changed.values()) for n in each.graph.nodes):
             return
-        own = tuple(rank for rank in range(self.mesh.size) if rank not in changed)
-        self.families[graph] = list(families(lambda rank: self.given.program(looped, rank), [own] if own else []))
-        given = [Family(Together([rank]), program) for rank, program in changed.items()]
-        fault = first_malformed(changed.values()) or out_of_order([*given, *self.families[graph]], self.mesh)
+        own = tuple(rank for rank in range(self.mesh.size) if rank not in self.changed)
+        found = families(lambda rank: self.given.program(self.looped, rank), [own] if own else [])
+        given = [Family(Together([rank]), program) for rank, program in self.changed.items()]
+        fault = first_malformed(self.changed.values()) or out_of_order([*given, *found], self.mesh)
         if fault is not None:
-            raise Malformed(fault)
+            raise Failed(fault)
 
-    def _looped(self, graph: Graph) -> Graph:
-        if graph not in self.looped:
-            self.looped[graph] = _on(graph, self.mesh)
-        return self.looped[graph]
-
-    def rank_of(self, graph: Graph, rank: int) -> int:
+    def rank_of(self, rank: int) -> int:
         """The rank that runs an iteration."""
-        return self.mesh.rank(graph.mesh.coords(rank))
+        return self.mesh.rank(self.iterations.mesh.coords(rank))
 
-    def iteration(self, program: RankProgram, graph: Graph, rank: int) -> RankProgram:
+    def iteration(self, program: RankProgram, rank: int) -> RankProgram:
         """What one iteration runs of a program of its rank.
 
         Raises:
-            Malformed: the program's iterations are not those of its plan.
+            Failed: the program's iterations are not those of its plan.
         """
-        if program not in self.faults:
-            self.faults[program] = first_malformed([program])
-        if (fault := self.faults[program]) is not None:
-            raise Malformed(replace(fault, rank=rank))
+        if (fault := self._fault(program)) is not None:
+            raise Failed(replace(fault, rank=rank))
         try:
-            return unrolled(program, graph, rank)
+            return unrolled(program, self.iterations, rank)
         except NotALoop as wrong:
-            raise Malformed(_fault(wrong.what, rank, wrong.node)) from wrong
+            raise Failed(_fault(wrong.what, rank, wrong.node)) from wrong
 
 
 class _Used(Mapping[int, RankProgram]):
     """Programs in the place of the plan's, iteration by iteration, each written when it is asked for."""
 
-    def __init__(self, of: _Unrolled, given: Mapping[int, RankProgram], graph: Graph) -> None:
-        self._of, self._given, self._graph = of, given, graph
-        own = {rank: of.rank_of(graph, rank) for rank in range(graph.mesh.size if given else 0)}
-        self._own = {rank: number for rank, number in own.items() if number in given}
+    def __init__(self, of: _Unrolled) -> None:
+        own = {rank: of.rank_of(rank) for rank in range(of.iterations.mesh.size if of.changed else 0)}
+        self._of, self._own = of, {rank: number for rank, number in own.items() if number in of.changed}
 
     def __getitem__(self, rank: int) -> RankProgram:
-        return self._of.iteration(self._given[self._own[rank]], self._graph, rank)
+        return self._of.iteration(self._of.changed[self._own[rank]], rank)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._own)

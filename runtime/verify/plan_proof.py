@@ -45,8 +45,7 @@ class ProgramRequest:
 
     Args:
         name: what the verdict calls them.
-        program: ``program(graph, rank)`` writes the plan's own program of a rank, for the planned graph or a smaller
-            one.
+        program: ``program(graph, rank)`` writes the plan's own program of a rank, for the planned graph.
         used: programs that run on some ranks in the place of the plan's own.
         modules: programs that somebody changed, in the place of those of some ranks.
         together: of ranks that are iterations of a loop: ``together(graph, rank)`` is the program in use, for all ranks
@@ -66,14 +65,6 @@ class ProgramRequest:
             return self.used
         modules = {rank: self.program(graph, rank).changed(module) for rank, module in self.modules.items()}
         return {rank: as_aten_calls(program) for rank, program in (self.used | modules).items()}
-
-
-class Malformed(Exception):
-    """A program that is not well formed."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.what)
-        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,7 @@ class Task:
         """The plain form of a program, which is what is proven.
 
         Raises:
-            Malformed: it is not well formed, or does not have the plan's inputs and outputs.
+            Failed: it is not well formed, or does not have the plan's inputs and outputs.
         """
         takes, gives = local_ends(self.after, self.inputs, self.outputs, self.after.mesh.coords(program.rank))
         for what, mine, theirs in (("takes", program.inputs, takes), ("gives", program.outputs, gives)):
@@ -114,36 +105,31 @@ class Task:
             if names != wanted:
                 other = next((w for w, n in zip_longest(wanted, names) if w != n), None)
                 said = f"the program {what} {len(names)} values, not the plan's {len(wanted)}, from {other} on"
-                raise Malformed(Fault(said, str(other or ""), program.rank, certain=True))
+                raise Failed(Fault(said, str(other or ""), program.rank, certain=True))
         fault = first_malformed([program])
         if fault is not None:
-            raise Malformed(fault)
+            raise Failed(fault)
         results: Any = program.result().args[0]
         for output, result in zip(gives, results, strict=False) if isinstance(results, (list, tuple)) else ():
             if not isinstance(result, fx.Node):
                 name = f"{output.kind.value} {output.name}"
-                raise Malformed(Fault(f"the program returns {result!r}", name, program.rank, "output", certain=True))
+                raise Failed(Fault(f"the program returns {result!r}", name, program.rank, "output", certain=True))
         self.observers.update(dict.fromkeys(observers(program.graph)))
         return plain(program, in_place=in_place)
 
-    def replayed(self, programs: Iterable[RankProgram], fakes: FakeCalls) -> Fault | None:
-        """Run programs on fake tensors: the first call that may misread an operand's memory layout.
+    def replay(self, program: RankProgram, fakes: FakeCalls) -> None:
+        """Run a program on fake tensors.
 
         Raises:
-            Malformed: a program does not run.
+            Failed: it does not run, or a call may misread an operand's memory layout.
         """
-        for program in programs:
-            try:
-                replay(program, fakes=fakes)
-            except FAILS as error:
-                node = getattr(error, "node", "")
-                misread = isinstance(error.__cause__, Misread)
-                what = first_line(error.__cause__) if misread else f"the program does not run: {first_line(error)}"
-                fault = Fault(what, _leads_to(program, node), program.rank, node, certain=not misread)
-                if misread:
-                    return fault
-                raise Malformed(fault) from error
-        return None
+        try:
+            replay(program, fakes=fakes)
+        except FAILS as error:
+            node = getattr(error, "node", "")
+            misread = isinstance(error.__cause__, Misread)
+            what = first_line(error.__cause__) if misread else f"the program does not run: {first_line(error)}"
+            raise Failed(Fault(what, _leads_to(program, node), program.rank, node, certain=not misread)) from error
 
 
 @dataclass
@@ -174,7 +160,7 @@ class PlanProof:
         return range(self.after.mesh.size)
 
     def compared(self) -> Fault | None:
-        """The first output that differs on random numbers, with the node at which the proof ends."""
+        """The first output that differs on random numbers."""
         for task in self.tasks:
             programs = {rank: task.program(rank) for rank in self.ranks}
             for each in programs.values():
@@ -182,10 +168,6 @@ class PlanProof:
             fault, checked = compare(self.before, self.after, programs, task.inputs, task.outputs, self.stored)
             self.counts["outputs"] += checked["outputs"]
             if fault is not None:
-                proof, _ = replace(self, counts=Counter()).unproven()
-                if proof is not None:
-                    rank = fault.rank if proof.rank is None else proof.rank
-                    fault = replace(fault, rank=rank, node=proof.node, where=proof.where)
                 return fault
         return None
 
@@ -194,7 +176,10 @@ class PlanProof:
         fault, task = self.unproven()
         if fault is not None and task is None:
             return Counterexample(self.before, self.after, self.stored).of_graph(fault)
-        return fault if task is None or fault is None or fault.certain else self._with_numbers(fault, task)
+        if task is None or fault is None or fault.certain:
+            return fault
+        numbers = Counterexample(self.before, self.after, self.stored)
+        return numbers.of_ranks(fault, task.program, task.inputs, task.outputs)
 
     def unproven(self) -> tuple[Fault | None, Task | None]:
         """The first fault of the proof, and whose it is; of no task: the planned graph's."""
@@ -234,17 +219,16 @@ class PlanProof:
             return len(self.ranks)
         return len(pipeline.places(stages_of(output.value))) * len(self.ranks) // self.after.mesh[pipeline.axis].size
 
-    def _with_numbers(self, fault: Fault, task: Task) -> Fault:
-        """The fault with a counterexample, where the programs can be run here."""
-        numbers = Counterexample(self.before, self.after, self.stored)
-        return numbers.of_ranks(fault, task.program, task.inputs, task.outputs)
-
     def _each(self, proof: Proof) -> tuple[Fault | None, int]:
         for number, task in enumerate(self.tasks):
             programs = {r: task.program(r) for r in self.ranks}
-            checked = {r: task.checked(each) for r, each in programs.items()}
-            fault = task.replayed(programs.values(), self._calls)
-            fault = fault or interpret(proof, checked, task.inputs, task.outputs)
+            try:
+                checked = {r: task.checked(each) for r, each in programs.items()}
+                for each in programs.values():
+                    task.replay(each, self._calls)
+                fault = interpret(proof, checked, task.inputs, task.outputs)
+            except Failed as failed:
+                fault = failed.fault
             if fault is not None:
                 return fault, number
         return None, 0
@@ -256,11 +240,12 @@ class PlanProof:
                 self._number_messages(made, graph.mesh.coords(rank))
             return made
 
+        requests = []
         for number, task in enumerate(self.tasks):
-            fault = task.replayed(task.changed.values() if task.request.together is None else (), self._calls)
-            if fault is not None:
-                return fault, number
-        requests = [self._of_families(task, alike) for task in self.tasks]
+            try:
+                requests.append(self._of_families(task, alike))
+            except Failed as failed:
+                return failed.fault, number
         return many_ranks.verify(proof, self.rules, write, requests, alike, self.counts)
 
     def _number_messages(self, program: RankProgram, coords: Mapping[str, int]) -> None:
@@ -284,14 +269,17 @@ class PlanProof:
             place = many_ranks.place_of(self.after, one), alike.box_of[one]
             if place not in replayed:
                 graph = made.graph if one is rank else Family(rank.together, made).at(one).graph
-                if (fault := task.replayed([replace(made, rank=one, graph=graph)], self._calls)) is not None:
-                    raise Failed(fault)
+                task.replay(replace(made, rank=one, graph=graph), self._calls)
                 replayed.add(place)
             return task.checked(made, in_place=True)
 
+        def given(program: RankProgram) -> RankProgram:
+            task.replay(program, self._calls)
+            return task.checked(program)
+
         return many_ranks.FamilyRequest(
             write,
-            {rank: task.checked(each) for rank, each in alone.items()},
+            {rank: given(each) for rank, each in alone.items()},
             task.nodes,
             task.inputs,
             task.outputs,

@@ -16,10 +16,10 @@ from shardfx.ir.program.devices import CPU
 from shardfx.ir.program.loops.loop_nest import loop_axes
 from shardfx.ir.rules.book import RuleBook
 
-from .fault import Fault
+from .fault import Failed, Fault
 from .interface import interface_fault
 from .loop_proof import of_iteration, unrolled_plan
-from .plan_proof import Malformed, PlanProof, ProgramRequest, Task
+from .plan_proof import PlanProof, ProgramRequest, Task
 
 
 class Status(StrEnum):
@@ -132,8 +132,8 @@ def verify(
         if loops:
             before, after, requests = unrolled_plan(before, after, requests)
         fault = interface_fault(before, after)
-    except Malformed as malformed:
-        fault = malformed.fault
+    except Failed as failed:
+        fault = failed.fault
     if fault is not None:
         return Verdict.of(fault, how=how, checked={"ranks": mesh.size})
     counts: Counter[str] = Counter({"ranks": mesh.size})
@@ -141,8 +141,8 @@ def verify(
     proof = PlanProof(before, after, rules, tasks, stored, device, counts, mesh)
     try:
         fault = proof.compared() if run else proof.proven()
-    except Malformed as malformed:
-        fault = malformed.fault
+    except Failed as failed:
+        fault = failed.fault
     if loops and fault is not None:
         fault = of_iteration(fault, mesh)
     assumed = tuple(f"the observer {name} has no side effect on tensors of the program" for name in proof.observers)

@@ -42,39 +42,17 @@ class Family:
         """The program of one of the ranks."""
         if not self.varying:
             return self.program
-        key = tuple([self.together.at(arg, rank) for arg in self._numbers])
-        if key not in self._copies:
-            self._copies[key] = self._copy(lambda arg: self.together.at(arg, rank))
-        return self._copies[key]
 
-    def moved(self, ranks: Varying) -> HasGraph:
-        """The program of other ranks together, each with that of one of these ``ranks``."""
-        return self._copy(lambda arg: self.together.moved(arg, ranks))
+        def own(arg: Any) -> Any:
+            return self.together.at(arg, rank)
 
-    def _copy(self, at: Callable[[Any], Any]) -> Written:
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.program.graph.nodes:
             env[node] = graph.node_copy(node, env.__getitem__)
-        _put([env[node] for node in self.varying], at)
+        for node in self.varying:
+            copy = env[node]
+            copy.args, copy.kwargs = fx.node.map_aggregate(copy.args, own), fx.node.map_aggregate(copy.kwargs, own)
         return Written(graph)
-
-    @cached_property
-    def _numbers(self) -> list[Any]:
-        return [arg for node in self.varying for arg in leaves(node) if varies(arg)]
-
-    @cached_property
-    def _copies(self) -> dict[tuple[Any, ...], Written]:
-        return {}
-
-    def settled(self, rank: int) -> HasGraph:
-        """The same, without a copy: from now on the family is this rank alone."""
-        _put(self.varying, lambda arg: self.together.at(arg, rank))
-        return self.program
-
-
-def _put(nodes: Iterable[fx.Node], at: Callable[[Any], Any]) -> None:
-    for node in nodes:
-        node.args, node.kwargs = fx.node.map_aggregate(node.args, at), fx.node.map_aggregate(node.kwargs, at)
 
 
 def varies(arg: Any) -> bool:

@@ -144,12 +144,8 @@ class FamilyPrograms:
 
     def at(self, rank: int) -> HasGraph:
         """The plan's own program of a rank."""
-        family = self.alike.get(rank) or self.other.get(rank)
+        family = self.read.get(rank) or self.alike.get(rank) or self.other.get(rank)
         return self.request.program(rank) if family is None else family.at(rank)
-
-    def settled(self, rank: int) -> HasGraph:
-        """The same, of a family that is not needed any more."""
-        return self.read[rank].settled(rank) if rank in self.read else self.at(rank)
 
 
 def _communication(family: Family) -> list[Any]:
@@ -182,7 +178,7 @@ class WholePrograms:
         """
         lines = [rank for box in self.alike.boxes for rank in self._whole_line(frozenset(box))]
         if lines:
-            self._lock_step({rank: self._of(rank).settled(rank) for rank in lines}, ())
+            self._lock_step({rank: self._of(rank).at(rank) for rank in lines}, ())
             # outputs that are placed otherwise than promised, but are the same box at these ranks, are it at all:
             # what is linear in each coordinate and the same at two places is the same
             for rank in self._patterns.values():

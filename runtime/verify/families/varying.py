@@ -66,17 +66,6 @@ class Together:
     def _text(self, text: str, place: int) -> str:
         return MARK.sub(lambda found: str(self._marked[int(found[1])][place]), text) if "⟨" in text else text
 
-    def moved(self, arg: Any, ranks: Varying) -> Any:
-        """An argument as it is for other ranks together, each with that of one of these ``ranks``."""
-        if isinstance(arg, Varying):
-            return ranks.together.number(arg.values[[self.place[rank] for rank in ranks.numbers()]])
-        if isinstance(arg, str):
-            return MARK.sub(lambda found: f"{self.moved(self._number(int(found[1])), ranks)}", arg)
-        return arg
-
-    def _number(self, mark: int) -> Varying:
-        return Varying(self, torch.tensor(self._marked[mark]))
-
     def on_each(self, arg: Any) -> Sequence[Hashable] | None:
         """A number or text on each rank; None: it is the same on all."""
         if isinstance(arg, Varying):

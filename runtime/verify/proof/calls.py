@@ -125,10 +125,9 @@ class CallDeduction:
         of_operands = bool(found)
         if not found and node.target in OF_NOTHING:
             found = self._of_nothing(node)
-        for behind in (False, True):
-            if not found:
-                found, other = self._by_rule(node, behind)
-                why = other or why
+        if not found:
+            found, other = self._by_rule(node)
+            why = other or why
         if not found:
             return Known(why=why or self._no_such(node, direct))
         of_count = [result for result in found if len(result) == len(found[0])]
@@ -189,15 +188,14 @@ class CallDeduction:
                 why = f"this is not what rank {self.rank} does of {op_name(maker.op)} : {result}"
         return found, "" if found else why
 
-    def _by_rule(self, node: fx.Node, behind: bool) -> tuple[Results, str]:
-        """The same, for ops whose rule writes several calls: ``node`` is the last of them. ``behind``: what another
-        one of them gives may be something of the model, too.
+    def _by_rule(self, node: fx.Node) -> tuple[Results, str]:
+        """The same, for ops whose rule writes several calls: ``node`` is the last of them.
 
         A call may be what this rank does of several ops (``arange(0, 4)`` is a part of many ranges): those come first
         that no earlier call was taken for. Of one op all that is found is true, as where this rank's rows are those of
         two shardings.
         """
-        cone, best = self._cone(node, behind), ""
+        cone, best = self._cone(node), ""
         all_found: list[tuple[int, Node, Results]] = []
         for terms, maker in self.proof.universe.written:
             if not terms <= cone.keys():
@@ -242,8 +240,8 @@ class CallDeduction:
                 found.append(deduction.results(maker, made, ()))
         return found
 
-    def _cone(self, node: fx.Node, behind: bool) -> dict[int, list[tuple[fx.Node, Fact]]]:
-        """The known tensors behind a node, by their terms; also those ``behind`` known ones."""
+    def _cone(self, node: fx.Node) -> dict[int, list[tuple[fx.Node, Fact]]]:
+        """The known tensors behind a node, by their terms."""
         found: dict[int, list[tuple[fx.Node, Fact]]] = {}
         seen: set[fx.Node] = set()
         front = [(n, 1) for n in node.all_input_nodes]
@@ -255,7 +253,7 @@ class CallDeduction:
             facts = self.facts(each)
             for fact in facts:
                 found.setdefault(fact.term, []).append((each, fact))
-            if depth < REACH and (behind or not facts):
+            if depth < REACH and not facts:
                 front += [(n, depth + 1) for n in each.all_input_nodes]
         return found
 

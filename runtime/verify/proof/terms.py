@@ -346,19 +346,10 @@ def _blamed(universe: Universe, after: Graph, output: Output) -> Fault:
     for node in reversed(after.nodes):
         if behind & set(node.outs):
             behind.update(node.operands)
-    adds: set[Value] = set()
-    """What is only a part of a sum: in another order than that of the captured program it is there all the same."""
-    for node in reversed(after.nodes):
-        on = isinstance(node.op, OwnOp) or is_sum(node)
-        for value in node.operands if on else ():
-            if is_sum(node) or adds & set(node.outs):
-                adds.add(value)
-    for node in after.nodes:
+    what = "the planned graph computes another function of the inputs than the captured one"
+    for node in after.nodes:  # of a sum in another order only the end is there
         unknown = [v for v in node.outs if v in behind and universe.of[v] not in universe.captured]
-        if unknown and not isinstance(node.op, OwnOp) and not (is_sum(node) and unknown[0] in adds):
-            what = "the planned graph computes another function of the inputs than the captured one"
-            what += f", which has no such {op_name(node.op)}"
-            return Fault(what, name, None, unknown[0].name, str(node.where))
+        if unknown and not isinstance(node.op, OwnOp) and not is_sum(node):
+            return Fault(f"{what}, which has no such {op_name(node.op)}", name, None, unknown[0].name, str(node.where))
     held = universe.terms.names[universe.of[output.value]]
-    what = f"the planned graph computes another function of the inputs than the captured one: it returns a {held}"
-    return Fault(what, name, None, output.value.name, str(output.value.where))
+    return Fault(f"{what}: it returns a {held}", name, None, output.value.name, str(output.value.where))
