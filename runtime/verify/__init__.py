@@ -25,7 +25,6 @@
 ``varying``          numbers that differ by rank, so that one program is written for many ranks
 ``family``           ranks whose programs are one, up to such numbers
 ``equal_shards``     boxes of ranks with equal shards of every value
-``op_code``          the code of an op; a program read as the planned graph in the code of its ops
 ``single_ops``       every distinct op alone, at every rank
-``many_ranks``       the plan's programs, read family by family; whole programs, interpreted; the proof
+``many_ranks``       the plan's programs, family by family; whole programs, interpreted; the proof
 """

@@ -160,7 +160,7 @@ class Otherwise(sx.RankPass):
 def test_code_that_is_not_that_of_its_op_is_interpreted() -> None:
     sound = many((Otherwise(),)).verify()
     assert sound, sound.why
-    assert sound.checked["programs read"] == 0 and sound.checked["whole programs"] == 2 * len(sound.programs)
+    assert sound.checked["whole programs"] == 2 * len(sound.programs)
     assert not many((Otherwise(False),)).verify()
 
 

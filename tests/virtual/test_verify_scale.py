@@ -46,7 +46,7 @@ def test_an_even_plan_is_proven_from_few_programs(name: str) -> None:
     verdict = pm.verify()
     assert verdict, verdict.why
     kinds = len(verdict.programs)
-    assert verdict.checked["whole programs"] == kinds
+    assert verdict.checked["whole programs"] == 2 * kinds
     assert verdict.checked["programs read"] == kinds * pm.mesh.size
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import fx
 
+from shardfx.ir.graph import Node, Value
 from shardfx.runtime.verify.proof.interpreter import HasGraph
 
 from .varying import Diverged, Together, Varying, leaves
@@ -21,7 +22,7 @@ class Written:
     graph: fx.Graph
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """Ranks, and the one program that was written for all of them."""
 
@@ -53,6 +54,47 @@ class Family:
             copy = env[node]
             copy.args, copy.kwargs = fx.node.map_aggregate(copy.args, own), fx.node.map_aggregate(copy.kwargs, own)
         return Written(graph)
+
+
+def same_numbers(family: Family, nodes: Sequence[Node], codes: Mapping[Value, Family]) -> bool:
+    """Whether the constants of a program that differ by rank are those of its ops' ``codes``, and all of them.
+
+    The program is then one text with each rank's own numbers, and these are proven. An op may be recomputed.
+    """
+    known: dict[Any, Any] = {}
+    found: dict[Value, list[Any]] = {}
+    for node in family.varying:
+        made = node.meta.get("shardfx")
+        if not isinstance(made, Node) or not made.outs:
+            return False
+        if (each := _numbers(family, node, family.ranks, known)) is not None:
+            found.setdefault(made.outs[0], []).append(each)
+    of_code: dict[int, list[Any]] = {}
+    for node in nodes:
+        code = codes[node.outs[0]]
+        if id(code) not in of_code:
+            each_call = (_numbers(code, call, family.ranks, known) for call in code.varying)
+            of_code[id(code)] = [each for each in each_call if each is not None]
+        wanted, there = of_code[id(code)], found.pop(node.outs[0], [])
+        if not wanted and not there:
+            continue
+        if not wanted or not there or there != wanted * (len(there) // len(wanted)):
+            return False
+    return not found
+
+
+def _numbers(family: Family, call: fx.Node, ranks: Sequence[int], known: dict[Any, Any]) -> Any:
+    """The target and the constants of a call on some ranks of its family; None where they are the same on all."""
+    together, constants = family.together, []
+    for arg in leaves(call):
+        key = id(together), together.mark(arg) if isinstance(arg, Varying) else arg
+        if varies(arg) and key not in known:
+            each = together.on_each(arg)
+            assert each is not None
+            found = tuple(each[together.place[rank]] for rank in ranks)
+            known[key] = found if len(set(found)) > 1 else found[0]
+        constants.append(known[key] if varies(arg) else arg)
+    return (call.target, constants) if any(isinstance(each, tuple) for each in constants) else None
 
 
 def varies(arg: Any) -> bool:

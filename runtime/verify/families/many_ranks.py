@@ -7,31 +7,26 @@ programs one by one:
 1. *Every op at every rank* (:mod:`.single_ops`): its code, alone, takes its operands as the plan places them to its
    results as the plan places them.
 2. *The planned graph is the captured one*, by terms, and its outputs are placed as promised.
-3. *Every rank's program is the planned graph in that code.* The code that writes programs (lowering and rank passes)
-   runs once for all ranks whose numbers take it the same way (:mod:`.varying`), and what it writes for such a *family*
-   is read op by op (:mod:`.op_code`). The families have one order of collectives.
-4. *One whole program*, with all its collectives: order, operands, waits and results. Its partners in collectives are
-   *shadows* (:mod:`..proof.collective_matching`): by 1 and 3 they have at each node what the rank itself has, at their
-   own coordinates. Where shards are not equal, it is one of each box (:mod:`.equal_shards`), side by side.
+3. *Every rank's program is one text with the numbers of its ops' code.* What writes programs (lowering and rank passes)
+   runs once for all ranks whose numbers take it the same way (:mod:`.varying`). The constants that differ within such a
+   *family* are those of 1. The families have one order of collectives.
+4. *Whole programs*, with all their collectives, on two ranks of each family, side by side: order, operands, waits and
+   results. What is linear and right at two places is right at all. Their partners in collectives are *shadows*
+   (:mod:`..proof.collective_matching`), which run the program of their own family at their own coordinates.
 
 Ranks at different places along the axis of stages are in no family, and each place has its own order of collectives and
-messages. A send is checked by those that it concerns, and *all* ranks' messages of it are compared. In 3 each message
-of an op's code must be in the program once, for a rank waits for it. In 4 the whole programs are those of a *line* of
-ranks, one of each place and at the same coordinates else, which send to one another; messages at other coordinates are
-then right by 1 and 3. In which order two ranks send and receive over all iterations is checked beforehand
-(:mod:`..loop_proof`).
+messages. A send is checked by those that it concerns, and *all* ranks' messages of it are compared. The whole programs
+are those of *lines* of ranks, one of each place and at the same coordinates else, which send to one another. In which
+order two ranks send and receive over all iterations is checked beforehand (:mod:`..loop_proof`).
 
-A program that is not the planned graph in the code of its ops (rank passes may write it otherwise) is interpreted as a
-whole, on each rank of its family, and so is every rank that it communicates with, and the lines of these; on two ranks
-and their lines, where at least all its numbers are those of its ops' codes, unless somebody gave it. A program that
-somebody gives for a rank alone is always interpreted, with every rank that it communicates with; one that is given for
-many ranks, the iterations of one, is read first.
+A program with other numbers is interpreted as a whole, on each rank of its family, and so is every rank that it
+communicates with, and the lines of these. So is a program that somebody gives.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,14 +42,13 @@ from shardfx.runtime.verify.proof.collective_matching import LockStep
 from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
 
 from .equal_shards import EqualShards
-from .family import Family, families
-from .op_code import Reading, same_numbers
+from .family import Family, families, same_numbers
 from .single_ops import SingleOps, Write, pair
 
 EVERY = 16
 """On a mesh of up to so many ranks every program is interpreted."""
-Key = tuple[int, int]
-"""A place along the axis of stages, and the number of a box of ranks with equal shards."""
+Key = tuple[int, int] | Family
+"""A family, or a place along the axis of stages and the number of a box of ranks with equal shards."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ def verify(
         try:
             read = {place: FamilyPrograms(ops, each.at(graph, ranks[0]), ranks) for place, ranks in places.items()}
             for part in read.values():
-                counts.update({"programs read": len(part.read), "calls read": part.calls, "families": part.families})
+                counts.update({"programs read": len(part.read), "families": part.families})
             WholePrograms(proof, read, alike, counts).interpret(each.changed)
         except Failed as failed:
             return failed.fault, number
@@ -119,32 +113,24 @@ class FamilyPrograms:
 
     def __init__(self, ops: SingleOps, request: FamilyRequest, ranks: Sequence[int]) -> None:
         self.request, nodes = request, request.nodes
-        self.families = self.calls = 0
+        self.families = 0
         self.read: dict[int, Family] = {}
-        """By rank: families whose program is the planned graph in the code of its ops."""
-        self.alike: dict[int, Family] = {}
-        """Families with other code, but with no number other than the ops' own."""
+        """By rank: families with no number other than those of the ops."""
         self.other: dict[int, Family] = {}
-        """Families with other code."""
+        """Families with other numbers."""
         order: list[Any] | None = None
         mine = set(ranks) - request.changed.keys()
         parts = [[rank for rank in part if rank in mine] for part in ops.parts]
         for family in families(request.program, sorted(filter(None, parts), key=len, reverse=True)):
             self.families += 1
-            codes = ops.codes(family.ranks, nodes)
-            reading = Reading(family, nodes, codes)
             order, own = order or _communication(family), _communication(family)
-            if own == order and reading.first_other(request.inputs, request.outputs) is None:
-                self.read |= dict.fromkeys(family.ranks, family)
-                self.calls += reading.calls * len(family.ranks)
-            elif own == order and not request.given & {*family.ranks} and same_numbers(family, nodes, codes):
-                self.alike |= dict.fromkeys(family.ranks, family)
-            else:
-                self.other |= dict.fromkeys(family.ranks, family)
+            codes = ops.codes(family.ranks, nodes)
+            alike = own == order and not request.given & {*family.ranks} and same_numbers(family, nodes, codes)
+            (self.read if alike else self.other).update(dict.fromkeys(family.ranks, family))
 
     def at(self, rank: int) -> HasGraph:
         """The plan's own program of a rank."""
-        family = self.read.get(rank) or self.alike.get(rank) or self.other.get(rank)
+        family = self.read.get(rank) or self.other.get(rank)
         return self.request.program(rank) if family is None else family.at(rank)
 
 
@@ -168,7 +154,7 @@ class WholePrograms:
         self.proof, self.places, self.alike, self.counts = proof, places, alike, counts
         self.mesh = proof.after.mesh
         self._patterns: dict[Key, Rank] = {}
-        """A program of which those of all ranks there that were read are copies."""
+        """A rank that was interpreted, whose program the others there have."""
 
     def interpret(self, changed: Mapping[int, HasGraph]) -> None:
         """Interpret what must be.
@@ -176,15 +162,14 @@ class WholePrograms:
         Raises:
             Failed: a program is wrong.
         """
-        lines = [rank for box in self.alike.boxes for rank in self._whole_line(frozenset(box))]
+        found = dict.fromkeys(family for own in self.places.values() for family in own.read.values())
+        lines = {m for family in found for rank in self._pair(family) for m in self._line(rank)}
         if lines:
-            self._lock_step({rank: self._of(rank).at(rank) for rank in lines}, ())
+            self._lock_step({rank: self._of(rank).at(rank) for rank in sorted(lines)}, ())
             # outputs that are placed otherwise than promised, but are the same box at these ranks, are it at all:
             # what is linear in each coordinate and the same at two places is the same
             for rank in self._patterns.values():
                 rank.promised(self._of(rank.rank).request.outputs, self.alike.starts())
-        for ranks in self._pairs():
-            self._lock_step({rank: self._of(rank).at(rank) for rank in ranks}, ())
         apart = {*changed, *(rank for own in self.places.values() for rank in own.other)}
         if apart:
             nodes = [node for node in self.proof.after.nodes if isinstance(node.op, OwnOp)]
@@ -193,14 +178,10 @@ class WholePrograms:
             near = {m for rank in near for m in self._line(rank)}
             self._lock_step({r: changed.get(r) or self._of(r).at(r) for r in sorted(near)}, apart)
 
-    def _pairs(self) -> Iterator[Sequence[int]]:
-        """Two ranks of each family with other code, and the lines of these; of all families together, where ranks of
-        one communicate with others that have other shards."""
-        found = [family for own in self.places.values() for family in dict.fromkeys(own.alike.values())]
-        pairs = [{m for rank in pair(family.ranks, self.mesh) for m in self._line(rank)} for family in found]
-        if len(self.alike.boxes) > 1 and pairs:
-            pairs = [set[int]().union(*pairs)]
-        yield from map(sorted, pairs)
+    def _pair(self, family: Family) -> Sequence[int]:
+        """Two ranks of a family that are in lines of ranks without other numbers, where there are such."""
+        clean = [r for r in family.ranks if all(m in self._of(m).read for m in self._line(r))]
+        return pair(clean, self.mesh) if clean else ()
 
     def _of(self, rank: int) -> FamilyPrograms:
         return self.places[place_of(self.proof.after, rank)]
@@ -210,25 +191,14 @@ class WholePrograms:
         pipeline = self.proof.after.pipeline
         return (rank,) if pipeline is None else self.mesh.group(rank, (pipeline.axis,))
 
-    def _whole_line(self, box: Collection[int]) -> Sequence[int]:
-        """Ranks of a box that communicate with one another, one of all stages, each of a family that was read, or has
-        no number but its ops' own; empty where there are none."""
-        for own in self.places.values():
-            inside = [rank for rank in own.read if rank in box]
-            first = pair(own.read[inside[0]].ranks, self.mesh)[:1] if inside else ()
-            for rank in (*first, *inside):
-                line = self._line(rank)
-                if all(r in self._of(r).read or r in self._of(r).alike for r in line):
-                    return line
-        return ()
-
     def _lock_step(self, programs: Mapping[int, HasGraph], apart: Iterable[int]) -> None:
         alone = set(apart)
         made = {r: self._rank(r, each, r in alone) for r, each in programs.items()}
         self.counts["whole programs"] += len(made)
         known = dict(self._patterns)
-        for r in made.keys() - alone:
-            known.setdefault(self._key(r), made[r])
+        for r in sorted(made.keys() - alone):
+            for key in (self._key(r), self._place(r)):
+                known.setdefault(key, made[r])
 
         def model(rank: Rank, member: int) -> Rank | None:
             mine, theirs = self._key(rank.rank), self._key(member)
@@ -239,8 +209,11 @@ class WholePrograms:
             rank.outputs(self._of(r).request.outputs)
         self._patterns = known
 
-    def _key(self, rank: int) -> Key:
+    def _place(self, rank: int) -> tuple[int, int]:
         return place_of(self.proof.after, rank), self.alike.box_of[rank]
+
+    def _key(self, rank: int) -> Key:
+        return self._of(rank).read.get(rank) or self._place(rank)
 
     def _rank(self, rank: int, program: HasGraph, changed: bool = False) -> Rank:
         return Rank(self.proof, rank, program, self._of(rank).request.inputs, changed)

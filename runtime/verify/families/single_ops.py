@@ -49,7 +49,6 @@ from shardfx.runtime.verify.proof.terms import build
 
 from .equal_shards import EqualShards
 from .family import Family, families, varies
-from .op_code import Code, CodeOperand
 from .varying import Diverged, leaves
 
 Write = Callable[[Graph, Any], HasGraph]
@@ -64,18 +63,17 @@ class SingleOps:
         self._graph, self._nodes, self._book, self._write = graph, list(dict.fromkeys(nodes)), book, write
         numbers: dict[Any, int] = {}
         self._keys = {node: numbers.setdefault(op_key(node), len(numbers)) for node in self._nodes}
-        self._codes: dict[int, list[Code]] = {}
+        self._codes: dict[int, list[Family]] = {}
         self.parts: list[list[int]] = [list(box) for box in alike.boxes]
         """Ranks on which every op has the same code, numbers aside."""
 
     def __len__(self) -> int:
         return len(self._codes)
 
-    def codes(self, ranks: Sequence[int], nodes: Sequence[Node]) -> dict[Value, Code]:
+    def codes(self, ranks: Sequence[int], nodes: Sequence[Node]) -> dict[Value, Family]:
         """The code of planned nodes, by their first result, on ranks that are in one part."""
         chosen = {
-            key: next(code for code in codes if ranks[0] in code.family.together.place)
-            for key, codes in self._codes.items()
+            key: next(code for code in codes if ranks[0] in code.together.place) for key, codes in self._codes.items()
         }
         return {node.outs[0]: chosen[self._keys[node]] for node in nodes}
 
@@ -87,7 +85,7 @@ class SingleOps:
                 continue
             small = alone(node, self._graph)
             made = list(families(lambda rank, small=small: self._write(small, rank), self.parts))  # type: ignore[misc]
-            self._codes[key] = [Code.of(family, len(node.outs)) for family in made]
+            self._codes[key] = made
             self.parts = refined(self.parts, [family.ranks for family in made])
             found = self._fault(small, made)
             if found is not None:
@@ -186,8 +184,8 @@ def op_key(node: Node) -> Any:
     """Equal for nodes whose code is equal, and right or wrong alike."""
     places: dict[Value, int] = {}
 
-    def index(value: Value) -> CodeOperand:
-        return CodeOperand(places.setdefault(value, len(places)))
+    def index(value: Value) -> tuple[str, int]:
+        return "operand", places.setdefault(value, len(places))
 
     args = tuple([argument_key(arg, index) for arg in node.args])
     kwargs = tuple([(name, argument_key(arg, index)) for name, arg in node.kwargs.items()])
