@@ -140,7 +140,7 @@ def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*
                 proof = shown = first_malformed(modules.values())
                 if proof is None:
                     sound = {rank: plain(program) for rank, program in modules.items()}
-                    proof = interpret(begun.anew(), sound, inputs, outputs)
+                    proof = interpret(Proof.of(pm.planned, begun.universe, rules), sound, inputs, outputs)
                     shown, _ = compare(pm.captured, pm.planned, modules, inputs, outputs, known)
                 rates.made[mutation.name] += 1
                 rates.static[mutation.name] += proof is not None

@@ -217,7 +217,7 @@ def _texts(family: Family) -> Iterator[tuple[Sequence[int], fx.Graph]]:
     graph = family.program.graph
     groups = {n: n.args[-1] for n in graph.nodes if n.op == "call_function" and (r := row_of(n.target)) and r.message}
     looked = {*groups, *(number for node in groups for number in _numbers_behind(node))}
-    if any(varies(arg) for node in looked for arg in leaves(node) if arg is not groups.get(node)):
+    if any(varies(arg) for node in looked for arg in leaves(node.args, node.kwargs) if arg is not groups.get(node)):
         for rank in family.ranks:
             yield (rank,), family.at(rank).graph
     else:

@@ -236,8 +236,10 @@ class PlanProof:
     def _many(self, proof: Proof, alike: EqualShards) -> tuple[Fault | None, int]:
         def write(graph: Graph, rank: int) -> RankProgram:
             made = plain(lower(graph, rank, self.rules, {OutputKind.RESULT}, self.device), in_place=True)
-            if graph.pipeline is not None:
-                self._number_messages(made, graph.mesh.coords(rank))
+            for node in made.graph.nodes if graph.pipeline is not None else ():
+                if node.target in MESSAGES:  # of the iteration that a rank is
+                    sent, coords = node.meta["shardfx"].operands[0].spec, graph.mesh.coords(rank)
+                    node.args = (*node.args[:-2], iteration_number(sent, self.mesh, coords), node.args[-1])
             return made
 
         requests = []
@@ -247,13 +249,6 @@ class PlanProof:
             except Failed as failed:
                 return failed.fault, number
         return many_ranks.verify(proof, self.rules, write, requests, alike, self.counts)
-
-    def _number_messages(self, program: RankProgram, coords: Mapping[str, int]) -> None:
-        """Number the messages of an op that stands alone as those of the iteration that a rank is."""
-        for node in program.graph.nodes:
-            if node.target in MESSAGES:
-                iteration = iteration_number(node.meta["shardfx"].operands[0].spec, self.mesh, coords)
-                node.args = (*node.args[:-2], iteration, node.args[-1])
 
     def _of_families(self, task: Task, alike: EqualShards) -> many_ranks.FamilyRequest:
         """The programs of a task; those of iterations are written together, whoever gave them. One of ranks with equal

@@ -96,7 +96,7 @@ def text(fault: Fault) -> str:
     """The fault as an error reads."""
     rank = "" if fault.rank is None else f"rank {fault.rank}"
     node = f"node {fault.node!r}" if fault.node else ""
-    place = "; ".join(part for part in (rank, node, fault.where) if part)
+    place = "; ".join(filter(None, (rank, node, fault.where)))
     seen = "" if fault.seen is None else " (seen at node {!r} of rank {})".format(*fault.seen)
     agrees = f"agrees {fault.agrees}" if fault.agrees else ""
     lines = [("where:", place), ("output:", fault.output), ("numbers:", fault.numbers or agrees)]

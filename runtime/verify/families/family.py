@@ -37,7 +37,7 @@ class Family:
     @cached_property
     def varying(self) -> list[fx.Node]:
         """The calls with constants that differ by rank."""
-        return [node for node in self.program.graph.nodes if any(map(varies, leaves(node)))]
+        return [node for node in self.program.graph.nodes if any(map(varies, leaves(node.args, node.kwargs)))]
 
     def at(self, rank: int) -> HasGraph:
         """The program of one of the ranks."""
@@ -86,7 +86,7 @@ def same_numbers(family: Family, nodes: Sequence[Node], codes: Mapping[Value, Fa
 def _numbers(family: Family, call: fx.Node, ranks: Sequence[int], known: dict[Any, Any]) -> Any:
     """The target and the constants of a call on some ranks of its family; None where they are the same on all."""
     together, constants = family.together, []
-    for arg in leaves(call):
+    for arg in leaves(call.args, call.kwargs):
         key = id(together), together.mark(arg) if isinstance(arg, Varying) else arg
         if varies(arg) and key not in known:
             each = together.on_each(arg)

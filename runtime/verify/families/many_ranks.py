@@ -193,7 +193,7 @@ class WholePrograms:
 
     def _lock_step(self, programs: Mapping[int, HasGraph], apart: Iterable[int]) -> None:
         alone = set(apart)
-        made = {r: self._rank(r, each, r in alone) for r, each in programs.items()}
+        made = {r: Rank(self.proof, r, each, self._of(r).request.inputs, r in alone) for r, each in programs.items()}
         self.counts["whole programs"] += len(made)
         known = dict(self._patterns)
         for r in sorted(made.keys() - alone):
@@ -214,6 +214,3 @@ class WholePrograms:
 
     def _key(self, rank: int) -> Key:
         return self._of(rank).read.get(rank) or self._place(rank)
-
-    def _rank(self, rank: int, program: HasGraph, changed: bool = False) -> Rank:
-        return Rank(self.proof, rank, program, self._of(rank).request.inputs, changed)

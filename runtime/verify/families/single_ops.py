@@ -42,9 +42,8 @@ from shardfx.runtime.verify.data_movement import MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault, first_output, place
 from shardfx.runtime.verify.proof.calls import Proof
 from shardfx.runtime.verify.proof.collective_matching import LockStep
-from shardfx.runtime.verify.proof.deduction import Deduction, same, written
+from shardfx.runtime.verify.proof.deduction import same, written
 from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
-from shardfx.runtime.verify.proof.numbering import Numbering
 from shardfx.runtime.verify.proof.terms import build
 
 from .equal_shards import EqualShards
@@ -93,8 +92,7 @@ class SingleOps:
         return None
 
     def _fault(self, small: Graph, made: Sequence[Family]) -> Fault | None:
-        universe = build(_silent(small), small, self._book)
-        proof = Proof(small, universe, Deduction(universe, self._book, small.mesh), Numbering(universe, small.mesh))
+        proof = Proof.of(small, build(_silent(small), small, self._book), self._book)
         of = {rank: family for family in made for rank in family.ranks}
         asked = self._ranks(small.nodes[0], made, small.mesh)
         ends = {r: local_ends(small, small.inputs, small.outputs, small.mesh.coords(r)) for r in asked}
@@ -155,7 +153,7 @@ def _numbers(made: Sequence[Family], mesh: Mesh) -> dict[int, Any]:
     for family in made:
         groups = {mesh.group_name(family.together.rank(), axes) for axes in _subsets(mesh)}
         for node in family.varying:
-            for arg in leaves(node):
+            for arg in leaves(node.args, node.kwargs):
                 each = None if isinstance(arg, str) and arg in groups else family.together.on_each(arg)
                 for rank, number in zip(family.ranks, each or (), strict=bool(each)):
                     found[rank].append(number)
@@ -266,22 +264,14 @@ def all_meet(made: Sequence[Family], axis: str, mesh: Mesh) -> bool:
         line = mesh.rank({**coords, axis: 0})
         for node in family.program.graph.nodes:
             if node.target not in MESSAGES:
-                if any(map(varies, leaves(node))):
+                if any(map(varies, leaves(node.args, node.kwargs))):
                     return False
                 continue
             *before, other, tag, iteration, group = node.args
-            if any(map(varies, _flat((*before, other, tag)))) or group != mesh.group_name(together.rank(), [axis]):
+            if any(map(varies, leaves(before, other, tag))) or group != mesh.group_name(together.rank(), [axis]):
                 return False
             sends = node.target is stage_transfer.send
             ends = [coords[axis], other] if sends else [other, coords[axis]]
             columns = [together.on_each(each) or [each] * len(family.ranks) for each in (line, iteration, *ends)]
             (sent if sends else received).update((tag, *each) for each in zip(*columns, strict=True))
     return sent == received
-
-
-def _flat(args: Iterable[Any]) -> Iterator[Any]:
-    for arg in args:
-        if isinstance(arg, (list, tuple)):
-            yield from _flat(arg)
-        elif not isinstance(arg, fx.Node):
-            yield arg

@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from numbers import Integral
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -169,26 +169,12 @@ class Varying:
 Integral.register(Varying)
 
 
-class HasArguments(Protocol):
-    """A call."""
-
-    @property
-    def args(self) -> Any:
-        """Its arguments."""
-
-    @property
-    def kwargs(self) -> Any:
-        """Its keyword arguments."""
-
-
-def leaves(node: HasArguments) -> Iterable[Any]:
-    """The constants among a call's arguments, nodes and nests aside."""
-    front: list[Any] = [node.args, node.kwargs]
-    while front:
-        arg = front.pop()
+def leaves(*nest: Any) -> Iterable[Any]:
+    """The constants in a nest of arguments, nodes aside."""
+    for arg in nest:
         if isinstance(arg, (list, tuple)):
-            front.extend(reversed(arg))
+            yield from leaves(*arg)
         elif isinstance(arg, dict):
-            front.extend(reversed(list(arg.values())))
+            yield from leaves(*arg.values())
         elif not isinstance(arg, fx.Node):
             yield arg

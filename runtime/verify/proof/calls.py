@@ -90,12 +90,12 @@ class Proof:
         counts.update({"terms": len(found.terms.types), "decompositions": found.decompositions})
         if found.trusted:
             counts["decompositions too large to compare"] = found.trusted
-        return cls(after, found, Deduction(found, book, after.mesh), Numbering(found, after.mesh))
+        return cls.of(after, found, book)
 
-    def anew(self) -> Proof:
-        """The same proof, where it began."""
-        mesh, found = self.after.mesh, self.universe
-        return Proof(self.after, found, Deduction(found, self.deduction.book, mesh), Numbering(found, mesh))
+    @classmethod
+    def of(cls, after: Graph, universe: Universe, book: RuleBook) -> Proof:
+        """A proof with the terms of a planned graph."""
+        return cls(after, universe, Deduction(universe, book, after.mesh), Numbering(universe, after.mesh))
 
 
 @dataclass

@@ -73,14 +73,10 @@ class Rank:
                 self.items[node] = self._input(node, next(given, None))
             elif node.op == "output":
                 self.result = node
-            elif node.op == "call_function" and node.target in COLLECTIVES:
+            elif node.op == "call_function" and node.target in COLLECTIVES | MESSAGES:
                 self.proof.collectives += 1
-                self.asked.append(node)
-                item = self.items[node.args[0]]
-                reply = yield node, self._codes(item), item.hints
-                self.items[node] = Known(reply.facts, reply.codes, reply.hints, None, True, reply.why)
-            elif node.op == "call_function" and node.target in MESSAGES:
-                self.proof.collectives += 1
+                if node.target in COLLECTIVES:
+                    self.asked.append(node)
                 item = self.items[node.args[0]] if isinstance(node.args[0], fx.Node) else Known()
                 reply = yield node, self._codes(item), item.hints
                 self.items[node] = Known(reply.facts, reply.codes, reply.hints, None, True, reply.why)

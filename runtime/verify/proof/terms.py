@@ -10,7 +10,7 @@ decomposed, as far as torch or the rule book has decompositions: ``addmm`` is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ from shardfx.ir.capture.canonical.canonical_ops import convert_call
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_name, substitute
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.alike import alike
+from shardfx.ir.node import draw_slot
+from shardfx.ir.ops.alike import alike, argument_key, type_of
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.rules.book import RuleBook
@@ -98,8 +99,7 @@ class Terms:
             return made
         if op in COMMUTE and not node.kwargs and len(operands) == len(node.args):
             return self._make((op, *sorted(operands)), types, node)
-        args, kwargs = arguments(node, lambda v: TermRef(term(v)))
-        return self._make((op, frozen(args), frozen(kwargs)), types, node)
+        return self._make(call_key(node, lambda v: TermRef(term(v))), types, node)
 
     def _make(self, key: Any, types: Sequence[TensorType | None], node: Node) -> tuple[int | None, ...]:
         if key not in self._known:
@@ -135,20 +135,10 @@ def gives_back(node: Node) -> bool:
     return node.op in NEUTRAL and is_neutral(node.op, node.args, node.kwargs)
 
 
-def frozen(arg: Any) -> Any:
-    """A nest of arguments as a key: 1, 1.0 and True differ."""
-    if isinstance(arg, TermRef):
-        return arg
-    if isinstance(arg, (list, tuple)):
-        return tuple(frozen(a) for a in arg)
-    if isinstance(arg, dict):
-        return tuple(sorted((k, frozen(a)) for k, a in arg.items()))
-    return type(arg).__name__, repr(arg)
-
-
-def constants(node: Node) -> Any:
-    """A node's arguments without its operands, as a key."""
-    return frozen(substitute((node.args, node.kwargs), lambda _: None))
+def call_key(node: Node, key: Callable[[Value], Hashable]) -> Hashable:
+    """A node's op and arguments as a key, with ``key`` of each operand: 1, 1.0 and True differ."""
+    kwargs = [(name, argument_key(arg, key)) for name, arg in sorted(node.kwargs.items())]
+    return SAME.get(node.op, node.op), argument_key(node.args, key), tuple(kwargs)
 
 
 @dataclass
@@ -170,10 +160,6 @@ class Universe:
     decompositions: int = 0
     trusted: int = 0
     """Decompositions of ops too large to be compared with."""
-
-    def results(self, node: Node) -> tuple[int | None, ...]:
-        """The term of each result of a node of the graph; None for a result that is no tensor."""
-        return tuple(None if v is None else self.of[v] for v in node.results)
 
 
 def build(before: Graph, after: Graph, book: RuleBook, *, decomposed: bool = False) -> Universe:
@@ -242,7 +228,7 @@ class _GraphReader:
         self.planned.add(made)
         op, key = SAME.get(node.op, node.op), tuple(self.of[v] for v in node.operands)
         equal = self.registered.setdefault((op, key, made), [])
-        if equal and constants(node) in map(constants, equal):
+        if equal and call_key(node, type_of) in [call_key(each, type_of) for each in equal]:
             return made
         equal.append(node)
         for terms_of in dict.fromkeys((key, key[::-1]) if node.op is aten.add.Tensor else (key,)):
@@ -262,7 +248,7 @@ class _GraphReader:
             return made
         held = self.universe.specs.get(self.of[node.operands[0]], ())
         for expand in choices(entry.expand, node, held, self.mesh):
-            key = (node.op, expand, frozen(substitute(node.args, lambda v: v.type)), frozen(dict(node.kwargs)))
+            key = expand, call_key(node, type_of)
             if key not in self.checked:
                 self.checked[key] = justified(node, expand)
                 self.universe.trusted += not small(node)
@@ -273,7 +259,7 @@ class _GraphReader:
 
     def _decomposed(self, node: Node, within: frozenset[Any]) -> tuple[int | None, ...] | None:
         """The terms of a node's results by its decomposition; None where it has none that can be read."""
-        if node.op in within:
+        if node.op in within or draw_slot(node) is not None:
             return None
         key = alike(node)
         if key not in self.checked:
