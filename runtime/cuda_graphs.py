@@ -12,7 +12,7 @@ the next replay writes over it. All graphs of a device share one memory pool: no
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind
 from shardfx.ir.program.rank_program import RankProgram
 
-from .engine import Engine, Probe
+from .engine import Engine, Probe, RankPrograms, RankTensors
 
 Tensor = torch.Tensor
 Work = Callable[[], Sequence[Tensor]]
@@ -135,12 +135,7 @@ class GraphEngine:
         """That of a copy of the module, which lies elsewhere."""
         return GraphEngine(copy.deepcopy(self._engine, memo), self._make_graph)
 
-    def run(
-        self,
-        programs: Mapping[int, RankProgram],
-        inputs: Mapping[int, Sequence[Tensor]],
-        watch: Probe | None = None,
-    ) -> Mapping[int, Sequence[Tensor]]:
+    def run(self, programs: RankPrograms, inputs: RankTensors, watch: Probe | None = None) -> RankTensors:
         """Run the program of the rank.
 
         Raises:

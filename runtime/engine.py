@@ -17,6 +17,9 @@ from shardfx.ir.graph import Input
 from shardfx.ir.program.rank_program import RankProgram
 
 Tensor = torch.Tensor
+RankPrograms = Mapping[int, RankProgram]
+RankTensors = Mapping[int, Sequence[Tensor]]
+"""What each rank is given, or returns."""
 
 
 class RankProbe(Protocol):
@@ -51,12 +54,7 @@ class Engine(Protocol):
     def seed(self) -> Tensor:
         """A step's seed, the same on all ranks; ``torch.manual_seed`` makes it reproducible."""
 
-    def run(
-        self,
-        programs: Mapping[int, RankProgram],
-        inputs: Mapping[int, Sequence[Tensor]],
-        watch: Probe | None = None,
-    ) -> Mapping[int, Sequence[Tensor]]:
+    def run(self, programs: RankPrograms, inputs: RankTensors, watch: Probe | None = None) -> RankTensors:
         """Run one program for each of ``ranks``; gives what each returns.
 
         Raises:

@@ -10,7 +10,7 @@ Inductor's own, for the least memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,8 +34,27 @@ class WholeStep(CustomGraphPass):
     """Stores values that many kernels read."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Mark values of a graph."""
-        store_once(graph)
+        """Mark the elementwise values that take fewer bytes to load in each kernel than to compute there."""
+        nodes = [node for node in graph.nodes if node.op == "call_function"]
+        segment = dict(zip(graph.nodes, accumulate(map(_is_opaque, graph.nodes), initial=0), strict=False))
+        read_in: dict[fx.Node, set[int]] = {}
+        for node in reversed(nodes):
+            read_in[node] = set()
+            for user in node.users:
+                inside = _is_inlined(user) and (_is_view(user) or not _is_stored(user))
+                read_in[node] |= read_in[user] if inside else {segment[user]}
+        loads: dict[fx.Node, set[fx.Node]] = {}
+        for node in nodes:
+            if not _is_inlined(node):
+                continue
+            loads[node] = set().union(*(loads.get(used, {used}) for used in node.all_input_nodes))
+            if _is_view(node) or _is_stored(node):
+                loads[node] = loads[node] if _is_view(node) else {node}
+                continue
+            kernels, stored, computed = len(read_in[node]), _nbytes(node), sum(map(_nbytes, loads[node]))
+            if kernels * stored < (kernels - 1) * computed:
+                node.meta[STORED] = True
+                loads[node] = {node}
 
     def uuid(self) -> Any:
         """By which Inductor's cache of compiled graphs knows this pass."""
@@ -52,41 +71,9 @@ without autograd it would move each in front of the update, its only user, and k
 share no kernel for the few bytes of their rates."""
 
 
-def store_once(graph: fx.Graph) -> None:
-    """Mark the elementwise values that take fewer bytes to load in each kernel than to compute there."""
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    segment = dict(_segments(graph.nodes))
-    read_in: dict[fx.Node, set[int]] = {}
-    for node in reversed(nodes):
-        read_in[node] = set()
-        for user in node.users:
-            inside = _is_inlined(user) and (_is_view(user) or not _is_stored(user))
-            read_in[node] |= read_in[user] if inside else {segment[user]}
-    loads: dict[fx.Node, set[fx.Node]] = {}
-    for node in nodes:
-        if not _is_inlined(node):
-            continue
-        loads[node] = set().union(*(loads.get(used, {used}) for used in node.all_input_nodes))
-        if _is_view(node) or _is_stored(node):
-            loads[node] = loads[node] if _is_view(node) else {node}
-            continue
-        kernels, stored, computed = len(read_in[node]), _nbytes(node), sum(map(_nbytes, loads[node]))
-        if kernels * stored < (kernels - 1) * computed:
-            node.meta[STORED] = True
-            loads[node] = {node}
-
-
 def _is_stored(node: fx.Node) -> bool:
     """Whether a value is stored in any case, for a call that is no part of a kernel of Inductor's reads it."""
     return any(_is_stored(user) if _is_view(user) else _is_opaque(user) for user in node.users)
-
-
-def _segments(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
-    """For each call, how many calls stand before it that Inductor fuses nothing with."""
-    count = 0
-    for node in nodes:
-        yield node, count
-        count += _is_opaque(node)
 
 
 def _is_inlined(node: fx.Node) -> bool:

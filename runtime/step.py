@@ -23,6 +23,7 @@ from .local_device import as_current
 from .store import Store
 
 Kinds = frozenset[OutputKind]
+Inputs = Mapping[str, torch.Tensor]
 Results = dict[tuple[OutputKind, str], list[torch.Tensor]]
 STORED = (InputKind.PARAMETER, InputKind.BUFFER)
 """What is the model's own."""
@@ -35,6 +36,17 @@ class RunStart(NamedTuple):
 
     seed: torch.Tensor | None
     buffers: Mapping[tuple[str, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run under way: what is passed, what it starts from, the owner of each shard that is written over by name and
+    number, and the shards of inputs, which ranks share."""
+
+    inputs: Inputs
+    start: RunStart
+    owners: Mapping[tuple[str, int], int]
+    shards: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -115,13 +127,7 @@ class ProgramRunner:
         """A number that was drawn as a seed, where programs run."""
         return torch.full((), number, dtype=torch.int64, device=self.engine.device)
 
-    def run(
-        self,
-        kinds: Kinds,
-        inputs: Mapping[str, torch.Tensor],
-        watch: Probe | None = None,
-        kept: RunStart | None = None,
-    ) -> Results:
+    def run(self, kinds: Kinds, inputs: Inputs, watch: Probe | None = None, kept: RunStart | None = None) -> Results:
         """Run the ranks of this process on global inputs, or on this rank's own part of each; what is new content of
         what is stored is kept.
 
@@ -132,12 +138,11 @@ class ProgramRunner:
             Error: a guard does not hold: the model would do something else for these inputs. Nothing is stored.
         """
         programs, engine = self.programs(kinds), self.engine
-        kept = RunStart(self.seed(kinds), {}) if kept is None else kept
-        sharding: dict[tuple[str, int], torch.Tensor] = {}
+        start = RunStart(self.seed(kinds), {}) if kept is None else kept
         autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
         with torch.no_grad(), as_current(engine.device), autocast:
-            owners = self._owners(programs) if len(programs) > 1 else {}
-            given = {rank: self._given(each, rank, inputs, kept, sharding, owners) for rank, each in programs.items()}
+            run = _Run(inputs, start, self._owners(programs) if len(programs) > 1 else {})
+            given = {rank: self._given(each, rank, run) for rank, each in programs.items()}
             try:
                 outs = engine.run(programs, given, watch)
             except Error:
@@ -180,20 +185,12 @@ class ProgramRunner:
             self._shards[key] = Shards.of(of.value.spec, of.value.shape, self.graph.mesh)
         return self._shards[key]
 
-    def _given(
-        self,
-        program: RankProgram,
-        rank: int,
-        inputs: Mapping[str, torch.Tensor],
-        kept: RunStart,
-        sharding: dict[tuple[str, int], torch.Tensor],
-        owners: Mapping[tuple[str, int], int],
-    ) -> list[torch.Tensor]:
+    def _given(self, program: RankProgram, rank: int, run: _Run) -> list[torch.Tensor]:
         """What a rank starts from: ranks that hold the same share one tensor. Where some of them write over it, its
         owner has the store's, and the others copies."""
-        made = [self._shard(each, rank, inputs, kept, sharding) for each in program.inputs]
-        for place, each in enumerate(program.inputs if owners else ()):
-            if each.kind in HELD and owners.get((each.name, self.shards(each).by_rank[rank]), rank) != rank:
+        made = [self._shard(each, rank, run) for each in program.inputs]
+        for place, each in enumerate(program.inputs if run.owners else ()):
+            if each.kind in HELD and run.owners.get((each.name, self.shards(each).by_rank[rank]), rank) != rank:
                 made[place] = made[place].clone()
         return made
 
@@ -207,26 +204,18 @@ class ProgramRunner:
                     found.setdefault((each.name, self.shards(each).by_rank[rank]), rank)
         return found
 
-    def _shard(
-        self,
-        given: Input,
-        rank: int,
-        inputs: Mapping[str, torch.Tensor],
-        kept: RunStart,
-        sharding: dict[tuple[str, int], torch.Tensor],
-    ) -> torch.Tensor:
+    def _shard(self, given: Input, rank: int, run: _Run) -> torch.Tensor:
         """What a rank starts from of one input."""
-        name = given.name
+        name, kept = given.name, run.start
         if given.kind in HELD:
-            buffers = kept.buffers
-            return buffers[name, rank] if buffers and (name, rank) in buffers else self.store.shard(name, rank)
+            return kept.buffers[name, rank] if (name, rank) in kept.buffers else self.store.shard(name, rank)
         if given.kind is InputKind.SEED:
             assert kept.seed is not None
             return kept.seed
-        known = self._constants if given.kind is InputKind.CONSTANT else sharding
+        known = self._constants if given.kind is InputKind.CONSTANT else run.shards
         which = self.shards(given).by_rank[rank]
         if (name, which) not in known:
-            whole = given.constant if given.kind is InputKind.CONSTANT else inputs[name]
+            whole = given.constant if given.kind is InputKind.CONSTANT else run.inputs[name]
             if whole is None:
                 raise Error(f"constant {name!r} has no content", where="a graph read from text")
             device = self._engine.device if self._engine is not None else whole.device
@@ -256,17 +245,15 @@ class ProgramRunner:
         shards = self.shards(given)
         return {shards.local_shapes[shards.by_rank[rank]] for rank in self.ranks}
 
-    def rank_inputs(
-        self, rank: int, program: RankProgram, inputs: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def rank_inputs(self, rank: int, program: RankProgram, inputs: Inputs) -> dict[str, torch.Tensor]:
         """What a rank's program starts from, by input name, as far as it is known here."""
         finish(self.engine.device)
-        kept, found = RunStart(torch.zeros((), dtype=torch.int64), {}), {}
+        run, found = _Run(inputs, RunStart(torch.zeros((), dtype=torch.int64), {}), {}), {}
         for given in program.inputs if rank in self.engine.ranks else ():
             store = self.store
             held = (store.parameters, store.buffers, store.states) if given.kind in HELD else (inputs,)
             if given.kind in (InputKind.SEED, InputKind.CONSTANT) or any(given.name in each for each in held):
-                found[given.name] = self._shard(given, rank, inputs, kept, {}).cpu().clone()
+                found[given.name] = self._shard(given, rank, run).cpu().clone()
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +15,7 @@ from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 from shardfx.runtime.compiled_programs import Write
-from shardfx.runtime.engine import Probe, on_device, seed_tensor
+from shardfx.runtime.engine import Probe, RankPrograms, RankTensors, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 
 from . import stage_transport as messages
@@ -67,12 +67,7 @@ class ProcessEngine:
             dist.broadcast(seed, 0)
         return seed
 
-    def run(
-        self,
-        programs: Mapping[int, RankProgram],
-        inputs: Mapping[int, Sequence[Tensor]],
-        watch: Probe | None = None,
-    ) -> Mapping[int, Sequence[Tensor]]:
+    def run(self, programs: RankPrograms, inputs: RankTensors, watch: Probe | None = None) -> RankTensors:
         """Run this rank's program.
 
         Raises:

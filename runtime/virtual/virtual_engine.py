@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from shardfx.ir.ops import memory_ops
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 from shardfx.runtime.compiled_programs import Write
-from shardfx.runtime.engine import Probe, on_device, seed_tensor
+from shardfx.runtime.engine import Probe, RankPrograms, RankTensors, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.rendezvous import Request, run
 
@@ -59,12 +59,7 @@ class VirtualEngine:
         """A step's seed."""
         return on_device(seed_tensor(), self.device)
 
-    def run(
-        self,
-        programs: Mapping[int, RankProgram],
-        inputs: Mapping[int, Sequence[Tensor]],
-        watch: Probe | None = None,
-    ) -> Mapping[int, Sequence[Tensor]]:
+    def run(self, programs: RankPrograms, inputs: RankTensors, watch: Probe | None = None) -> RankTensors:
         """Run all programs to their ends; gives what each returns."""
         sources, watchers = {}, {}
         for rank, program in programs.items():
