@@ -91,7 +91,7 @@ class Groups:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._known: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def members(self, name: str, rank: int) -> tuple[int, ...]:
         """The ranks of the group of that name in which ``rank`` is, in the group's order.
@@ -99,20 +99,13 @@ class Groups:
         Raises:
             Error: the mesh has no such group, or the rank is not in it.
         """
-        if name not in self._known:
-            shape, _, rest = name.partition("/")
-            axes = tuple(rest.partition("@")[0].split("."))
-            known = shape == self._mesh.signature and all(a in self._mesh.names for a in axes)
-            if known and self._mesh.group_name(rank, axes) == name:
-                self._known[name] = self._mesh.group(rank, axes)
-        if rank not in self._known.get(name, ()):
-            raise Error(
-                f"rank {rank} uses a group that it is not in",
-                expected=f"a group of mesh {self._mesh}, of ranks {self._known.get(name, '?')}",
-                got=name,
-                remedy="take group names from Mesh.group_name(rank, axes)",
-            )
-        return self._known[name]
+        if (name, rank) not in self._known:
+            axes = self._mesh.group_axes(name)
+            if (own := self._mesh.group_name(rank, axes)) != name:
+                remedy = "take group names from Mesh.group_name(rank, axes)"
+                raise Error(f"rank {rank} uses a group that it is not in", expected=own, got=name, remedy=remedy)
+            self._known[name, rank] = self._mesh.group(rank, axes)
+        return self._known[name, rank]
 
 
 def run(
