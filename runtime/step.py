@@ -39,9 +39,9 @@ class RunStart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A run under way: what is passed, what it starts from, the owner of each shard that is written over by name and
-    number, and the shards of inputs, which ranks share."""
+class _StepInputs:
+    """What a run starts from: what is passed, what replaces the store's, the owner of each shard that is written over
+    by name and number, and the shards of inputs, which ranks share."""
 
     inputs: Inputs
     start: RunStart
@@ -141,7 +141,7 @@ class ProgramRunner:
         start = RunStart(self.seed(kinds), {}) if kept is None else kept
         autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
         with torch.no_grad(), as_current(engine.device), autocast:
-            run = _Run(inputs, start, self._owners(programs) if len(programs) > 1 else {})
+            run = _StepInputs(inputs, start, self._owners(programs) if len(programs) > 1 else {})
             given = {rank: self._given(each, rank, run) for rank, each in programs.items()}
             try:
                 outs = engine.run(programs, given, watch)
@@ -185,7 +185,7 @@ class ProgramRunner:
             self._shards[key] = Shards.of(of.value.spec, of.value.shape, self.graph.mesh)
         return self._shards[key]
 
-    def _given(self, program: RankProgram, rank: int, run: _Run) -> list[torch.Tensor]:
+    def _given(self, program: RankProgram, rank: int, run: _StepInputs) -> list[torch.Tensor]:
         """What a rank starts from: ranks that hold the same share one tensor. Where some of them write over it, its
         owner has the store's, and the others copies."""
         made = [self._shard(each, rank, run) for each in program.inputs]
@@ -204,7 +204,7 @@ class ProgramRunner:
                     found.setdefault((each.name, self.shards(each).by_rank[rank]), rank)
         return found
 
-    def _shard(self, given: Input, rank: int, run: _Run) -> torch.Tensor:
+    def _shard(self, given: Input, rank: int, run: _StepInputs) -> torch.Tensor:
         """What a rank starts from of one input."""
         name, kept = given.name, run.start
         if given.kind in HELD:
@@ -248,7 +248,7 @@ class ProgramRunner:
     def rank_inputs(self, rank: int, program: RankProgram, inputs: Inputs) -> dict[str, torch.Tensor]:
         """What a rank's program starts from, by input name, as far as it is known here."""
         finish(self.engine.device)
-        run, found = _Run(inputs, RunStart(torch.zeros((), dtype=torch.int64), {}), {}), {}
+        run, found = _StepInputs(inputs, RunStart(torch.zeros((), dtype=torch.int64), {}), {}), {}
         for given in program.inputs if rank in self.engine.ranks else ():
             store = self.store
             held = (store.parameters, store.buffers, store.states) if given.kind in HELD else (inputs,)
