@@ -37,11 +37,10 @@ from rich.table import Table
 from benchmarks.op_dtensor import Answers, ask
 from benchmarks.op_instances import record
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.oracle.completeness import Joint, joint_placements, missing_joints, missing_shardings, missing_sums
+from shardfx.ir.oracle.completeness import joint_placements, missing_joints, missing_shardings, missing_sums
 from shardfx.ir.oracle.discover import Discovery
-from shardfx.ir.oracle.draws import draws
 from shardfx.ir.oracle.instance import Instance
-from shardfx.ir.oracle.sharding_search import Choice, Oracle
+from shardfx.ir.oracle.sharding_search import Choice, Oracle, Placement
 from shardfx.ir.oracle.soundness import UNDEFINED, refutations, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
 from shardfx.ir.rules.sharding_rule import Linear
@@ -64,7 +63,7 @@ class Score:
     shardings: int = 0
     missing_shardings: tuple[Choice, ...] = ()
     sums: int = 0
-    missing_sums: tuple[Linear | Joint, ...] = ()
+    missing_sums: tuple[Linear | Placement, ...] = ()
     dtensor: Answers | None = None
 
 
@@ -86,7 +85,7 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
     if entry is not None and rule is not None:
         tried = len(list(trials(rule, of.results, of.tensors)))
         refuted = refutations(entry, of, seed=seed) + refutations(entry, of, seed=seed, drawn=True)
-    oracle = Oracle(of, seed, also=draws(of, seed))
+    oracle = Oracle(of, seed)
     undefined = of.node.op.overloadpacket in UNDEFINED
     shardings, sums = oracle.shardings(), [] if undefined else oracle.linear()
     joints = [] if undefined else joint_placements(oracle)
@@ -96,7 +95,7 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
         str(of.node.op),
         repr(of),
         tried,
-        tuple(map(str, refuted)),
+        tuple(refuted),
         len(shardings),
         tuple(missing_shardings(rule, shardings, oracle.ignored())),
         len(sums) + len(joints),

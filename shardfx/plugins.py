@@ -28,8 +28,7 @@ from typing import Any
 
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.table import LocalOp, OwnOp
-from shardfx.ir.oracle.discover import Discovery
-from shardfx.ir.oracle.findings import JsonCache, default_folder
+from shardfx.ir.oracle.discover import Discovery, JsonCache, default_folder
 from shardfx.ir.registry import register, unregister
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleBook, RuleEntry

@@ -81,7 +81,7 @@ class LiveIntervals:
         """The storages that are there at a moment, as they are then."""
         there = self.where((self.born <= moment) & (moment <= self.last))
         lines = zip(there.which, there.born.tolist(), there.last.tolist(), there.nbytes.tolist(), strict=True)
-        return [self.storages[which].at(born, last, nbytes) for which, born, last, nbytes in lines]
+        return [replace(self.storages[i], born=born, last=last, nbytes=nbytes) for i, born, last, nbytes in lines]
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """When each is made and used last, and its bytes."""

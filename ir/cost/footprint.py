@@ -73,11 +73,6 @@ class Storage:
     sizes: dict[Since, int] = field(default_factory=dict)
     message: bool = False
 
-    def at(self, born: int, last: int, nbytes: int) -> Storage:
-        """One instance of it, live between two moments: ``replace``, of which there are many."""
-        rest = self.node, self.category, self.used_in, self.kept, self.pool, self.uses, self.sizes, self.message
-        return Storage(nbytes, born, last, *rest)
-
     def use(self, at: int, scope: Scope) -> None:
         """A call uses it."""
         self.last = at

@@ -5,10 +5,9 @@
     %3 = sum(%2, [1])                 stored
     %4 = silu_backward(%2, %1)        in the kernel of %3: both load %1
 
-A value is computed where it is used if its op is elementwise (up to statistics of rows) and all its users, views
-aside, are elementwise ops or reductions, also those of the backward; with several users, if it loads few tensors. Its
-operands live until its last use. All other elementwise calls and reductions are grouped into kernels
-(:func:`kernels`).
+A value is computed where it is used if its op is elementwise (up to statistics of rows) and all its users, views aside,
+are elementwise ops or reductions, also those of the backward; with several users, if it loads few tensors. Its operands
+live until its last use. All other elementwise calls and reductions are grouped into kernels (:func:`kernels`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec
 
 from .amounts import Cost, Work
-from .flops import flops_of, formula
+from .flops import flops_of
 from .replay import replay
 from .traffic import over_loop
 
@@ -38,14 +38,10 @@ def rough_cost(node: Node, mesh: Mesh) -> Cost:
         return Cost(sent={mesh.sort(node.kwargs["axes"]): node.op.sends(node, mesh)})
     if is_view(node):
         return Cost()
-    flops = 0.0
-    if formula(node.op) is not None:
-        ways = node.strategy.shardings if node.strategy is not None else ()
-        flops = flops_of(node) / mesh.extent(axis for _, axes in ways for axis in axes)
     values = (*node.operands, *node.outs)
     touched = sum(value.local_bytes(mesh) for value in values)
     real = [value.type.dtype for value in values if value.type.dtype.is_floating_point]
-    return Cost({Work(flops, touched, real[0] if real else torch.float32, base_name(node)): 1})
+    return Cost({Work(flops_of(node, mesh), touched, real[0] if real else torch.float32, base_name(node)): 1})
 
 
 def node_cost(node: Node, mesh: Mesh, book: RuleBook) -> Cost:

@@ -207,14 +207,7 @@ HEAVY: Mapping[str, Sequence[Heavy]] = {
         Heavy(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, _queries_backward, (32, 128, 512)),
     ),
     "cuda": (
-        Heavy(
-            aten.mm.default,
-            _forward,
-            (128, 256, 512, 1024, 2048, 4096, 8192),
-            PRODUCT,
-            GRADIENTS,
-            CLOCK_SETTLES,
-        ),
+        Heavy(aten.mm.default, _forward, (128, 256, 512, 1024, 2048, 4096, 8192), PRODUCT, GRADIENTS, CLOCK_SETTLES),
         Heavy(aten.mm.default, lambda n, at: (at.random(n, n), at.random(n, 64)), (256, 1024, 4096, 8192), NARROW),
         Heavy(aten.mul.Tensor, _rows(2), ROWS["cuda"], more=BROADCAST),
         Heavy(

@@ -63,8 +63,7 @@ def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Tra
 @dataclass(frozen=True)
 class TripCounts:
     """What is done in iterations: by node the axes of its iterations (the last ones, where it is done in several
-    loops), and how
-    many times it is done in all. What is not done in iterations is not in it."""
+    loops), and how many times it is done in all. What is not done in iterations is not in it."""
 
     axes: dict[Node, tuple[str, ...]] = field(default_factory=dict)
     times: Counter[Node] = field(default_factory=Counter)

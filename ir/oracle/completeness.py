@@ -9,88 +9,63 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 
-from shardfx.ir.dim_sharding import chunk
 from shardfx.ir.graph import Strategy
 from shardfx.ir.rules.sharding_rule import Linear, ShardingRule
 
 from .instance import Instance
-from .recombine import Outcome, split_sum
-from .sharding_search import Choice, Oracle
+from .recombine import Outcome, agreed
+from .sharding_search import PARTIAL, Choice, Oracle, Placement
 
 MOST = 1500
 """Of more placements the first ones are tried."""
 
 
-@dataclass(frozen=True)
-class Joint:
-    """For every operand the dim that is sharded, or None; and those that are partial sums over the same axis."""
-
-    dims: Choice
-    partial: frozenset[int]
-
-    def __str__(self) -> str:
-        """``+, 1, 0``: a partial sum, dim 1 and dim 0 of the others sharded."""
-        words = ("+" if i in self.partial else "-" if d is None else str(d) for i, d in enumerate(self.dims))
-        return ", ".join(words)
-
-
-def joint_placements(oracle: Oracle) -> list[Joint]:
+def joint_placements(oracle: Oracle) -> list[Placement]:
     """The placements that shard some operands, and have others partial, that give the whole result."""
-    of = oracle.of
     if any(r is not None and r.numel() == 0 for r in oracle.results) or not oracle.results:
         return []
-    values = [of, *oracle.variants]
-    values = [each for each in values if all(r is None or bool(r.isfinite().all()) for r in each.kept)]
-    return [each for each in itertools.islice(_candidates(oracle), MOST) if values and _holds(oracle, each, values)]
+    values = [each for each in (oracle.of, *oracle.variants) if all(r is None or r.isfinite().all() for r in each.kept)]
+    tried = itertools.islice(_candidates(oracle), MOST)
+    return [each for each in tried if agreed(_outcomes(oracle, of, each) for of in values) is not None]
 
 
-def _candidates(oracle: Oracle) -> Iterator[Joint]:
+def _candidates(oracle: Oracle) -> Iterator[Placement]:
     floats = {i for i, t in enumerate(oracle.of.tensors) if (t.is_floating_point() or t.is_complex()) and t.numel() > 1}
     for choice in oracle.candidates():
         left = [i for i, d in enumerate(choice) if d is None and i in floats]
         for count in sorted({1, 2, len(left)} & set(range(1, len(left) + 1))):
-            yield from (Joint(choice, frozenset(group)) for group in itertools.combinations(left, count))
+            for group in itertools.combinations(left, count):
+                yield tuple(PARTIAL if i in group else d for i, d in enumerate(choice))
 
 
-def _holds(oracle: Oracle, each: Joint, values: Iterable[Instance]) -> bool:
-    common: list[frozenset[Outcome]] | None = None
-    for of in values:
-        found = _outcomes(oracle, of, each)
-        if found is None:
-            return False
-        common = found if common is None else [a & b for a, b in zip(common, found, strict=True)]
-        if not all(common):
-            return False
-    return common is not None
-
-
-def _outcomes(oracle: Oracle, of: Instance, each: Joint) -> list[frozenset[Outcome]] | None:
+def _outcomes(oracle: Oracle, of: Instance, each: Placement) -> tuple[frozenset[Outcome], ...] | None:
     """What the results are of those of two ranks; None if some is nothing of the kind."""
-    size, *others = {t.shape[d] for t, d in zip(of.tensors, each.dims, strict=True) if d is not None}
-    if others or chunk(size, 2, 1)[1] < oracle.least:
+    size, *others = {t.shape[d] for t, d in zip(of.tensors, each, strict=True) if isinstance(d, int)}
+    if others or not oracle.fits(size, 2):
         return None
-    terms = {i: split_sum(of.tensors[i], 2, oracle.generator) for i in each.partial}
-    if oracle.screen and oracle.shard_results(of, each.dims, size, 2, op=oracle.screen, terms=terms) is None:
+    if oracle.screen and oracle.shard_results(of, each, size, 2, op=oracle.screen) is None:
         return None
-    found = [outcome - {"max", "min"} for outcome in oracle.outcomes(of, each.dims, size, 2, terms=terms) or ()]
-    return found if found and all(found) else None
+    found = oracle.outcomes(of, each, size, 2)
+    return None if found is None else tuple(outcome - {"max", "min"} for outcome in found)
 
 
-def missing_joints(offered: Iterable[Strategy], valid: Iterable[Joint], ignored: frozenset[int]) -> list[Joint]:
+def missing_joints(
+    offered: Iterable[Strategy], valid: Iterable[Placement], ignored: Collection[int]
+) -> list[Placement]:
     """The valid placements that no strategy on a mesh of one axis has. How operands are placed whose values do not
     matter is left open."""
-    known = []
+    known: set[Placement] = set()
     for made in offered:
-        dims = tuple(next((d for d, sharding in enumerate(spec.dims) if sharding.axes), None) for spec in made.operands)
-        known.append(Joint(dims, frozenset(i for i, spec in enumerate(made.operands) if spec.partial)))
+        dims = (next((d for d, sharding in enumerate(spec.dims) if sharding.axes), None) for spec in made.operands)
+        known.add(tuple(PARTIAL if spec.partial else d for d, spec in zip(dims, made.operands, strict=True)))
+    matters = {_bare(each, ignored) for each in known}
+    return [each for each in valid if each not in known and _bare(each, ignored) not in matters]
 
-    def bare(each: Joint) -> tuple[Choice, frozenset[int]]:
-        return tuple(None if i in ignored else d for i, d in enumerate(each.dims)), each.partial - ignored
 
-    matters = {bare(each) for each in known}
-    return [each for each in valid if each not in known and bare(each) not in matters]
+def _bare(placement: Placement, ignored: Collection[int]) -> Placement:
+    """A placement but for the operands whose values do not matter."""
+    return tuple(None if i in ignored else d for i, d in enumerate(placement))
 
 
 def choices(rule: ShardingRule, operands: int) -> set[Choice]:
@@ -120,20 +95,15 @@ def missing_shardings(rule: ShardingRule | None, valid: Collection[Choice], igno
     if rule is None:
         return list(valid)
     allowed = choices(rule, len(rule.operands))
-    matters = {tuple(None if i in ignored else d for i, d in enumerate(choice)) for choice in allowed}
-    left = []
-    for choice in valid:
-        bare = tuple(None if i in ignored else d for i, d in enumerate(choice))
-        if choice not in allowed and (bare not in matters or not any(d is not None for d in bare)):
-            left.append(choice)
-    return left
+    matters = {_bare(choice, ignored) for choice in allowed} - {(None,) * len(rule.operands)}
+    return [choice for choice in valid if choice not in allowed and _bare(choice, ignored) not in matters]
 
 
 def missing_sums(rule: ShardingRule | None, valid: Collection[Linear]) -> list[Linear]:
     """The sets of operands that may be partial sums, and by the rule may not, or need not be summed, and by it must."""
-    return [each for each in valid if rule is None or not _lets(rule, each)]
 
+    def allows(each: Linear) -> bool:
+        made = rule.passes("sum", each.operands) if rule is not None else None
+        return made is not None and (bool(each.results) or not made)
 
-def _lets(rule: ShardingRule, valid: Linear) -> bool:
-    made = rule.passes("sum", valid.operands)
-    return made is not None and (bool(valid.results) or not made)
+    return [each for each in valid if not allows(each)]

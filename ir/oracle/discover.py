@@ -4,9 +4,9 @@
     book.entry(torch.ops.mylib.row_softmax.default).make(node)      # a b! -> a b!
 
 All one-axis shardings and partial sums that give the right result are searched (:mod:`.sharding_search`), on a small
-instance of the node (:mod:`.shrink`); those that go together are the rule (:mod:`.findings`), which is then checked as
-every other rule is (:mod:`.soundness`), on other values. Findings are cached on disk, and checked again when they are
-read: an op may have been changed since.
+instance of the node (:mod:`.shrink`); those that go together are the rule, which is then checked as every other rule is
+(:mod:`.soundness`), on other values. What was found is free of sizes, and cached on disk: a small JSON file for an op,
+the class of its shapes and a version of torch. It is checked again when it is read: an op may change.
 
 An op that cannot be told on small tensors has no rule: one that fails on them, draws random numbers, gives different
 results for the same arguments, changes its arguments, takes too long, or crashes: all of this runs in a process of its
@@ -15,9 +15,17 @@ own (:mod:`.run_isolated`).
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import os
+import string
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,18 +34,18 @@ from torch._decomp import decomposition_table
 from shardfx.ir.graph import Node
 from shardfx.ir.rules.book import Contiguous, RuleEntry
 from shardfx.ir.rules.local import Emit
-from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.sharding_rule import SAME, Dim, Linear, ShardingRule
+from shardfx.ir.rules.template import keeps_precision, parse_linear
 
 from .draws import draws
-from .findings import Findings, JsonCache, as_rule, from_json, to_json, together
-from .instance import Instance, TooSlow, bind, describe, replace_at, variants
+from .instance import Instance, argument_at, as_results, bind, describe, replace_at
 from .recombine import same
 from .run_isolated import Lost, isolated
-from .sharding_search import Oracle
+from .sharding_search import Oracle, ValidSharding
 from .shrink import small_instance
 from .soundness import refute, trials, undisturbed
 
-SECONDS = 10.0
+SECONDS = 10
 """Of computing, for the search of one op on one class of shapes: a busy machine finds what an idle one finds."""
 SECONDS_PER_CALL = 0.1
 LONGEST_CALL = 1.0
@@ -59,120 +67,92 @@ class Discovery:
         """The entry of an op without a rule: its rule is discovered when it is asked for; None for what is no op of
         torch, or none that can be told."""
         if op not in self._entries:
-            self._entries[op] = self._entry(op) if _can_be_told(op) else None
+            self._entries[op] = _entry(op, self.findings) if _can_be_told(op) else None
         return self._entries[op]
-
-    def _entry(self, op: Any) -> RuleEntry:
-        return RuleEntry(
-            (op,),
-            self.rule,
-            local=self.local,
-            expand=op in decomposition_table,
-            contiguous=Contiguous.ALL,
-            discovered=True,
-        )
 
     def rule(self, node: Node) -> ShardingRule | None:
         """The rule of a node, or None if nothing may be sharded, as far as can be told."""
-        found = self.findings(node)
-        return as_rule(found, node) if found else None
+        entry = self.entry(node.op)
+        return entry.make(node) if entry is not None else None
 
     def findings(self, node: Node) -> Findings:
         """What was found of a node: now, before in this process, or on disk."""
         key = f"{describe(node)} -> {[v is not None for v in node.results]}"
         if key not in self._found:
             try:
-                self._found[key] = isolated(lambda: self._discover(node), LONGEST_SEARCH)
+                self._found[key] = isolated(lambda: self._discover(node), LONGEST_SEARCH, cpu_seconds=SECONDS)
             except Lost:
                 self._found[key] = Findings()
         return self._found[key]
-
-    def local(self, emit: Emit) -> Any:
-        """One rank's call: arguments that are sizes follow the shardings; a mean is weighted by the rank's share."""
-        args, share = emit.args, 1.0
-        for sharding in self.findings(emit.node).shardings:
-            ends = [(t, place[0]) for t, place in enumerate(sharding.operands) if place is not None]
-            if not ends:
-                continue
-            t, d = ends[0]
-            local, size = emit.operand_shape(t)[d], emit.node.operands[t].shape[d]
-            for at in sharding.sized:
-                args = replace_at(args, at, _at(args, at) * local // size)
-            share *= local / size if sharding.results == ("mean",) else 1.0
-        made = emit.call(emit.node.op, *args, **emit.kwargs)
-        return made if share == 1 else emit.call(torch.ops.aten.mul.Tensor, made, share)
 
     def _discover(self, node: Node) -> Findings:
         with undisturbed():
             of = small_instance(node)
             if of is None or not _steady(of):
                 return Findings()
-            key = {
-                "op": str(node.op),
-                "schema": str(node.op._schema),
-                "shapes": repr(of),
-                "torch": torch.__version__,
-            }
-            known = self._cached(key, of)
-            if known is not None:
-                return known
-            try:
-                found = search(of)
-            except TooSlow:
-                return Findings()
-            if found and self.store is not None:
-                self.store.put(key, to_json(found))
+            key = {"op": str(node.op), "schema": str(node.op._schema), "shapes": repr(of), "torch": torch.__version__}
+            values = [of, *draws(of, seed=7)]
+            found = self._cached(key, values)
+            if found is None:
+                found = search(values)
+                if found and self.store is not None:
+                    self.store.put(key, to_json(found))
             return found
 
-    def _cached(self, key: Mapping[str, str], of: Instance) -> Findings | None:
+    def _cached(self, key: Mapping[str, str], values: Sequence[Instance]) -> Findings | None:
         """What was found before, where it is right for the op as it is now."""
         try:
             found = from_json(self.store.get(key)) if self.store is not None else None
-            return found if found is not None and _refuted(found, of) is None else None
+            return found if found is not None and _holds(found, values) else None
         except Exception:  # whatever a changed file may say
             return None
 
 
-def search(of: Instance) -> Findings:
-    """All shardings of a small instance, checked.
-
-    Raises:
-        TooSlow: it takes longer than SECONDS.
-    """
-    oracle = Oracle(of.until(time.process_time() + SECONDS), trusted=_checks(of.node.op))
-    shapes = [tuple(v.shape) for v in of.node.operands]
-    shardings = together(oracle.shardings().values(), shapes, [v.shape for v in of.node.outs])
-    found = Findings(shardings, tuple(oracle.linear()))
-    while found and (smaller := _refuted(found, oracle.of)) is not None:
-        found = smaller
+def search(values: Sequence[Instance]) -> Findings:
+    """All shardings of a small instance, the first of some values, that hold on all of them."""
+    node = values[0].node
+    oracle = Oracle(values[0], trusted=_checks(node.op))
+    shardings = together(oracle.shardings().values(), [v.shape for v in (*node.operands, *node.outs)])
+    valid: list[FoundSharding | Linear] = [*shardings, *oracle.linear()]
+    found = Findings()
+    for each in valid:
+        more = found.plus(each)
+        found = more if _holds(more, values) else found
     return found
 
 
-def _refuted(found: Findings, of: Instance) -> Findings | None:
-    """The findings without one that is refuted; None if all hold."""
-    rule = as_rule(found, of.node)
-    own = Discovery()
-    own._found[f"{describe(of.node)} -> {[v is not None for v in of.node.results]}"] = found
-    entry = RuleEntry((of.node.op,), own.rule, local=own.local, contiguous=Contiguous.ALL)
-    for seed, each in enumerate((of, *variants(of, torch.Generator().manual_seed(7)), *draws(of))):
-        for trial in trials(rule, each.results, each.tensors):
-            if not refute(entry, rule, each, trial, torch.Generator().manual_seed(seed)):
-                continue
-            if trial.shardings:
-                last = [f for f in rule.sizes if f in rule.factors and f in trial.shardings][-1]
-                return found.without(sharding=_number(found, rule, last))
-            return found.without(group=next(iter(trial.partial.values()))[1])
-    return None
+def _holds(found: Findings, values: Sequence[Instance]) -> bool:
+    """Whether no trial of findings is refuted."""
+    node = values[0].node
+    rule, entry = as_rule(found, node), _entry(node.op, lambda _: found)
+    return not any(
+        refute(entry, rule, of, trial, torch.Generator().manual_seed(seed))
+        for seed, of in enumerate(values)
+        for trial in trials(rule, of.results, of.tensors)
+    )
 
 
-def _number(found: Findings, rule: ShardingRule, factor: str) -> int:
-    """The number of the sharding that a factor is of."""
-    is_operand, tensor, dim, _ = rule.factors[factor][0]
-    for i, sharding in enumerate(found.shardings):
-        places: Any = sharding.operands if is_operand else sharding.results
-        if isinstance(places[tensor], tuple) and places[tensor][0] == dim:
-            return i
-    raise AssertionError(factor)
+def _entry(op: Any, findings: Callable[[Node], Findings]) -> RuleEntry:
+    """The entry of an op, by what was found of its nodes."""
+
+    def make(node: Node) -> ShardingRule | None:
+        found = findings(node)
+        return as_rule(found, node) if found else None
+
+    def local(emit: Emit) -> Any:
+        """Arguments that are sizes follow the shardings; a mean is weighted by the rank's share."""
+        args, share = emit.args, 1.0
+        for sharding in findings(emit.node).shardings:
+            t, d, _ = sharding.ends[0]
+            length, size = emit.operand_shape(t)[d], emit.node.operands[t].shape[d]
+            for at in sharding.sized:
+                args = replace_at(args, at, argument_at(args, at) * length // size)
+            share *= length / size if sharding.places[-1] == "mean" else 1.0
+        made = emit.call(op, *args, **emit.kwargs)
+        return made if share == 1 else emit.call(torch.ops.aten.mul.Tensor, made, share)
+
+    expand = op in decomposition_table
+    return RuleEntry((op,), make, local=local, expand=expand, contiguous=Contiguous.ALL, discovered=True)
 
 
 def _steady(of: Instance) -> bool:
@@ -182,18 +162,16 @@ def _steady(of: Instance) -> bool:
     began, computed = time.monotonic(), time.process_time()
     try:
         with torch.no_grad():
-            given = of.node.op(*args, **kwargs)
+            results = as_results(of.node.op(*args, **kwargs))
     except Exception:  # whatever the op says
         return False
     slow = time.process_time() - computed > SECONDS_PER_CALL or time.monotonic() - began > LONGEST_CALL
-    results = [r for r in (given if isinstance(given, (tuple, list)) else [given]) if isinstance(r, torch.Tensor)]
-    expected = [r for r in of.results if r is not None]
     return (
         not slow
         and torch.equal(state, torch.get_rng_state())
-        and len(results) == len(expected)
-        and all(same(a, b) for a, b in zip(results, expected, strict=True))
-        and all(torch.equal(a, b) for a, b in zip(kept, of.tensors, strict=True))
+        and len(results) == len(of.results)
+        and all(map(same, results, of.results))
+        and all(map(torch.equal, kept, of.tensors))
     )
 
 
@@ -210,7 +188,174 @@ def _checks(op: Any) -> bool:
     return op._schema.name in OPDEFS
 
 
-def _at(args: Any, place: tuple[int, ...]) -> Any:
-    for i in place:
-        args = args[i]
-    return args
+# ---- what was found ------------------------------------------------------------------------------------------------
+
+WORDS = ("equal", "sum", "max", "min", "mean")
+"""What a result may be that is not sharded, the best first; a mean is the sum of the ranks' results by their shares."""
+Place = tuple[int, int] | str | None
+"""Of a tensor that is sharded a dim, and how many elements in a row are distributed together; else one of WORDS of a
+result, None of an operand."""
+
+
+@dataclass(frozen=True)
+class FoundSharding:
+    """One sharding: the place of every operand, then of every result; and the places of arguments that are sizes and
+    follow the sharding.
+
+    ``FoundSharding(((0, 1), None, (0, 1)))``: of x[n, d] and w[d] dim 0 of x is sharded, and dim 0 of the result with
+    it.
+    """
+
+    places: tuple[Place, ...]
+    sized: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def ends(self) -> list[tuple[int, int, int]]:
+        """The tensors that are sharded: their numbers, and their places."""
+        return [(i, *place) for i, place in enumerate(self.places) if isinstance(place, tuple)]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The shardings of an op that go together, and the sets of operands that may be partial sums."""
+
+    shardings: tuple[FoundSharding, ...] = ()
+    linear: tuple[Linear, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.shardings or self.linear)
+
+    def plus(self, each: FoundSharding | Linear) -> Findings:
+        """The findings and one more."""
+        if isinstance(each, Linear):
+            return Findings(self.shardings, (*self.linear, each))
+        return Findings((*self.shardings, each), self.linear)
+
+
+def together(shardings: Iterable[ValidSharding], shapes: Sequence[Sequence[int]]) -> list[FoundSharding]:
+    """Of all valid shardings those that fit in one rule: each dim is sharded one way, each result reduced one way.
+
+    Those of more operands, and those that leave less to be reduced, come first. ``shapes`` are those of operands, then
+    of results.
+    """
+
+    def joined(sharding: ValidSharding) -> int:
+        return sum(any(isinstance(o, int) for o in outcome) for outcome in sharding.results)
+
+    taken: set[tuple[int, int]] = set()
+    words: dict[int, frozenset[Any]] = {}
+    found = []
+    for sharding in sorted(shardings, key=lambda c: (-sum(d is not None for d in c.operands), -joined(c), -c.size)):
+        dims, said = list(sharding.operands), dict(words)
+        for r, outcome in enumerate(sharding.results, len(dims)):
+            free = [o for o in outcome if isinstance(o, int) and (r, o) not in taken]
+            dims.append(min(free, default=None))
+            if not free:
+                said[r] = said.get(r, outcome) & outcome.intersection(WORDS)
+        ends = {(i, d) for i, d in enumerate(dims) if d is not None}
+        if not taken & ends and all(said.values()):
+            taken |= ends
+            words = said
+            places = [None if d is None else (d, shapes[i][d] // sharding.size) for i, d in enumerate(dims)]
+            found.append((places, sharding.sized))
+    chosen = {r: next(word for word in WORDS if word in options) for r, options in words.items()}
+    return [
+        FoundSharding(tuple(place or chosen.get(i) for i, place in enumerate(places)), sized) for places, sized in found
+    ]
+
+
+def as_rule(found: Findings, node: Node) -> ShardingRule:
+    """The rule of a node; a sharding that its sizes do not allow is left out."""
+    names = (f"{letter}{i or ''}" for i in itertools.count() for letter in string.ascii_lowercase)
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+    values = [*node.operands, *node.outs]
+    dims: dict[tuple[int, int], Dim] = {}
+    words: dict[int, str] = {}
+
+    def unsharded(size: int) -> Dim:
+        name = next(names)
+        sizes[name] = size
+        whole.add(name)
+        return (name,)
+
+    for sharding in found.shardings:
+        counts = {divmod(values[i].shape[d], block) for i, d, block in sharding.ends}
+        (count, rest), *others = counts
+        if rest or others:
+            continue
+        factor = next(names)
+        sizes[factor] = count
+        for i, d, block in sharding.ends:
+            dims[i, d] = (factor, *(unsharded(block) if block > 1 else ()))
+        words.update((i, place) for i, place in enumerate(sharding.places) if isinstance(place, str))
+    made = [
+        tuple(dims.get((i, d)) or (unsharded(size) if size != 1 else ()) for d, size in enumerate(value.shape))
+        for i, value in enumerate(values)
+    ]
+    operands = len(node.operands)
+    number = {value: i for i, value in enumerate(node.outs, operands)}
+    results = tuple(None if value is None else made[number[value]] for value in node.results)
+    said = ("sum" if value is None else words.get(number[value], "sum") for value in node.results)
+    reduce = ", ".join({"equal": SAME, "mean": "sum"}.get(word, word) for word in said)
+    linear = tuple(each for each in found.linear if _is_precise(each, node))
+    return ShardingRule(tuple(made[:operands]), results, sizes, frozenset(whole), linear, reduce)
+
+
+def _is_precise(group: Linear, node: Node) -> bool:
+    """Whether partial sums of a group are not rounded before they are added."""
+    results = [v.type.dtype for v in node.outs if group.results is None or v.index in group.results]
+    operands = [node.operands[i].type.dtype for i in group.operands]
+    return all(keeps_precision(source, target) for source, target in itertools.product(operands, results))
+
+
+def to_json(found: Findings) -> dict[str, Any]:
+    """Findings as what JSON can hold."""
+    return {"shardings": [vars(c) for c in found.shardings], "linear": [str(each) for each in found.linear]}
+
+
+def from_json(given: Any) -> Findings:
+    """Findings as :func:`to_json` wrote them. Whether they are right for an op is checked where they are used."""
+
+    def as_tuple(each: Any) -> Any:
+        return tuple(map(as_tuple, each)) if isinstance(each, list) else each
+
+    shardings = tuple(FoundSharding(**{name: as_tuple(each) for name, each in s.items()}) for s in given["shardings"])
+    return Findings(shardings, tuple(group for text in given["linear"] for group in parse_linear(text)))
+
+
+def default_folder() -> Path:
+    """``shardfx/rules`` where the user's caches are: under ``XDG_CACHE_HOME``, or ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "shardfx" / "rules"
+
+
+@dataclass(frozen=True)
+class JsonCache:
+    """A folder of JSON files, one for a key. What cannot be read is as if it were not there; where nothing can be
+    written, nothing is."""
+
+    folder: Path
+
+    def path(self, key: Mapping[str, str]) -> Path:
+        """The file of a key."""
+        digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{digest[:32]}.json"
+
+    def get(self, key: Mapping[str, str]) -> Any:
+        """What is stored under a key, or None."""
+        try:
+            given = json.loads(self.path(key).read_text(encoding="utf-8"))
+            return given["found"] if given["key"] == dict(key) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, key: Mapping[str, str], found: Any) -> None:
+        """Store a value; a reader never sees half a file."""
+        path = self.path(key)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"key": dict(key), "found": found}, file, indent=1)
+            Path(name).replace(path)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from .instance import UNCHECKED, Instance, bind, call, numbers, runs
+from .instance import UNCHECKED, Instance, bind, numbers, runs
 
 aten = torch.ops.aten
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
@@ -53,10 +52,11 @@ Range = tuple[int, int]
 
 
 def draws(of: Instance, seed: int = 0) -> Iterator[Instance]:
-    """The instance on other values, as far as the op takes them and gives numbers; masks as given, if no others."""
+    """The instance on other values, its own in another order among them, as far as the op takes them and gives numbers;
+    masks as given, if no others."""
     generator = torch.Generator().manual_seed(seed)
     span = span_of(of)
-    for floats in FLOATS:
+    for floats in (*FLOATS, None):
         for ordered in (False, True) if any(_is_integer(t) for t in of.tensors) else (False,):
             drawn = [_draw(t, floats, span, ordered, generator) for t in of.tensors]
             masks_given = [t if t.dtype is torch.bool else new for t, new in zip(of.tensors, drawn, strict=True)]
@@ -121,33 +121,23 @@ def _of_these(like: Tensor, floats: Sequence[float], far: Sequence[int], generat
     return chosen[torch.cat(order)][: like.numel()].reshape(like.shape).to(like.dtype)
 
 
-def _indices_of_pool(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    _, x, *windows, _ = args
-    forward = aten.max_pool3d_with_indices if len(windows[0]) == 3 else aten.max_pool2d_with_indices
-    return (*args[:-1], forward.default(x, *windows)[1])
-
-
-def _indices_of_adaptive_pool(forward: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    space = 3 if "3d" in str(forward) else 2
-    return lambda args: (*args[:2], forward(args[1], list(args[0].shape[-space:]))[1])
-
-
-GIVEN: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
-    aten.max_pool2d_with_indices_backward.default: _indices_of_pool,
-    aten.max_pool3d_with_indices_backward.default: _indices_of_pool,
-    aten.adaptive_max_pool2d_backward.default: _indices_of_adaptive_pool(aten.adaptive_max_pool2d.default),
-    aten.adaptive_max_pool3d_backward.default: _indices_of_adaptive_pool(aten.adaptive_max_pool3d.default),
+FORWARDS = {
+    aten.max_pool2d_with_indices_backward.default: aten.max_pool2d_with_indices.default,
+    aten.max_pool3d_with_indices_backward.default: aten.max_pool3d_with_indices.default,
+    aten.adaptive_max_pool2d_backward.default: aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d_backward.default: aten.adaptive_max_pool3d.default,
 }
-"""Ops that take what their forward gave, and mean nothing of anything else: what it would give of these arguments."""
+"""Ops that take the indices that their forward gave, and mean nothing of others."""
 
 
 def as_given(of: Instance) -> Instance:
     """The instance on what its forward would have given it."""
-    made = GIVEN.get(of.node.op)
-    if made is None:
+    forward = FORWARDS.get(of.node.op)
+    if forward is None:
         return of
-    args, _ = bind(of.node, of.tensors)
-    return of.on([each for each in made(args) if isinstance(each, Tensor)])
+    (grad, x, *windows, _), _ = bind(of.node, of.tensors)
+    space = 3 if "3d" in str(forward) else 2
+    return of.on([grad, x, forward(x, *(windows or [list(grad.shape[-space:])]))[1]])
 
 
 def without_zeros(of: Instance, numbers: Collection[int]) -> Instance:
@@ -175,7 +165,7 @@ def span_of(of: Instance) -> Range:
     from_zero = [(0, end) for m in limits if m > 1 for end in (m + 1, m)]
     for low, high in [(-m, m) for m in limits if from_end] + from_zero + [(1, m) for m in limits if m > 1]:
         ends = torch.tensor([low, high - 1])
-        if _takes(of, checked, [_ends(t, ends) if _is_integer(t) else t for t in of.tensors]):
+        if of.attempt([_ends(t, ends) if _is_integer(t) else t for t in of.tensors], op=checked) is not None:
             return low, high
     return 0, 2
 
@@ -184,10 +174,13 @@ def _ends(like: Tensor, ends: Tensor) -> Tensor:
     return ends.repeat(-(-max(like.numel(), 1) // 2))[: like.numel()].reshape(like.shape).to(like.dtype)
 
 
-def _draw(like: Tensor, floats: Draw, span: Range, ordered: bool, generator: torch.Generator) -> Tensor:
-    """Other values; integers are shuffled, or in order, as offsets are."""
+def _draw(like: Tensor, floats: Draw | None, span: Range, ordered: bool, generator: torch.Generator) -> Tensor:
+    """Other values, or (without ``floats``) the same in another order; integers are shuffled, or in order, as offsets
+    are."""
     shape = tuple(like.shape)
     if _is_number(like):
+        if floats is None:
+            return like.flatten()[torch.randperm(like.numel(), generator=generator)].reshape(shape)
         return of_dtype(floats, shape, like.dtype, generator)
     if like.dtype is torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
@@ -195,15 +188,6 @@ def _draw(like: Tensor, floats: Draw, span: Range, ordered: bool, generator: tor
     made[: 2 if made.numel() > 1 else 0] = torch.tensor([span[0], span[1] - 1])[: made.numel()]
     made = made.sort().values if ordered else made[torch.randperm(made.numel(), generator=generator)]
     return made.reshape(shape).to(like.dtype)
-
-
-def _takes(of: Instance, op: Any, tensors: list[Tensor]) -> bool:
-    args, kwargs = bind(of.node, tensors)
-    try:
-        call(op, args, kwargs)
-    except Exception:  # whatever an op says of its arguments
-        return False
-    return True
 
 
 def _gives_numbers(of: Instance) -> bool:
@@ -220,9 +204,6 @@ def _is_integer(t: Tensor) -> bool:
 
 
 # ---- memory layouts --------------------------------------------------------------------------------------------------
-
-RankOperands = Mapping[int, Sequence[Tensor]]
-"""The operands of every rank."""
 
 
 def permuted(t: Tensor) -> Tensor:
@@ -250,18 +231,3 @@ def expanded(t: Tensor) -> Tensor:
 
 LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {"permuted": permuted, "sliced": sliced, "expanded": expanded}
 """The layouts by name."""
-
-
-def other_layouts(shards: RankOperands) -> Iterator[tuple[str, RankOperands]]:
-    """The ranks' operands in each layout that differs from those before."""
-    tried = [_strides(shards)]
-    for name, layout in LAYOUTS.items():
-        made = {rank: [layout(t) for t in tensors] for rank, tensors in shards.items()}
-        if _strides(made) not in tried:
-            tried.append(_strides(made))
-            yield name, made
-
-
-def _strides(shards: RankOperands) -> list[tuple[int, ...]]:
-    dims = (zip(t.stride(), t.shape, strict=True) for tensors in shards.values() for t in tensors)
-    return [tuple(step for step, size in each if size > 1) for each in dims]

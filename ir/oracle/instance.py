@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,26 +27,16 @@ tried on that first, as it does check; else indices are made 0 or 1 (they lie wi
 agree."""
 
 
-class TooSlow(BaseException):
-    """An instance's time is up. No ``Exception``, so that it is not taken for a fault of the arguments."""
-
-
 @dataclass(frozen=True, eq=False)
 class Instance:
     """A node, and a tensor for each of its operands."""
 
     node: Node
     tensors: tuple[torch.Tensor, ...]
-    deadline: float = math.inf
-    """On the clock of ``time.process_time``, which others do not hasten: later calls raise :class:`TooSlow`."""
 
     def on(self, tensors: Sequence[torch.Tensor]) -> Instance:
         """The same on other tensors."""
-        return Instance(self.node, tuple(tensors), self.deadline)
-
-    def until(self, deadline: float) -> Instance:
-        """The same with a deadline."""
-        return Instance(self.node, self.tensors, deadline)
+        return Instance(self.node, tuple(tensors))
 
     @cached_property
     def results(self) -> Results:
@@ -70,17 +58,18 @@ class Instance:
         change: Mapping[tuple[int, ...], Any] | None = None,
         op: Callable[..., Any] | None = None,
     ) -> Results:
-        """Run the op (or ``op`` instead) on other tensors; ``change`` replaces other arguments, by their place.
-
-        Raises:
-            TooSlow: the time is up.
-        """
-        if time.process_time() > self.deadline:
-            raise TooSlow
+        """Run the op (or ``op`` instead) on other tensors; ``change`` replaces other arguments, by their place."""
         args, kwargs = bind(self.node, tensors)
         for place, value in (change or {}).items():
             args = replace_at(args, place, value)
         return as_results(call(op or self.node.op, args, kwargs))
+
+    def attempt(self, *args: Any, **kwargs: Any) -> Results | None:
+        """The results of :meth:`call`; None where the op does not take these arguments."""
+        try:
+            return self.call(*args, **kwargs)
+        except Exception:  # whatever a kernel says of its arguments
+            return None
 
     def __repr__(self) -> str:
         return describe(self.node)
@@ -109,6 +98,13 @@ def call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op without recording it for autograd."""
     with torch.no_grad():
         return TARGETS.get(op, op)(*args, **kwargs)
+
+
+def argument_at(args: Any, place: tuple[int, ...]) -> Any:
+    """The argument at a place."""
+    for i in place:
+        args = args[i]
+    return args
 
 
 def as_results(out: Any) -> Results:
@@ -185,34 +181,3 @@ def runs(of: Instance) -> bool:
         return of.results is not None
     except Exception:  # whatever a kernel says of its arguments
         return False
-
-
-def variants(of: Instance, draw: torch.Generator) -> Iterator[Instance]:
-    """The same op on other values, where it takes them: what is right by accident is not right every time.
-
-    Once smaller, once in another order (the values are still of the same range), once made afresh, once with zeros and
-    ties, once all ones: what is compared with bounds then lies on them. Masks are other ones, unless the op refuses
-    them.
-    """
-
-    def smaller(t: torch.Tensor) -> torch.Tensor:
-        return t * (0.75 + 0.25 * torch.rand(t.shape, generator=draw)).to(t.dtype)
-
-    def shuffled(t: torch.Tensor) -> torch.Tensor:
-        return t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape)
-
-    def fresh(t: torch.Tensor) -> torch.Tensor:
-        return torch.randn(t.shape, generator=draw, dtype=t.dtype)
-
-    def coarse(t: torch.Tensor) -> torch.Tensor:
-        return torch.randint(-2, 3, t.shape, generator=draw).to(t.dtype)
-
-    def sides(t: torch.Tensor) -> torch.Tensor:
-        return torch.rand(t.shape, generator=draw) < 0.5
-
-    for change in (smaller, shuffled, fresh, coarse, torch.ones_like):
-        made = of.on([change(t) if t.is_floating_point() or t.is_complex() else t for t in of.tensors])
-        masked = of.on([sides(t) if t.dtype is torch.bool else t for t in made.tensors])
-        taken = next((each for each in (masked, made) if runs(each)), None)
-        if taken is not None and all(r is None or bool(torch.isfinite(r).all()) for r in taken.results):
-            yield taken

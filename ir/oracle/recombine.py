@@ -1,65 +1,38 @@
-"""Sharding tensors and joining the shards, and when two results are the same."""
+"""Comparing shards with the tensor that they are of, splitting tensors into terms, and when results are the same."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
-from shardfx.ir.dim_sharding import Coords
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.shards import Box, wide
+from shardfx.ir.shards import local_shard, wide
 from shardfx.ir.spec import Spec
 
-
-def shard(tensor: torch.Tensor, spec: Spec, mesh: Mesh, coords: Coords) -> torch.Tensor:
-    """The shard of the rank at ``coords`` (partial sums aside): a view, which is seldom contiguous."""
-    if not spec.axes:
-        return tensor
-    local = tensor.reshape(spec.sub_shape(tensor.shape))
-    for dim, (start, length) in enumerate(spec.box(tensor.shape, mesh, coords)):
-        local = local.narrow(dim, start, length)
-    return local.reshape(spec.local_shape(tensor.shape, mesh, coords))
+T = TypeVar("T")
 
 
-def join(
-    parts: Mapping[int, torch.Tensor], like: torch.Tensor, spec: Spec, mesh: Mesh, bound: float | None = None
-) -> tuple[torch.Tensor | None, str]:
-    """The global tensor of the ranks' shards, and "" or why there is none: a wrong shape, or replicas that differ. Rows
-    that no rank is to have are those of ``like``."""
+def difference(
+    parts: Mapping[int, torch.Tensor], whole: torch.Tensor, spec: Spec, mesh: Mesh, bound: float | None = None
+) -> str:
+    """How the ranks' shards of a tensor, or their terms of it, differ from those of ``whole``; "" if they do not."""
     partial = dict(spec.partial)
-    groups: dict[tuple[tuple[str, int], ...], list[torch.Tensor]] = {}
-    boxes: dict[tuple[tuple[str, int], ...], Coords] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.size):
-        coords = mesh.coords(rank)
-        part, shape = parts[rank], spec.local_shape(like.shape, mesh, coords)
-        if tuple(part.shape) != shape:
-            return None, f"rank {rank} has shape {tuple(part.shape)}, expected {shape}"
-        if part.dtype != like.dtype:
-            return None, f"rank {rank} has {part.dtype}, expected {like.dtype}"
-        key = tuple((axis, coords[axis]) for axis in mesh.names if axis not in partial)
-        groups.setdefault(key, []).append(part)
-        boxes[key] = coords
-    in_rows = any(sharding.rows is not None for sharding in spec.dims)
-    whole = (like.clone() if in_rows else torch.zeros_like(like)).reshape(spec.sub_shape(like.shape))
-    seen: dict[Box, torch.Tensor] = {}
-    for key, members in groups.items():
-        value = reduce(members, next(iter(partial.values()), "sum"))
-        at = boxes[key]
-        box = spec.box(like.shape, mesh, at)
-        if box in seen and not same(value, seen[box], bound=bound):
-            return None, "ranks that have the same shard differ"
-        seen[box] = value
-        whole[region(box)] = value.reshape([length for _, length in box])
-    for box, value in seen.items() if in_rows else ():  # there shards overlap
-        if not same(value.reshape([length for _, length in box]), whole[region(box)], bound=bound):
-            return None, "ranks that have the same rows differ"
-    return whole.reshape(like.shape), ""
-
-
-def region(box: Box) -> tuple[slice, ...]:
-    """A box, to index a tensor by."""
-    return tuple(slice(start, start + length) for start, length in box)
+        groups.setdefault(tuple(at for axis, at in mesh.coords(rank).items() if axis not in partial), []).append(rank)
+    for ranks in groups.values():
+        expected = local_shard(whole, Spec(spec.dims), mesh, ranks[0])
+        for rank in ranks:
+            if parts[rank].shape != expected.shape or parts[rank].dtype != expected.dtype:
+                got, wanted = (f"{each.dtype} of shape {list(each.shape)}" for each in (parts[rank], expected))
+                return f"rank {rank} has {got}, expected {wanted}"
+        value = reduce([parts[rank] for rank in ranks], next(iter(partial.values()), "sum"))
+        if not same(value, expected, magnitude(parts.values()), bound):
+            return f"rank {ranks[0]} has other values: {apart_at(value, expected)}"
+    return ""
 
 
 def reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
@@ -140,6 +113,16 @@ def split_sum(tensor: torch.Tensor, count: int, generator: torch.Generator) -> l
     return [*noise, tensor - sum(noise)] if noise else [tensor]
 
 
+def split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
+    """``count`` tensors that reduce to one."""
+    if kind in ("max", "min"):
+        return split_max(tensor, count, kind, generator)
+    if kind == "product":
+        others = [torch.rand(tensor.shape, generator=generator).to(tensor.dtype) * 0.9 + 0.55 for _ in range(count - 1)]
+        return [tensor / math.prod(others), *others]
+    return [term * (count if kind == "avg" else 1) for term in split_sum(tensor, count, generator)]
+
+
 def split_max(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
     """``count`` tensors whose elementwise maximum (or minimum) is ``tensor``: each element is in one of them."""
     owner = torch.randint(0, count, tensor.shape, generator=generator)
@@ -179,8 +162,9 @@ def outcomes(
             scale = magnitude(parts)
             if same(reduce(parts, "sum"), whole, scale):
                 found.add("sum")
-            if _averaged(parts, lengths, size, whole, scale):
-                found.add("mean")
+            if whole.is_floating_point() or whole.is_complex():
+                weighted = [part * (given / size) for part, given in zip(parts, lengths, strict=True)]
+                found |= {"mean"} if same(reduce(weighted, "sum"), whole, scale) else set()
         found |= {kind for kind in ("max", "min") if not whole.is_complex() and same(reduce(parts, kind), whole)}
         return frozenset(found)
     for d, length in enumerate(whole.shape):
@@ -188,15 +172,6 @@ def outcomes(
         if fits and same(torch.cat(list(parts), d), whole):
             found.add(d)
     return frozenset(found)
-
-
-def _averaged(
-    parts: Sequence[torch.Tensor], lengths: Sequence[int], size: int, whole: torch.Tensor, scale: float
-) -> bool:
-    """Whether a result is the mean of its parts, weighted by their sizes."""
-    if not (whole.is_floating_point() or whole.is_complex()):
-        return False
-    return same(reduce([p * (n / size) for p, n in zip(parts, lengths, strict=True)], "sum"), whole, scale)
 
 
 def plausible(part: torch.Tensor | None, whole: torch.Tensor | None) -> bool:
@@ -209,11 +184,11 @@ def plausible(part: torch.Tensor | None, whole: torch.Tensor | None) -> bool:
     return not other or (len(other) == 1 and other[0][0] < other[0][1])
 
 
-def both(
-    a: tuple[frozenset[Outcome], ...], b: tuple[frozenset[Outcome], ...] | None
-) -> tuple[frozenset[Outcome], ...] | None:
-    """What two trials agree on, for every result."""
-    if b is None:
-        return None
-    common = tuple(x & y for x, y in zip(a, b, strict=True))
-    return common if all(common) else None
+def agreed(trials: Iterable[tuple[frozenset[T], ...] | None]) -> tuple[frozenset[T], ...] | None:
+    """What trials agree on, for every result; None where one gave nothing, or they agree on nothing."""
+    common: tuple[frozenset[T], ...] | None = None
+    for found in trials:
+        common = found if common is None or found is None else tuple(a & b for a, b in zip(common, found, strict=True))
+        if common is None or not all(common):
+            return None
+    return common

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,30 +23,20 @@ from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.rules.book import RuleBook, RuleEntry, perform
 from shardfx.ir.rules.strategy import partial_operands, strategy
-from shardfx.ir.rules.template import Template, Tensor
+from shardfx.ir.rules.template import Template
 
+from .discover import JsonCache, default_folder
 from .draws import as_given, draws, without_zeros
-from .findings import JsonCache, default_folder
 from .instance import Instance, as_results, bind, describe, instance
 from .run_isolated import Lost, isolated
 from .shrink import small_share, used_axes
-from .soundness import (
-    Executor,
-    Failure,
-    Refutation,
-    RuleTrial,
-    far_out,
-    first_difference,
-    one_line,
-    trials,
-    undisturbed,
-)
+from .soundness import Executor, far_out, first_difference, one_line, trials, undisturbed
 
 SECONDS_EACH = 20.0
 """For one share, in a process of its own."""
 RANDOM = (dropout,)
 """Ops whose numbers are drawn by where a rank's shard is: one device draws no such numbers."""
-MOST_COORDS = 256
+MOST_COORDS = 64
 _answered: dict[tuple[int, str], tuple[Answer, RuleEntry]] = {}
 """What was found in this process of rules that are not built in, by the entry's id; the entry is kept alive, so that no
 other has its id."""
@@ -162,26 +152,17 @@ def shares(graph: Graph, rules: RuleBook, built_in: RuleBook, nonzero: Set[Value
 
 
 def _execute(asked: Sequence[PlannedShare], mesh: Mesh) -> list[Answer]:
-    """The answers, found in a process of its own: those of built-in rules in one, unless that is lost."""
+    """The answers, found in a process of its own; where that is lost, each is asked alone."""
 
-    def answers(several: Sequence[PlannedShare]) -> list[Answer]:
-        return [check_share(share.node, share.entry, mesh, share.nonzero) for share in several]
+    def answers() -> list[Answer]:
+        return [check_share(share.node, share.entry, mesh, share.nonzero) for share in asked]
 
-    together = [share for share in asked if share.built_in]
-    found: dict[int, Answer] = {}
-    if len(together) > 1:
-        try:
-            made = isolated(lambda: answers(together), SECONDS_EACH * len(together))
-            found = {id(share): answer for share, answer in zip(together, made, strict=True)}
-        except Lost:  # by one of them: each is asked alone then, and that one is left out
-            found = {}
-    for share in asked:
-        if id(share) not in found:
-            try:
-                (found[id(share)],) = isolated(lambda share=share: answers([share]), SECONDS_EACH)  # type: ignore[misc]
-            except Lost as lost:
-                found[id(share)] = Answer(left_out=str(lost))
-    return [found[id(share)] for share in asked]
+    try:
+        return isolated(answers, SECONDS_EACH * len(asked)) if asked else []
+    except Lost as lost:
+        if len(asked) == 1:
+            return [Answer(left_out=str(lost))]
+        return [answer for share in asked for answer in _execute([share], mesh)]
 
 
 # ---- one share -------------------------------------------------------------------------------------------------------
@@ -205,10 +186,10 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
         values = as_given(small.of), *draws(small.of), *far_out(entry, small.of, small.made)
         on = f"on {describe(small.of.node)}: "
         try:
-            given = (without_zeros(each, nonzero) for each in values)
-            why = first_difference(entry, small.made, given, small.mesh)
-        except Failure as failure:
-            return Answer(wrong=f"{on}{failure}") if small.as_it_stands else Answer(left_out=f"{on}{failure}")
+            why = first_difference(entry, small.made, (without_zeros(each, nonzero) for each in values), small.mesh)
+        except Exception as error:  # whatever a kernel says of its arguments
+            said = f"{on}{one_line(error)}"
+            return Answer(wrong=said) if small.as_it_stands else Answer(left_out=said)
         return Answer(wrong=f"{on}{why}" if why else "")
 
 
@@ -226,7 +207,7 @@ def fails_without_numbers(node: Node, entry: RuleEntry, mesh: Mesh) -> str:
     made = node.strategy
     assert made is not None
     seen = set()
-    for coords in _coords(made, node, mesh):
+    for coords in _coords(made, mesh):
         shapes = [s.local_shape(v.shape, mesh, coords) for v, s in zip(node.operands, made.operands, strict=True)]
         if tuple(shapes) in seen:
             continue
@@ -261,59 +242,44 @@ def _other_shapes(results: list[Any], node: Node, made: Strategy, mesh: Mesh, co
     return ""
 
 
-def _coords(made: Strategy, node: Node, mesh: Mesh) -> Iterator[Coords]:
-    """The ranks to look at: the first and the last along each axis that is used, where sizes do not divide all."""
+def _coords(made: Strategy, mesh: Mesh) -> Iterator[Coords]:
+    """The ranks to look at: all along the axes that are used; of many the first and the last along each axis."""
     used = used_axes(made)
-    pairs = [*zip(node.operands, made.operands, strict=True), *zip(node.outs, made.results, strict=True)]
-    even = all(
-        sharding.is_even(size, mesh)
-        for value, spec in pairs
-        for size, sharding in zip(value.shape, spec.dims, strict=True)
-    )
-    counts = [mesh[axis].size for axis in used]
-    every = not even and math.prod(counts) <= MOST_COORDS
-    options = [range(n) if every else sorted({0, n - 1}) for n in counts]
-    rest = dict.fromkeys(mesh.names, 0)
+    every = mesh.extent(used) <= MOST_COORDS
+    options = [range(n) if every else sorted({0, n - 1}) for n in (mesh[axis].size for axis in used)]
     for chosen in itertools.product(*options):
-        yield {**rest, **dict(zip(used, chosen, strict=True))}
+        yield {**dict.fromkeys(mesh.names, 0), **dict(zip(used, chosen, strict=True))}
 
 
 # ---- rules by hand ---------------------------------------------------------------------------------------------------
 
 SECONDS = 120.0
 """For all that a rule allows on one call."""
+SIZES = (4, 6, 8, 10, 12, 14)
+"""Of the factors of a call that is made up."""
 
 
-def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[Refutation]:
+def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[str]:
     """The first trials of a rule that give another result than the op on one device, on some values or in some memory
     layout."""
     with undisturbed():
         rule = entry.make(of.node)
         if rule is None:
             return []
-        found: list[Refutation] = []
+        found: list[str] = []
         values = [of, *draws(of)]
         for trial in trials(rule, of.results, of.tensors):
             made = strategy(rule, trial.shardings, trial.mesh, trial.partial)
-            why = _wrong(entry, made, [*values, *far_out(entry, of, made)], trial)
+            why = fails_without_numbers(replace(of.node, strategy=made), entry, trial.mesh)
+            try:
+                why = why or first_difference(entry, made, [*values, *far_out(entry, of, made)], trial.mesh)
+            except Exception as error:  # whatever a kernel says of its arguments
+                why = f"it fails on shards: {one_line(error)}"
             if why:
-                found.append(Refutation(repr(of), str(trial), why))
-            if len(found) >= most:
+                found.append(f"{of!r}\n    {trial}: {why}")
+            if len(found) == most:
                 break
         return found
-
-
-def _wrong(entry: RuleEntry, made: Strategy, values: list[Instance], trial: RuleTrial) -> str:
-    node = values[0].node
-    before, node.strategy = node.strategy, made
-    try:
-        failure = fails_without_numbers(node, entry, trial.mesh)
-    finally:
-        node.strategy = before
-    try:
-        return failure or first_difference(entry, made, values, trial.mesh, strict=True)
-    except Failure as error:
-        return f"it fails on shards: {error}"
 
 
 def example(entry: RuleEntry, op: Any) -> Instance | None:
@@ -323,18 +289,19 @@ def example(entry: RuleEntry, op: Any) -> Instance | None:
     """
     if not isinstance(entry.make, Template) or entry.make.more[0]:
         return None
-    letters = dict.fromkeys(f for tensor in entry.make.operands for word in tensor.words for f in word.factors)
-    sizes = dict(zip(letters, (4, 6, 8, 10, 12, 14), strict=False))
-    tensors = iter(entry.make.operands)
+    tensors = entry.make.operands
+    words = [word for tensor in tensors for word in tensor.words]
+    letters = dict.fromkeys(factor for word in words for factor in word.factors)
+    if len(letters) > len(SIZES) or any(word.at or word.many not in ("", "..") for word in words):
+        return None
+    sizes = dict(zip(letters, SIZES, strict=False))
+    shapes = iter([[math.prod(sizes[f] for f in word.factors) for word in tensor.words] for tensor in tensors])
     args = []
     for argument in op._schema.arguments:
-        given = next(tensors, None) if "Tensor" in str(argument.type) else None
-        if given is not None:
-            shape = _shape(given, sizes)
-            if shape is None or "List" in str(argument.type):
-                return None
+        shape = next(shapes, None) if "Tensor" in str(argument.type) else None
+        if shape is not None and "List" not in str(argument.type):
             args.append(torch.randn(shape, dtype=torch.float64))
-        elif not argument.has_default_value():
+        elif shape is not None or not argument.has_default_value():
             return None
         elif argument.kwarg_only:
             break
@@ -345,12 +312,3 @@ def example(entry: RuleEntry, op: Any) -> Instance | None:
             return instance(op, args)
         except Exception:  # the op takes other arguments than these
             return None
-
-
-def _shape(tensor: Tensor, sizes: dict[str, int]) -> tuple[int, ...] | None:
-    shape = []
-    for factors, many, at in tensor.words:
-        if at or many not in ("", "..") or any(f not in sizes for f in factors):
-            return None
-        shape.append(math.prod(sizes[factor] for factor in factors))
-    return tuple(shape)

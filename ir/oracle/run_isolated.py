@@ -4,14 +4,13 @@ crash the process that runs it."""
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
-import pickle
 import resource
-import select
 import signal
-import time
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -26,75 +25,65 @@ class Lost(Exception):
     """The work gave no result: the process crashed, or its time or memory was up."""
 
 
-def isolated(work: Callable[[], T], seconds: float = 60.0, megabytes: int = 4096) -> T:
+def isolated(work: Callable[[], T], seconds: float = 60.0, megabytes: int = 4096, cpu_seconds: int | None = None) -> T:
     """The result of ``work()``, run in a fork of this process.
 
     Args:
         work: its result can be pickled, and it computes on the CPU alone.
         seconds: by the clock on the wall.
         megabytes: of memory, beyond what this process has.
+        cpu_seconds: of computing: a busy machine does as much in them as an idle one.
 
     Raises:
         Lost: the process ended without a result, or did not end in time.
     """
-    reads, writes = os.pipe()
+    reads, writes = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the fork computes with one
         child = os.fork()
     if child == 0:
-        os.close(reads)
-        _work_and_exit(work, writes, megabytes)
-    os.close(writes)
-    answer: bytes | None = None
+        reads.close()
+        _work_and_exit(work, writes, megabytes, cpu_seconds)
+    writes.close()
+    answer: tuple[bool, T | str] | None = None
+    crashed = False
     try:
-        answer = _read(reads, time.monotonic() + seconds)
+        answer = reads.recv() if reads.poll(seconds) else None
+    except (EOFError, OSError):
+        crashed = True
     finally:
-        os.close(reads)
-        if answer is None:
+        reads.close()
+        if not crashed:
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
-    if answer is None:
-        raise Lost(f"no answer within {seconds:g} s")
-    if status != 0 or not answer:
+    if crashed:
         by = f" by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else ""
         raise Lost(f"the process was ended{by}")
-    good, made = pickle.loads(answer)
+    if answer is None:
+        raise Lost(f"no answer within {seconds:g} s")
+    good, made = answer
     if not good:
         raise Lost(made)
-    result: T = made
-    return result
+    return made  # type: ignore[return-value]
 
 
-def _read(reads: int, deadline: float) -> bytes | None:
-    """All that comes; None where its end does not come in time."""
-    found = b""
-    while select.select([reads], [], [], max(deadline - time.monotonic(), 0))[0]:
-        more = os.read(reads, 1 << 16)
-        if not more:
-            return found
-        found += more
-    return None
-
-
-def _work_and_exit(work: Callable[[], T], writes: int, megabytes: int) -> NoReturn:
+def _work_and_exit(work: Callable[[], T], writes: Connection, megabytes: int, cpu_seconds: int | None) -> NoReturn:
     """The fork: it works with one thread, prints nothing, and exits without cleaning up what is not its own."""
-    status = 1
     try:
         faulthandler.disable()
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if cpu_seconds is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, resource.RLIM_INFINITY))
         if MEMORY.exists():
             has = int(MEMORY.read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (has + (megabytes << 20), resource.RLIM_INFINITY))
         torch.set_num_threads(1)
         try:
-            answer = pickle.dumps((True, work()))
+            writes.send((True, work()))
         except Exception as error:  # told to the caller
-            answer = pickle.dumps((False, f"{type(error).__name__}: {error}"))
-        with os.fdopen(writes, "wb") as file:
-            file.write(answer)
-        status = 0
+            writes.send((False, f"{type(error).__name__}: {error}"))
     finally:
-        os._exit(status)
+        os._exit(0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,19 @@ from torch._decomp import decomposition_table
 
 from shardfx.ir.dim_sharding import chunk
 from shardfx.ir.rules.sharding_rule import Linear
+from shardfx.ir.rules.template import keeps_precision
 
-from .instance import TRUSTING, UNCHECKED, Instance, Results, places, runs, variants
-from .recombine import Outcome, both, magnitude, outcomes, plausible, same, split_sum
+from .draws import draws
+from .instance import TRUSTING, UNCHECKED, Instance, Results, argument_at, places, runs
+from .recombine import Outcome, agreed, magnitude, outcomes, plausible, same, split_sum
 
 aten = torch.ops.aten
 
 Choice = tuple[int | None, ...]
 """For every operand the dim that is sharded, or None."""
+PARTIAL = "+"
+Placement = tuple[int | str | None, ...]
+"""The same, or that an operand is a partial sum."""
 MOST = 600
 
 
@@ -54,10 +59,9 @@ class Oracle:
     Args:
         trusted: whether the op checks its arguments; if not said, torch's own do where they are known to. For one that
             does not, only choices are tried under which shapes agree.
-        also: the instance on more values on which a sharding must be right.
     """
 
-    def __init__(self, of: Instance, seed: int = 0, trusted: bool | None = None, also: Iterable[Instance] = ()) -> None:
+    def __init__(self, of: Instance, seed: int = 0, trusted: bool | None = None) -> None:
         self.packet = getattr(of.node.op, "overloadpacket", None)
         unchecked = self.packet in UNCHECKED or "backward" in str(of.node.op) if trusted is None else not trusted
         checked = len(of.tensors) < 2 or torch.Tag.pointwise in getattr(of.node.op, "tags", ())
@@ -72,11 +76,15 @@ class Oracle:
         self.generator = torch.Generator().manual_seed(seed)
         self.shapes = [tuple(t.shape) for t in of.tensors]
         self.results = of.kept
-        self.variants = [*variants(of, self.generator), *also]
-        self._sizes: set[int] = {s for shape in self.shapes for s in shape} | {
-            s for r in self.results if r is not None for s in r.shape
-        }
-        self._sizes |= {n for at in places(of.node.args, _is_number) if (n := self._at(at)) > 1}
+        self.variants = list(draws(of, seed))
+        if self.least > 1:  # with its indices, which lie within every shard
+            self.variants = [
+                each.on([own if _is_index(own) else t for t, own in zip(each.tensors, of.tensors, strict=True)])
+                for each in self.variants
+            ]
+        self._numbers = {at: argument_at(of.node.args, at) for at in places(of.node.args, _is_number)}
+        shapes = [*self.shapes, *(r.shape for r in self.results if r is not None), self._numbers.values()]
+        self._sizes = {size for shape in shapes for size in shape if size > 1}
 
     def ignored(self) -> frozenset[int]:
         """The operands whose values do not matter (their shape or dtype may)."""
@@ -89,16 +97,10 @@ class Oracle:
                 swapped[i] = ~tensor
             elif len(self.of.tensors) == 1:
                 swapped[i] = torch.zeros_like(tensor)
-            if not torch.equal(swapped[i], tensor) and self._equal_results(swapped):
+            given = None if torch.equal(swapped[i], tensor) else self.of.attempt(swapped)
+            if given is not None and all(map(same, self.of.keep(given), self.results)):
                 found.append(i)
         return frozenset(found)
-
-    def _equal_results(self, tensors: Sequence[torch.Tensor]) -> bool:
-        try:
-            given = self.of.call(tensors)
-        except Exception:  # values that the op does not take
-            return False
-        return all(same(a, b) for a, b in zip(self.of.keep(given), self.results, strict=True))
 
     def shardings(self) -> dict[Choice, ValidSharding]:
         """The valid shardings of operands. Operands that are ignored are replicated where they can be."""
@@ -131,7 +133,7 @@ class Oracle:
         if math.prod(map(len, options)) <= MOST:
             yield from (c for c in itertools.product(*options) if any(d is not None for d in c))
             return
-        for size in sorted(self._sizes - {0, 1}):
+        for size in sorted(self._sizes):
             narrow = [
                 [d for d in option if d is None or shape[d] == size]
                 for option, shape in zip(options, self.shapes, strict=True)
@@ -158,37 +160,36 @@ class Oracle:
 
     def try_choice(self, choice: Choice) -> ValidSharding | None:
         """The sharding of a choice, if it is valid: for some number of elements that are distributed together."""
-        sizes = [shape[d] for shape, d in zip(self.shapes, choice, strict=True) if d is not None]
-        common = math.gcd(*sizes)
-        for size in sorted((s for s in self._sizes if s > 1 and common % s == 0), reverse=True):
+        common = math.gcd(*(shape[d] for shape, d in zip(self.shapes, choice, strict=True) if d is not None))
+        for size in sorted((s for s in self._sizes if common % s == 0 and self.fits(s, 2)), reverse=True):
+            trials = [
+                (self.of, 2),
+                *((self.of, 3) for _ in range(self.fits(size, 3))),
+                *((v, 2) for v in self.variants),
+            ]
             for sized in self._sized(size):
-                if chunk(size, 2, 1)[1] < self.least:
-                    continue
-                if self.screen is not None and self.outcomes(self.of, choice, size, 2, sized, self.screen) is None:
-                    continue
-                found = self.outcomes(self.of, choice, size, 2, sized)
-                if found is None:
-                    continue
-                if chunk(size, 3, 2)[1] >= self.least:
-                    found = both(found, self.outcomes(self.of, choice, size, 3, sized))
-                for variant in self.variants:
-                    found = found and both(found, self.outcomes(variant, choice, size, 2, sized))
-                if found is not None:
-                    return ValidSharding(choice, found, size, sized)
+                if self.screen is None or self.outcomes(self.of, choice, size, 2, sized, self.screen) is not None:
+                    found = agreed(self.outcomes(of, choice, size, count, sized) for of, count in trials)
+                    if found is not None:
+                        return ValidSharding(choice, found, size, sized)
         return None
+
+    def fits(self, size: int, count: int) -> bool:
+        """Whether each of ``count`` shards has as much of ``size`` as every shard needs."""
+        return chunk(size, count, count - 1)[1] >= self.least
 
     def outcomes(
         self,
         of: Instance,
-        choice: Choice,
+        choice: Placement,
         size: int,
         count: int,
         sized: tuple[tuple[int, ...], ...] = (),
         op: Callable[..., Any] | None = None,
-        terms: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> tuple[frozenset[Outcome], ...] | None:
-        """What the results are of those of ``count`` shards; None if some result is nothing of the kind."""
-        parts = self.shard_results(of, choice, size, count, sized, op, terms)
+        """What the results (of ``op`` instead) are of those of ``count`` shards; None if some result is nothing of the
+        kind."""
+        parts = self.shard_results(of, choice, size, count, sized, op)
         if parts is None or not all(len(p) == len(of.kept) and all(map(plausible, p, of.kept)) for p in parts):
             return None
         lengths = [chunk(size, count, k)[1] for k in range(count)]
@@ -196,69 +197,56 @@ class Oracle:
         for whole, results in zip(of.kept, zip(*parts, strict=True), strict=True):
             assert whole is not None
             outcome = outcomes([p for p in results if p is not None], whole, lengths, size)
-            if len(of.kept) > 1 and not terms:
+            if len(of.kept) > 1 and PARTIAL not in choice:
                 outcome -= {"mean"}  # a mean beside what it was divided by is one only where nothing is left out of it
-            if not outcome:
-                return None
             found.append(outcome)
-        return tuple(found)
+        return tuple(found) if all(found) else None
 
     def shard_results(
         self,
         of: Instance,
-        choice: Choice,
+        choice: Placement,
         size: int,
         count: int,
         sized: tuple[tuple[int, ...], ...] = (),
         op: Callable[..., Any] | None = None,
-        terms: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> list[Results] | None:
-        """The results of each of ``count`` shards; None if the op (or ``op``) takes none of them. ``terms`` are those
-        of partial operands."""
-
-        def shard(i: int, t: torch.Tensor, k: int) -> torch.Tensor:
-            d, (start, length) = choice[i], chunk(size, count, k)
-            if terms and i in terms:
-                return terms[i][k]
-            return t if d is None else t.narrow(d, *(n * (t.shape[d] // size) for n in (start, length))).clone()
-
+        """The results of each of ``count`` shards; None if the op (or ``op``) takes none of them."""
+        shards: list[Sequence[torch.Tensor]] = []
+        for t, d in zip(of.tensors, choice, strict=True):
+            if isinstance(d, int):
+                block = t.shape[d] // size
+                boxes = (chunk(size, count, k) for k in range(count))
+                shards.append([t.narrow(d, start * block, length * block).clone() for start, length in boxes])
+            else:
+                shards.append([t] * count if d is None else split_sum(t, count, self.generator))
         found = []
-        for k in range(count):
-            change = {place: self._at(place) * chunk(size, count, k)[1] // size for place in sized}
-            try:
-                found.append(of.keep(of.call([shard(i, t, k) for i, t in enumerate(of.tensors)], change, op)))
-            except Exception:  # whatever a kernel says of its arguments
+        for k, tensors in enumerate(zip(*shards, strict=True)):
+            change = {place: self._numbers[place] * chunk(size, count, k)[1] // size for place in sized}
+            given = of.attempt(tensors, change, op)
+            if given is None:
                 return None
+            found.append(of.keep(given))
         return found
-
-    def _at(self, place: tuple[int, ...]) -> Any:
-        value: Any = self.of.node.args
-        for i in place:
-            value = value[i]
-        return value
 
     def _sized(self, size: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Arguments that may follow a sharding: none, an entry of a shape, one or two numbers that ``size`` divides."""
         yield ()
-        shapes: list[Any] = []
-        numbers: list[Any] = []
-        for i, argument in enumerate(self.of.node.op._schema.arguments):
-            kind, value = str(argument.type), self.of.node.args[i] if i < len(self.of.node.args) else None
-            if "dim" in argument.name or not ("int" in kind or "SymInt" in kind):
-                continue
-            for place in places((value,), _is_number):
-                if self._at((i, *place[1:])) % size == 0 and self._at((i, *place[1:])) > 1:
-                    (shapes if len(place) > 1 else numbers).append((i, *place[1:]))
-        yield from ((place,) for place in (*shapes, *numbers))
-        yield from itertools.islice(itertools.combinations(numbers, 2), 6)
+        arguments = self.of.node.op._schema.arguments
+        found = [
+            at
+            for at, number in self._numbers.items()
+            if number > 1
+            and number % size == 0
+            and "dim" not in arguments[at[0]].name
+            and "int" in str(arguments[at[0]].type).lower()
+        ]
+        yield from ((at,) for at in sorted(found, key=len, reverse=True))
+        yield from itertools.islice(itertools.combinations((at for at in found if len(at) == 1), 2), 6)
 
-    def linear(self, singular: bool = True) -> list[Linear]:
+    def linear(self) -> list[Linear]:
         """The smallest sets of operands that may be partial sums together: the op is run on terms of them, and the
-        results are added.
-
-        Args:
-            singular: where other operands are zero as well, for there a quotient is not finite.
-        """
+        results are added."""
         of, tensors, results = self.of, self.of.tensors, self.of.kept
         numbers = [r for r, value in enumerate(of.node.results) if value is not None]
         floats = [i for i, t in enumerate(tensors) if _is_float(t)]
@@ -271,11 +259,12 @@ class Oracle:
             for group in map(frozenset, itertools.islice(itertools.combinations(floats, count), 60)):
                 if any(known.operands <= group for known in found):
                     continue
-                shown = _on_all(values, group, self.generator)
-                if shown is None or not _keeps_laws(of, group, shown, singular):
+                shown = agreed(_shown(each, group, self.generator) for each in values)
+                if shown is None or not _keeps_laws(of, group, shown):
                     continue
                 added = [i for i, each in enumerate(shown) if KEPT not in each]
-                if all(_digits(results[i]) >= _digits(tensors[j]) for i in added for j in group):
+                dtypes = [made.dtype for i in added if (made := results[i]) is not None]
+                if all(keeps_precision(tensors[j].dtype, dtype) for dtype in dtypes for j in group):
                     found.append(Linear(group, frozenset(numbers[i] for i in added)))
         return found
 
@@ -298,19 +287,6 @@ Shown = tuple[frozenset[str], ...]
 """For each result whether it is the sum of the terms' results, or the same for each term."""
 
 
-def _on_all(values: Sequence[Instance], group: frozenset[int], generator: torch.Generator) -> Shown | None:
-    """What each result is of the terms' results, on all values; None if it is nothing of the kind on some."""
-    shown: Shown | None = None
-    for each in values:
-        found = _shown(each, group, generator)
-        if found is not None and shown is not None:
-            found = tuple(a & b for a, b in zip(found, shown, strict=True))
-        if found is None or not all(found):
-            return None
-        shown = found
-    return shown
-
-
 def _shown(of: Instance, group: frozenset[int], generator: torch.Generator) -> Shown | None:
     terms = {i: split_sum(of.tensors[i], 2, generator) for i in group}
     first, second = (_run(of, {i: each[k] for i, each in terms.items()}) for k in range(2))
@@ -325,7 +301,7 @@ def _shown(of: Instance, group: frozenset[int], generator: torch.Generator) -> S
     return tuple(found)
 
 
-def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown, singular: bool) -> bool:
+def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown) -> bool:
     """What ordinary numbers do not tell, as far as the op takes others: of zeros a linear op makes zeros, and of zero
     beside one, however little it is, twice that of halves; what is not finite in a term is not finite in the sum; and
     what terms are multiplied by is finite where others are zero, one or large.
@@ -336,35 +312,22 @@ def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown, singular: boo
         if not (same(given, whole) if KEPT in each else given is not None and not bool((given != 0).any())):
             return False
     for alone in group if len(group) > 1 else ():
-        if not _scales(of, zero | {alone: ones[alone]}, shown):
+        half = zero | {alone: ones[alone] / 2}
+        if not _holds(of, group, half, half, shown, exact=True):
             return False
     terms = [({i: _with(of.tensors[i], number) for i in group}, ones) for number in (torch.inf, -torch.inf, torch.nan)]
     others = [i for i, t in enumerate(of.tensors) if i not in group and _is_float(t)]
-    for number in (0.0, -1.0, 1.0, LARGE) if singular else ():
+    for number in (0.0, -1.0, 1.0, LARGE):
         at = {i: _with(of.tensors[i], number) for i in others}
         terms.append(({i: 3 * each for i, each in ones.items()} | at, {i: -each for i, each in ones.items()} | at))
     return all(_holds(of, group, a, b, shown) for a, b in terms)
 
 
-def _scales(of: Instance, given: Tensors, shown: Shown) -> bool:
-    """Whether of halves the op gives halves, to the last digit but a few; or what it gives of others."""
-    halves = _run(of, {i: each / 2 for i, each in given.items()})
-    for half, whole, all_, each in zip(halves or (), _run(of, given) or (), of.kept, shown, strict=False):
-        if KEPT in each:
-            if not same(half, all_):
-                return False
-        elif half is not None and whole is not None and whole.numel():
-            off = (whole - 2 * half).abs().nan_to_num(0.0, 0.0, 0.0).max()
-            if float(off) > 1e-6 * float(whole.abs().nan_to_num(0.0, 0.0, 0.0).max()):
-                return False
-    return True
-
-
-def _holds(of: Instance, group: frozenset[int], a: Tensors, b: Tensors, shown: Shown) -> bool:
-    """Whether the results of two terms are as they were shown to be."""
+def _holds(of: Instance, group: frozenset[int], a: Tensors, b: Tensors, shown: Shown, exact: bool = False) -> bool:
+    """Whether the results of two terms are as they were shown to be; ``exact``: however small they are."""
     given = (_run(of, a), _run(of, b), _run(of, {i: a[i] + b[i] if i in group else each for i, each in a.items()}))
     for x, y, whole, each in zip(*(results or () for results in given), shown, strict=False):
-        scale = magnitude(t for t in (x, y) if t is not None)
+        scale = 0.0 if exact else magnitude(t for t in (x, y) if t is not None)
         if not (same(x, whole) and same(y, whole) if KEPT in each else same(_sum(x, y), whole, scale)):
             return False
     return True
@@ -383,10 +346,8 @@ def _with(tensor: torch.Tensor, number: float) -> torch.Tensor:
 
 def _run(of: Instance, changed: Tensors) -> Results | None:
     """The results with some operands replaced; None if the op does not take them."""
-    try:
-        return of.keep(of.call([changed.get(i, t) for i, t in enumerate(of.tensors)]))
-    except Exception:  # whatever an op says of its arguments
-        return None
+    given = of.attempt([changed.get(i, t) for i, t in enumerate(of.tensors)])
+    return None if given is None else of.keep(given)
 
 
 def _is_float(tensor: torch.Tensor | None) -> bool:
@@ -398,9 +359,3 @@ def _shows(tensor: torch.Tensor | None) -> bool:
     if tensor is None or tensor.numel() == 0:
         return False
     return not _is_float(tensor) or bool(torch.isfinite(tensor).all())
-
-
-def _digits(tensor: torch.Tensor | None) -> float:
-    if tensor is None or not _is_float(tensor):
-        return math.inf
-    return -math.log2(torch.finfo(tensor.dtype).eps)

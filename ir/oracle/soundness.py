@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ from shardfx.ir.rules.book import Contiguous, RuleEntry, perform
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import Partial, on_axis, strategy
+from shardfx.ir.shards import local_shard
 from shardfx.ir.spec import REDUCTIONS, Spec
 
-from .draws import RankOperands, beyond, draws, extremes, not_finite, of_dtype, other_layouts, positive
+from .draws import LAYOUTS, beyond, draws, extremes, not_finite
 from .instance import Instance, Results, as_results, bind, call
-from .recombine import apart_at, join, magnitude, rounding, same, shard, split_max, split_sum
+from .recombine import difference, rounding, split
 
 aten = torch.ops.aten
 UNDEFINED = {
@@ -54,18 +55,6 @@ class RuleTrial:
             words.append(f"{f}{seen} over {' '.join(f'{a}={self.mesh[a].size}' for a in sharding.axes)}")
         words += [f"{kind} of operands {sorted(group)} over {axis}" for axis, (kind, group) in self.partial.items()]
         return ", ".join(words)
-
-
-@dataclass(frozen=True)
-class Refutation:
-    """A trial that does not give what the op gives on one device, and what it gives instead."""
-
-    of: str
-    trial: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.of}\n    {self.trial}: {self.why}"
 
 
 def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]) -> Iterator[RuleTrial]:
@@ -109,8 +98,8 @@ def as_two_dims(size: int, mesh: Mesh) -> DimSharding | None:
     return compound([Part(size // inner, ("a",)), Part(inner, ("b",))], mesh) if inner else None
 
 
-def refutations(entry: RuleEntry, of: Instance, *, seed: int = 0, drawn: bool = False) -> list[Refutation]:
-    """The trials that a rule allows of an op instance and that give another result.
+def refutations(entry: RuleEntry, of: Instance, *, seed: int = 0, drawn: bool = False) -> list[str]:
+    """The trials that a rule allows of an op instance and that give another result, and what they give.
 
     Args:
         drawn: on other values, each trial on one of the draws. Where a result is not finite, no operand is a partial
@@ -125,7 +114,7 @@ def refutations(entry: RuleEntry, of: Instance, *, seed: int = 0, drawn: bool = 
         assert rule is not None
         why = refute(entry, rule, each, trial, torch.Generator().manual_seed(seed))
         if why:
-            found.append(Refutation(repr(of), str(trial), f"{why} (of drawn values)" if drawn else why))
+            found.append(f"{of!r}\n    {trial}: {why}{' (of drawn values)' * drawn}")
     return found
 
 
@@ -138,40 +127,24 @@ def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: RuleTrial,
         return one_line(error)
 
 
-class Failure(Exception):
-    """A rank's version of an op that raises."""
-
-
-def first_difference(
-    entry: RuleEntry, made: Strategy, values: Iterable[Instance], mesh: Mesh, strict: bool = False
-) -> str:
+def first_difference(entry: RuleEntry, made: Strategy, values: Iterable[Instance], mesh: Mesh) -> str:
     """How a strategy of an op differs from the op on one device, on the first of some values where it does, or in
-    another memory layout of the first ones; or "".
-
-    Args:
-        strict: a kernel has to take every layout.
+    another memory layout of the first ones, if the kernel takes it; or "".
 
     Raises:
-        Failure: a rank's version raises.
+        Exception: whatever a kernel says of its arguments.
     """
     for number, each in enumerate(values):
-        layouts: Iterable[tuple[str, RankOperands]] = ()
-        try:
-            shards: RankOperands = shard_operands(made, each, mesh, torch.Generator().manual_seed(number))
-            why = Execution(entry, made, each, mesh, shards).difference()
-            layouts = other_layouts(shards) if not number and not why else ()
-        except Exception as error:  # whatever a kernel says of its arguments
-            raise Failure(one_line(error)) from error
-        for name, shards in layouts:
-            try:
-                why = Execution(entry, made, each, mesh, shards).difference()
-            except Exception as error:
-                if strict:
-                    raise Failure(f"{one_line(error)} (shards {name})") from error
-            if why:
-                return f"{why} (shards {name})"
+        shards = shard_operands(made, each, mesh, torch.Generator().manual_seed(number))
+        why = Execution(entry, made, each, mesh, shards).difference()
         if why:
             return why
+        for name, layout in LAYOUTS.items() if not number else ():
+            moved = {rank: [layout(shard) for shard in operands] for rank, operands in shards.items()}
+            with suppress(Exception):
+                why = Execution(entry, made, each, mesh, moved).difference()
+            if why:
+                return f"{why} (shards {name})"
     return ""
 
 
@@ -209,7 +182,7 @@ class Execution:
     made: Strategy
     of: Instance
     mesh: Mesh
-    shards: RankOperands
+    shards: Mapping[int, Sequence[torch.Tensor]]
 
     def difference(self) -> str:
         """How what the ranks compute differs from the op on one device, or "".
@@ -229,21 +202,16 @@ class Execution:
                 if given is None:
                     return f"rank {rank} has no result {i}"
                 parts[rank] = given
-            value, why = join(parts, whole, spec, self.mesh, bound)
-            if value is None and not (undefined and "differ" in why):
+            if undefined:
+                whole, parts = torch.zeros_like(whole), {rank: torch.zeros_like(part) for rank, part in parts.items()}
+            if why := difference(parts, whole, spec, self.mesh, bound):
                 return f"result {i} as {spec.text(whole.shape)}: {why}"
-            if value is not None and not undefined and not same(value, whole, magnitude(parts.values()), bound):
-                return f"result {i} as {spec.text(whole.shape)} has other values: {apart_at(value, whole)}"
         return ""
 
     def ranks(self) -> dict[int, Results]:
         """Every rank's results."""
-        node = self.of.node
-        before, node.strategy = node.strategy, self.made
-        try:
-            return {rank: run(self.entry, node, self.mesh, rank, tensors) for rank, tensors in self.shards.items()}
-        finally:
-            node.strategy = before
+        node = replace(self.of.node, strategy=self.made)
+        return {rank: run(self.entry, node, self.mesh, rank, tensors) for rank, tensors in self.shards.items()}
 
 
 def run(entry: RuleEntry, node: Node, mesh: Mesh, rank: int, tensors: Sequence[torch.Tensor]) -> Results:
@@ -264,27 +232,12 @@ def shard_operands(
             terms = {
                 (*at, i): part
                 for at, term in terms.items()
-                for i, part in enumerate(_split(term, mesh[axis].size, kind, generator))
+                for i, part in enumerate(split(term, mesh[axis].size, kind, generator))
             }
         for rank, operands in shards.items():
-            coords = mesh.coords(rank)
-            term = terms[tuple(coords[axis] for axis in spec.partial_axes)]
-            operands.append(shard(term, Spec(spec.dims), mesh, coords))
+            term = terms[tuple(mesh.coords(rank)[axis] for axis in spec.partial_axes)]
+            operands.append(local_shard(term, Spec(spec.dims), mesh, rank))
     return shards
-
-
-def _split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
-    """``count`` tensors that reduce to one."""
-    if kind in ("max", "min"):
-        return split_max(tensor, count, kind, generator)
-    if kind == "product":
-        others = [of_dtype(positive, tuple(tensor.shape), tensor.dtype, generator) + 0.5 for _ in range(count - 1)]
-        first = tensor
-        for other in others:
-            first = first / other
-        return [first, *others]
-    terms = split_sum(tensor, count, generator)
-    return [term * count for term in terms] if kind == "avg" else terms
 
 
 DENSE: dict[Contiguous, Callable[[torch.Tensor], torch.Tensor]] = {

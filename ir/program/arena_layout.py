@@ -147,9 +147,10 @@ class BufferIntervals:
 
 def _slot_intervals(program: RankProgram) -> dict[fx.Node, Interval]:
     nodes = list(program.graph.nodes)
-    slots = arena_slots(nodes)
-    live = BufferIntervals(nodes) if slots else None
-    found = {node: live.of(node, slot.end - slot.begin) for node, slot in slots.items()} if live is not None else {}
+    if not (slots := arena_slots(nodes)):
+        return {}
+    live = BufferIntervals(nodes)
+    found = {node: live.of(node, slot.end - slot.begin) for node, slot in slots.items()}
     return {node: interval for node, interval in found.items() if interval is not None}
 
 

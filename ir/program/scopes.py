@@ -18,14 +18,11 @@ from shardfx.ir.ops.local_ops import row_of
 from .aliasing import Aliasing
 from .loops.loop_regions import DELIMITERS, ActionOrder, action_name, action_order, loop_role, regions, sibling_actions
 
-Fail = Callable[..., NoReturn]
-"""Says what is wrong at a node."""
-
 
 class ScopeCheck:
     """Checks the scopes of a program, call by call; ``fail`` raises, of what is wrong at which call."""
 
-    def __init__(self, nodes: Sequence[fx.Node], share: Aliasing, fail: Fail) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], share: Aliasing, fail: Callable[..., NoReturn]) -> None:
         self._share, self._fail = share, fail
         self._parts = {node: part for node in nodes if (part := loop_role(node))}
         self._inside = regions(nodes) if self._parts else {}
@@ -74,8 +71,7 @@ class ScopeCheck:
         if self._open:
             self._fail("iterations begin here and do not end", self._open[0])
 
-    # ---- iterations and actions
-    # -----------------------------------------------------------------------------------------
+    # ---- iterations and actions ----
 
     def _begin(self, node: fx.Node) -> None:
         try:

@@ -91,8 +91,6 @@ class BufferChoice(NamedTuple):
 
 def choose_buffer(nbytes: int, free: Sequence[int]) -> BufferChoice:
     """The buffer for ``nbytes`` among those of ``free`` bytes that are kept and unused."""
-    if nbytes in free:  # as nearly always
-        return BufferChoice(free.index(nbytes))
     fits = [(size, i) for i, size in enumerate(free) if nbytes <= size <= SLACK * nbytes]
     if fits:
         return BufferChoice(min(fits)[1])

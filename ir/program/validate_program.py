@@ -124,10 +124,6 @@ def _malformed_segment(node: fx.Node) -> str:
 
 
 def _misfit(node: fx.Node, slots: Sequence[ArgumentSlot]) -> str:
-    args = node.args
-    if not node.kwargs and len(args) == len(slots) and not any(slot.named for slot in slots):  # as most are
-        wrong = next((i for i, slot in enumerate(slots) if not slot.takes(args[i])), None)
-        return "" if wrong is None else _not_taken(node, slots[wrong], args[wrong])
     places = [slot for slot in slots if not slot.named]
     if len(node.args) > len(places):
         return f"{node.name} has {len(node.args)} arguments, where {len(places)} are taken"
@@ -141,12 +137,8 @@ def _misfit(node: fx.Node, slots: Sequence[ArgumentSlot]) -> str:
             if slot.needed:
                 return f"{node.name} lacks the argument {slot.name!r}"
         elif not slot.takes(given[slot.name]):
-            return _not_taken(node, slot, given[slot.name])
+            return f"{node.name} has {given[slot.name]!r} for {slot.name!r}, where {slot.kind} is expected"
     return ""
-
-
-def _not_taken(node: fx.Node, slot: ArgumentSlot, arg: Any) -> str:
-    return f"{node.name} has {arg!r} for {slot.name!r}, where {slot.kind} is expected"
 
 
 OVER = frozenset(OVERWRITING.values())

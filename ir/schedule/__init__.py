@@ -3,13 +3,4 @@
 from .actions import Action, Pipelined, Schedule
 from .simulation import COSTS, Costs, ScheduleReport, Simulation, check_schedule
 
-__all__ = [
-    "COSTS",
-    "Action",
-    "Costs",
-    "Pipelined",
-    "Schedule",
-    "ScheduleReport",
-    "Simulation",
-    "check_schedule",
-]
+__all__ = ["COSTS", "Action", "Costs", "Pipelined", "Schedule", "ScheduleReport", "Simulation", "check_schedule"]

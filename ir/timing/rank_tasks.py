@@ -140,7 +140,7 @@ class RankTask:
 
 
 class ComputeTask(RankTask):
-    """MixedPrecision."""
+    """Compute."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def _op_of(rule: RuleEntry, op: Any) -> Any:
 def _refutations(rule: RuleEntry, of: Instance) -> list[str]:
     """What is wrong with a rule, by an instance; found in a process of its own."""
     try:
-        return isolated(lambda: [str(each) for each in wrong_trials(rule, of)], SECONDS)
+        return isolated(lambda: wrong_trials(rule, of), SECONDS)
     except Lost as lost:
         return [f"{of!r}\n    {lost}"]
 

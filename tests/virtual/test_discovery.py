@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.oracle.discover import Discovery
-from shardfx.ir.oracle.findings import JsonCache
+from shardfx.ir.oracle.discover import Discovery, JsonCache
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.oracle.run_isolated import Lost, isolated
 from shardfx.ir.oracle.shrink import small_sizes

@@ -13,8 +13,7 @@ alike:
     iteration 8, 9      3 rows from 32, 35 on                     at = loop.piecewise_index(iteration, [(0, 0, 4), (8,
     32, 3)])
 
-In nested loops a number is a line of the inner iteration, whose begin and growth are numbers of the outer
-one.
+In nested loops a number is a line of the inner iteration, whose begin and growth are numbers of the outer one.
 """
 
 from __future__ import annotations

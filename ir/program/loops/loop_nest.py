@@ -110,8 +110,7 @@ def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) 
 
 def _recomputed_inside(nodes: Sequence[Node], looped: set[Node], inner: Sequence[str]) -> set[Node]:
     """What is done anew in each iteration: what says so, and what is made of it for iterations alone; and what
-    iterations within these
-    have shards of."""
+    iterations within these have shards of."""
     users: dict[Node, list[Node]] = {}
     for node in nodes:
         for value in node.operands:
@@ -130,9 +129,8 @@ def _recomputed_inside(nodes: Sequence[Node], looped: set[Node], inner: Sequence
 
 
 def crossing_use(nodes: Sequence[Node], mesh: Mesh) -> tuple[Node, Node, str, str] | None:
-    """A use of a slice of an iteration outside the loop around it, and its maker; with
-    the
-    axes around and within. There is no order in which that can be done."""
+    """A use of a slice of an iteration outside the loop around it, and its maker; with the axes around and within.
+    There is no order in which that can be done."""
     axes = loop_axes(mesh)
     for at, axis in enumerate(axes[:-1]):
         inner = axes[at + 1 :]
@@ -233,8 +231,7 @@ def iteration_rows(
     spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int], axis: str, dim: int
 ) -> tuple[int, int]:
     """Start and length of an iteration's rows among those of all iterations of an axis, along a dim that it shardings,
-    at ``coords``
-    of it and the axes around; an iteration has the rows of all iterations of the axes within."""
+    at ``coords`` of it and the axes around; an iteration has the rows of all iterations of the axes within."""
     sharding = spec.dims[dim]
     inner = [a for a in loop_axes(mesh) if a in sharding.axes and mesh.order(a) > mesh.order(axis)]
     if sharding.is_even(shape[dim], mesh):
@@ -277,8 +274,7 @@ Runs = dict[str, list[range]]
 
 def uniform_runs(parts: Collection[Part], mesh: Mesh, coords: Mapping[str, int]) -> Runs:
     """By loop axis: runs of iterations in which the rank at ``coords`` has as many rows of all that is sharded. Numbers
-    of
-    such iterations are lines: sizes are the same, and offsets grow evenly."""
+    of such iterations are lines: sizes are the same, and offsets grow evenly."""
     return {axis: _runs(axis, [part for part in parts if axis in part.axes], mesh, coords) for axis in loop_axes(mesh)}
 
 

@@ -127,8 +127,7 @@ def _action_parts(nodes: Sequence[fx.Node]) -> dict[str, _ActionPart]:
 
 def body_inputs(graph: fx.Graph, begin: fx.Node, takes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     """The inputs of a module of iterations that begin at a node: the number of the iteration, and what it takes, each
-    by its
-    name (a number of the iterations around is called ``iteration``, too)."""
+    by its name (a number of the iterations around is called ``iteration``, too)."""
     made, names = {begin: graph.placeholder("iteration")}, {"iteration"}
     for each in takes:
         name = each.name

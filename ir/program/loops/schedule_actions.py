@@ -207,8 +207,7 @@ def stages_of(value: Value) -> tuple[int, ...]:
 
 def forward_in_backward(steps: Sequence[Node | PlannedLoop]) -> set[tuple[Node, int]]:
     """What of the forward is done with the backward, by node and stage: it stands in iterations within an iteration
-    that have
-    backward in them as well, or needs what is made there."""
+    that have backward in them as well, or needs what is made there."""
     found: set[tuple[Node, int]] = set()
     for step in steps:
         nodes = nodes_of([step])

@@ -67,7 +67,7 @@ def unrolled(program: RankProgram, graph: Graph, rank: int) -> RankProgram:
     which ``graph`` is planned.
 
     Raises:
-        NotTurns: iterations are left out or run twice, take other rows than their own, or something leaves them that
+        NotALoop: iterations are left out or run twice, take other rows than their own, or something leaves them that
             they do not accumulate.
     """
     return _Unrolling(program, graph, rank).run()
