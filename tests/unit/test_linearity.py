@@ -53,7 +53,6 @@ NAMED: dict[str, Call] = {
     ),
     "solve": (aten._linalg_solve_ex.default, (f(3, 4, 4) + 4 * torch.eye(4, dtype=torch.float64), f(3, 4, 2))),
     "nll_loss": (aten.nll_loss_forward.default, (f(4, 6), i(6, 4), f(6), 2, -100)),
-    "embedding_bag": (aten._embedding_bag.default, (f(10, 5), i(10, 5), torch.tensor([0, 2]))),
     "attention": (torch.ops.shardfx.attention.default, (f(2, 3, 4, 5), f(2, 3, 4, 5), f(2, 3, 4, 5))),
     "zeros_like": (aten.zeros_like.default, (f(4, 6),)),
     "full_like": (aten.full_like.default, (f(4, 6), 2.0)),
@@ -72,47 +71,6 @@ NAMED: dict[str, Call] = {
     "median of one": (aten.median.dim, (f(4, 1), 1)),
     "a product over nothing": (aten.addmm.default, (f(4, 6), f(4, 0), f(0, 6))),
 }
-
-
-def lengths() -> dict[str, Any]:
-    return {"lengths": torch.tensor([[2, 3], [4, 1]]), "axis": 1}
-
-
-def segmented(kind: str) -> Instance:
-    return instance(aten.segment_reduce.default, (f(2, 5, 3), kind), lengths())
-
-
-def segmented_backward(kind: str) -> Instance:
-    made = segmented(kind)
-    given = (f(2, 2, 3), made.results[0], made.tensors[0], kind)
-    return instance(aten._segment_reduce_backward.default, given, lengths())
-
-
-def histogram(density: bool) -> Instance:
-    bins = [torch.linspace(-3, 3, 4, dtype=torch.float64), torch.linspace(-3, 3, 3, dtype=torch.float64)]
-    more = {"weight": f(4, 5), "density": density}
-    return instance(aten._histogramdd_from_bin_tensors.default, (f(4, 5, 2), bins), more)
-
-
-BY_KEYWORD = {
-    "segments, sum": (segmented("sum"), ["0"]),
-    "segments, max": (segmented("max"), []),
-    "segments' gradient, sum": (segmented_backward("sum"), ["0", "1>", "2>"]),
-    "segments' gradient, max": (segmented_backward("max"), ["0"]),
-    "counts": (histogram(False), ["3"]),
-    "densities": (histogram(True), []),
-}
-
-
-@pytest.mark.parametrize("case", BY_KEYWORD.values(), ids=BY_KEYWORD)
-def test_rows_that_are_reduced_together(case: tuple[Instance, list[str]]) -> None:
-    """Rows beside them may be sharded; counts of parts are added; and what is linear is linear on all draws."""
-    of, linear = case
-    made, entry = rule_of(of), BOOK.entry(of.node.op)
-    assert list(map(str, made.linear)) == linear
-    assert entry is not None and not refutations(entry, of) and not refutations(entry, of, drawn=True)
-    free = [name for name in made.factors if name not in made.whole]
-    assert len(free) == (0 if of.node.kwargs.get("density") else 2)
 
 
 @pytest.mark.parametrize("call", NAMED.values(), ids=NAMED)

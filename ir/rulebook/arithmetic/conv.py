@@ -13,10 +13,10 @@ from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.template import Shape, template
-from shardfx.ir.rules.windows import RowRange, fitted, grows, seeing
+from shardfx.ir.rules.template import Shape
+from shardfx.ir.rules.windows import RowRange, fitted, grows
 
-from .spatial_dims import Slide, spread
+from .spatial_dims import Slide, SpatialDim, spatial, spread
 
 aten = torch.ops.aten
 
@@ -28,27 +28,14 @@ def geometry(node: Node, x: Shape, w: Shape, y: Shape) -> list[Slide]:
     return [Slide(*each) for each in zip(large[2:], small[2:], w[2:], *options, strict=True)]
 
 
-def forms(node: Node, space: list[Slide], *, bias: bool = False, whole: bool = False) -> tuple[str, str, str]:
-    """The dims of input, weight and output: n, g groups, ci and co channels within a group, kernel and space.
-
-    Space is ``h`` in the image and ``p`` of the windows over it; where these stand side by side ``h`` is ``(p s!)``.
-    With a ``bias`` inside, or groups, ci is whole.
-    """
-    mark = "!" if whole else ""
-    large = [f"(p{i} s{i}!)" if each.apart else f"h{i}{mark}" for i, each in enumerate(space)]
-    small = [f"p{i}" if each.apart else f"p{i}{mark}" for i, each in enumerate(space)]
+def forms(node: Node, space: int, *, bias: bool = False) -> tuple[str, str, str]:
+    """The dims of input, weight and output: n, g groups, ci and co channels within a group, kernel and space: ``X`` of
+    the image, ``Y`` of the windows over it. With a ``bias`` inside, or groups, ci is whole."""
     ci = "ci!" if bias or argument(node, "groups") > 1 else "ci"
     transposed = argument(node, "transposed")
     channels = f"(g {ci}) co" if transposed else f"(g co) {ci}"
-    wide, narrow = (small, large) if transposed else (large, small)
-    return f"n (g ci) {' '.join(wide)}", f"{channels} k*{len(space)}!", f"n (g co) {' '.join(narrow)}"
-
-
-def seen(rule: ShardingRule, space: list[Slide], back: bool = False) -> ShardingRule:
-    """The rule in which the image is seen through windows by their places, or these by the image (``back``)."""
-    pairs = [(i, window) for i, each in enumerate(space) if (window := each.window(back)) is not None]
-    one, other = ("p", "h") if back else ("h", "p")
-    return seeing(rule, {f"{one}{i}": (f"{other}{i}", window) for i, window in pairs})
+    wide, narrow = ("Y", "X") if transposed else ("X", "Y")
+    return f"n (g ci) {wide}", f"{channels} k*{space}!", f"n (g co) {narrow}"
 
 
 def convolution(node: Node) -> ShardingRule:
@@ -56,10 +43,9 @@ def convolution(node: Node) -> ShardingRule:
     is a partial sum is added by each rank to its own sum over ci."""
     bias = len(node.operands) > 2
     space = geometry(node, node.operands[0].shape, node.operands[1].shape, node.outs[0].shape)
-    x, w, y = forms(node, space, bias=bias)
-    joined = "|2*ci" if argument(node, "groups") == 1 else ""
-    made = template(f"{x}, {w}, (g co) -> {y}", f"0&2|1&2{joined if bias else ''}")(node)
-    return seen(made, space, back=argument(node, "transposed"))
+    x, w, y = forms(node, len(space), bias=bias)
+    joined = "|2*ci" if bias and argument(node, "groups") == 1 else ""
+    return spatial(node, space, f"{x}, {w}, (g co) -> {y}", f"0&2|1&2{joined}", back=argument(node, "transposed"))
 
 
 def convolution_backward(node: Node) -> ShardingRule:
@@ -69,13 +55,12 @@ def convolution_backward(node: Node) -> ShardingRule:
     sharded; with another one beside it space is whole. The gradient of a bias alone is a sum over all places.
     """
     y, x, w = (value.shape for value in node.operands)
-    alone = list(argument(node, "output_mask")) == [False, True, False]
-    space = geometry(node, x, w, y)
-    xs, ws, ys = forms(node, space, whole=not alone)
-    if list(argument(node, "output_mask")) == [False, False, True]:
-        ys = f"n (g co) {' '.join(f'o{i}' for i in range(len(space)))}"  # the one sum of the gradient
-    made = template(f"{ys}, {xs}, {ws} -> {xs}, {ws}, (g co)", "0|1>1|2>0", unread="ci>2")(node)
-    return seen(made, space) if alone else made
+    slides, wanted = geometry(node, x, w, y), list(argument(node, "output_mask"))
+    alone = wanted == [False, True, False]
+    space = [each if alone or each.apart else SpatialDim(each.size, each.places) for each in slides]
+    xs, ws, ys = forms(node, len(space))
+    ys = f"n (g co) o*{len(space)}" if wanted == [False, False, True] else ys  # the one sum of the gradient
+    return spatial(node, space, f"{ys}, {xs}, {ws} -> {xs}, {ws}, (g co)", "0|1>1|2>0", unread="ci>2")
 
 
 def expand_convolution(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:

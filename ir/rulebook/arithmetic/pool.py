@@ -29,12 +29,14 @@ X, Y = "n.. h*#!", "n.. p*#!"
 
 def largest(node: Node) -> ShardingRule:
     """The largest element of each window."""
-    return spatial(node, slides(node, *ends(node)), "X -> Y, Y")
+    return spatial(node, slides(node, *ends(node)), "n.. X -> n.. Y, n.. Y")
 
 
 def largest_backward(node: Node) -> ShardingRule:
     """A row of the gradient is made of the windows that read it; of any of them it is a term."""
-    return spatial(node, slides(node, *ends(node, back=True)), "Y, X, Y -> X", "0|1>", back=True, alone=True)
+    return spatial(
+        node, slides(node, *ends(node, back=True)), "n.. Y, n.. X, n.. Y -> n.. X", "0|1>", back=True, alone=True
+    )
 
 
 def largest_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
@@ -57,7 +59,9 @@ def averaged(node: Node) -> ShardingRule:
     """The mean of each window; a row of the gradient is made of the windows that it is in."""
     back = len(node.operands) > 1
     dims = slides(node, *ends(node, back), blockwise=True)
-    return spatial(node, dims, "Y, X -> X" if back else "X -> Y", "0|1>" if back else "0", back=back)
+    return spatial(
+        node, dims, "n.. Y, n.. X -> n.. X" if back else "n.. X -> n.. Y", "0|1>" if back else "0", back=back
+    )
 
 
 def averaged_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:

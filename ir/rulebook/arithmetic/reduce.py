@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import argument, packed
+from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.template import Template, template
@@ -80,43 +80,10 @@ def resized(node: Node) -> str:
     return ALONG if node.outs[0].shape == node.operands[0].shape else RESIZED
 
 
-def segments(node: Node) -> Template:
-    """``x[b.., n, d..], lengths[b.., s] -> y[b.., q, d..]``: rows that follow one another are reduced together."""
-    data, batch, rest = _segments(node, "data")
-    nothing_put_in = argument(node, "reduce") == "sum" and argument(node, "initial") in (None, 0)
-    given = ", ".join([f"{batch} s!"] * 3)
-    return template(f"{data}, {given} -> {batch} q! {rest}", "0" if nothing_put_in else "")
-
-
-def segments_backward(node: Node) -> Template:
-    """The gradient is linear, whatever the reduction is; that of a sum or a mean does not depend on what was added."""
-    data, batch, rest = _segments(node, "data")
-    made, given = f"{batch} q! {rest}", ", ".join([f"{batch} s!"] * 2)
-    added = argument(node, "reduce") in ("sum", "mean")
-    return template(f"{made}, {made}, {data}, {given} -> {data}", "0|1>|2>" if added else "0")
-
-
-def _segments(node: Node, name: str) -> tuple[str, str, str]:
-    """The dims of the rows: those before (of the lengths, too), the rows, those behind."""
-    before, ndim = argument(node, "axis"), argument(node, name).type.ndim
-    batch, rest = (" ".join(f"{c}{i}" for i in range(n)) for c, n in (("b", before), ("d", ndim - before - 1)))
-    return f"{batch} n! {rest}", batch, rest
-
-
 def vector_norm(node: Node) -> Template:
     """In the norms 0 and 1 a sum, in those of infinite order a maximum or a minimum; in others nothing of the kind."""
     kind = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}.get(argument(node, "ord"))
     return template(DOWN_WHOLE) if kind is None else template(DOWN, reduce=kind)
-
-
-def histogram(node: Node) -> Template:
-    """``x[n.., k], edges.., weight[n..] -> counts``: counts are added, densities are not; so are weights."""
-    edges = [f"e{i}!" for i in range(len(argument(node, "bins")))]
-    mark = "!" if argument(node, "density") else ""
-    samples = " ".join(f"n{i}{mark}" for i in range(node.operands[0].type.ndim - 1))
-    made = " ".join(f"c{i}!" for i in range(len(edges)))
-    linear = str(len(edges) + 1) if argument(node, "weight") is not None and not mark else ""
-    return template(f"{', '.join([f'{samples} k!', *edges, samples])} -> {made}", linear)
 
 
 DOWN = "d.. k@dim -> d.. 1@dim, ..."
@@ -152,9 +119,6 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.topk, RESIZED, identity="k"),
     rule((aten._fft_r2c, aten._fft_c2r), resized, linear="0"),
     rule(aten._fft_c2c, ALONG, linear="0"),
-    packed(aten.segment_reduce, segments),
-    packed(aten._segment_reduce_backward, segments_backward),
-    rule(aten._histogramdd_from_bin_tensors, histogram),
     rule((aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default), ALONG, expand=True),
     rule(
         (aten._log_softmax_backward_data.default, aten._softmax_backward_data.default), ALONG, linear="0", expand=True

@@ -114,14 +114,16 @@ def resized(node: Node, x: Shape, y: Shape) -> list[SpatialDim]:
 
 def forward(node: Node) -> ShardingRule:
     """``x[n.. h..] -> y[n.. p..]``, h as p needs it."""
-    return spatial(node, resized(node, *ends(node)), "X -> Y", "0")
+    return spatial(node, resized(node, *ends(node)), "n.. X -> n.. Y", "0")
 
 
 def backward(node: Node) -> ShardingRule:
     """``gy[n.. p..] -> gx[n.. h..]``, p as h needs it."""
     dims, beside = resized(node, *ends(node, back=True)), len(node.operands) > 1
     known = beside and any(type(each) is InterpolatedDim for each in dims)
-    return spatial(node, dims, "Y, X -> X" if known else "Y -> X", "0|1>" if known else "0", back=True)
+    return spatial(
+        node, dims, "n.. Y, n.. X -> n.. X" if known else "n.. Y -> n.. X", "0|1>" if known else "0", back=True
+    )
 
 
 def forward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:

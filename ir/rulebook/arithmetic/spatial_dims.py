@@ -124,8 +124,9 @@ def spatial(
     *,
     back: bool = False,
     alone: bool = False,
+    unread: str = "",
 ) -> ShardingRule:
-    """The rule of an op on images: ``form`` has ``X`` for the dims of the image, ``Y`` for those of the places.
+    """The rule of an op on images: ``form`` has ``X`` for the dims of space of the image, ``Y`` for the places.
 
     Args:
         alone: what is seen through windows may be sharded by itself, too.
@@ -133,8 +134,7 @@ def spatial(
     x, y = (" ".join(each.words()[k].replace("#", str(i)) for i, each in enumerate(dims)) for k in (0, 1))
     blocks = [(i, found) for i, each in enumerate(dims) if (found := each.blocks()) is not None]
     sizes = tuple((name.replace("#", str(i)), size) for i, (name, size) in blocks)
-    text = form.replace("X", f"n.. {x}").replace("Y", f"n.. {y}")
-    made = template(text, linear)(node, sizes)
+    made = template(form.replace("X", x).replace("Y", y), linear, unread=unread)(node, sizes)
     seen, leader = ("p", "h") if back else ("h", "p")
     windows = [(i, window) for i, each in enumerate(dims) if (window := each.window(back)) is not None]
     return seeing(made, {f"{seen}{i}": (f"{leader}{i}", window) for i, window in windows}, alone)

@@ -20,7 +20,7 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.rulebook.dims import argument, at_dim, checked, given_tensors, packed, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
 from shardfx.ir.rules.local import Emit, add_once, mine, nothing, others_zero
-from shardfx.ir.rules.sharding_rule import SAME, ShardingRule
+from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten
@@ -115,17 +115,6 @@ def index_tensor(node: Node) -> str | None:
     return f"{found.table}, {found.indices} -> {words(found.result)}" if found is not None else None
 
 
-def masked_index(node: Node) -> ShardingRule | Template:
-    """``x[indices]`` where a mask says so, else a number."""
-    found = indexed(node, "d")
-    if found is None or found.kept:
-        return replicated(node)
-    result = words(found.result)
-    return template(
-        f"{found.table}, ~{result}, {found.indices} -> {result}", "0" if argument(node, "fill") == 0 else ""
-    )
-
-
 def isin(node: Node) -> Template:
     """What is in any part of a table is in it."""
     return template("d.., t.. -> d..", reduce="min" if argument(node, "invert") else "max")
@@ -140,28 +129,6 @@ def searchsorted(node: Node) -> str:
 def histc(node: Node) -> str:
     """Counts add up, if the bins do not depend on the values."""
     return "d.. -> bins!" if argument(node, "min") != argument(node, "max") else "d..! -> bins!"
-
-
-def embedding_bag(node: Node) -> Template:
-    """``w[v!, d], ... -> y[b!, d]`` and what the bags are, which every rank has; d may be sharded."""
-    columns = node.operands[0].shape[1]
-    results = (
-        f"r{i}! d" if len(value.shape) == 2 and value.shape[1] == columns else f"r{i}_..!"
-        for i, value in enumerate(node.outs)
-    )
-    text = f"v! d, {', '.join(f'o{i}!' for i in range(len(given_tensors(node)) - 1))} -> {', '.join(results)}"
-    return template(text, "0>0|3>0" if argument(node, "mode") in (0, 1) else "", SAME)
-
-
-def embedding_bag_backward(node: Node) -> Template:
-    """The gradient of the table, by what bag each index is in: the indices may be sharded, as counts and maxima may
-    not."""
-    summed = argument(node, "mode") in (0, 1) and not argument(node, "scale_grad_by_freq")
-    i = "i" if summed else "i!"
-    most = node.operands[5]
-    weighted = len(node.operands) > 6
-    text = f"b! d, {i}, o!, {i}, s!, {'b! d' if most.shape == node.operands[0].shape else 'm..!'}, {i} -> v! d"
-    return template(text, "0|6" if weighted else "0")
 
 
 # ---- writing into a tensor at places that an index names -------------------------------------------------------------
@@ -249,25 +216,6 @@ def index_put(node: Node) -> ShardingRule | Template:
     return template(f"{found.table}, {found.indices}, ~{words(found.result)} -> {found.table}", linear)
 
 
-def put(node: Node) -> ShardingRule | Template:
-    """``x[d..], index[i..], values[i..] -> y[d..]``, at places in all of x; i is whole if nothing is added."""
-    x, index, values = (value.shape for value in node.operands)
-    if not adds(node) or index != values:
-        return untouched(node)
-    table, places = words(f"d{i}!" for i in range(len(x))), words(f"i{i}" for i in range(len(index)))
-    return template(f"{table}, {places}, {places} -> {table}", "0&2|0*i")
-
-
-def masked_index_put(node: Node) -> ShardingRule | Template:
-    """``x[indices] += values`` where a mask says so, of indices by which each dim is named."""
-    found = indexed(node, "d")
-    if found is None or found.kept:
-        return untouched(node)
-    made = words(found.result)
-    last = len(given_tensors(node)) - 1
-    return template(f"{found.table}, ~{made}, {found.indices}, ~{made} -> {found.table}", f"0&{last}|0*i")
-
-
 def masked(node: Node, at: int) -> str:
     """``x[.., mask, ..] = v``: v has one value for all that is masked, or the masked dims are whole."""
     x, values = (node.operands[i].type.ndim for i in (0, -1))
@@ -297,14 +245,10 @@ RULES: tuple[RuleEntry, ...] = (
         linear="0",
         local=embedding_backward_local,
     ),
-    packed((aten._embedding_bag, aten._embedding_bag_forward_only), embedding_bag),
-    packed(aten._embedding_bag_per_sample_weights_backward, "b! d, v! d, i, o!, i -> i", linear="0|1"),
-    packed(aten._embedding_bag_backward, embedding_bag_backward),
     rule(aten.gather.default, gather, linear="0", local=own_part(2)),
     rule(aten.index.Tensor, index_tensor, linear="0", moves_only=True),
     rule(aten.index_select.default, "d.. v@dim!, ~i -> d.. i@dim", linear="0"),
     rule(aten.take, "x..!, i.. -> i..", linear="0"),
-    rule(aten._unsafe_masked_index, masked_index),
     rule(aten.isin.Tensor_Tensor, isin),
     rule(aten.bucketize.Tensor, "d.., t! -> d.."),
     rule(aten.searchsorted.Tensor, searchsorted),
@@ -316,8 +260,6 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.index_put, aten._unsafe_index_put), index_put, local=add_once),
     rule((aten.index_add, aten.index_reduce), index_write, local=added),
     rule((aten.index_copy, aten.index_fill), index_write),
-    rule(aten.put, put, local=add_once),
     rule((aten.masked_scatter, aten.masked_scatter_backward), untouched),
-    rule(aten._unsafe_masked_index_put_accumulate, masked_index_put, local=add_once),
     packed(aten.as_strided_scatter, untouched),
 )
