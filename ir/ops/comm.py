@@ -109,13 +109,10 @@ def _send(
     (axis,) = axes
     if axis in (*source.axes, *source.partial_axes) or mesh[axis].loop:
         _fail("comm.send", source, shape, f"a value that is not sharded over {{{axis}}}, an axis of ranks")
-    if not places or not all(0 <= place < mesh[axis].size for place in (origin, *places)):
-        expected = f"coordinates 0 .. {mesh[axis].size - 1} on {axis!r}"
-        got = f"from {origin} to {list(places)}"
-        raise Error("comm.send goes to what is not on the mesh", expected=expected, got=got)
-    if not 0 <= tag < stage_transfer.MOST:
-        expected = f"a tag of 0 .. {stage_transfer.MOST - 1}: so many values of a graph may be sent"
-        raise Error("comm.send cannot be told from another", expected=expected, got=tag)
+    size, most = mesh[axis].size, stage_transfer.MOST
+    if not places or not all(0 <= place < size for place in (origin, *places)) or not 0 <= tag < most:
+        expected = f"coordinates 0 .. {size - 1} on {axis!r}, and a tag below {most}"
+        raise Error("comm.send is to no rank", expected=expected, got=f"{origin} to {list(places)}, tag {tag}")
     return source
 
 

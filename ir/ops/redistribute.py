@@ -105,7 +105,8 @@ class Redistribution:
             for op, axes, dim, to, reduce, after, scale in self._moves(state, goal_state):
                 if after in done:
                     continue
-                big = self._local_numel(view, state[0]) * scale * itemsize
+                held = math.prod(n / self.mesh.extent(axes) for n, axes in zip(view, state[0], strict=True))
+                big = held * scale * itemsize
                 cost = self.cost(op, axes, big) * self._iterations(state, axes)
                 spec = coarsen(type.shape, view, Spec(tuple(DimSharding(a) for a in after[0]), after[1]), self.mesh)
                 step = CommStep(op, axes, spec, dim, to, reduce, None if plain else view, cost)
@@ -148,9 +149,6 @@ class Redistribution:
         if middle in (source, target):
             raise AssertionError(f"no way from {source} to {target} of {type}")
         return self.steps(type, source, middle) + self.steps(type, middle, target)
-
-    def _local_numel(self, view: Sequence[int], dims: Sequence[tuple[str, ...]]) -> float:
-        return math.prod(size / self.mesh.extent(axes) for size, axes in zip(view, dims, strict=True))
 
     def _iterations(self, state: _State, over: Sequence[str]) -> int:
         """How often a step from there is done: what hangs on an iteration is sent in each. Where sums are to be reduced

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardfx.ir.dim_sharding import Coords, DimSharding, is_strided
 from shardfx.ir.errors import Error
@@ -67,16 +68,10 @@ class DimShard:
         """Whether all elements are."""
         return all(each.length == each.size for each in self.ranges)
 
-    def find(self, index: int) -> int | None:
-        """Where an element of the global dim is in the shard; None if it is not there."""
-        found, stride = 0, 1
-        for each in reversed(self.ranges):
-            index, place = divmod(index, each.size) if each is not self.ranges[0] else (0, index)
-            if not each.start <= place < each.start + each.length:
-                return None
-            found += (place - each.start) * stride
-            stride *= each.length
-        return found
+    @property
+    def numbers(self) -> list[int]:
+        """Size, start and length of each range, as ops take them."""
+        return [number for each in self.ranges for number in each]
 
 
 @dataclass
@@ -265,30 +260,20 @@ def results_of_empty_shard(rule: ShardingRule | None, emit: Emit) -> Any:
         return None
     shapes, values, dtypes = [], [], []
     for i, value in enumerate(emit.node.results):
-        if value is None:
-            shapes.append([0])
-            values.append(0.0)
-            dtypes.append(emit.node.outs[0].type.dtype)
-            continue
-        shape = list(emit.result_shape(emit.node.outs.index(value)))
-        if 0 not in shape and (rule.reduce == SAME or any(i in rule.unread.get(f, ()) for f in lost)):
-            return None
+        shape, dtype = [0], emit.node.outs[0].type.dtype
+        if value is not None:
+            shape, dtype = list(emit.result_shape(emit.node.outs.index(value))), value.type.dtype
+            if 0 not in shape and (rule.reduce == SAME or any(i in rule.unread.get(f, ()) for f in lost)):
+                return None
         shapes.append(shape)
-        values.append(_neutral(rule.reduce, value.type.dtype))
-        dtypes.append(value.type.dtype)
-    like = _first_tensor(emit.node.args, emit.args)
+        values.append(_neutral(rule.reduce, dtype))
+        dtypes.append(dtype)
+    pairs = zip(tree_leaves(emit.node.args), tree_leaves(emit.args), strict=True)
+    like = next((written for arg, written in pairs if isinstance(arg, Value)), None)
     if len(shapes) == 1 and not gives_list(emit.node.op):
         return emit.call(aten.new_full.default, like, shapes[0], values[0], dtype=dtypes[0])
     flat, dims = [n for shape in shapes for n in shape], [len(shape) for shape in shapes]
     return emit.call(torch.ops.shardfx.no_share.default, like, flat, dims, dtypes, values)
-
-
-def _first_tensor(args: Any, written: Any) -> Any:
-    """What stands for the first operand among a node's arguments; None where none of these is one."""
-    if isinstance(args, Value):
-        return written
-    pairs = zip(args, written, strict=True) if isinstance(args, (list, tuple)) else ()
-    return next((found for each in pairs if (found := _first_tensor(*each)) is not None), None)
 
 
 def _lacking(rule: ShardingRule, emit: Emit) -> frozenset[str]:

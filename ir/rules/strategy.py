@@ -182,11 +182,13 @@ def factor_shardings(rule: ShardingRule, node: Node, mesh: Mesh) -> dict[str, Di
     """
     made = node.strategy
     assert made is not None
+    results = iter(made.results)
+    of_results = [None if dims is None else next(results) for dims in rule.results]
     shardings = {}
     for factor, axes in made.shardings:
         shardings[factor] = DimSharding(axes)
         for is_operand, t, d, place in rule.factors[factor]:
-            specs, dims = (made.operands, rule.operands) if is_operand else (_specs(rule, made), rule.results)
+            specs, dims = (made.operands, rule.operands) if is_operand else (of_results, rule.results)
             tensor, spec = dims[t], specs[t]
             assert tensor is not None and spec is not None
             sizes = rule.dim_sizes(tensor[d])
@@ -195,12 +197,6 @@ def factor_shardings(rule: ShardingRule, node: Node, mesh: Mesh) -> dict[str, Di
                 shardings[factor] = found[place]
                 break
     return shardings
-
-
-def _specs(rule: ShardingRule, made: Strategy) -> list[Spec | None]:
-    """What a strategy gives to each result, and None to those that are no tensors."""
-    given = iter(made.results)
-    return [None if dims is None else next(given) for dims in rule.results]
 
 
 def partial_operands(made: Strategy) -> dict[str, tuple[str, frozenset[int]]]:
@@ -282,7 +278,8 @@ def strategies(rule: ShardingRule, node: Node, mesh: Mesh) -> Iterator[Strategy]
         for axis, each in zip(axes, chosen, strict=True):
             if each.factor:
                 over.setdefault(each.factor, []).append(axis)
-        for shardings in _in_all_orders(over):
+        for orders in itertools.product(*map(itertools.permutations, over.values())):  # any axis may be the major one
+            shardings = {factor: DimSharding(each) for factor, each in zip(over, orders, strict=True)}
             if any(smallest(rule.sizes[f], sharding.axes, mesh) < 1 for f, sharding in shardings.items()):
                 continue
             try:
@@ -314,9 +311,3 @@ def on_axis(rule: ShardingRule, dtypes: Sequence[torch.dtype]) -> Iterator[OnAxi
         free = [] if factor in rule.whole else [frozenset[int]()]
         found += [OnAxis(factor, group | more) for group in (*free, *joined) for more in extra if not sharded & more]
     yield from dict.fromkeys(found)
-
-
-def _in_all_orders(over: Mapping[str, list[str]]) -> Iterator[dict[str, DimSharding]]:
-    """Shardings of factors over their axes, of which any may be the major one."""
-    for orders in itertools.product(*(itertools.permutations(axes) for axes in over.values())):
-        yield {factor: DimSharding(axes) for factor, axes in zip(over, orders, strict=True)}

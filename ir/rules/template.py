@@ -50,11 +50,6 @@ class Tensor(NamedTuple):
     words: tuple[TemplateWord, ...]
     broadcast: bool = False
 
-    @property
-    def is_no_vector(self) -> bool:
-        """Whether it has more dims than one, whatever the shape."""
-        return not self.broadcast and sum(not many for _, many, _ in self.words) > 1
-
     def factors(self, sizes: Mapping[str, int]) -> list[Dim]:
         """The factors of each dim, of a rule of these sizes; ``h*2`` is ``h0 h1``."""
         found = []
@@ -159,16 +154,8 @@ class Template:
         named = [*(w.at for w in words), *(w.many for w in words), *(name for name, _ in marks.values())]
         letters = {"", "..", *(factor for word in words for factor in word.factors)}
         names = (name for name in named if name not in letters and not name.lstrip("-").isdigit())
-        found = {
-            "operands": tensors[0],
-            "results": tensors[1],
-            "more": more,
-            "marks": marks,
-            "names": tuple(dict.fromkeys(names)),
-            "groups": parse_linear(self.linear),
-        }
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+        self.__dict__.update(operands=tensors[0], results=tensors[1], more=more, marks=marks)
+        self.__dict__.update(names=tuple(dict.fromkeys(names)), groups=parse_linear(self.linear))
 
     def __call__(self, node: Node, sizes: tuple[tuple[str, int], ...] = ()) -> ShardingRule:
         """The rule of a node. What would be a sum of booleans is their maximum: whether any is true.
@@ -344,7 +331,10 @@ def bind(
     if (0,) in key.results or (0,) in key.operands[1:]:
         some = bool(given) and 0 not in given[0][1]
         absent = Tensor((TemplateWord((LEFT_OUT,)),))
-        tensors = [(absent if s == (0,) and (some or t.is_no_vector) else t, s) for t, s in tensors]
+        no_vector = [not t.broadcast and sum(not word.many for word in t.words) > 1 for t, _ in tensors]
+        tensors = [
+            (absent if s == (0,) and (some or dims) else t, s) for (t, s), dims in zip(tensors, no_vector, strict=True)
+        ]
     binding = Binding(marks, key)
     counts = [binding.counts(tensor, shape) for tensor, shape in tensors]
     bound = [binding.dims(*each, n) for each, n in zip(tensors, counts, strict=True)]

@@ -167,7 +167,7 @@ def segment(
     left = _run_fused(fused, gives, rows, scalars) if fused else rows
     if left:
         body = _body(tuple(calls), width, len(scalars))(*scalars)
-        for columns in _joined(sorted(left, key=_begin), BLOCK):
+        for columns in _joined(left, BLOCK):
             size = BLOCK if columns[0].device.type == "cpu" else columns[0].nbytes
             for block in _blocks(columns, size):
                 body(*block)
@@ -239,7 +239,7 @@ def _run_fused(fused: Sequence[str], gives: Sequence[int], rows: Rows, scalars: 
     wanted = tuple(range(len(before)))
     body = _body(tuple(fused[:-1]), len(rows[0]), len(scalars), wanted)(*scalars)
     largest = max(row[0].nbytes for row in fitting)
-    for columns in _joined(sorted(fitting, key=_begin), largest):
+    for columns in _joined(fitting, largest):
         for block in _blocks(columns, max(largest, LARGE)):
             _launch(kernel, gives, [block], [body(*block)], scalars)
     return left
@@ -300,7 +300,7 @@ def _joined(rows: Rows, nbytes: int) -> Iterator[Columns]:
         return
     run: list[Columns] = []
     ends: list[int] = []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row[0].data_ptr()):
         shape = row[0].shape
         if any(column.shape != shape for column in row):
             raise ValueError(f"a member of a segment has columns of shapes {[tuple(c.shape) for c in row]}")
@@ -316,11 +316,6 @@ def _joined(rows: Rows, nbytes: int) -> Iterator[Columns]:
         ends = [begin + count * column.element_size() for begin, column in zip(begins, row, strict=True)]
     if run:
         yield from _one(run)
-
-
-def _begin(row: Columns) -> int:
-    """Where a member lies."""
-    return 0 if isinstance(row[0], FakeTensor) else row[0].data_ptr()
 
 
 def _one(run: Rows) -> Iterator[Columns]:

@@ -14,7 +14,7 @@ from shardfx.ir.node import draw_slot
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
-from shardfx.ir.rules.local import DimShard, Emit
+from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.template import Template, has_argument, template
 
 aten = torch.ops.aten
@@ -51,13 +51,9 @@ def attention_local(emit: Emit) -> Any:
         k = emit.node.operands.index(argument(emit.node, "k"))
         held = [*(emit.operand_shard(q, dim) for dim in range(3)), emit.operand_shard(k, 2)]
         plain = all(len(each.ranges) == 1 for each in held)
-        args[slot + 1 :] = [[each.first for each in held] if plain else [n for each in held for n in _sub_dims(each)]]
+        of_each = [[each.first] if plain else [len(each.ranges), *each.numbers] for each in held]
+        args[slot + 1 :] = [[number for numbers in of_each for number in numbers]]
     return emit.call(emit.node.op, *args, **emit.kwargs)
-
-
-def _sub_dims(held: DimShard) -> list[int]:
-    """A dim in the box of :func:`shardfx.ir.ops.fused_attention.drawn`, with the shard that is held of each sub-dim."""
-    return [len(held.ranges), *(n for shard in held.ranges for n in shard)]
 
 
 RULES: tuple[RuleEntry, ...] = (

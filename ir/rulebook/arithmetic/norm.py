@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import partial
-from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -102,13 +100,12 @@ def norm_of_slices(node: Node) -> str:
     """Of tensors as large as the first, and ones with a number for each slice along ``dim``."""
     sizes = node.operands[0].shape
     along = int(argument(node, "dim") or 0) % len(sizes)
-    all_ = " ".join("k" if d == along else f"{ascii_lowercase[d]}!" for d in range(len(sizes)))
-    one = " ".join("k" if d == along else "1" for d in range(len(sizes)))
 
-    def words(values: Iterable[Value]) -> str:
-        return ", ".join(all_ if value.shape == sizes else one for value in values)
+    def dims(value: Value) -> str:
+        all_ = value.shape == sizes
+        return " ".join("k" if d == along else f"d{d}!" if all_ else "1" for d in range(len(sizes)))
 
-    return f"{words(node.operands)} -> {words(node.outs)}"
+    return f"{', '.join(map(dims, node.operands))} -> {', '.join(map(dims, node.outs))}"
 
 
 def affine(form: str, node: Node, unread: tuple[int, ...] = (), reduce: str = "sum") -> Template:

@@ -87,13 +87,13 @@ def embedding_backward_local(emit: Emit) -> Any:
     if held.length == 0:
         return nothing(emit, grad)
     local, outside = mine(emit, index, held)
+    if padding >= 0:
+        outside = emit.call(aten.logical_or.default, outside, emit.call(aten.eq.Scalar, index, padding))
     masked = others_zero(emit, grad, outside, rows=True)
-    inside = held.find(padding)
-    own_padding = -1 if inside is None else inside
     if not scale:
-        return emit.call(aten.embedding_dense_backward.default, masked, local, held.length, own_padding, False)
+        return emit.call(aten.embedding_dense_backward.default, masked, local, held.length, -1, False)
     local = emit.call(aten.masked_fill.Scalar, local, outside, held.length)  # a row more, for what counts nowhere here
-    rows = emit.call(aten.embedding_dense_backward.default, masked, local, held.length + 1, own_padding, True)
+    rows = emit.call(aten.embedding_dense_backward.default, masked, local, held.length + 1, -1, True)
     return emit.call(aten.slice.Tensor, rows, 0, 0, held.length)
 
 
