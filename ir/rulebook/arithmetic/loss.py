@@ -87,6 +87,8 @@ def nll_local(emit: Emit) -> Any:
     return emit.call(emit.node.op, *emit.args[: at + 1], local, weight, reduction, NOTHING, *total)
 
 
+ROWS = "~n..!reduction=1 c!"
+"""Every row on its own; in a mean the number of rows counts."""
 BACKWARD = "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward soft_margin_loss_backward"
 FORWARD = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss"
 
@@ -96,4 +98,6 @@ RULES: tuple[RuleEntry, ...] = (
     rule(tuple(op.default for op in ops(BACKWARD)), partial(gradient, "0"), local=share_of_mean),
     rule((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), nll, local=nll_local),
     packed((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), nll_backward, local=nll_local),
+    rule(aten.multilabel_margin_loss_forward, f"{ROWS}, ~n.. c -> n.., ~n.. c"),
+    rule(aten.multilabel_margin_loss_backward, f"n.., {ROWS}, ~n.. c, ~n.. c -> ~n.. c", linear="0"),
 )
