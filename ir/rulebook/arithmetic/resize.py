@@ -40,6 +40,12 @@ KINDS = {
     "nearest": "upsample_nearest1d upsample_nearest2d upsample_nearest3d"
     " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
 }
+KIND_OF = {
+    getattr(aten, f"{name}{end}").default: kind
+    for kind, names in KINDS.items()
+    for name in names.split()
+    for end in ("", "_backward")
+}
 
 
 @dataclass(frozen=True)
@@ -87,12 +93,8 @@ class InterpolatedDim(SpatialDim):
 
 def kind_of(node: Node) -> str:
     """``linear``, ``aligned cubic``: which rows, with which weights."""
-    name = str(node.op)
-    for kind, names in KINDS.items():
-        if any(f".{each}." in name or f".{each}_backward." in name for each in names.split()):
-            aligned = has_argument(node.op, "align_corners") and argument(node, "align_corners")
-            return f"aligned {kind}" if aligned else kind
-    raise AssertionError(name)
+    aligned = has_argument(node.op, "align_corners") and argument(node, "align_corners")
+    return f"aligned {KIND_OF[node.op]}" if aligned else KIND_OF[node.op]
 
 
 def resized(node: Node, x: Shape, y: Shape) -> list[SpatialDim]:

@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardfx.ir.dim_sharding import Window
-from shardfx.ir.graph import Node, Value
+from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -147,14 +147,10 @@ class Tile(NamedTuple):
     lengths: list[int]
 
 
-def tile(bounds: Callable[[int, int], tuple[int, int]], tensor: int, value: Value, space: int) -> Tile:
-    """A rank's rows of an operand or a result, by ``operand_bounds`` or ``result_bounds``."""
-    found = [bounds(tensor, dim) for dim in range(value.type.ndim - space, value.type.ndim)]
-    return Tile([start for start, _ in found], [length for _, length in found])
-
-
 def tiles(emit: Emit, space: int | None = None) -> tuple[Tile, Tile]:
     """A rank's tile of the first operand, and of the result."""
     space = spaces_of(emit.node) if space is None else space
-    x, y = emit.node.operands[0], emit.node.outs[0]
-    return tile(emit.operand_bounds, 0, x, space), tile(emit.result_bounds, 0, y, space)
+    x, y = emit.node.operands[0].type.ndim, emit.node.outs[0].type.ndim
+    held = [emit.operand_bounds(0, dim) for dim in range(x - space, x)]
+    made = [emit.result_bounds(0, dim) for dim in range(y - space, y)]
+    return Tile(*map(list, zip(*held, strict=True))), Tile(*map(list, zip(*made, strict=True)))
