@@ -121,11 +121,8 @@ def forward(node: Node) -> ShardingRule:
 
 def backward(node: Node) -> ShardingRule:
     """``gy[n.. p..] -> gx[n.. h..]``, p as h needs it."""
-    dims, beside = resized(node, *ends(node, back=True)), len(node.operands) > 1
-    known = beside and any(type(each) is InterpolatedDim for each in dims)
-    return spatial(
-        node, dims, "n.. Y, n.. X -> n.. X" if known else "n.. Y -> n.. X", "0|1>" if known else "0", back=True
-    )
+    form, linear = ("n.. Y, n.. X -> n.. X", "0|1>") if len(node.operands) > 1 else ("n.. Y -> n.. X", "0")
+    return spatial(node, resized(node, *ends(node, back=True)), form, linear, back=True)
 
 
 def forward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
@@ -138,9 +135,8 @@ def forward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> 
 def backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's rows of the image's gradient, of the rows of the result that they are a part of."""
     (held, made), (x, y) = tiles(emit), ends(emit.node, back=True)
-    beside = args[1:2] if len(emit.node.operands) > 1 else ()
     options = (made.at, list(x), made.lengths, held.at, _steps(emit.node, x, y), kind_of(emit.node))
-    return emit.call(resize_tile_backward, args[0], *options, *beside)
+    return emit.call(resize_tile_backward, args[0], *options)
 
 
 def _steps(node: Node, x: Shape, y: Shape) -> list[float]:
@@ -154,7 +150,7 @@ def entries(name: str, kind: str) -> Iterator[RuleEntry]:
     op, back = getattr(aten, name).default, getattr(aten, f"{name}_backward").default
     yield rule(op, forward, sized=follow, rows=forward_rows)
     if kind == "mean":
-        yield rule(back, backward, rows=backward_rows)
+        yield rule(back, backward)
     else:
         yield rule(back, backward, sized=follow, shape_arg=2, rows=backward_rows)
 
