@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.rulebook import default_rules
-from shardfx.ir.rulebook.arithmetic.pool import largest_of_all
 from shardfx.runtime.verify.decomposition import Unjustified, justified
 from tests.instances import picked
 from tests.op_calls import f
@@ -71,15 +70,3 @@ def test_a_decomposition_is_traced_once_for_alike_nodes() -> None:
     assert len(runs) == 2 * once and larger is not justified(first, relu)
     with pytest.raises(Unjustified):
         justified(first, lambda x: relu(x) * 2)
-
-
-@pytest.mark.parametrize("space", [2, 3])
-def test_a_maximum_of_the_whole_image_stands_where_the_kernel_finds_it(space: int) -> None:
-    """Of equal ones the first, of NaN the last; and below all numbers there is one, too."""
-    op, sizes = (aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)[space - 2].default, [1] * space
-    for seed in range(20):
-        x = torch.randn((2, 3, 4, 5, 3)[: 2 + space], generator=torch.Generator().manual_seed(seed)).round()
-        x[0, 0] = -torch.inf
-        x[0, 1].view(-1)[[seed % 12, 5]] = torch.nan
-        for found, wanted in zip(largest_of_all(x, sizes), op(x, sizes), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
