@@ -223,9 +223,7 @@ class _Follower:
         operands = [known for value in node.operands if not isinstance(known := self._known[value], NonLocalValue)]
         tracked = any(isinstance(part, SceneRows) for dims in operands for parts in dims for part in parts)
         leaders = [{factor: seen.leader for factor, seen in each.windows.items()} for each in (rule, whole)]
-        same = all(
-            getattr(rule, name) == getattr(whole, name) for name in ("operands", "results", "whole", "reductions")
-        )
+        same = all(getattr(rule, name) == getattr(whole, name) for name in ("operands", "results", "whole", "reduce"))
         if not same or leaders[0] != leaders[1]:
             raise NotLocal("computes something else where the image is larger")
         factors = _factors(rule, operands)
