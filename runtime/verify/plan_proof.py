@@ -29,7 +29,7 @@ from .data_movement import MESSAGES
 from .families import many_ranks
 from .families.equal_shards import EqualShards, equal_shards
 from .families.family import Family
-from .families.varying import Varying
+from .families.varying import Together, Varying
 from .fault import Failed, Fault, at_first_change
 from .numeric_check import FAILS, Counterexample, compare, first_line
 from .proof.calls import Proof
@@ -263,18 +263,16 @@ class PlanProof:
             one = rank.together.ranks[0] if isinstance(rank, Varying) else rank
             place = many_ranks.place_of(self.after, one), alike.box_of[one]
             if place not in replayed:
-                graph = made.graph if one is rank else Family(rank.together, made).at(one).graph
-                task.replay(replace(made, rank=one, graph=graph), self._calls)
+                with Family(rank.together if isinstance(rank, Varying) else Together([rank]), made).only(one):
+                    task.replay(replace(made, rank=one), self._calls)
                 replayed.add(place)
             return task.checked(made, in_place=True)
 
-        def given(program: RankProgram) -> RankProgram:
-            task.replay(program, self._calls)
-            return task.checked(program)
-
+        for each in alone.values():
+            task.replay(each, self._calls)
         return many_ranks.FamilyRequest(
             write,
-            {rank: given(each) for rank, each in alone.items()},
+            {rank: task.checked(each) for rank, each in alone.items()},
             task.nodes,
             task.inputs,
             task.outputs,

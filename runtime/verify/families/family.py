@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import fx
@@ -39,20 +40,27 @@ class Family:
         """The calls with constants that differ by rank."""
         return [node for node in self.program.graph.nodes if any(map(varies, leaves(node.args, node.kwargs)))]
 
+    @contextmanager
+    def only(self, rank: int) -> Iterator[HasGraph]:
+        """The program, in the meantime with the numbers of one rank."""
+        numbers = [(node, node.args, node.kwargs) for node in self.varying]
+        own = partial(self.together.at, rank=rank)
+        for node, args, kwargs in numbers:
+            node.args, node.kwargs = fx.node.map_aggregate(args, own), fx.node.map_aggregate(kwargs, own)
+        try:
+            yield self.program
+        finally:
+            for node, args, kwargs in numbers:
+                node.args, node.kwargs = args, kwargs
+
     def at(self, rank: int) -> HasGraph:
         """The program of one of the ranks."""
         if not self.varying:
             return self.program
-
-        def own(arg: Any) -> Any:
-            return self.together.at(arg, rank)
-
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in self.program.graph.nodes:
-            env[node] = graph.node_copy(node, env.__getitem__)
-        for node in self.varying:
-            copy = env[node]
-            copy.args, copy.kwargs = fx.node.map_aggregate(copy.args, own), fx.node.map_aggregate(copy.kwargs, own)
+        with self.only(rank) as program:
+            for node in program.graph.nodes:
+                env[node] = graph.node_copy(node, env.__getitem__)
         return Written(graph)
 
 

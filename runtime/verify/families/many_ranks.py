@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardfx.ir.graph import Graph, Input, Node, Output
@@ -96,7 +96,8 @@ def verify(
         try:
             read = {place: FamilyPrograms(ops, each.at(graph, ranks[0]), ranks) for place, ranks in places.items()}
             for part in read.values():
-                counts.update({"programs read": len(part.read), "families": part.families})
+                written = {*part.read.values(), *part.other.values()}
+                counts.update({"programs read": len(part.read), "families": len(written)})
             WholePrograms(proof, read, alike, counts).interpret(each.changed)
         except Failed as failed:
             return failed.fault, number
@@ -113,7 +114,6 @@ class FamilyPrograms:
 
     def __init__(self, ops: SingleOps, request: FamilyRequest, ranks: Sequence[int]) -> None:
         self.request, nodes = request, request.nodes
-        self.families = 0
         self.read: dict[int, Family] = {}
         """By rank: families with no number other than those of the ops."""
         self.other: dict[int, Family] = {}
@@ -122,7 +122,6 @@ class FamilyPrograms:
         mine = set(ranks) - request.changed.keys()
         parts = [[rank for rank in part if rank in mine] for part in ops.parts]
         for family in families(request.program, sorted(filter(None, parts), key=len, reverse=True)):
-            self.families += 1
             order, own = order or _communication(family), _communication(family)
             codes = ops.codes(family.ranks, nodes)
             alike = own == order and not request.given & {*family.ranks} and same_numbers(family, nodes, codes)
@@ -145,16 +144,16 @@ def _communication(family: Family) -> list[Any]:
     return found
 
 
+@dataclass
 class WholePrograms:
-    """Whole programs, interpreted: of all stages those of one line of ranks, with shadows for all others."""
+    """Whole programs, interpreted: of all stages those of a few lines of ranks, with shadows for all others."""
 
-    def __init__(
-        self, proof: Proof, places: Mapping[int, FamilyPrograms], alike: EqualShards, counts: Counter[str]
-    ) -> None:
-        self.proof, self.places, self.alike, self.counts = proof, places, alike, counts
-        self.mesh = proof.after.mesh
-        self._patterns: dict[Key, Rank] = {}
-        """A rank that was interpreted, whose program the others there have."""
+    proof: Proof
+    places: Mapping[int, FamilyPrograms]
+    alike: EqualShards
+    counts: Counter[str]
+    _patterns: dict[Key, Rank] = field(default_factory=dict)
+    """A rank that was interpreted, whose program the others there have."""
 
     def interpret(self, changed: Mapping[int, HasGraph]) -> None:
         """Interpret what must be.
@@ -174,14 +173,14 @@ class WholePrograms:
         if apart:
             nodes = [node for node in self.proof.after.nodes if isinstance(node.op, OwnOp)]
             axes = {tuple(node.kwargs["axes"]) for node in nodes if node.kwargs.get("axes")}
-            near = apart | {m for r in apart for each in axes for m in self.mesh.group(r, each)}
+            near = apart | {m for r in apart for each in axes for m in self.proof.after.mesh.group(r, each)}
             near = {m for rank in near for m in self._line(rank)}
             self._lock_step({r: changed.get(r) or self._of(r).at(r) for r in sorted(near)}, apart)
 
     def _pair(self, family: Family) -> Sequence[int]:
         """Two ranks of a family that are in lines of ranks without other numbers, where there are such."""
         clean = [r for r in family.ranks if all(m in self._of(m).read for m in self._line(r))]
-        return pair(clean, self.mesh) if clean else ()
+        return pair(clean, self.proof.after.mesh) if clean else ()
 
     def _of(self, rank: int) -> FamilyPrograms:
         return self.places[place_of(self.proof.after, rank)]
@@ -189,7 +188,7 @@ class WholePrograms:
     def _line(self, rank: int) -> Sequence[int]:
         """The ranks that differ from one in their stages alone."""
         pipeline = self.proof.after.pipeline
-        return (rank,) if pipeline is None else self.mesh.group(rank, (pipeline.axis,))
+        return (rank,) if pipeline is None else self.proof.after.mesh.group(rank, (pipeline.axis,))
 
     def _lock_step(self, programs: Mapping[int, HasGraph], apart: Iterable[int]) -> None:
         alone = set(apart)

@@ -61,7 +61,9 @@ class Together:
 
     def at(self, arg: Any, rank: int) -> Any:
         """An argument as it is on one of the ranks."""
-        return _at(arg, self.place[rank]) if not isinstance(arg, str) else self._text(arg, self.place[rank])
+        if isinstance(arg, Varying):
+            return int(arg.values[self.place[rank]])
+        return self._text(arg, self.place[rank]) if isinstance(arg, str) else arg
 
     def _text(self, text: str, place: int) -> str:
         return MARK.sub(lambda found: str(self._marked[int(found[1])][place]), text) if "⟨" in text else text
@@ -73,10 +75,6 @@ class Together:
         if isinstance(arg, str) and "⟨" in arg:
             return [self._text(arg, place) for place in range(len(self.ranks))]
         return None
-
-
-def _at(arg: Any, place: int) -> Any:
-    return int(arg.values[place]) if isinstance(arg, Varying) else arg
 
 
 def _operator(do: Callable[[Any, Any], Any]) -> Any:

@@ -122,10 +122,8 @@ class LockStep:
             return got
         dtypes = self.proof.numbering.dtypes(got.codes, got.hints)
         if got.codes.shape != tuple(shape) or dtypes - {dtype}:  # type: ignore[arg-type]
-            what = (
-                f"{list(got.codes.shape)} of {', '.join(map(str, dtypes))} comes, where {shape} of {dtype} is expected"
-            )
-            raise self._impossible(what, rank, node)
+            comes = f"{list(got.codes.shape)} of {', '.join(map(str, dtypes))} comes"
+            raise self._impossible(f"{comes}, where {shape} of {dtype} is expected", rank, node)
         return got
 
     def _collective(self, members: Sequence[int], here: Sequence[int]) -> dict[int, Known]:
