@@ -78,12 +78,12 @@ def same_numbers(family: Family, nodes: Sequence[Node], codes: Mapping[Value, Fa
         if (each := _numbers(family, node, family.ranks, known)) is not None:
             found.setdefault(made.outs[0], []).append(each)
     of_code: dict[int, list[Any]] = {}
-    for node in nodes:
-        code = codes[node.outs[0]]
+    for planned in nodes:
+        code = codes[planned.outs[0]]
         if id(code) not in of_code:
             each_call = (_numbers(code, call, family.ranks, known) for call in code.varying)
             of_code[id(code)] = [each for each in each_call if each is not None]
-        wanted, there = of_code[id(code)], found.pop(node.outs[0], [])
+        wanted, there = of_code[id(code)], found.pop(planned.outs[0], [])
         if not wanted and not there:
             continue
         if not wanted or not there or there != wanted * (len(there) // len(wanted)):

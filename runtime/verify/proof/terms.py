@@ -315,9 +315,10 @@ def same_function(
             other = _other(universe, wanted)
             if other is None:
                 return universe
+            fault = _blamed(universe, after, other)
     except Unjustified as error:
         return Fault(str(error))
-    return _blamed(universe, after, other)
+    return fault
 
 
 def _other(universe: Universe, outputs: Iterable[Output]) -> Output | None:
