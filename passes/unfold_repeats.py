@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from shardfx.ir.graph import Graph, Node, Value
+from shardfx.ir.graph import Graph, Node
 from shardfx.ir.names import module_outputs, pattern
-from shardfx.ir.reasons import ByValue, Reasons, ShardingDecision
+from shardfx.ir.reasons import ByValue, ShardingDecision
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.unfolding.twin import BlockTwin, Unfolded
 from shardfx.ir.unfolding.unfold import unfold
@@ -40,7 +40,7 @@ class UnfoldRepeats(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         if not graph.repeats:
             return False
-        unfolded = unfold(graph, _gone(graph), lambda other: _difference(other, graph.reasons))
+        unfolded = unfold(graph, _gone(graph))
         graph.reasons.later(lambda made: _copy_decisions(unfolded, made))
         return True
 
@@ -55,25 +55,6 @@ def _gone(graph: Graph) -> list[Node]:
             found[node] = None
             nodes += [v.node for v in node.operands if v.node is not None]
     return list(found)
-
-
-def _difference(other: BlockTwin, reasons: Reasons) -> str:
-    """What was decided otherwise of a block than of the one that it is like; nothing, mostly."""
-    for one, twin in other.pairs():
-        if [_key(_moved(made, other)) for made in reasons.of(one)] != [_key(made) for made in reasons.of(twin)]:
-            return f"{twin!r} is sharded for other reasons than {one!r}"
-    return ""
-
-
-def _key(made: ShardingDecision) -> object:
-    """What is the same of two decisions that are one, as far as can be said of what is no longer in the graph."""
-
-    def value(value: Value | None) -> object:
-        return value and (value.type, value.index, (value.node and (value.node.op, value.node.where)) or value)
-
-    rejected = tuple((text, value(loser)) for text, loser in made.refused)
-    near = tuple((axis, value(carrier), dim) for axis, carrier, dim in made.carriers)
-    return made.dim, made.sharding, made.how, rejected, made.op, made.where, near
 
 
 def _moved(made: ShardingDecision, twin: BlockTwin) -> ShardingDecision:
@@ -102,8 +83,8 @@ def _copy_decisions(unfolded: Iterable[Unfolded], decisions: ByValue) -> None:
                 one.refused, one.where, one.carriers = now.refused, now.where, now.carriers
                 moved.append((one, twin))
         for one, twin in moved:  # when all are there: what caused a decision may stand in the next block
-            causes = [(decisions[twin.value(value)], number) for value, number in map(places.__getitem__, one.causes)]
-            one.causes = tuple(made[number] for made, number in causes)
+            causes = [(decisions.get(twin.value(v), ()), number) for v, number in map(places.__getitem__, one.causes)]
+            one.causes = tuple(made[number] for made, number in causes if number < len(made))
 
 
 def why_whole(graph: Graph, hints: Mapping[str, Any]) -> str:

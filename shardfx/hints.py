@@ -33,10 +33,10 @@ class Hints:
             A placement is text (per dim the mesh axes, major first, or ``-``: ``"dp tp, -"``), DTensor placements,
             one per mesh axis, or a ``Spec``: that says how a parameter is stored (``zero`` shards it
             further), and wins over the others.
-        shardings: how ops are sharded, said on the ops themselves: module path, or ``path:op`` (patterns as in
+        strategies: how ops are sharded, said on the ops themselves: module path, or ``path:op`` (patterns as in
             ``specs``) -> axes by factor of the op's rule, in the words in which graphs are printed (``"n{tp} m{}"``;
-            factors not named are free, ``m{}`` stays whole), or one spec for each operand (``("dp, -", "-, tp")``).
-            Without an op the module's products are meant. The backward of the op follows.
+            factors not named are free, ``m{}`` is replicated). Without an op the module's products are meant. The
+            backward of the op follows.
         strict: an op without a sharding rule is an error, not a warning.
         bucket_mb: collectives of one kind are coalesced up to so many megabytes; 0 leaves them alone.
         passes: further passes: instances, or text such as ``"count-nodes{mb=2}"`` for those of installed plugins. Each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,12 +63,6 @@ class BlockTwin:
         """What stands here for a node; itself, if that is none of the blocks'."""
         at = self.places.get(node)
         return node if at is None else self.rows[1 + at.delta][at.part][at.place] or node
-
-    def pairs(self) -> Iterator[tuple[Value, Value]]:
-        """Each value that is made in ``a`` or stored for it, with what stands for it here."""
-        for node in (node for node, at in self.places.items() if at.delta == 0):
-            yield from zip(node.outs, self.node(node).outs, strict=True)
-        yield from self.inputs.items()
 
     def block_of(self, value: Value) -> int | None:
         """In which block a value was before: -1, 0 or 1 for the one before ``a``, ``a``, the one behind; or in none."""

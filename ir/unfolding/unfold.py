@@ -2,8 +2,8 @@
 planned or not.
 
 Of ``repeat layers 2..77`` four blocks are there: ``s, a | b, e``. If ``b`` is to ``a`` and ``e`` what ``a`` is to
-``s`` and ``b`` (node by node, each operand at the same place of the same neighbour, placed alike and for the same
-reasons, and nothing further off uses what is inside), then ``a`` again between ``a`` and ``b`` changes nothing for any
+``s`` and ``b`` (node by node, each operand at the same place of the same neighbour, placed alike, and nothing further
+off uses what is inside), then ``a`` again between ``a`` and ``b`` changes nothing for any
 of them: each copy has the neighbours that ``a`` has, and so has ``a``. The graph with all blocks is then put together
 of parts that were all seen.
 """
@@ -25,14 +25,11 @@ from .twin import BACKWARD, FORWARD, BlockTwin, Parts, Unfolded
 T = TypeVar("T")
 
 
-def unfold(
-    graph: Graph, gone: Collection[Node] = (), difference: Callable[[BlockTwin], str] = lambda other: ""
-) -> list[Unfolded]:
+def unfold(graph: Graph, gone: Collection[Node] = ()) -> list[Unfolded]:
     """Put back what ``graph.repeats`` leaves out, in place; says of each repeat what was put back.
 
     Args:
         gone: nodes that a pass took out of the graph, and of which something is still told: they have copies too.
-        difference: what else, not on the graph, is different in a block that is there and should be like another.
 
     Raises:
         Irregular: the blocks that are there are not alike; the graph is of no use then.
@@ -41,8 +38,6 @@ def unfold(
     copies: dict[Node, tuple[str, int]] = {}
     for repeat in graph.repeats:
         each = _Unfolding(graph, repeat, gone)
-        if what := difference(each.next):
-            each.refuse("other things were decided of them", what)
         made.append(each.apply())
         copies |= each.draws
     graph.repeats = ()

@@ -47,7 +47,7 @@ class CastPlacement(Pass):
 
 
 def _place(node: Node, spec: Spec, context: Context) -> bool:
-    """MixedPrecision a cast on its tensor as it is placed so; says whether it was otherwise."""
+    """Compute a cast on its tensor as it is placed so; says whether it was otherwise."""
     made = as_placed(context.cache.rule(node), node, context.planner.mesh, lambda value: spec)
     changed = made != node.strategy
     node.strategy, node.outs[0].spec = made, made.results[0]

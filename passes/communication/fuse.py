@@ -13,14 +13,12 @@ operands are made and none of its results is used, it can never make a cycle.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
 
-from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Strategy, Value
-from shardfx.ir.names import pattern
+from shardfx.ir.graph import Graph, InputKind, Node, Phase, Strategy, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.ops.table import OwnOp
@@ -29,8 +27,6 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 FUSED = (comm.all_gather, comm.all_reduce, comm.reduce_scatter)
-IN_HOST = "host"
-"""The group of what is sent from another pool of memory: each is sent alone."""
 PARTS, FINER, LEAST = 4, 16, 1e6
 """Into so many buckets at least, if they have so many bytes; and where parameters are gathered again in the backward,
 of whatever size, so that few of them are replicated at a time."""
@@ -63,19 +59,15 @@ class BucketComm(Pass):
     Where that would leave fewer than four buckets they are smaller (but not below 1 MB), so that the first ones are
     sent while the rest is computed. Where parameters are gathered again in the backward (``zero=3``) it is sixteen of
     any size: a rank has at most two buckets of gathered parameters, and beside them one of gradients.
-
-    ``groups`` may name sets of parameters (patterns as in hints) whose gradients and gathers are coalesced, whatever
-    their size; what is in no set is so by size.
     """
 
     name: ClassVar[str] = "bucket-comm"
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
     mb: float = 25.0
-    groups: Sequence[Sequence[str]] = ()
 
     def run(self, graph: Graph, context: Context) -> bool:
-        if self.mb <= 0 and not self.groups:
+        if self.mb <= 0:
             return False
         _defer_casts(graph)
         _defer_loop_sums(graph)
@@ -89,32 +81,13 @@ class BucketComm(Pass):
         graph.rename()
         return changed
 
-    def _named(self, graph: Graph) -> dict[Node, str]:
-        """The explicit group of each collective that brings a gradient or fetches a parameter; and of those that move
-        what follows from the batch alone: nothing that is computed from parameters keeps that waiting."""
-        found = dict.fromkeys(_of_batch(graph), "batch") if self.mb > 0 else {}
-        matchers = [[pattern(text).fullmatch for text in group] for group in self.groups]
-
-        def group_of(name: str) -> str:
-            return next((f"group {i}" for i, group in enumerate(matchers) if any(m(name) for m in group)), "")
-
-        if matchers:
-            names = {given.value: given.name for given in graph.inputs}
-            for node in graph.nodes:
-                if isinstance(node.op, OwnOp) and uncast(node.operands[0]) in names:
-                    found[node] = group_of(names[uncast(node.operands[0])])
-            for output in graph.outputs:
-                maker = uncast(output.value).node
-                if output.kind is OutputKind.GRADIENT and maker is not None and isinstance(maker.op, OwnOp):
-                    found[maker] = group_of(output.name)
-        return found | dict.fromkeys(computed_beside(graph), IN_HOST)
-
     def _keys(self, graph: Graph) -> dict[Node, BucketKey]:
-        """The bucket's key of each collective that can be coalesced."""
-        named, mesh, found = self._named(graph), graph.mesh, dict[Node, BucketKey]()
+        """The bucket's key of each collective that can be coalesced: not what is sent from another pool of memory; and
+        what follows from the batch alone is not delayed by what is computed from parameters."""
+        mesh, found = graph.mesh, dict[Node, BucketKey]()
+        in_host, of_batch = computed_beside(graph), set(_of_batch(graph))
         for node in graph.nodes:
-            group = named.get(node, "")
-            if node.op not in FUSED or group == IN_HOST or (not group and self.mb <= 0) or not _is_simple(node, graph):
+            if node.op not in FUSED or node in in_host or not _is_simple(node, graph):
                 continue
             if any(mesh[axis].loop for axis in node.kwargs["axes"]):
                 continue
@@ -122,7 +95,8 @@ class BucketComm(Pass):
             over = (*spec.axes, *spec.partial_axes) if spec is not None else ()
             loops = tuple(axis.name for axis in mesh.axes if axis.loop and axis.name in over)
             axes, reduce = tuple(node.kwargs["axes"]), node.kwargs.get("reduce", "")
-            found[node] = BucketKey(node.op, axes, value.type.dtype, reduce, group or node.phase.value, loops, node.at)
+            group = "batch" if node in of_batch else node.phase.value
+            found[node] = BucketKey(node.op, axes, value.type.dtype, reduce, group, loops, node.at)
         return found
 
     def _limits(self, graph: Graph, keys: dict[Node, BucketKey]) -> dict[BucketKey, float]:
@@ -133,8 +107,7 @@ class BucketComm(Pass):
         stored = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
         gathers = (n for n in graph.nodes if n.op is comm.all_gather and n.phase is Phase.BACKWARD)
         parts, least = (FINER, 0.0) if any(uncast(n.operands[0]) in stored for n in gathers) else (PARTS, LEAST)
-        limits = {key: min(self.mb * 1e6, max(nbytes / parts, least)) for key, nbytes in total.items()}
-        return {key: math.inf if key.group.startswith("group") else limit for key, limit in limits.items()}
+        return {key: min(self.mb * 1e6, max(nbytes / parts, least)) for key, nbytes in total.items()}
 
     def _late(self, graph: Graph, keys: dict[Node, BucketKey]) -> list[Bucket]:
         """Reductions, and gathers of outputs, wait for later ones until one is used or the bucket is full."""

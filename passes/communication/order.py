@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops.sends import is_comm, is_part
 from shardfx.ir.ops.traits import is_view, narrows
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.pass_text import check_options
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,7 @@ class Order(Pass):
     ahead: int = 1
 
     def __post_init__(self) -> None:
-        if self.ahead < 0:
-            what, where = "order cannot start transfers late", "order{ahead=...}"
-            raise Error(what, where=where, expected="0 or more", got=self.ahead)
+        check_options(self, ahead=0)
 
     def run(self, graph: Graph, context: Context) -> bool:
         before = graph.nodes

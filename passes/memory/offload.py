@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value
@@ -28,15 +28,14 @@ from shardfx.ir.ops.pools.pool_ops import moves_pool, to_device, to_disk, to_hos
 from shardfx.ir.ops.traits import gives_alias
 from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.pass_text import check_options
 
 from .module_patterns import matching_modules, matching_ops
 from .recompute import Recomputation
 from .update_order import ParameterUpdate, update_early, updates_of
 
-ACTIVATIONS, OPTIMIZER, PARAMETERS, ROWS = WHAT = ("activations", "optimizer", "parameters", "rows")
-USUAL = (ACTIVATIONS, OPTIMIZER, PARAMETERS)
-"""What is offloaded where nothing is said."""
-POOLS = ("host", "disk")
+What = Literal["activations", "optimizer", "parameters", "rows"]
+ACTIVATIONS, OPTIMIZER, PARAMETERS, ROWS = get_args(What)
 WHERE = "Hints(offload=...)"
 STORED = {OPTIMIZER: InputKind.STATE, PARAMETERS: InputKind.PARAMETER}
 """What is stored in the other pool."""
@@ -76,8 +75,8 @@ class Offload(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
     repeats: ClassVar[bool] = True
 
-    what: str | tuple[str, ...] = USUAL
-    to: str = "host"
+    what: What | tuple[What, ...] = ("activations", "optimizer", "parameters")
+    to: Literal["host", "disk"] = "host"
     prefetch: int = 8
     min_numel: int = 2**14
     modules: str | tuple[str, ...] = "**"
@@ -87,22 +86,13 @@ class Offload(Pass):
     directory: str = ""
 
     def __post_init__(self) -> None:
-        words = [("what is offloaded", WHAT, what) for what in self.whats or [self.what]]
-        for what, known, given in (*words, ("where it is put", POOLS, self.to)):
-            if given not in known:
-                expected = f"of {', '.join(known)}"
-                raise Error(f"Hints(offload=...) does not know {what}", where=WHERE, expected=expected, got=given)
+        check_options(self, WHERE, prefetch=0, min_numel=0, count=0, skip=0)
         if ROWS in self.whats and self.to != "host":
             what, remedy = "rows are looked up in the host's memory", "(sx.Offload('rows'), sx.Offload(..., to='disk'))"
             raise Error(what, where=WHERE, expected="to='host'", got=f"to={self.to!r}", remedy=remedy)
         if self.directory and self.to != "disk":
-            raise Error(
-                "only files lie in a folder", where=WHERE, expected="to='disk'", got=f"folder={self.directory!r}"
-            )
-        for name in ("prefetch", "min_numel", "count", "skip"):
-            number = getattr(self, name)
-            if type(number) is not int or number < 0:
-                raise Error(f"offload{{{name}=...}} is no number", where=WHERE, expected="0 or more", got=number)
+            got = f"directory={self.directory!r}"
+            raise Error("files are offloaded to the disk alone", where=WHERE, expected="to='disk'", got=got)
 
     @property
     def whats(self) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ class Recompute(Pass):
     segment: int = 1
 
     def __post_init__(self) -> None:
-        check_options(self, WHERE, {"count": 0, "skip": 0, "segment": 1})
+        check_options(self, WHERE, count=0, skip=0, segment=1)
 
     def run(self, graph: Graph, context: Context) -> bool:
         of = matching_modules(graph, self.modules, self.skip, self.count, where=WHERE)

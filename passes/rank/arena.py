@@ -22,12 +22,12 @@ from torch import fx
 
 from shardfx.ir.cost.fake_calls import TensorLayout
 from shardfx.ir.cost.replay import values
-from shardfx.ir.errors import Error
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import WITH_DESTINATION
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.arena_layout import BufferIntervals, dense_bytes, pack
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.passes.pass_text import check_options
 
 from .rank_pass import RankContext, RankPass, call_before
 
@@ -41,9 +41,7 @@ class Arena(RankPass):
     least: int = 2**12
 
     def __post_init__(self) -> None:
-        if type(self.least) is not int or self.least < 1:
-            where, expected = "arena{least=...}", "an int of at least 1"
-            raise Error("temporaries have no such size", where=where, expected=expected, got=self.least)
+        check_options(self, least=1)
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Give places."""

@@ -47,7 +47,7 @@ REDUCTIONS = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 
 @dataclass(frozen=True)
 class Buckets(RankPass):
-    """MixedPrecision what is reduced together into one memory."""
+    """Compute what is reduced together into one memory."""
 
     name: ClassVar[str] = "buckets"
 
@@ -140,7 +140,7 @@ def _bucket(
 
 @dataclass(frozen=True)
 class AddInto(RankPass):
-    """MixedPrecision what is used for nothing but a sum over iterations into that sum."""
+    """Compute what is used for nothing but a sum over iterations into that sum."""
 
     name: ClassVar[str] = "add-into"
 

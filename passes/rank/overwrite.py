@@ -46,7 +46,7 @@ from .rank_pass import RankContext, RankPass, call_after, call_before, is_update
 
 @dataclass(frozen=True)
 class Overwrite(RankPass):
-    """MixedPrecision pointwise ops of the step over an operand that is used there last."""
+    """Compute pointwise ops of the step over an operand that is used there last."""
 
     name: ClassVar[str] = "overwrite"
 

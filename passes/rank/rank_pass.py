@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, OutputKind, Phase
 from shardfx.ir.ops.local_ops import row_of
@@ -27,13 +26,12 @@ from shardfx.passes.pass_text import options_of
 
 @dataclass
 class RankContext:
-    """What rank passes know besides the program: the planned graph, the kind of device, the machine planned for, their
-    notes, and what was established of the program before."""
+    """What rank passes know besides the program: the planned graph, the kind of device, their notes, and what was
+    established of the program before."""
 
     graph: Graph
     device: str = "cpu"
     notes: list[str] = field(default_factory=list)
-    machine: Machine = field(default_factory=lambda: Machine.of(None))
     established: frozenset[str] = frozenset()
     _common: dict[frozenset[OutputKind], SharedLowering] = field(default_factory=dict)
 

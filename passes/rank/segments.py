@@ -12,12 +12,7 @@ Where torch has a fused kernel for a member's calls, with those that make scalar
 runs that one (:mod:`shardfx.ir.ops.computing.fused_update`); then a member may be alone, too.
 
 Members stand in the order of their gradients' buckets, for so stores keep the states: all columns of a segment are then
-adjacent in memory, and it is computed as if it were one member. A rank's rows of replicated parameters are not; they
-are packed, and gathered from where they are::
-
-    rows = pack.take(w, ...), pack.take(b, ...)            flat = pack.flatten(rows, 1)
-    both = update.segment(..., rows)                ->     both = update.segment(..., pack.unflatten(flat, ..., 1))
-    sent = c10d.all_gather(pack.flatten(both))             sent = c10d.all_gather(memory.adjoin(both))
+adjacent in memory, and it is computed as if it were one member.
 """
 
 from __future__ import annotations
@@ -54,7 +49,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Segments(RankPass):
-    """MixedPrecision elementwise steps of parameters that are updated alike by one call."""
+    """Compute elementwise steps of parameters that are updated alike by one call."""
 
     name: ClassVar[str] = "segments"
 
@@ -83,8 +78,6 @@ class _Packing:
         self.members: dict[fx.Node, _Member] = {}
         self.deferred: dict[_Member, None] = {}
         self.order: list[fx.Node] = []
-        self.flat: dict[fx.Node, fx.Node] = {}
-        """Of rows that were packed: their common memory."""
         self.spent: set[fx.Node] = set()
         """Calls that fused kernels compute for themselves."""
         self.changed = False
@@ -104,11 +97,6 @@ class _Packing:
             self.order.append(node)
         if self.changed:
             self._arrange()
-            for node in self.order:  # what is adjacent is not packed once more, to be gathered
-                if node.target is pack.flatten and node.args[1] == 1:
-                    flats = {self.flat.get(used) for used in node.all_input_nodes}
-                    if len(flats) == 1 and None not in flats:
-                        node.target, node.args = memory_ops.adjoin, node.args[:1]
         return self.changed
 
     def _find_members(self) -> None:
@@ -249,8 +237,7 @@ class _Packing:
     def _segment(self, recipes: Sequence[_Recipe]) -> None:
         graph, first = self.program.graph, recipes[0]
         recipes = sorted(recipes, key=self._place_in_buckets)
-        rows = self._side_by_side(recipes)
-        tensors = [column for row in rows for column in row]
+        tensors = [column for recipe in recipes for column in recipe.columns]
         fused = run_of(first.calls, first.gives)
         given = (first.calls, first.gives, len(recipes), tensors, first.scalars, *([fused] if fused else ()))
         made = graph.call_function(segment, given)
@@ -260,10 +247,9 @@ class _Packing:
         for number, each in enumerate(recipes):
             inside = set(each.nodes)
             for place, result in enumerate(each.results):
-                got = self._call(operator.getitem, result, made, number * len(each.results) + place)
-                column = rows[number][first.gives[place]]
-                if column in self.flat:
-                    self.flat[got] = self.flat[column]
+                got = graph.call_function(operator.getitem, (made, number * len(each.results) + place))
+                got.meta = dict(result.meta)
+                self.order.append(got)
                 result.replace_all_uses_with(got, lambda user, inside=inside: user not in inside)  # type: ignore[misc]
             for node in reversed(each.nodes):
                 graph.erase_node(node)
@@ -276,30 +262,6 @@ class _Packing:
             if isinstance(source, fx.Node) and source.target is pack.unflatten:
                 return self.place[source], int(column.args[1])  # type: ignore[arg-type]
         return len(self.place), 0
-
-    def _side_by_side(self, recipes: Sequence[_Recipe]) -> list[list[fx.Node]]:
-        """The columns of members, with a rank's rows of what is replicated packed into one memory."""
-        rows = [list(recipe.columns) for recipe in recipes]
-        for place in range(len(rows[0])):
-            taken = [row[place] for row in rows]
-            pairs = zip(taken, recipes, strict=True)
-            if any(
-                each.target is not pack.take or not {*recipe.nodes}.issuperset(each.users) for each, recipe in pairs
-            ):
-                continue
-            shapes = [list(self._shape(self.values[each])) for each in taken]
-            flat = self._call(pack.flatten, taken[0], taken, 1)
-            views = self._call(pack.unflatten, taken[0], flat, shapes, 1)
-            for number, (row, each) in enumerate(zip(rows, taken, strict=True)):
-                row[place] = self._call(operator.getitem, each, views, number)
-                self.flat[row[place]] = flat
-        return rows
-
-    def _call(self, target: Any, like: fx.Node, *args: Any) -> fx.Node:
-        made = self.program.graph.call_function(target, args)
-        made.meta = dict(like.meta)
-        self.order.append(made)
-        return made
 
     def _arrange(self) -> None:
         """Put the graph's nodes into the new order, without the scalars that kernels compute for themselves."""

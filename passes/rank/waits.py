@@ -75,7 +75,7 @@ class Waits(RankPass):
 
 
 def _scalars_last(program: RankProgram) -> bool:
-    """MixedPrecision single numbers of results of collectives at the end, where they are needed for nothing else."""
+    """Compute single numbers of results of collectives at the end, where they are needed for nothing else."""
     nodes, end = list(program.graph.nodes), program.result()
     inside = regions(nodes)
     behind, late = set[fx.Node](), set[fx.Node]()

@@ -38,7 +38,7 @@ from shardfx.ir.rewriter import Rewriter, dead_code
 from shardfx.ir.rules.strategy import REDUCE_AFTER, factor_shardings, partial_operands
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
-from shardfx.passes.finite import keeps_terms_finite, sure_facts
+from shardfx.passes.finite import Factors
 
 from .propagate import scattered
 
@@ -146,7 +146,7 @@ class _Sums:
     def __init__(self, graph: Graph, context: Context) -> None:
         self.graph, self.context, self.users = graph, context, graph.users()
         self.rules = {node: context.cache.rule(node) for node in graph.nodes}
-        self.facts = sure_facts(graph, self.rules.__getitem__)
+        self.factors = Factors.of(graph, context.cache)
         self.reduced = {value: self._needed(value) for value in graph.values()}
         """What a partial value is needed as, once it is reduced."""
         self.ends = _fixed(graph)
@@ -202,8 +202,7 @@ class _Sums:
         return bool(chosen)
 
     def _let_pass(self, node: Node, axis: str, kind: str, group: frozenset[int], joined: bool) -> None:
-        """MixedPrecision a node on the partial sums of some operands, and not sharded over the axis unless that is
-        joined."""
+        """Compute a node on the partial sums of some operands, and not sharded over the axis unless that is joined."""
         mesh, rule = self.graph.mesh, self.rules[node]
         assert node.strategy is not None
         shardings = factor_shardings(rule, node, mesh)
@@ -236,7 +235,7 @@ class _Sums:
         pairs = [(node.operands[i].spec, node.strategy.operands[i]) for i in group if around]
         over = [({*a.axes, *a.partial_axes}, {*b.axes, *b.partial_axes}) for a, b in pairs if a is not None]
         met = any(around & (made - need) for made, need in over)
-        return not met and keeps_terms_finite(node, self.rules[node], group, self.facts)
+        return not met and self.factors.may_pass(node, self.rules[node], group)
 
     def _joined(self, node: Node, axis: str, reach: dict[Value, str]) -> Groups:
         """The node with the operands that may be partial sums over the axis, which shards a factor of it by itself."""

@@ -33,8 +33,7 @@ SPLIT = frozenset({torch.ops.aten.convolution.default})
 
 
 def overlapped(placement: TrialPlacement, by_cost: bool) -> int:
-    """MixedPrecision the inner part of each op whose operand is exchanged by itself (``by_cost``: where that takes less
-    time);
+    """Compute the inner part of each op whose operand is exchanged by itself (``by_cost``: where that takes less time);
     gives of how many ops."""
     rewriter, count = Rewriter(placement.costs.graph), 0
     for node in placement.costs.graph.nodes:

@@ -10,19 +10,17 @@ computed by themselves while others are exchanged (:mod:`.overlap_halos`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.passes.base import SHARDED, Context, Pass
+from shardfx.passes.pass_text import check_options
 from shardfx.passes.replicated_spatial_ops import space_axes
 
 from .merge_halos import merged
 from .overlap_halos import overlapped
 from .small_maps import left
 from .trial_placement import PlacementCosts, TrialPlacement
-
-OPTIONS = {"merge": ("cost", "always", "never"), "overlap": (False, True, "cost")}
 
 
 @dataclass(frozen=True)
@@ -48,15 +46,12 @@ class Spatial(Pass):
     name: ClassVar[str] = "spatial"
     requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
 
-    merge: str = "cost"
+    merge: Literal["cost", "always", "never"] = "cost"
     leave: str | None = None
-    overlap: bool | str = False
+    overlap: bool | Literal["cost"] = False
 
     def __post_init__(self) -> None:
-        for name, known in OPTIONS.items():
-            if (given := getattr(self, name)) not in known:
-                where, expected = f"Spatial({name}=...)", " or ".join(map(repr, known))
-                raise Error(f"spatial cannot {name} so", where=where, expected=expected, got=repr(given))
+        check_options(self)
 
     def run(self, graph: Graph, context: Context) -> bool:
         never = TrialPlacement(PlacementCosts.of(graph, context.cache, context.planner, context.machine))

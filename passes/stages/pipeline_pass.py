@@ -10,9 +10,9 @@ needed elsewhere than where they are made, like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -26,7 +26,7 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.schedule import COSTS, Costs, Pipelined, Schedule, check_schedule
 from shardfx.ir.schedule.actions import WORD as ACTION
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
-from shardfx.passes.pass_text import option_error
+from shardfx.passes.pass_text import check_options
 
 from .assignment import OF_WEIGHTS, Assignment, At, stages_in
 from .make_schedule import check_live, make_schedule
@@ -39,28 +39,6 @@ WHERE = "Hints(pipeline=...)"
 Maker = Callable[[int, int, int, Costs], Schedule]
 
 
-def _is_count(given: Any) -> bool:
-    return type(given) is int and given >= 1
-
-
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "axis": (lambda given: isinstance(given, str) and given != "", 'the name of an axis of the mesh, "pp"'),
-    "microbatches": (lambda given: isinstance(given, str), 'the name of a loop axis, "mb"; empty: no micro-batches'),
-    "schedule": (
-        lambda given: isinstance(given, str) or callable(given),
-        "a name, a text (a row for each rank; of an sx.schedules.Schedule schedule=str(made)), or a function (stages, "
-        "microbatches, ranks, costs) -> Schedule",
-    ),
-    "stages_per_rank": (_is_count, "an int of at least 1, more for schedules with several stages on a rank"),
-    "stages": (
-        lambda given: given is None or (isinstance(given, Sequence) and not isinstance(given, str)),
-        'None, or a tuple with an entry for each stage: (1, 3), ("layers.0", "layers.1"), (("emb", "layers.0"), ...)',
-    ),
-    "max_in_flight": (lambda given: given is None or _is_count(given), "an int of at least 1, or None"),
-}
-"""What fits each option, in words."""
-
-
 @dataclass(frozen=True)
 class Pipeline(Pass):
     """Split the graph into stages.
@@ -68,8 +46,8 @@ class Pipeline(Pass):
     Args:
         axis: of the mesh, the ranks of the stages.
         microbatches: the loop axis of micro-batches; empty: there are none.
-        schedule: the name of one (:func:`shardfx.schedules.make_schedule`), its text (a row for each rank), or a
-            function ``(stages, iterations, ranks, costs) -> Schedule``.
+        schedule: the name of one (:func:`shardfx.schedules.make_schedule`), a :class:`Schedule` or its text (a row for
+            each rank), or a function ``(stages, iterations, ranks, costs) -> Schedule``.
         stages_per_rank: how many stages a rank has.
         stages: None, for stages that cost about the same, or as near to it as ranks may hold
             (``Hints(memory=...)``); how many blocks each has, ``(1, 3)``; their first modules,
@@ -95,9 +73,9 @@ class Pipeline(Pass):
     max_in_flight: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (fits, expected) in FIELDS.items():
-            if not fits(given := getattr(self, name)):
-                raise option_error("Pipeline", name, given, expected, f"Pipeline({name}=...)")
+        if isinstance(self.schedule, Schedule):
+            object.__setattr__(self, "schedule", str(self.schedule))
+        check_options(self, stages_per_rank=1, max_in_flight=1)
 
     def run(self, graph: Graph, context: Context) -> bool:
         self._check(graph)
@@ -123,7 +101,7 @@ class Pipeline(Pass):
     def _check(self, graph: Graph) -> None:
         mesh = graph.mesh
         for what, axis, loop in (("axis", self.axis, False), ("microbatches", self.microbatches, True)):
-            if axis and (axis not in mesh.names or mesh[axis].loop is not loop):
+            if (axis or not loop) and (axis not in mesh.names or mesh[axis].loop is not loop):
                 raise Error(
                     f"the mesh has no axis {axis!r} of {'micro-batches' if loop else 'ranks'}",
                     where=f"Pipeline({what}={axis!r})",
@@ -153,7 +131,12 @@ class Pipeline(Pass):
         ranks, iterations = graph.mesh[self.axis].size, graph.mesh[self.microbatches].size if self.microbatches else 1
         costs = stage_costs(graph, count)
         if callable(self.schedule):
-            made = _called(self.schedule, count, iterations, ranks, costs)
+            made = self.schedule(count, iterations, ranks, costs)
+            if not isinstance(made, Schedule):
+                what, where = "a function makes no schedule", f"Pipeline(schedule={self.schedule!r:.100})"
+                expected, got = "an sx.schedules.Schedule", f"{made!r:.100} of type {type(made).__name__}"
+                remedy = "return sx.schedules.make_schedule(...)"
+                raise Error(what, where=where, expected=expected, got=got, remedy=remedy)
         elif not ACTION.match(self.schedule.strip()):
             homes = self.stages.homes if isinstance(self.stages, AsPlanned) else None
             return make_schedule(
@@ -179,27 +162,6 @@ class Pipeline(Pass):
         if self.max_in_flight is not None:
             check_live("the schedule", report, self.max_in_flight)
         return made
-
-
-def _called(make: Maker, stages: int, iterations: int, ranks: int, costs: Costs) -> Schedule:
-    """What somebody's function makes.
-
-    Raises:
-        Error: it raises, or makes something else.
-    """
-    where, remedy = f"Pipeline(schedule={getattr(make, '__name__', make)})", "return sx.schedules.make_schedule(...)"
-    expected = f"an sx.schedules.Schedule of {stages} stages and {iterations} micro-batches on {ranks} ranks"
-    try:
-        made: object = make(stages, iterations, ranks, costs)
-    except Error:
-        raise
-    except Exception as error:
-        what, got = "the function that is to make a schedule raises", f"{type(error).__name__}: {error}"
-        raise Error(what, where=where, expected=expected, got=got, remedy=remedy) from error
-    if not isinstance(made, Schedule):
-        got = f"{made!r:.100} of type {type(made).__name__}"
-        raise Error("a function makes no schedule", where=where, expected=expected, got=got, remedy=remedy)
-    return made
 
 
 def stage_costs(graph: Graph, count: int) -> Costs:

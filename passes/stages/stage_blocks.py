@@ -19,7 +19,7 @@ from shardfx.ir.names import block_of, pattern, prefixes, within
 from .assignment import OF_WEIGHTS
 from .balance import balanced_split
 
-Stages = tuple[int, ...] | tuple[str, ...] | tuple[tuple[str, ...], ...] | None
+Stages = Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | None
 """Counts of blocks, first modules, or patterns of modules for each stage; None: as they are balanced."""
 WHERE = "Pipeline(stages=...)"
 StageOf = Callable[[Node], int | None]
@@ -78,11 +78,6 @@ class ModelBlocks:
                 blocks out.
         """
         kinds, known = {type(each) for each in stages or ()}, f"the blocks {_some(self.names)}"
-        if len(kinds) > 1 or kinds - {int, str, tuple, list}:
-            expected = "counts of blocks, (1, 3); first modules, ('layers.0', 'layers.2'); or patterns of the modules "
-            expected += "of each, (('emb', 'layers.0'), ('layers.1',))"
-            remedy = "say all of them as counts, or all by names"
-            raise _wrong("stages are said in more than one way", expected, stages, remedy)
         if stages is not None and len(stages) != count and not (kinds <= {str} and len(stages) == count - 1):
             what, remedy = (
                 f"{len(stages)} stages are described, where there are {count}",

@@ -61,8 +61,7 @@ class MemoryPredictor:
 
     def _of_stages(self, compiled: Compiled) -> Iterator[RankMemory]:
         place = self.place
-        machine, passes = Machine.of(compiled.hints.machine), place.rank_passes(compiled.hints)
-        context = RankContext(compiled.after, place.device.type, machine=machine)
+        context, passes = RankContext(compiled.after, place.device.type), place.rank_passes(compiled.hints)
         for rank in first_ranks(compiled.after):
             with no_collection():
                 program = program_of(context, rank, usual_kinds(compiled), compiled.context.rules, passes)

@@ -16,7 +16,6 @@ from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.ir.capture.model_and_loss import leaf_names
-from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.lower import lower
@@ -133,7 +132,7 @@ class Programs:
 
     def made(self, graph: Graph, rank: int, kinds: Kinds) -> RankProgram:
         """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
-        context = RankContext(graph, self.device, machine=Machine.of(self.compiled.hints.machine))
+        context = RankContext(graph, self.device)
         with no_collection():
             made = program_of(context, rank, kinds, self.compiled.context.rules, self.rank_passes)
         self.notes.update(dict.fromkeys(context.notes))

@@ -18,7 +18,7 @@ from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.passes.base import Context
-from shardfx.passes.finite import NONZERO, sure_facts
+from shardfx.passes.finite import divisors_of_sums
 from shardfx.runtime.verify.fault import Fault, place
 from shardfx.runtime.verify.verdict import Status, Verdict, text
 
@@ -69,11 +69,8 @@ def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
 
 
 def _checked(graph: Graph, context: Context, own: Sequence[RuleEntry] | None = None) -> PlanChecked:
-    facts = sure_facts(graph, context.cache.rule)
-    nonzero = frozenset(value for value, sure in facts.items() if NONZERO in sure)
-    return check_plan(
-        replace(graph, mesh=loops_as_ranks(graph.mesh)), context.rules, default_rules(), nonzero, only=own
-    )
+    on_ranks = replace(graph, mesh=loops_as_ranks(graph.mesh))
+    return check_plan(on_ranks, context.rules, default_rules(), divisors_of_sums(graph), only=own)
 
 
 def _is_wrong(node: Node, why: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -16,11 +15,6 @@ from shardfx.passes import BUILT_IN
 from shardfx.passes.pass_text import options_text, parse_pass
 
 
-class Level(enum.Enum):
-    LOW = "low"
-    HIGH = "2"
-
-
 @dataclass(frozen=True)
 class Every(sx.Pass):
     """A pass with options of all kinds."""
@@ -32,7 +26,6 @@ class Every(sx.Pass):
     on: bool = False
     text: str = "auto"
     maybe: str | int | None = None
-    level: Level = Level.LOW
     mode: Literal["fast", "safe"] = "fast"
     names: Sequence[Sequence[str]] = ()
     pair: tuple[int, float] = (1, 2.0)
@@ -62,7 +55,6 @@ passes = st.builds(
     on=st.booleans(),
     text=texts,
     maybe=texts | st.integers() | st.none(),
-    level=st.sampled_from(Level),
     mode=st.sampled_from(["fast", "safe"]),
     names=st.lists(st.lists(texts, max_size=2), max_size=3),
     pair=st.tuples(st.integers(), st.floats(allow_nan=False, allow_infinity=False)),
@@ -105,7 +97,6 @@ def test_the_form() -> None:
         ("every-kind{count=1.5}", "'count' has a value of another type"),
         ("every-kind{on=1}", "'on' has a value of another type"),
         ("every-kind{mode=slow}", "'mode' has a value of another type"),
-        ("every-kind{level=middle}", "'level' has a value of another type"),
         ("every-kind{names=[['a', 1]]}", "'names' has a value of another type"),
         ("every-kind{text=open('x')}", "cannot be read"),
         ("every-kind{names=[['a']}", "not closed"),

@@ -137,7 +137,7 @@ def test_slots() -> None:
 def test_a_built_in_pass_that_is_given_takes_its_place() -> None:
     passes = sx.passes.default_passes(hints("order{ahead=2}", "bucket-comm{mb=1}"))
     assert [each.name for each in passes] == names()
-    assert passes[-1] == Order(ahead=2) and str(passes[-3]) == "bucket-comm{mb=1.0,groups=()}"
+    assert passes[-1] == Order(ahead=2) and str(passes[-3]) == "bucket-comm{mb=1.0}"
 
 
 def test_with_propagate_it_is_the_whole_pipeline() -> None:

@@ -45,7 +45,7 @@ def refused(make: Callable[[], object], words: str) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "words"),
     [
-        ({"axis": ""}, "Pipeline(axis=...) is of another kind"),
+        ({"axis": ""}, "the mesh has no axis '' of ranks"),
         ({"axis": None}, "Pipeline(axis=...) is of another kind"),
         ({"microbatches": None}, "Pipeline(microbatches=...) is of another kind"),
         ({"axis": "mb"}, "the mesh has no axis 'mb' of ranks"),
@@ -62,8 +62,8 @@ def refused(make: Callable[[], object], words: str) -> None:
         ({"stages": {"1": 2}}, "Pipeline(stages=...) is of another kind"),
         ({"stages": (1, 2)}, "another number of blocks than there are"),
         ({"stages": (0, 4)}, "another number of blocks than there are"),
-        ({"stages": (True, 3)}, "said in more than one way"),
-        ({"stages": (1.0, 3.0)}, "said in more than one way"),
+        ({"stages": (1, "2")}, "Pipeline(stages=...) is of another kind"),
+        ({"stages": (1.0, 3.0)}, "Pipeline(stages=...) is of another kind"),
         ({"stages": ((), ("**",))}, "stage 0 has nothing to do"),
         ({"stages": (("0", "1"), ("1", "2", "3"))}, "is in two stages"),
         ({"stages": (("0", "1"), ("2",))}, "is in no stage"),
@@ -72,7 +72,6 @@ def refused(make: Callable[[], object], words: str) -> None:
         ({"max_in_flight": 1}, "1f1b has more micro-batches in flight than may be"),
         ({"max_in_flight": 1, "schedule": TEXT}, "the schedule has more micro-batches in flight than may be"),
         ({"schedule": None}, "Pipeline(schedule=...) is of another kind"),
-        ({"schedule": sx.schedules.Schedule.parse(TEXT)}, "schedule=str(made)"),
         ({"schedule": ""}, "no schedule is called ''"),
         ({"schedule": "1f1"}, "no schedule is called '1f1'"),
         ({"schedule": TEXT + "\nF2.0"}, "a schedule has a row for each rank"),
@@ -96,8 +95,6 @@ def refused(make: Callable[[], object], words: str) -> None:
             {"schedule": made(sx.schedules.make_schedule("1f1b", stages=3, microbatches=4))},
             "a schedule has a row for each rank",
         ),
-        ({"schedule": raises}, "ZeroDivisionError: no micro-batches"),
-        ({"schedule": lambda stages: None}, "the function that is to make a schedule raises"),
         ({"schedule": "auto", "hints": {"memory": 100}}, "no schedule fits into what a rank may hold"),
         ({"hints": {"specs": {"3.0.weight": "pp, -"}}}, "a value is sharded over 'pp', the axis of stages"),
         ({"hints": {"specs": {"3.0.weight": "mb, -"}}}, "a parameter is sharded over 'mb', a loop axis"),
@@ -114,6 +111,11 @@ def refused(make: Callable[[], object], words: str) -> None:
 )
 def test_what_no_pipeline_can_be(pipeline: dict[str, Any], words: str) -> None:
     refused(lambda: planned(**pipeline), words)
+
+
+def test_a_function_that_makes_no_schedule_is_named() -> None:
+    with pytest.raises(sx.Error, match="pass 'pipeline' failed: ZeroDivisionError: no micro-batches"):
+        planned(schedule=raises)
 
 
 @pytest.mark.parametrize(

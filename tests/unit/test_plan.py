@@ -113,7 +113,7 @@ def test_what_is_in_a_plan(saved: Path) -> None:
     assert loaded.hinted == {"fc2": "[8{dp}, 4]"}
     assert loaded.strategies["forward fc1 aten.addmm 0"] == "n{tp} m{dp}"
     assert loaded.passes[0] == "bind-hints" and loaded.passes[-1] == "order{ahead=1}"
-    assert loaded.passes[-3:-1] == ("bucket-comm{mb=25.0,groups=()}", "loops{fetch=False,strict=False}")
+    assert loaded.passes[-3:-1] == ("bucket-comm{mb=25.0}", "loops{fetch=False,strict=False}")
     assert loaded.torch == torch.__version__
     assert loaded.specs["fc1.weight"] == sx.Spec.parse("tp, -", MESH)
 

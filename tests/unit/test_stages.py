@@ -189,7 +189,7 @@ def test_a_schedule_is_a_name_a_text_or_a_function() -> None:
         assert len(costs["F"]) == len(costs["B"]) == 2
         return sx.schedules.Schedule.parse(text)
 
-    for schedule in (text, made):
+    for schedule in (text, sx.schedules.Schedule.parse(text), made):
         pipeline = planned(mesh=mesh, schedule=schedule).planned.pipeline
         assert pipeline is not None
         assert str(pipeline.schedule) == text

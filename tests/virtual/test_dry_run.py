@@ -23,7 +23,6 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.program.loops.loop_regions import execution_order
 from shardfx.ir.timing.stream_order import moves_only, stream_order
-from shardfx.passes import BucketComm
 
 RANKS, UNDER_WAY = 8, 2
 X, Y = torch.randn(64, 8), torch.randint(0, 4, (64,))
@@ -260,14 +259,13 @@ def test_memory_of_a_collective_under_way_is_not_lent(name: str) -> None:
 
 @pytest.mark.long
 def test_gathers_on_cuda_send_what_lies_side_by_side_and_keep_no_memory() -> None:
-    mesh, hints = PLANS["zero 3, tp, update"]
+    specs = {"args.0": "dp, -", "layers.*.0.weight": "tp dp, -", "layers.*.2.weight": "dp, -"}
     with torch.device("meta"):
         model = Blocks()
     texts = {}
     for device in ("cpu", "cuda"):
-        together = [BucketComm(groups=[["**.weight", "**.bias"]])]
-        given = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), device=device, passes=together, **hints)
-        texts[device] = str(sx.parallelize(model, mesh, given, virtual=True).rank_program(3))
+        hints = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), device=device, specs=specs)
+        texts[device] = str(sx.parallelize(model, sx.Mesh(dp=4, tp=2), hints, virtual=True).rank_program(3))
     assert all("memory.adjoin" in text for text in texts.values())
     assert "c10d.all_gather_into(" in texts["cpu"] and "c10d.all_gather_into(" not in texts["cuda"]
 
