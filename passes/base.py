@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.dim_sharding import DimSharding
@@ -96,7 +96,19 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Pass:
+class NamedPass:
+    """A pass of any kind: its name, and what it requires to be established before it, and establishes."""
+
+    name: ClassVar[str] = ""
+    requires: ClassVar[frozenset[str]] = frozenset()
+    establishes: ClassVar[frozenset[str]] = frozenset()
+
+    def __str__(self) -> str:
+        return f"{self.name}{options_of(self)}"
+
+
+@dataclass(frozen=True)
+class Pass(NamedPass):
     """A transformation of a graph.
 
     ``before`` and ``after`` are the slot in which it stands when a user adds it to the built-in passes: the name of one
@@ -114,9 +126,6 @@ class Pass:
                 return False
     """
 
-    name: ClassVar[str] = ""
-    requires: ClassVar[frozenset[str]] = frozenset()
-    establishes: ClassVar[frozenset[str]] = frozenset()
     before: ClassVar[str] = "order"
     after: ClassVar[str] = ""
     copies: ClassVar[bool] = False
@@ -126,18 +135,8 @@ class Pass:
         """Change ``graph`` (through a Rewriter); says whether it did."""
         raise NotImplementedError
 
-    def __str__(self) -> str:
-        return f"{self.name}{options_of(self)}"
 
-
-class Ordered(Protocol):
-    """A pass of any kind, by its name and what must be established before it."""
-
-    name: ClassVar[str]
-    requires: ClassVar[frozenset[str]]
-
-
-def check_requires(each: Ordered, established: Collection[str], before: Sequence[str], kind: str = "pass") -> None:
+def check_requires(each: NamedPass, established: Collection[str], before: Sequence[str], kind: str = "pass") -> None:
     """Raise if a pass stands before one that establishes what it requires; ``before`` has the names of those before it.
 
     Raises:

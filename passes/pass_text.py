@@ -22,6 +22,8 @@ from shardfx.ir.errors import Error
 
 HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\{(.*)\}\s*)?", re.DOTALL)
 BARE = re.compile(r"[\w.*/+-]+")
+TOKEN = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
+"""A string, or any other character."""
 NOT_FINITE = ("inf", "-inf", "nan")
 NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 Made = TypeVar("Made")
@@ -112,23 +114,16 @@ def fits(value: Any, hint: Any) -> bool:
 
 def _items(text: str, whole: str) -> list[str]:
     """The items between those commas that stand in no brackets or quotes."""
-    items, depth, quote, start, at = [], 0, "", 0, 0
-    while at < len(text):
-        letter = text[at]
-        if quote:
-            at += letter == "\\"
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        elif letter in "([{)]}":
-            depth += 1 if letter in "([{" else -1
-        elif letter == "," and depth == 0:
-            items.append(text[start:at])
-            start = at + 1
-        at += 1
-    if quote or depth:
+    items, depth, tokens = [""], 0, TOKEN.findall(text)
+    for token in tokens:
+        depth += (token in ("(", "[", "{")) - (token in (")", "]", "}"))
+        if token == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += token
+    if depth or not {"'", '"'}.isdisjoint(tokens):
         raise _wrong(whole, "a quote or bracket is not closed", "each quote and bracket closed", whole)
-    return items if not text[start:].strip() else [*items, text[start:]]
+    return items if items[-1].strip() else items[:-1]
 
 
 def _read(text: str, hint: Any, option: Field[Any], whole: str) -> Any:

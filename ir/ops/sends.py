@@ -64,6 +64,11 @@ def is_part(node: Node, mesh: Mesh) -> bool:
     return node.op.rows is not None and not node.op.sends(node, mesh).nbytes
 
 
+def sends(node: Node, mesh: Mesh) -> bool:
+    """Whether a node sends something to other ranks."""
+    return is_comm(node) and not node.op.sends_nothing and not is_part(node, mesh)
+
+
 def loop_of(node: Node, mesh: Mesh) -> int:
     """How many times a node is done in a step: once for each iteration of the loop axes that what it takes hangs on, or
     of all, where it says so."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shardfx.ir.graph import Graph, Node, Phase, Value
-from shardfx.ir.ops.sends import is_comm, is_part
+from shardfx.ir.ops.sends import is_comm, sends
 from shardfx.ir.ops.traits import is_view, narrows
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 from shardfx.passes.pass_text import check_options
@@ -59,13 +59,13 @@ class _Places:
         """The nodes in their new order."""
         self._place_fetches()
         for node in self.graph.nodes:
-            if self._sends(node) and node not in self.fetches:
+            if sends(node, self.graph.mesh) and node not in self.fetches:
                 chain: list[Node] = [node]
                 ready = max((self._ready(value, chain) for value in node.operands), default=-1.0)
                 for each in chain:
                     self.at[each] = min(self._place(each), ready + 0.5)
         for node in reversed(self.graph.nodes):
-            if _may_send(node) and not self._sends(node) and node not in self.fetches:
+            if _may_send(node) and not sends(node, self.graph.mesh) and node not in self.fetches:
                 uses = [self._place(user) for value in node.outs for user in self.users[value]]
                 made = [self._place(each) for each in _makers(node)]
                 self.at[node] = max([min(uses, default=self.now[node]) - 0.5, *made])
@@ -109,7 +109,7 @@ class _Places:
         for node in reversed(ordered):
             uses = [user for value in node.outs for user in self.users[value]]
             first[node] = min((first.get(user, self.now[user]) for user in uses), default=len(self.now))
-            if self._sends(node) or not leads.isdisjoint(uses):
+            if sends(node, self.graph.mesh) or not leads.isdisjoint(uses):
                 leads.add(node)
         needed = sorted({first[node] for node in leads})
         ahead = self.ahead
@@ -122,11 +122,8 @@ class _Places:
                 self.at[node] = max([starts[first[node]], *made])
             else:
                 self.at[node] = first[node] - 0.5 if late else self.now[node]
-            if self._sends(node) or late:
+            if sends(node, self.graph.mesh) or late:
                 behind.add(node)
-
-    def _sends(self, node: Node) -> bool:
-        return _may_send(node) and not is_part(node, self.graph.mesh)
 
 
 def _makers(node: Node) -> list[Node]:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import fetched, is_comm
@@ -79,14 +78,6 @@ class Recompute(Pass):
         of = matching_modules(graph, self.modules, self.skip, self.count, where=WHERE)
         if not of:
             return False
-        if self.shard_saved and self.shard_saved not in graph.mesh.names:
-            raise Error(
-                f"unknown mesh axis {self.shard_saved!r}",
-                where=f"{WHERE}: slice",
-                expected=f"one of {', '.join(graph.mesh.names)}",
-                got=self.shard_saved,
-                remedy="name the axis over which what is kept is sharded, such as that of tensor parallelism",
-            )
         if self.segment > 1:
             of = joined(graph, of, successive(list(dict.fromkeys(of.values())), self.segment))
         kept = self._kept(graph, of)

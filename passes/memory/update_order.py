@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Phase, Value
-from shardfx.ir.ops.sends import is_comm, is_part
+from shardfx.ir.ops.sends import sends
 from shardfx.ir.ops.traits import gives_alias, is_cast, is_view
 
 UNDER_WAY = 2
@@ -51,7 +51,9 @@ def updates_of(graph: Graph, states: Iterable[Input]) -> list[ParameterUpdate]:
     for node in graph.nodes:
         names = {owners[value] for value in node.operands if value in owners} if node.phase is Phase.UPDATE else set()
         if names:
-            name = names.pop() if len(names) == 1 and not _sends(node, graph) else None  # several, or what is gathered
+            name = (
+                names.pop() if len(names) == 1 and not sends(node, graph.mesh) else None
+            )  # several, or what is gathered
             owners.update(dict.fromkeys(node.outs, name))
             if name in found:
                 found[name].nodes.append(node)
@@ -95,7 +97,7 @@ def _ready(graph: Graph, now: Mapping[Node, int]) -> dict[Node, float]:
 
     for i, node in enumerate(graph.nodes):
         if node.phase is Phase.UPDATE:
-            found[node] = max([math.inf if _sends(node, graph) else 0, *map(there, node.operands)])
+            found[node] = max([math.inf if sends(node, graph.mesh) else 0, *map(there, node.operands)])
             continue
         for value in node.operands:
             if value in shown:
@@ -113,13 +115,8 @@ def _final(graph: Graph, now: Mapping[Node, int]) -> dict[Value, float]:
             made = value.node
             while made is not None and made.phase is Phase.BACKWARD and (is_view(made) or is_cast(made)):
                 made = made.operands[0].node
-            if made is not None and made.phase is Phase.BACKWARD and _sends(made, graph):
+            if made is not None and made.phase is Phase.BACKWARD and sends(made, graph.mesh):
                 reduced[value] = made
     sent = sorted({now[node] for node in reduced.values()})
     later = dict(zip(sent, sent[UNDER_WAY:], strict=False))
     return {value: later.get(now[node], math.inf) for value, node in reduced.items()}
-
-
-def _sends(node: Node, graph: Graph) -> bool:
-    """Whether a node sends something to other ranks."""
-    return is_comm(node) and not node.op.sends_nothing and not is_part(node, graph.mesh)

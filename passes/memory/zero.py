@@ -42,7 +42,12 @@ class Zero(Pass):
     least: int = 2**14
 
     def run(self, graph: Graph, context: Context) -> bool:
-        self._check(graph.mesh)
+        for axis in self.axes:
+            if graph.mesh[axis].loop or self.axes.count(axis) > 1:
+                what, got = f"parameters cannot be stored sharded over {axis!r}", ", ".join(self.axes)
+                expected = "axes of ranks, each once: each rank has what it stores in all iterations"
+                remedy = "name an axis, or a tuple of axes, major first, such as that of data"
+                raise Error(what, where="Hints(zero_axis=...)", expected=expected, got=got, remedy=remedy)
         trained = {output.name: output for output in graph.outputs if output.kind is OutputKind.GRADIENT}
         stepped = {output.name for output in graph.outputs if output.kind is OutputKind.PARAMETER}
         changed, stored, users = False, dict[str, Spec](), graph.users()
@@ -66,20 +71,6 @@ class Zero(Pass):
                 if given.name.rpartition(".")[0] in stored:
                     self._say(graph, given.value)
         return changed or bool(stored)
-
-    def _check(self, mesh: Mesh) -> None:
-        for axis in self.axes:
-            what, expected = "", ""
-            if axis not in mesh.names:
-                what, expected = f"unknown mesh axis {axis!r}", f"one of {', '.join(mesh.names)}"
-            elif self.axes.count(axis) > 1:
-                what, expected = f"parameters are to be stored sharded over {axis!r} twice", "each axis once"
-            elif mesh[axis].loop:
-                what = f"parameters are to be stored sharded over {axis!r}, a loop axis"
-                expected = "axes of ranks: each rank has what it stores in all iterations"
-            if what:
-                remedy = "name an axis, or a tuple of axes, of ranks, major first, such as that of data"
-                raise Error(what, where="Hints(zero_axis=...)", expected=expected, got=self.axes, remedy=remedy)
 
     def _say(self, graph: Graph, value: Value) -> None:
         """That a value is stored sharded over the axes, where a hint says so as well."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -20,8 +20,7 @@ from shardfx.ir.ops.table import LocalOp
 from shardfx.ir.program.lower import SharedLowering
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import collective_order, validate_program
-from shardfx.passes.base import PassError, check_requires
-from shardfx.passes.pass_text import options_of
+from shardfx.passes.base import NamedPass, PassError, check_requires
 
 
 @dataclass
@@ -42,7 +41,7 @@ class RankContext:
 
 
 @dataclass(frozen=True)
-class RankPass:
+class RankPass(NamedPass):
     """A transformation of a rank's program.
 
     Subclass it as a frozen dataclass, give it a ``name``, and write :meth:`run`::
@@ -56,16 +55,9 @@ class RankPass:
                 return False
     """
 
-    name: ClassVar[str] = ""
-    requires: ClassVar[frozenset[str]] = frozenset()
-    establishes: ClassVar[frozenset[str]] = frozenset()
-
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Change ``program.graph``, a ``torch.fx.Graph``; says whether it did."""
         raise NotImplementedError
-
-    def __str__(self) -> str:
-        return f"{self.name}{options_of(self)}"
 
 
 def planned_node(call: fx.Node) -> Node | None:

@@ -73,15 +73,9 @@ def _by_rows(
 
 def _flops_of_all(graph: Graph) -> dict[Node, int]:
     """The FLOPs of every node that has many; those of nodes alike are counted once."""
-    known: dict[object, int] = {}
-    flops: dict[Node, int] = {}
-    for node in graph.nodes:
-        if is_heavy(node):
-            key = alike(node)
-            if key not in known:
-                known[key] = flops_of(node)
-            flops[node] = known[key]
-    return flops
+    keys = {node: alike(node) for node in graph.nodes if is_heavy(node)}
+    known = {key: flops_of(node) for key, node in {key: node for node, key in keys.items()}.items()}
+    return {node: known[key] for node, key in keys.items()}
 
 
 def _axes(shardings: Mapping[str, DimSharding]) -> set[str]:

@@ -109,14 +109,6 @@ class Pipeline(Pass):
                     got=repr(mesh),
                     remedy="add it to the mesh" + (", and to the specs of inputs: 'mb dp, -'" if loop else ""),
                 )
-        if self.microbatches and mesh[self.microbatches].interleave:
-            raise Error(
-                f"the micro-batches of {self.microbatches!r} are those of stages, whose order a schedule says",
-                where=f"Pipeline(microbatches={self.microbatches!r})",
-                expected=f"Mesh({self.microbatches}=sx.Loop({mesh[self.microbatches].size}), ...)",
-                got=repr(mesh),
-                remedy="interleave iterations of another axis, within these",
-            )
         for value in graph.values():
             if value.spec and self.axis in (*value.spec.axes, *value.spec.partial_axes):
                 raise Error(

@@ -102,7 +102,7 @@ def refused(make: Callable[[], object], words: str) -> None:
             {"hints": {"zero": 3, "zero_min_numel": 0, "zero_axis": "pp"}},
             "a value is sharded over 'pp', the axis of stages",
         ),
-        ({"hints": {"zero": 3, "zero_min_numel": 0, "zero_axis": "mb"}}, "sharded over 'mb', a loop axis"),
+        ({"hints": {"zero": 3, "zero_min_numel": 0, "zero_axis": "mb"}}, "cannot be stored sharded over 'mb'"),
         ({"mesh": sx.Mesh(pp=5, mb=sx.Loop(4))}, "there are more stages than blocks: 5 and 4"),
         ({"mesh": sx.Mesh(pp=2, mb=4)}, "the mesh has no axis 'mb' of micro-batches"),
         ({"mesh": sx.Mesh(pp=sx.Loop(2), mb=sx.Loop(4))}, "the mesh has no axis 'pp' of ranks"),

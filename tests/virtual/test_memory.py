@@ -310,7 +310,7 @@ def test_parameters_are_offloaded_where_nothing_else_fits() -> None:
         ({"recompute": sx.Recompute("layers.*", save="layers.*.up:aten.mn")}, "did you mean"),
         ({"recompute": 3}, "a pattern of modules"),
         ({"recompute": sx.Recompute("layers.*", skip=6)}, "skip= less than 6"),
-        ({"zero": 3, "zero_axis": ("dp", "dp")}, "over 'dp' twice"),
+        ({"zero": 3, "zero_axis": ("dp", "dp")}, "cannot be stored sharded over 'dp'"),
     ],
     ids=str,
 )
