@@ -11,17 +11,9 @@ from .space import Spatial
 from .stages import Loops, Pipeline, stages_as_planned
 from .unfold_repeats import UnfoldRepeats
 
-__all__ = ["BUILT_IN", "COMM_EXPLICIT", "HINTED", "ON_REQUEST", "ORDER", "SHARDED", "BindHints", "RematerializeCasts"]
-__all__ += [
-    "BucketComm",
-    "CastPlacement",
-    "Context",
-    "DuplicateViews",
-    "Offload",
-    "Order",
-    "Partition",
-    "RematerializeGathers",
-]
-__all__ += ["Pass", "PassError", "Pipeline", "Propagate", "RankContext", "RankPass", "Reassociate", "Recompute"]
-__all__ += ["Loops", "Spatial", "SumPlacement", "TableRows", "UnfoldRepeats", "Zero", "arrange", "check_order"]
-__all__ += ["hint_value", "is_whole", "options_text", "parse_pass", "run_passes", "stages_as_planned", "steps"]
+__all__ = ["BUILT_IN", "COMM_EXPLICIT", "HINTED", "ON_REQUEST", "ORDER", "SHARDED", "BindHints", "BucketComm"]
+__all__ += ["CastPlacement", "Context", "DuplicateViews", "Loops", "Offload", "Order", "Partition", "Pass", "PassError"]
+__all__ += ["Pipeline", "Propagate", "RankContext", "RankPass", "Reassociate", "Recompute", "RematerializeCasts"]
+__all__ += ["RematerializeGathers", "Spatial", "SumPlacement", "TableRows", "UnfoldRepeats", "Zero", "arrange"]
+__all__ += ["check_order", "hint_value", "is_whole", "options_text", "parse_pass", "run_passes", "stages_as_planned"]
+__all__ += ["steps"]

@@ -1,4 +1,4 @@
-"""The cost of one planned node: exact, by lowering and replaying it alone, or rough, from its placements.
+"""The cost of one planned node, by lowering and replaying it alone.
 
     >>> costs = NodeCosts(graph.mesh, rules)
     >>> costs.of(node)                                        # an mm of [256{dp}, 64{tp}] and [64{tp}, 64]
@@ -13,35 +13,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
-from shardfx.ir.ops.sends import is_comm
-from shardfx.ir.ops.traits import base_name, is_view
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec
 
-from .amounts import Cost, Work
-from .flops import flops_of
+from .amounts import Cost
 from .replay import replay
-from .traffic import over_loop
-
-
-def rough_cost(node: Node, mesh: Mesh) -> Cost:
-    """What a rank does each time that a placed node is done, in one iteration of each loop axis."""
-    if is_comm(node):
-        if over_loop(node, mesh):
-            return Cost()
-        return Cost(sent={mesh.sort(node.kwargs["axes"]): node.op.sends(node, mesh)})
-    if is_view(node):
-        return Cost()
-    values = (*node.operands, *node.outs)
-    touched = sum(value.local_bytes(mesh) for value in values)
-    real = [value.type.dtype for value in values if value.type.dtype.is_floating_point]
-    return Cost({Work(flops_of(node, mesh), touched, real[0] if real else torch.float32, base_name(node)): 1})
 
 
 def node_cost(node: Node, mesh: Mesh, book: RuleBook) -> Cost:

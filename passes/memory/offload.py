@@ -126,13 +126,9 @@ class Offload(Pass):
 
         def is_idle(value: Value, first: int) -> bool:
             node = value.node
-            if (
-                node is None
-                or node not in named
-                or value.type.numel < self.min_numel
-                or value in kept
-                or moves_pool(node)
-            ):
+            if node is None or node not in named or moves_pool(node) or value in kept:
+                return False
+            if value.type.numel < self.min_numel:
                 return False
             return uses.ahead(graph.nodes[first], self.prefetch) > max(uses.end_of(value) + 1, uses.begin)
 

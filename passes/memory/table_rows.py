@@ -168,29 +168,24 @@ class _Table:
         rewriter, in_host = Rewriter(self.graph), self.in_host
         away = {given.value for given in self.graph.inputs if given.pool}
         away.update(value for node in in_host for value in node.outs)
-        sent, fetched = dict[Value, Value](), dict[Value, Value]()
+        copies: dict[Value, Value] = {}
 
-        def put(value: Value, user: Node) -> Value:
-            if value not in sent:
-                node = rewriter.before(user, rewriter.comm(to_host, value, like=user, why=f"for {self.table.name}"))
-                sent[value] = node.outs[0]
-            return sent[value]
-
-        def fetch(value: Value) -> Value:
-            made = value.node
-            assert made is not None
-            if value not in fetched:
-                node = rewriter.after(made, rewriter.comm(to_device, value, like=made, why=f"of {self.table.name}"))
-                fetched[value] = node.outs[0]
-            return fetched[value]
+        def copy(value: Value, user: Node | None = None) -> Value:
+            """What was sent to the host for its first user there; or fetched from there, behind what made it."""
+            if value not in copies:
+                near = user or value.node
+                assert near is not None
+                node = rewriter.comm(to_host if user else to_device, value, like=near, why=f"for {self.table.name}")
+                copies[value] = (rewriter.before if user else rewriter.after)(near, node).outs[0]
+            return copies[value]
 
         for node in self.graph.nodes:
             for value in dict.fromkeys(node.operands):
                 if node in in_host and value not in away:
-                    rewriter.replace(value, put(value, node), users=[node])
+                    rewriter.replace(value, copy(value, node), users=[node])
                 elif node not in in_host and value.node in in_host:
-                    rewriter.replace(value, fetch(value), users=[node])
+                    rewriter.replace(value, copy(value), users=[node])
         for output in self.graph.outputs:
             if output.value.node in in_host and not (output.kind.is_given_away and output.name in names):
-                rewriter.replace(output.value, fetch(output.value), users=[output])
+                rewriter.replace(output.value, copy(output.value), users=[output])
         rewriter.apply()

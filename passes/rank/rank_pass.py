@@ -16,7 +16,6 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, OutputKind, Phase
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.ops.table import LocalOp
 from shardfx.ir.program.lower import SharedLowering
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import collective_order, validate_program
@@ -72,14 +71,9 @@ def is_update(call: fx.Node) -> bool:
     return planned is not None and planned.phase is Phase.UPDATE
 
 
-def local_op(call: fx.Node) -> LocalOp | None:
-    """The row of a call of one of our own functions."""
-    return row_of(call.target) if call.op == "call_function" else None
-
-
 def waits(call: fx.Node) -> bool:
     """Whether a call waits for what was started before."""
-    row = local_op(call)
+    row = row_of(call.target)
     return row is not None and row.waits
 
 

@@ -22,11 +22,12 @@ from torch import fx
 
 from shardfx.ir.graph import Phase
 from shardfx.ir.ops import pack
+from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.aliasing import aliased_inputs
 from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.rank_program import RankProgram
 
-from .rank_pass import RankContext, RankPass, local_op, planned_node
+from .rank_pass import RankContext, RankPass, planned_node
 
 LEAST = 2
 """A tile with its halo has at least so many times the halo's bytes: of smaller ones there is little to save."""
@@ -81,7 +82,7 @@ class _TileLiveness:
     def _is_live(self, wide: fx.Node, at: int) -> bool:
         """Whether the tile is live up to a place, also where it has no halo."""
         tile: Any = wide.args[0]
-        while len(shared := aliased_inputs(tile, local_op(tile))) == 1:
+        while len(shared := aliased_inputs(tile, row_of(tile.target))) == 1:
             tile = shared[0]
         return tile.op == "placeholder" or self._last(tile, wide) > at
 
@@ -101,7 +102,7 @@ def _phase(node: fx.Node) -> Phase | None:
 
 def _shows(call: fx.Node, value: fx.Node) -> bool:
     """Whether the result of a call may share the memory of a value."""
-    return value in aliased_inputs(call, local_op(call))
+    return value in aliased_inputs(call, row_of(call.target))
 
 
 def _is_worth_it(wide: fx.Node, program: RankProgram) -> bool:

@@ -22,6 +22,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -75,6 +76,8 @@ class _Packing:
         self.share = Aliasing(self.nodes)
         self.values: dict[fx.Node, Value] = {}
         """Operands of calls, as planned."""
+        self.taking = nx.Graph()
+        """Elementwise calls, and which take one another's results."""
         self.members: dict[fx.Node, _Member] = {}
         self.deferred: dict[_Member, None] = {}
         self.order: list[fx.Node] = []
@@ -102,17 +105,12 @@ class _Packing:
     def _find_members(self) -> None:
         """Group calls that take one another's results."""
         for node in self.nodes:
-            if not self._is_elementwise(node):
-                continue
-            found = list(dict.fromkeys(self.members[used] for used in node.all_input_nodes if used in self.members))
-            member = found[0] if found else _Member()
-            for other in found[1:]:
-                member.nodes += other.nodes
-                self.members.update(dict.fromkeys(other.nodes, member))
-            member.nodes.append(node)
-            self.members[node] = member
-        for member in dict.fromkeys(self.members.values()):
-            member.nodes.sort(key=self.place.__getitem__)
+            if self._is_elementwise(node):
+                self.taking.add_node(node)
+                self.taking.add_edges_from((used, node) for used in node.all_input_nodes if used in self.taking)
+        for calls in nx.connected_components(self.taking):
+            member = _Member(sorted(calls, key=self.place.__getitem__))
+            self.members.update(dict.fromkeys(calls, member))
 
     def _needs(self, node: fx.Node) -> bool:
         """Whether a call takes results of deferred ones, or writes over their operands."""
@@ -149,7 +147,7 @@ class _Packing:
     def _is_rounding(self, node: fx.Node, planned: Node) -> bool:
         """Whether a call casts a member's result for a call of a member, or writes that into its own memory."""
         source = node.args[-1]
-        if source not in self.members or planned.op is not CAST:
+        if source not in self.taking or planned.op is not CAST:
             return False
         if node.target is CAST:
             self.values[source] = planned.operands[0]  # type: ignore[index]

@@ -26,10 +26,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.loops.loop_regions import loop_role, regions
 from shardfx.ir.program.rank_program import RankProgram
 
-from .rank_pass import RankContext, RankPass, local_op, planned_node, waits
+from .rank_pass import RankContext, RankPass, planned_node, waits
 
 REDUCED, COPIED = {"c10d.reduce_scatter_tensor"}, {"memory.to_host", "memory.to_disk"}
 """Of what only so many, and only so many bytes, are in flight at a time, for they keep memory live."""
@@ -51,7 +52,7 @@ class Waits(RankPass):
         nodes = list(program.graph.nodes)
         place = {node: float(i) for i, node in enumerate(nodes)}
         reduced, copied = (
-            [n for n in nodes if (row := local_op(n)) and row.name in set_] for set_ in (REDUCED, COPIED)
+            [n for n in nodes if (row := row_of(n.target)) and row.name in set_] for set_ in (REDUCED, COPIED)
         )
         behind = dict(zip(reduced, reduced[self.under_way :], strict=False))
         behind.update(_in_flight(copied, self.under_way, program))
@@ -127,7 +128,7 @@ def _unpacking(wait: fx.Node, following: list[fx.Node]) -> list[fx.Node]:
     """The wait, and what only moves its result, for the same planned node: unpacking, beside rows of a rank's own."""
     chain, planned = [wait], wait.meta.get("shardfx")
     for node in following:
-        row = local_op(node)
+        row = row_of(node.target)
         if planned is None or node.meta.get("shardfx") is not planned or row is None:
             break
         if not (row.moves or row.name == "getitem") or set(chain).isdisjoint(node.all_input_nodes):

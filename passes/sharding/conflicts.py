@@ -152,9 +152,7 @@ def factor_shardings(
     found = project(sharding, math.prod(sizes), sizes, mesh)
     if found is not None or not dim:
         return found or ()
-    blocks, space = (
-        DimSharding(sharding.axes),
-        not sharding.parts and not any(mesh[axis].loop for axis in sharding.axes),
-    )
+    blocks, loops = DimSharding(sharding.axes), any(mesh[axis].loop for axis in sharding.axes)
+    space = not sharding.parts and not loops
     fits = space and state.feeds(blocks, sizes[0])
     return (blocks if fits else WHOLE, *(WHOLE for _ in dim[1:]))

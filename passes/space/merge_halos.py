@@ -98,11 +98,8 @@ def _all_rows(placement: TrialPlacement, value: Value) -> Spec | None:
 
 def _made_in(placement: TrialPlacement, node: Node, value: Value, rows: Spec) -> Strategy | None:
     """How a node is computed that makes a value in these rows; None if it cannot be."""
-    rule, dims, shardings = (
-        placement.rule(node),
-        placement.rule(node).results[value.index],
-        dict(placement.shardings(node)),
-    )
+    rule, shardings = placement.rule(node), dict(placement.shardings(node))
+    dims = rule.results[value.index]
     assert dims is not None
     for d, (dim, wanted, now) in enumerate(zip(dims, rows.dims, placement.spec(value).dims, strict=True)):
         if wanted == now:

@@ -8,7 +8,7 @@ what depends on rates and counts of steps. An update is where its gradient and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Phase, Value
@@ -148,8 +148,3 @@ class Assignment:
         if value not in made:
             made[value] = set(self.at.get(value.node, ())) or self._meeting(value.node, made)
         return made[value]
-
-
-def stages_in(at: Mapping[Node, At]) -> set[int]:
-    """All stages in which something is done."""
-    return {stage for stages in at.values() for stage in stages}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from shardfx.ir.errors import Error
 from shardfx.ir.schedule.actions import Action, Schedule
 from shardfx.ir.schedule.dependencies import needs
 from shardfx.ir.schedule.simulation import (
     COSTS,
+    KEEPS,
     Costs,
     ScheduleReport,
     check_costs,
@@ -180,58 +180,35 @@ def list_schedule(
             stages.
         kinds: which kinds there are, what is to be done first standing first: whole backwards (``BF``), or halves.
     """
-    table = cost_table(costs, kinds, sum(map(len, stages_of)))
-    state = _Ranks(stages_of, microbatches, live, kinds)
-    choices = {rank: state.choice(rank) for rank in range(len(stages_of))}
-    while any(choices.values()):
-        rank, (start, _, action) = min(((r, each) for r, each in choices.items() if each), key=lambda item: item[1][0])
-        state.do(rank, action, start + table[action.kind][action.stage])
+    last, back = sum(map(len, stages_of)) - 1, "I" if "I" in kinds else "B"
+    table = cost_table(costs, kinds, last + 1)
+    rows: list[list[Action]] = [[] for _ in stages_of]
+    kept, ends, begun = [0 for _ in stages_of], dict[Action, float](), Counter[tuple[str, int]]()
+
+    def choices(rank: int) -> Iterator[_Choice]:
+        free = ends[rows[rank][-1]] if rows[rank] else 0.0
+        for later, stage in enumerate(reversed(stages_of[rank])):
+            for order, kind in enumerate(kinds):
+                action = Action(kind, stage, begun[kind, stage])
+                full = kind == "F" and kept[rank] + later >= live[rank]
+                if action.microbatch == microbatches or full:
+                    continue
+                wanted = needs(action, last, lambda at, microbatch: Action(back, at, microbatch))
+                if all(each in ends for each in wanted):
+                    yield max(free, *(ends[each] for each in wanted), 0.0), (order, -stage), action
+
+    best = {rank: min(choices(rank), default=None) for rank in range(len(rows))}
+    while any(best.values()):
+        rank, (start, _, action) = min(((r, each) for r, each in best.items() if each), key=lambda item: item[1][0])
+        rows[rank].append(action)
+        ends[action] = start + table[action.kind][action.stage]
+        begun[action.kind, action.stage] += 1
+        kept[rank] += KEEPS[action.kind]
         near = {action.stage - 1, action.stage, action.stage + 1}
-        choices.update((r, state.choice(r)) for r, mine in enumerate(stages_of) if r == rank or near & {*mine})
-    return Schedule(tuple(map(tuple, state.rows)))
+        changed = (r for r, mine in enumerate(stages_of) if r == rank or near & {*mine})
+        best.update({r: min(choices(r), default=None) for r in changed})
+    return Schedule(tuple(map(tuple, rows)))
 
 
 _Choice = tuple[float, tuple[int, int], Action]
 """What a rank may do next: when it can start, how it ranks among what can start then, and what it is."""
-
-
-@dataclass
-class _Ranks:
-    """What was done so far, and when each rank is free again."""
-
-    stages_of: Sequence[Sequence[int]]
-    microbatches: int
-    most: Sequence[int]
-    kinds: str
-    ends: dict[Action, float] = field(default_factory=dict)
-    begun: Counter[tuple[str, int]] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.rows: list[list[Action]] = [[] for _ in self.stages_of]
-        self.free = [0.0 for _ in self.stages_of]
-        self.live = [0 for _ in self.stages_of]
-        self.last = sum(map(len, self.stages_of)) - 1
-        self.back = "I" if "I" in self.kinds else "B"
-
-    def choice(self, rank: int) -> _Choice | None:
-        """What the rank does next, if it can do anything."""
-        return min(self._choices(rank), default=None)
-
-    def _choices(self, rank: int) -> Iterator[_Choice]:
-        for place, stage in enumerate(self.stages_of[rank]):
-            later = len(self.stages_of[rank]) - place - 1
-            for order, kind in enumerate(self.kinds):
-                action = Action(kind, stage, self.begun[kind, stage])
-                full = kind == "F" and self.live[rank] + later >= self.most[rank]
-                if action.microbatch == self.microbatches or full:
-                    continue
-                wanted = needs(action, self.last, lambda at, microbatch: Action(self.back, at, microbatch))
-                if all(each in self.ends for each in wanted):
-                    yield max(self.free[rank], *(self.ends[each] for each in wanted), 0.0), (order, -stage), action
-
-    def do(self, rank: int, action: Action, end: float) -> None:
-        """The rank does it until then."""
-        self.rows[rank].append(action)
-        self.ends[action] = self.free[rank] = end
-        self.begun[action.kind, action.stage] += 1
-        self.live[rank] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)

@@ -28,7 +28,7 @@ from shardfx.ir.schedule.actions import WORD as ACTION
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 from shardfx.passes.pass_text import check_options
 
-from .assignment import OF_WEIGHTS, Assignment, At, stages_in
+from .assignment import OF_WEIGHTS, Assignment, At
 from .make_schedule import check_live, make_schedule
 from .stage_blocks import AsPlanned, ModelBlocks, SearchedCounts, Stages
 
@@ -87,7 +87,7 @@ class Pipeline(Pass):
             assigned = Assignment(graph, own, count - 1, told=told)
         if isinstance(self.stages, AsPlanned):
             keep_homes(graph, assigned, self.stages.held, context.rules)
-        if missing := set(range(count)) - stages_in(assigned.at):
+        if missing := set(range(count)).difference(*assigned.at.values()):
             what, remedy = f"stage {min(missing)} has nothing to do", "give it modules that the forward calls"
             raise Error(what, where=WHERE, expected="work for each", got=self.stages, remedy=remedy)
         for node in graph.nodes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 
 from shardfx.ir.cost.flops import flops_of
@@ -133,13 +134,7 @@ class ModelBlocks:
         return firsts
 
     def _by_patterns(self, stages: Sequence[Sequence[str]]) -> StageOf:
-        known: dict[str, int | None] = {}
-
-        def stage(module: str) -> int | None:
-            if module not in known:
-                known[module] = _stage_by_patterns(module, stages)
-            return known[module]
-
+        stage = cache(lambda module: _stage_by_patterns(module, stages))
         for node in self.graph.nodes:
             module = node.where.module
             if node.phase is Phase.FORWARD and module and flops_of(node) > 0 and stage(module) is None:
