@@ -62,8 +62,8 @@ def program(
     pm: sx.ParallelModule, rank: int, order: str, unit_of: UnitOf = phases, compiled: bool = False
 ) -> RankProgram:
     """The program of a rank in units."""
-    write = partial(lowered, pm, rank, order, unit_of)
-    return run_rank_passes(write(), built_in("cpu", compiled), RankContext(pm.planned), write)
+    program = lowered(pm, rank, order, unit_of)
+    return run_rank_passes(program, built_in("cpu", compiled), RankContext(pm.planned), each_validated=False)
 
 
 def put(pm: sx.ParallelModule, order: str, unit_of: UnitOf = phases) -> None:

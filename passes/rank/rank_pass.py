@@ -7,7 +7,7 @@ validated, and the pass that left it wrong is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,30 +99,13 @@ def call_after(anchor: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.No
 
 
 def run_rank_passes(
-    program: RankProgram,
-    passes: Sequence[RankPass],
-    context: RankContext,
-    again: Callable[[], RankProgram] | None = None,
+    program: RankProgram, passes: Sequence[RankPass], context: RankContext, each_validated: bool = True
 ) -> RankProgram:
-    """Run ``passes`` over ``program`` in place, validating what they leave; gives the program.
-
-    With ``again``, which makes the program anew, it is validated at its end, and only if it is wrong there once more,
-    after each pass; without it after each pass at once.
+    """Run ``passes`` over ``program`` in place; gives the program, validated after each pass, or after the last one.
 
     Raises:
         Error: a pass stands too early, fails, or leaves a program that is wrong: naming the pass and the node.
     """
-    if again is None:
-        return _run(program, passes, context, each_validated=True)
-    try:
-        return _run(program, passes, context, each_validated=False)
-    except Exception:  # by one of the passes: the first that does harm is to be named
-        return _run(again(), passes, context, each_validated=True)
-
-
-def _run(
-    program: RankProgram, passes: Sequence[RankPass], context: RankContext, *, each_validated: bool
-) -> RankProgram:
     established, ran = set(context.established), list[str]()
     order = collective_order(program)
     for number, each in enumerate(passes):

@@ -80,9 +80,9 @@ def program_of(
     What somebody's own pass leaves is validated behind each pass; what built-in ones leave, at the end.
     """
     device, common = torch.device(context.device), context.common(kinds)
-    lowered = partial(lower, context.graph, rank, rules, kinds, device, common=common)
+    program = lower(context.graph, rank, rules, kinds, device, common=common)
     ours = all(type(each) in BUILT_IN.values() for each in passes)
-    return run_rank_passes(lowered(), passes, context, lowered if ours else None)
+    return run_rank_passes(program, passes, context, not ours)
 
 
 class Programs:
