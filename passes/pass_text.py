@@ -165,6 +165,10 @@ def _value_text(value: Any) -> str:
 
 def _named(hint: Any) -> str:
     """A type as one would write it."""
+    if get_origin(hint) is Literal:
+        return " | ".join(map(repr, get_args(hint)))
+    if get_origin(hint) is Union:
+        return " | ".join(map(_named, get_args(hint)))
     if isinstance(hint, type) and not get_args(hint):
         return hint.__name__
     return str(hint).replace("collections.abc.", "").replace("typing.", "")

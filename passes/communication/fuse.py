@@ -13,12 +13,12 @@ operands are made and none of its results is used, it can never make a cycle.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 
-from shardfx.ir.graph import Graph, InputKind, Node, Phase, Strategy, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Phase, Strategy
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.ops.table import OwnOp
@@ -44,14 +44,6 @@ class BucketKey(NamedTuple):
     at: tuple[int, ...]
 
 
-@dataclass
-class Bucket:
-    """Collectives that will be coalesced, and their bytes."""
-
-    members: list[Node] = field(default_factory=list)
-    nbytes: float = 0.0
-
-
 @dataclass(frozen=True)
 class BucketComm(Pass):
     """Coalesce collectives of one kind, group and dtype up to ``mb`` megabytes.
@@ -75,8 +67,8 @@ class BucketComm(Pass):
         rewriter, keys = Rewriter(graph), self._keys(graph)
         for buckets, early in ((self._late(graph, keys), False), (self._early(graph, keys), True)):
             for bucket in buckets:
-                if len(bucket.members) > 1:
-                    _fuse(bucket.members, rewriter, early)
+                if len(bucket) > 1:
+                    _fuse(bucket, rewriter, early)
         changed = rewriter.apply()
         graph.rename()
         return changed
@@ -109,56 +101,49 @@ class BucketComm(Pass):
         parts, least = (FINER, 0.0) if any(uncast(n.operands[0]) in stored for n in gathers) else (PARTS, LEAST)
         return {key: min(self.mb * 1e6, max(nbytes / parts, least)) for key, nbytes in total.items()}
 
-    def _late(self, graph: Graph, keys: dict[Node, BucketKey]) -> list[Bucket]:
+    def _late(self, graph: Graph, keys: dict[Node, BucketKey]) -> list[list[Node]]:
         """Reductions, and gathers of outputs, wait for later ones until one is used or the bucket is full."""
-        users, waiting, buckets = graph.users(), dict[Value, BucketKey](), _Buckets(graph, self._limits(graph, keys))
+        users, buckets = graph.users(), _Buckets(graph, keys, self._limits(graph, keys))
         for node in graph.nodes:
             for value in node.operands:
-                if value in waiting:
-                    buckets.close(waiting[value])
-                    waiting = {v: key for v, key in waiting.items() if key in buckets.open}
-            key = keys.get(node)
-            if key is not None and not (node.op is comm.all_gather and users[node.outs[0]]):
-                if buckets.add(node, key):
-                    waiting = {v: other for v, other in waiting.items() if other != key}
-                waiting[node.outs[0]] = key
+                buckets.use(value.node)
+            if node in keys and not (node.op is comm.all_gather and users[node.outs[0]]):
+                buckets.add(node)
         return buckets.all()
 
-    def _early(self, graph: Graph, keys: dict[Node, BucketKey]) -> list[Bucket]:
+    def _early(self, graph: Graph, keys: dict[Node, BucketKey]) -> list[list[Node]]:
         """Gathers of inputs join the first of their bucket."""
-        inputs, buckets = {given.value for given in graph.inputs}, _Buckets(graph, self._limits(graph, keys))
-        for node, key in keys.items():
+        inputs, buckets = {given.value for given in graph.inputs}, _Buckets(graph, keys, self._limits(graph, keys))
+        for node in keys:
             if node.op is comm.all_gather and uncast(node.operands[0]) in inputs:
-                buckets.add(node, key)
+                buckets.add(node)
         return buckets.all()
 
 
 class _Buckets:
-    """Buckets that are open, by their keys, and those that are full."""
+    """Buckets that are open, by their keys, and those that are full: collectives, each with its bytes."""
 
-    def __init__(self, graph: Graph, limits: dict[BucketKey, float]) -> None:
-        self.mesh, self.limits = graph.mesh, limits
-        self.open: dict[BucketKey, Bucket] = {}
-        self.closed: list[Bucket] = []
+    def __init__(self, graph: Graph, keys: dict[Node, BucketKey], limits: dict[BucketKey, float]) -> None:
+        self.mesh, self.keys, self.limits = graph.mesh, keys, limits
+        self.open: dict[BucketKey, dict[Node, int]] = {}
+        self.closed: list[dict[Node, int]] = []
 
-    def add(self, node: Node, key: BucketKey) -> bool:
-        """Put a collective into its bucket; says whether that was full, and another one is begun."""
-        nbytes = node.op.whole_bytes(node, self.mesh)
-        full = key in self.open and self.open[key].nbytes + nbytes > self.limits[key]
-        if full:
-            self.close(key)
-        bucket = self.open.setdefault(key, Bucket())
-        bucket.members.append(node)
-        bucket.nbytes += nbytes
-        return full
+    def add(self, node: Node) -> None:
+        """Put a collective into its bucket, or into another one where that is full."""
+        key, nbytes = self.keys[node], node.op.whole_bytes(node, self.mesh)
+        if key in self.open and sum(self.open[key].values()) + nbytes > self.limits[key]:
+            self.closed.append(self.open.pop(key))
+        self.open.setdefault(key, {})[node] = nbytes
 
-    def close(self, key: BucketKey) -> None:
-        """Nothing more is put into a bucket."""
-        self.closed.append(self.open.pop(key))
+    def use(self, node: Node | None) -> None:
+        """A collective's result is used: its bucket is closed."""
+        key = self.keys.get(node) if node is not None else None
+        if key is not None and node in self.open.get(key, ()):
+            self.closed.append(self.open.pop(key))
 
-    def all(self) -> list[Bucket]:
+    def all(self) -> list[list[Node]]:
         """All of them."""
-        return [*self.closed, *self.open.values()]
+        return [list(each) for each in (*self.closed, *self.open.values())]
 
 
 def _defer_casts(graph: Graph) -> None:

@@ -44,7 +44,6 @@ class Arena(RankPass):
         check_options(self, least=1)
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Give places."""
         changed = self._allocate(program, context)
         nodes = list(program.graph.nodes)
         live, found = BufferIntervals(nodes), {}

@@ -52,7 +52,6 @@ class Buckets(RankPass):
     name: ClassVar[str] = "buckets"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Make the buckets."""
         changed = False
         nodes = list(program.graph.nodes)
         inside, in_host = regions(nodes), computed_beside(context.graph)
@@ -145,7 +144,6 @@ class AddInto(RankPass):
     name: ClassVar[str] = "add-into"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Do so where the sum has the dtype and the shape of what is added."""
         inside, changed = regions(program.graph.nodes), False
         for node in list(program.graph.nodes):
             if node.target is not loop_ops.add:

@@ -63,7 +63,6 @@ class AttentionLayout(RankPass):
     name: ClassVar[str] = "attention-layout"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Insert a copy behind each such result, which the compiler makes a part of its kernel."""
         taken = [
             (call, given)
             for call in program.graph.nodes
@@ -101,7 +100,6 @@ class MaterializeScalars(RankPass):
     name: ClassVar[str] = "materialize-scalars"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Insert the calls, one for each such result."""
         changed = False
         for node in list(program.graph.nodes):
             if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
@@ -131,7 +129,6 @@ class WriteBack(RankPass):
     name: ClassVar[str] = "write-back"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Write them."""
         if any(output.guard is not None for output in program.outputs):
             return False
         share, end = Aliasing(program.graph.nodes), program.result()

@@ -43,7 +43,6 @@ class GatherInto(RankPass):
     name: ClassVar[str] = "gather-into"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Give gathers destinations."""
         changed = False
         nodes, in_host = list(program.graph.nodes), computed_beside(context.graph)
         share = Aliasing(nodes if any(node.target is pack.flatten for node in nodes) else ())
@@ -84,7 +83,6 @@ class InPlace(RankPass):
     name: ClassVar[str] = "in-place"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Reduce in place."""
         nodes: list[fx.Node] = list(program.graph.nodes)
         share, inside, changed = Aliasing(nodes), regions(nodes), False
         for node in nodes:

@@ -47,7 +47,6 @@ class Interleave(RankPass):
         check_options(self, copies=1)
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Split iterations into units, and order these."""
         mesh, changed = program.mesh, False
         for begin in list(program.graph.nodes):
             if loop_role(begin) != "opens" or action_order(begin) or not mesh[str(begin.args[0])].interleave:

@@ -51,7 +51,6 @@ class Overwrite(RankPass):
     name: ClassVar[str] = "overwrite"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Give results the memory of operands."""
         steps = any(output.kind.is_stepped for output in program.outputs)
         if not steps or any(output.guard is not None for output in program.outputs):
             return False
@@ -210,7 +209,6 @@ class OwnOutputs(RankPass):
     establishes: ClassVar[frozenset[str]] = frozenset({"OWN_OUTPUTS"})
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Copy what is shared."""
         end = program.result()
         given_away = ResultOwnership(Aliasing(program.graph.nodes), renewed(program))
         results: list[Any] = list(end.args[0])  # type: ignore[arg-type]

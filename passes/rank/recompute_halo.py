@@ -41,7 +41,6 @@ class RematerializeUnpacks(RankPass):
     requires: ClassVar[frozenset[str]] = frozenset({"WAITS_LATE"})
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Make the copies."""
         nodes = list(program.graph.nodes)
         wide = [node for node in nodes if node.target is pack.unpack_rows]
         if not wide:

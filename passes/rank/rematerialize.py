@@ -53,7 +53,6 @@ class Rematerialize(RankPass):
     name: ClassVar[str] = "rematerialize"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Insert the copies, each before its first use in the backward."""
         nodes = list(program.graph.nodes)
         recomputed = _recomputed(nodes, program)
         copies: dict[fx.Node, fx.Node] = {}

@@ -55,7 +55,6 @@ class Segments(RankPass):
     name: ClassVar[str] = "segments"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Pack what is alike."""
         return _Packing(program, computed_beside(context.graph), context.device).run()
 
 

@@ -47,7 +47,6 @@ class Waits(RankPass):
     under_way: int = 2
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Move the waits."""
         changed = _scalars_last(program)
         nodes = list(program.graph.nodes)
         place = {node: float(i) for i, node in enumerate(nodes)}

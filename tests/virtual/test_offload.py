@@ -338,7 +338,7 @@ def test_what_memory_does_not_hold_is_trained_from_files(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("hints", "what"),
     [
-        ({"offload": ("optimiser",)}, "'optimiser' of type str"),
+        ({"offload": ("optimiser",)}, "Offload(what=...) is of another kind"),
         ({"offload": "optimizer"}, "a tuple of 'activations'"),
         ({"offload": ("optimizer",)}, "an optimizer in the program"),
         ({"offload": away("activations", to="disk", directory="/nowhere")}, "a directory that exists"),
