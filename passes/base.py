@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Strategy
+from shardfx.ir.graph import Graph, Node, Strategy, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.redistribute import Redistribution
@@ -21,6 +21,7 @@ from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
 from .pass_text import options_of
 
 __all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Pass", "PassError", "RuleCache", "check_requires"]
+__all__ += ["derived"]
 
 HINTED = "HINTED"
 """The user's hints are written on the values that they name."""
@@ -150,6 +151,16 @@ def check_requires(each: NamedPass, established: Collection[str], before: Sequen
             got=f"{', '.join(before) or 'nothing'} before it",
             remedy="move it behind the pass that establishes that",
         )
+
+
+def derived(graph: Graph, values: Iterable[Value], every: bool = False) -> set[Value]:
+    """Some values, and all that is made of any of them; of nothing else, where ``every`` operand is to be one."""
+    found = set(values)
+    for node in graph.nodes:
+        operands = set(node.operands)
+        if operands and (operands <= found if every else operands & found):
+            found.update(node.outs)
+    return found
 
 
 class PassError(Error):

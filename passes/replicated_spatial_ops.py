@@ -12,7 +12,7 @@ from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, InputKind, Node, Value, op_name
 from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 
-from .base import RuleCache
+from .base import RuleCache, derived
 
 
 def space_axes(graph: Graph) -> set[str]:
@@ -57,10 +57,8 @@ def report_replicated_space(graph: Graph, cache: RuleCache, strict: bool) -> Non
         Error: ``strict``, and there is one.
     """
     axes, said = space_axes(graph), set()
-    images = {given.value for given in graph.of_kind(InputKind.ARGUMENT)}  # and what is made of them
+    images = derived(graph, (given.value for given in graph.of_kind(InputKind.ARGUMENT))) if axes else ()
     for node in graph.nodes if axes else ():
-        if not images.isdisjoint(node.operands):
-            images.update(node.outs)
         rule = cache.rule(node)
         found = replicated_factors(node, rule, axes, images)
         if not found or node.where in said:

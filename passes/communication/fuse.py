@@ -24,7 +24,7 @@ from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import is_cast, uncast
 from shardfx.ir.rewriter import Rewriter
-from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.base import COMM_EXPLICIT, Context, Pass, derived
 
 FUSED = (comm.all_gather, comm.all_reduce, comm.reduce_scatter)
 PARTS, FINER, LEAST = 4, 16, 1e6
@@ -77,7 +77,8 @@ class BucketComm(Pass):
         """The bucket's key of each collective that can be coalesced: not what is sent from another pool of memory; and
         what follows from the batch alone is not delayed by what is computed from parameters."""
         mesh, found = graph.mesh, dict[Node, BucketKey]()
-        in_host, of_batch = computed_beside(graph), set(_of_batch(graph))
+        stored = (given.value for given in graph.inputs if given.kind in (InputKind.PARAMETER, InputKind.BUFFER))
+        in_host, of_stored = computed_beside(graph), derived(graph, stored)
         for node in graph.nodes:
             if node.op not in FUSED or node in in_host or not _is_simple(node, graph):
                 continue
@@ -87,7 +88,7 @@ class BucketComm(Pass):
             over = (*spec.axes, *spec.partial_axes) if spec is not None else ()
             loops = tuple(axis.name for axis in mesh.axes if axis.loop and axis.name in over)
             axes, reduce = tuple(node.kwargs["axes"]), node.kwargs.get("reduce", "")
-            group = "batch" if node in of_batch else node.phase.value
+            group = "batch" if of_stored.isdisjoint(node.operands) else node.phase.value
             found[node] = BucketKey(node.op, axes, value.type.dtype, reduce, group, loops, node.at)
         return found
 
@@ -170,18 +171,6 @@ def _order_updates(graph: Graph) -> None:
         if came[node] < 0:  # it waits for no gradient: it is done for those that do
             came[node] = min((came[user] for value in node.outs for user in users[value]), default=-1)
     graph.nodes = [node for node in graph.nodes if node.phase is not Phase.UPDATE] + sorted(steps, key=came.__getitem__)
-
-
-def _of_batch(graph: Graph) -> list[Node]:
-    """The communication of values that no parameter or buffer goes into."""
-    stored = {given.value for given in graph.inputs if given.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
-    found = []
-    for node in graph.nodes:
-        if any(value in stored for value in node.operands):
-            stored.update(node.outs)
-        elif isinstance(node.op, OwnOp):
-            found.append(node)
-    return found
 
 
 def _defer_loop_sums(graph: Graph) -> None:

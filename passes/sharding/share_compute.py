@@ -20,6 +20,7 @@ from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.rules.strategy import place
 from shardfx.ir.spec import Spec
+from shardfx.passes.base import derived
 
 from .fixpoint import Propagation
 from .seeds import BY_PASS, Seed
@@ -32,14 +33,12 @@ def share_compute(graph: Graph, axes: Iterable[str], propagation: Propagation) -
     """Shard by rows, over these (data) axes, the products that their ranks all compute, where they can be; says whether
     it did."""
     flops, resolve = _flops_of_all(graph), propagation.conflicts.resolve
-    parameters = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
-    for node in graph.nodes:  # and what is made of nothing else
-        if node.operands and all(value in parameters for value in node.operands):
-            parameters.update(node.outs)
+    parameters = derived(graph, (given.value for given in graph.of_kind(InputKind.PARAMETER)), every=True)
     changed = False
     for axis in (axis for axis in sorted(axes) if graph.mesh.extent((axis,)) > 1):
-        behind = _behind(graph, axis)
-        redundant = [n for n in flops if n in behind and axis not in _axes(resolve(n, True)[0])]
+        hinted = ((given.value, given.value.hint) for given in graph.inputs if given.value.type.ndim)
+        behind = derived(graph, (value for value, hint in hinted if hint is not None and axis in hint.dims[0].axes))
+        redundant = [n for n in flops if behind & {*n.operands} and axis not in _axes(resolve(n, True)[0])]
         if sum(flops[node] for node in redundant) <= WORTH_SHARDING * sum(flops.values()):
             continue
         for node in redundant:
@@ -80,15 +79,3 @@ def _flops_of_all(graph: Graph) -> dict[Node, int]:
 
 def _axes(shardings: Mapping[str, DimSharding]) -> set[str]:
     return {axis for sharding in shardings.values() for axis in sharding.axes}
-
-
-def _behind(graph: Graph, axis: str) -> set[Node]:
-    """The nodes that are made of an input whose hint shards it over the axis."""
-    hinted = ((given.value, given.value.hint) for given in graph.inputs)
-    values = {value for value, hint in hinted if hint is not None and value.type.ndim and axis in hint.dims[0].axes}
-    found: set[Node] = set()
-    for node in graph.nodes:
-        if not values.isdisjoint(node.operands):
-            found.add(node)
-            values.update(node.outs)
-    return found

@@ -37,7 +37,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value, op_name
 from shardfx.ir.rewriter import Rewriter, dead_code
 from shardfx.ir.rules.strategy import REDUCE_AFTER, factor_shardings, partial_operands
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import SHARDED, Context, Pass
+from shardfx.passes.base import SHARDED, Context, Pass, derived
 from shardfx.passes.finite import Factors
 
 from .propagate import scattered
@@ -153,11 +153,8 @@ class _Sums:
         self.late = {node for node in graph.nodes if node.attrs.get(REDUCE_AFTER)}
         """Nodes that partial sums pass."""
         inputs = (given for kind in (InputKind.ARGUMENT, InputKind.TARGET) for given in graph.of_kind(kind))
-        self.of_batch = {given.value for given in inputs if self.late}
+        self.of_batch = derived(graph, (given.value for given in inputs if self.late))
         """Values that an input of the model goes into."""
-        for node in graph.nodes:
-            if not self.of_batch.isdisjoint(node.operands):
-                self.of_batch.update(node.outs)
 
     def run(self) -> bool:
         changed = [self._axis(axis.name) for axis in self.graph.mesh.axes if axis.size > 1 or axis.loop]

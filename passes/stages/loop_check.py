@@ -16,13 +16,13 @@ from typing import ClassVar
 
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import Error, ShardfxWarning
-from shardfx.ir.graph import Graph, InputKind, Node, OutputKind
+from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import EACH_ITERATION
 from shardfx.ir.ops.traits import is_heavy, uncast
 from shardfx.ir.program.loops.loop_nest import PlannedLoop, crossing_use, loop_axes, loop_nest
 from shardfx.ir.program.lower import select
-from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.base import COMM_EXPLICIT, Context, Pass, derived
 
 WORTH_SAYING = 0.01
 """Of all FLOPs that are done in loops, the share from which on what is done twice is said."""
@@ -46,16 +46,15 @@ class Loops(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         if not loop_axes(graph.mesh):
             return False
-        gathers = []
+        stored, gathers = {given.value for given in graph.of_kind(InputKind.PARAMETER)}, []
         if self.fetch:
-            stored = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
             gathers = [n for n in graph.nodes if n.op is comm.all_gather and {*map(uncast, n.operands)} <= stored]
-            for node in gathers:
-                node.attrs = {**node.attrs, EACH_ITERATION: True}
+        for node in gathers:
+            node.attrs = {**node.attrs, EACH_ITERATION: True}
         trained = any(output.kind in TRAINED for output in graph.outputs)
         _, nodes, outputs = select(graph, TRAINED if trained else (OutputKind.RESULT,))
         self._check_nesting(graph, nodes)
-        self._check(graph, loop_nest(nodes, outputs, graph.mesh))
+        self._check(graph, loop_nest(nodes, outputs, graph.mesh), derived(graph, stored))
         return bool(gathers)
 
     def _check_nesting(self, graph: Graph, nodes: Sequence[Node]) -> None:
@@ -75,26 +74,26 @@ class Loops(Pass):
                 remedy=f"let {inner!r} stand in front of {around!r} in the mesh, or shard one by {around!r} too",
             )
 
-    def _check(self, graph: Graph, steps: Sequence[Node | PlannedLoop]) -> None:
-        """Raise, or warn, where iterations must be gone through more than once.
+    def _check(self, graph: Graph, steps: Sequence[Node | PlannedLoop], trained: set[Value]) -> None:
+        """Raise, or warn, where iterations must be gone through more than once for what parameters go into.
 
         Raises:
             Error: naming where all of them must meet.
         """
         for axis in loop_axes(graph.mesh):
             loops = [step for step in steps if isinstance(step, PlannedLoop) and step.axis == axis]
-            early = [loop for loop in loops[:-1] if any(_takes_parameters(node, graph) for node in loop.nodes())]
+            early = [loop for loop in loops[:-1] if any(trained & {*node.operands} for node in loop.nodes())]
             if early:
-                self._check_repeated(axis, early, loops, graph)
+                self._check_repeated(axis, early, loops, graph, trained)
         for step in steps:
             if isinstance(step, PlannedLoop):
-                self._check(graph, step.steps)
+                self._check(graph, step.steps, trained)
 
     def _check_repeated(
-        self, axis: str, early: Sequence[PlannedLoop], loops: Sequence[PlannedLoop], graph: Graph
+        self, axis: str, early: Sequence[PlannedLoop], loops: Sequence[PlannedLoop], graph: Graph, trained: set[Value]
     ) -> None:
         ends = (node for node in early[0].nodes() if axis in node.kwargs.get("axes", ()))
-        where = _line(next(node for node in ends if _takes_parameters(node, graph)))
+        where = _line(next(node for node in ends if trained & {*node.operands}))
         work = {node: flops_of(node) for loop in loops for node in loop.nodes() if is_heavy(node)}
         once = sum(work.values())
         more = sum(work[node] for loop in loops for node in loop.nodes() if node in work) - once
@@ -144,17 +143,3 @@ def _check_rows(axis: str, graph: Graph) -> None:
 
 def _line(node: Node) -> str:
     return "  ".join(filter(None, (str(node.where), node.where.code)))
-
-
-def _takes_parameters(node: Node, graph: Graph) -> bool:
-    """Whether a parameter goes into a node."""
-    behind, todo = set[Node](), list(node.operands)
-    stored = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
-    while todo:
-        value = todo.pop()
-        if value in stored:
-            return True
-        if value.node is not None and value.node not in behind:
-            behind.add(value.node)
-            todo += value.node.operands
-    return False
