@@ -60,36 +60,6 @@ class ScheduleMaker:
         return self.fewest <= chunks and (self.most is None or chunks <= self.most)
 
 
-def gpipe(of: PipelineSize, rank: int) -> tuple[Action, ...]:
-    """All forwards, then all backwards: every micro-batch is in flight (Huang et al. 2018, GPipe)."""
-    return _single(of, rank, of.microbatches)
-
-
-def one_forward_one_backward(of: PipelineSize, rank: int) -> tuple[Action, ...]:
-    """Forwards until the first backward can come, then one of each (Narayanan et al. 2020, PipeDream-flush).
-
-    As many micro-batches are in flight as there are ranks from this one on; the bubble is that of GPipe.
-    """
-    return _single(of, rank, of.ranks - rank)
-
-
-def zb_h1(of: PipelineSize, rank: int) -> tuple[Action, ...]:
-    """1F1B, with gradients of weights later the later the rank (Qi et al. 2023, Zero Bubble, handcrafted schedule 1).
-
-    No rank has more micro-batches in flight than there are ranks; a third of 1F1B's bubble, where all three parts cost
-    the same.
-    """
-    return _single(of, rank, of.ranks - rank, behind=rank)
-
-
-def zb_h2(of: PipelineSize, rank: int) -> tuple[Action, ...]:
-    """As ZB-H1 with so many forwards ahead that no bubble is left (Qi et al. 2023, handcrafted schedule 2).
-
-    Up to 2 x ranks - 1 micro-batches are in flight. A rank is idle before its first action alone, if there are as many.
-    """
-    return _single(of, rank, 2 * (of.ranks - rank) - 1, behind=2 * rank)
-
-
 def interleaved(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """1F1B of several stages a rank, in groups of micro-batches (Narayanan et al. 2021, Megatron-LM).
 
@@ -161,12 +131,19 @@ def dualpipe_v(of: PipelineSize, rank: int) -> tuple[Action, ...]:
 
 
 SCHEDULES: Mapping[str, ScheduleMaker] = {
-    "gpipe": ScheduleMaker(gpipe),
-    "1f1b": ScheduleMaker(one_forward_one_backward),
+    # all forwards, then all backwards: every micro-batch is in flight (Huang et al. 2018, GPipe)
+    "gpipe": ScheduleMaker(lambda of, rank: _single(of, rank, of.microbatches)),
+    # forwards until the first backward can come, then one of each (Narayanan et al. 2020, PipeDream-flush): as many
+    # micro-batches are in flight as there are ranks from this one on; the bubble is that of GPipe
+    "1f1b": ScheduleMaker(lambda of, rank: _single(of, rank, of.ranks - rank)),
     "interleaved": ScheduleMaker(interleaved, fewest=2, most=None),
     "breadth-first": ScheduleMaker(breadth_first, most=None),
-    "zb-h1": ScheduleMaker(zb_h1),
-    "zb-h2": ScheduleMaker(zb_h2),
+    # 1F1B, with gradients of weights later the later the rank (Qi et al. 2023, Zero Bubble, handcrafted schedule 1): a
+    # third of 1F1B's bubble where all three parts cost the same, and no more micro-batches in flight than ranks
+    "zb-h1": ScheduleMaker(lambda of, rank: _single(of, rank, of.ranks - rank, behind=rank)),
+    # so many forwards ahead that no bubble is left (Qi et al. 2023, handcrafted schedule 2), but before a rank's first
+    # action; up to 2 x ranks - 1 micro-batches are in flight
+    "zb-h2": ScheduleMaker(lambda of, rank: _single(of, rank, 2 * (of.ranks - rank) - 1, behind=2 * rank)),
     "zb-v": ScheduleMaker(zb_v, fewest=2, most=2),
     "dualpipev": ScheduleMaker(dualpipe_v, fewest=2, most=2, microbatches=lambda ranks: 2 * ranks),
 }
