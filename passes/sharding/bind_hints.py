@@ -15,9 +15,9 @@ of an input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from shardfx.ir.dim_sharding import DimSharding, Part, compound, project
 from shardfx.ir.errors import Error
@@ -30,9 +30,6 @@ from shardfx.passes.base import HINTED, Context, Pass, RuleCache
 
 from .op_hints import pin_nodes
 from .seeds import BY_PASS, as_used, data_axes
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
 
 MOST_STEPS = 12
 """A dim is followed through so many ops."""
@@ -150,7 +147,7 @@ def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
         spec = Spec.parse(hint, mesh, ndim, where=where)
     elif isinstance(hint, Spec):
         spec = hint
-    elif isinstance(hint, (list, tuple)) and hint and all(map(_is_placement, hint)):
+    elif isinstance(hint, (list, tuple)) and hint and all(hasattr(each, "is_replicate") for each in hint):
         spec = _from_placements(hint, mesh, ndim, where)
     else:
         expected = "text such as 'dp, -', a Spec, or a sequence of DTensor placements"
@@ -163,25 +160,16 @@ def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
     return spec
 
 
-def _is_placement(given: object) -> bool:
-    from torch.distributed.tensor.placement_types import Placement  # all of DTensor, which most hints do not need
-
-    return isinstance(given, Placement)
-
-
-def _from_placements(placements: Iterable[Placement], mesh: Mesh, ndim: int, where: str) -> Spec:
-    """DTensor placements, one per axis of ranks, as a spec."""
-    from torch.distributed.tensor.placement_types import Replicate, Shard
-
-    given = tuple(placements)
+def _from_placements(given: Sequence[Any], mesh: Mesh, ndim: int, where: str) -> Spec:
+    """DTensor placements, one per axis of ranks, as a spec, without importing DTensor, which most hints do not need."""
     if len(given) != len(mesh.space):
         expected = f"{len(mesh.space)} placements, for {', '.join(a.name for a in mesh.space)}"
         raise Error("there is not one placement per mesh axis", where=where, expected=expected, got=len(given))
     axes: list[tuple[str, ...]] = [()] * ndim
     for axis, placement in zip(mesh.space, given, strict=True):
-        if isinstance(placement, Shard):
+        if placement.is_shard():
             axes[placement.dim % ndim] = (*axes[placement.dim % ndim], axis.name)
-        elif not isinstance(placement, Replicate):
+        elif not placement.is_replicate():
             raise Error("a hint takes Shard and Replicate only", where=where, got=repr(placement))
     return Spec(tuple(DimSharding(a) for a in axes))
 
