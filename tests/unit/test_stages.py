@@ -215,7 +215,6 @@ PATTERNS = ("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "he
         ),
         (sx.Mesh(dp=2, mb=T(4)), {}, "the mesh has no axis 'pp' of ranks", "Mesh(dp=2, mb=Loop(4))"),
         (sx.Mesh(pp=2), {}, "the mesh has no axis 'mb' of micro-batches", "Mesh(pp=2)"),
-        (sx.Mesh(pp=2, mb=T(4, True)), {}, "order a schedule says", "Mesh(pp=2, mb=Loop(4, interleave=True))"),
         (sx.Mesh(pp=2, mb=4), {}, "the mesh has no axis 'mb' of micro-batches", "Mesh(pp=2, mb=4)"),
         (None, {"stages": (("emb", "layers.0"), ("layers.*", "norm", "head"))}, "'layers.0.0' is in two stages", None),
         (None, {"stages": (PATTERNS[0], PATTERNS[1][:-1])}, "module 'head' is in no stage", None),
