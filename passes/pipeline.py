@@ -26,18 +26,8 @@ from .unfold_repeats import UnfoldRepeats
 
 ORDER: tuple[type[Pass], ...] = (
     *(BindHints, Propagate, Zero, CastPlacement, Reassociate, SumPlacement, Spatial, DuplicateViews, Partition),
-    *(
-        UnfoldRepeats,
-        Pipeline,
-        Recompute,
-        RematerializeGathers,
-        RematerializeCasts,
-        TableRows,
-        BucketComm,
-        Loops,
-        Order,
-        Offload,
-    ),
+    *(UnfoldRepeats, Pipeline, Recompute, RematerializeGathers, RematerializeCasts, TableRows, BucketComm),
+    *(Loops, Order, Offload),
 )
 """The built-in passes, in the order in which they run."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}

@@ -74,7 +74,7 @@ def store(graph: Graph, parameters: Iterable[Value], context: Context, exact: Co
             )
         layouts = list(value.hint.dims)
         for d, sharding in enumerate(layouts) if value not in exact else ():
-            layouts[d] = fused_layout(value, d, sharding, set(sharding.axes) - data, context.cache, users, mesh)
+            layouts[d] = fused_layout(value, d, sharding, set(sharding.axes) - data, context.cache, users)
         value.spec = Spec(tuple(layouts))
         value.hint = as_used(value.spec, data, value, mesh)
 
@@ -178,19 +178,18 @@ def fused_layout(
     value: Value,
     dim: int,
     sharding: DimSharding,
-    operator: set[str],
+    axes: set[str],
     rules: RuleCache,
     users: Mapping[Value, list[Node]],
-    mesh: Mesh,
 ) -> DimSharding:
-    """How a dim is stored for which a hint says ``sharding``; ``operator`` are its axes that shard ops.
+    """How a dim is stored for which a hint says ``sharding``; ``axes`` are those of it that shard ops.
 
     Follows the dim to the first op that splits it (a split, a view); where the plain sharding does not survive that,
     but one of a part does, each rank stores its share of every part: ``3 * 64`` rows of q, k and v sharded over heads
     are ``(3 64{tp})``.
     """
     size, at = value.shape[dim], dim
-    for _ in range(MOST_STEPS if operator else 0):
+    for _ in range(MOST_STEPS if axes else 0):
         step = _follow(value, at, rules, users)
         if step is None:
             return sharding
@@ -198,13 +197,13 @@ def fused_layout(
         if len(factors) == 1:
             continue
         sizes = rule.dim_sizes(factors)
-        plain = project(sharding, size, sizes, mesh)
+        plain = project(sharding, size, sizes, rules.mesh)
         if plain is not None and not any(c.axes and f in rule.whole for f, c in zip(factors, plain, strict=True)):
             return sharding
-        extent = mesh.extent(sharding.axes)
+        extent = rules.mesh.extent(sharding.axes)
         for i, factor in enumerate(factors):
             if factor not in rule.whole and sizes[i] % extent == 0:
-                return compound([Part(s, sharding.axes if j == i else ()) for j, s in enumerate(sizes)], mesh)
+                return compound([Part(s, sharding.axes if j == i else ()) for j, s in enumerate(sizes)], rules.mesh)
         return sharding
     return sharding
 

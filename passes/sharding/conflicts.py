@@ -19,7 +19,7 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.reasons import Refused
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
-from shardfx.ir.rules.strategy import wished
+from shardfx.ir.rules.strategy import FactorShardings, wished
 
 from .pins import pinned
 from .sharding_state import ShardingState
@@ -105,12 +105,7 @@ class Conflicts:
         return best.sharding
 
     def _settle(
-        self,
-        node: Node,
-        axis: str,
-        factors: list[str],
-        shardings: dict[str, DimSharding],
-        found: dict[str, list[Proposal]],
+        self, node: Node, axis: str, factors: list[str], shardings: FactorShardings, found: dict[str, list[Proposal]]
     ) -> str:
         """Which of the factors gets the axis: the one that was pinned in the forward, one of a parameter's hint, else
         the cheapest by bytes moved."""
