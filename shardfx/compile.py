@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
@@ -124,7 +125,7 @@ def _again(kind: type, given: tuple[str | Recompute, ...]) -> tuple[Recompute, .
 
 def offloads(hints: Hints) -> tuple[Offload, ...]:
     """What hints offload, as passes: words together, with the options that are usual."""
-    words = tuple(each for each in hints.offload if isinstance(each, str))
+    words: tuple[Any, ...] = tuple(each for each in hints.offload if isinstance(each, str))
     usual = (Offload(words),) if words else ()
     return (*usual, *(each for each in hints.offload if isinstance(each, Offload)))
 

@@ -75,12 +75,12 @@ class Offload(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
     repeats: ClassVar[bool] = True
 
-    what: What | tuple[What, ...] = ("activations", "optimizer", "parameters")
+    what: What | Sequence[What] = ("activations", "optimizer", "parameters")
     to: Literal["host", "disk"] = "host"
     prefetch: int = 8
     min_numel: int = 2**14
-    modules: str | tuple[str, ...] = "**"
-    only: str | tuple[str, ...] = ()
+    modules: str | Sequence[str] = "**"
+    only: str | Sequence[str] = ()
     count: int = 0
     skip: int = 0
     directory: str = ""
@@ -95,7 +95,7 @@ class Offload(Pass):
             raise Error("files are offloaded to the disk alone", where=WHERE, expected="to='disk'", got=got)
 
     @property
-    def whats(self) -> tuple[str, ...]:
+    def whats(self) -> tuple[What, ...]:
         """What is offloaded, in words."""
         return (self.what,) if isinstance(self.what, str) else tuple(self.what)
 

@@ -19,7 +19,7 @@ et al., ZeRO-Infinity, 2021, put states there; lookups are done where the table 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -65,7 +65,7 @@ class TableRows(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
     repeats: ClassVar[bool] = True
 
-    modules: str | tuple[str, ...] = "**"
+    modules: str | Sequence[str] = "**"
     min_numel: int = 2**14
 
     def run(self, graph: Graph, context: Context) -> bool:
