@@ -27,6 +27,7 @@ ASSUMPTIONS = (
     "the capture: that the captured graph is the model (that of one with content and at most 16 million elements is "
     "compared with eager on its example, with gradients and buffers)",
     "that a sum in another order is the same sum",
+    "that what follows from finite inputs is finite",
     "op rules beyond the small shapes and values on which their shares of this plan were executed",
 )
 """What a proof assumes; README has the same words."""
