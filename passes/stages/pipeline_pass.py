@@ -73,8 +73,9 @@ class Pipeline(Pass):
     max_in_flight: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.schedule, Schedule):
-            object.__setattr__(self, "schedule", str(self.schedule))
+        given: object = self.schedule
+        if isinstance(given, Schedule):
+            object.__setattr__(self, "schedule", str(given))
         check_options(self, stages_per_rank=1, max_in_flight=1)
 
     def run(self, graph: Graph, context: Context) -> bool:
@@ -123,12 +124,13 @@ class Pipeline(Pass):
         ranks, iterations = graph.mesh[self.axis].size, graph.mesh[self.microbatches].size if self.microbatches else 1
         costs = stage_costs(graph, count)
         if callable(self.schedule):
-            made = self.schedule(count, iterations, ranks, costs)
-            if not isinstance(made, Schedule):
+            given: object = self.schedule(count, iterations, ranks, costs)
+            if not isinstance(given, Schedule):
                 what, where = "a function makes no schedule", f"Pipeline(schedule={self.schedule!r:.100})"
-                expected, got = "an sx.schedules.Schedule", f"{made!r:.100} of type {type(made).__name__}"
+                expected, got = "an sx.schedules.Schedule", f"{given!r:.100} of type {type(given).__name__}"
                 remedy = "return sx.schedules.make_schedule(...)"
                 raise Error(what, where=where, expected=expected, got=got, remedy=remedy)
+            made = given
         elif not ACTION.match(self.schedule.strip()):
             homes = self.stages.homes if isinstance(self.stages, AsPlanned) else None
             return make_schedule(
