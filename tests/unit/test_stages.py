@@ -223,7 +223,6 @@ PATTERNS = ("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "he
         (None, {"stages": (1, 2, 1)}, "3 stages are described, where there are 2", (1, 2, 1)),
         (None, {"stages": ("layers.3", "layers.2")}, "do not begin one behind the other", ("layers.3", "layers.2")),
         (None, {"stages": ("layers.9",)}, "no stage can begin at 'layers.9'", "layers.9"),
-        (None, {"stages": (1, "layers.1")}, "said in more than one way", (1, "layers.1")),
         (None, {"schedule": "F0.0 F1.0 B1.0 B0.0", "microbatches": ""}, "a row for each rank", 1),
     ],
 )
