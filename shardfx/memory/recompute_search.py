@@ -35,8 +35,8 @@ from shardfx.ir.text.printer import size_text
 from shardfx.memory.budget import MemoryPredictor, repeated_modules, what_fits
 from shardfx.memory.recompute_segments import OpGroup, SegmentedStep, SegmentKind, runs, segmentations
 from shardfx.passes import Offload, Recompute
+from shardfx.passes.memory.offload import ACTIVATIONS
 
-ACTIVATIONS = "activations"
 TOGETHER = (2, 4, 8)
 """So many modules that follow one another are recomputed as one, at last."""
 TRIES = 4
