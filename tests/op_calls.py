@@ -188,6 +188,7 @@ def others() -> list[tuple[Any, ...]]:
         (aten.scatter.value, x3, 2, i(5, 4, 6, 1), 0),
         (aten.scatter_add.default, x3, 1, i(6, 4, 7, 5), f(4, 7, 5)),
         (aten.scatter_add.default, x3, 1, i(6, 3, 7, 5), f(4, 8, 5)),
+        (aten.scatter_add.default, x3, 1, i(6, 3, 7, 5), f(3, 7, 5)),
         (aten.index_put.default, x3, [i(4, 7)], f(7, 6, 5), True),
         (aten.index_put.default, x3, [None, i(6, 3, 1), i(5, 2)], f(4, 3, 2), True),
         (aten.index_put.default, x3, [torch.tensor([2, 0])], f(2, 6, 5), False),

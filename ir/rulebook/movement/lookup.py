@@ -148,8 +148,9 @@ def scatter(node: Node) -> ShardingRule | Template:
     shared = [size == x[i] and i != dim for i, size in enumerate(index)]
     whole = {f"d{i}" for i, each in enumerate(shared) if not each} | {f"d{dim}"}
     other = not (adds(node) or takes_extreme(node)) or any(each != index for each in src)
-    whole |= {f"i{i}" for i in range(len(index)) if i != dim or other}
-    part = [f"d{i}" if each else f"i{i}" for i, each in enumerate(shared)]
+    own = [f"i{i}" if i == dim else f"j{i}" for i in range(len(index))]
+    whole |= {own[i] for i in range(len(index)) if i != dim or other}
+    part = [f"d{i}" if each else own[i] for i, each in enumerate(shared)]
     values = []
     for given in src:
         fits = [size == index[i] for i, size in enumerate(given)]
