@@ -32,8 +32,9 @@ EXAMINED: dict[str, tuple[int, ...]] = {
 }
 """The tensors, by position, that must be finite so that a product with the others is: of all other ops each. The weight
 that attention gives is bounded, whatever its mask is."""
-DIVISORS = {"div": 1, "addcdiv": 2, "nll_loss_backward": 4, "nll_loss2d_backward": 4}
-"""The position of what the first tensor is divided by."""
+DIVISORS = {"div": "other", "addcdiv": "tensor2"}
+DIVISORS |= dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), "total_weight")
+"""The argument by which the first tensor is divided."""
 SOLVES = frozenset("linalg_solve_triangular linalg_lu_solve linalg_ldl_solve triangular_solve cholesky_solve".split())
 """They divide by a matrix, of which nothing is known."""
 FINITE_OF_FINITE = frozenset(
@@ -130,8 +131,8 @@ def divisors_of_sums(graph: Graph) -> frozenset[Value]:
 
 def _divisor(node: Node) -> Any:
     """What the first tensor of a node is divided by; None where it is not."""
-    slot = DIVISORS.get(base_name(node))
-    return given_tensors(node)[slot] if slot is not None else None
+    name = DIVISORS.get(base_name(node))
+    return argument(node, name) if name is not None else None
 
 
 def _is_float(value: Value) -> bool:

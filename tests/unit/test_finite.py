@@ -142,3 +142,10 @@ def test_partial_sums_are_divided_by_constants_only(op: Any, args: tuple[Any, ..
     group = next(each.operands for each in rule.linear if len(node.operands) - 1 not in each.operands)
     assert Factors(nonzero={divisor}).may_pass(node, rule, group)
     assert not Factors().may_pass(node, rule, group)
+
+
+@pytest.mark.parametrize("op", [aten.div.Tensor, aten.div.Scalar])
+@pytest.mark.parametrize("number", [2, 0, 0.0])
+def test_partial_sums_are_divided_by_numbers_that_are_not_zero(op: Any, number: float) -> None:
+    node = instance(op, (f(4), number)).node
+    assert Factors().may_pass(node, rule_of(node), frozenset({0})) is (number != 0)
