@@ -270,7 +270,7 @@ NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "another table": (lambda: Table("split"), "is not local"),
     "samples that lie second": (Whole, "the first dim of its result is not that of the images"),
     "a size": (Counts, "is not local"),
-    "a flip": (lambda: Flips(), "flip is not local: it flips the image"),
+    "a flip": (lambda: Flips(), "flip is not local"),
 }
 
 
