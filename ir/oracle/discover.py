@@ -34,7 +34,7 @@ from torch._decomp import decomposition_table
 from shardfx.ir.graph import Node
 from shardfx.ir.rules.book import Contiguous, RuleEntry
 from shardfx.ir.rules.local import Emit
-from shardfx.ir.rules.sharding_rule import SAME, Dim, Linear, ShardingRule
+from shardfx.ir.rules.sharding_rule import Dim, Linear, ShardingRule
 from shardfx.ir.rules.template import keeps_precision, parse_linear
 
 from .draws import draws
@@ -190,11 +190,13 @@ def _checks(op: Any) -> bool:
 
 # ---- what was found ------------------------------------------------------------------------------------------------
 
-WORDS = ("equal", "sum", "max", "min", "mean")
-"""What a result may be that is not sharded, the best first; a mean is the sum of the ranks' results by their shares."""
+EQUAL = "equal"
+WORDS = ("sum", "max", "min", "mean")
+"""What a result may be that is neither sharded nor the same on all ranks, the best first: one of these for all results.
+A mean is the sum of the ranks' results by their shares."""
 Place = tuple[int, int] | str | None
-"""Of a tensor that is sharded a dim, and how many elements in a row are distributed together; else one of WORDS of a
-result, None of an operand."""
+"""Of a tensor that is sharded a dim, and how many elements in a row are distributed together; else EQUAL or one of
+WORDS of a result, None of an operand."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ class Findings:
 
 
 def together(shardings: Iterable[ValidSharding], shapes: Sequence[Sequence[int]]) -> list[FoundSharding]:
-    """Of all valid shardings those that fit in one rule: each dim is sharded one way, each result reduced one way.
+    """Of all valid shardings those that fit in one rule: each dim is sharded one way, all results reduced one way.
 
     Those of more operands, and those that leave less to be reduced, come first. ``shapes`` are those of operands, then
     of results.
@@ -243,25 +245,23 @@ def together(shardings: Iterable[ValidSharding], shapes: Sequence[Sequence[int]]
         return sum(any(isinstance(o, int) for o in outcome) for outcome in sharding.results)
 
     taken: set[tuple[int, int]] = set()
-    words: dict[int, frozenset[Any]] = {}
+    words: frozenset[Any] = frozenset(WORDS)
     found = []
     for sharding in sorted(shardings, key=lambda c: (-sum(d is not None for d in c.operands), -joined(c), -c.size)):
-        dims, said = list(sharding.operands), dict(words)
-        for r, outcome in enumerate(sharding.results, len(dims)):
-            free = [o for o in outcome if isinstance(o, int) and (r, o) not in taken]
-            dims.append(min(free, default=None))
-            if not free:
-                said[r] = said.get(r, outcome) & outcome.intersection(WORDS)
-        ends = {(i, d) for i, d in enumerate(dims) if d is not None}
-        if not taken & ends and all(said.values()):
-            taken |= ends
+        ends: list[int | str | None] = list(sharding.operands)
+        said = words
+        for r, outcome in enumerate(sharding.results, len(ends)):
+            free = min((o for o in outcome if isinstance(o, int) and (r, o) not in taken), default=None)
+            ends.append(free if free is not None else EQUAL if EQUAL in outcome else "")
+            said = said & outcome if ends[-1] == "" else said
+        dims = {(i, d) for i, d in enumerate(ends) if isinstance(d, int)}
+        if said and not taken & dims:
+            taken |= dims
             words = said
-            places = [None if d is None else (d, shapes[i][d] // sharding.size) for i, d in enumerate(dims)]
+            places = [(d, shapes[i][d] // sharding.size) if isinstance(d, int) else d for i, d in enumerate(ends)]
             found.append((places, sharding.sized))
-    chosen = {r: next(word for word in WORDS if word in options) for r, options in words.items()}
-    return [
-        FoundSharding(tuple(place or chosen.get(i) for i, place in enumerate(places)), sized) for places, sized in found
-    ]
+    word = next(word for word in WORDS if word in words)
+    return [FoundSharding(tuple(word if p == "" else p for p in places), sized) for places, sized in found]
 
 
 def as_rule(found: Findings, node: Node) -> ShardingRule:
@@ -271,7 +271,9 @@ def as_rule(found: Findings, node: Node) -> ShardingRule:
     whole: set[str] = set()
     values = [*node.operands, *node.outs]
     dims: dict[tuple[int, int], Dim] = {}
-    words: dict[int, str] = {}
+    words: set[str] = set()
+    unread: dict[str, frozenset[int]] = {}
+    operands = len(node.operands)
 
     def unsharded(size: int) -> Dim:
         name = next(names)
@@ -288,18 +290,19 @@ def as_rule(found: Findings, node: Node) -> ShardingRule:
         sizes[factor] = count
         for i, d, block in sharding.ends:
             dims[i, d] = (factor, *(unsharded(block) if block > 1 else ()))
-        words.update((i, place) for i, place in enumerate(sharding.places) if isinstance(place, str))
+        equal = [value.index for value, place in zip(values, sharding.places, strict=True) if place == EQUAL]
+        unread |= {factor: frozenset(equal)} if equal else {}
+        words.update(place for place in sharding.places if isinstance(place, str) and place != EQUAL)
     made = [
         tuple(dims.get((i, d)) or (unsharded(size) if size != 1 else ()) for d, size in enumerate(value.shape))
         for i, value in enumerate(values)
     ]
-    operands = len(node.operands)
     number = {value: i for i, value in enumerate(node.outs, operands)}
     results = tuple(None if value is None else made[number[value]] for value in node.results)
-    said = ("sum" if value is None else words.get(number[value], "sum") for value in node.results)
-    reduce = ", ".join({"equal": SAME, "mean": "sum"}.get(word, word) for word in said)
+    (word,) = words or {"sum"}
+    reduce = "sum" if word == "mean" else word
     linear = tuple(each for each in found.linear if _is_precise(each, node))
-    return ShardingRule(tuple(made[:operands]), results, sizes, frozenset(whole), linear, reduce)
+    return ShardingRule(tuple(made[:operands]), results, sizes, frozenset(whole), linear, reduce, unread=unread)
 
 
 def _is_precise(group: Linear, node: Node) -> bool:

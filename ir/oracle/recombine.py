@@ -118,7 +118,8 @@ def split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generato
     if kind in ("max", "min"):
         return split_max(tensor, count, kind, generator)
     if kind == "product":
-        others = [torch.rand(tensor.shape, generator=generator).to(tensor.dtype) * 0.9 + 0.55 for _ in range(count - 1)]
+        given = [torch.rand(tensor.shape, dtype=tensor.dtype, generator=generator) for _ in range(count - 1)]
+        others = [each * 0.9 + 0.55 for each in given]
         return [tensor / math.prod(others), *others]
     return [term * (count if kind == "avg" else 1) for term in split_sum(tensor, count, generator)]
 
