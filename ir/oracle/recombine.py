@@ -125,23 +125,11 @@ def split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generato
 
 
 def split_max(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
-    """``count`` tensors whose elementwise maximum (or minimum) is ``tensor``: each element is in one of them."""
+    """``count`` tensors whose elementwise maximum (or minimum) is ``tensor``: each element is in one of them, and the
+    least (or largest) of all in the others."""
     owner = torch.randint(0, count, tensor.shape, generator=generator)
-    off = torch.rand(tensor.shape, generator=generator)
-    other = _beyond(tensor, off, kind)
+    other = (tensor.amin() if kind == "max" else tensor.amax()) if tensor.numel() else tensor
     return [torch.where(owner == i, tensor, other) for i in range(count)]
-
-
-def _beyond(tensor: torch.Tensor, off: torch.Tensor, kind: str) -> torch.Tensor:
-    """Less (or more, for a minimum) than each element by 1 and ``off``, as far as its dtype has less."""
-    if tensor.dtype is torch.bool:
-        return torch.full_like(tensor, kind == "min")
-    step = off.to(tensor.dtype) + 1
-    other = tensor - step if kind == "max" else tensor + step
-    if tensor.is_floating_point():
-        return other
-    bounds = torch.iinfo(tensor.dtype)
-    return torch.where(tensor == (bounds.min if kind == "max" else bounds.max), tensor, other)
 
 
 Outcome = int | str
@@ -154,6 +142,8 @@ def outcomes(
 ) -> frozenset[Outcome]:
     """All that ``whole`` is of its parts; ``lengths`` of ``size`` are what the parts were given of the sharded dims."""
     found: set[Outcome] = set()
+    if any(part.dim() != whole.dim() or part.dtype != whole.dtype for part in parts):
+        return frozenset()
     if all(part.shape == whole.shape for part in parts):
         if all(same(part, whole) for part in parts):
             found.add("equal")
@@ -170,19 +160,10 @@ def outcomes(
         return frozenset(found)
     for d, length in enumerate(whole.shape):
         fits = all(part.shape[d] * size == length * given for part, given in zip(parts, lengths, strict=True))
-        if fits and same(torch.cat(list(parts), d), whole):
+        others = {part.shape[:d] + part.shape[d + 1 :] for part in (*parts, whole)}
+        if fits and len(others) == 1 and same(torch.cat(list(parts), d), whole):
             found.add(d)
     return frozenset(found)
-
-
-def plausible(part: torch.Tensor | None, whole: torch.Tensor | None) -> bool:
-    """Whether a shard's result can be part of the global one: of its shape, but for one dim that is shorter."""
-    if part is None or whole is None:
-        return part is whole
-    if part.dtype != whole.dtype or part.dim() != whole.dim():
-        return False
-    other = [(a, b) for a, b in zip(part.shape, whole.shape, strict=True) if a != b]
-    return not other or (len(other) == 1 and other[0][0] < other[0][1])
 
 
 def agreed(trials: Iterable[tuple[frozenset[T], ...] | None]) -> tuple[frozenset[T], ...] | None:

@@ -208,38 +208,31 @@ def fails_without_numbers(node: Node, entry: RuleEntry, mesh: Mesh) -> str:
     assert made is not None
     seen = set()
     for coords in _coords(made, mesh):
-        shapes = [s.local_shape(v.shape, mesh, coords) for v, s in zip(node.operands, made.operands, strict=True)]
-        if tuple(shapes) in seen:
+        shapes = tuple(s.local_shape(v.shape, mesh, coords) for v, s in zip(node.operands, made.operands, strict=True))
+        if shapes in seen:
             continue
-        seen.add(tuple(shapes))
-
-        def results(device: str, shapes: Sequence[tuple[int, ...]] = shapes, coords: Coords = coords) -> list[Any]:
-            pairs = zip(shapes, node.operands, strict=True)
-            with _fake_mode():
-                tensors = [torch.empty(shape, dtype=value.type.dtype, device=device) for shape, value in pairs]
-                args, kwargs = bind(node, tensors)
-                return as_results(perform(entry, Executor(node, mesh, coords, args, kwargs)))
-
+        seen.add(shapes)
+        pairs = zip(node.outs, made.results, strict=True)
+        expected = [f"{v.type.dtype} of {list(spec.local_shape(v.shape, mesh, coords))}" for v, spec in pairs]
         try:
-            why = _other_shapes(results("cpu"), node, made, mesh, coords)
+            found = _fake_results(node, entry, mesh, coords, shapes, "cpu")
+            if found != expected and _fake_results(node, entry, mesh, coords, shapes, "meta") != expected:
+                return f"the results of a rank are {found}, by its fake version; expected {expected}"
         except Exception as error:  # whatever an op says of its arguments
-            return f"it fails on a rank's shapes {shapes}: {one_line(error)}"
-        if why and _other_shapes(results("meta"), node, made, mesh, coords):
-            return why
+            return f"it fails on a rank's shapes {list(shapes)}: {one_line(error)}"
     return ""
 
 
-def _other_shapes(results: list[Any], node: Node, made: Strategy, mesh: Mesh, coords: Coords) -> str:
-    specs = iter(made.results)
-    for i, value in enumerate(node.results):
-        if value is None:
-            continue
-        shape = next(specs).local_shape(value.shape, mesh, coords)
-        given = results[i] if i < len(results) else None
-        if given is None or tuple(given.shape) != shape or given.dtype != value.type.dtype:
-            got = "no tensor" if given is None else f"{given.dtype} of shape {list(given.shape)}"
-            return f"result {i} of a rank is {got}, by its fake version; expected {value.type.dtype} of {list(shape)}"
-    return ""
+def _fake_results(
+    node: Node, entry: RuleEntry, mesh: Mesh, coords: Coords, shapes: Sequence[tuple[int, ...]], device: str
+) -> list[str]:
+    """Dtype and shape of what a rank makes of operands of these shapes."""
+    with _fake_mode():
+        pairs = zip(shapes, node.operands, strict=True)
+        args, kwargs = bind(node, [torch.empty(s, dtype=v.type.dtype, device=device) for s, v in pairs])
+        results = as_results(perform(entry, Executor(node, mesh, coords, args, kwargs)))
+    given = itertools.zip_longest(results[: len(node.results)], node.results)
+    return ["no tensor" if r is None else f"{r.dtype} of {list(r.shape)}" for r, v in given if v is not None]
 
 
 def _coords(made: Strategy, mesh: Mesh) -> Iterator[Coords]:

@@ -27,7 +27,7 @@ from shardfx.ir.rules.template import keeps_precision
 
 from .draws import draws
 from .instance import TRUSTING, UNCHECKED, Instance, Results, argument_at, places, runs
-from .recombine import Outcome, agreed, magnitude, outcomes, plausible, same, split_sum
+from .recombine import Outcome, agreed, magnitude, outcomes, same, split_sum
 
 aten = torch.ops.aten
 
@@ -190,13 +190,13 @@ class Oracle:
         """What the results (of ``op`` instead) are of those of ``count`` shards; None if some result is nothing of the
         kind."""
         parts = self.shard_results(of, choice, size, count, sized, op)
-        if parts is None or not all(len(p) == len(of.kept) and all(map(plausible, p, of.kept)) for p in parts):
+        if parts is None or any(len(p) != len(of.kept) or any(r is None for r in p) for p in parts):
             return None
         lengths = [chunk(size, count, k)[1] for k in range(count)]
         found = []
         for whole, results in zip(of.kept, zip(*parts, strict=True), strict=True):
             assert whole is not None
-            outcome = outcomes([p for p in results if p is not None], whole, lengths, size)
+            outcome = outcomes(results, whole, lengths, size)
             if len(of.kept) > 1 and PARTIAL not in choice:
                 outcome -= {"mean"}  # a mean beside what it was divided by is one only where nothing is left out of it
             found.append(outcome)
