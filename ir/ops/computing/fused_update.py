@@ -74,10 +74,17 @@ def _term(op: Any, *args: Any, **kwargs: Any) -> KernelTerm:
     return KernelTerm(op, with_defaults(op, args, kwargs))
 
 
-def _adam(decoupled: bool, amsgrad: bool) -> FusedKernel:
-    """``torch.optim.adam._single_tensor_adam``; ``decoupled``: that of AdamW, with weight decay."""
+def _decayed(decays: bool) -> Any:
+    """The gradient, with what weight decay adds to it."""
+    if not decays:
+        return Name("grads")
+    return _term(aten.add.Tensor, Name("grads"), Name("self"), alpha=Number("weight_decay"))
+
+
+def _adam(decays: bool, decoupled: bool, amsgrad: bool) -> FusedKernel:
+    """``torch.optim.adam._single_tensor_adam``; ``decoupled``: that of AdamW."""
     new: Name | KernelTerm = Name("self")
-    lr, step, grad = Name("lr"), Name("state_steps"), Name("grads")
+    lr, step, grad = Name("lr"), Name("state_steps"), _decayed(decays and not decoupled)
     if decoupled:
         rate = _term(aten.rsub.Scalar, _term(aten.mul.Tensor, lr, Number("weight_decay")), 1)
         new = _term(aten.mul.Tensor, new, rate)
@@ -94,13 +101,13 @@ def _adam(decoupled: bool, amsgrad: bool) -> FusedKernel:
     results = {"self": stepped, "exp_avgs": mean, "exp_avg_sqs": square}
     results |= {"max_exp_avg_sqs": largest} if amsgrad else {}
     op = aten._fused_adamw_ if decoupled else aten._fused_adam_
-    fixed = {"amsgrad": amsgrad, "maximize": False} | ({} if decoupled else {"weight_decay": 0.0})
+    fixed = {"amsgrad": amsgrad, "maximize": False} | ({} if decays else {"weight_decay": 0.0})
     return FusedKernel(op.tensor_lr, results, fixed)
 
 
-def _sgd(momentum: bool, nesterov: bool) -> FusedKernel:
+def _sgd(decays: bool, momentum: bool, nesterov: bool) -> FusedKernel:
     """``torch.optim.sgd._single_tensor_sgd`` without dampening: then a buffer of zeros is none yet."""
-    grad: Name | KernelTerm = Name("grads")
+    grad = _decayed(decays)
     results = {}
     if momentum:
         by = Number("momentum")
@@ -109,15 +116,16 @@ def _sgd(momentum: bool, nesterov: bool) -> FusedKernel:
         grad = _term(aten.add.Tensor, grad, buffer, alpha=by) if nesterov else buffer
     step = _term(aten.mul.Tensor, grad, _term(aten.neg.default, Name("lr")))
     results["self"] = _term(aten.add.Tensor, Name("self"), step)
-    fixed = {"dampening": 0.0, "nesterov": nesterov, "maximize": False, "is_first_step": False, "weight_decay": 0.0}
-    return FusedKernel(aten._fused_sgd_.tensor_lr, results, fixed | ({} if momentum else {"momentum": 0.0}))
+    fixed = {"dampening": 0.0, "nesterov": nesterov, "maximize": False, "is_first_step": False}
+    fixed |= ({} if decays else {"weight_decay": 0.0}) | ({} if momentum else {"momentum": 0.0})
+    return FusedKernel(aten._fused_sgd_.tensor_lr, results, fixed)
 
 
 KERNELS: tuple[FusedKernel, ...] = (
-    *(_adam(*flags) for flags in itertools.product((False, True), repeat=2)),
-    *(_sgd(*flags) for flags in ((False, False), (True, False), (True, True))),
+    *(_adam(*flags) for flags in itertools.product((False, True), repeat=3) if flags[0] or not flags[1]),
+    *(_sgd(*flags) for flags in itertools.product((False, True), repeat=3) if flags[1] or not flags[2]),
 )
-"""Of those that torch has for CPUs and CUDA. Weight decay that is added to the gradient computes the gradient."""
+"""Of those that torch has for CPUs and CUDA."""
 
 
 @dataclass(frozen=True)
