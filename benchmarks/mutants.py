@@ -129,7 +129,7 @@ def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*
     for name in plans:
         pm = planned(name)
         rules = pm._compiled.context.rules
-        begun, known = Proof.begin(pm.captured, pm.planned, rules, pm.planned.outputs, {}), pm._known_inputs()
+        begun, known = Proof.begin(pm.captured, pm.planned, rules, pm.planned.outputs, {}), pm._state.known_inputs()
         assert isinstance(begun, Proof), begun
         forms = {form: Programs.of(pm, as_they_run=form) for form in (False, True)}
         for mutation in mutations:

@@ -28,7 +28,7 @@ from shardfx.module.specializations import Specializations
 from shardfx.module.state_checks import unwatched, watch_original
 from shardfx.passes import Pass
 from shardfx.plan import PlannedSpecs
-from shardfx.runtime.distributed.groups import initialise, launched
+from shardfx.runtime.distributed.groups import check_size, initialise, launched
 from shardfx.runtime.local_device import check_device, local_device
 
 from .compile import capture_model, check_offload, compile_model, no_collection
@@ -111,23 +111,23 @@ def parallelize(
             asked = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(asked):  # which a model may ask
                 made = compile_model(model, described, hints, all_rules(hints.rules), behind=behind)
-                made = _within_budget(made, place)
                 if hints.loss is not product and asked:
                     check_gradients(model, made)
-                reject_half(made, autocast_around())
-                check_own_rules(made.after, made.context, hints.rules)
-                report_redundant_compute(made)
-                return made
+                return checked(made)
 
         def first() -> Compiled:
-            place.check(described)
+            if not place.virtual:
+                check_size(described)
             compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
             check_gradients(module, compiled)
             check_stepped(module, compiled)
+            return checked(compiled)
+
+        def checked(compiled: Compiled) -> Compiled:
             reject_half(compiled, autocast_around())
             compiled = _within_budget(compiled, place)
-            if isinstance(hints.specs, PlannedSpecs):
-                hints.specs.plan.check_planned(compiled)
+            if isinstance(compiled.hints.specs, PlannedSpecs):
+                compiled.hints.specs.plan.check_planned(compiled)
             check_own_rules(compiled.after, compiled.context, hints.rules)
             report_redundant_compute(compiled)
             return compiled

@@ -163,12 +163,6 @@ def arena_use(program: RankProgram) -> ArenaUse | None:
     return ArenaUse(sum(sizes), peak_bytes([*_slot_intervals(program).values()]), len(slots))
 
 
-def arena_contents(program: RankProgram, call: fx.Node) -> dict[fx.Node, int]:
-    """The bytes of each slot of a program's arenas that is live at a call."""
-    at = list(program.graph.nodes).index(call)
-    return {node: each.nbytes for node, each in _slot_intervals(program).items() if each.born <= at <= each.last}
-
-
 class ArenaCheck:
     """Checks the slots of a program's arenas, call by call; ``fail`` raises, of what is wrong at which call."""
 

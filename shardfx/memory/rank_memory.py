@@ -20,8 +20,7 @@ import sympy
 
 from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, Where, op_name
-from shardfx.ir.program.arena_layout import arena_contents
+from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, OutputKind, Where, op_name
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
@@ -42,7 +41,6 @@ CATEGORIES = {
 """Of what a program is given, which is there all the time."""
 NO_SIZES = Sizes()
 BUFFERS = "communication buffers"
-ARENA = "arena"
 MADE = {"communication": BUFFERS, "kept": BUFFERS, "gathered": "gathered parameters", "cast": "cast parameters"}
 """Of what it makes, where a storage's category is called otherwise here."""
 
@@ -88,16 +86,25 @@ class RankMemory:
         """What the program is given on the device: parameters, buffers, constants, this rank's part of the batch."""
         return tuple(self._holder(given) for given in self.program.inputs if not given.pool)
 
+    @cached_property
+    def stored(self) -> Mapping[str, int]:
+        """The bytes of what the program is given, by category."""
+        found: dict[str, int] = {}
+        for held in self.given:
+            found[held.category] = found.get(held.category, 0) + held.nbytes
+        return found
+
+    @property
+    def gradients(self) -> int:
+        """The bytes of the gradients that the program hands out."""
+        values = {output.value for output in self.program.outputs if output.kind is OutputKind.GRADIENT}
+        return sum(value.local_bytes(self.program.mesh) for value in values)
+
     @property
     def peak(self) -> int:
         """The bytes that are there when most is, from the program alone: of a compiled one without elementwise values,
         which its kernels compute where they are used."""
-        return sum(held.nbytes for held in self.given) + self.footprint.peak.nbytes
-
-    @property
-    def basis(self) -> str:
-        """What the peak is based on, in words."""
-        return "predicted; torch.compile plans memory itself" if self.compiled else "predicted"
+        return sum(self.stored.values()) + self.footprint.peak.nbytes
 
     @cached_property
     def reserved(self) -> int:
@@ -119,19 +126,8 @@ class RankMemory:
     @cached_property
     def at_peak(self) -> tuple[Holder, ...]:
         """What is there at the predicted peak, the largest first; their bytes sum up to it."""
-        there = self.footprint.peak.held
-        made = [_made(held.category, held.nbytes, held.node) for held in there if held.category != ARENA]
-        arena = sum(held.nbytes for held in there if held.category == ARENA)
-        return tuple(sorted([*self.given, *made, *self._in_arena(arena)], key=lambda held: -held.nbytes))
-
-    def _in_arena(self, nbytes: int) -> list[Holder]:
-        """Of an arena what lies in it at the peak, and what is left."""
-        if not nbytes:
-            return []
-        places = arena_contents(self.program, self.footprint.calls[self._top])
-        found = [_made(ARENA, size, node.meta.get("shardfx")) for node, size in places.items()]
-        left = nbytes - sum(places.values())
-        return [*found, Holder(ARENA, left, "", "left empty")] if left else found
+        made = [_made(held.category, held.nbytes, held.node) for held in self.footprint.peak.held]
+        return tuple(sorted([*self.given, *made], key=lambda held: -held.nbytes))
 
     @cached_property
     def by_category(self) -> Mapping[str, int]:
@@ -144,9 +140,7 @@ class RankMemory:
     @cached_property
     def course(self) -> tuple[Mapping[str, int], ...]:
         """The bytes by category when each call of the program is done; ``footprint.calls`` are the calls."""
-        fixed: dict[str, int] = {}
-        for held in self.given:
-            fixed[held.category] = fixed.get(held.category, 0) + held.nbytes
+        fixed = self.stored
         made: dict[str, list[int]] = {}
         for category, course in (*self.footprint.by_category.items(), (BUFFERS, self.footprint.idle)):
             there = made.setdefault(MADE.get(category, category), [0] * self._calls)
@@ -179,17 +173,13 @@ class RankMemory:
         raise found[0]
 
     def _others(self, sizes: Sizes) -> list[RankMemory]:
-        """What plans for other sizes hold, of the same program but for sizes."""
+        """What plans for other sizes hold, of the same program but for sizes, as far as calls and storages go."""
         assert self.resized is not None
         others = [self.resized(by) for by in sizes.ratios]
         for other in others:
-            if not self._is_like(other):
+            if (other._calls, len(other.footprint.storages)) != (self._calls, len(self.footprint.storages)):
                 raise no_formula(f"{self._calls} calls, and {other._calls} for another batch and sequence")
         return others
-
-    def _is_like(self, other: RankMemory) -> bool:
-        """Whether the programs are the same but for sizes, as far as their calls and storages go."""
-        return len(other.footprint.storages) == len(self.footprint.storages) and other._calls == self._calls
 
     def _terms(self, call: int) -> Iterator[PeakStorage]:
         """What is there at a call."""
@@ -253,7 +243,7 @@ class RankMemory:
         return Holder(CATEGORIES[given.kind], nbytes, given.name)
 
     def __str__(self) -> str:
-        basis = f" ({self.basis})" if self.compiled else ""
+        basis = " (predicted; torch.compile plans memory itself)" if self.compiled else ""
         made = table(f"Memory of rank {self.rank}: {size_text(self.peak)} at most{basis}", "", "bytes", right=[1])
         for category, nbytes in self.by_category.items():
             made.add_row(category, size_text(nbytes))

@@ -10,20 +10,15 @@ from typing import Any
 
 import torch
 
-from shardfx.compile import default_rank_passes
 from shardfx.compiled import Compiled
-from shardfx.hints import Hints
 from shardfx.ir.cost.footprint import PLAIN, Transport
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
-from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.program.source import write_source
-from shardfx.passes.rank import RankPass
-from shardfx.plugins import as_rank_passes
 from shardfx.runtime.compiled_programs import Write, as_module, in_segments
 from shardfx.runtime.cuda_graphs import GraphEngine, cuda_graphs
-from shardfx.runtime.distributed.groups import by_stream, check_size, is_dry_run, share_memory
+from shardfx.runtime.distributed.groups import by_stream, is_dry_run, share_memory
 from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.peers import Peers
@@ -155,15 +150,6 @@ class ExecutionTarget:
             )
         return replace(self, device=device)
 
-    def check(self, mesh: Mesh) -> None:
-        """Real ranks are those of ``mesh``.
-
-        Raises:
-            Error: there is another number of them.
-        """
-        if not self.virtual:
-            check_size(mesh)
-
     def make_store(self, graph: Graph) -> Store:
         """A store for the parameters and buffers of a planned graph."""
         if self.virtual:
@@ -206,11 +192,3 @@ class ExecutionTarget:
         """How it is among these ranks, as far as that is known yet."""
         found = share_memory()
         return PLAIN if found and all(found) and not by_stream(self.device) else self.transport
-
-    def rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
-        """The rank passes of a plan: the built-in ones for this device, and the user's behind them."""
-        return default_rank_passes(hints, self.device.type)
-
-    def own_rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
-        """The user's."""
-        return as_rank_passes(hints.rank_passes)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shardfx.compile import default_rank_passes
 from shardfx.compiled import Compiled
 from shardfx.ir.capture.frontend.loss_module import without_own_loss
 from shardfx.ir.capture.frontend.model_preparation import quiet_copies
@@ -26,6 +27,7 @@ from shardfx.module.program_optimizer import ProgramOptimizer
 from shardfx.module.programs import Programs
 from shardfx.module.specializations import Specializations
 from shardfx.module.state_checks import SourceModelCheck, SourceModelWatch, SourceWeightsCheck
+from shardfx.plugins import as_rank_passes
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import version
 
@@ -91,7 +93,7 @@ class ParallelModule(PlannedModule):
 
     def _new_programs(self, compiled: Compiled) -> Programs:
         place, store = self._target, self._state.store
-        passes = place.rank_passes(compiled.hints)
+        passes = default_rank_passes(compiled.hints, place.device.type)
         made = Programs(compiled, place.device.type, passes, store, lambda: place.make_engine(compiled.after))
         if self._compiling is not None:
             self._compile(made, self._compiling)
@@ -100,7 +102,7 @@ class ParallelModule(PlannedModule):
     def _compile(self, programs: Programs, options: CompileOptions) -> None:
         place, compiled = self._target, programs.compiled
         programs.compile_with(
-            lambda: place.make_compiled(compiled.after, options), place.own_rank_passes(compiled.hints)
+            lambda: place.make_compiled(compiled.after, options), as_rank_passes(compiled.hints.rank_passes)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -139,27 +141,17 @@ class ParallelModule(PlannedModule):
 
     @torch._disable_dynamo  # what a model around pm, or a whole loop, is compiled to calls programs as they are
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step on this process's ranks. With the loss's targets it gives the loss (and, where gradients are
-        enabled, has them ready for ``backward()``), without them the model's results, whole.
+        """The loss, with gradients ready for ``backward()``; without the loss's targets, the model's results, whole.
 
         A call of another signature than the captured one (mode, shapes, numbers, required gradients) is planned when it
-        is first seen, which a line of the log says; the most recent ``Hints(max_specializations=8)`` are kept.
-
-        Results have a gradient, as those of any module: a loss of them, or a part of it, may be computed outside. (That
-        costs a second forward.) ``pm(x, y, with_results=True)`` gives the loss, and beside it the results, without one.
+        is first seen; the most recent ``Hints(max_specializations=8)`` are kept. A loss of the results may be computed
+        outside, which costs a second forward. ``pm(x, y, with_results=True)`` gives the loss, and results without a
+        gradient.
 
         Raises:
             Error: inputs are not those of the capture; ranks make different calls; a rank fails.
         """
-        with self._peers.calling():
-            check_modes("pm(...)")
-            self._state.check_complete()
-            self._tree.check()
-            self._begin_counts()
-            hints = self._compiled.hints
-            beside = WITH_RESULTS not in hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
-            call = self._reader.read(args, kwargs)
-            return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._watch, beside)
+        return self._run_call(args, kwargs)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """As ``model.train(mode)`` does it, also where the model's own ``train`` leaves some modules as they are."""
@@ -173,28 +165,30 @@ class ParallelModule(PlannedModule):
                 loss = pm.step(x, y)
                 scheduler.step()        # torch.optim.lr_scheduler.CosineAnnealingLR(pm.optimizer, 1000)
 
-        Parameters, buffers and the optimizer's states are those of after the step; there are no gradients. Inputs are
-        as for a call, also in other batch sizes and modes. With ``with_results=True``: the loss, and the results.
+        There are no gradients afterwards. With ``with_results=True``: the loss, and the results.
 
         Raises:
             Error: there is no optimizer in the plan; as for a call.
         """
-        optimizer = self.optimizer
+        return self._run_call(args, kwargs, self.optimizer)
+
+    def _run_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: ProgramOptimizer | None = None
+    ) -> Any:
+        """Run a call, with an ``optimizer`` a whole step."""
         with self._peers.calling():
             check_modes("pm(...)")
             self._state.check_complete()
             self._tree.check()
-            optimizer.begin()
+            update = self._compiled.captured.update
+            if optimizer is not None:
+                optimizer.begin()
+            elif update is not None and update.counts:  # a scale of the loss is read in every call
+                self.optimizer.begin_counts()
             beside = WITH_RESULTS not in self._compiled.hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
             call = self._reader.read(args, kwargs)
             around = self._tree.training, self._peers, self._new_programs, self._watch
-            return self._variants.run(call, *around, beside, optimizer.options())
-
-    def _begin_counts(self) -> None:
-        """What the optimizer's step keeps beside states of parameters is there from the first call on."""
-        update = self._compiled.captured.update
-        if update is not None and update.counts:
-            self.optimizer.begin_counts()
+            return self._variants.run(call, *around, beside, optimizer.options() if optimizer is not None else None)
 
     @contextmanager
     def _together(self, what: str, anew: bool = False) -> Iterator[None]:
@@ -240,16 +234,15 @@ class ParallelModule(PlannedModule):
         Raises:
             Error: it is in the program of another plan, or none at all.
         """
-        if isinstance(optimizer, ProgramOptimizer) and optimizer is self.optimizer:
-            return optimizer
-        if isinstance(optimizer, ProgramOptimizer) or not hasattr(optimizer, "param_groups"):
+        own = isinstance(optimizer, ProgramOptimizer)
+        if own and optimizer is self.optimizer:
+            return self.optimizer
+        if own or not hasattr(optimizer, "param_groups"):
             raise Error(
                 "this is no optimizer of this module",
                 where=where,
                 expected="one of pm.parameters(), or pm.optimizer",
-                got="the optimizer of another plan"
-                if isinstance(optimizer, ProgramOptimizer)
-                else repr(optimizer)[:100],
+                got="the optimizer of another plan" if own else repr(optimizer)[:100],
                 remedy="call it on the module whose optimizer it is; load what it gives into the other one's",
             )
         return None
@@ -271,7 +264,7 @@ class ParallelModule(PlannedModule):
         Raises:
             Error: a program is not the model, or of another plan; an unknown rank.
         """
-        self._programs.use(modules, proven, self._known_inputs())
+        self._programs.use(modules, proven, self._state.known_inputs())
 
     def compile(self, *, cuda_graphs: bool = False, **options: Any) -> None:
         """Run programs through ``torch.compile(**options)`` from now on. ::
@@ -280,21 +273,14 @@ class ParallelModule(PlannedModule):
             for x, y in batches:
                 loss = pm.step(x, y)
 
-        torch plans memory itself: the programs are then those of the rank passes ``rematerialize``, ``waits``,
-        ``materialize-scalars``, ``write-back`` and ``own-outputs`` alone, and ``rank_module``, ``verify`` and
-        ``report`` speak of them. ``pm.step`` writes parameters and states in place. What :meth:`use` put in runs on as
-        it is. What is offloaded and fetched (``Hints(offload=...)``) is so between what is compiled, as planned. Of a
-        pipeline's stages on real ranks what is between sends, receives and collectives is compiled, once for all
-        iterations.
+        torch plans memory itself: the programs are then those of the rank passes that leave memory to it, and
+        ``rank_module``, ``verify`` and ``report`` speak of them. What :meth:`use` put in runs on as it is. Transfers of
+        offload, and of a pipeline's stages on real ranks, are done between what is compiled.
 
         Args:
-            cuda_graphs: record ``pm.step`` as a CUDA graph, forward, backward and update in one; it is launched as one
-                from the fourth step on, for each call signature. Inputs are copied to static memory, and memory of a
-                step is kept between steps. Other calls run compiled, without graphs.
+            cuda_graphs: record ``pm.step`` as one CUDA graph, for each call signature, launched from the fourth step
+                on. Inputs are copied to static memory, and memory of a step is kept between steps.
             options: of ``torch.compile``.
-
-        On CUDA ``pm.memory(rank).peak`` is measured at the second run of a program; before, it is predicted. For that
-        ``torch.cuda.reset_peak_memory_stats()`` is called once.
 
         Raises:
             Error: an option that ``torch.compile`` does not have; ``Hints(arena=True)`` plans memory, too; with
@@ -308,11 +294,8 @@ class ParallelModule(PlannedModule):
             self._compile(programs, compiling)
 
     def save_programs(self, folder: str | Path, ranks: Iterable[int] | None = None) -> Path:
-        """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``.
-
-        Weights and (real) example inputs lie beside them. Under ``torchrun`` all ranks call it, and each writes its
-        own; the weights of other ranks are not known there.
-        """
+        """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``, with weights
+        and (real) example inputs. Under ``torchrun`` all ranks call it, and each writes its own."""
         options = {}
         if self._programs.steps:
             self.optimizer.begin()
@@ -341,13 +324,11 @@ class ParallelModule(PlannedModule):
             self._register()
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state dict of an optimizer of ``pm.parameters()``, with whole states, as one of the model itself would
-        have it: it is loaded under another plan, or into such an optimizer. Under ``torchrun`` all ranks call it.
-        ``pm.optimizer`` is one of them.
+        """The state dict of an optimizer of ``pm.parameters()``, or of ``pm.optimizer``, with whole states, as one of
+        the model itself would have it. Under ``torchrun`` all ranks call it.
 
         Raises:
-            Error: a state is no shard as its parameter is (Adafactor's, where a parameter is sharded); it is the
-                optimizer of another plan.
+            Error: a state is not sharded as its parameter is (Adafactor's); it is the optimizer of another plan.
         """
         with self._together("full_optimizer_state_dict(...)"):
             if own := self._in_program(optimizer, SAVED):
@@ -355,13 +336,11 @@ class ParallelModule(PlannedModule):
             return joined(self._state, self._walk, optimizer)
 
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load whole states into an optimizer of ``pm.parameters()``, each rank its shards: those of
-        :meth:`full_optimizer_state_dict` under any plan, or of an optimizer of the model itself. Under ``torchrun`` all
-        ranks call it, and rank 0's tensors are loaded. ``pm.optimizer`` is one of them.
+        """Load whole states into such an optimizer, each rank its shards: those of :meth:`full_optimizer_state_dict`
+        under any plan, or of an optimizer of the model itself. Under ``torchrun`` rank 0's tensors are loaded.
 
         Raises:
-            Error: the groups are others; a state cannot be sharded as its parameter is; it is the optimizer of another
-                plan.
+            Error: the groups are others; a state cannot be sharded as its parameter is; it is another plan's optimizer.
         """
         with self._together("load_full_optimizer_state_dict(...)"):
             if own := self._in_program(optimizer, LOADED):
@@ -371,7 +350,7 @@ class ParallelModule(PlannedModule):
 
     @property
     def _walk(self) -> Walk:
-        return Walk(self._tree.names, tuple(self.parameters()))
+        return self._tree.names, tuple(self.parameters())
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

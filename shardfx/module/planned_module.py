@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -40,6 +40,7 @@ from shardfx.plan import Plan, make_plan
 from shardfx.report.figures import Report, Timing
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
+from shardfx.runtime.distributed.groups import is_dry_run
 from shardfx.runtime.engine import Probe
 from shardfx.runtime.nan_debug import NanDebug
 from shardfx.runtime.peers import Peers
@@ -47,7 +48,7 @@ from shardfx.runtime.recording import Recording
 from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
-from shardfx.schedules.timeline import PlanTimeline, plan_timeline, recorded
+from shardfx.schedules.timeline import PlanTimeline, plan_timeline, write_recording
 
 
 class PlannedModule(ProxyRoot):
@@ -103,10 +104,10 @@ class PlannedModule(ProxyRoot):
     def verify(
         self, modules: Mapping[int, fx.GraphModule] | None = None, *, run: bool = False, every_pass: bool = False
     ) -> Verdict:
-        """Whether the ranks' programs compute what the model computes: true, or false with ``.why``.
+        """Whether the ranks' programs, all that a call may run, compute what the model computes: true, or false with
+        ``.why``; ``.status`` is ``"proven"``, ``"refuted"`` or ``"unknown"``.
 
-        Of all programs that a call may run; ``.status`` is ``"proven"``, ``"refuted"`` or ``"unknown"``. By default a
-        proof, without numbers (see :mod:`shardfx.runtime.verify.proof`). With ``run`` all ranks run beside
+        By default a proof, without numbers (see :mod:`shardfx.runtime.verify.proof`). With ``run`` all ranks run beside
         the captured model in this process, in float64, on random numbers.
 
         Args:
@@ -124,11 +125,7 @@ class PlannedModule(ProxyRoot):
         """
         if every_pass and not (verdict := verify_every_pass(self._compiled)):
             return verdict
-        return self._variants.verify(modules, run, self._known_inputs())
-
-    def _known_inputs(self) -> dict[str, torch.Tensor]:
-        """Whole inputs whose content is known: real example inputs, and buffers that are not sharded."""
-        return self._state.known_inputs()
+        return self._variants.verify(modules, run, self._state.known_inputs())
 
     @property
     def plan(self) -> Plan:
@@ -138,21 +135,19 @@ class PlannedModule(ProxyRoot):
     def report(self, machine: Machine | str | None = None) -> Report:
         """What the plan costs: ``.memory``, ``.communication``, ``.time``, ``.warnings``.
 
-        Memory and time are those of the program that rank 0 runs; seconds those of the machine that the hints name, or
-        of another one (``"h100-dgx"``). Of stages: ``.stages``, ``.timing``, which also has what was measured
-        (:meth:`record`).
+        Memory and time are those of the program that rank 0 runs, on the machine that the hints name, or another one
+        (``"h100-dgx"``). ``.stages`` and ``.timing`` are those of a pipeline, with what :meth:`record` measured.
         """
-        program = self._programs.running(0, self._programs.kinds())
-        measured, when, replayed = self._measured, None, self._replays()
-        timeline = self._timeline(machine, self._programs.kinds(), replayed)
-        if self.schedule is not None or measured is not None:
-            when = Timing(timeline, measured, self._target.virtual)
-        footprint = replayed(program)
-        return make_report(self._compiled, program, timeline, footprint, machine, self._programs.warnings(), when)
+        programs, replayed = self._programs, self._replays()
+        memory = self._memory(programs, 0, programs.kinds(), replayed)
+        timeline = self._timeline(machine, None, replayed)
+        timed = self.schedule is not None or self._measured is not None
+        when = Timing(timeline, self._measured, self._target.virtual) if timed else None
+        return make_report(self._compiled, memory, timeline, machine, programs.warnings(), when)
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
-        """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``. The peak is
-        predicted; behind ``pm.compile()``, once the program has run twice on CUDA, it is measured::
+        """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``, as
+        the program predicts it::
 
             print(pm.memory())
 
@@ -162,13 +157,13 @@ class PlannedModule(ProxyRoot):
         """
         programs, sizes = self._programs, Sizes.of(self._compiled.hints)
         kinds = programs.kinds(training)
-        memory = self._memory(programs, rank, kinds)
+        memory = self._memory(programs, rank, kinds, self._replays())
 
         def resized(by: dict[str, Fraction]) -> RankMemory:
             variants = self._variants
             with torch.enable_grad():
                 compiled = variants.build(variants.skeleton, sizes.changed(self._compiled.hints, by))
-            return self._memory(programs.of(compiled), rank, kinds)
+            return self._memory(programs.of(compiled), rank, kinds, self._replays())
 
         return replace(memory, sizes=sizes, resized=resized)
 
@@ -183,21 +178,19 @@ class PlannedModule(ProxyRoot):
         exposed where it waits::
 
             timeline = pm.timeline()
-            print(timeline.step, timeline.bubble, timeline.exposed, timeline.hidden, timeline.memory)
-            print(timeline.text(0))  # the streams of rank 0, line by line
-            timeline.draw("step.svg")
+            print(timeline.step, timeline.bubble, timeline.exposed, timeline.hidden)
             timeline.trace("step.json")  # for ui.perfetto.dev
 
         Args:
             machine: on which; None: the one that the plan is made for (``Hints(machine=...)``).
             training: as for :meth:`rank_program`.
         """
-        return self._timeline(machine, self._programs.kinds(training), self._replays())
+        return self._timeline(machine, training, self._replays())
 
     def _timeline(
-        self, machine: Machine | str | None, kinds: Kinds, replayed: Callable[[RankProgram], Footprint]
+        self, machine: Machine | str | None, training: bool | None, replayed: Callable[[RankProgram], Footprint]
     ) -> PlanTimeline:
-        planned = Machine.of(self._compiled.hints.machine)
+        planned, kinds = Machine.of(self._compiled.hints.machine), self._programs.kinds(training)
         device = planned if machine is None else Machine.of(machine)
         with no_collection():
             return plan_timeline(
@@ -206,15 +199,15 @@ class PlannedModule(ProxyRoot):
 
     def _replays(self) -> Callable[[RankProgram], Footprint]:
         """Replays programs, each once."""
-        fakes, transport = FakeCalls(), self._transport
-        compiled = self._compiling is not None
+        fakes, transport, compiled = FakeCalls(), self._transport, self._compiling is not None
         return cache(lambda program: replay(program, transport, fakes, compiled))
 
-    def _memory(self, programs: Programs, rank: int, kinds: Kinds) -> RankMemory:
+    def _memory(
+        self, programs: Programs, rank: int, kinds: Kinds, replayed: Callable[[RankProgram], Footprint]
+    ) -> RankMemory:
         with no_collection():
             program = programs.running(rank, kinds)
-            footprint = replay(program, self._transport, compiled=programs.is_compiled)
-        return RankMemory(program, footprint, compiled=programs.is_compiled)
+            return RankMemory(program, replayed(program), compiled=self._compiling is not None)
 
     @property
     def _transport(self) -> Transport:
@@ -308,12 +301,9 @@ class PlannedModule(ProxyRoot):
             with pm.debug_nan():
                 loss = pm(x, y)
 
-        The error names the rank, the node, module path and source line, and what went into it (shapes, smallest and
-        largest number). "First" is by the order of the program, over all ranks. Parameters, buffers and inputs that
-        hold NaN already are named as such; infinities that the model writes down itself, as in a mask, are let
-        through. Every result is looked at, so a step takes some times longer; outside of the context it costs nothing.
-
-        Under ``torchrun`` all ranks open it; the rank that finds something raises that, and the others end with it.
+        The error names the rank, the node, module path and source line, and the shapes, smallest and largest numbers of
+        its operands. Infinities that the model itself writes, as in a mask, are let through. Every result is looked at,
+        so a step takes some times longer. Under ``torchrun`` all ranks open it.
 
         Args:
             inf: whether an infinity counts, too.
@@ -321,13 +311,20 @@ class PlannedModule(ProxyRoot):
         Raises:
             Error: when something is found.
         """
-        before, self._watch = self._watch, NanDebug(inf)
+        with self._watching(NanDebug(inf)):
+            yield
+
+    @contextmanager
+    def _watching(self, watch: Probe) -> Iterator[None]:
+        """Have calls within looked at."""
+        before, self._watch = self._watch, watch
         try:
             yield
         finally:
             self._watch = before
 
-    def record(self, path: str | Path) -> AbstractContextManager[Recording]:
+    @contextmanager
+    def record(self, path: str | Path) -> Iterator[Recording]:
         """Measure steps: a trace for ui.perfetto.dev of what each rank does when, as :meth:`timeline` predicts it::
 
             with pm.record("measured.json") as recording:
@@ -337,7 +334,18 @@ class PlannedModule(ProxyRoot):
         The report then says both. Every call is looked at, which takes some microseconds each. Under ``torchrun`` all
         ranks open it, and rank 0 writes.
         """
-        return recorded(self, path)
+        recording, rank = Recording(), self._this_rank
+        with self._watching(recording):
+            yield recording
+        everybody: list[Any] = [recording.rows()]
+        if rank is not None and not is_dry_run():
+            mine, everybody = everybody[0], [None] * dist.get_world_size()
+            dist.all_gather_object(everybody, mine)
+        recording.close(everybody)
+        if recording.steps:
+            self._measured = recording
+        if not rank or is_dry_run():
+            write_recording(path, recording)
 
 
 GIVEN = (InputKind.ARGUMENT, InputKind.TARGET)

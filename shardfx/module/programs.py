@@ -102,8 +102,6 @@ class Programs:
         """What rank passes noted, each once."""
         self.pulls = compiled.hints.loss is product
         """Whether the plan is for given gradients of the results."""
-        self.is_compiled = False
-        """Of programs whose memory torch.compile plans."""
         self.unproven: set[int] = set()
         """Ranks that run programs which nobody has proven."""
 
@@ -127,7 +125,9 @@ class Programs:
 
     def program(self, rank: int, kinds: Kinds) -> RankProgram:
         """The plan's own program of a rank."""
-        self._check(rank, self.compiled.after)
+        size = self.compiled.after.mesh.size
+        if not (isinstance(rank, int) and 0 <= rank < size):
+            raise Error(f"no rank {rank} on this mesh", where="rank_module(...)", expected=f"0 .. {size - 1}", got=rank)
         return self.made(self.compiled.after, rank, kinds)
 
     def made(self, graph: Graph, rank: int, kinds: Kinds) -> RankProgram:
@@ -182,11 +182,8 @@ class Programs:
                 continue
             used = {rank: program for (rank, its), program in self.step.changed.items() if its == kinds}
             given = modules if kinds == meant else {}
-            found.append(ProgramRequest(name, kinds, partial(self._made_of, kinds), used, given))
+            found.append(ProgramRequest(name, kinds, partial(self.made, kinds=kinds), used, given))
         return found
-
-    def _made_of(self, kinds: Kinds, graph: Graph, rank: int) -> RankProgram:
-        return self.made(graph, rank, kinds)
 
     def use(self, modules: Mapping[int, fx.GraphModule], proven: bool, known: Mapping[str, torch.Tensor]) -> None:
         """Run ``modules`` from now on, in the place of the programs of their ranks.
@@ -245,7 +242,7 @@ class Programs:
 
     def compile_with(self, make_engine: Callable[[], Engine], user: Sequence[RankPass]) -> None:
         """From now on programs whose memory torch.compile plans, run by another engine."""
-        self.rank_passes, self.is_compiled = (*built_in(self.device, compiled=True), *user), True
+        self.rank_passes = (*built_in(self.device, compiled=True), *user)
         self.step.renew(make_engine)
 
     def reject_changed(self, device: torch.device) -> None:
@@ -263,8 +260,3 @@ class Programs:
                 got=f"{device.type}, with programs of rank {', '.join(map(str, ranks))} put in",
                 remedy="move pm first, then change what pm.rank_module(rank) gives, and use that",
             )
-
-    def _check(self, rank: int, graph: Graph) -> None:
-        if not (isinstance(rank, int) and 0 <= rank < graph.mesh.size):
-            known = f"0 .. {graph.mesh.size - 1}"
-            raise Error(f"no rank {rank} on this mesh", where="rank_module(...)", expected=known, got=rank)

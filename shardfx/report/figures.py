@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardfx.ir.cost.amounts import Cost
-from shardfx.ir.cost.footprint import LoopMemory, Peak
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.program.arena_layout import ArenaUse
+from shardfx.memory.rank_memory import RankMemory
 from shardfx.report.report_rows import StageRow, TileRow
 from shardfx.runtime.recording import Recording
 from shardfx.schedules.timeline import PlanTimeline
@@ -19,42 +18,6 @@ from .console import render
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank. The batch, parameters and buffers are there all the time; ``peak`` comes on top."""
-
-    parameters: int
-    buffers: int
-    inputs: int
-    constants: int
-    gradients: int
-    peak: Peak
-    states: int = 0
-    """Of an optimizer in the program."""
-    beside: int = 0
-    """At most in other memory than the device's: what is offloaded."""
-    iterations: tuple[LoopMemory, ...] = ()
-    """What an iteration of each loop axis holds at its peak."""
-    arena: ArenaUse | None = None
-    """Where the program's own buffers and temporaries lie in one memory: of what size."""
-
-    @property
-    def activations(self) -> int:
-        """Made by the forward pass, and kept at the peak for the backward."""
-        return self.peak.of("activations")
-
-    @property
-    def peak_bytes(self) -> int:
-        """parameters + buffers + states + inputs + constants + what the program holds at the worst moment."""
-        held = self.parameters + self.buffers + self.states + self.inputs + self.constants
-        return held + self.peak.nbytes
-
-    @property
-    def end_bytes(self) -> int:
-        """What is held when the step is done: parameters + buffers + states + gradients, if these are handed out."""
-        return self.parameters + self.buffers + self.states + self.gradients
 
 
 @dataclass(frozen=True)
@@ -170,7 +133,7 @@ class Report:
 
     mesh: Mesh
     ops: tuple[int, int]
-    memory: Memory
+    memory: RankMemory
     communication: Communication
     time: Estimate
     warnings: tuple[str, ...] = ()

@@ -7,21 +7,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
-from shardfx.ir.cost.footprint import Footprint, Peak, loop_memory
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.node_cost import NodeCosts
 from shardfx.ir.cost.replay import source_of
 from shardfx.ir.cost.traffic import TripCounts, comm_name, over_loop, traffic
-from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
+from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm, is_part
-from shardfx.ir.program.arena_layout import arena_use
+from shardfx.ir.ops.traits import gives_alias
 from shardfx.ir.program.lower import select
-from shardfx.ir.program.rank_program import RankProgram
-from shardfx.report.report_rows import gradients_of_rank, is_of_rank, stage_rows, tile_rows
+from shardfx.memory.rank_memory import RankMemory
+from shardfx.report.report_rows import is_of_rank, stage_rows, tile_rows
 from shardfx.schedules.timeline import PlanTimeline
 
-from .figures import Cause, CommRow, Communication, Estimate, Memory, Report, Timing
+from .figures import Cause, CommRow, Communication, Estimate, Report, Timing
 
 if TYPE_CHECKING:
     from shardfx.compiled import Compiled
@@ -29,20 +28,19 @@ if TYPE_CHECKING:
 
 def make_report(
     compiled: Compiled,
-    program: RankProgram,
+    memory: RankMemory,
     timeline: PlanTimeline,
-    footprint: Footprint,
     machine: Machine | str | None = None,
     notes: Iterable[str] = (),
     when: Timing | None = None,
 ) -> Report:
-    """The report of a compiled model and the program that rank 0 runs (see ``ParallelModule.report``).
+    """The report of a compiled model, and of the memory and program of rank 0 (see ``ParallelModule.report``).
 
     It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
-    state have that one's. ``timeline`` is that of the plan on that machine, ``footprint`` the replay of the program;
-    ``notes`` are those of rank passes, and what else is to be said of the programs; ``when`` is what ranks do when.
+    state have that one's. ``timeline`` is that of the plan on that machine; ``notes`` are those of rank passes, and
+    what else is to be said of the programs; ``when`` is what ranks do when.
     """
-    graph, context = compiled.after, compiled.context
+    graph, context, program = compiled.after, compiled.context, memory.program
     planned = Machine.of(compiled.hints.machine)
     device = planned if machine is None else Machine.of(machine)
     mesh = device.connect(graph.mesh, instead_of=planned)
@@ -53,41 +51,14 @@ def make_report(
     return Report(
         mesh,
         (len(compiled.before.nodes), len(graph.nodes)),
-        replace(
-            memory_of(graph, footprint.peak, max(footprint.beside, default=0), program.rank),
-            iterations=loop_memory(footprint),
-            arena=arena_use(program),
-        ),
+        memory,
         communication,
-        Estimate(footprint.cost, device, mesh, timeline),
+        Estimate(memory.footprint.cost, device, mesh, timeline),
         (*compiled.after.notes, *notes),
         dict(context.seconds),
         stage_rows(graph),
         when,
         tiles,
-    )
-
-
-def memory_of(graph: Graph, peak: Peak, beside: int = 0, rank: int = 0) -> Memory:
-    """The bytes of what a rank is given, of its gradients, of the peak of its program, and of what this offloads."""
-    mesh = graph.mesh
-    given: dict[InputKind, int] = {}
-    held = [each for each in graph.inputs if graph.is_here(each.at, mesh.coords(rank))]
-    for each in (stored for stored in held if not stored.pool):
-        given[each.kind] = given.get(each.kind, 0) + each.value.local_bytes(mesh)
-    stepped = any(output.kind is OutputKind.PARAMETER for output in graph.outputs)
-    return Memory(
-        given.get(InputKind.PARAMETER, 0),
-        given.get(InputKind.BUFFER, 0),
-        given.get(InputKind.ARGUMENT, 0)
-        + given.get(InputKind.TARGET, 0)
-        + given.get(InputKind.SEED, 0)
-        + given.get(InputKind.OPTION, 0),
-        given.get(InputKind.CONSTANT, 0),
-        0 if stepped else gradients_of_rank(graph, rank),
-        peak,
-        given.get(InputKind.STATE, 0),
-        beside + sum(each.value.local_bytes(mesh) for each in held if each.pool),
     )
 
 
@@ -155,15 +126,9 @@ def what(operand: Value, result: Value, inputs: Mapping[Value, str], outputs: Ma
 def first(value: Value) -> Value:
     """The value before any communication, views and transposes: what an op made, or an input."""
     value = source_of(value)
-    while value.node is not None and is_view(value.node) and len(value.node.operands) == 1:
+    while value.node is not None and gives_alias(value.node.op) and len(value.node.operands) == 1:
         value = source_of(value.node.operands[0])
     return value
-
-
-def is_view(node: Node) -> bool:
-    """Whether the op's results are views of its operand, as its schema says."""
-    returns = node.op._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def module_of(operand: Value, node: Node) -> str:

@@ -11,7 +11,7 @@ from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.cost.node_cost import NodeCosts
 from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.dim_sharding import DimSharding
-from shardfx.ir.graph import Graph, InputKind, Node, OutputKind
+from shardfx.ir.graph import Graph, InputKind, Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import block_of, prefixes
 from shardfx.ir.ops import comm
@@ -51,7 +51,7 @@ def stage_rows(graph: Graph) -> tuple[StageRow, ...]:
             StageRow(
                 stage,
                 tuple(rank for rank, place in enumerate(places) if place == home),
-                tuple(_shortened(_modules(names))),
+                tuple(_shortened(dict.fromkeys(block_of(name) or prefixes(name)[0] for name in names))),
                 sum(value.type.numel for value in held),
                 sum(value.local_bytes(graph.mesh) for value in held),
                 int(sum(node.op.sends(node, graph.mesh).nbytes for node in sends)),
@@ -65,11 +65,6 @@ def _is_sent_by(stage: int, node: Node) -> bool:
     """Whether a stage sends in each iteration, for the work of others."""
     maker = node.operands[0].node
     return maker is not None and maker.at[:1] == (stage,) and bool(node.at)
-
-
-def _modules(parameters: Iterable[str]) -> Iterable[str]:
-    """The blocks that have the parameters, or the modules of the model's own."""
-    return dict.fromkeys(block_of(name) or prefixes(name)[0] for name in parameters)
 
 
 def _shortened(modules: Iterable[str]) -> Iterator[str]:
@@ -94,14 +89,6 @@ def is_of_rank(node: Node, graph: Graph, rank: int) -> bool:
     return graph.is_here(node.at, coords)
 
 
-def gradients_of_rank(graph: Graph, rank: int) -> int:
-    """The bytes of the gradients that a rank hands out."""
-    coords = graph.mesh.coords(rank)
-    given = {output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
-    here = (value for value in given if value.node is None or graph.is_here(value.node.at, coords))
-    return sum(value.local_bytes(graph.mesh) for value in here)
-
-
 @dataclass(frozen=True)
 class TileRow:
     """One layer: how often rows are exchanged for it, bytes that the rank which sends most sends, operations on a rank,
@@ -113,16 +100,6 @@ class TileRow:
     flops: float
     border_flops: float
 
-    def __add__(self, other: TileRow) -> TileRow:
-        """Both, of one layer."""
-        return TileRow(
-            self.module,
-            self.exchanges + other.exchanges,
-            self.nbytes + other.nbytes,
-            self.flops + other.flops,
-            self.border_flops + other.border_flops,
-        )
-
 
 def tile_rows(nodes: Iterable[Node], mesh: Mesh, prices: NodeCosts) -> list[TileRow]:
     """The layers for which rows are exchanged, or whose tiles overlap, in the order of the graph.
@@ -133,17 +110,18 @@ def tile_rows(nodes: Iterable[Node], mesh: Mesh, prices: NodeCosts) -> list[Tile
     if not any(node.op is halo for node in chosen):
         return []
     takers = {operand: node for node in reversed(chosen) for operand in node.operands if node.op is not halo}
-    found: dict[str, TileRow] = {}
+    found: dict[str, list[tuple[int, float, float, float]]] = {}
     for node in chosen:
         if node.op is halo:
-            taker = takers.get(node.outs[0], node)
-            sent = traffic(node, mesh)
-            more = TileRow(taker.where.module, sent.iterations if sent.nbytes else 0, sent.total, 0.0, 0.0)
+            taker, sent = takers.get(node.outs[0], node), traffic(node, mesh)
+            found.setdefault(taker.where.module, []).append(
+                (sent.iterations if sent.nbytes else 0, sent.total, 0.0, 0.0)
+            )
         else:
             flops = prices.of(node).flops * loop_of(node, mesh)
-            more = TileRow(node.where.module, 0, 0.0, flops, flops * border_recompute(node, mesh))
-        found[more.module] = found[more.module] + more if more.module in found else more
-    return [row for row in found.values() if row.exchanges or row.border_flops]
+            found.setdefault(node.where.module, []).append((0, 0.0, flops, flops * border_recompute(node, mesh)))
+    rows = [TileRow(module, *map(sum, zip(*each, strict=True))) for module, each in found.items()]
+    return [row for row in rows if row.exchanges or row.border_flops]
 
 
 def border_recompute(node: Node, mesh: Mesh) -> float:

@@ -11,15 +11,16 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from shardfx.ir.cost.footprint import loop_memory
 from shardfx.ir.cost.machine import DEFAULT
 from shardfx.ir.graph import op_name
+from shardfx.ir.program.arena_layout import arena_use
 from shardfx.ir.schedule.simulation import check_schedule
 from shardfx.ir.text.printer import size_text
 from shardfx.report.console import count_text, seconds_text, table
 
 if TYPE_CHECKING:
     from shardfx.ir.cost.footprint import Peak
-    from shardfx.ir.program.arena_layout import ArenaUse
     from shardfx.report.figures import Cause, CommRow, Report, Timing
     from shardfx.report.report_rows import TileRow
 
@@ -49,22 +50,24 @@ NEW = ("new buffers", "new parameters", "new states")
 
 
 def _memory(report: Report) -> list[RenderableType]:
-    memory, peak = report.memory, report.memory.peak
+    memory, peak = report.memory, report.memory.footprint.peak
+    arena = arena_use(memory.program)
+    slots = f"{arena.slots} slots in one arena, of which {size_text(arena.live)} are live at once" if arena else ""
     made = table("Memory of one rank", "", "bytes", "what is counted", right=[1])
     for name, size, note in (
-        ("parameters", memory.parameters, "the stored shards"),
-        ("buffers", memory.buffers, "the stored shards"),
-        ("states", memory.states, "the stored shards of the optimizer's"),
-        ("constants", memory.constants, "tensors that the model made when it was captured"),
-        ("inputs", memory.inputs, "this rank's part of the batch"),
+        ("parameters", memory.stored.get("parameters", 0), "the stored shards"),
+        ("buffers", memory.stored.get("buffers", 0), "the stored shards"),
+        ("states", memory.stored.get("optimizer states", 0), "the stored shards of the optimizer's"),
+        ("constants", memory.stored.get("constants", 0), "tensors that the model made when it was captured"),
+        ("inputs", memory.stored.get("inputs", 0), "this rank's part of the batch"),
         ("gathered", peak.of("gathered"), "at the peak: stored parameters made whole"),
         ("fetched", peak.of("fetched"), "at the peak: what was offloaded, shortly before and while it is used"),
-        ("activations", memory.activations, "at the peak: made by the forward pass, kept for the backward"),
+        ("activations", peak.of("activations"), "at the peak: made by the forward pass, kept for the backward"),
         ("gradients", peak.of("gradients"), f"at the peak; {size_text(memory.gradients)} when the step is done"),
         ("results", peak.of("results") + sum(map(peak.of, NEW)), "at the peak: loss, results, new contents of buffers"),
         ("communication", peak.of("communication"), "at the peak: what is packed, sent and received"),
         ("kept", peak.of("kept"), "at the peak: memory of gathers and gradients that is kept between steps, idle then"),
-        ("arena", peak.of("arena"), _arena(memory.arena)),
+        ("arena", peak.of("arena"), slots),
         ("temporaries", peak.of("temporaries"), "at the peak: everything else"),
     ):
         if size or name in ("parameters", "activations", "gradients", "temporaries"):
@@ -73,8 +76,8 @@ def _memory(report: Report) -> list[RenderableType]:
     at = f"in %{node.name} = {op_name(node.op)} {node.where}" if node is not None else ""
     made.add_section()
     how = f"their sum, {at}".rstrip(", ")
-    made.add_row(Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(how))
-    for iteration in memory.iterations:
+    made.add_row(Text("peak", "bold"), Text(size_text(memory.peak), "bold"), Text(how))
+    for iteration in loop_memory(memory.footprint):
         name, held = (
             f"an iteration of {iteration.axis}",
             f"at its peak: made in each of {iteration.count} iterations, and gone with it",
@@ -86,19 +89,12 @@ def _memory(report: Report) -> list[RenderableType]:
             )
         stays = f"{held}; beside it {size_text(iteration.before)} stay"
         made.add_row(name, size_text(iteration.own), Text(stays, "dim"))
-    if memory.beside:
-        made.add_row("offloaded", size_text(memory.beside), Text("in other memory than the device's, at most", "dim"))
+    if memory.host:
+        made.add_row("offloaded", size_text(memory.host), Text("in other memory than the device's, at most", "dim"))
     machine = report.time.machine
-    share = memory.peak_bytes / machine.memory
+    share = memory.peak / machine.memory
     of = "" if machine.name == DEFAULT else f"\n{share:.2%} of the {size_text(machine.memory)} of {machine.name}."
     return [made, Text(FORMULA + of, "dim"), *_holders(peak)]
-
-
-def _arena(use: ArenaUse | None) -> str:
-    """How large an arena is beside what lies in it."""
-    if use is None:
-        return ""
-    return f"{use.slots} slots in one arena, of which {size_text(use.live)} are live at once"
 
 
 def _holders(peak: Peak) -> list[RenderableType]:

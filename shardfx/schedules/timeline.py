@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch.distributed as dist
+from typing import Any, NamedTuple
 
 from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.cost.machine import Machine
@@ -23,9 +20,17 @@ from shardfx.ir.timing.rank_tasks import rank_tasks
 from shardfx.ir.timing.simulate import RankTimeline, simulate_ranks
 from shardfx.ir.timing.stream_order import COMPUTE
 from shardfx.memory.rank_memory import RankMemory
-from shardfx.runtime.distributed.groups import is_dry_run
-from shardfx.runtime.engine import Probe
 from shardfx.runtime.recording import Recording
+
+
+class StreamEvent(NamedTuple):
+    """Something on a stream of a rank."""
+
+    span: Span
+    stream: str
+    what: str
+    category: str
+    args: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -53,43 +58,37 @@ class Timeline(Simulation):
         Costs are taken as seconds; the file has microseconds.
         """
         ranks = range(len(self._rows))
-        done = [
-            trace_event(action, segment, rank)
-            for action in self.order
-            for rank in ranks
-            if action in self._in_row[self._rows[rank]]
-            for segment in self.segments(action)
-        ]
-        tracks, beside = self._beside(ranks)
-        return write_trace(path, rank_tracks(ranks) | tracks, [*done, *beside])
+        links: dict[tuple[int, str], int] = {}
+        events = []
+        for rank in ranks:
+            for each in self.events(rank):
+                link = rank, each.stream
+                track = rank if each.stream == COMPUTE else links.setdefault(link, len(ranks) + len(links))
+                events.append(trace_event(each, track))
+        tracks = {rank: f"rank {rank}" for rank in ranks}
+        tracks |= {track: f"rank {rank}: {link}" for (rank, link), track in links.items()}
+        return write_trace(path, tracks, events)
 
-    def _beside(self, ranks: Sequence[int]) -> tuple[dict[int, str], list[dict[str, Any]]]:
-        """Further tracks, and what is on all of them beside actions."""
-        return {}, []
+    def events(self, rank: int) -> list[StreamEvent]:
+        """What a rank does on its streams."""
+        row = self.schedule.rows[self._rows[rank]]
+        return [action_event(action, segment) for action in row for segment in self.segments(action)]
 
     @property
     def _rows(self) -> tuple[int, ...]:
         return self.places or tuple(self.schedule.ranks)
 
-    @cached_property
-    def _in_row(self) -> tuple[frozenset[Action], ...]:
-        return tuple(map(frozenset, self.schedule.rows))
+
+def action_event(action: Action, span: Span) -> StreamEvent:
+    """An action, on the stream on which a rank computes."""
+    args = {"stage": action.stage, "microbatch": action.microbatch}
+    return StreamEvent(span, COMPUTE, str(action), KINDS[action.kind], args)
 
 
-def trace_event(action: Action, span: Span, rank: int) -> dict[str, Any]:
-    """An action on the stream on which a rank computes."""
-    return complete_event(str(action), KINDS[action.kind], span, rank, stage=action.stage, microbatch=action.microbatch)
-
-
-def complete_event(name: str, category: str, span: Span, track: int, **args: Any) -> dict[str, Any]:
-    """Something on a track; seconds become microseconds."""
-    times = {"ts": span.start * 1e6, "dur": span.length * 1e6}
-    return {"name": name, "cat": category, "ph": "X", "pid": 0, "tid": track, **times, "args": args}
-
-
-def rank_tracks(ranks: Iterable[int]) -> dict[int, str]:
-    """The tracks of the streams on which ranks compute, with their names."""
-    return {rank: f"rank {rank}" for rank in ranks}
+def trace_event(event: StreamEvent, track: int) -> dict[str, Any]:
+    """An event of a Chrome trace; seconds become microseconds."""
+    times = {"ts": event.span.start * 1e6, "dur": event.span.length * 1e6}
+    return {"name": event.what, "cat": event.category, "ph": "X", "pid": 0, "tid": track, **times, "args": event.args}
 
 
 def write_trace(path: str | Path, tracks: Mapping[int, str], events: Sequence[dict[str, Any]]) -> Path:
@@ -147,14 +146,9 @@ class PlanTimeline(Timeline):
         return max(self.host, *(course.end for course in self.courses))
 
     @property
-    def exposures(self) -> tuple[float, ...]:
-        """For each row the seconds of communication that no computing hides."""
-        return tuple(course.exposed for course in self.courses)
-
-    @property
     def exposed(self) -> float:
         """The seconds of communication that no computing hides, on the rank that has most of them."""
-        return max(self.exposures)
+        return max(course.exposed for course in self.courses)
 
     @property
     def hidden(self) -> float:
@@ -162,21 +156,16 @@ class PlanTimeline(Timeline):
         most = max(self.courses, key=lambda course: course.exposed)
         return max(most.communication - most.exposed, 0.0)
 
-    def _beside(self, ranks: Sequence[int]) -> tuple[dict[int, str], list[dict[str, Any]]]:
-        tracks: dict[int, str] = {}
-        events = []
-        for rank in ranks:
-            course = self.courses[self._rows[rank]]
-            if course.before.length:
-                events.append(complete_event("once", "once", course.before, rank))
-            for stall in course.stalls:
-                exposed = stall.exposed * 1e6
-                events.append(complete_event(f"waits for {stall.what}", "wait", stall.span, rank, exposed=exposed))
-            for link, transfers in course.links.items():
-                track = len(ranks) + len(tracks)
-                tracks[track] = f"rank {rank}: {link}"
-                events += [complete_event(each.what, "communication", each.span, track) for each in transfers]
-        return tracks, events
+    def events(self, rank: int) -> list[StreamEvent]:
+        """What a rank does on its streams: actions, waits, and the transfers of each link."""
+        course = self.courses[self._rows[rank]]
+        found = super().events(rank)
+        if course.before.length:
+            found.append(StreamEvent(course.before, COMPUTE, "once", "once"))
+        for stall in course.stalls:
+            exposed = {"exposed": stall.exposed * 1e6}
+            found.append(StreamEvent(stall.span, COMPUTE, f"waits for {stall.what}", "wait", exposed))
+        return found + [StreamEvent(each.span, each.link, each.what, "communication") for each in course.transfers]
 
     def text(self, rank: int = 0) -> str:
         """What the streams of a rank do when, a line each: when it starts and how long it takes, in microseconds.
@@ -187,16 +176,9 @@ class PlanTimeline(Timeline):
         if not 0 <= rank < len(self._rows):
             known = f"a rank, 0 .. {len(self._rows) - 1}"
             raise Error(f"no rank {rank} on this mesh", where=f"timeline.text({rank})", expected=known, got=rank)
-        row = self._rows[rank]
-        course, actions = self.courses[row], self.schedule.rows[row]
-        lines = [(segment, COMPUTE, str(action)) for action in actions for segment in self.segments(action)]
-        if course.before.length:
-            lines.append((course.before, COMPUTE, "once"))
-        lines += [(transfer.span, transfer.link, transfer.what) for transfer in course.transfers]
-        lines += [(stall.span, COMPUTE, f"waits for {stall.what}") for stall in course.stalls]
-        lines.sort(key=lambda line: line[0].start)
         return "\n".join(
-            f"{span.start * 1e6:12.1f} {span.length * 1e6:12.1f}  {stream:<14} {what}" for span, stream, what in lines
+            f"{each.span.start * 1e6:12.1f} {each.span.length * 1e6:12.1f}  {each.stream:<14} {each.what}"
+            for each in sorted(self.events(rank), key=lambda event: event.span.start)
         )
 
     @cached_property
@@ -266,45 +248,13 @@ def rank_places(graph: Graph) -> tuple[int, ...]:
     return tuple(mesh.coords(rank)[pipeline.axis] if pipeline is not None else 0 for rank in range(mesh.size))
 
 
-class RecordedModule(Protocol):
-    """What runs programs, and shows them to a watch."""
-
-    _watch: Probe | None
-    _measured: Recording | None
-
-    @property
-    def _this_rank(self) -> int | None:
-        """The rank of this process; None where all ranks are here."""
-
-
-@contextmanager
-def recorded(module: RecordedModule, path: str | Path) -> Iterator[Recording]:
-    """Measure what a module runs within; ranks come together at the end, and the first one writes the trace."""
-    before, recording = module._watch, Recording()
-    module._watch = recording
-    try:
-        yield recording
-    finally:
-        module._watch = before
-    everybody: list[Any] = [recording.rows()]
-    if module._this_rank is not None and not is_dry_run():
-        mine, everybody = everybody[0], [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, mine)
-    recording.close(everybody)
-    if recording.steps:
-        module._measured = recording
-    if not module._this_rank or is_dry_run():
-        ranks, done = trace_of(recording)
-        write_trace(path, rank_tracks(ranks), done)
-
-
-def trace_of(recording: Recording) -> tuple[Sequence[int], list[dict[str, Any]]]:
-    """The ranks, and what each did in all steps."""
+def write_recording(path: str | Path, recording: Recording) -> Path:
+    """A trace of what each rank did in all steps."""
     ranks = sorted({rank for step in recording.steps for rank in step.rows})
     done = [
-        trace_event(action, span, rank)
+        trace_event(action_event(action, span), rank)
         for step in recording.steps
         for rank, row in step.rows.items()
         for action, span in row
     ]
-    return ranks, done
+    return write_trace(path, {rank: f"rank {rank}" for rank in ranks}, done)

@@ -99,7 +99,7 @@ def runs_what_is_printed(name: str, mesh: str, stored: str = "") -> None:
     check_printed(pm, ran)
     ((rank, mine),) = held.items()
     found = check_footprint(pm.rank_program(rank), mine, exact=False, transport=pm._target.transport_here)
-    assert rank or pm.report().memory.peak == found.peak
+    assert rank or pm.report().memory.footprint.peak == found.peak
 
 
 @contextmanager

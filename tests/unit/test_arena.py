@@ -28,7 +28,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import validate_program
 from shardfx.ir.text.printer import size_text
 from shardfx.passes.rank import Arena
-from tests.plans import MESHES, plan
+from tests.plans import plan
 from tests.stepped import KINDS, batches, small_plan
 from tests.zoo import make
 
@@ -215,16 +215,6 @@ def test_an_arena_is_a_switch_of_the_hints() -> None:
     with pytest.raises(sx.Error, match="no such size"):
         Arena(least=0)
     assert str(small_plan(None, sx.Mesh(dp=2), arena=True).rank_program(0)).count("memory.arena") <= 1
-
-
-@pytest.mark.long
-def test_what_lies_in_it_at_the_peak_is_named() -> None:
-    memory = plan(make("mlp3"), MESHES["dp2"], rank_passes=[Arena(least=16)]).memory()
-    inside = [held for held in memory.at_peak if held.category == "arena"]
-    assert sum(held.nbytes for held in inside) == memory.by_category["arena"]
-    assert sum(held.nbytes for held in memory.at_peak) == memory.peak
-    assert sum(bool(held.where.module) for held in inside) >= 2
-    assert sum(held.op == "left empty" for held in inside) <= 1
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardfx as sx
+from shardfx.ir.cost.footprint import loop_memory
 from shardfx.ir.cost.traffic import TripCounts
 from shardfx.runtime.collective_counts import count_collectives
 from shardfx.visualize.boxes import Box
@@ -73,11 +74,11 @@ def test_pictures_between_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_iteration_holds_as_much_whatever_their_number(zero: int) -> None:
     reports = [planned(16 * count, count, zero=zero, zero_min_numel=0).report() for count in (4, 8)]
-    (few,), (many,) = (report.memory.iterations for report in reports)
+    (few,), (many,) = (loop_memory(report.memory.footprint) for report in reports)
     assert few.own == many.own > 0 and (few.axis, few.count, many.count) == ("mb", 4, 8)
     for report in reports:
-        (iteration,) = report.memory.iterations
-        assert iteration.own + iteration.before <= report.memory.peak.nbytes
+        (iteration,) = loop_memory(report.memory.footprint)
+        assert iteration.own + iteration.before <= report.memory.footprint.peak.nbytes
         assert "an iteration of mb  " in str(report)
 
 

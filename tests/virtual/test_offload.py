@@ -124,7 +124,7 @@ def test_both_pools_are_predicted_as_a_step_holds_them(offload: tuple[sx.Offload
         for rank, held in held_in_a_step(pm, case, run).items():
             check_footprint(pm._programs.running(rank, kinds), held)
     memory = pm.memory()
-    assert sum(memory.by_category.values()) == memory.peak == pm.report().memory.peak_bytes
+    assert sum(memory.by_category.values()) == memory.peak == pm.report().memory.peak
     sizes = {"batch": 256, "dp": 2}
     assert memory.formula.subs(sizes) == memory.peak and "offloaded" in str(memory)
 
@@ -158,7 +158,7 @@ def test_it_is_seen_in_pictures_reports_and_reasons(tmp_path: Path) -> None:
     pm.draw(tmp_path)
     assert "offload to the host, or fetch" in (tmp_path / "after.svg").read_text()
     report = pm.report()
-    assert report.memory.beside == pm.memory().host and "offloaded and fetched" in str(report)
+    assert report.memory.host == pm.memory().host and "offloaded and fetched" in str(report)
     assert "memory.to_device moves 4.1 kB per rank" in str(pm.explain("layers.0.up.weight"))
 
 

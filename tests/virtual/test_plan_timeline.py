@@ -318,7 +318,7 @@ def test_the_report_says_what_each_stage_has() -> None:
     assert first.ranks == (0,)
     text = str(pm.report())
     assert "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3" in text
-    assert pm.report().memory.parameters == first.nbytes  # of rank 0 alone
+    assert pm.report().memory.stored["parameters"] == first.nbytes  # of rank 0 alone
     assert {row.axes for row in pm.report().communication.rows} == {("pp",)}
 
 
