@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardfx.compile import no_collection, offloads, replanned
+from shardfx.compile import default_rank_passes, no_collection, offloads, replanned
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints, bytes_of
 from shardfx.ir.cost.fake_calls import FakeCalls
@@ -33,35 +33,50 @@ from shardfx.passes.stages.make_schedule import AUTO
 MOST = 5
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, the memory of the rank that holds most in a step, and the peak of each place along the axis of stages."""
+
+    plan: Compiled
+    memory: RankMemory
+    peaks: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a rank holds."""
+        return self.memory.peak
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, by the cost model."""
+        machine = Machine.of(self.plan.hints.machine)
+        return self.memory.footprint.cost.seconds(machine, self.plan.after.mesh)
+
+
 class MemoryPredictor:
-    """What plans of one model hold in a place. Each is replayed once, and calls that are alike in several, too."""
+    """Replays plans of one model on a target: each plan once, and equal calls of several plans once."""
 
     def __init__(self, place: ExecutionTarget) -> None:
         self.place = place
         self._fakes = FakeCalls()
-        self._known: dict[int, tuple[Compiled, tuple[int, ...], RankMemory]] = {}
+        self._known: dict[int, Candidate] = {}
 
-    def of(self, compiled: Compiled) -> RankMemory:
-        """What the rank that holds most holds in a step: the first, of those of each stage of a pipeline."""
-        return self._replayed(compiled)[2]
-
-    def peaks(self, compiled: Compiled) -> tuple[int, ...]:
-        """The most bytes that a rank holds in a step, for each place along the axis of stages."""
-        return self._replayed(compiled)[1]
-
-    def _replayed(self, compiled: Compiled) -> tuple[Compiled, tuple[int, ...], RankMemory]:
+    def of(self, compiled: Compiled) -> Candidate:
+        """A plan with its memory: of the first rank of each place along the axis of stages."""
         if id(compiled) not in self._known:
-            peaks, most = [], None
-            for held in self._of_stages(compiled):
-                peaks.append(held.peak)
-                most = held if most is None or held.peak > most.peak else most
-            assert most is not None
-            self._known[id(compiled)] = compiled, tuple(peaks), most
+            every = [*self._of_stages(compiled)]
+            most = max(every, key=lambda memory: memory.peak)
+            self._known[id(compiled)] = Candidate(compiled, most, tuple(memory.peak for memory in every))
         return self._known[id(compiled)]
+
+    def under(self, compiled: Compiled, **changed: Any) -> Candidate:
+        """The same model, planned with some hints changed."""
+        return self.of(replanned(compiled, replace(compiled.hints, **changed)))
 
     def _of_stages(self, compiled: Compiled) -> Iterator[RankMemory]:
         place = self.place
-        context, passes = RankContext(compiled.after, place.device.type), place.rank_passes(compiled.hints)
+        passes = default_rank_passes(compiled.hints, place.device.type)
+        context = RankContext(compiled.after, place.device.type)
         for rank in first_ranks(compiled.after):
             with no_collection():
                 program = program_of(context, rank, usual_kinds(compiled), compiled.context.rules, passes)
@@ -100,7 +115,7 @@ def check_budget(compiled: Compiled, predictor: MemoryPredictor) -> None:
     hints = compiled.hints
     if hints.memory is None:
         return
-    budget, memory = bytes_of(hints.memory), predictor.of(compiled)
+    budget, memory = bytes_of(hints.memory), predictor.of(compiled).memory
     if memory.peak <= budget:
         return
     largest = ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in list(memory.by_category.items())[:MOST])
@@ -119,9 +134,8 @@ def what_fits(compiled: Compiled, predictor: MemoryPredictor, budget: int) -> st
     """The first of the features that make a plan fit; or what the best of them comes to."""
     tried: dict[str, int] = {}
     for more in _features(compiled):
-        hints = replace(compiled.hints, **more)
         said = "Hints(" + ", ".join(f"{name}={value!r}" for name, value in more.items()) + ")"
-        tried[said] = predictor.of(replanned(compiled, hints)).peak
+        tried[said] = predictor.under(compiled, **more).peak
         if tried[said] <= budget:
             return f"{said} holds {size_text(tried[said])}"
     if not tried:
@@ -170,19 +184,6 @@ def repeated_modules(compiled: Compiled) -> list[str]:
 WAYS = {"last": "once, behind the last iteration", "each": "in each iteration"}
 
 
-@dataclass(frozen=True)
-class ReducePlan:
-    """A plan, the bytes that a rank holds at its peak, and the seconds of a step."""
-
-    way: str
-    plan: Compiled
-    peak: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{WAYS[self.way]}: {self.seconds * 1e3:.3g} ms a step, {size_text(self.peak)}"
-
-
 def with_fastest_reduction(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
     """The plan in which gradients of iterations are reduced when that is cheapest; itself, where nothing is to be
     chosen."""
@@ -191,13 +192,15 @@ def with_fastest_reduction(compiled: Compiled, predictor: MemoryPredictor) -> Co
     asked = hints.reduce == "auto"
     if not asked or not loop_axes(mesh) or not hints.zero or not compiled.has_gradients or budget is None:
         return compiled
-    machine = Machine.of(hints.machine)
-    made = [_candidate(compiled, way, predictor, machine) for way in WAYS]
-    fitting = [each for each in made if each.peak <= budget]
-    best = min(fitting, key=lambda each: each.seconds) if fitting else min(made, key=lambda each: each.peak)
-    (other,) = (each for each in made if each is not best)
-    fits = "which is faster" if other in fitting else f"for a rank may hold {size_text(budget)}"
-    why = f"gradients of iterations are reduced {best}; {fits} ({other})"
+    made = {way: predictor.under(compiled, reduce=way) for way in WAYS}
+    said = {
+        way: f"{WAYS[way]}: {each.seconds * 1e3:.3g} ms a step, {size_text(each.peak)}" for way, each in made.items()
+    }
+    # the faster of those that fit; where none does, the one that holds less
+    way = min(made, key=lambda way: (max(made[way].peak - budget, 0), made[way].seconds))
+    best, (other,) = made[way], made.keys() - {way}
+    fits = "which is faster" if made[other].peak <= budget else f"for a rank may hold {size_text(budget)}"
+    why = f"gradients of iterations are reduced {said[way]}; {fits} ({said[other]})"
     graph = best.plan.after
     graph.notes.append(why)
     gradients = {output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
@@ -206,12 +209,6 @@ def with_fastest_reduction(compiled: Compiled, predictor: MemoryPredictor) -> Co
             gradients.update(node.operands)
             node.why = f"{node.why}; {why}" if node.why else why
     return best.plan
-
-
-def _candidate(compiled: Compiled, way: str, predictor: MemoryPredictor, machine: Machine) -> ReducePlan:
-    plan = replanned(compiled, replace(compiled.hints, reduce=way))
-    memory = predictor.of(plan)
-    return ReducePlan(way, plan, memory.peak, memory.footprint.cost.seconds(machine, plan.after.mesh))
 
 
 def with_fitting_schedule(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
@@ -229,35 +226,23 @@ def with_fitting_schedule(compiled: Compiled, predictor: MemoryPredictor) -> Com
     stages, iterations = len(planned.homes), len(planned.schedule.microbatches)
     few = pipeline.stages_per_rank
     many = max(check_schedule(planned.schedule, stages=stages, microbatches=iterations).peaks)
-    best: tuple[Compiled, int] | None = None
+    best: Candidate | None = None
     least, low, high = fastest.peak, few, many - 1
     while low <= high:
         live = (low + high) // 2
-        plan = _with_live(compiled, live)
-        peak = predictor.of(plan).peak
-        least = min(least, peak)
-        if peak <= budget:
-            best, low = (plan, peak), live + 1
-        else:
-            high = live - 1
+        made = predictor.under(compiled, pipeline=replace(pipeline, max_in_flight=live))
+        least = min(least, made.peak)
+        best, low, high = (made, live + 1, high) if made.peak <= budget else (best, low, live - 1)
     if best is None:
         raise Error(
             "no schedule fits into what a rank may hold",
             where="Pipeline(schedule='auto')",
             expected=f"at most {size_text(budget)}",
-            got=f"{size_text(least)} at least, on rank {fastest.rank}, however few iterations are live",
+            got=f"{size_text(least)} at least, on rank {fastest.memory.rank}, however few iterations are live",
             remedy="more ranks along the axis of stages, more iterations, Hints(recompute=...), or Hints(zero=...)",
         )
-    plan, peak = best
-    plan.after.notes.append(
-        f"schedule: at most {low - 1} iterations live on a rank, which holds {size_text(peak)}, for it may hold "
+    best.plan.after.notes.append(
+        f"schedule: at most {low - 1} iterations live on a rank, which holds {size_text(best.peak)}, for it may hold "
         f"{size_text(budget)} (the fastest has {many} live: {size_text(fastest.peak)})"
     )
-    return plan
-
-
-def _with_live(compiled: Compiled, live: int) -> Compiled:
-    """The same plan with so many iterations live at most."""
-    assert compiled.hints.pipeline is not None
-    hints = replace(compiled.hints, pipeline=replace(compiled.hints.pipeline, max_in_flight=live))
-    return replanned(compiled, hints)
+    return best.plan

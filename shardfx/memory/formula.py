@@ -145,15 +145,14 @@ def _sum(term: PeakStorage, others: Sequence[PeakStorage], sizes: Sizes) -> symp
     plain = [1, *(sympy.Symbol(name) for name in sizes.named), sympy.prod(map(sympy.Symbol, sizes.named))]
     basis = [sympy.sympify(each) for each in dict.fromkeys(plain)]
     points = [dict.fromkeys(sizes.named, ONE), *sizes.ratios]
-    rows = [[each.subs(_at(point, sizes)) for each in basis] for point in points]
+    rows = [
+        [each.subs({name: sympy.Rational(point[name] * size) for name, size in sizes.named.items()}) for each in basis]
+        for point in points
+    ]
     found = sympy.Matrix(rows).LUsolve(sympy.Matrix([term.nbytes, *(other.nbytes for other in others)]))
     if any(factor < 0 for factor in found):
         raise no_formula(f"{term.nbytes} bytes, which become {', '.join(str(other.nbytes) for other in others)}")
     return sum((factor * each for factor, each in zip(found, basis, strict=True)), sympy.Integer(0))
-
-
-def _at(point: dict[str, Fraction], sizes: Sizes) -> dict[str, sympy.Expr]:
-    return {name: sympy.Rational(point[name] * size) for name, size in sizes.named.items()}
 
 
 def no_formula(got: str) -> Error:

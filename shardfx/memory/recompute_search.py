@@ -24,7 +24,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from shardfx.compile import offloads, replanned
+from shardfx.compile import offloads
 from shardfx.compiled import Compiled
 from shardfx.hints import bytes_of
 from shardfx.ir.cost.machine import Machine
@@ -32,7 +32,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Phase
 from shardfx.ir.names import prefixes
 from shardfx.ir.text.printer import size_text
-from shardfx.memory.budget import MemoryPredictor, repeated_modules, what_fits
+from shardfx.memory.budget import Candidate, MemoryPredictor, repeated_modules, what_fits
 from shardfx.memory.recompute_segments import OpGroup, SegmentedStep, SegmentKind, runs, segmentations
 from shardfx.passes import Offload, Recompute
 from shardfx.passes.memory.offload import ACTIVATIONS
@@ -73,14 +73,14 @@ def fitted(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
             got=f"{size_text(budget)}, where a rank that keeps all holds {size_text(memory.peak)}",
             remedy=what_fits(compiled, predictor, budget),
         )
-    longer = search.seconds(made) / search.seconds(compiled) - 1
-    away = any(isinstance(each, Offload) and ACTIVATIONS in each.whats for each in made.passes)
+    longer = made.seconds / memory.seconds - 1
+    away = any(isinstance(each, Offload) and ACTIVATIONS in each.whats for each in made.plan.passes)
     how = "recomputed or offloaded" if away else "recomputed"
-    made.after.notes.append(
+    made.plan.after.notes.append(
         f"{how} to fit into {size_text(budget)}: {longer:.1%} more time in a step; "
-        f"{search.said}; the rank holds {size_text(predictor.of(made).peak)}"
+        f"{search.said}; the rank holds {size_text(made.peak)}"
     )
-    return made
+    return made.plan
 
 
 @dataclass
@@ -103,62 +103,55 @@ class RecomputeSearch:
         """What may be recomputed, or offloaded."""
         hints = self.compiled.hints
         options = next((each for each in offloads(hints) if ACTIVATIONS in each.whats), None)
-        memory, machine = self.predictor.of(self.compiled), Machine.of(hints.machine)
+        memory, machine = self.predictor.of(self.compiled).memory, Machine.of(hints.machine)
         return SegmentedStep(memory, self.compiled.after, machine, options, self.parts)
 
     @cached_property
     def _moments(self) -> dict[tuple[int, ...], int]:
         return self.course.moments()
 
-    def seconds(self, made: Compiled) -> float:
-        """Of a step of a plan, by the cost model."""
-        return self.predictor.of(made).footprint.cost.seconds(self.course.machine, made.after.mesh)
-
-    def within(self, wanted: int) -> Compiled | None:
-        """The cheapest choice; what its plan holds more than was thought is taken off what is ``wanted``."""
+    def within(self, wanted: int) -> Candidate | None:
+        """The cheapest choice that fits; what its plan holds beyond the prediction is subtracted from ``wanted``."""
         for _ in range(TRIES):
             choice = cheapest(self.course.kinds, self._moments, wanted)
             if choice is None:
                 return None
             made = self._chosen(choice)
-            peak = self._held(made)
-            if peak <= self.budget:
+            if made.peak <= self.budget:
                 self.said = f"the cheapest choice is at most {choice.gap:.1%} cheaper"
                 return made
-            wanted -= peak - self.budget
+            wanted -= made.peak - self.budget
         return None
 
-    def from_leanest(self) -> Compiled | None:
-        """Where plans hold less than was thought: what the leanest one leaves is given to the choice."""
+    def from_leanest(self) -> Candidate | None:
+        """Where plans hold less than predicted: the choice may have what the leanest one leaves."""
         floor = least_peak(self.course.kinds, self._moments)
         choice = cheapest(self.course.kinds, self._moments, floor)
-        if choice is None:
-            return None
-        leanest = self._chosen(choice)
-        peak = self._held(leanest)
-        if peak > self.budget:
+        leanest = self._chosen(choice) if choice is not None else None
+        if leanest is None or leanest.peak > self.budget:
             return None
         self.said = "no cheaper choice was found"
-        return self.within(self.budget + floor - peak) or leanest
+        return self.within(self.budget + floor - leanest.peak) or leanest
 
-    def joined(self) -> Compiled | None:
-        """The same with longer segments, of modules that follow one another: those first whose choice is cheapest."""
-        longer = [
-            RecomputeSearch(self.compiled, self.predictor, self.budget, parts) for parts in segmentations(self.course)
-        ]
-        choices = [(cheapest(each.course.kinds, each._moments, self.budget), each) for each in longer]
-        fit = sorted(((choice.seconds, at) for at, (choice, _) in enumerate(choices) if choice is not None))
-        leanest = sorted(range(len(longer)), key=lambda at: least_peak(longer[at].course.kinds, longer[at]._moments))
-        for at in [at for _, at in fit] or leanest[:1]:
-            made = longer[at].within(self.budget) or longer[at].from_leanest()
-            self.said, self.least = longer[at].said, min(self.least, longer[at].least)
-            if made is not None:
+    def joined(self) -> Candidate | None:
+        """The same with longer segments, of consecutive modules: those first whose choice is cheapest."""
+        choices = []
+        for parts in segmentations(self.course):
+            search = RecomputeSearch(self.compiled, self.predictor, self.budget, parts)
+            kinds, moments = search.course.kinds, search._moments
+            choice = cheapest(kinds, moments, self.budget)
+            fit = (inf, least_peak(kinds, moments)) if choice is None else (choice.seconds, 0)
+            choices.append((*fit, search))
+        for seconds, _, search in sorted(choices, key=lambda each: each[:2]):
+            made = search.within(self.budget) or search.from_leanest()
+            self.said, self.least = search.said, min(self.least, search.least or self.least)
+            if made is not None or seconds == inf:
                 return made
         return None
 
-    def wholesale(self) -> Compiled | None:
-        """The quickest that fits, of those that recompute all segments, or all modules that stand in a list, or those
-        of the root, by themselves or some together; offload all; or both."""
+    def wholesale(self) -> Candidate | None:
+        """The fastest that fits, of those that recompute all segments, or all modules of a list, or those of the root,
+        alone or several together; that offload all; or both."""
         all_again = tuple(
             replace(_pass(self.course, kind, 0, len(kind.segments), frozenset()), regather=True)
             for kind in self.course.kinds
@@ -168,31 +161,26 @@ class RecomputeSearch:
         patterns = (*repeated_modules(self.compiled), "*")
         named = [(Recompute(pattern, segment=several),) for pattern in patterns for several in (1, *TOGETHER)]
         ways = [(again, away) for again in ((), all_again, *named) for away in dict.fromkeys(((), all_away))][1:]
-        fit = [made for made in (self._planned(*way) for way in ways) if self._held(made) <= self.budget]
+        fit = [made for made in (self._planned(*way) for way in ways) if made.peak <= self.budget]
         self.said = "nothing between was found"
-        return min(fit, key=self.seconds, default=None)
+        return min(fit, key=lambda made: made.seconds, default=None)
 
-    def _held(self, made: Compiled) -> int:
-        peak = self.predictor.of(made).peak
-        self.least = min(self.least or peak, peak)
-        return peak
-
-    def _chosen(self, choice: RecomputeChoice) -> Compiled:
+    def _chosen(self, choice: RecomputeChoice) -> Candidate:
         return self._planned(tuple(_passes(self.course, choice)), tuple(_offloads(self.course, choice)))
 
-    def _planned(self, again: tuple[Recompute, ...], away: tuple[Offload, ...]) -> Compiled:
+    def _planned(self, again: tuple[Recompute, ...], away: tuple[Offload, ...]) -> Candidate:
         """The same with some recomputation, and some activations offloaded."""
-        compiled = self.compiled
-        others = tuple(left for each in offloads(compiled.hints) for left in each.without(ACTIVATIONS))
-        hints = replace(compiled.hints, recompute=again, offload=(*others, *away))  # what is planned anew keeps to it
-        return replanned(compiled, hints)
+        others = tuple(left for each in offloads(self.compiled.hints) for left in each.without(ACTIVATIONS))
+        made = self.predictor.under(self.compiled, recompute=again, offload=(*others, *away))
+        self.least = min(self.least or made.peak, made.peak)
+        return made
 
 
 def _passes(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Recompute]:
     """The choice as passes: of each kind one for each run of segments that keep the same."""
     for kind in course.kinds:
         count = len(kind.segments)
-        kept = [frozenset(g for g in kind.groups if _keeps(g, choice, i, count)) for i in range(count)]
+        kept = [frozenset(g for g in kind.groups if _keeps(g, choice, i)) for i in range(count)]
         needed = {group for group in kind.groups if group.nbytes}
         for start, length in runs(kept):
             if not needed <= kept[start]:
@@ -214,7 +202,7 @@ def _offloads(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Offloa
                 yield chosen
 
 
-def _keeps(group: OpGroup, choice: RecomputeChoice, index: int, count: int) -> bool:
+def _keeps(group: OpGroup, choice: RecomputeChoice, index: int) -> bool:
     """Whether a segment keeps a group."""
     again = choice.again[group]
     return again <= index and (group.nbytes > 0 or index < again + choice.kept[group])
@@ -232,8 +220,7 @@ def _named(
     """How a pass names segments, and groups of them: patterns of modules, how many to skip and to take, ops."""
     chosen = kind.segments[start : start + length]
     paths = [path for each in chosen for path in each.paths]
-    outer = paths[0].rpartition(".")[0]
-    pattern = f"{outer}.*" if outer else "*"
+    pattern = ".".join([*paths[0].split(".")[:-1], "*"])
     there = _matched(course, pattern)
     first = there.index(paths[0]) if paths[0] in there else 0
     if there[first : first + length] == paths and len(there) > 1:

@@ -7,10 +7,10 @@ segments are kept in any case.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import chain
 from math import inf
 
 from shardfx.ir.cost.machine import Machine
@@ -218,15 +218,10 @@ class SegmentedStep:
         return found
 
     @cached_property
-    def given(self) -> int:
-        """The bytes that are there all the time."""
-        return sum(held.nbytes for held in self.memory.given)
-
-    @cached_property
     def held(self) -> list[int]:
         """The bytes that are there at each call."""
-        footprint = self.memory.footprint
-        return [self.given + a + b for a, b in zip(footprint.live, footprint.inside, strict=True)]
+        footprint, stored = self.memory.footprint, sum(self.memory.stored.values())
+        return [stored + a + b for a, b in zip(footprint.live, footprint.inside, strict=True)]
 
     def moments(self) -> dict[tuple[int, ...], int]:
         """The most bytes that are held, by how many segments of each kind wait for their backward then.
@@ -253,7 +248,7 @@ def split_calls(ahead: Sequence[int], back: Sequence[int]) -> tuple[list[int], l
 
     A few may stand elsewhere: the part of a layer in the loss is summed when all else is done.
 
-    >>> parted([1, 2, 3, 90], [50, 51, 52])
+    >>> split_calls([1, 2, 3, 90], [50, 51, 52])
     ([1, 2, 3], [50, 51, 52])
     """
     moments = [-1, *ahead]
@@ -287,136 +282,96 @@ def runs(marks: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
 
 
 SLACK = (1.0, 1.1, 1.25, 1.5)
-"""How much more than the leanest parting others may hold."""
+"""How much more than the leanest split others may hold."""
 COUNTS = (3, 4, 6, 8, 12)
 """Into so many segments of about the same size a forward is split, too."""
 SHARE = 1 / 8
-"""A module of a list that holds more than this of all that waits is split into the modules in it."""
-Paths = tuple[str, ...]
+"""A module of a list that holds more than this of all live bytes is split into the modules in it."""
+Modules = tuple[str, ...]
+Sizes = dict[Modules, int]
 
 
-def segmentations(course: SegmentedStep) -> Iterator[tuple[Paths, ...]]:
-    """The modules of each segment, in several ways.
-
-    While a segment is recomputed it is there whole, beside what the segments before it gave; so that the first may be
-    longer than the last (:func:`_runs_within`). Even ones come from all modules: a segment may begin with what does
-    not wait for the backward, where that is not recomputed.
-    """
-    forward = [node for node in course.graph.nodes if node.phase is Phase.FORWARD and node.where.module]
-    units = _modules_of(course, forward)
-    shards, single = _module_runs(course, units)
+def segmentations(course: SegmentedStep) -> Iterator[tuple[Modules, ...]]:
+    """The modules of longer segments, in several ways."""
+    live, given = _live_units(course)
     seen = set()
-    for runs in (*_lean(shards), *(_even(single, count) for count in COUNTS)):
-        parts = tuple(tuple(unit for shard in run for unit in shard.units) for run in runs)
+    for runs in (*_lean(live, given), *(_even(live, count) for count in COUNTS)):
+        parts = tuple(tuple(chain.from_iterable(run)) for run in runs)
         if len(parts) > 1 and any(len(each) > 1 for each in parts) and parts not in seen:
             seen.add(parts)
             yield parts
 
 
-def _lean(shards: Sequence[ModuleRun]) -> Iterator[list[list[ModuleRun]]]:
-    """The parting that holds least, and some that hold more and part less."""
-    low, high = 0.0, float(sum(shard.held + shard.given for shard in shards) + max(shard.beside for shard in shards))
+def _lean(live: Sizes, given: Sizes) -> Iterator[list[list[Modules]]]:
+    """The split that holds least, and some that hold more in fewer segments."""
+    low, high = 0.0, float(sum(live.values()) + sum(given.values()))
     least = high
     while least - low > high / 1000:
         middle = (low + least) / 2
-        low, least = (low, middle) if _runs_within(shards, middle) else (middle, least)
-    yield from (_runs_within(shards, least * slack) for slack in SLACK)
+        low, least = (low, middle) if _runs_within(live, given, middle) else (middle, least)
+    yield from (_runs_within(live, given, least * slack) for slack in SLACK)
 
 
-def _even(shards: Sequence[ModuleRun], count: int) -> list[list[ModuleRun]]:
-    """About so many runs of modules, of which about as much waits."""
-    each, so_far = max(sum(shard.held for shard in shards), 1) / count, 0.0
-    found: dict[int, list[ModuleRun]] = {}
-    for shard in shards:
-        found.setdefault(min(int((so_far + shard.held / 2) / each), count - 1), []).append(shard)
-        so_far += shard.held
+def _runs_within(live: Sizes, given: Sizes, limit: float) -> list[list[Modules]]:
+    """The longest segments that hold no more while they are recomputed, beside what those before them gave, so that the
+    first are longer than the last; none: there are no such."""
+    found: list[list[Modules]] = [[]]
+    before = held = 0
+    for unit, nbytes in live.items():
+        if found[-1] and before + held + nbytes > limit:
+            before, held = before + given[found[-1][-1]], 0
+            found.append([])
+        if before + nbytes > limit:
+            return []
+        found[-1].append(unit)
+        held += nbytes
+    return found
+
+
+def _even(live: Sizes, count: int) -> list[list[Modules]]:
+    """About so many segments, of each of which as much is live until the backward."""
+    size, before = max(sum(live.values()), 1) / count, 0.0
+    found: dict[int, list[Modules]] = {}
+    for unit, nbytes in live.items():
+        found.setdefault(min(int((before + nbytes / 2) / size), count - 1), []).append(unit)
+        before += nbytes
     return list(found.values())
 
 
-@dataclass(frozen=True)
-class ModuleRun:
-    """Modules that stay together; in bytes what of them waits for the backward, what they give to others, and what is
-    there in their backward beside what waits."""
-
-    units: Paths
-    held: int
-    given: int
-    beside: int
-
-
-def _runs_within(shards: Sequence[ModuleRun], limit: float) -> list[list[ModuleRun]]:
-    """The longest runs of modules that hold no more, each beside what those before it gave; none: it cannot be."""
-    found: list[list[ModuleRun]] = [[]]
-    waits = held = 0
-    for shard in shards:
-        if found[-1] and waits + held + shard.held + shard.beside > limit:
-            waits, held = waits + found[-1][-1].given, 0
-            found.append([])
-        if waits + shard.held + shard.beside > limit:
-            return []
-        found[-1].append(shard)
-        held += shard.held
-    return found
-
-
-def _module_runs(course: SegmentedStep, units: Mapping[Node, str]) -> tuple[list[ModuleRun], list[ModuleRun]]:
-    """Units between which what goes on waits for the backward as it is, for a segment that begins with what does not
-    has that wait, too; and all units by themselves."""
+def _live_units(course: SegmentedStep) -> tuple[Sizes, Sizes]:
+    """Modules that are not parted: the bytes of each that are live until the backward, and what it gives to others. A
+    module whose output the backward does not need goes with the next, or it would be live as well."""
     mesh = course.graph.mesh
-    held, given = (dict.fromkeys(units.values(), 0) for _ in range(2))
-    goes_on: dict[Value, str] = {}
-    for node, unit in units.items():
-        held[unit] += _live_bytes(course, node)
-        for value in sources(node.operands):
-            maker = units.get(value.node, unit) if value.node is not None else unit
-            if maker != unit:
-                goes_on[value] = maker
-    for value, unit in goes_on.items():
-        given[unit] += value.local_bytes(mesh)
-    open_ = {unit for value, unit in goes_on.items() if value not in course.needed}
-    found: list[list[str]] = [[]]
-    for unit in held:
-        found[-1].append(unit)
-        if unit not in open_:
-            found.append([])
-    beside = _beside(course, units, held)
-
-    def shard(each: Sequence[str]) -> ModuleRun:
-        return ModuleRun(tuple(each), sum(held[u] for u in each), given[each[-1]], max(beside[u] for u in each))
-
-    return [shard(each) for each in found if each], [shard([unit]) for unit in held]
-
-
-def _beside(course: SegmentedStep, units: Mapping[Node, str], held: Mapping[str, int]) -> dict[str, int]:
-    """The most bytes in the backward of each unit, beside what waits of it and those before it."""
-    waits = dict(zip(held, accumulate(held.values()), strict=True))
-    of = {node.where.module: unit for node, unit in units.items()}
-    found = dict.fromkeys(held, 0)
-    for call, nbytes in zip(course.memory.footprint.calls, course.held, strict=True):
-        planned = call.meta.get("shardfx")
-        if isinstance(planned, Node) and planned.phase is Phase.BACKWARD and planned.where.module in of:
-            unit = of[planned.where.module]
-            found[unit] = max(found[unit], nbytes - waits[unit])
-    return found
-
-
-def _modules_of(course: SegmentedStep, forward: Sequence[Node]) -> dict[Node, str]:
-    """The modules that are not split up, of each node of the forward that lies in one."""
+    forward = [node for node in course.graph.nodes if node.phase is Phase.FORWARD and node.where.module]
+    nbytes = {node: sum(v.local_bytes(mesh) for v in node.outs if v in course.needed) for node in forward}
     blocks: dict[str, int] = {}
-    for node in forward:
+    for node, size in nbytes.items():
         path = course.segment_at(node.where.module)
-        blocks[path] = blocks.get(path, 0) + _live_bytes(course, node)
-    large = {path for path, nbytes in blocks.items() if nbytes > SHARE * sum(blocks.values())}
+        blocks[path] = blocks.get(path, 0) + size
+    large = {path for path, size in blocks.items() if size > SHARE * sum(blocks.values())}
     modules = dict.fromkeys(node.where.module for node in forward)
     outer = {module for module in modules if any(other != module and within(other, module) for other in modules)}
-    found = {}
+    units = {}
     for node in forward:
         path, module = course.segment_at(node.where.module), node.where.module
         if path not in large or module not in outer:  # what an outer one does itself lies around the others
-            found[node] = module if path in large else path
-    return found
-
-
-def _live_bytes(course: SegmentedStep, node: Node) -> int:
-    """The bytes of a node that wait for the backward."""
-    return sum(value.local_bytes(course.graph.mesh) for value in node.outs if value in course.needed)
+            units[node] = module if path in large else path
+    live, given = dict.fromkeys(units.values(), 0), dict.fromkeys(units.values(), 0)
+    for node, unit in units.items():
+        live[unit] += nbytes[node]
+    open_, passed = set[str](), set[Value]()
+    for node, unit in units.items():
+        for value in sources(node.operands):
+            maker = units.get(value.node, unit) if value.node is not None else unit
+            if maker != unit and value not in passed:
+                passed.add(value)
+                given[maker] += value.local_bytes(mesh)
+                if value not in course.needed:
+                    open_.add(maker)
+    together: list[list[str]] = [[]]
+    for unit in live:
+        together[-1].append(unit)
+        if unit not in open_:
+            together.append([])
+    groups = [tuple(each) for each in together if each]
+    return {each: sum(map(live.__getitem__, each)) for each in groups}, {each: given[each[-1]] for each in groups}

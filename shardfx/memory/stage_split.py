@@ -8,15 +8,13 @@ its ranks' programs replayed; by how much they hold more or less than was though
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import prod
 
-from shardfx.compile import replanned
 from shardfx.compiled import Compiled
-from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.graph import Graph, Node, OutputKind, Phase, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import is_comm
@@ -24,7 +22,7 @@ from shardfx.ir.schedule.actions import Pipelined
 from shardfx.ir.schedule.simulation import KEEPS
 from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
-from shardfx.memory.budget import MemoryPredictor, budget_of, first_ranks
+from shardfx.memory.budget import Candidate, MemoryPredictor, budget_of, first_ranks
 from shardfx.memory.recompute_segments import sources
 from shardfx.passes.stages import SearchedCounts, stages_as_planned
 from shardfx.passes.stages.assignment import OF_WEIGHTS, Assignment
@@ -37,20 +35,6 @@ TRIES = 4
 HOPED = 0.2
 """Before a plan is known, ranks are taken to hold less by so much of the budget than was counted, for what is there in
 passing is counted as if an iteration held most of it beside all that it keeps."""
-
-
-@dataclass(frozen=True)
-class SplitPlan:
-    """A plan, where its stages begin, how long the slowest takes, and what each rank along the axis holds."""
-
-    plan: Compiled
-    firsts: tuple[int, ...]
-    seconds: float
-    peaks: tuple[int, ...]
-
-    def fits(self, budget: int) -> bool:
-        """Whether no rank holds more."""
-        return max(self.peaks) <= budget
 
 
 def staged(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
@@ -70,9 +54,10 @@ def staged(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
     if found is None:
         others = compiled.hints.recompute == "auto" or pipeline.schedule == AUTO
         return compiled if others else search.roomiest()
-    if found.plan is not compiled:
-        found.plan.after.notes.append(search.note(found))
-    return found.plan
+    plan = search.known[found].plan
+    if plan is not compiled:
+        plan.after.notes.append(search.note(found))
+    return plan
 
 
 class StageSearch:
@@ -85,7 +70,8 @@ class StageSearch:
         self.blocks = BlockMemory(compiled.after, compiled.after.pipeline)
         self.more = [-HOPED * budget] * (max(self.homes) + 1)
         """By rank: what it holds beyond what was thought."""
-        self.known: dict[tuple[int, ...], SplitPlan] = {}
+        self.known: dict[tuple[int, ...], Candidate] = {}
+        """The plans so far, by where their stages begin."""
 
     @property
     def room(self) -> MemoryBudget:
@@ -97,85 +83,70 @@ class StageSearch:
         """Where the stages begin of the plan that is given; empty where they are no contiguous ranges of blocks."""
         return first_blocks(self.compiled.after, self.blocks.blocks.names)
 
-    def found(self) -> SplitPlan | None:
-        """The fastest split that fits, of those that were planned."""
+    def found(self) -> tuple[int, ...] | None:
+        """Where the stages begin of the fastest split that fits, of those that were planned."""
         thought = self.room.of(self.balanced, self.blocks.count)
         fits = all(held <= budget for held, budget in zip(thought, self.room.budgets, strict=True))
-        if fits and (made := self._planned(self.balanced)).fits(self.budget):
-            return made
+        if fits and self._planned(self.balanced).peak <= self.budget:
+            return self.balanced
         for _ in range(TRIES):
-            firsts = balanced_split(self.blocks.costs, len(self.homes), self.blocks.sent, self.room)
+            firsts = balanced_split(self.blocks.costs, len(self.homes), budget=self.room)
             if firsts is None or tuple(firsts) in self.known:
                 break
             fitting = self._fitting()
-            if fitting is not None and self._seconds(firsts) >= fitting.seconds:
+            if fitting is not None and self._seconds(firsts) >= self._seconds(fitting):
                 break
             self._planned(tuple(firsts))
         return self._fitting()
 
-    def _fitting(self) -> SplitPlan | None:
-        fitting = (split for split in self.known.values() if split.fits(self.budget))
-        return min(fitting, key=lambda split: split.seconds, default=None)
+    def _fitting(self) -> tuple[int, ...] | None:
+        fitting = (firsts for firsts, made in self.known.items() if made.peak <= self.budget)
+        return min(fitting, key=self._seconds, default=None)
 
     def roomiest(self) -> Compiled:
         """The split whose fullest rank holds least."""
         firsts, _ = smallest_split(self.blocks.costs, len(self.homes), self.room)
         made = self.known.get(tuple(firsts)) or self._planned(tuple(firsts))
-        return min((made, *self.known.values()), key=lambda split: max(split.peaks)).plan
+        return min((made, *self.known.values()), key=lambda made: made.peak).plan
 
-    def _planned(self, firsts: tuple[int, ...]) -> SplitPlan:
+    def _planned(self, firsts: tuple[int, ...]) -> Candidate:
         """Plan a split, and learn from it what ranks hold."""
-        plan = self.compiled if firsts == self.balanced else self._with(firsts)
-        held = self.predictor.peaks(plan)
+        pipeline, counts = self.compiled.hints.pipeline, (b - a for a, b in self._edges(firsts))
+        assert pipeline is not None
+        made = (
+            self.predictor.of(self.compiled)
+            if firsts == self.balanced
+            else self.predictor.under(self.compiled, pipeline=replace(pipeline, stages=SearchedCounts(counts)))
+        )
         thought = self.room.of(firsts, self.blocks.count)
-        self.more = [a - b for a, b in zip(held, thought, strict=True)]
-        self.known[firsts] = SplitPlan(plan, firsts, self._seconds(firsts), held)
-        return self.known[firsts]
+        self.more = [a - b for a, b in zip(made.peaks, thought, strict=True)]
+        self.known[firsts] = made
+        return made
 
-    def _with(self, firsts: Sequence[int]) -> Compiled:
-        hints = self.compiled.hints
-        assert hints.pipeline is not None
-        counts = SearchedCounts(b - a for a, b in pairwise((*firsts, self.blocks.count)))
-        hints = replace(hints, pipeline=replace(hints.pipeline, stages=counts))
-        return replanned(self.compiled, hints)
+    def _edges(self, firsts: Sequence[int]) -> list[tuple[int, int]]:
+        return [*pairwise((*firsts, self.blocks.count))]
 
     def _seconds(self, firsts: Sequence[int]) -> float:
         """What the slowest stage takes."""
-        return max(sum(self.blocks.costs[a:b]) for a, b in pairwise((*firsts, self.blocks.count)))
+        return max(sum(self.blocks.costs[a:b]) for a, b in self._edges(firsts))
 
-    def note(self, split: SplitPlan) -> str:
+    def note(self, firsts: tuple[int, ...]) -> str:
         """What each stage takes and holds."""
-        total, edges = sum(self.blocks.costs), [*pairwise((*split.firsts, self.blocks.count))]
-        counts = ", ".join(str(b - a) for a, b in edges)
-        shares = ", ".join(f"{sum(self.blocks.costs[a:b]) / total:.0%}" for a, b in edges)
+        counts = ", ".join(str(b - a) for a, b in self._edges(firsts))
         ranks = ", ".join(map(str, first_ranks(self.compiled.after)))
-        held = ", ".join(map(size_text, split.peaks))
-        longer = split.seconds / self._seconds(self.balanced)
+        held = ", ".join(map(size_text, self.known[firsts].peaks))
+        longer = self._seconds(firsts) / self._seconds(self.balanced)
         return (
-            f"stages of {counts} blocks, so that no rank holds more than {size_text(self.budget)}: "
-            f"ranks {ranks} hold {held}, where a rank would hold {size_text(self.unbounded)}; "
-            f"stages do {shares} of the operations, the slowest {longer:.2f} times those of the slowest then"
+            f"stages of {counts} blocks, so that no rank holds more than {size_text(self.budget)}: ranks {ranks} hold "
+            f"{held}; the slowest stage takes {longer:.2f} times as long as that of the balanced split"
         )
-
-    @property
-    def unbounded(self) -> int:
-        """What the fullest rank would hold if nobody had asked."""
-        known = self.known.get(self.balanced)
-        return max(known.peaks) if known else round(max(self.room.of(self.balanced, self.blocks.count)))
 
 
 def first_blocks(graph: Graph, names: Sequence[str]) -> tuple[int, ...]:
     """Where the stages of a plan begin, of blocks of these names; empty where they are no contiguous ranges of them."""
     stages = stages_as_planned(graph)
-    firsts = tuple(names.index(stage[0]) for stage in stages if stage)
-    ends = (*firsts[1:], len(names))
-    whole = len(firsts) == len(stages) and firsts[0] == 0
-    apart = (stage != tuple(names[a:b]) for stage, a, b in zip(stages, firsts, ends, strict=False))
-    return firsts if whole and not any(apart) else ()
-
-
-Uses = dict[tuple[int, ...], int]
-"""Bytes, by the blocks that use them."""
+    contiguous = all(stages) and [name for stage in stages for name in stage] == list(names)
+    return tuple(accumulate(map(len, stages[:-1]), initial=0)) if contiguous else ()
 
 
 class BlockMemory:
@@ -184,42 +155,18 @@ class BlockMemory:
     def __init__(self, graph: Graph, pipeline: Pipelined) -> None:
         self.graph, self.pipeline = graph, pipeline
         self.blocks = ModelBlocks(graph)
-        self.count = len(self.blocks.names)
+        self.count, self.costs = len(self.blocks.names), self.blocks.costs()
         self.live = in_flight_microbatches(pipeline)
         self._assigned = Assignment(graph, self.blocks.of, self.count - 1, told=False)
         kept = {v for v in self._kept if pipeline.microbatches in (v.spec.axes if v.spec is not None else ())}
-        self._once = RangeBytes(self.count, [*self._stored(), *self._uses(self._kept - kept)])
-        self._in_iterations = RangeBytes(self.count, self._uses(kept))
+        self._once = range_bytes([*self._stored(), *self._uses(self._kept - kept)])
+        self._in_iterations = range_bytes(self._uses(kept))
         self._passing = self._in_passing(self._kept)
 
     def held(self, stage: int, first: int, end: int) -> StageMemory:
         """What a stage with the blocks from ``first`` to before ``end`` holds."""
-        stays = self._once.there(first, end) + self.live[stage] * self._in_iterations.there(first, end)
+        stays = self._once(first, end) + self.live[stage] * self._in_iterations(first, end)
         return StageMemory(stays, max(self._passing[first:end]))
-
-    @cached_property
-    def costs(self) -> list[float]:
-        """The operations of each block, forward and backward, in all iterations; so that each costs something."""
-        found = [1.0] * self.count
-        for node, at in self._assigned.at.items():
-            for block in at if node.phase is not Phase.UPDATE else ():
-                found[block] += flops_of(node)
-        return found
-
-    @cached_property
-    def sent(self) -> list[float]:
-        """What is sent in an iteration if a stage begins at a block: what is made before it and used from it on, or so
-        in
-        the backward."""
-        steps = [0.0] * (self.count + 2)
-        for value, nodes in self._users.items():
-            mine = self._assigned.of(value)
-            if value.node is not None and mine:
-                at = [block for node in nodes for block in self._assigned.at[node]]
-                low, high, nbytes = min([*at, mine[0]]), max([*at, mine[0]]), value.local_bytes(self.graph.mesh)
-                steps[low + 1] += nbytes
-                steps[high + 1] -= nbytes
-        return list(accumulate(steps))[: self.count]
 
     # ---- what there is --------------------------------------------------------------------------------------------
 
@@ -286,26 +233,14 @@ class BlockMemory:
         return found
 
 
-class RangeBytes:
-    """Bytes that are there in each range of blocks that has one of those that use them."""
-
-    def __init__(self, count: int, uses: Iterable[tuple[int, Sequence[int]]]) -> None:
-        self._sums = [[0] * (count + 1) for _ in range(count + 1)]
-        together: Uses = {}
-        for nbytes, blocks in uses:
-            key = tuple(sorted({*blocks}))
-            together[key] = together.get(key, 0) + nbytes
-        for blocks, nbytes in together.items():
-            for before, block in pairwise((-1, *blocks)):  # of ranges that begin behind the use before
-                for first in range(before + 1, block + 1):
-                    self._sums[first][block + 1] += nbytes
-        for row in self._sums:
-            for end in range(1, count + 1):
-                row[end] += row[end - 1]
-
-    def there(self, first: int, end: int) -> int:
-        """The bytes in the range of blocks from one to before another."""
-        return self._sums[first][end]
+def range_bytes(uses: Iterable[tuple[int, Sequence[int]]]) -> Callable[[int, int], int]:
+    """The bytes in a range of blocks (from one to before another): of all that one of its blocks uses."""
+    together = Counter[frozenset[int]]()
+    for nbytes, blocks in uses:
+        together[frozenset(blocks)] += nbytes
+    return cache(
+        lambda first, end: sum(n for blocks, n in together.items() if any(first <= block < end for block in blocks))
+    )
 
 
 def sent_from(values: Iterable[Value]) -> set[Value]:
