@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -119,19 +119,10 @@ Options = list[dict[str, Any]]
 ParameterKinds = dict[Tensor, ParameterKind]
 
 
-@dataclass
-class _Seen:
-    """An optimizer's options when it was seen first, their kinds after its last step, and what was found."""
-
-    options: Options
-    kinds: Hashable
-    trials: dict[bool, Trial]
-
-
 _layouts = WeakIdKeyDictionary()
 _known: dict[Hashable, Trial] = {}
-_seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
-_hooks: list[Any] = []
+_seen: WeakKeyDictionary[Optimizer, dict[Hashable, Trial]] = WeakKeyDictionary()
+"""Of each optimizer the trials so far, by the kinds of its options."""
 
 
 def lay_out(parameter: Tensor, layout: Layout) -> None:
@@ -140,30 +131,13 @@ def lay_out(parameter: Tensor, layout: Layout) -> None:
 
 
 def tried(optimizer: Optimizer, with_closure: bool = False) -> Trial:
-    """What steps of an optimizer do to shards. Options that somebody changes are tried anew; numbers, only where they
-    begin or cease to be 0, and no numbers that its own step changes."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
-    now = _options(optimizer)
-    seen, kinds = _seen.get(optimizer), tuple(map(_kind, now))
-    if seen is None or len(seen.options) != len(now):
-        seen = _seen[optimizer] = _Seen(now, kinds, {})
-    elif seen.kinds != kinds:
-        changed = [dict(set(new) - set(old)) for new, old in zip(kinds, seen.kinds, strict=True)]  # type: ignore[call-overload]
-        options = [
-            {**first, **{name: each[name] for name in names}}
-            for first, each, names in zip(seen.options, now, changed, strict=True)
-        ]
-        seen = _seen[optimizer] = _Seen(options, kinds, {})
-    if with_closure not in seen.trials:
-        seen.trials[with_closure] = _known_trial(optimizer, seen.options, with_closure)
-    return seen.trials[with_closure]
-
-
-@torch._disable_dynamo
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _seen:
-        _seen[optimizer].kinds = tuple(map(_kind, _options(optimizer)))
+    """What steps of an optimizer do to shards. It is tried anew where an option changes; a number, only where it
+    becomes 0 or ceases to be (a rate that is warmed up)."""
+    options = _options(optimizer)
+    key, known = (_kind(options), with_closure), _seen.setdefault(optimizer, {})
+    if key not in known:
+        known[key] = _known_trial(optimizer, options, with_closure)
+    return known[key]
 
 
 def _options(optimizer: Optimizer) -> Options:
@@ -172,8 +146,8 @@ def _options(optimizer: Optimizer) -> Options:
 
 def _kind(value: object) -> Hashable:
     """What is the same for numbers that are of one kind."""
-    if isinstance(value, float):
-        return float, value == 0
+    if type(value) in (int, float):
+        return type(value), value == 0
     if isinstance(value, dict):
         return tuple([(name, _kind(each)) for name, each in value.items()])
     if isinstance(value, (tuple, list)):
@@ -206,44 +180,33 @@ def _try(
     starts = [start for start, *_ in drawn]
     slopes = [(one + 0.5) * other.abs() for _, one, other in drawn]
     runs = [_Run(optimizer, options, groups, starts, sharded, with_closure) for sharded in (False, True)]
-    for number in range(STEPS):
-        if runs[0].gradients > GRADIENTS:
-            break
+    for number in range(STEPS + 1):
+        # in the last step one element of each gradient is infinite: who skips it, skips whole tensors
+        overflow = number == STEPS or runs[0].gradients > GRADIENTS
         late = number - STEPS + len(LATE)
-        scale = SCALES[number % len(SCALES)] if late < 0 else LATE[late]
+        scale = 1.0 if overflow else SCALES[number % len(SCALES)] if late < 0 else LATE[late]
+        grads = [slope.roll(number) * scale for slope in slopes]
+        for grad in grads if overflow else ():
+            grad.view(-1)[:1] = math.inf
         for run in runs:
             _seed(device, number)
-            run.step([slope.roll(number) * scale for slope in slopes])
-        for kind, start, whole, shards in zip(kinds, starts, *(run.held for run in runs), strict=True):
-            (one,) = whole
+            try:
+                run.step(grads)
+            except Exception:
+                if overflow and run is runs[0]:  # as on one device
+                    return Trial()
+                raise
+        for kind, start, (one,), shards in zip(kinds, starts, *(run.held for run in runs), strict=True):
             size, change = (float(t.detach().abs().max()) if t.numel() else 0.0 for t in (one, one - start))
-            if not math.isfinite(size):
+            if not overflow and not math.isfinite(size):
                 return Trial() if number else Trial(failed="the first of them gives weights that are not finite")
+            near = {"rtol": CLOSE, "atol": CLOSE} if overflow else {"rtol": 0, "atol": CLOSE * change + ROUNDING * size}
             for ours, theirs in zip(shards, kind.shards(one), strict=True):
-                error = float((ours - theirs).detach().abs().max()) if ours.numel() else 0.0
-                if not error <= CLOSE * change + ROUNDING * size:
-                    return Trial(error / change if change else math.inf, kind.name, number + 1)
-    return _try_overflow(runs, kinds, slopes, device)
-
-
-def _try_overflow(
-    runs: Sequence[_Run], kinds: Sequence[ParameterKind], slopes: Sequence[Tensor], device: torch.device
-) -> Trial:
-    """A last step, in which one element of each gradient is infinite: who skips it, skips whole tensors."""
-    for slope in slopes:
-        slope.view(-1)[:1] = math.inf
-    whole, sharded = runs
-    try:
-        _seed(device, STEPS)
-        whole.step(slopes)
-    except Exception:  # as on one device
-        return Trial()
-    _seed(device, STEPS)
-    sharded.step(slopes)
-    for kind, (one,), shards in zip(kinds, whole.held, sharded.held, strict=True):
-        for ours, theirs in zip(shards, kind.shards(one.detach()), strict=True):
-            if not torch.allclose(ours.detach(), theirs, rtol=CLOSE, atol=CLOSE, equal_nan=True):
-                return Trial(math.inf, kind.name, STEPS + 1)
+                if not torch.allclose(ours, theirs, **near, equal_nan=True):
+                    error = math.inf if overflow or not change else float((ours - theirs).detach().abs().max()) / change
+                    return Trial(error, kind.name, number + 1)
+        if overflow:
+            break
     return Trial()
 
 

@@ -8,7 +8,7 @@ has no stamp; a ``DTensor`` is redistributed to the placement of the one that it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind
 from shardfx.ir.spec import TensorType
 from shardfx.module.elementwise_trial import Layout
+from shardfx.plan import some
 from shardfx.runtime.step import STORED
 from shardfx.runtime.store import Store
 
 WHERE = "load_full_state_dict(...)"
 EXTRA = "_extra_state"
+SHOWN = 8
 NUMBER = "@"
 """Prefix of the name of a module that stores one shard of a parameter, before the number of the shard."""
 
@@ -41,13 +43,7 @@ class ModelState:
         self.compiled, self.store, self._skeleton = compiled, store, skeleton
         self.aliases = compiled.captured.aliases
         every = model.state_dict()
-        own = {
-            name
-            for name, _ in (
-                *model.named_parameters(remove_duplicate=False),
-                *model.named_buffers(remove_duplicate=False),
-            )
-        }
+        own = {name for name, _ in _tensors(model, remove_duplicate=False)}
         self.names = [name for name in every if name in own]
         self.beside = {name: value for name, value in every.items() if name not in own}
         """What else the model's state dict has: what it says of itself (``get_extra_state``), or a hook adds."""
@@ -55,7 +51,7 @@ class ModelState:
         used = {given.name for given in compiled.after.inputs}
         self.extra = {
             name: tensor.detach().clone()
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            for name, tensor in _tensors(model)
             if self.aliases.get(name, name) not in used and not tensor.is_meta
         }
         self._marks = {self.aliases.get(name, name): marks_of(p) for name, p in model.named_parameters()}
@@ -63,8 +59,7 @@ class ModelState:
 
     def load_from(self, model: nn.Module) -> None:
         """Shard the model's own weights; those of a fake or meta model come later."""
-        named = (*model.named_parameters(), *model.named_buffers())
-        whole = {self.aliases.get(name, name): tensor for name, tensor in named}
+        whole = {self.aliases.get(name, name): tensor for name, tensor in _tensors(model)}
         if self.store.has_weights(not any(t.is_meta or isinstance(t, FakeTensor) for t in whole.values())):
             with torch.no_grad():
                 self.store.load(whole, self.trainable)
@@ -129,10 +124,12 @@ class ModelState:
         for name in self.names:
             known = self.aliases.get(name, name)
             if known not in whole:
-                stored = self.store.is_loaded(known)
-                whole[known] = self.store.whole(known) if stored else self.extra[known].clone()
+                whole[known] = self._whole(known)
         named = {name: whole[self.aliases.get(name, name)] for name in self.names}
         return named | self.beside | {name: module.get_extra_state() for name, module in self._saying()}
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self.store.whole(name) if self.store.is_loaded(name) else self.extra[name].clone()
 
     def _saying(self) -> list[tuple[str, nn.Module]]:
         """The modules that say something of themselves in a state dict, and under which name."""
@@ -143,11 +140,10 @@ class ModelState:
         """A copy of the module with the weights of the moment, whole and on the CPU. All ranks call it alike."""
         whole: dict[str, torch.Tensor] = {}
         memo: dict[int, object] = {}
-        for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
+        for name, tensor in _tensors(skeleton):
             known = self.aliases.get(name, name)
             if known not in whole:
-                stored = self.store.is_loaded(known)
-                whole[known] = (self.store.whole(known) if stored else self.extra[known]).detach().cpu().clone()
+                whole[known] = self._whole(known).detach().cpu().clone()
             made = whole[known]
             shards = self.store.parameters.get(known, [tensor])
             wants = known in self.store.trained_elsewhere or all(shard.requires_grad for shard in shards)
@@ -204,6 +200,11 @@ class ModelState:
                 module.set_extra_state(state_dict[name])
 
 
+def _tensors(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=remove_duplicate)
+    yield from module.named_buffers(remove_duplicate=remove_duplicate)
+
+
 def check_names(
     given: Collection[str], model: Collection[str], needed: Mapping[str, Sequence[str]], known: Collection[str]
 ) -> None:
@@ -221,8 +222,8 @@ def check_names(
         raise Error(
             "the state dict is not that of the model",
             where=WHERE,
-            expected=f"all of the model's names; missing: {_few(missing)}",
-            got=f"unexpected: {_few(unexpected)}",
+            expected=f"all of the model's names; missing: {some(missing, SHOWN)}",
+            got=f"unexpected: {some(unexpected, SHOWN)}",
             remedy="pass the original model's state_dict() (with its non-persistent buffers, if the model was fake or "
             "on meta), or strict=False",
         )
@@ -231,34 +232,21 @@ def check_names(
 def check_types(given: Mapping[str, object], types: Mapping[str, TensorType]) -> None:
     """Every tensor has the whole shape that the model has, and its dtype."""
     for name, tensor in given.items():
-        if name not in types:
+        wanted = types.get(name)
+        if wanted is None:
             continue
-        shape, dtype = tuple(types[name].shape), types[name].dtype
-        if not isinstance(tensor, torch.Tensor):
+        shape, dtype = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else ((), type(tensor))
+        if shape != wanted.shape or dtype != wanted.dtype:
+            what = "shape" if shape != wanted.shape else "dtype"
             raise Error(
-                f"{name!r} is not a tensor", where=WHERE, expected=f"{shape}, {dtype}", got=type(tensor).__name__
-            )
-        if tuple(tensor.shape) != shape:
-            raise Error(
-                f"{name!r} has the wrong shape",
+                f"{name!r} has the wrong {what}",
                 where=WHERE,
-                expected=shape,
-                got=tuple(tensor.shape),
-                remedy="pass whole tensors, such as full_state_dict() gives",
+                expected=f"{tuple(wanted.shape)}, {wanted.dtype}",
+                got=f"{shape}, {dtype}",
+                remedy="pass whole tensors, such as full_state_dict() gives"
+                if what == "shape"
+                else f"convert it, if you mean to: state_dict[{name!r}].to({wanted.dtype})",
             )
-        if tensor.dtype != dtype:
-            raise Error(
-                f"{name!r} has the wrong dtype",
-                where=WHERE,
-                expected=dtype,
-                got=tensor.dtype,
-                remedy=f"convert it, if you mean to: state_dict[{name!r}].to({dtype})",
-            )
-
-
-def _few(names: Sequence[str], count: int = 8) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return (", ".join(names[:count]) or "none") + more
 
 
 STAMP, SHARD = "shardfx", "shardfx_shard"
@@ -292,7 +280,7 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
         Error: naming the first parameter or buffer that is another shard, is sharded in another way, or is whole where
             there are shards; new tensors are to be put in the place of those that there are.
     """
-    mine = dict((*module.named_parameters(), *module.named_buffers()))
+    mine = dict(_tensors(module))
     given = {name: state_dict[prefix + name] for name in module._store.held() if prefix + name in state_dict}
     unsaid = given if STAMP not in local_metadata else {}
     whole = next((name for name, new in unsaid.items() if _is_shard(mine.get(name)) and not _is_shard(new)), None)

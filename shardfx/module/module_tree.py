@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from shardfx.ir.capture.python_state.bytecode import set_by_calls
 from shardfx.ir.errors import Error
 from shardfx.module.model_state import NUMBER, ModelState
-from shardfx.module.optimizer_hooks import step_locally, watch_shards
+from shardfx.module.optimizer_hooks import watch_optimizers
 
 if TYPE_CHECKING:
     from shardfx.module.state_checks import SourceModelCheck, SourceWeightsCheck
@@ -21,35 +21,15 @@ if TYPE_CHECKING:
 STATE = frozenset(vars(nn.Module()))
 WHOLE = ("generate", "save_pretrained", "push_to_hub")
 """Methods that want the weights of the model, whole."""
-
-
-class ProxyTensors(dict[str, Any]):
-    """The parameters or buffers of a module that looks like another one: those that are sharded are not missing."""
-
-    def __init__(self, owner: ModelProxy, held: Mapping[str, Any]) -> None:
-        super().__init__(held)
-        self._owner = owner
-
-    def __missing__(self, name: str) -> NoReturn:
-        self._owner._reject_in_shards(name)
-        raise KeyError(name)
+AGAIN = "change the model, and parallelize it again"
+REINITIALISE = "initialise the model before parallelize; or pm.load_full_state_dict(state_dict)"
 
 
 class ModelProxy(nn.Module):
-    """Has what its twin has: a copy of a module of the model without weights."""
+    """Stands for a module of the model: nn.Module's own methods, and all else delegated to ``_twin``, a copy of the
+    module without weights. What would change the model is an error: the plan was made of it as it was."""
 
     _twin: nn.Module
-
-    def _show(self, twin: nn.Module) -> None:
-        own = self.__dict__
-        own["_twin"] = twin
-        own |= {place: ProxyTensors(self, own[place]) for place in ("_parameters", "_buffers")}
-
-    @property
-    def _shown(self) -> Mapping[str, Any]:
-        """The twin's own attributes."""
-        twin = self.__dict__.get("_twin")
-        return {} if twin is None else {name: value for name, value in vars(twin).items() if name not in STATE}
 
     def __getattr__(self, name: str) -> Any:
         held = self.__dict__
@@ -59,73 +39,75 @@ class ModelProxy(nn.Module):
         twin = held.get("_twin")
         if twin is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        kind = type(twin)
         if name in vars(twin) and name not in STATE:
-            if name in set_by_calls(type(twin)):
+            if name in set_by_calls(kind):
                 raise Error(
                     f"{name!r} is set by the model's forward, and no program sets attributes",
                     where=f"pm.{name}",
                     expected="what forward returns, parameters and buffers",
-                    got=f"an attribute of {type(twin).__name__}",
+                    got=f"an attribute of {kind.__name__}",
                     remedy="return it with the results, or make it a buffer that forward writes into",
                 )
             return vars(twin)[name]
         if name in WHOLE and hasattr(twin, name):
             return lambda *args, **kwargs: reject_gathered(name)
-        found = inspect.getattr_static(type(twin), name, held)
+        found = inspect.getattr_static(kind, name, held)
         if found is held:
             self._reject_in_shards(name)
-            kind = type(self.__dict__["_twin"]).__name__
-            raise AttributeError(f"neither a parallel module nor {kind!r} has an attribute {name!r}")
-        return found.__get__(self, type(twin)) if hasattr(type(found), "__get__") else found
+            raise AttributeError(f"neither a parallel module nor {kind.__name__!r} has an attribute {name!r}")
+        return found.__get__(self, kind) if hasattr(type(found), "__get__") else found
 
     def __getitem__(self, index: Any) -> Any:
         """As the twin's class has it: a part of a list or a dict of modules."""
         if isinstance(index, slice) and isinstance(self._twin, (nn.Sequential, nn.ModuleList)):
             return nn.ModuleList(list(self)[index])
-        return self._as_twin("__getitem__", "is not subscriptable")(self, index)
+        return self._as_twin("__getitem__", index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._refuse_item("__setitem__", "another module", "does not support item assignment")
+        self._refuse("the modules of a parallel module cannot be changed", "another module")
 
     def __delitem__(self, index: Any) -> None:
-        self._refuse_item("__delitem__", "one module less", "doesn't support item deletion")
-
-    def _refuse_item(self, name: str, got: str, otherwise: str) -> None:
-        self._as_twin(name, otherwise)
-        raise Error(
-            "the modules of a parallel module cannot be changed",
-            where=f"{self.__dict__.get('_path') or 'pm'} ({type(self._twin).__name__})",
-            expected="the model as it was parallelized",
-            got=got,
-            remedy="change the model, and parallelize it again",
-        )
+        self._refuse("the modules of a parallel module cannot be changed", "one module less")
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._as_twin("__iter__", "is not iterable")(self))
+        return iter(self._as_twin("__iter__"))
 
     def __len__(self) -> int:
-        return int(self._as_twin("__len__", "has no len()")(self))
+        return int(self._as_twin("__len__"))
 
     def __contains__(self, key: Any) -> bool:
-        return bool(self._as_twin("__contains__", "is no container")(self, key))
+        return bool(self._as_twin("__contains__", key))
 
     def __bool__(self) -> bool:
         return True
 
-    def _as_twin(self, name: str, otherwise: str) -> Callable[..., Any]:
+    def _as_twin(self, name: str, *given: Any) -> Any:
         """What the twin's class does in the place of an operator.
 
         Raises:
-            TypeError: nothing, as the twin itself says.
+            TypeError: nothing.
         """
-        kind = type(self.__dict__.get("_twin"))
+        kind = type(self._twin)
         if not hasattr(kind, name):
-            raise TypeError(f"{kind.__name__!r} object {otherwise}")
-        return getattr(kind, name)  # type: ignore[no-any-return]
+            raise TypeError(f"{kind.__name__!r} object has no {name}")
+        return getattr(kind, name)(self, *given)
 
     def __dir__(self) -> list[str]:
-        twin = self.__dict__.get("_twin")
-        return [*super().__dir__(), *(dir(twin) if twin is not None else ())]  # type: ignore[no-untyped-call]
+        return [*super().__dir__(), *dir(self._twin)]  # type: ignore[no-untyped-call]
+
+    def apply(self, fn: Any) -> NoReturn:
+        """It is no module of its class, and its parameters may be shards: always an Error."""
+        self._refuse("apply() cannot do to shards what it does to a model", getattr(fn, "__name__", fn), REINITIALISE)
+
+    def _refuse(self, what: str, got: object = None, remedy: str = AGAIN) -> NoReturn:
+        raise Error(
+            what,
+            where=f"{self.__dict__.get('_path', 'pm')} ({type(self._twin).__name__})",
+            expected="the model as it was parallelized",
+            got=got,
+            remedy=remedy,
+        )
 
     def _reject_in_shards(self, name: str) -> None:
         """No AttributeError: ``getattr(module, "weight", None)`` would say that there is none.
@@ -138,7 +120,7 @@ class ModelProxy(nn.Module):
         if shards:
             raise Error(
                 f"{name!r} is in {len(shards)} shards here",
-                where=f"{self.__dict__.get('_path') or 'pm'} ({type(self.__dict__['_twin']).__name__})",
+                where=f"{self.__dict__.get('_path', 'pm')} ({type(self._twin).__name__})",
                 expected=f"{', '.join(f'{own}.{name}' for own in shards)}, or the whole: pm.full_state_dict()",
                 got=f"the whole {name!r} asked for",
                 remedy="what is to change a module (a parametrization, pruning) is put on the model before parallelize",
@@ -157,16 +139,12 @@ def reject_gathered(name: str) -> NoReturn:
 
 
 class ProxyModule(ModelProxy):
-    """A module of the model in a parallel module: it holds stored shards and the mode, and computes nothing.
-
-    It looks like the module that it stands for: by class (``isinstance``), attributes and methods. What would change
-    the model is an error: the plan was made of the model as it was.
-    """
+    """A module inside a parallel module: it holds stored shards and the mode, and computes nothing. ``isinstance``
+    sees the class of the module that it stands for."""
 
     def __init__(self, path: str, twin: nn.Module) -> None:
         super().__init__()
-        self._path = path
-        self._show(twin)
+        self.__dict__.update(_path=path, _twin=twin)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -176,7 +154,7 @@ class ProxyModule(ModelProxy):
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """It cannot be called: always an Error."""
-        self._refuse("is called on its own", "call the whole module; parallelize the part on its own if you need it")
+        self._refuse("a module of a parallel module is called on its own", remedy="call the whole module")
 
     def train(self, mode: bool = True) -> ProxyModule:
         """As the module itself does it."""
@@ -191,41 +169,24 @@ class ProxyModule(ModelProxy):
         """What it said is what the module is told."""
         self._twin.set_extra_state(state)
 
-    def apply(self, fn: Any) -> NoReturn:
-        """It is no module of its class, and its parameters may be shards: always an Error."""
-        self._refuse("is to be changed by apply()", REINITIALISE)
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name == "training":
             super().__setattr__(name, value)
         else:
-            self._refuse(f"is given another {name!r}", "change the model, and parallelize it again")
+            self._refuse(f"a module of a parallel module is given another {name!r}")
 
     def __delattr__(self, name: str) -> None:
-        self._refuse(f"loses its {name!r}", "change the model, and parallelize it again")
+        self._refuse(f"a module of a parallel module loses its {name!r}")
 
     def _get_name(self) -> str:
         return type(self._twin).__name__
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("is given a hook, which would never be called", "register it on the model before parallelize")
+        what = "a module of a parallel module is given a hook, which would never be called"
+        self._refuse(what, remedy="register it on the model before parallelize")
 
-    register_forward_hook = _refuse_hook
-    register_forward_pre_hook = _refuse_hook
-    register_full_backward_hook = _refuse_hook
-    register_full_backward_pre_hook = _refuse_hook
-    register_backward_hook = _refuse_hook
-
-    def _refuse(self, what: str, remedy: str) -> NoReturn:
-        raise Error(
-            f"a module of a parallel module {what}",
-            where=f"{self._path} ({self._get_name()})",
-            expected="the model as it was parallelized",
-            remedy=remedy,
-        )
-
-
-REINITIALISE = "initialise the model before parallelize; or pm.load_full_state_dict(state_dict)"
+    register_forward_hook = register_forward_pre_hook = register_backward_hook = _refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = _refuse_hook
 
 
 def train_as(part: nn.Module, twin: nn.Module, mode: bool) -> None:
@@ -271,24 +232,9 @@ class ProxyRoot(ModelProxy):
             held[name] = value
             return
         kept = (held.get(place, ()) for place in ("_modules", "_parameters", "_buffers"))
-        if "_tree" in held and (any(name in each for each in kept) or name in self._shown):
-            raise Error(
-                f"{name!r} of a parallel module cannot be replaced",
-                where=f"pm.{name} = ...",
-                expected="the model as it was parallelized",
-                got=type(value).__name__,
-                remedy="change the model, and parallelize it again",
-            )
+        if "_tree" in held and (any(name in each for each in kept) or name in vars(self._twin).keys() - STATE):
+            self._refuse(f"{name!r} of a parallel module cannot be replaced", type(value).__name__)
         super().__setattr__(name, value)
-
-    def apply(self, fn: Any) -> NoReturn:
-        """Modules of the model are not here, and parameters may be shards: always an Error."""
-        raise Error(
-            "pm.apply(fn) cannot do to shards of a model what fn does to a whole one",
-            expected="a model that is ready",
-            got=getattr(fn, "__name__", repr(fn)),
-            remedy=REINITIALISE,
-        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise Error(
@@ -305,8 +251,7 @@ def watch(state: ModelState) -> None:
     """Have optimizers of what is stored looked at, and step what it shows."""
     update = state.compiled.captured.update
     stepped = {n for group in update.groups for n in group.names} if update else ()
-    watch_shards(state.store.parameters, state.layouts(), stepped)
-    step_locally(state.store)
+    watch_optimizers(state.store, state.layouts(), stepped)
 
 
 class ProxyTree:
@@ -314,7 +259,7 @@ class ProxyTree:
 
     def __init__(self, root: ProxyRoot, model: nn.Module, twin: nn.Module) -> None:
         self.root, self.twin = root, twin
-        root._show(twin)
+        root.__dict__["_twin"] = twin
         self.paths: list[tuple[str, ModelProxy]] = [("", root)]
         self._children: dict[str, dict[str, nn.Module | None]] = {}
         self._made: dict[int, nn.Module] = {id(model): root}

@@ -17,7 +17,6 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,21 +33,25 @@ from shardfx.module.program_optimizer import ProgramOptimizer
 from shardfx.runtime.store import Shown, Store, with_strides_of
 from shardfx.runtime.virtual.shard_gradient import ShardGradient, check, plain
 
+Tensor = torch.Tensor
 
-def watch_shards(
-    parameters: Mapping[str, Sequence[nn.Parameter]], layouts: Mapping[str, Layout], stepped: Collection[str] = ()
-) -> None:
-    """Have the first step of an optimizer of any of these parameters looked at, where they are sharded by ``layouts``,
-    or ``stepped`` by the program (names)."""
-    for name, shards in parameters.items():
+
+def watch_optimizers(store: Store, layouts: Mapping[str, Layout], stepped: Collection[str] = ()) -> None:
+    """Look at the steps of optimizers of a store's parameters: of shards, which are sharded by ``layouts``; of
+    DTensors, whose local shards are stepped; and of what the program steps (the names ``stepped``)."""
+    for name, shards in store.parameters.items():
         _stepped.update(dict.fromkeys(shards if name in stepped else (), True))
+        shown = store.shown(name)
         for shard in shards:
             lay_out(shard, layouts[name])
             if len(shards) > 1:
                 _shards[shard] = name
-    if (_shards or stepped) and not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
+            if shown is not None:
+                _shown[shard] = shown
+    if (_shards or _shown or stepped) and not _hooks:
+        for before, after in ((_before_step, _after_step), (_begin_local_step, _end_local_step)):
+            _hooks.append(register_optimizer_step_pre_hook(before))
+            _hooks.append(register_optimizer_step_post_hook(after))
 
 
 _hooks: list[Any] = []
@@ -133,22 +136,9 @@ def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-Tensor = torch.Tensor
 _shown = WeakIdKeyDictionary()
 """How each parameter shows its shard."""
-_local_hooks: list[Any] = []
 _twins: WeakKeyDictionary[torch.optim.Optimizer, LocalOptimizer] = WeakKeyDictionary()
-
-
-def step_locally(store: Store) -> None:
-    """Have torch's optimizers of a store's parameters step the shards that these show."""
-    for name, shards in store.parameters.items():
-        shown = store.shown(name)
-        if shown is not None:
-            _shown.update(dict.fromkeys(shards, shown))
-    if _shown and not _local_hooks:
-        _local_hooks.append(register_optimizer_step_pre_hook(_begin_local_step))
-        _local_hooks.append(register_optimizer_step_post_hook(_end_local_step))
 
 
 class _OtherPlacement(Exception):
@@ -163,22 +153,19 @@ class LocalOptimizer:
         self._known: dict[Tensor, tuple[Shown, Tensor, nn.Parameter]] = {}
         """Of each parameter that shows a shard how it does, that shard, and the shard as a parameter."""
         self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        self._same: dict[Tensor, tuple[list[Any], list[Any]]] = {}
-        """What was in the state of each parameter, and in that of its shard, when they were the same."""
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the twin to where the optimizer is.
 
         Raises:
-            _Elsewhere: it cannot be.
+            _OtherPlacement: it cannot be.
         """
+        self._state.clear()
         groups = [{**group, "params": [self._own(p) for p in group["params"]]} for group in optimizer.param_groups]
         for p, (shown, shard, own) in self._known.items():
             own.grad = None if p.grad is None else with_strides_of(_shard(shown, p.grad), shard)
-            held = optimizer.state.get(p, {})
-            if not _are(held, self._same.get(p, ([], []))[0]):
+            if held := optimizer.state.get(p):
                 self._state[own] = {key: _plain(shown, value) for key, value in held.items()}
-                self._same[p] = list(held.values()), list(self._state[own].values())
         others = {p: held for p, held in optimizer.state.items() if p not in self._known}
         self._state.update(others)
         self.optimizer.__dict__.update({**optimizer.__dict__, "param_groups": groups, "state": self._state})
@@ -187,16 +174,11 @@ class LocalOptimizer:
         """Give the optimizer what a step left: states, as their parameters are, and options."""
         for p, (shown, shard, own) in self._known.items():
             own.grad = None
-            made = self._state.get(own, {})
-            if not _are(made, self._same.get(p, ([], []))[1]):
+            for key, new in self._state.pop(own, {}).items():
                 held = optimizer.state[p]
-                for key, new in made.items():
-                    if key not in held or _plain(shown, held[key]) is not new:
-                        held[key] = _as_shown(shown, shard, new)
-                self._same[p] = list(held.values()), list(made.values())
-        mine = {own for _, _, own in self._known.values()}
-        others = [p for p in self._state if p not in mine]
-        optimizer.state.update({p: self._state.pop(p) for p in others})
+                if key not in held or _plain(shown, held[key]) is not new:
+                    held[key] = _as_shown(shown, shard, new)
+        optimizer.state.update(self._state)
         for group, made in zip(optimizer.param_groups, self.optimizer.param_groups, strict=True):
             group.update({key: value for key, value in made.items() if key != "params"})
         self.optimizer.__dict__.clear()
@@ -212,16 +194,11 @@ class LocalOptimizer:
         return known[2]
 
 
-def _are(held: dict[str, Any], known: list[Any]) -> bool:
-    """Whether these are the values that are known, each of them."""
-    return len(held) == len(known) and all(map(is_, held.values(), known))
-
-
 def _shard(shown: Shown, tensor: Tensor) -> Tensor:
     """The shard that is shown.
 
     Raises:
-        _Elsewhere: it is placed otherwise.
+        _OtherPlacement: it is placed otherwise.
     """
     shard = shown.plain(tensor)
     if shard is None:

@@ -7,9 +7,8 @@ the place of their shards, in the same groups, and states in their parameters' w
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +19,8 @@ from shardfx.module.model_state import ModelState
 SAVED, LOADED = "pm.full_optimizer_state_dict(...)", "pm.load_full_optimizer_state_dict(...)"
 
 
-@dataclass(frozen=True)
-class Walk:
-    """The model's parameters by name, in its order, and the ``shards`` as ``pm.parameters()`` gives them."""
-
-    names: Sequence[str]
-    shards: Sequence[torch.Tensor]
+Walk = tuple[Sequence[str], Sequence[torch.Tensor]]
+"""The model's parameters by name, in its order, and the shards as ``pm.parameters()`` gives them."""
 
 
 def shards_of_state(state: ModelState, name: str, whole: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -41,13 +36,7 @@ def shards_of_state(state: ModelState, name: str, whole: Mapping[str, Any], wher
         if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
             each: Sequence[Any] = state.store.sharding(name, value)
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
-            raise Error(
-                f"the state {key!r} of {name!r} cannot be sharded as the parameter is",
-                where=where,
-                expected=f"a tensor of shape {tuple(shape)}, or a number",
-                got=f"one of shape {tuple(value.shape)}",
-                remedy="make the optimizer of pm.parameters() after parallelize, without this state",
-            )
+            raise _other_shape(key, name, where, shape, value)
         else:
             each = [copy.deepcopy(value) for _ in shards]
         for place, shard in zip(found, each, strict=True):
@@ -56,7 +45,7 @@ def shards_of_state(state: ModelState, name: str, whole: Mapping[str, Any], wher
 
 
 def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The whole state dict of an optimizer of stored shards (other parameters stay as they are). Ranks call it alike.
+    """The whole state dict of an optimizer of stored shards. Ranks call it alike.
 
     Raises:
         Error: only some shards of a parameter have a state, or are there; a state cannot be joined.
@@ -153,8 +142,9 @@ def _every(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> l
             here = dict(wholes)
             names = [name for name, its in said.items() if its == number]
             every.append([(name, here.get(name, [])) for name in names] + [each for each in wholes if not each[0]])
-    as_walked = list(dict.fromkeys(owners[id(shard)] for shard in walk.shards if id(shard) in owners))
-    walked, order = ({name: i for i, name in enumerate(names)} for names in (as_walked, walk.names))
+    in_order, shards = walk
+    as_walked = dict.fromkeys(owners[id(shard)] for shard in shards if id(shard) in owners)
+    walked, order = ({name: i for i, name in enumerate(each)} for each in (as_walked, in_order))
     return [
         sorted(wholes, key=lambda whole: order.get(whole[0], len(order))) if _rises(walked, own) else wholes
         for own, wholes in zip(mine, every, strict=True)
@@ -187,6 +177,16 @@ def _other_groups(wanted: Sequence[int], theirs: Sequence[int]) -> Error:
     )
 
 
+def _other_shape(key: str, name: str, where: str, shape: Sequence[int], value: torch.Tensor) -> Error:
+    return Error(
+        f"the state {key!r} of {name!r} is not sharded as the parameter is",
+        where=where,
+        expected=f"a tensor of shape {tuple(shape)}, or a number",
+        got=f"one of shape {tuple(value.shape)}",
+        remedy="an optimizer whose states are as its parameters, such as AdamW; or one made of pm.parameters()",
+    )
+
+
 def _check_all(name: str, state: ModelState, count: int) -> None:
     wanted = len(state.store.parameters[name]) if name else 1
     if count != wanted:
@@ -207,13 +207,7 @@ def _whole_state(state: ModelState, name: str, shards: Sequence[Mapping[str, Any
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == stored[0].shape:
             kept[key] = value.dtype
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
-            raise Error(
-                f"the state {key!r} of {name!r} is in shards that are not those of the parameter",
-                where=SAVED,
-                expected=f"tensors of shape {tuple(stored[0].shape)}, or numbers",
-                got=f"one of shape {tuple(value.shape)}",
-                remedy="an optimizer whose states are as its parameters, such as AdamW",
-            )
+            raise _other_shape(key, name, SAVED, stored[0].shape, value)
         else:
             kept[key] = copy.deepcopy(value)
     kept = dict(state.store.said({name: kept} if kept else {}).get(name, {}))
@@ -221,34 +215,6 @@ def _whole_state(state: ModelState, name: str, shards: Sequence[Mapping[str, Any
         if isinstance(dtype, torch.dtype):
             kept[key] = state.store.whole(name, [shard[key] for shard in shards], dtype)
     return kept
-
-
-class StatesElsewhere(Mapping[Any, Any]):
-    """What ``pm.optimizer.state`` is: nothing, for the states of a program are stored by name."""
-
-    def __getitem__(self, parameter: Any) -> NoReturn:
-        """There are none here: always an Error."""
-        raise Error(
-            "the states of an optimizer in the program are not kept by parameter",
-            where="pm.optimizer.state",
-            expected="states by name",
-            got="a look into pm.optimizer.state",
-            remedy="pm.optimizer.full_state_dict() has them whole, state_dict() the shards that are stored; "
-            "load_full_state_dict(...) changes them",
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self[name]
-
-    __setitem__ = __delitem__ = lambda self, parameter, *value: self[parameter]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 WHERE = "parallelize(..., optimizer=...)"
@@ -261,7 +227,15 @@ def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
     Raises:
         Error: there are no weights yet; a state has another shape than its parameter, which is sharded.
     """
-    given = _optimizers(optimizers)
+    given: list[Any] = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    wrong = next((each for each in given if not isinstance(each, torch.optim.Optimizer)), None)
+    if wrong is not None:
+        raise Error(
+            "this is no optimizer",
+            where=WHERE,
+            expected="a torch.optim.Optimizer, or a list of some",
+            got=type(wrong).__name__,
+        )
     if state.lacking():
         raise Error(
             "an optimizer cannot be carried over to a plan without weights",
@@ -283,20 +257,6 @@ def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
         for p, name in moved.items():
             if optimizer.state.pop(p, None):
                 optimizer.state.update(zip(state.store.parameters.get(name, ()), states[p], strict=True))
-
-
-def _optimizers(given: object) -> list[torch.optim.Optimizer]:
-    found = []
-    for each in given if isinstance(given, (list, tuple)) else [given]:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise Error(
-                "this is no optimizer",
-                where=WHERE,
-                expected="a torch.optim.Optimizer, or a list of some",
-                got=type(each).__name__,
-            )
-        found.append(each)
-    return found
 
 
 def _move_group(group: dict[str, Any], shards: dict[nn.Parameter, list[nn.Parameter]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +20,7 @@ from shardfx.ir.capture.optimizer.update_spec import NAMES, OptimizerState, fixe
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.pools.transfer import finish
 from shardfx.module.model_state import ModelState
-from shardfx.module.optimizer_states import StatesElsewhere
+from shardfx.plan import some
 
 
 class ProgramOptimizer(torch.optim.Optimizer):
@@ -49,7 +50,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
             groups.append({"params": shards, **group.options})
         self._members = [list(group["params"]) for group in groups]
         super().__init__(groups, {})
-        self.state = StatesElsewhere()  # type: ignore[assignment]
+        self.state = MappingProxyType({})  # type: ignore[assignment]  # states are stored by name
         shared = set[str]().union(*(group.options_in for group in update.groups))
         shared = shared.intersection(*(group.options_in for group in update.groups))
         self.defaults = {name: value for name, value in self.param_groups[0].items() if name in shared}  # for schedules
@@ -69,7 +70,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> ProgramOptimizer:
         """That of a copy of the module: torch's own copies leave out what they do not know."""
         made = memo[id(self)] = type(self).__new__(type(self))
-        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        copied = {name: value for name, value in self.__dict__.items() if name != "state"}
+        made.__dict__.update(copy.deepcopy(copied, memo), state=self.state)
         return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -118,7 +120,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         """
         found: dict[str, torch.Tensor] = {}
         now = [group["params"] for group in self.param_groups]
-        if [*map(_ids, now)] != [*map(_ids, self._members)]:
+        if [[*map(id, each)] for each in now] != [[*map(id, each)] for each in self._members]:
             raise _other_groups("pm.optimizer.param_groups", f"groups of {[*map(len, now)]} tensors, or others")
         for number, (group, planned, made) in enumerate(
             zip(self.param_groups, self._planned, self.update.groups, strict=True)
@@ -186,13 +188,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         wanted = {name: {state.key for state in states} for name, states in self.update.states.items() if states}
         have = {name: set(states) for name, states in given.items() if states}
         if have != wanted:
-            raise Error(
-                "these are states of another optimizer or model",
-                where="pm.optimizer.load_full_state_dict(...)",
-                expected=_few(wanted),
-                got=_few(have),
-                remedy="pass what full_state_dict() gave, of the same model and kind of optimizer",
-            )
+            raise _other_states("pm.optimizer.load_full_state_dict(...)", _few(wanted), _few(have))
         new: dict[str, torch.Tensor] = {}
         for name, states in self.update.states.items():
             for state in states:
@@ -263,16 +259,12 @@ def _other_groups(where: str, got: str) -> Error:
 
 def _other_states(where: str, expected: str, got: str) -> Error:
     return Error(
-        "these are states of another plan or optimizer",
+        "these are states of another optimizer, plan or model",
         where=where,
         expected=expected,
         got=got,
-        remedy="full_state_dict() and load_full_state_dict() carry states from one plan to another",
+        remedy="full_state_dict() and load_full_state_dict() move states between plans of one model and optimizer",
     )
-
-
-def _ids(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [id(each) for each in tensors]
 
 
 def _shapes(shards: Collection[Any]) -> list[tuple[int, ...]]:
@@ -286,9 +278,7 @@ def _as_kept(value: torch.Tensor, state: OptimizerState) -> Any:
     return state.kept(value.item())
 
 
-def _few(given: Any, count: int = 4) -> str:
+def _few(given: Any) -> str:
     if not isinstance(given, Mapping):
         return repr(given)[:200]
-    names = [f"{name}: {value}" for name, value in list(given.items())[:count]]
-    more = f" and {len(given) - count} more" if len(given) > count else ""
-    return ", ".join(names)[:300] + more
+    return some([f"{name}: {value}" for name, value in given.items()], 4)[:300]

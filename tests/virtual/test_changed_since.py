@@ -44,7 +44,6 @@ def test_other_modules_in_a_parallel_module_are_an_error(what: str) -> None:
     "change",
     [
         lambda part: parametrizations.spectral_norm(part),
-        lambda part: nn.utils.spectral_norm(part),
         lambda part: prune.l1_unstructured(part, "weight", 0.5),
         lambda part: nn.init.zeros_(part.weight),
         lambda part: getattr(part, "weight", None),

@@ -80,8 +80,8 @@ def test_states_are_not_kept_by_parameter() -> None:
     pm = small_plan(KINDS["AdamW"], DP2)
     pm.step(*batches(1)[0])
     assert not pm.optimizer.state
-    for call in (lambda: pm.optimizer.state[next(pm.parameters())], lambda: pm.optimizer.state.clear()):
-        assert "full_state_dict" in str(refused("not kept by parameter", call).remedy)
+    with pytest.raises(TypeError):
+        pm.optimizer.state[next(pm.parameters())] = {}
     assert copy.deepcopy(pm).optimizer.state == {}
 
 
@@ -109,7 +109,7 @@ def test_shards_that_do_not_fit_are_refused_before_any_is_loaded() -> None:
         spoilt(lambda state: state.update({first: [torch.ones(1), torch.ones(1)]})),
         spoilt(lambda state: state.update({first: state[first][:1]})),
     ):
-        refused("of another plan or optimizer", lambda given=given: pm.optimizer.load_state_dict(given))
+        refused("of another optimizer", lambda given=given: pm.optimizer.load_state_dict(given))
     after = pm.optimizer.full_state_dict()
     assert all(torch.equal(after["state"][n][k], v) for n, held in before["state"].items() for k, v in held.items())
 

@@ -164,7 +164,7 @@ def test_states_that_are_no_shards_of_their_parameter() -> None:
     steps(pm, optimizer)
     shard = next(p for name, p in pm.named_parameters() if name.startswith("0.@0"))
     optimizer.state[shard]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(sx.Error, match="not those of the parameter"):
+    with pytest.raises(sx.Error, match="is not sharded as the parameter is"):
         pm.full_optimizer_state_dict(optimizer)
     optimizer.state.pop(shard)
     with pytest.raises(sx.Error, match=r"only some shards of '0.weight' have a state"):

@@ -251,7 +251,7 @@ def test_hooks_that_a_step_would_not_call_are_refused(kind: str) -> None:
 def test_states_of_another_plan_or_optimizer_are_refused() -> None:
     pm, other, plan = (small_plan(KINDS[k], DP2, zero=z) for k, z in (("AdamW", 1), ("SGD", 1), ("AdamW", 0)))
     for theirs in (other, plan):
-        refused("of another plan or optimizer", lambda t=theirs: pm.optimizer.load_state_dict(t.optimizer.state_dict()))
+        refused("of another optimizer", lambda t=theirs: pm.optimizer.load_state_dict(t.optimizer.state_dict()))
     refused("of another optimizer", lambda: pm.optimizer.load_full_state_dict(other.optimizer.full_state_dict()))
     full = plan.optimizer.full_state_dict()
     full["state"]["0.bias"]["step"] = torch.tensor(7.0)
