@@ -209,16 +209,12 @@ def load(target: str) -> tuple[nn.Module, Hints]:
         raise
     except Exception as error:
         raise _failed(f"{function}() failed", error, target) from error
-    if (
-        not isinstance(made, tuple)
-        or len(made) != 2
-        or not isinstance(made[0], nn.Module)
-        or not isinstance(made[1], Hints)
-    ):
-        raise Error(
-            f"{function}() returns something else", where=target, expected="(model, Hints(...))", got=repr(made)[:200]
-        )
-    return made
+    match made:
+        case (nn.Module() as model, Hints() as hints):
+            return model, hints
+    raise Error(
+        f"{function}() returns something else", where=target, expected="(model, Hints(...))", got=repr(made)[:200]
+    )
 
 
 def _import(name: str, target: str) -> ModuleType:
@@ -246,10 +242,6 @@ def _failed(what: str, error: Exception, target: str) -> Error:
     return Error(
         what, where=where, expected="a function that returns (model, hints)", got=f"{type(error).__name__}: {error}"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
 
 
 COST = re.compile(r"(\w+)\s*=\s*(\d+\.?\d*(?:e-?\d+)?)", re.ASCII)

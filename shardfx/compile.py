@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -101,6 +100,8 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
     auto = hints.recompute == "auto"  # which a plan without it decides, and what activations are offloaded
     asked = None if auto else hints.recompute
     given = (asked,) if isinstance(asked, (str, Recompute)) else tuple(asked or ())
+    names = tuple(each for each in given if isinstance(each, str))
+    again = (Recompute(names if len(names) > 1 else names[0]),) if names else ()
     return {
         "propagate": (Propagate(strict=hints.strict),),
         "bucket-comm": (BucketComm(mb=hints.bucket_mb),),
@@ -108,19 +109,11 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
         "pipeline": () if hints.pipeline is None else (hints.pipeline,),
         "rematerialize-gathers": (RematerializeGathers(),) if hints.zero == 3 else (),
         "rematerialize-casts": (RematerializeCasts(),) if hints.mixed_precision is not None and hints.zero < 3 else (),
-        "recompute": tuple(each for kind, those in groupby(given, type) for each in _again(kind, tuple(those))),
+        "recompute": (*again, *(each for each in given if isinstance(each, Recompute))),
         "table-rows": tables,
         "iterations": (Loops(fetch=hints.zero == 3, strict=hints.strict),),
         "offload": tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
     }
-
-
-def _again(kind: type, given: tuple[str | Recompute, ...]) -> tuple[Recompute, ...]:
-    """What hints recompute, all of one kind, as passes: names of modules together are one."""
-    if kind is not str:
-        return tuple(each for each in given if isinstance(each, Recompute))
-    names = tuple(map(str, given))
-    return (Recompute(names if len(names) > 1 else names[0]),)
 
 
 def offloads(hints: Hints) -> tuple[Offload, ...]:
@@ -136,24 +129,22 @@ def check_offload(hints: Hints) -> None:
     Raises:
         Error: the plan is for inference, has no optimizer in it, or a folder is none.
     """
-    whats = {what for each in offloads(hints) for what in each.whats}
-    directory = next(
-        (each.directory for each in offloads(hints) if each.directory and not os.path.isdir(each.directory)), None
-    )
-    wrong = (
-        (bool(whats) and hints.loss is None, "a plan for training: Hints(loss=...)", "one for inference"),
-        ("optimizer" in whats and hints.optimizer is None, "an optimizer in the program: Hints(optimizer=...)", "none"),
-        (directory is not None, "a directory that exists", directory),
-    )
-    for found, expected, got in wrong:
-        if found:
-            raise Error(
-                "this cannot be offloaded",
-                where=f"Hints(offload={tuple(hints.offload)})",
-                expected=expected,
-                got=got,
-                remedy="say what it needs, or leave it out",
-            )
+    asked = offloads(hints)
+    whats = {what for each in asked for what in each.whats}
+    nowhere = next((each.directory for each in asked if each.directory and not os.path.isdir(each.directory)), "")
+    expected, got = "a directory that exists" if nowhere else "", nowhere
+    if "optimizer" in whats and hints.optimizer is None:
+        expected, got = "an optimizer in the program: Hints(optimizer=...)", "none"
+    if whats and hints.loss is None:
+        expected, got = "a plan for training: Hints(loss=...)", "one for inference"
+    if expected:
+        raise Error(
+            "this cannot be offloaded",
+            where=f"Hints(offload={tuple(hints.offload)})",
+            expected=expected,
+            got=got,
+            remedy="say what it needs, or leave it out",
+        )
 
 
 def default_rank_passes(hints: Hints, device: str = "cpu") -> tuple[RankPass, ...]:

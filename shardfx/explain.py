@@ -1,6 +1,6 @@
 """Explanations: why a value is sharded, as trails from it back to the hint, one decision after the other.
 
->>> [link.text for link in Trails(graph.reasons, rules, Printer(graph)).follow(value, "tp", 1)]
+>>> [link.text for link in Trails(graph, rules).follow(value, "tp", 1)]
 ['%10 dim 1 is sharded over tp, and goes into aten.mm @ layers.0.wq',
  '%layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)',
  "the hint 'layers.*.wq.weight' (step 5)"]
@@ -9,18 +9,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from shardfx.ir.cost.replay import source_of
 from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, factors_text, op_name
+from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, Where, factors_text, op_name
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.reasons import Carrier, Reasons, ShardingDecision
+from shardfx.ir.reasons import Carrier, ShardingDecision
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.rules.sharding_rule import Dim, ShardingRule, rule_text
+from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.text.printer import Printer, size_text
 
 NEVER = 1 << 62
@@ -39,13 +39,11 @@ class Because:
         return self.text + (f"; rejected: {self.turned_down}" if self.turned_down else "")
 
 
-@dataclass
 class Trails:
-    """Follows the reasons of a graph back; values are called as ``printer`` calls them."""
+    """Follows the reasons of a graph back."""
 
-    reasons: Reasons
-    rules: RuleBook
-    printer: Printer
+    def __init__(self, graph: Graph, rules: RuleBook) -> None:
+        self.reasons, self.rules, self.printer = graph.reasons, rules, Printer(graph)
 
     def follow(self, value: Value, axis: str, dim: int | None) -> Iterator[Because]:
         """Why ``value`` is sharded over ``axis`` on ``dim`` (None: why it is a partial sum over it), link by link."""
@@ -62,7 +60,7 @@ class Trails:
                     return
                 before = made.step
                 near, dim = carrier.value, carrier.dim
-                text = f"{self._dim(near, dim)} is, through {self._place(made)} (step {made.step}, {made.how})"
+                text = f"{self._dim(near, dim)} is, through {_at(made.op, made.where)} (step {made.step}, {made.how})"
                 yield Because(name, text, made.step, made.down(self.name))
             else:
                 node = value.node
@@ -72,7 +70,9 @@ class Trails:
                     return
                 near, dim = found
                 state = f"sharded over {axis}" if dim is not None else f"partial over {axis}"
-                yield Because(name, f"{self._dim(near, dim)} is {state}, and goes into {self.op(node)}")
+                yield Because(
+                    name, f"{self._dim(near, dim)} is {state}, and goes into {_at(op_name(node.op), node.where)}"
+                )
             value = near
 
     def _made(self, node: Node | None) -> str:
@@ -96,9 +96,6 @@ class Trails:
         """The tensor and dim from which a decision took the axis; or another axis, where it had that before."""
         return next((each for each in made.carriers if each.axis == axis), next(iter(made.carriers), None))
 
-    def _place(self, made: ShardingDecision) -> str:
-        return f"{made.op}{f' @ {made.where.module}' if made.where.module else ''}"
-
     def _operand(self, value: Value, axis: str, dim: int | None) -> tuple[Value, int | None] | None:
         """The operand that is sharded over the axis where the value's node computes with it, or is partial over it."""
         node = value.node
@@ -112,7 +109,9 @@ class Trails:
             return source, next((d for d, sharding in enumerate(spec.dims) if axis in sharding.axes), None)
         shardings = {f for f, axes in (node.strategy.shardings if node.strategy is not None else ()) if axis in axes}
         found: list[tuple[Value, int | None]] = []
-        for operand, (_, dims) in zip(node.operands, self._tensors(node), strict=False):
+        entry = self.rules.entry(node.op)
+        rule = entry.make(node) if entry is not None else None
+        for operand, dims in zip(node.operands, rule.operands if rule is not None else (), strict=False):
             spec = operand.spec
             if spec is not None and axis in spec.partial_axes and dim is None and not shardings:
                 return operand, None
@@ -122,23 +121,6 @@ class Trails:
             found += [(operand, d) for d in at]
         decided = [(v, d) for v, d in found if self._decision(source_of(v), axis, d) is not None]
         return next(iter([*decided, *found]), None)
-
-    def _tensors(self, node: Node) -> Iterator[tuple[Value, tuple[Dim, ...]]]:
-        """The operands of a node (those that they are copies of) and its results, with their factors."""
-        rule = self._rule(node)
-        if rule is None:
-            return
-        for value, dims in zip(node.operands, rule.operands, strict=False):
-            yield source_of(value), dims
-        for result, result_dims in zip(node.results, rule.results, strict=False):
-            if result is not None and result_dims is not None:
-                yield result, result_dims
-
-    def _rule(self, node: Node) -> ShardingRule | None:
-        entry = self.rules.entry(node.op)
-        return entry.make(node) if entry is not None else None
-
-    # ---- values ---------------------------------------------------------------------------------------------
 
     def source(self, copy: Value) -> Value:
         """The operand of a comm node that a result of it is made from."""
@@ -153,9 +135,10 @@ class Trails:
     def _dim(self, value: Value, dim: int | None) -> str:
         return self.name(value) + (f" dim {dim}" if dim is not None else "")
 
-    def op(self, node: Node) -> str:
-        """The op, and the module that it is called in."""
-        return f"{op_name(node.op)}{f' @ {node.where.module}' if node.where.module else ''}"
+
+def _at(op: str, where: Where) -> str:
+    """The op, and the module that it is called in."""
+    return f"{op} @ {where.module}" if where.module else op
 
 
 MOST_ENTRIES = 24
@@ -231,26 +214,21 @@ def explain(graph: Graph, rules: RuleBook, name: str) -> Explanation:
     Raises:
         Error: nothing has this name; says what comes near.
     """
-    return _Explainer(graph, rules, graph.aliases).explain(name)
+    return _Explainer(graph, rules).explain(name)
 
 
-@dataclass
 class _Explainer:
-    graph: Graph
-    rules: RuleBook
-    aliases: Mapping[str, str]
-    outputs: dict[Value, list[Output]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.printer = Printer(self.graph)
-        self.trails = Trails(self.graph.reasons, self.rules, self.printer)
-        self.users = self.graph.users()
-        for output in self.graph.outputs:
+    def __init__(self, graph: Graph, rules: RuleBook) -> None:
+        self.graph, self.rules, self.users = graph, rules, graph.users()
+        self.trails = Trails(graph, rules)
+        self.printer = self.trails.printer
+        self.outputs: dict[Value, list[Output]] = {}
+        for output in graph.outputs:
             self.outputs.setdefault(output.value, []).append(output)
 
     def explain(self, name: str) -> Explanation:
         inputs = {given.name: given for given in self.graph.inputs}
-        given = inputs.get(self.aliases.get(name, name)) or inputs.get(name.removeprefix("%"))
+        given = inputs.get(self.graph.aliases.get(name, name)) or inputs.get(name.removeprefix("%"))
         if given is not None:
             return Explanation(name, tuple(self._with_outputs(given)))
         values = {value.name: value for node in self.graph.nodes for value in node.outs}
@@ -310,7 +288,7 @@ class _Explainer:
         elif node.why:
             lines.insert(0, node.why)
         title = f"{node.phase.value} {self._line(node)}" + (f"  @ {node.where}" if str(node.where) else "")
-        return Entry(title, self._shardings(node), self._trails(value or node.outs[0]), (*self._wishes(node), *lines))
+        return Entry(title, self._shardings(node), self._trails(value or node.outs[0]), tuple(lines))
 
     def _line(self, node: Node) -> str:
         """The node as the graph's text has it, without strategy and source; of many collectives as one the number."""
@@ -355,15 +333,6 @@ class _Explainer:
             found.append(Trail(axis, role, tuple(self.trails.follow(value, axis, dim))))
         return tuple(found)
 
-    def _wishes(self, node: Node) -> Iterator[str]:
-        """Decisions that did not come about: the op gives its result otherwise."""
-        for value in node.outs:
-            for made in self.graph.reasons.of(value):
-                kept = value.spec.dims[made.dim].axes if value.spec is not None else ()
-                if not set(made.sharding.axes) <= set(kept):
-                    wish = f"dim {made.dim} as {made.sharding.text(value.shape[made.dim])} (step {made.step})"
-                    yield f"wished for: {wish}; it is made as {self.printer.type(value)}"
-
     # ---- communication --------------------------------------------------------------------------------------
 
     def _after(self, value: Value) -> Iterator[str]:
@@ -376,7 +345,7 @@ class _Explainer:
                         yield from self._after(copy)
 
     def _needed(self, copy: Value) -> str:
-        nodes = [f"%{user.name} {self.trails.op(user)}" for user in self.users.get(copy, ())]
+        nodes = [f"%{user.name} {_at(op_name(user.op), user.where)}" for user in self.users.get(copy, ())]
         names = [*(f"{output.kind.value} {output.name}" for output in self.outputs.get(copy, ())), *nodes]
         more = f" and {len(names) - MOST_USERS} more" if len(names) > MOST_USERS else ""
         return f" by {', '.join(names[:MOST_USERS])}{more}" if names else ""

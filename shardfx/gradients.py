@@ -17,6 +17,7 @@ from shardfx.ir.graph import Graph, OutputKind
 
 from .compiled import Compiled
 from .hints import Hints
+from .plan import some
 
 SHOWN = 5
 
@@ -32,20 +33,15 @@ def check_gradients(model: nn.Module, compiled: Compiled) -> None:
     Raises:
         Error: there is a loss, and it depends on nothing that may be trained.
     """
-    graph = compiled.after
-    if all(output.kind is not OutputKind.LOSS for output in graph.outputs):
-        return
-    aliases = compiled.captured.aliases
-    trainable = dict.fromkeys(aliases.get(n, n) for n, p in model.named_parameters() if p.requires_grad)
-    given = gradients_of(graph)
-    if given >= set(trainable):
+    trainable = _trainable(model, compiled)
+    trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs)
+    if not trains or gradients_of(compiled.after) >= set(trainable):
         return
     given = gradients_of(compiled.before)  # what a pass drops is for the proof to say
     lacking = [name for name in trainable if name not in given]
     if not lacking:
         return
-    more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
-    names = ", ".join(lacking[:SHOWN]) + more
+    names = some(lacking, SHOWN)
     if not given:
         raise Error(
             "no trainable parameter gets a gradient",
@@ -55,9 +51,7 @@ def check_gradients(model: nn.Module, compiled: Compiled) -> None:
             remedy="look for detach(), torch.no_grad() and .data between them and the loss; or freeze them "
             "(requires_grad_(False)), and leave the loss out",
         )
-    text = f"no gradient for {len(lacking)} of {len(trainable)} trainable parameters: {names}"
-    graph.notes.append(text)
-    warnings.warn(text, ShardfxWarning, stacklevel=2)
+    _warn(compiled, f"no gradient for {len(lacking)} of {len(trainable)} trainable parameters: {names}")
 
 
 def check_stepped(model: nn.Module, compiled: Compiled) -> None:
@@ -66,15 +60,21 @@ def check_stepped(model: nn.Module, compiled: Compiled) -> None:
     if update is None:
         return
     stepped = {name for group in update.groups for name in group.names}
-    aliases, given = compiled.captured.aliases, gradients_of(compiled.before)
-    trainable = dict.fromkeys(aliases.get(n, n) for n, p in model.named_parameters() if p.requires_grad)
+    trainable, given = _trainable(model, compiled), gradients_of(compiled.before)
     left = [name for name in trainable if name in given and name not in stepped]
     if left:
-        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
-        names = ", ".join(left[:SHOWN]) + more
-        text = f"{len(left)} of {len(trainable)} trainable parameters have no optimizer: {names}"
-        compiled.after.notes.append(text)
-        warnings.warn(text, ShardfxWarning, stacklevel=2)
+        names = some(left, SHOWN)
+        _warn(compiled, f"{len(left)} of {len(trainable)} trainable parameters have no optimizer: {names}")
+
+
+def _trainable(model: nn.Module, compiled: Compiled) -> list[str]:
+    aliases = compiled.captured.aliases
+    return list(dict.fromkeys(aliases.get(n, n) for n, p in model.named_parameters() if p.requires_grad))
+
+
+def _warn(compiled: Compiled, text: str) -> None:
+    compiled.after.notes.append(text)
+    warnings.warn(text, ShardfxWarning, stacklevel=3)
 
 
 def check_scale(hints: Hints) -> None:

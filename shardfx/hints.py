@@ -29,10 +29,10 @@ class Hints:
         loss: ``loss(out, *targets)``, a scalar; None for inference.
         targets: further inputs, of the loss.
         specs: name or pattern -> placement. Names are those of ``named_parameters()``, ``args.N``, ``kwargs.NAME``,
-            ``targets.N``, or a module's path for its output; ``*`` stands for one part of a name, ``**`` for any.
-            A placement is text (per dim the mesh axes, major first, or ``-``: ``"dp tp, -"``), DTensor placements,
-            one per mesh axis, or a ``Spec``: that says how a parameter is stored (``zero`` shards it
-            further), and wins over the others.
+            ``targets.N``, or a module's path for its output; ``*`` stands for one part of a name, ``**`` for any. A
+            placement is text (per dim the mesh axes, major first, or ``-``: ``"dp tp, -"``), DTensor placements, one
+            per mesh axis, or a ``Spec``: that says how a parameter is stored (``zero`` shards it further), and wins
+            over the others.
         strategies: how ops are sharded, said on the ops themselves: module path, or ``path:op`` (patterns as in
             ``specs``) -> axes by factor of the op's rule, in the words in which graphs are printed (``"n{tp} m{}"``;
             factors not named are free, ``m{}`` is replicated). Without an op the module's products are meant. The
@@ -50,9 +50,10 @@ class Hints:
             (the CPU for those on ``meta``). Under ``torchrun`` ``"cuda"`` is the device of the local rank. One that is
             not there is an error, but for a model without weights: its report, memory and timeline need none, and the
             error comes when weights are loaded.
-        shapes: how many call signatures (batch sizes, modes, ...) beside the captured one are kept planned.
-        rules: op rules of your own, as :func:`shardfx.rule` gives them; they win over built-in ones and plugins'.
-            They are executed at planning as the plan uses them, and a wrong one is an error (see also
+        max_specializations: how many call signatures (batch sizes, modes, ...) beside the captured one are kept
+            planned.
+        rules: op rules of your own, as :func:`shardfx.rule` gives them; they win over built-in ones and plugins'. They
+            are executed at planning as the plan uses them, and a wrong one is an error (see also
             :func:`shardfx.check_rule`).
         rank_passes: further passes on the ranks' programs, run behind the built-in ones: instances of
             :class:`shardfx.RankPass`, or text for those of installed plugins.
@@ -72,33 +73,33 @@ class Hints:
             (``torch.utils.checkpoint``); ``()``: nothing.
         offload: what is offloaded into the host's memory while it waits, and fetched shortly before it is needed:
             ``"activations"`` (what the forward made for the backward, of which ``recompute`` leaves where it starts),
-            ``"rows"`` (tables that are looked up in stay there, with their states: rows are fetched),
-            ``"optimizer"`` (states, which are on the device during their update alone), ``"parameters"`` (fetched for
-            each of forward, backward and update); a :class:`shardfx.Offload` says how, and to where (``to="disk"``:
-            files). What ``memory`` allows is the device's; ``pm.memory().host`` is what lies beside it at most.
+            ``"rows"`` (tables that are looked up in stay there, with their states: rows are fetched), ``"optimizer"``
+            (states, which are on the device during their update alone), ``"parameters"`` (fetched for each of forward,
+            backward and update); a :class:`shardfx.Offload` says how, and to where (``to="disk"``: files). What
+            ``memory`` allows is the device's; ``pm.memory().host`` is what lies beside it at most.
         optimizer: makes the optimizer of the parameters that it is given, in a list that has them by name too
             (``params.named``): ``lambda params: torch.optim.AdamW(params, lr=3e-4)``. Its step becomes a part of the
-            program: ``pm.step(x, y)`` runs a whole step, and ``pm.optimizer`` has groups, rates and states. It may
-            give a list of optimizers that share no parameter.
-        scheduled: options of the optimizer's groups that change from step to step beside ``lr``: ``("betas",)`` for
-            ``OneCycleLR``, ``("weight_decay", "momentum")``. What is not named here stays as it was planned.
-        clip: the most that the norm of all gradients together may be; they are scaled down where it is more, before
-            the optimizer's step, or (without ``optimizer``) before they are handed out.
-        compute: the dtype in which the model computes, beside that of its parameters, which are the master weights of
-            optimizer and checkpoints: parameters and floating inputs are cast, gathers of ``zero`` are in it, and
-            gradients are summed in float32. :class:`shardfx.MixedPrecision` says what is cast, and has further options.
+            program: ``pm.step(x, y)`` runs a whole step, and ``pm.optimizer`` has groups, rates and states. It may give
+            a list of optimizers that share no parameter.
+        scheduled_options: options of the optimizer's groups that change from step to step beside ``lr``: ``("betas",)``
+            for ``OneCycleLR``, ``("weight_decay", "momentum")``. What is not named here stays as it was planned.
+        clip_grad_norm: the most that the norm of all gradients together may be; they are scaled down where it is more,
+            before the optimizer's step, or (without ``optimizer``) before they are handed out.
+        mixed_precision: the dtype in which the model computes, beside that of its parameters, which are the master
+            weights of optimizer and checkpoints: parameters and floating inputs are cast, gathers of ``zero`` are in
+            it, and gradients are summed in float32. :class:`shardfx.MixedPrecision` says what is cast, and has further
+            options.
         check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
-            checksum); otherwise on the first, second, fourth, eighth ... call of each specialization.
-            ``"broadcast"``: nothing is checked, and of the ranks that should pass the same, the first one's inputs are
-            taken.
+            checksum); otherwise on the first, second, fourth, eighth ... call of each specialization. ``"broadcast"``:
+            nothing is checked, and of the ranks that should pass the same, the first one's inputs are taken.
         batch_stats: ``"local"``: in training a batch norm has the statistics of each rank's own part of the batch, as
             under ``DistributedDataParallel``: that is another model than on one device, and what ``pm.verify()``
             proves. Running statistics take the mean over the parts, and are all that is sent for it. By default
             statistics are those of the whole batch. ``"microbatch"``: of each iteration's part, over all ranks; running
             statistics are what one iteration after the other makes of them (a step counts as one batch).
-        accumulate: in how many turns a rank does its part of the batch, one behind the other: so many micro-batches,
-            whose gradients are added. Loss and gradients are those of the whole batch. It is the short form of an
-            loop axis in the mesh, ``Mesh(mb=sx.Loop(4), dp=2)``, which shards batches first: ``"mb dp, -"``.
+        grad_accumulation: into how many micro-batches a rank splits its part of the batch; their gradients are added.
+            Loss and gradients are those of the whole batch. It is the short form of a loop axis in the mesh,
+            ``Mesh(mb=sx.Loop(4), dp=2)``, which shards batches first: ``"mb dp, -"``.
         reduce: when gradients of iterations are reduced among ranks: ``"last"``, once behind all iterations;
             ``"each"``, in each iteration, so that a rank adds up its shards alone; ``"auto"``: what is faster and fits,
             where gradients leave sharded (``zero``) and ``memory`` or ``machine`` says what a rank may hold; else in
@@ -161,9 +162,7 @@ class Hints:
 
 def _is_device(given: Any) -> bool:
     try:
-        return (
-            given is None or isinstance(given, torch.device) or (isinstance(given, str) and bool(torch.device(given)))
-        )
+        return given is None or (isinstance(given, (str, torch.device)) and bool(torch.device(given)))
     except RuntimeError:
         return False
 
@@ -179,8 +178,9 @@ def bytes_of(given: Any) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " KMGTP".index((prefix or " ").upper()))
 
 
-def _are(kind: Any, given: Sequence[Any]) -> bool:
-    return all(isinstance(each, kind) for each in given)
+def _are(kind: Any, given: Any) -> bool:
+    """Whether this is a list or a tuple of such."""
+    return isinstance(given, (list, tuple)) and all(isinstance(each, kind) for each in given)
 
 
 def _is_names(given: Any) -> bool:
@@ -204,25 +204,18 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "guard": (lambda given: isinstance(given, bool), "True or False"),
     "bucket_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),
     "passes": (lambda given: isinstance(given, (list, tuple)), "a list of passes"),
-    "rules": (
-        lambda given: isinstance(given, (list, tuple)) and all(isinstance(each, RuleEntry) for each in given),
-        "a list of op rules, as shardfx.rule(...) gives them",
-    ),
+    "rules": (lambda given: _are(RuleEntry, given), "a list of op rules, as shardfx.rule(...) gives them"),
     "rank_passes": (lambda given: isinstance(given, (list, tuple)), "a list of rank passes"),
     "device": (_is_device, "the name of a device of torch, such as 'cuda', or None"),
     "zero": (lambda given: type(given) is int and 0 <= given <= 3, "a level: 0, 1, 2 or 3"),
     "zero_axis": (
-        lambda given: isinstance(given, str) or (isinstance(given, (tuple, list)) and bool(given) and _are(str, given)),
+        lambda given: isinstance(given, str) or (bool(given) and _are(str, given)),
         "the name of a mesh axis, or a tuple of such",
     ),
     "zero_min_numel": (lambda given: type(given) is int and given >= 0, "a number of elements"),
     "memory": (lambda given: given is None or bytes_of(given) > 0, "a number of bytes, or text such as '16GiB'"),
     "recompute": (
-        lambda given: (
-            given is None
-            or isinstance(given, (str, Recompute))
-            or (isinstance(given, (tuple, list)) and _are((str, Recompute), given))
-        ),
+        lambda given: given is None or isinstance(given, (str, Recompute)) or _are((str, Recompute), given),
         "a pattern of modules, a shardfx.Recompute, a tuple of such, or 'auto'",
     ),
     "optimizer": (
@@ -233,16 +226,13 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda given: given is None or isinstance(given, (MixedPrecision, torch.dtype)),
         "a dtype such as torch.bfloat16, a shardfx.MixedPrecision, or None",
     ),
-    "scheduled_options": (
-        lambda given: isinstance(given, (tuple, list)) and all(isinstance(each, str) for each in given),
-        "names of options, such as ('betas', 'weight_decay')",
-    ),
+    "scheduled_options": (lambda given: _are(str, given), "names of options, such as ('betas', 'weight_decay')"),
     "clip_grad_norm": (
         lambda given: given is None or (type(given) in (int, float) and given > 0),
         "a norm above zero, or None",
     ),
     "offload": (
-        lambda given: isinstance(given, (tuple, list)) and _are((str, Offload), given),
+        lambda given: _are((str, Offload), given),
         "a tuple of 'activations', 'optimizer', 'parameters', 'rows', or of shardfx.Offload",
     ),
     "pipeline": (lambda given: given is None or isinstance(given, Pipeline), "a shardfx.Pipeline, or None"),

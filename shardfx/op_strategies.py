@@ -60,7 +60,8 @@ class OpStrategy:
             raise Error(what, where=where, expected=_shapes(expected), got=_shapes(got) or "none")
         made = run(self._entry, node, self.mesh, rank, shards)
         tensors = tuple(r for r, value in zip(made, node.results, strict=False) if value is not None)
-        return tensors if _gives_several(node.op) else tensors[0]
+        returns = node.op._schema.returns
+        return tensors[0] if [str(each.type) for each in returns] == ["Tensor"] else tensors
 
     def __str__(self) -> str:
         """``[4, 6{a}], [6{a}, 5] -> [4, 5] +{a}``."""
@@ -141,11 +142,6 @@ def _without_a_rule(name: str, where: str, discover: bool) -> Error:
         remedy="write one: see docs/writing_rules.md; planning computes such an op whole on every rank, or puts others "
         "in its place (dropout, attention)" + ("" if discover else "; or say discover=True"),
     )
-
-
-def _gives_several(op: Any) -> bool:
-    returns = op._schema.returns
-    return len(returns) != 1 or str(returns[0].type) != "Tensor"
 
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:

@@ -20,10 +20,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardfx.hints import Hints
 
 
+T = TypeVar("T")
 FORMAT = "shardfx plan"
 LARGEST = 1 << 28
 """Bytes of a file that is read; more than that is no plan."""
@@ -89,7 +90,7 @@ def read_plan(path: str | Path) -> Plan:
 
 def _fields_of(content: dict[str, Any], where: str) -> Plan:
     try:
-        axes = {_text_of("name", a["name"]): _size(a) for a in _list(content["mesh"])}
+        axes = {_typed(str, a["name"], "name"): _size(a) for a in _typed(list, content["mesh"], "mesh")}
         links = {a["name"]: Link(a["bandwidth"], a["latency"]) for a in content["mesh"]}
         plan = Plan(
             mesh=Mesh(links=links, **axes),
@@ -97,10 +98,10 @@ def _fields_of(content: dict[str, Any], where: str) -> Plan:
             hinted=_texts("hinted", content["hinted"]),
             hinted_strategies=_texts("hinted_strategies", content.get("hinted_strategies", {})),
             strategies=_texts("strategies", content["strategies"]),
-            passes=tuple(_text_of("passes", each) for each in _list(content["passes"])),
-            fingerprint=_text_of("fingerprint", content["fingerprint"]),
-            shardfx=_text_of("shardfx", content["shardfx"]),
-            torch=_text_of("torch", content["torch"]),
+            passes=tuple(_typed(str, each, "passes") for each in _typed(list, content["passes"], "passes")),
+            fingerprint=_typed(str, content["fingerprint"], "fingerprint"),
+            shardfx=_typed(str, content["shardfx"], "shardfx"),
+            torch=_typed(str, content["torch"], "torch"),
             said=_texts("said", content["said"]) if content.get("said") is not None else None,
         )
         exact = [text for text in (plan.said or {}).values() if text.startswith("[")]
@@ -116,26 +117,19 @@ def _fields_of(content: dict[str, Any], where: str) -> Plan:
     return plan
 
 
+def _typed(kind: type[T], given: Any, name: str) -> T:
+    if type(given) is not kind:
+        raise TypeError(f"{name!r} is no {kind.__name__}: {str(given)[:60]}")
+    return given
+
+
 def _texts(name: str, content: dict[str, Any]) -> dict[str, str]:
-    return {key: _text_of(f"{name}: {key}", text) for key, text in content.items()}
-
-
-def _text_of(name: str, given: Any) -> str:
-    if not isinstance(given, str):
-        raise TypeError(f"{name!r} is no text: {str(given)[:60]}")
-    return given
-
-
-def _list(given: Any) -> list[Any]:
-    if not isinstance(given, list):
-        raise TypeError(f"no list: {str(given)[:60]}")
-    return given
+    return {key: _typed(str, text, f"{name}: {key}") for key, text in content.items()}
 
 
 def _size(axis: dict[str, Any]) -> int | Loop:
-    size, loop, interleave = axis["size"], axis["loop"], axis.get("interleave", False)
-    if type(size) is not int or type(loop) is not bool or type(interleave) is not bool:
-        raise TypeError(f"the size of a mesh axis is no whole number, or its time neither true nor false: {axis}")
+    size, loop = _typed(int, axis["size"], "size"), _typed(bool, axis["loop"], "loop")
+    interleave = _typed(bool, axis.get("interleave", False), "interleave")
     return Loop(size, interleave) if loop else size
 
 
@@ -390,6 +384,7 @@ def version() -> str:
         return "0"
 
 
-def some(names: list[str]) -> str:
+def some(names: Sequence[str], count: int = 3) -> str:
     """A few of the names."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return (", ".join(names[:count]) or "nothing") + more

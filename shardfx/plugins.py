@@ -19,12 +19,12 @@ See docs/writing_passes.md and docs/writing_rules.md.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.table import LocalOp, OwnOp
@@ -41,6 +41,7 @@ PASSES = "shardfx.passes"
 RANK_PASSES = "shardfx.rank_passes"
 RULES = "shardfx.rules"
 OPS = "shardfx.ops"
+T = TypeVar("T", Pass, RankPass)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def all_passes() -> list[PassInfo]:
     found = [PassInfo(name, "built-in", kind) for name, kind in BUILT_IN.items()]
     for point in sorted(_entry_points(PASSES), key=lambda point: point.name):
         try:
-            found.append(PassInfo(point.name, _origin(point), _load_pass(point)))
+            found.append(PassInfo(point.name, _origin(point), _load_pass(point, Pass, BUILT_IN)))
         except Error as error:
             found.append(PassInfo(point.name, _origin(point), error=error))
     return found
@@ -84,24 +85,33 @@ def find_pass(name: str) -> type[Pass]:
     Raises:
         Error: there is none, there are two, or the plugin that has it cannot be used.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    points = [point for point in _entry_points(PASSES) if point.name == name]
-    if len(points) > 1:
+    return _find(name, Pass, BUILT_IN, PASSES, "Hints(passes=...)")
+
+
+def find_rank_pass(name: str) -> type[RankPass]:
+    """The rank pass of a name, likewise."""
+    return _find(name, RankPass, RANK_BUILT_IN, RANK_PASSES, "Hints(rank_passes=...)")
+
+
+def _find(name: str, base: type[T], built_in: Mapping[str, type[T]], group: str, where: str) -> type[T]:
+    if name in built_in:
+        return built_in[name]
+    points = [point for point in _entry_points(group) if point.name == name]
+    if len(points) == 1:
+        return _load_pass(points[0], base, built_in)
+    if points:
         raise Error(
             f"two plugins have a pass {name!r}",
-            where=f"entry points {PASSES}",
+            where=f"entry points {group}",
             expected="one pass of each name",
-            got=" and ".join(_origin(point) for point in points),
+            got=" and ".join(map(_origin, points)),
             remedy="uninstall one, or pass an instance instead of text",
         )
-    if points:
-        return _load_pass(points[0])
-    known = [*BUILT_IN, *(point.name for point in _entry_points(PASSES))]
+    known = [*built_in, *(point.name for point in _entry_points(group))]
     near = difflib.get_close_matches(name, known, 3, 0.5)
     raise Error(
         f"unknown pass {name!r}",
-        where="Hints(passes=...)",
+        where=where,
         expected=f"one of {', '.join(known)}",
         got=name,
         remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "install its package; see `shardfx passes`",
@@ -111,30 +121,6 @@ def find_pass(name: str) -> type[Pass]:
 def as_passes(given: Iterable[Pass | str]) -> tuple[Pass, ...]:
     """Passes that are given as instances, or as text."""
     return tuple(parse_pass(each, find_pass) if isinstance(each, str) else each for each in given)
-
-
-def find_rank_pass(name: str) -> type[RankPass]:
-    """The rank pass of a name.
-
-    Raises:
-        Error: there is none, or the plugin that has it cannot be used.
-    """
-    if name in RANK_BUILT_IN:
-        return RANK_BUILT_IN[name]
-    points = [point for point in _entry_points(RANK_PASSES) if point.name == name]
-    if len(points) != 1:
-        known = [*RANK_BUILT_IN, *(point.name for point in _entry_points(RANK_PASSES))]
-        raise Error(
-            f"{'two plugins have' if points else 'there is no'} rank pass {name!r}",
-            where="Hints(rank_passes=...)",
-            expected=f"one of {', '.join(known)}",
-            got=" and ".join(map(_origin, points)) or name,
-            remedy="pass an instance instead of text",
-        )
-    kind = _load(points[0])
-    if not isinstance(kind, type) or not issubclass(kind, RankPass):
-        raise _wrong(points[0], "is not a rank pass", "a subclass of shardfx.RankPass (the class)", repr(kind))
-    return kind
 
 
 def as_rank_passes(given: Iterable[RankPass | str]) -> tuple[RankPass, ...]:
@@ -173,7 +159,9 @@ def plugin_rules() -> list[tuple[RuleEntry, str]]:
     Raises:
         Error: a plugin's rules cannot be had.
     """
-    return [(entry, _origin(point)) for point in _entry_points(RULES) for entry in _load_rules(point)]
+    return [
+        (entry, _origin(point)) for point in _entry_points(RULES) for entry in _load_rows(point, (RuleEntry,), "rules")
+    ]
 
 
 def register_ops() -> None:
@@ -202,22 +190,19 @@ def _discovery(folder: Path) -> Discovery:
 
 @cache
 def _plugin_rules() -> tuple[RuleEntry, ...]:
-    return tuple(entry for point in _entry_points(RULES) for entry in _load_rules(point))
+    return tuple(entry for point in _entry_points(RULES) for entry in _load_rows(point, (RuleEntry,), "rules"))
 
 
-def _load_pass(point: EntryPoint) -> type[Pass]:
-    kind = _load(point)
-    if not isinstance(kind, type) or not issubclass(kind, Pass):
-        raise _wrong(point, "is not a pass", "a subclass of shardfx.Pass (the class, not an instance)", repr(kind))
+def _load_pass(point: EntryPoint, base: type[T], built_in: Mapping[str, type[T]]) -> type[T]:
+    kind: Any = _load(point)
+    if not isinstance(kind, type) or not issubclass(kind, base):
+        expected = f"a subclass of shardfx.{base.__name__} (the class, not an instance)"
+        raise _wrong(point, "is not a pass", expected, repr(kind))
     if kind.name != point.name:
         raise _wrong(point, "is called otherwise than its entry point", f"name = {point.name!r}", f"{kind.name!r}")
-    if point.name in BUILT_IN:
+    if point.name in built_in:
         raise _wrong(point, "has the name of a built-in pass", "a name of its own", point.name)
     return kind
-
-
-def _load_rules(point: EntryPoint) -> Sequence[RuleEntry]:
-    return _load_rows(point, (RuleEntry,), "rules")
 
 
 def _load_rows(point: EntryPoint, kinds: tuple[type, ...], what: str) -> Sequence[Any]:

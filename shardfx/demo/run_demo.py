@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.text import Text
 
@@ -47,7 +46,7 @@ def demo(out: Console, folder: Path, steps: int = 40) -> int:
     started = time.perf_counter()
     with out.status("capturing and planning"):
         pm = plan(model, mesh)
-    _done(out, f"planned in {seconds_text(time.perf_counter() - started)}: {len(pm.planned.nodes)} ops per rank")
+    _check(out, True, f"planned in {seconds_text(time.perf_counter() - started)}: {len(pm.planned.nodes)} ops per rank")
     good = train(out, pm, copy.deepcopy(model), steps)
     with out.status("one step in float64"):
         error, worst = double_step(model, mesh)
@@ -77,15 +76,7 @@ def train(out: Console, pm: ParallelModule, model: Decoder, steps: int) -> bool:
     """Train both on the same batches; says whether their losses agree."""
     optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3, foreach=False) for m in (pm, model)]
     losses: list[tuple[float, float]] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
-    with Progress(*columns, console=out, transient=True) as progress:
-        task = progress.add_task("training", total=steps, now="")
+    with out.status("training") as status:
         for _, (x, y) in zip(range(steps), batches(), strict=False):
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -96,7 +87,7 @@ def train(out: Console, pm: ParallelModule, model: Decoder, steps: int) -> bool:
             for optimizer in optimizers:
                 optimizer.step()
             losses.append((four.item(), one.item()))
-            progress.update(task, advance=1, now=f"loss {four.item():.4f}")
+            status.update(f"training: step {len(losses)} of {steps}, loss {four.item():.4f}")
     made = table("Loss of the whole batch, float32", "step", "4 ranks", "1 device", "difference", right=range(4))
     every = max(steps // SHOWN, 1)
     for step, (a, b) in enumerate(losses, 1):
@@ -127,9 +118,5 @@ def double_step(model: Decoder, mesh: Mesh) -> tuple[float, str]:
 
 
 def _check(out: Console, good: bool, text: str) -> bool:
-    _done(out, text, good)
-    return good
-
-
-def _done(out: Console, text: str, good: bool = True) -> None:
     out.print(Text.assemble(("  ✓ ", "bold green") if good else ("  ✗ ", "bold red"), text))
+    return good

@@ -114,22 +114,16 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
         """No: every process reads for itself."""
         return False
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *options: Any, **more: Any) -> Any:
         """As it is: results are whole, and the same on all ranks."""
         return tensor
+
+    reduce = pad_across_processes = gather
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As it is, but for values that are repeated for the rows of a last, smaller batch: those rows alone."""
         tensors = all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(input_data))
         return super().gather_for_metrics(input_data) if tensors else input_data
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As it is."""
-        return tensor
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """As it is."""
-        return tensor
 
     # ---- preparing --------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 The micro-batches of ``Hints(pipeline=...)`` shard the batch too, where no hint says what they shard.
 
->>> hints = Hints(args=(x,), specs={"args.0": "dp, -"}, accumulate=4)
+>>> hints = Hints(args=(x,), specs={"args.0": "dp, -"}, grad_accumulation=4)
 >>> mesh = with_iterations(Mesh(dp=2), hints)
 >>> mesh, specs_in_iterations(mesh, hints)["args.0"]
 (Mesh(mb=Loop(4), dp=2), [.{mb,dp}, .])
@@ -29,7 +29,7 @@ NAMES = ("mb", "micro_batch", "accumulate")
 
 
 def with_iterations(mesh: Mesh, hints: Hints) -> Mesh:
-    """The mesh with the axis that ``accumulate`` asks for, outermost."""
+    """The mesh with the axis that ``grad_accumulation`` asks for, outermost."""
     if hints.grad_accumulation == 1:
         return mesh
     axes: dict[str, Any] = {next(name for name in NAMES if name not in mesh.names): Loop(hints.grad_accumulation)}
@@ -74,18 +74,19 @@ def specs_in_iterations(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
 
 
 def _unsaid(mesh: Mesh, hints: Hints, inputs: Mapping[str, int]) -> str:
-    """The axis of micro-batches of which no hint says what it shardings; empty where there is none."""
+    """The axis of micro-batches of which no hint says what it shards; empty where there is none."""
     if hints.grad_accumulation > 1:
         return mesh.axes[0].name
     time = hints.pipeline.microbatches if hints.pipeline is not None else ""
     if time not in mesh.names or not mesh[time].loop:
         return ""  # or it is no axis of micro-batches, which the pass will say
-    said = (as_spec(given, mesh, dims, text) for text, given in hints.specs.items() for dims in _fitting(text, inputs))
+    said = (
+        as_spec(given, mesh, dims, text)
+        for text, given in hints.specs.items()
+        for name, dims in inputs.items()
+        if pattern(text).fullmatch(name)
+    )
     return "" if any(time in spec.axes for spec in said) else time
-
-
-def _fitting(text: str, inputs: Mapping[str, int]) -> list[int]:
-    return [dims for name, dims in inputs.items() if pattern(text).fullmatch(name)]
 
 
 def _before(axis: str, spec: Spec) -> Spec:
