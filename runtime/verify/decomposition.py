@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,24 +38,38 @@ class Unjustified(Exception):
     """A decomposition that is not the op, or that cannot be made."""
 
 
-KEPT = 1024
-"""So many decompositions that were justified are remembered, for each proof of a plan asks of the same ones."""
-_known: dict[Hashable, torch.fx.GraphModule] = {}
+@dataclass(frozen=True)
+class _Alike:
+    """A node apart from its graph, equal to those that are alike and draw the same random numbers."""
+
+    key: Hashable
+    node: Node = field(compare=False)
+
+    @staticmethod
+    def of(node: Node) -> _Alike:
+        drawn = draw_slot(node)
+        return _Alike((alike(node), None if drawn is None else node.args[drawn]), _copy(node, lambda type: type))
+
+
+def _copy(node: Node, change: Callable[[TensorType], TensorType]) -> Node:
+    def value(of: Value) -> Value:
+        return Value(change(of.type))
+
+    kwargs = {name: substitute(arg, value) for name, arg in node.kwargs.items()}
+    return Node(node.op, substitute(node.args, value), kwargs, [v and value(v) for v in node.results])
 
 
 def justified(node: Node, expand: Any) -> torch.fx.GraphModule:
     """The decomposition of a node, traced, after a comparison with the op on random numbers: once for alike nodes."""
-    decomposition = expand if callable(expand) else decomposition_table[node.op]
-    drawn = draw_slot(node)
-    key = (decomposition, alike(node), None if drawn is None else node.args[drawn])
-    if key not in _known:
-        traced = _traced(node, decomposition)
-        if small(node):
-            _compare(node, decomposition)
-        if len(_known) == KEPT:
-            del _known[next(iter(_known))]
-        _known[key] = traced
-    return _known[key]
+    return _justified(_Alike.of(node), expand if callable(expand) else decomposition_table[node.op])
+
+
+@lru_cache(1024)
+def _justified(of: _Alike, decomposition: Callable[..., Any]) -> torch.fx.GraphModule:
+    traced = _traced(of.node, decomposition)
+    if small(of.node):
+        _compare(of.node, decomposition)
+    return traced
 
 
 def decomposed(node: Node, book: RuleBook) -> torch.fx.GraphModule | None:
@@ -66,24 +82,23 @@ def decomposed(node: Node, book: RuleBook) -> torch.fx.GraphModule | None:
         return None
     own = entry.expand if entry is not None else None
     decomposition = DECOMPOSITIONS.get(op) or own or (op if op._can_decompose() else None)
-    if decomposition is None or 0 in (node.kwargs.get("alpha"), node.kwargs.get("beta")):  # what is taken zero times
-        return None  # may be infinite
-    args = widened(substitute(node.args, _widened))
-    kwargs = {name: widened(substitute(arg, _widened)) for name, arg in node.kwargs.items()}
+    zero_times = 0 in (node.kwargs.get("alpha"), node.kwargs.get("beta"))  # what is taken so may be infinite
+    return None if decomposition is None or zero_times else _decomposed(_Alike.of(node), decomposition)
+
+
+@lru_cache(1024)
+def _decomposed(of: _Alike, decomposition: Any) -> torch.fx.GraphModule | None:
+    wide = _copy(of.node, lambda type: TensorType(type.shape, widened(type.dtype)))
+    wide.args, wide.kwargs = widened(wide.args), widened(wide.kwargs)
     try:
-        exact = justified(Node(op, args, kwargs, [v and _widened(v) for v in node.results]), decomposition)
-        traced = trace_on_meta(exact, [value.type for value in node.operands])
+        traced = trace_on_meta(justified(wide, decomposition), [value.type for value in of.node.operands])
     except (Unjustified, Error, *DOES_NOT_RUN):
         return None
     results = next(each for each in traced.graph.nodes if each.op == "output").args[0]
     given = types_of([each and each.meta["val"] for each in results])
     calls = [each.target for each in traced.graph.nodes if isinstance(each.target, torch._ops.OpOverload)]
-    same = given == [v and v.type for v in node.results] and not any(call._schema.is_mutable for call in calls)
+    same = given == [v and v.type for v in of.node.results] and not any(call._schema.is_mutable for call in calls)
     return traced if same else None
-
-
-def _widened(value: Value) -> Value:
-    return Value(TensorType(value.type.shape, widened(value.type.dtype)))
 
 
 def _traced(node: Node, decomposition: Callable[..., Any]) -> torch.fx.GraphModule:

@@ -17,7 +17,7 @@ from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import observers, row_of
 from shardfx.ir.ops.loop.stage_transfer import iteration_number
-from shardfx.ir.program.loops.schedule_actions import local_ends, stages_of
+from shardfx.ir.program.loops.schedule_actions import local_ends
 from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
@@ -129,7 +129,7 @@ class Task:
             node = getattr(error, "node", "")
             misread = isinstance(error.__cause__, Misread)
             what = first_line(error.__cause__) if misread else f"the program does not run: {first_line(error)}"
-            raise Failed(Fault(what, _leads_to(program, node), program.rank, node, certain=not misread)) from error
+            raise Failed(Fault(what, "", program.rank, node, certain=not misread)) from error
 
 
 @dataclass
@@ -186,8 +186,7 @@ class PlanProof:
         proof = self._begun()
         if isinstance(proof, Fault):
             return proof, None
-        for task in self.tasks:
-            self.counts["outputs"] += sum(map(self._givers, task.outputs))
+        self.counts["outputs"] += sum(len(task.outputs) for task in self.tasks)
         fault, number = self._programs(proof)
         if fault is not None and not fault.certain and any(task.changed for task in self.tasks):
             finer = self._begun(decomposed=True)
@@ -211,13 +210,6 @@ class PlanProof:
         loops = any(task.request.together for task in self.tasks)
         few = len(alike.boxes) > 1 or (loops and len(self.ranks) <= MOST_ITERATIONS)
         return self._each(proof) if fault is not None and not fault.certain and few else (fault, number)
-
-    def _givers(self, output: Output) -> int:
-        """How many ranks give an output."""
-        pipeline = self.after.pipeline
-        if pipeline is None:
-            return len(self.ranks)
-        return len(pipeline.places(stages_of(output.value))) * len(self.ranks) // self.after.mesh[pipeline.axis].size
 
     def _each(self, proof: Proof) -> tuple[Fault | None, int]:
         for number, task in enumerate(self.tasks):
@@ -286,20 +278,8 @@ def first_malformed(programs: Iterable[RankProgram]) -> Fault | None:
         try:
             validate_program(program)
         except ProgramError as error:
-            leads = _leads_to(program, error.node)
-            return Fault(error.what, leads, program.rank, error.node, error.line, certain=True)
+            return Fault(error.what, "", program.rank, error.node, error.line, certain=True)
     return None
-
-
-def _leads_to(program: RankProgram, name: str) -> str:
-    """The first output of a program that depends on a call."""
-    made = {node for node in program.graph.nodes if node.name == name}
-    for node in program.graph.nodes:
-        if made & set(node.all_input_nodes):
-            made.add(node)
-    results = program.result().args[0]
-    pairs = zip(program.outputs, results, strict=False)  # type: ignore[arg-type]
-    return next((f"{output.kind.value} {output.name}" for output, node in pairs if node in made), "")
 
 
 class Misread(TypeError):

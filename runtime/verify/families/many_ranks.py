@@ -162,7 +162,7 @@ class WholePrograms:
             Failed: a program is wrong.
         """
         found = dict.fromkeys(family for own in self.places.values() for family in own.read.values())
-        lines = {m for family in found for rank in self._pair(family) for m in self._line(rank)}
+        lines = {m for family in found for rank in self._in_two_lines(family) for m in self._line(rank)}
         if lines:
             self._lock_step({rank: self._of(rank).at(rank) for rank in sorted(lines)}, ())
             # outputs that are placed otherwise than promised, but are the same box at these ranks, are it at all:
@@ -177,10 +177,10 @@ class WholePrograms:
             near = {m for rank in near for m in self._line(rank)}
             self._lock_step({r: changed.get(r) or self._of(r).at(r) for r in sorted(near)}, apart)
 
-    def _pair(self, family: Family) -> Sequence[int]:
-        """Two ranks of a family that are in lines of ranks without other numbers, where there are such."""
-        clean = [r for r in family.ranks if all(m in self._of(m).read for m in self._line(r))]
-        return pair(clean, self.proof.after.mesh) if clean else ()
+    def _in_two_lines(self, family: Family) -> Sequence[int]:
+        """Ranks of two lines that have ranks of a family, and none with other numbers, where there are such."""
+        lines = [line for line in map(self._line, family.ranks) if all(m in self._of(m).read for m in line)]
+        return pair(sorted(m for line in lines for m in line), self.proof.after.mesh) if lines else ()
 
     def _of(self, rank: int) -> FamilyPrograms:
         return self.places[place_of(self.proof.after, rank)]

@@ -171,6 +171,7 @@ def pair(ranks: Sequence[int], mesh: Mesh) -> list[int]:
     (or the last of them)."""
     inside = {axis.name: (i + 1) % axis.size for i, axis in enumerate(mesh.space)}
     mirrored = {axis.name: axis.size - 1 - inside[axis.name] for axis in mesh.space}
+    mirrored = {name: 0 if at == inside[name] else at for name, at in mirrored.items()}  # in the middle of three
     wanted = [mesh.rank(inside), mesh.rank(mirrored)]
     if len(ranks) == mesh.size:
         return sorted(set(wanted))
