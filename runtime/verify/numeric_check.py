@@ -130,7 +130,7 @@ def largest_difference(got: Tensor, wanted: Tensor, seed: int) -> str:
     same = torch.isclose(got, wanted, rtol=0, atol=0, equal_nan=True)
     off = torch.where(same, 0.0, (wide(got) - wide(wanted)).abs())
     at = int(torch.nan_to_num(off, nan=torch.inf).reshape(-1).argmax())
-    place = ", ".join(map(str, torch.unravel_index(torch.tensor(at), got.shape))) if got.dim() else ""
+    place = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(at), got.shape)) if got.dim() else ""
     mine, theirs = wanted.reshape(-1)[at].item(), got.reshape(-1)[at].item()
     digits = next((n for n in (6, 9, 12) if f"{theirs:.{n}g}" != f"{mine:.{n}g}"), 17)
     return (
