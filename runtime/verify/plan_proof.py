@@ -18,7 +18,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import observers, row_of
 from shardfx.ir.ops.loop.stage_transfer import iteration_number
 from shardfx.ir.program.loops.schedule_actions import local_ends
-from shardfx.ir.program.lower import lower, select
+from shardfx.ir.program.lower import lower
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import ProgramError, validate_program
@@ -80,11 +80,6 @@ class Task:
     observers: dict[str, None] = field(default_factory=dict)
     """The names of the observers that its programs call."""
 
-    @staticmethod
-    def of(request: ProgramRequest, changed: Mapping[int, RankProgram], after: Graph) -> Task:
-        """The part of a planned graph that a request needs."""
-        return Task(request, changed, *select(after, request.kinds), after)
-
     def own(self, rank: int) -> RankProgram:
         """The plan's own program of a rank."""
         return self.request.program(self.after, rank)
@@ -129,7 +124,7 @@ class Task:
             node = getattr(error, "node", "")
             misread = isinstance(error.__cause__, Misread)
             what = first_line(error.__cause__) if misread else f"the program does not run: {first_line(error)}"
-            raise Failed(Fault(what, "", program.rank, node, certain=not misread)) from error
+            raise Failed(Fault(what, _leads_to(program, node), program.rank, node, certain=not misread)) from error
 
 
 @dataclass
@@ -148,11 +143,6 @@ class PlanProof:
 
     def __post_init__(self) -> None:
         self._calls = LayoutChecks(self.rules, {node.op for node in self.after.nodes})
-
-    @property
-    def observers(self) -> list[str]:
-        """The names of the observers that the programs call."""
-        return list(dict.fromkeys(name for task in self.tasks for name in task.observers))
 
     @property
     def ranks(self) -> range:
@@ -278,8 +268,20 @@ def first_malformed(programs: Iterable[RankProgram]) -> Fault | None:
         try:
             validate_program(program)
         except ProgramError as error:
-            return Fault(error.what, "", program.rank, error.node, error.line, certain=True)
+            leads = _leads_to(program, error.node)
+            return Fault(error.what, leads, program.rank, error.node, error.line, certain=True)
     return None
+
+
+def _leads_to(program: RankProgram, name: str) -> str:
+    """The first output of a program that depends on a call."""
+    made = {node for node in program.graph.nodes if node.name == name}
+    for node in program.graph.nodes:
+        if made & set(node.all_input_nodes):
+            made.add(node)
+    results = program.result().args[0]
+    pairs = zip(program.outputs, results, strict=False)  # type: ignore[arg-type]
+    return next((f"{output.kind.value} {output.name}" for output, node in pairs if node in made), "")
 
 
 class Misread(TypeError):

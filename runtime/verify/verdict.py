@@ -14,6 +14,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.devices import CPU
 from shardfx.ir.program.loops.loop_nest import loop_axes
+from shardfx.ir.program.lower import select
 from shardfx.ir.rules.book import RuleBook
 
 from .fault import Failed, Fault
@@ -137,7 +138,7 @@ def verify(
     if fault is not None:
         return Verdict.of(fault, how=how, checked={"ranks": mesh.size})
     counts: Counter[str] = Counter({"ranks": mesh.size})
-    tasks = [Task.of(each, each.changed(after), after) for each in requests]
+    tasks = [Task(each, each.changed(after), *select(after, each.kinds), after) for each in requests]
     proof = PlanProof(before, after, rules, tasks, stored, device, counts, mesh)
     try:
         fault = proof.compared() if run else proof.proven()
@@ -145,6 +146,7 @@ def verify(
         fault = failed.fault
     if loops and fault is not None:
         fault = of_iteration(fault, mesh)
-    assumed = tuple(f"the observer {name} has no side effect on tensors of the program" for name in proof.observers)
+    seen = dict.fromkeys(name for task in tasks for name in task.observers)
+    assumed = tuple(f"the observer {name} has no side effect on tensors of the program" for name in seen)
     programs = () if fault is not None else tuple(each.name for each in requests)
     return Verdict.of(fault, how=how, checked=dict(counts), programs=programs, assumptions=assumed)
