@@ -191,6 +191,28 @@ def check(facts: Facts, where: str) -> None:
         )
 
 
+def check_all_shards(gradients: Iterable[Facts], where: str) -> None:
+    """Raise if only some shards of a parameter have a gradient; numbers that were read so far are forgotten.
+
+    Raises:
+        Error: a shard has none.
+    """
+    found: dict[Sharded, set[int]] = {}
+    for sharded, number in (shard for facts in gradients for shard in facts.own):
+        sharded.read.clear()
+        found.setdefault(sharded, set()).add(number)
+    for sharded, numbers in found.items():
+        if lacking := set(range(sharded.count)) - numbers:
+            raise Error(
+                f"only some shards of {sharded.name!r} have a gradient",
+                where=where,
+                expected="a gradient of each shard of a parameter, or of none",
+                got=f"none of shard {min(lacking)} of {sharded.count}",
+                remedy="drop the gradients of all shards of a parameter together; or run under torchrun, where "
+                "gradients are DTensors",
+            )
+
+
 def plain(tensor: Tensor) -> Tensor:
     """A tensor without facts, in the same memory."""
     if not isinstance(tensor, ShardGradient):

@@ -31,7 +31,7 @@ from shardfx.ir.errors import Error
 from shardfx.module.elementwise_trial import Layout, lay_out, tried
 from shardfx.module.program_optimizer import ProgramOptimizer
 from shardfx.runtime.store import Shown, Store, with_strides_of
-from shardfx.runtime.virtual.shard_gradient import ShardGradient, check, plain
+from shardfx.runtime.virtual.shard_gradient import ShardGradient, check, check_all_shards, plain
 
 Tensor = torch.Tensor
 
@@ -104,10 +104,13 @@ def _take_plain(optimizer: torch.optim.Optimizer) -> None:
     """Have an optimizer see plain gradients, which were not changed shard by shard.
 
     Raises:
-        Error: one was.
+        Error: one was, or only some shards of a parameter have a gradient.
     """
-    for p in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, ShardGradient)):
-        check(p.grad.facts, f"{type(optimizer).__name__}.step()")
+    where = f"{type(optimizer).__name__}.step()"
+    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, ShardGradient)]
+    check_all_shards([p.grad.facts for p in params], where)
+    for p in params:
+        check(p.grad.facts, where)
         _guarded[optimizer].append((p, p.grad, plain(p.grad)))
         p.grad = _guarded[optimizer][-1][2]
 

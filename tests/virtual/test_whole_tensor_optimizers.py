@@ -348,6 +348,12 @@ def test_gradients_that_are_changed_shard_by_shard_are_an_error(change: Any) -> 
         ran(change, pm, x)
 
 
+def test_a_gradient_of_some_shards_alone_is_an_error() -> None:
+    pm, x = sharded()
+    with pytest.raises(sx.Error, match="only some shards of 'weight' have a gradient"):
+        ran(lambda parameters: setattr(parameters[0], "grad", None), pm, x)
+
+
 @pytest.mark.parametrize("change", [clipped_together, clipped_by_hand, clipped_after_a_look, unscaled])
 def test_gradients_that_are_changed_by_all_shards_are_those_of_one_device(change: Any) -> None:
     pm, x = sharded()
