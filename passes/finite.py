@@ -35,6 +35,10 @@ that attention gives is bounded, whatever its mask is."""
 DIVISORS = {"div": "other", "addcdiv": "tensor2"}
 DIVISORS |= dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), "total_weight")
 """The argument by which the first tensor is divided."""
+CONSTANTS = dict.fromkeys(("full", "full_like", "new_full"), "fill_value") | dict.fromkeys(
+    ("clamp", "clamp_min"), "min"
+)
+"""The argument that is a constant, or a bound below: where it is not zero the results are not either."""
 SOLVES = frozenset("linalg_solve_triangular linalg_lu_solve linalg_ldl_solve triangular_solve cholesky_solve".split())
 """They divide by a matrix, of which nothing is known."""
 FINITE_OF_FINITE = frozenset(
@@ -108,11 +112,14 @@ class Factors:
         return divides and self.keeps_finite(node, free)
 
     def gives_nonzero(self, node: Node, rule: ShardingRule) -> bool:
-        """Whether a node gives a constant that is not zero, or a view of such."""
-        if base_name(node) not in ("full", "full_like", "new_full"):
+        """Whether a node gives a constant that is not zero, what is at least a positive one, or a view of such."""
+        if base_name(node) not in CONSTANTS:
             return rule.moves_only and bool(node.operands) and self.nonzero.issuperset(node.operands)
-        number = argument(node, "fill_value")
-        return isinstance(number, (int, float)) and bool(torch.tensor(number, dtype=node.outs[0].type.dtype).item())
+        name = CONSTANTS[base_name(node)]
+        number = argument(node, name)
+        if not isinstance(number, (int, float)) or (name == "min" and number < 0):
+            return False
+        return bool(torch.tensor(number, dtype=node.outs[0].type.dtype).item())
 
     def _is_finite(self, given: Any) -> bool:
         if isinstance(given, Value):
