@@ -92,10 +92,10 @@ def infer(
         return torch.empty(value.shape, dtype=value.type.dtype, device=device)
 
     with nullcontext() if device == "meta" else FakeTensorMode():
-        given = {k: substitute(a, empty) for k, a in kwargs.items()}
+        values = {k: substitute(a, empty) for k, a in kwargs.items()}
         if makes_of_nothing(op):
-            given["device"] = device
-        out = op(*substitute(args, empty), **given)
+            values["device"] = device
+        out = op(*substitute(args, empty), **values)
     types: TensorType | list[TensorType | None] = types_of(out)
     return types
 

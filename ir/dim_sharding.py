@@ -54,13 +54,13 @@ class Window:
         ends = self.step * start, self.step * (start + length - 1)
         return (min(ends) + self.low) // self.per, (max(ends) + self.high) // self.per
 
-    def rows(self, start: int, length: int, whole: int) -> tuple[int, int]:
-        """Start and length of what there is of these rows in a dim of ``whole``: one row at least, if any is made."""
-        if length == 0 or whole == 0:
+    def rows(self, start: int, length: int, full: int) -> tuple[int, int]:
+        """Start and length of what there is of these rows in a dim of ``full``: one row at least, if any is made."""
+        if length == 0 or full == 0:
             return 0, 0
         first, last = self.reach(start, length)
-        first = max(min(first, whole - 1), 0)
-        return first, max(min(last, whole - 1), first) - first + 1
+        first = max(min(first, full - 1), 0)
+        return first, max(min(last, full - 1), first) - first + 1
 
     def within(self, outer: Window) -> Window:
         """The rows of two windows, one behind the other: of those rows of o which ``outer`` gives. Where rows of a

@@ -187,8 +187,8 @@ class Graph:
 
     def values(self) -> Iterator[Value]:
         """Every value, in the order of definition."""
-        for given in self.inputs:
-            yield given.value
+        for inp in self.inputs:
+            yield inp.value
         for node in self.nodes:
             yield from node.outs
 
@@ -202,30 +202,30 @@ class Graph:
 
     def input(self, name: str) -> Input:
         """The input of this name."""
-        return next(given for given in self.inputs if given.name == name)
+        return next(inp for inp in self.inputs if inp.name == name)
 
     @property
     def aliases(self) -> dict[str, str]:
         """Every name of every input, with the name under which the graph has it."""
-        return {name: given.name for given in self.inputs for name in (given.name, *given.aliases)}
+        return {name: inp.name for inp in self.inputs for name in (inp.name, *inp.aliases)}
 
     def output_specs(self) -> dict[Output, Spec]:
         """The placement in which each output must leave: as it says; or else a gradient and what is new content as
         their input is stored, a loss and a guard whole, a result as it is made, and nothing partial."""
-        stored = {given.name: given.value.spec for given in self.inputs}
+        stored = {inp.name: inp.value.spec for inp in self.inputs}
         found: dict[Output, Spec] = {}
         for output in self.outputs:
             made = output.value.spec
             spec = stored.get(output.name) if output.kind.is_given_away else None
             if spec is None:
-                whole = output.kind.leaves_whole or made is None
-                spec = Spec.whole(output.value.type.ndim) if whole or made is None else made.reduced()
+                full = output.kind.leaves_whole or made is None
+                spec = Spec.whole(output.value.type.ndim) if full or made is None else made.reduced()
             found[output] = output.spec or spec
         return found
 
     def of_kind(self, kind: InputKind) -> list[Input]:
         """The inputs of one kind, in order."""
-        return [given for given in self.inputs if given.kind is kind]
+        return [inp for inp in self.inputs if inp.kind is kind]
 
     def rename(self) -> None:
         """Give every node's values the names %0, %1, ... in order; inputs keep theirs."""
@@ -239,9 +239,9 @@ class Graph:
         """Another graph of the same content; types, specs and sources are shared, being frozen."""
         values: dict[Value, Value] = {}
         inputs = []
-        for given in self.inputs:
-            value = values[given.value] = given.value.copied(None)
-            inputs.append(replace(given, value=value))
+        for inp in self.inputs:
+            value = values[inp.value] = inp.value.copied(None)
+            inputs.append(replace(inp, value=value))
         nodes = []
         for old in self.nodes:
             new = old.copied(values.__getitem__)

@@ -53,10 +53,10 @@ class Shards:
         """The lowest rank that has a shard."""
         return self.by_rank.index(shard)
 
-    def sharding(self, whole: torch.Tensor, shard: int) -> torch.Tensor:
+    def sharding(self, full: torch.Tensor, shard: int) -> torch.Tensor:
         """A shard of a whole tensor: a view where that is possible."""
         boxes = zip(self.boxes[shard], self.iteration_shapes[shard], strict=True)
-        parts = [slice_box(whole, self.view, box, shape) for box, shape in boxes]
+        parts = [slice_box(full, self.view, box, shape) for box, shape in boxes]
         for dim, count in reversed(self.over):
             parts = [torch.cat(parts[at : at + count], dim) for at in range(0, len(parts), count)]
         return parts[0]
@@ -65,12 +65,12 @@ class Shards:
         """The whole from all distinct shards, in order."""
         if self.count == 1 and not self.over:
             return shards[0].reshape(self.shape)
-        whole = shards[0].new_empty(self.view)
+        full = shards[0].new_empty(self.view)
         for number, shard in enumerate(shards):
             for box, part in zip(self.boxes[number], self._by_iteration(number, shard), strict=True):
                 region = tuple(slice(start, start + length) for start, length in box)
-                whole[region] = part.reshape([length for _, length in box])
-        return whole.reshape(self.shape)
+                full[region] = part.reshape([length for _, length in box])
+        return full.reshape(self.shape)
 
     def _by_iteration(self, number: int, shard: torch.Tensor) -> list[torch.Tensor]:
         """What a shard has of each iteration."""
@@ -120,20 +120,20 @@ def held_shape(spec: Spec, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple
     return _together([spec.local_shape(shape, mesh, at) for at in mesh.along(mesh.coords(rank), axes)], over)
 
 
-def slice_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:
-    """The elements of ``whole``, seen in the shape ``view``, that lie in a box of it; in the local shape. A view
+def slice_box(full: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:
+    """The elements of ``full``, seen in the shape ``view``, that lie in a box of it; in the local shape. A view
     where that is possible."""
-    x = whole.reshape(view)
+    x = full.reshape(view)
     for dim, (start, length) in enumerate(box):
         if length != x.shape[dim]:
             x = x.narrow(dim, start, length)
     return x.reshape(shape)
 
 
-def local_shard(whole: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
+def local_shard(full: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
     """What one rank has of a whole tensor."""
-    shards = Shards.of(spec, whole.shape, mesh)
-    return shards.sharding(whole, shards.by_rank[rank])
+    shards = Shards.of(spec, full.shape, mesh)
+    return shards.sharding(full, shards.by_rank[rank])
 
 
 def overlap(a: Box, b: Box) -> Box | None:

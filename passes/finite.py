@@ -121,10 +121,10 @@ class Factors:
             return False
         return bool(torch.tensor(number, dtype=node.outs[0].type.dtype).item())
 
-    def _is_finite(self, given: Any) -> bool:
-        if isinstance(given, Value):
-            return given not in self.infinite
-        return isinstance(given, (int, float)) and math.isfinite(given)
+    def _is_finite(self, value: Any) -> bool:
+        if isinstance(value, Value):
+            return value not in self.infinite
+        return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def divisors_of_sums(graph: Graph) -> frozenset[Value]:

@@ -112,7 +112,7 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 
-def _items(text: str, whole: str) -> list[str]:
+def _items(text: str, full: str) -> list[str]:
     """The items between those commas that stand in no brackets or quotes."""
     items, depth, tokens = [""], 0, TOKEN.findall(text)
     for token in tokens:
@@ -122,11 +122,11 @@ def _items(text: str, whole: str) -> list[str]:
         else:
             items[-1] += token
     if depth or not {"'", '"'}.isdisjoint(tokens):
-        raise _wrong(whole, "a quote or bracket is not closed", "each quote and bracket closed", whole)
+        raise _wrong(full, "a quote or bracket is not closed", "each quote and bracket closed", full)
     return items if items[-1].strip() else items[:-1]
 
 
-def _read(text: str, hint: Any, option: Field[Any], whole: str) -> Any:
+def _read(text: str, hint: Any, option: Field[Any], full: str) -> Any:
     """The value of an option, checked against the type that the pass declares."""
     value: Any
     try:
@@ -134,12 +134,12 @@ def _read(text: str, hint: Any, option: Field[Any], whole: str) -> Any:
     except NO_LITERAL:
         if not BARE.fullmatch(text):
             what = f"option {option.name!r} has a value that cannot be read"
-            raise _wrong(whole, what, _named(hint), text) from None
+            raise _wrong(full, what, _named(hint), text) from None
         value = float(text) if text in NOT_FINITE and fits(0.0, hint) else text
     if type(value) is int and not fits(value, hint) and fits(float(value), hint):
         value = float(value)
     if not fits(value, hint):
-        raise _wrong(whole, f"option {option.name!r} has a value of another type", _named(hint), text)
+        raise _wrong(full, f"option {option.name!r} has a value of another type", _named(hint), text)
     return value
 
 

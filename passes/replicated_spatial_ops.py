@@ -19,9 +19,9 @@ def space_axes(graph: Graph) -> set[str]:
     """The axes of ranks that shard height, width, ... of an argument, by the hints: a dim behind batch and channels."""
     return {
         axis
-        for given in graph.of_kind(InputKind.ARGUMENT)
-        if given.value.hint is not None and given.value.type.dtype.is_floating_point
-        for sharding in given.value.hint.dims[2:]
+        for inp in graph.of_kind(InputKind.ARGUMENT)
+        if inp.value.hint is not None and inp.value.type.dtype.is_floating_point
+        for sharding in inp.value.hint.dims[2:]
         for axis in sharding.axes
         if graph.mesh.extent((axis,)) > 1
     }
@@ -41,12 +41,12 @@ def replicated_factors(
     for value, need, dims in zip(node.operands, made.operands, rule.operands, strict=True):
         for dim, sharding in enumerate(value.spec.dims if value.spec is not None else ()):
             lost = {axis for axis in sharding.axes if axis in axes and axis not in need.axes + need.partial_axes}
-            whole = [factor for factor in dims[dim] if factor in rule.whole or factor in rule.windows]
+            full = [factor for factor in dims[dim] if factor in rule.whole or factor in rule.windows]
             own = [factors for factors in rule.result_factors if not factors.isdisjoint(dims[dim])]
             others = {factor for factor, axes in made.shardings if not lost.isdisjoint(axes)}
             joined = value in images and any(not (factors - {*dims[dim]}).isdisjoint(others) for factors in own)
-            if lost and (whole or joined):
-                found[" ".join(whole or dims[dim])] = ", ".join(axis for axis in sharding.axes if axis in lost)
+            if lost and (full or joined):
+                found[" ".join(full or dims[dim])] = ", ".join(axis for axis in sharding.axes if axis in lost)
     return found
 
 
@@ -57,7 +57,7 @@ def report_replicated_space(graph: Graph, cache: RuleCache, strict: bool) -> Non
         Error: ``strict``, and there is one.
     """
     axes, said = space_axes(graph), set()
-    images = derived(graph, (given.value for given in graph.of_kind(InputKind.ARGUMENT))) if axes else ()
+    images = derived(graph, (inp.value for inp in graph.of_kind(InputKind.ARGUMENT))) if axes else ()
     for node in graph.nodes if axes else ():
         rule = cache.rule(node)
         found = replicated_factors(node, rule, axes, images)

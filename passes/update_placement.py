@@ -22,7 +22,7 @@ def update_apart(graph: Graph, cache: RuleCache) -> Iterator[None]:
     """Within, the graph is without the optimizer's step; behind, that is there again, placed as parameters are."""
     nodes = [node for node in graph.nodes if node.phase is Phase.UPDATE]
     read = {value for node in graph.nodes if node.phase is not Phase.UPDATE for value in node.operands}
-    inputs = [given for given in graph.inputs if given.kind.is_of_optimizer and given.value not in read]
+    inputs = [inp for inp in graph.inputs if inp.kind.is_of_optimizer and inp.value not in read]
     outputs = [output for output in graph.outputs if output.kind.is_stepped]
     clipped = {output: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     if not nodes and not outputs:
@@ -32,7 +32,7 @@ def update_apart(graph: Graph, cache: RuleCache) -> Iterator[None]:
     for output, value in gradients.items():
         output.value = value
     graph.nodes = [node for node in graph.nodes if node.phase is not Phase.UPDATE]
-    graph.inputs = [given for given in graph.inputs if given not in inputs]
+    graph.inputs = [inp for inp in graph.inputs if inp not in inputs]
     graph.outputs = [output for output in graph.outputs if not output.kind.is_stepped]
     yield
     moved = {was: output.value for output, was in gradients.items()}
@@ -59,7 +59,7 @@ def place_update(graph: Graph, cache: RuleCache, stored: Mapping[str, Spec]) -> 
 
     States of the parameter's shape are placed so too; what has another shape is as the step makes it of its parameter.
     """
-    parameters = {given.name: given for given in graph.of_kind(InputKind.PARAMETER)}
+    parameters = {inp.name: inp for inp in graph.of_kind(InputKind.PARAMETER)}
     seen: dict[Value, Spec] = {}
     for name, given in parameters.items():
         spec = stored.get(name) or given.value.spec

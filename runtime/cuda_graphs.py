@@ -71,31 +71,31 @@ def cuda_graphs(device: torch.device) -> Callable[[], CudaGraph]:
 class GraphedStep:
     """One program as a graph: its static inputs, and where in memory the rest of its inputs was."""
 
-    def __init__(self, program: RankProgram, given: Sequence[Tensor], device: torch.device, graph: CudaGraph) -> None:
+    def __init__(self, program: RankProgram, tensors: Sequence[Tensor], device: torch.device, graph: CudaGraph) -> None:
         self._graph, self._runs = graph, 0
         self._static = [
             torch.empty_like(tensor, device=device) if each.kind in GIVEN else None
-            for each, tensor in zip(program.inputs, given, strict=True)
+            for each, tensor in zip(program.inputs, tensors, strict=True)
         ]
         renewed = {output.name for output in program.outputs if output.kind.is_kept}
         self._renewed = [i for i, each in enumerate(program.inputs) if each.name in renewed]
-        self._addresses = self._in_place(given)
+        self._addresses = self._in_place(tensors)
 
-    def fits(self, given: Sequence[Tensor]) -> bool:
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether what is read and written in place is still there."""
-        return self._in_place(given) == self._addresses
+        return self._in_place(tensors) == self._addresses
 
-    def _in_place(self, given: Sequence[Tensor]) -> list[int]:
-        return [tensor.data_ptr() for tensor, static in zip(given, self._static, strict=True) if static is None]
+    def _in_place(self, tensors: Sequence[Tensor]) -> list[int]:
+        return [tensor.data_ptr() for tensor, static in zip(tensors, self._static, strict=True) if static is None]
 
-    def run(self, given: Sequence[Tensor], work: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Sequence[Tensor]:
+    def run(self, tensors: Sequence[Tensor], work: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Do the step.
 
         Raises:
             Error: it cannot be captured.
         """
         inputs = []
-        for tensor, static in zip(given, self._static, strict=True):
+        for tensor, static in zip(tensors, self._static, strict=True):
             if static is not None and tensor.ndim == 0 and tensor.device.type == "cpu":
                 static.fill_(tensor)  # an argument of a kernel: nothing waits for a copy
             elif static is not None:
@@ -117,7 +117,7 @@ class GraphedStep:
                         remedy="pm.compile() without cuda_graphs; or take what waits for the device out of the model",
                     ) from error
             results = self._graph.replay()
-            torch.autograd.graph.increment_version([given[i] for i in self._renewed])
+            torch.autograd.graph.increment_version([tensors[i] for i in self._renewed])
         stored = {*self._addresses}
         return [result if result.data_ptr() in stored else result.clone() for result in results]
 

@@ -48,13 +48,13 @@ class NanProbe:
 
     def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
         """Raise if a parameter, a buffer or an argument contains NaN already, or a parameter an infinity."""
-        if any(given.pool for given in inputs) and torch.cuda.is_initialized():
+        if any(inp.pool for inp in inputs) and torch.cuda.is_initialized():
             transfer.finish(torch.device("cuda"))
-        for given, tensor in zip(inputs, tensors, strict=True):
+        for inp, tensor in zip(inputs, tensors, strict=True):
             contents = Contents.of(tensor)
-            if contents.nans or (given.kind is InputKind.PARAMETER and self.inf and contents.infs):
+            if contents.nans or (inp.kind is InputKind.PARAMETER and self.inf and contents.infs):
                 raise Error(
-                    f"{given.kind.value} {given.name!r} is not finite before anything is computed",
+                    f"{inp.kind.value} {inp.name!r} is not finite before anything is computed",
                     where=f"rank {self.rank}",
                     expected="finite numbers",
                     got=contents.text,
@@ -79,13 +79,13 @@ class NanProbe:
         contents = Contents.of(result)
         made = node.all_input_nodes[0] if row is not None and row.waits else node
         pairs = list(zip(made.all_input_nodes, operands, strict=False))
-        given = {used.name: self._seen.get(used) or Contents.of(each) for used, each in pairs}
-        infinite = any(each.infs for each in given.values())
+        values = {used.name: self._seen.get(used) or Contents.of(each) for used, each in pairs}
+        infinite = any(each.infs for each in values.values())
         meant = not self.inf or infinite or _passes_on(made) or _writes_inf(made)
-        if any(each.nans for each in given.values()) or (not contents.nans and meant):
+        if any(each.nans for each in values.values()) or (not contents.nans and meant):
             return
         what, source = "a NaN" if contents.nans else "an inf", "infinite" if infinite else "finite"
-        lines = [contents.text, *(f"of {name} {each.text}" for name, each in given.items() if each.text)]
+        lines = [contents.text, *(f"of {name} {each.text}" for name, each in values.items() if each.text)]
         raise Error(
             f"{what} was made from {source} numbers, by {target_name(made)}",
             where=place(self.rank, made),

@@ -143,9 +143,9 @@ class ProgramRunner:
         autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
         with torch.no_grad(), as_current(engine.device), autocast:
             run = _StepInputs(inputs, start, self._owners(programs) if len(programs) > 1 else {})
-            given = {rank: self._given(each, rank, run) for rank, each in programs.items()}
+            values = {rank: self._given(each, rank, run) for rank, each in programs.items()}
             try:
-                outs = engine.run(programs, given, watch)
+                outs = engine.run(programs, values, watch)
             except Error:
                 guarded = any(output.guard for each in programs.values() for output in each.outputs)
                 if kinds and guarded and self._is_alone:
@@ -215,24 +215,24 @@ class ProgramRunner:
                     found.setdefault((each.name, self.shards(each).by_rank[rank]), rank)
         return found
 
-    def _shard(self, given: Input, rank: int, run: _StepInputs) -> torch.Tensor:
+    def _shard(self, inp: Input, rank: int, run: _StepInputs) -> torch.Tensor:
         """What a rank starts from of one input."""
-        name, kept = given.name, run.start
-        if given.kind in HELD:
+        name, kept = inp.name, run.start
+        if inp.kind in HELD:
             return kept.buffers[name, rank] if (name, rank) in kept.buffers else self.store.shard(name, rank)
-        if given.kind is InputKind.SEED:
+        if inp.kind is InputKind.SEED:
             assert kept.seed is not None
             return kept.seed
-        known = self._constants if given.kind is InputKind.CONSTANT else run.shards
-        which = self.shards(given).by_rank[rank]
+        known = self._constants if inp.kind is InputKind.CONSTANT else run.shards
+        which = self.shards(inp).by_rank[rank]
         if (name, which) not in known:
-            whole = given.constant if given.kind is InputKind.CONSTANT else run.inputs[name]
-            if whole is None:
+            full = inp.constant if inp.kind is InputKind.CONSTANT else run.inputs[name]
+            if full is None:
                 raise Error(f"constant {name!r} has no content", where="a graph read from text")
-            device = self._engine.device if self._engine is not None else whole.device
-            is_local = tuple(whole.shape) != given.value.shape
-            shard = whole if is_local else self.shards(given).sharding(whole, which)
-            known[name, which] = with_dim_order(on_device(shard, device), given.dim_order)
+            device = self._engine.device if self._engine is not None else full.device
+            is_local = tuple(full.shape) != inp.value.shape
+            shard = full if is_local else self.shards(inp).sharding(full, which)
+            known[name, which] = with_dim_order(on_device(shard, device), inp.dim_order)
         return known[name, which]
 
     def _renewed(self, program: RankProgram) -> frozenset[str]:
@@ -249,11 +249,11 @@ class ProgramRunner:
         """Whether all ranks are in this process."""
         return len(self.ranks) > 1 or self.graph.mesh.size == 1
 
-    def local_shapes(self, given: Input) -> set[tuple[int, ...]]:
+    def local_shapes(self, inp: Input) -> set[tuple[int, ...]]:
         """The shapes that a rank of this process may pass for an input beside the global one."""
         if self._is_alone:
             return set()
-        shards = self.shards(given)
+        shards = self.shards(inp)
         return {shards.local_shapes[shards.by_rank[rank]] for rank in self.ranks}
 
     def rank_inputs(self, rank: int, program: RankProgram, inputs: Inputs) -> dict[str, torch.Tensor]:
@@ -262,8 +262,8 @@ class ProgramRunner:
         run, found = _StepInputs(inputs, RunStart(torch.zeros((), dtype=torch.int64), {}), {}), {}
         for given in program.inputs if rank in self.engine.ranks else ():
             store = self.store
-            held = (store.parameters, store.buffers, store.states) if given.kind in HELD else (inputs,)
-            if given.kind in (InputKind.SEED, InputKind.CONSTANT) or any(given.name in each for each in held):
+            sources = (store.parameters, store.buffers, store.states) if given.kind in HELD else (inputs,)
+            if given.kind in (InputKind.SEED, InputKind.CONSTANT) or any(given.name in each for each in sources):
                 found[given.name] = self._shard(given, rank, run).cpu().clone()
         return found
 

@@ -66,12 +66,12 @@ class Store:
     def handed_out(self, scale: Tensor | float) -> None:
         """Gradients that were computed, times ``scale``, go to parameters: which other processes do alike."""
 
-    def loaded(self, given: Mapping[str, Tensor]) -> None:
+    def loaded(self, values: Mapping[str, Tensor]) -> None:
         """A state dict of shards is loaded, with these names."""
 
     def is_loaded(self, name: str) -> bool:
         """Whether there is content for a parameter, buffer or state, here or in another process."""
-        return any(name in held for held in (self.parameters, self.buffers, self.states))
+        return any(name in tensors for tensors in (self.parameters, self.buffers, self.states))
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
         """What processes say of what they store, by name; of what several store the first one says it. All ranks call
@@ -83,7 +83,7 @@ class Store:
         alike."""
         return mine
 
-    def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
+    def load(self, full: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Shard global parameters and buffers into the stored shards; what is stored already is written over."""
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class Store:
         """The shard of a parameter, buffer or state on a rank, plain and local."""
         raise NotImplementedError
 
-    def held(self) -> Mapping[str, tuple[str, int]]:
+    def stamps(self) -> Mapping[str, tuple[str, int]]:
         """Of all that is stored how it is placed, and the number of the shard in this process; -1 for all."""
         return {name: (str(given.value.spec), -1) for name, given in self._given.items()}
 
@@ -107,7 +107,7 @@ class Store:
         """Make a state of an optimizer: one number everywhere, or a copy of the parameter of the name ``start``."""
         raise NotImplementedError
 
-    def fill(self, name: str, whole: Tensor) -> None:
+    def fill(self, name: str, full: Tensor) -> None:
         """Shard a global state into the stored shards. Rank 0's counts, and all ranks call it."""
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class Store:
         if stored.data_ptr() != new.data_ptr():
             stored.copy_(arrived(new))
 
-    def sharding(self, name: str, whole: Tensor) -> list[Tensor]:
+    def sharding(self, name: str, full: Tensor) -> list[Tensor]:
         """A tensor of a parameter's shape, as the shards of the parameter that are here. Rank 0's counts, and all ranks
         call it."""
         raise NotImplementedError
@@ -149,11 +149,11 @@ class Store:
 
     def _settled(self, name: str, shard: Tensor) -> Tensor:
         """A copy in the memory, and in the order, of a stored value."""
-        given = self._given[name]
-        return settled(with_dim_order(shard, given.dim_order), given.pool, self.device)
+        inp = self._given[name]
+        return settled(with_dim_order(shard, inp.dim_order), inp.pool, self.device)
 
 
-def spec_of(given: Input) -> Spec:
+def spec_of(inp: Input) -> Spec:
     """The spec of what is stored."""
-    assert given.value.spec is not None
-    return given.value.spec
+    assert inp.value.spec is not None
+    return inp.value.spec

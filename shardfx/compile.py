@@ -303,9 +303,9 @@ def replanned(compiled: Compiled, hints: Hints) -> Compiled:
 
 def own_constants(graph: Graph) -> Graph:
     """The same graph with constants of its own: what a pass writes into them is not written into the captured ones."""
-    for given in graph.inputs:
-        if given.constant is not None and not without_content(given.constant):
-            given.constant = given.constant.clone()
+    for inp in graph.inputs:
+        if inp.constant is not None and not without_content(inp.constant):
+            inp.constant = inp.constant.clone()
     return graph
 
 

@@ -227,7 +227,7 @@ class _Explainer:
             self.outputs.setdefault(output.value, []).append(output)
 
     def explain(self, name: str) -> Explanation:
-        inputs = {given.name: given for given in self.graph.inputs}
+        inputs = {inp.name: inp for inp in self.graph.inputs}
         given = inputs.get(self.graph.aliases.get(name, name)) or inputs.get(name.removeprefix("%"))
         if given is not None:
             return Explanation(name, tuple(self._with_outputs(given)))
@@ -255,30 +255,30 @@ class _Explainer:
         own, inside = within, []
         if len(within) + len(stored) > MOST_ENTRIES:
             own = [node for node in within if node.where.module == name]
-            stored = [given for given in stored if "." not in given.name[len(name) + 1 :]]
+            stored = [inp for inp in stored if "." not in inp.name[len(name) + 1 :]]
             paths = (node.where.module[len(name) + 1 :].partition(".")[0] for node in within)
             inside = [f"{name}.{child}" for child in dict.fromkeys(paths) if child]
         ordered = sorted(own, key=lambda node: node.phase is not Phase.FORWARD)
-        entries = [*(self.input(given) for given in stored), *(self.op(node) for node in ordered)]
+        entries = [*(self.input(inp) for inp in stored), *(self.op(node) for node in ordered)]
         return Explanation(name, tuple(entries), tuple(inside), brief=True)
 
-    def _with_outputs(self, given: Input) -> Iterator[Entry]:
+    def _with_outputs(self, inp: Input) -> Iterator[Entry]:
         """A parameter and its gradient, a buffer and its new content."""
-        yield self.input(given)
+        yield self.input(inp)
         for output in self.graph.outputs:
             made = source_of(output.value)
-            if output.name == given.name and made.node is not None:
+            if output.name == inp.name and made.node is not None:
                 entry = self.op(made.node, made)
                 kind = "gradient" if output.kind is OutputKind.GRADIENT else "new content"
                 yield Entry(f"its {kind}: {entry.title}", entry.shardings, entry.trails, entry.communication)
 
     # ---- one input, one op ----------------------------------------------------------------------------------
 
-    def input(self, given: Input) -> Entry:
-        trails = self._trails(given.value)
+    def input(self, inp: Input) -> Entry:
+        trails = self._trails(inp.value)
         shardings = "" if trails else "whole on every rank"
-        title = f"{given.kind.value} {self.printer.use(given.value)} : {self.printer.type(given.value)}"
-        return Entry(title, shardings, trails, tuple(self._after(given.value)))
+        title = f"{inp.kind.value} {self.printer.use(inp.value)} : {self.printer.type(inp.value)}"
+        return Entry(title, shardings, trails, tuple(self._after(inp.value)))
 
     def op(self, node: Node, value: Value | None = None) -> Entry:
         """The entry of a node; its trails are those of ``value`` (the first result, if not said)."""

@@ -121,10 +121,10 @@ def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]])
         )
 
 
-def product(out: Any, *given: torch.Tensor) -> torch.Tensor:
+def product(out: Any, *tensors: torch.Tensor) -> torch.Tensor:
     """The loss of a plan for given gradients of the results: their product with the results, which is pulled back."""
     leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor) and is_pulled(leaf.dtype)]
-    sums = [(result * above.conj()).sum() for result, above in zip(leaves, given, strict=True)]
+    sums = [(result * above.conj()).sum() for result, above in zip(leaves, tensors, strict=True)]
     return torch.stack([(each.real if each.is_complex() else each).to(torch.float32) for each in sums]).sum()
 
 

@@ -160,31 +160,31 @@ class Hints:
         MixedPrecision.of(self.mixed_precision), Machine.of(self.machine)  # which says so if there is none of that name
 
 
-def _is_device(given: Any) -> bool:
+def _is_device(value: Any) -> bool:
     try:
-        return given is None or (isinstance(given, (str, torch.device)) and bool(torch.device(given)))
+        return value is None or (isinstance(value, (str, torch.device)) and bool(torch.device(value)))
     except RuntimeError:
         return False
 
 
-def bytes_of(given: Any) -> int:
+def bytes_of(value: Any) -> int:
     """A number of bytes, as such or as text (``"16GiB"``, ``"500 MB"``); 0 where it is neither."""
-    if type(given) is int:
-        return given
-    found = SIZE.fullmatch(given) if isinstance(given, str) else None
+    if type(value) is int:
+        return value
+    found = SIZE.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return 0
     number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGTP".index((prefix or " ").upper()))
 
 
-def _are(kind: Any, given: Any) -> bool:
+def _are(kind: Any, value: Any) -> bool:
     """Whether this is a list or a tuple of such."""
-    return isinstance(given, (list, tuple)) and all(isinstance(each, kind) for each in given)
+    return isinstance(value, (list, tuple)) and all(isinstance(each, kind) for each in value)
 
 
-def _is_names(given: Any) -> bool:
-    return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+def _is_names(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {

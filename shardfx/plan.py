@@ -117,10 +117,10 @@ def _fields_of(content: dict[str, Any], where: str) -> Plan:
     return plan
 
 
-def _typed(kind: type[T], given: Any, name: str) -> T:
-    if type(given) is not kind:
-        raise TypeError(f"{name!r} is no {kind.__name__}: {str(given)[:60]}")
-    return given
+def _typed(kind: type[T], value: Any, name: str) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"{name!r} is no {kind.__name__}: {str(value)[:60]}")
+    return value
 
 
 def _texts(name: str, content: dict[str, Any]) -> dict[str, str]:
@@ -193,7 +193,7 @@ class Plan:
         found = fingerprint(graph)
         if found == self.fingerprint:
             return
-        names = {given.name for given in graph.inputs if not given.kind.is_of_optimizer}
+        names = {inp.name for inp in graph.inputs if not inp.kind.is_of_optimizer}
         missing = [name for name in self.inputs if name not in names]
         fresh = [name for name in names if name not in self.inputs]
         other = "its inputs have the same names"
@@ -320,7 +320,7 @@ def _read(text: str, mesh: Mesh) -> str | Spec:
 def _hinted(compiled: Compiled) -> dict[str, str]:
     """The modules whose output a hint places, each by its own path."""
     graph = compiled.before
-    names = {given.name for given in graph.inputs} | set(compiled.captured.aliases)
+    names = {inp.name for inp in graph.inputs} | set(compiled.captured.aliases)
     modules = module_outputs(graph)
     found = {}
     for text, hint in compiled.hints.specs.items():
@@ -366,8 +366,8 @@ def fingerprint(graph: Graph) -> str:
     def note(*words: Any) -> None:
         digest.update(f"{words}\n".encode())
 
-    for given in graph.inputs:
-        note(given.kind.value, given.name, given.value.shape, str(given.value.type.dtype))
+    for inp in graph.inputs:
+        note(inp.kind.value, inp.name, inp.value.shape, str(inp.value.type.dtype))
     for node in graph.nodes:
         note(node.phase.value, key_of(node, lambda value: (numbers[value], value.type)))
     for output in graph.outputs:

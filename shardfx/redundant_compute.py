@@ -88,7 +88,7 @@ def redundancies(graph: Graph) -> Iterator[Redundancy]:
         return
     keys = {node: (alike(node), node.strategy) for node in nodes}
     ranks = {axis.name: 1 if axis.loop else axis.size for axis in graph.mesh.axes}
-    whole, spent = _flops(keys, None), _flops(keys, Mesh(links=None, **ranks))
+    full, spent = _flops(keys, None), _flops(keys, Mesh(links=None, **ranks))
     for axis in axes:
         name = axis.name
         if graph.pipeline is not None and name == graph.pipeline.axis:
@@ -97,8 +97,8 @@ def redundancies(graph: Graph) -> Iterator[Redundancy]:
         extra = {node: spent[node] - needed[node] / axis.size for node in nodes}
         by_node = {node: flops for node, flops in extra.items() if flops > 0}
         lost = frozenset() if name in space_axes(graph) else _lost(by_node, name, graph)
-        unsharded = sum(whole[node] for node in nodes if not _is_sharded(node, name))
-        yield Redundancy(axis, sum(spent.values()), by_node, lost, unsharded / max(sum(whole.values()), 1))
+        unsharded = sum(full[node] for node in nodes if not _is_sharded(node, name))
+        yield Redundancy(axis, sum(spent.values()), by_node, lost, unsharded / max(sum(full.values()), 1))
 
 
 def _lost(nodes: Iterable[Node], axis: str, graph: Graph) -> frozenset[Node]:
@@ -210,17 +210,17 @@ def _hint_name(node: Node, graph: Graph) -> str:
 
 def _sharded_arguments(graph: Graph, axis: str) -> Iterator[tuple[Input, int, DimSharding]]:
     """The arguments that a hint shards over an axis: each with the dim, and how it is sharded."""
-    for given in graph.of_kind(InputKind.ARGUMENT):
-        for dim, sharding in enumerate(given.value.hint.dims if given.value.hint is not None else ()):
+    for inp in graph.of_kind(InputKind.ARGUMENT):
+        for dim, sharding in enumerate(inp.value.hint.dims if inp.value.hint is not None else ()):
             if axis in sharding.axes:
-                yield given, dim, sharding
+                yield inp, dim, sharding
 
 
 def _batch_hint(axis: Axis, graph: Graph) -> str:
     """The spec of the first argument whose leading dim, the batch, the axis divides."""
     stages = f'pipeline=sx.Pipeline(axis="{axis.name}", microbatches=""), or ' if axis.name == Pipeline.axis else ""
-    for given in graph.of_kind(InputKind.ARGUMENT):
-        value = given.value
+    for inp in graph.of_kind(InputKind.ARGUMENT):
+        value = inp.value
         dims = (
             [list(sharding.axes) for sharding in value.hint.dims]
             if value.hint is not None
@@ -231,7 +231,7 @@ def _batch_hint(axis: Axis, graph: Graph) -> str:
         dims[0] = [axis.name, *dims[0]] if axis.loop else [*dims[0], axis.name]
         if value.shape[0] and value.shape[0] % graph.mesh.extent(dims[0]) == 0:
             text = ", ".join(" ".join(axes) or "-" for axes in dims)
-            return f'{stages}specs={{"{given.name}": "{text}"}}, or leave {axis.name} out of the mesh'
+            return f'{stages}specs={{"{inp.name}": "{text}"}}, or leave {axis.name} out of the mesh'
     name = axis.name
     return f"{stages}specs of parameters over {name}, or leave {name} out of the mesh: no batch is a multiple of it"
 
@@ -247,9 +247,9 @@ def _of_loop(axis: Axis, graph: Graph) -> str:
 def _of_zero(graph: Graph, hints: Hints) -> Iterator[str]:
     """The warning of ``zero`` where no parameter or state is sharded over its axis."""
     axes = {hints.zero_axis} if isinstance(hints.zero_axis, str) else set(hints.zero_axis)
-    stored = [given for given in graph.inputs if given.kind in (InputKind.PARAMETER, InputKind.STATE)]
-    sharded = any(given.value.spec is not None and axes & set(given.value.spec.axes) for given in stored)
-    largest = max((given.value.type.numel for given in stored), default=0)
+    stored = [inp for inp in graph.inputs if inp.kind in (InputKind.PARAMETER, InputKind.STATE)]
+    sharded = any(inp.value.spec is not None and axes & set(inp.value.spec.axes) for inp in stored)
+    largest = max((inp.value.type.numel for inp in stored), default=0)
     if hints.zero and graph.mesh.extent(axes) > 1 and not sharded and 0 < largest < hints.zero_min_numel:
         yield (
             f"zero={hints.zero} shards nothing over {', '.join(sorted(axes))}: the largest has {largest} elements, "

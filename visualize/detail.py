@@ -53,7 +53,7 @@ def show(graph: Graph, limit: int = 300) -> Picture:
             picture = _assemble(builder, lanes)
             if picture.size <= most:
                 return picture
-    ends = sum(given.kind in ENDS for given in graph.inputs) + sum(end.kind in RESULTS for end in graph.outputs)
+    ends = sum(inp.kind in ENDS for inp in graph.inputs) + sum(end.kind in RESULTS for end in graph.outputs)
     slices = max(1, min(SLICES, (limit - ends) // max(1, len(folded.roots))))
     builder = BoxBuilder(folded, Detail(quiet=False, depth=1, comm=False, slices=slices), host)
     return _assemble(builder, builder.lanes())
@@ -201,11 +201,11 @@ def _connect(folded: FoldedGraph, lanes: list[Lane]) -> Picture:
     lane_of = {lane.phase: lane for lane in lanes}
     box_of = {node: leaf for lane in lanes for box in lane.boxes for leaf in box.leaves() for node in leaf.nodes}
     ends: dict[Value, Box] = {}
-    for given in graph.inputs:
-        users = folded.users.get(given.value, [])
-        if given.kind in ENDS and users:
+    for inp in graph.inputs:
+        users = folded.users.get(inp.value, [])
+        if inp.kind in ENDS and users:
             kind, phase = BoxKind.INPUT, users[0].phase
-            ends[given.value] = box = Box(kind, phase, title=given.name, note=given.kind.value, tags=[given.value])
+            ends[inp.value] = box = Box(kind, phase, title=inp.name, note=inp.kind.value, tags=[inp.value])
             lane_of[phase].boxes.insert(len(ends) - 1, box)
     edges: dict[tuple[Box, Box], list[Value]] = {}
     leaving: dict[Box, set[Value]] = {}

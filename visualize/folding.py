@@ -99,7 +99,7 @@ class FoldedGraph:
     @cached_property
     def inputs(self) -> dict[Value, Input]:
         """The graph's inputs by their values."""
-        return {given.value: given for given in self.graph.inputs}
+        return {inp.value: inp for inp in self.graph.inputs}
 
     def shown(self, node: Node) -> Node:
         """The node that is drawn for ``node``."""

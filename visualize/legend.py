@@ -116,7 +116,7 @@ def _totals_card(picture: Picture) -> LegendCard:
         number = sum(one.iterations for one in calls)
         sent = size_text(sum(one.total for one in calls))
         entries.append(LegendEntry([Run("over "), *runs], None, (f"{number:,} call" + "s" * (number > 1), sent)))
-    parameters = [given.value for given in graph.of_kind(InputKind.PARAMETER)]
+    parameters = [inp.value for inp in graph.of_kind(InputKind.PARAMETER)]
     if parameters:
         full = size_text(sum(value.type.nbytes for value in parameters))
         local = size_text(sum(value.local_bytes(mesh) for value in parameters))

@@ -108,7 +108,7 @@ def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: ProgramNames
     type = TensorType(tuple(value.shape), value.dtype)
     if isinstance(desc, (ParamAOTInput, BufferAOTInput)):
         name = names.aliases[desc.target.removeprefix(PREFIX)]
-        tied = next((given.value for given in builder.graph.inputs if given.name == name), None)
+        tied = next((inp.value for inp in builder.graph.inputs if inp.name == name), None)
         if tied is not None:
             return tied
         return builder.input(InputKind.PARAMETER if isinstance(desc, ParamAOTInput) else InputKind.BUFFER, name, type)
@@ -223,7 +223,7 @@ def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: ProgramNames) ->
 
 def _drop_constant_guards(graph: Graph) -> None:
     """Leave out guards that depend on no input: they hold always."""
-    open_ = {given.value for given in graph.inputs if given.kind is not InputKind.CONSTANT}
+    open_ = {inp.value for inp in graph.inputs if inp.kind is not InputKind.CONSTANT}
     for node in graph.nodes:
         if not open_.isdisjoint(node.operands):
             open_.update(node.outs)
@@ -232,7 +232,7 @@ def _drop_constant_guards(graph: Graph) -> None:
 
 def sort_gradients(graph: Graph) -> None:
     """The gradients in the order of the inputs."""
-    order = {given.name: i for i, given in enumerate(graph.inputs)}
+    order = {inp.name: i for i, inp in enumerate(graph.inputs)}
     gradients = iter(sorted((o for o in graph.outputs if o.kind is OutputKind.GRADIENT), key=lambda o: order[o.name]))
     graph.outputs = [next(gradients) if o.kind is OutputKind.GRADIENT else o for o in graph.outputs]
 
@@ -278,7 +278,7 @@ def convert_effect(builder: GraphBuilder, node: torch.fx.Node) -> None:
 
 def mark_loss_checks(graph: Graph) -> None:
     """Mark the checks that depend on a target as those of the loss."""
-    known = {given.value for given in graph.inputs if given.kind is InputKind.TARGET}
+    known = {inp.value for inp in graph.inputs if inp.kind is InputKind.TARGET}
     for node in graph.nodes:
         if not known.isdisjoint(node.operands):
             known.update(node.outs)

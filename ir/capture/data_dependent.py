@@ -78,7 +78,7 @@ class DataGuards(TorchFunctionMode):
     """
 
     def __init__(
-        self, model: nn.Module, real: Mapping[str, Tensor] | None, guarded: bool, given: Sequence[Tensor] = ()
+        self, model: nn.Module, real: Mapping[str, Tensor] | None, guarded: bool, tensors: Sequence[Tensor] = ()
     ) -> None:
         super().__init__()
         self._guarded = guarded
@@ -87,7 +87,7 @@ class DataGuards(TorchFunctionMode):
             if isinstance(tensor := own[name], FakeTensor):  # torch brings plain tensors' content along, no parameter's
                 with _disable_current_modes():
                     tensor.real_tensor = actual.detach().clone()
-        for tensor in (*given, *own.values()) if real is None else ():
+        for tensor in (*tensors, *own.values()) if real is None else ():
             if isinstance(tensor, FakeTensor):
                 tensor.real_tensor = None
         self._paths = {id(module): path for path, module in model.named_modules()}

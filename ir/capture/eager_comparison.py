@@ -67,7 +67,7 @@ class EagerReference:
     def __init__(
         self,
         program: nn.Module,
-        given: tuple[Tensor, ...],
+        tensors: tuple[Tensor, ...],
         names: ProgramNames,
         parts: BatchParts,
         around: PythonState,
@@ -75,17 +75,17 @@ class EagerReference:
         guarded: bool = False,
         recast: bool = False,
     ) -> None:
-        self._program, self._given, self._names, self._parts = program, given, names, parts
+        self._program, self._given, self._names, self._parts = program, tensors, names, parts
         self.note, self._recast = "", recast
         self._expected: RunOutputs = {}
         self.raised: Exception | None = None
-        everything = [*program.parameters(), *program.buffers(), *given]
+        everything = [*program.parameters(), *program.buffers(), *tensors]
         self._runs = all(each.device.type == "cpu" and not isinstance(each, FakeTensor) for each in everything)
         self._runs &= guarded or sum(each.numel() for each in everything) <= MAX_NUMEL
         if self._runs:
             try:
                 with state_restored(around), _stand_ins(program):
-                    self._expected = self._eager(program, given, ReproducibleRun())
+                    self._expected = self._eager(program, tensors, ReproducibleRun())
             except Exception as error:  # reported where the capture succeeds, or fails too
                 self.raised = error
 
@@ -142,12 +142,12 @@ class EagerReference:
                 left.append(name)
         return only_one + left
 
-    def _eager(self, program: nn.Module, given: Sequence[Tensor], mode: ReproducibleRun) -> RunOutputs:
+    def _eager(self, program: nn.Module, tensors: Sequence[Tensor], mode: ReproducibleRun) -> RunOutputs:
         """The outputs of the program by torch's own autograd. Buffers and generators are left as they were."""
         model: nn.Module = program.get_submodule("model")
         aliases, trains = self._names.aliases, self._names.loss is not None
         before = {name: each.detach().clone() for name, each in model.named_buffers(remove_duplicate=False)}
-        own = [as_it_lies(each).requires_grad_(each.requires_grad) for each in given]  # which may be written into
+        own = [as_it_lies(each).requires_grad_(each.requires_grad) for each in tensors]  # which may be written into
         parameters = dict(model.named_parameters(remove_duplicate=False))
         with _seeded(), ReferenceOps(self._parts), mode:
             outs = program(*own)
@@ -230,7 +230,7 @@ def _seeded() -> Iterator[None]:
 
 def _epsilons(graph: Graph) -> dict[Value, float]:
     """For each value the epsilon of the coarsest floating dtype that it is computed from."""
-    found = {given.value: epsilon_of(given.value.type.dtype) for given in graph.inputs}
+    found = {inp.value: epsilon_of(inp.value.type.dtype) for inp in graph.inputs}
     for node in graph.nodes:
         coarsest = max((found[value] for value in node.operands), default=0.0)
         found.update((value, max(coarsest, epsilon_of(value.type.dtype))) for value in node.outs)
@@ -373,10 +373,10 @@ class ReferenceOps(TorchFunctionMode):
             op = aten.batch_norm.default
             return self._normalise(*positional(op, with_defaults(op, args, kwargs)))
         if func is F.batch_norm:  # of which the arguments have another order
-            given = inspect.signature(func).bind(*args, **kwargs)
-            given.apply_defaults()
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.apply_defaults()
             names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
-            return self._normalise(*(given.arguments[name] for name in names), False)
+            return self._normalise(*(bound.arguments[name] for name in names), False)
         return _without_dropout(func, *args, **kwargs) if func in ATTENTION else func(*args, **kwargs)
 
 

@@ -61,20 +61,20 @@ def joint_graph(
     outcomes = outcomes or OutcomeCache((*exported.parameters(), *exported.buffers(), *tensors))
     writer = CallWriter(outcomes, table)
     run = _ProgramRun(writer, outcomes)
-    given: dict[Any, Tensor] = {}
+    values: dict[Any, Tensor] = {}
     for name, parameter in exported.named_parameters():
-        given[ParamAOTInput(name)] = run.place(parameter, ParamAOTInput(name))
+        values[ParamAOTInput(name)] = run.place(parameter, ParamAOTInput(name))
     for name, buffer in exported.named_buffers():
-        given[BufferAOTInput(name)] = run.place(buffer, BufferAOTInput(name))
+        values[BufferAOTInput(name)] = run.place(buffer, BufferAOTInput(name))
     inputs = [run.place(tensor, PlainAOTInput(number)) for number, tensor in enumerate(tensors)]
-    given |= {PlainAOTInput(number): tensor for number, tensor in enumerate(inputs)}
+    values |= {PlainAOTInput(number): tensor for number, tensor in enumerate(inputs)}
     with ExitStack() as stack:
         stack.enter_context(_plain_autograd())
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(writer)
         outs = pytree.tree_leaves(run.module(exported, inputs))
-        written = run.written(given)
-        trained = {desc: tensor for desc, tensor in given.items() if tensor.requires_grad}
+        written = run.written(values)
+        trained = {desc: tensor for desc, tensor in values.items() if tensor.requires_grad}
         first = outs[0] if outs and isinstance(outs[0], Tensor) else None
         if any(isinstance(each, Tensor) and each.requires_grad for each in outs[1:]):
             raise NotFunctional("gradients of several results")
@@ -123,13 +123,13 @@ class _ProgramRun:
         self._given[desc] = tensor
         return abstract
 
-    def written(self, given: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+    def written(self, values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """The buffers that the program writes into, each with its new content.
 
         Raises:
             NotFunctional: one of them shares memory with another input.
         """
-        found = {desc: each for desc, each in given.items() if self.writer.node_of(each).op != "placeholder"}
+        found = {desc: each for desc, each in values.items() if self.writer.node_of(each).op != "placeholder"}
         memories = Counter(tensor.untyped_storage()._cdata for tensor in self._given.values())
         if any(memories[self._given[desc].untyped_storage()._cdata] > 1 for desc in found):
             raise NotFunctional("a buffer that is written into lies where another tensor lies")

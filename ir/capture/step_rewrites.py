@@ -97,19 +97,19 @@ def _gradients(
     scale = step.scale.init if isinstance(step.scale, LossScale) else float(step.scale or 1.0)
     steps = float(step.scale.interval - 1) if isinstance(step.scale, LossScale) else 0.0
     for number, size in enumerate((0.1, 10.0, *([float("inf")] if step.scale is not None else []))):
-        given: dict[str, Tensor] = {"loss": torch.zeros((), dtype=loss)}
-        given |= {
+        values: dict[str, Tensor] = {"loss": torch.zeros((), dtype=loss)}
+        values |= {
             name: torch.tensor(content, dtype=torch.float64) for name, content in ((SCALE, scale), (STEPS, steps))
         }
         for i, (dtype, dims) in enumerate(kinds):
             most = min(torch.finfo(dtype.to_real()).max / 8, LARGEST)
             by = min(size * scale * (step.clip or 1.0), most) if size < float("inf") or i else size
-            given |= {f"w{i}": _drawn(dtype, dims), f"args.{i}": _drawn(dtype, dims) * by}
-        env = interpret(small, {each.name: given[each.name] for each in small.inputs})
+            values |= {f"w{i}": _drawn(dtype, dims), f"args.{i}": _drawn(dtype, dims) * by}
+        env = interpret(small, {each.name: values[each.name] for each in small.inputs})
         ours = {
             output_name(output): env[output.value] for output in small.outputs if output.kind is not OutputKind.LOSS
         }
-        theirs = _plain_step(given, len(kinds), step, loss)
+        theirs = _plain_step(values, len(kinds), step, loss)
         if size == float("inf"):
             theirs = {name: each for name, each in theirs.items() if not name.startswith("gradient")}
         _check("gradients that are scaled and clipped", ours, {n: each for n, each in theirs.items() if n in ours})
@@ -153,12 +153,12 @@ def _small_step(
     return small
 
 
-def _plain_step(given: Mapping[str, Tensor], count: int, step: TrainingStep, loss: torch.dtype) -> RunOutputs:
+def _plain_step(values: Mapping[str, Tensor], count: int, step: TrainingStep, loss: torch.dtype) -> RunOutputs:
     """The same by torch.optim and torch.nn.utils, in float64, rounded at its end."""
-    parameters = [nn.Parameter(_wide(given[f"w{i}"])) for i in range(count)]
-    scale = given[SCALE].item() if isinstance(step.scale, LossScale) else float(step.scale or 1.0)
+    parameters = [nn.Parameter(_wide(values[f"w{i}"])) for i in range(count)]
+    scale = values[SCALE].item() if isinstance(step.scale, LossScale) else float(step.scale or 1.0)
     for i, parameter in enumerate(parameters):
-        parameter.grad = _wide(given[f"args.{i}"]) / scale
+        parameter.grad = _wide(values[f"args.{i}"]) / scale
     finite = all(bool(parameter.grad.isfinite().all()) for parameter in parameters if parameter.grad is not None)
     if step.clip is not None:
         nn.utils.clip_grad_norm_(parameters, step.clip)
@@ -167,10 +167,10 @@ def _plain_step(given: Mapping[str, Tensor], count: int, step: TrainingStep, los
     made: RunOutputs = {}
     for i, parameter in enumerate(parameters):
         assert parameter.grad is not None
-        dtype = given[f"w{i}"].dtype
+        dtype = values[f"w{i}"].dtype
         made |= {f"gradient w{i}": parameter.grad.to(dtype), f"parameter w{i}": parameter.detach().to(dtype)}
     if isinstance(step.scale, LossScale):
-        well = given[STEPS].item() + 1 if finite else 0.0
+        well = values[STEPS].item() + 1 if finite else 0.0
         grows = well >= step.scale.interval
         by = 1.0 if finite else step.scale.backoff
         if grows and scale * step.scale.growth <= torch.finfo(loss).max:

@@ -214,9 +214,9 @@ def _capture(
     hooks.check()
     name_ties(graph, aliases)
     known = {**stored(traced), **dict(zip(names, tensors, strict=True))}
-    for given in graph.inputs:
-        content = given.constant if given.constant is not None else known.get(given.name)
-        given.dim_order = dim_order_of(content) if content is not None else ()
+    for inp in graph.inputs:
+        content = inp.constant if inp.constant is not None else known.get(inp.name)
+        inp.dim_order = dim_order_of(content) if content is not None else ()
     step = TrainingStep(scale if loss is not None else None, clip, optimizer, scheduled)
     compared = compare_rewrites(graph, step, compute, batch_parts)
     graph, update, apart = step.write(graph, dict(traced.named_parameters()))
@@ -341,5 +341,5 @@ def name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
     for name, first in aliases.items():
         if name != first:
             others.setdefault(first, []).append(name)
-    for given in graph.inputs:
-        given.aliases = tuple(others.get(given.name, ()))
+    for inp in graph.inputs:
+        inp.aliases = tuple(others.get(inp.name, ()))

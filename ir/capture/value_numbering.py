@@ -213,8 +213,8 @@ def _content(tensor: Tensor) -> ConstantBytes | InputTerm:
     if isinstance(tensor, FakeTensor) or tensor.is_meta or not _is_strided(tensor):
         return _given(f"a tensor {id(tensor)}", tensor)
     with _disable_current_modes():
-        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().cpu().untyped_storage())
-        return ConstantBytes(whole.numpy().tobytes())
+        full = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().cpu().untyped_storage())
+        return ConstantBytes(full.numpy().tobytes())
 
 
 def _given(name: str, tensor: Tensor) -> InputTerm:

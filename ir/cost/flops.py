@@ -32,12 +32,12 @@ def _of_each_query_head(q: Any, k: Any, v: Any) -> tuple[tuple[int, ...], ...]:
     return tuple((t.shape[0], q.shape[1], *t.shape[2:]) for t in (k, v))
 
 
-def _grouped_mm(x: Any, w: Any, ends: Any, *held: Any, out_val: Any = None, **kwargs: Any) -> Any:
+def _grouped_mm(x: Any, w: Any, ends: Any, *ranges: Any, out_val: Any = None, **kwargs: Any) -> Any:
     """Of a rank that has a part of the groups: as if the rows were spread evenly over them."""
     return 2 * x.shape[0] * w.shape[1] * w.shape[2] * w.shape[0] // max(ends.shape[0], 1)
 
 
-def _grouped_outer(x: Any, y: Any, ends: Any, *held: Any, out_val: Any = None, **kwargs: Any) -> Any:
+def _grouped_outer(x: Any, y: Any, ends: Any, *ranges: Any, out_val: Any = None, **kwargs: Any) -> Any:
     return 2 * x.shape[0] * x.shape[1] * y.shape[1] * out_val.shape[0] // max(ends.shape[0], 1)
 
 

@@ -100,18 +100,18 @@ class PeakItem:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most is live, beside the inputs: ``held``, the largest first.
+    """The moment at which most is live, beside the inputs: ``items``, the largest first.
 
     Memory that is kept and holds nothing then is of the category "kept".
     """
 
     nbytes: int = 0
     node: Node | None = None
-    held: tuple[PeakItem, ...] = ()
+    items: tuple[PeakItem, ...] = ()
 
     def of(self, category: str) -> int:
         """The bytes of one category."""
-        return sum(held.nbytes for held in self.held if held.category == category)
+        return sum(item.nbytes for item in self.items if item.category == category)
 
 
 class Change(NamedTuple):
@@ -220,16 +220,16 @@ class Footprint:
     @cached_property
     def _idle(self) -> Numbers:
         kept, pool, before = self._kept, BufferReusePool(), None
-        held = np.zeros(len(self._calls), dtype=np.int64)
+        live = np.zeros(len(self._calls), dtype=np.int64)
         for _ in range(STEPS):
             if pool.kept == before:  # as it is in every step from now on
                 break
             before = pool.kept
-            held[:] = 0
+            live[:] = 0
             for moment, _, nbytes in pool.step(kept):
-                held[moment] += nbytes
-            held = np.cumsum(held) + sum(before.values())
-        return held - kept.in_use(len(self._calls))
+                live[moment] += nbytes
+            live = np.cumsum(live) + sum(before.values())
+        return live - kept.in_use(len(self._calls))
 
     @cached_property
     def _kept(self) -> LiveIntervals:
@@ -278,9 +278,9 @@ class Footprint:
         order = np.lexsort((-self._live, self._calls))  # of moments with as much, the first
         return order[np.searchsorted(self._calls[order], np.arange(len(self.calls)))]
 
-    def _at_calls(self, held: Numbers) -> tuple[int, ...]:
+    def _at_calls(self, live: Numbers) -> tuple[int, ...]:
         """What is live at each call, at its fullest moment."""
-        return tuple(held[self._fullest].tolist())
+        return tuple(live[self._fullest].tolist())
 
     @cached_property
     def cost(self) -> Cost:
@@ -299,7 +299,7 @@ class Footprint:
             there.append(PeakItem("kept", self.idle[top], None))
         if self.inside[top]:
             there.append(PeakItem("temporaries", self.inside[top], made_by))
-        there.sort(key=lambda held: -held.nbytes)
+        there.sort(key=lambda item: -item.nbytes)
         return Peak(self.live[top] + self.inside[top], made_by, tuple(there))
 
 

@@ -75,8 +75,8 @@ def mutated_operands(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     for place, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(given, found.append)
+            args = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(args, found.append)
     return found
 
 
@@ -142,7 +142,7 @@ def _fused_costs(walk: _Replay) -> list[Cost]:
     inside, costs = inlined_values(walk.calls), [*walk.costs]
 
     def layouts(node: fx.Node) -> list[TensorLayout]:
-        return [tensor.layout for tensor in leaves(walk.held[node], StoredTensor)]
+        return [tensor.layout for tensor in leaves(walk.values[node], StoredTensor)]
 
     def loop(node: fx.Node) -> tuple[Scope, float]:
         """In which loop a call is, and how often it is done."""
@@ -168,17 +168,17 @@ def values(program: RankProgram) -> dict[str, Any]:
     """Each node's fake value by name, as torch keeps it in ``meta["val"]``: tensors on ``meta`` of local shapes and
     strides, nested as the call gives them."""
 
-    def tensor(held: StoredTensor) -> torch.Tensor:
-        shape, stride = held.layout.shape, held.layout.stride
-        return torch.empty_strided(shape, stride, dtype=held.layout.dtype, device="meta")
+    def tensor(stored: StoredTensor) -> torch.Tensor:
+        shape, stride = stored.layout.shape, stored.layout.stride
+        return torch.empty_strided(shape, stride, dtype=stored.layout.dtype, device="meta")
 
-    return {node.name: map_nest(held, tensor, StoredTensor) for node, held in _replayed(program).held.items()}
+    return {node.name: map_nest(stored, tensor, StoredTensor) for node, stored in _replayed(program).values.items()}
 
 
 def _replayed(
     program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, at: At = FIRST
 ) -> _Replay:
-    parameters = {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}
+    parameters = {inp.value for inp in program.inputs if inp.kind is InputKind.PARAMETER}
     walk = _Replay(program.mesh, parameters, transport, fakes)
     walk.iteration, walk.inside_of = at, regions(program.graph.nodes)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
@@ -224,7 +224,7 @@ class _Replay:
         self.mesh, self.transport = mesh, transport
         self.iteration = FIRST
         self.parameters = set(parameters)
-        self.held: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
         self.storages: list[Storage] = []
         self.calls: list[fx.Node] = []
         self.costs: list[Cost] = []
@@ -240,14 +240,14 @@ class _Replay:
 
     def give(self, node: fx.Node, layout: TensorLayout, pool: str = "") -> None:
         """An input: memory of the caller's."""
-        self.held[node] = StoredTensor(layout, Storage(0, 0, 0, None, pool=pool))
+        self.values[node] = StoredTensor(layout, Storage(0, 0, 0, None, pool=pool))
 
     def make_contiguous(self, nodes: Iterable[fx.Node]) -> None:
         """Inputs that are contiguous in the caller's memory."""
         storage, offset = Storage(0, 0, 0, None), 0
         for node in nodes:
-            layout = self.held[node].layout
-            self.held[node] = StoredTensor(layout, storage, offset)
+            layout = self.values[node].layout
+            self.values[node] = StoredTensor(layout, storage, offset)
             offset += layout.numel
 
     def call(self, node: fx.Node) -> None:
@@ -261,16 +261,16 @@ class _Replay:
         around = self.inside_of[node]
         scope = tuple(each for each in around if loop_role(each) == "unit")
         self.scopes.append(scope)
-        args, kwargs = (map_nest(nest, self.held.__getitem__, fx.Node) for nest in (node.args, node.kwargs))
+        args, kwargs = (map_nest(nest, self.values.__getitem__, fx.Node) for nest in (node.args, node.kwargs))
         operands: list[StoredTensor] = list(leaves((args, kwargs), StoredTensor))
         for tensor in operands:
             tensor.storage.use(at, scope)
             if planned is not None:
                 tensor.storage.used_in = planned.phase
         for sent in sent_by(node):
-            self.held[sent].storage.use(at, scope)
+            self.values[sent].storage.use(at, scope)
         if node.target is operator.getitem:
-            self.held[node] = args[0][args[1]]
+            self.values[node] = args[0][args[1]]
             self.costs.append(NOTHING)
             self.inside.append(0)
             return
@@ -289,7 +289,7 @@ class _Replay:
             owner = operands[result.owner]
             return StoredTensor(result.layout, owner.storage, owner.offset + result.offset)
 
-        self.held[node] = map_nest(made.results, bind, Result)
+        self.values[node] = map_nest(made.results, bind, Result)
         self.inside.append(made.inside - sum(made.fresh) if made.inside and not pool else 0)
         if row is not None and row.copies:
             memory = pool or operands[0].storage.pool or transfer.HOST
@@ -303,8 +303,8 @@ class _Replay:
 
     def _iteration(self, node: fx.Node, row: LocalOp) -> None:
         """Iterations or actions begin or end, or a number of theirs: of the first iteration, where no other is said."""
-        args: Any = map_nest(node.args, self.held.__getitem__, fx.Node)
-        self.held[node] = int(row.function(*args)) if row.loop == "number" else self.iteration.get(node, 0)
+        args: Any = map_nest(node.args, self.values.__getitem__, fx.Node)
+        self.values[node] = int(row.function(*args)) if row.loop == "number" else self.iteration.get(node, 0)
         if row.loop == "closes":
             loop = node.args[0]
             ends = {scope: i for i, scope in enumerate(self.scopes) if any(loop_of(each) is loop for each in scope)}
@@ -330,7 +330,7 @@ class _Replay:
             return A_VIEW
         layouts = [tensor.layout for tensor in operands] or [result.layout for result in leaves(made.results, Result)]
         real = [layout.dtype for layout in layouts if layout.dtype.is_floating_point or layout.dtype.is_complex]
-        touching = (*operands, *leaves([self.held[used] for used in mutated_operands(node)], StoredTensor))
+        touching = (*operands, *leaves([self.values[used] for used in mutated_operands(node)], StoredTensor))
         touched = sum(tensor.layout.nbytes for tensor in touching) + sum(made.fresh)
         work = Work(made.flops, touched, (real or [layouts[0].dtype])[0], kind_of(node))
         return self._costs.setdefault(work, Cost({work: 1}))
@@ -350,16 +350,16 @@ class _Replay:
 
     def storages_of(self, node: fx.Node) -> Iterator[Storage]:
         """The memory in which a value lies."""
-        return (tensor.storage for tensor in leaves(self.held[node], StoredTensor))
+        return (tensor.storage for tensor in leaves(self.values[node], StoredTensor))
 
     def keep(self, node: fx.Node, category: str) -> None:
         """An output: it lives to the end. A gradient was one before it was reduced, too."""
-        for tensor in leaves(self.held[node], StoredTensor):
+        for tensor in leaves(self.values[node], StoredTensor):
             tensor.storage.last = len(self.calls) - 1
             tensor.storage.category = tensor.storage.category or category
         if category == "gradients":
             for source in before_communication(node, self._before_sent):
-                for tensor in leaves(self.held[source], StoredTensor):
+                for tensor in leaves(self.values[source], StoredTensor):
                     tensor.storage.category = tensor.storage.category or category
 
     def footprint(self) -> Footprint:

@@ -211,23 +211,23 @@ def joined(emit: RankEmit) -> list[Any]:
     (result,), dim = emit.node.outs, emit.node.kwargs["dim"]
     assert result.spec is not None
     size = result.shape[dim]
-    held = [value.spec.dims[dim].span(size, emit.mesh, emit.coords) for value in emit.node.operands if value.spec]
-    boxes = shards_of(result.spec.dims[dim].span(size, emit.mesh, emit.coords), held)
+    parts = [value.spec.dims[dim].span(size, emit.mesh, emit.coords) for value in emit.node.operands if value.spec]
+    boxes = shards_of(result.spec.dims[dim].span(size, emit.mesh, emit.coords), parts)
     if boxes is None:
         expected = f"shards that are all of {result.spec.text(result.shape)}"
-        raise Error("comm.join lacks rows", where=str(emit.node.where), expected=expected, got=held)
-    used = [k for k in sorted(range(len(held)), key=held.__getitem__) if boxes[k][1]] or [0]
+        raise Error("comm.join lacks rows", where=str(emit.node.where), expected=expected, got=parts)
+    used = [k for k in sorted(range(len(parts)), key=parts.__getitem__) if boxes[k][1]] or [0]
     shape = list(emit.shape(result, result.spec))
     return [emit.call(pack.join_rows, [emit.args[k] for k in used], dim, [boxes[k] for k in used], gives=shape)]
 
 
-def shards_of(tile: tuple[int, int], held: Sequence[tuple[int, int]]) -> list[list[int]] | None:
+def shards_of(tile: tuple[int, int], parts: Sequence[tuple[int, int]]) -> list[list[int]] | None:
     """Which rows (start and length within a shard) each of several shards gives to a tile, every row once; None where
     the shards lack some. Shards and tile are start and length."""
     first, end = tile[0], tile[0] + tile[1]
-    found, order = [[0, 0] for _ in held], sorted(range(len(held)), key=held.__getitem__)
+    found, order = [[0, 0] for _ in parts], sorted(range(len(parts)), key=parts.__getitem__)
     for number in order:
-        start, length = held[number]
+        start, length = parts[number]
         to = min(start + length, end)
         if start <= first < to:
             found[number] = [first - start, to - first]
@@ -239,7 +239,7 @@ def take(emit: RankEmit) -> list[Any]:
     """A local slice: the target's bounds within what is held."""
     site = Site(emit)
     size = site.view[site.dim]
-    held = bounds(size, site.source.dims[site.dim].axes, site.mesh, emit.coords)
+    local = bounds(size, site.source.dims[site.dim].axes, site.mesh, emit.coords)
     start, length = bounds(size, site.target.dims[site.dim].axes, site.mesh, emit.coords)
     view = site.local_view(site.source)
-    return [emit.call(pack.take, emit.args[0], view, site.dim, start - held[0], length, site.shape)]
+    return [emit.call(pack.take, emit.args[0], view, site.dim, start - local[0], length, site.shape)]

@@ -135,7 +135,7 @@ def drawn(q: Tensor, k: Tensor, p: float, seed: Given = None, number: int = 0, b
 
 def _places(shape: Ints, box: Ints, device: torch.device) -> Iterator[Tensor]:
     """Where each dim's elements stand in the whole. ``box`` has of each dim the first; or, where there are several
-    contiguous ranges, how many sub-dims it has, and of each the size, and the start and length of what is held."""
+    contiguous ranges, how many sub-dims it has, and of each the size, start and length of the local shard."""
     if len(box) <= len(shape):
         box = [n for first, length in zip(box or [0] * 4, shape, strict=True) for n in (1, length, first, length)]
     rest = iter(box)
@@ -296,8 +296,8 @@ def _like_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> 
     return (*(torch.empty_like(t) for t in _dense(q, k, v)), grad_mask)
 
 
-def _with_defaults(given: Sequence[Any], *defaults: Any) -> Sequence[Any]:
-    return [*given, *defaults[len(given) :]]
+def _with_defaults(args: Sequence[Any], *defaults: Any) -> Sequence[Any]:
+    return [*args, *defaults[len(args) :]]
 
 
 @define(

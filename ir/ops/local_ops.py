@@ -188,8 +188,8 @@ def sent_by(wait: fx.Node) -> list[fx.Node]:
     if row is None or not row.waits:
         return []
     started = [(node, row_of(node.target)) for node in wait.all_input_nodes]
-    held = [(node, row.destination(node)) for node, row in started if row is not None and row.holds]
-    return [next(used for used in node.all_input_nodes if used is not into) for node, into in held]
+    sent = [(node, row.destination(node)) for node, row in started if row is not None and row.holds]
+    return [next(used for used in node.all_input_nodes if used is not into) for node, into in sent]
 
 
 def row_of(target: Any) -> LocalOp | None:

@@ -105,8 +105,8 @@ class Redistribution:
             for op, axes, dim, to, reduce, after, scale in self._moves(state, goal_state):
                 if after in done:
                     continue
-                held = math.prod(n / self.mesh.extent(axes) for n, axes in zip(view, state[0], strict=True))
-                big = held * scale * itemsize
+                stored = math.prod(n / self.mesh.extent(axes) for n, axes in zip(view, state[0], strict=True))
+                big = stored * scale * itemsize
                 cost = self.cost(op, axes, big) * self._iterations(state, axes)
                 spec = coarsen(type.shape, view, Spec(tuple(DimSharding(a) for a in after[0]), after[1]), self.mesh)
                 step = CommStep(op, axes, spec, dim, to, reduce, None if plain else view, cost)

@@ -40,9 +40,9 @@ class Sent(NamedTuple):
         return Sent(self.messages * count, self.nbytes * count)
 
 
-def sent(factor: float, ranks: int, whole: float) -> Sent:
-    """What one of so many ranks sends, where (n-1)/n of ``whole`` bytes go round ``factor`` times."""
-    return Sent(factor * math.log2(ranks), factor * whole * (ranks - 1) / ranks)
+def sent(factor: float, ranks: int, full: float) -> Sent:
+    """What one of so many ranks sends, where (n-1)/n of ``full`` bytes go round ``factor`` times."""
+    return Sent(factor * math.log2(ranks), factor * full * (ranks - 1) / ranks)
 
 
 def exchanged(ranks: int, nbytes: float) -> Sent:
@@ -82,7 +82,7 @@ def loop_of(node: Node, mesh: Mesh) -> int:
 
 def fetched(graph: Graph) -> set[Value]:
     """Stored parameters, and what the forward makes of them by gathers, casts and views alone."""
-    found = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+    found = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
     for node in graph.nodes:
         moves = is_comm(node) or is_view(node) or narrows(node)
         if node.phase is Phase.FORWARD and moves and all(value in found for value in node.operands):

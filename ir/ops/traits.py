@@ -26,15 +26,15 @@ def with_defaults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> di
     return found | dict(kwargs)
 
 
-def positional(op: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
+def positional(op: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
     """Arguments by name in the order of the op's schema, without what is the default at the end."""
     schema = list(op._schema.arguments)
     while schema and schema[-1].has_default_value():
         name, default = schema[-1].name, schema[-1].default_value
-        if name in given and not (type(given[name]) is type(default) and given[name] == default):
+        if name in values and not (type(values[name]) is type(default) and values[name] == default):
             break
         schema.pop()
-    return tuple(given.get(each.name, each.default_value) for each in schema)
+    return tuple(values.get(each.name, each.default_value) for each in schema)
 
 
 OF_MEMORY = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)

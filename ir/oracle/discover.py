@@ -268,7 +268,7 @@ def as_rule(found: Findings, node: Node) -> ShardingRule:
     """The rule of a node; a sharding that its sizes do not allow is left out."""
     names = (f"{letter}{i or ''}" for i in itertools.count() for letter in string.ascii_lowercase)
     sizes: dict[str, int] = {}
-    whole: set[str] = set()
+    full: set[str] = set()
     values = [*node.operands, *node.outs]
     dims: dict[tuple[int, int], Dim] = {}
     words: set[str] = set()
@@ -278,7 +278,7 @@ def as_rule(found: Findings, node: Node) -> ShardingRule:
     def unsharded(size: int) -> Dim:
         name = next(names)
         sizes[name] = size
-        whole.add(name)
+        full.add(name)
         return (name,)
 
     for sharding in found.shardings:
@@ -302,7 +302,7 @@ def as_rule(found: Findings, node: Node) -> ShardingRule:
     (word,) = words or {"sum"}
     reduce = "sum" if word == "mean" else word
     linear = tuple(each for each in found.linear if _is_precise(each, node))
-    return ShardingRule(tuple(made[:operands]), results, sizes, frozenset(whole), linear, reduce, unread=unread)
+    return ShardingRule(tuple(made[:operands]), results, sizes, frozenset(full), linear, reduce, unread=unread)
 
 
 def _is_precise(group: Linear, node: Node) -> bool:
@@ -317,14 +317,14 @@ def to_json(found: Findings) -> dict[str, Any]:
     return {"shardings": [vars(c) for c in found.shardings], "linear": [str(each) for each in found.linear]}
 
 
-def from_json(given: Any) -> Findings:
+def from_json(value: Any) -> Findings:
     """Findings as :func:`to_json` wrote them. Whether they are right for an op is checked where they are used."""
 
     def as_tuple(each: Any) -> Any:
         return tuple(map(as_tuple, each)) if isinstance(each, list) else each
 
-    shardings = tuple(FoundSharding(**{name: as_tuple(each) for name, each in s.items()}) for s in given["shardings"])
-    return Findings(shardings, tuple(group for text in given["linear"] for group in parse_linear(text)))
+    shardings = tuple(FoundSharding(**{name: as_tuple(each) for name, each in s.items()}) for s in value["shardings"])
+    return Findings(shardings, tuple(group for text in value["linear"] for group in parse_linear(text)))
 
 
 def default_folder() -> Path:

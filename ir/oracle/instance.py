@@ -77,10 +77,10 @@ class Instance:
 
 def bind(node: Node, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The node's arguments with ``tensors`` for its operands."""
-    given = iter(tensors)
+    xs = iter(tensors)
 
     def take(_: Value) -> Any:
-        return next(given)
+        return next(xs)
 
     args = substitute(node.args, take)
     return args, {k: substitute(a, take) for k, a in node.kwargs.items()}

@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 def difference(
-    parts: Mapping[int, torch.Tensor], whole: torch.Tensor, spec: Spec, mesh: Mesh, bound: float | None = None
+    parts: Mapping[int, torch.Tensor], full: torch.Tensor, spec: Spec, mesh: Mesh, bound: float | None = None
 ) -> str:
-    """How the ranks' shards of a tensor, or their terms of it, differ from those of ``whole``; "" if they do not."""
+    """How the ranks' shards of a tensor, or their terms of it, differ from those of ``full``; "" if they do not."""
     partial = dict(spec.partial)
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.size):
         groups.setdefault(tuple(at for axis, at in mesh.coords(rank).items() if axis not in partial), []).append(rank)
     for ranks in groups.values():
-        expected = local_shard(whole, Spec(spec.dims), mesh, ranks[0])
+        expected = local_shard(full, Spec(spec.dims), mesh, ranks[0])
         for rank in ranks:
             if parts[rank].shape != expected.shape or parts[rank].dtype != expected.dtype:
                 got, wanted = (f"{each.dtype} of shape {list(each.shape)}" for each in (parts[rank], expected))
@@ -79,13 +79,13 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None, scale: float = 1.0, bou
     return torch.allclose(a, b, rtol=bound, atol=bound * max(size, scale), equal_nan=True)
 
 
-def apart_at(value: torch.Tensor, whole: torch.Tensor) -> str:
+def apart_at(value: torch.Tensor, full: torch.Tensor) -> str:
     """Where two tensors of one shape are furthest apart, and the two numbers there."""
-    value, whole = wide(value), wide(whole)
-    off = (value - whole).abs()
-    off = torch.where((value == whole) | (value.isnan() & whole.isnan()), 0.0, off.nan_to_num(torch.inf))
+    value, full = wide(value), wide(full)
+    off = (value - full).abs()
+    off = torch.where((value == full) | (value.isnan() & full.isnan()), 0.0, off.nan_to_num(torch.inf))
     at = [int(i) for i in torch.unravel_index(off.argmax(), off.shape)] if off.dim() else []
-    got, expected = value[tuple(at)].item(), whole[tuple(at)].item()
+    got, expected = value[tuple(at)].item(), full[tuple(at)].item()
     return f"{got:.6g} at {at}, where one device gives {expected:.6g}"
 
 
@@ -138,30 +138,30 @@ their sizes)."""
 
 
 def outcomes(
-    parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequence[int], size: int
+    parts: Sequence[torch.Tensor], full: torch.Tensor, lengths: Sequence[int], size: int
 ) -> frozenset[Outcome]:
-    """All that ``whole`` is of its parts; ``lengths`` of ``size`` are what the parts were given of the sharded dims."""
+    """All that ``full`` is of its parts; ``lengths`` of ``size`` are what the parts were given of the sharded dims."""
     found: set[Outcome] = set()
-    if any(part.dim() != whole.dim() or part.dtype != whole.dtype for part in parts):
+    if any(part.dim() != full.dim() or part.dtype != full.dtype for part in parts):
         return frozenset()
-    if all(part.shape == whole.shape for part in parts):
-        if all(same(part, whole) for part in parts):
+    if all(part.shape == full.shape for part in parts):
+        if all(same(part, full) for part in parts):
             found.add("equal")
-        if whole.dtype in (torch.uint16, torch.uint32, torch.uint64) or is_float8(whole.dtype):  # not added by torch
+        if full.dtype in (torch.uint16, torch.uint32, torch.uint64) or is_float8(full.dtype):  # not added by torch
             return frozenset(found)
-        if whole.dtype is not torch.bool:
+        if full.dtype is not torch.bool:
             scale = magnitude(parts)
-            if same(reduce(parts, "sum"), whole, scale):
+            if same(reduce(parts, "sum"), full, scale):
                 found.add("sum")
-            if whole.is_floating_point() or whole.is_complex():
+            if full.is_floating_point() or full.is_complex():
                 weighted = [part * (given / size) for part, given in zip(parts, lengths, strict=True)]
-                found |= {"mean"} if same(reduce(weighted, "sum"), whole, scale) else set()
-        found |= {kind for kind in ("max", "min") if not whole.is_complex() and same(reduce(parts, kind), whole)}
+                found |= {"mean"} if same(reduce(weighted, "sum"), full, scale) else set()
+        found |= {kind for kind in ("max", "min") if not full.is_complex() and same(reduce(parts, kind), full)}
         return frozenset(found)
-    for d, length in enumerate(whole.shape):
+    for d, length in enumerate(full.shape):
         fits = all(part.shape[d] * size == length * given for part, given in zip(parts, lengths, strict=True))
-        others = {part.shape[:d] + part.shape[d + 1 :] for part in (*parts, whole)}
-        if fits and len(others) == 1 and same(torch.cat(list(parts), d), whole):
+        others = {part.shape[:d] + part.shape[d + 1 :] for part in (*parts, full)}
+        if fits and len(others) == 1 and same(torch.cat(list(parts), d), full):
             found.add(d)
     return frozenset(found)
 

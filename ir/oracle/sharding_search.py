@@ -194,9 +194,9 @@ class Oracle:
             return None
         lengths = [chunk(size, count, k)[1] for k in range(count)]
         found = []
-        for whole, results in zip(of.kept, zip(*parts, strict=True), strict=True):
-            assert whole is not None
-            outcome = outcomes(results, whole, lengths, size)
+        for full, results in zip(of.kept, zip(*parts, strict=True), strict=True):
+            assert full is not None
+            outcome = outcomes(results, full, lengths, size)
             if len(of.kept) > 1 and PARTIAL not in choice:
                 outcome -= {"mean"}  # a mean beside what it was divided by is one only where nothing is left out of it
             found.append(outcome)
@@ -294,9 +294,9 @@ def _shown(of: Instance, group: frozenset[int], generator: torch.Generator) -> S
         return None
     scale = magnitude(r for r in (*first, *second) if r is not None)
     found = []
-    for whole, a, b in zip(of.kept, first, second, strict=True):
-        kept = same(a, whole) and same(b, whole)
-        added = _is_float(whole) and same(_sum(a, b), whole, scale)
+    for full, a, b in zip(of.kept, first, second, strict=True):
+        kept = same(a, full) and same(b, full)
+        added = _is_float(full) and same(_sum(a, b), full, scale)
         found.append(frozenset([KEPT] * kept + [ADDED] * added))
     return tuple(found)
 
@@ -308,8 +308,8 @@ def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown) -> bool:
     """
     ones = {i: torch.ones_like(of.tensors[i]) for i in group}
     zero = {i: torch.zeros_like(of.tensors[i]) for i in group}
-    for given, whole, each in zip(_run(of, zero) or (), of.kept, shown, strict=False):
-        if not (same(given, whole) if KEPT in each else given is not None and not bool((given != 0).any())):
+    for given, full, each in zip(_run(of, zero) or (), of.kept, shown, strict=False):
+        if not (same(given, full) if KEPT in each else given is not None and not bool((given != 0).any())):
             return False
     for alone in group if len(group) > 1 else ():
         half = zero | {alone: ones[alone] / 2}
@@ -326,9 +326,9 @@ def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown) -> bool:
 def _holds(of: Instance, group: frozenset[int], a: Tensors, b: Tensors, shown: Shown, exact: bool = False) -> bool:
     """Whether the results of two terms are as they were shown to be; ``exact``: however small they are."""
     given = (_run(of, a), _run(of, b), _run(of, {i: a[i] + b[i] if i in group else each for i, each in a.items()}))
-    for x, y, whole, each in zip(*(results or () for results in given), shown, strict=False):
+    for x, y, full, each in zip(*(results or () for results in given), shown, strict=False):
         scale = 0.0 if exact else magnitude(t for t in (x, y) if t is not None)
-        if not (same(x, whole) and same(y, whole) if KEPT in each else same(_sum(x, y), whole, scale)):
+        if not (same(x, full) and same(y, full) if KEPT in each else same(_sum(x, y), full, scale)):
             return False
     return True
 

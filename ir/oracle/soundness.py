@@ -194,8 +194,8 @@ class Execution:
         undefined = getattr(of.node.op, "overloadpacket", None) in UNDEFINED
         bound = rounding((*of.tensors, *of.results))
         expected = [(i, r) for i, (r, v) in enumerate(zip(of.results, of.node.results, strict=True)) if v is not None]
-        for (i, whole), spec in zip(expected, self.made.results, strict=True):
-            assert whole is not None
+        for (i, full), spec in zip(expected, self.made.results, strict=True):
+            assert full is not None
             parts: dict[int, torch.Tensor] = {}
             for rank, results in ranks.items():
                 given = results[i] if i < len(results) else None
@@ -203,9 +203,9 @@ class Execution:
                     return f"rank {rank} has no result {i}"
                 parts[rank] = given
             if undefined:
-                whole, parts = torch.zeros_like(whole), {rank: torch.zeros_like(part) for rank, part in parts.items()}
-            if why := difference(parts, whole, spec, self.mesh, bound):
-                return f"result {i} as {spec.text(whole.shape)}: {why}"
+                full, parts = torch.zeros_like(full), {rank: torch.zeros_like(part) for rank, part in parts.items()}
+            if why := difference(parts, full, spec, self.mesh, bound):
+                return f"result {i} as {spec.text(full.shape)}: {why}"
         return ""
 
     def ranks(self) -> dict[int, Results]:

@@ -189,7 +189,7 @@ WRITTEN = (*STEPPED, InputKind.BUFFER)
 def renewed(program: RankProgram, kinds: Container[InputKind] = WRITTEN) -> dict[fx.Node, fx.Node]:
     """The inputs of some kinds whose new content a program gives, each with that result: they may be overwritten."""
     places = (node for node in program.graph.nodes if node.op == "placeholder")
-    inputs = {given.name: node for node, given in zip(places, program.inputs, strict=False) if given.kind in kinds}
+    inputs = {inp.name: node for node, inp in zip(places, program.inputs, strict=False) if inp.kind in kinds}
     given = program.result().args[0]
     results = given if isinstance(given, (list, tuple)) else [given]
     return {

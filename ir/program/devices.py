@@ -41,15 +41,15 @@ def _flash_takes(share: NodeShard) -> bool:
     return there and same and q.shape[-1] == v.shape[-1] and not argument(node, "p") and not argument(node, "of_mask")
 
 
-def _flash(share: NodeShard, given: Mapping[str, Any]) -> Call | None:
+def _flash(share: NodeShard, values: Mapping[str, Any]) -> Call | None:
     if not _flash_takes(share):
         return None
     backward = share.node.op is attention_backward
     names = ("grad", "q", "k", "v", "out", "logsumexp") if backward else ("q", "k", "v")
     op = aten._scaled_dot_product_flash_attention_for_cpu
     kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward.default if backward else op.default
-    named = {"attn_mask": given["mask"], "scale": given["scale"]}
-    args = (*(given[name] for name in names), 0.0, given["causal"])
+    named = {"attn_mask": values["mask"], "scale": values["scale"]}
+    args = (*(values[name] for name in names), 0.0, values["causal"])
     return kernel, args, {name: arg for name, arg in named.items() if arg is not None}
 
 

@@ -80,7 +80,7 @@ def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list
             node = _without(node, needed)
             needed.update(node.operands)
             nodes.append(node)
-    return [given for given in graph.inputs if given.value in needed], nodes[::-1], outputs
+    return [inp for inp in graph.inputs if inp.value in needed], nodes[::-1], outputs
 
 
 def _without(node: Node, needed: Container[Value]) -> Node:
@@ -127,8 +127,8 @@ def lower(
     def written(iterations: Mapping[str, int]) -> fx.Graph:
         """The program as it is in one iteration of each loop axis."""
         lowering = Lowering(graph, rank, book, device=device, iterations=iterations)
-        for given in inputs:
-            lowering.placeholder(given)
+        for inp in inputs:
+            lowering.placeholder(inp)
         for step in steps:
             lowering.step(step)
         lowering.fx.output(tuple(lowering.result(output) for output in outputs))
@@ -160,13 +160,13 @@ class Lowering:
         self.loops = LoopWriter(self)
         self._shapes: dict[tuple[Any, Spec], tuple[int, ...]] = {}
 
-    def placeholder(self, given: Input) -> None:
+    def placeholder(self, inp: Input) -> None:
         """Write an input."""
-        name = identifier(given.name)
+        name = identifier(inp.name)
         while name in self.taken:  # "a.b" and "a_b" are two names of a model, and one of Python
             name += "_"
         self.taken.add(name)
-        self.env[given.value] = self.fx.placeholder(name)
+        self.env[inp.value] = self.fx.placeholder(name)
 
     @cached_property
     def dense(self) -> dict[Contiguous, Callable[[Value], Any]]:
@@ -213,8 +213,8 @@ class Lowering:
         self.current = node
         if isinstance(node.op, OwnOp):
             there = self.env.__getitem__ if node.op.fetches else self._there
-            held = self.env.get if node.op is comm.send else there  # it is another rank's, perhaps
-            emit = LocalEmit(node, self.mesh, self.coords, tuple(held(v) for v in node.operands), {}, self)
+            value_of = self.env.get if node.op is comm.send else there  # it is another rank's, perhaps
+            emit = LocalEmit(node, self.mesh, self.coords, tuple(value_of(v) for v in node.operands), {}, self)
             made = self.loops.collected(emit) if self.loops.collects(node) else node.op.local(emit)
             self.env.update(zip(node.outs, made, strict=True))
             return

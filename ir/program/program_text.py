@@ -46,8 +46,8 @@ def print_program(program: RankProgram) -> str:
     inputs = iter(program.inputs)
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            given = next(inputs)
-            lines.append(f"{given.kind.value} %{node.name} {json.dumps(given.name)} : {_type(given.value)}")
+            inp = next(inputs)
+            lines.append(f"{inp.kind.value} %{node.name} {json.dumps(inp.name)} : {_type(inp.value)}")
         elif node.op == "output":
             pairs = zip(program.outputs, node.args[0], strict=True)
             lines.append("return " + ", ".join(f"{o.kind.value} {json.dumps(o.name)} = {_text(v)}" for o, v in pairs))
@@ -111,7 +111,7 @@ class _ProgramReader:
         self.planned, self.functions = graph, functions
         self.graph, self.env = fx.Graph(), dict[str, fx.Node]()
         self.nodes = {node.name: node for node in graph.nodes}
-        self.inputs = {(given.kind, given.name): given for given in graph.inputs}
+        self.inputs = {(inp.kind, inp.name): inp for inp in graph.inputs}
         self.outputs = {(output.kind, output.name): output for output in graph.outputs}
         self.rank, self.takes, self.gives = -1, list[Any](), list[Any]()
 

@@ -149,8 +149,8 @@ class RankModule(fx.GraphModule):
             )
             for n in self.graph.nodes
         ]
-        held = [str(n.target) for n in self.graph.nodes if n.op in ATTRIBUTE_OPS]
-        constants = {name: operator.attrgetter(name)(self) for name in held}
+        names = [str(n.target) for n in self.graph.nodes if n.op in ATTRIBUTE_OPS]
+        constants = {name: operator.attrgetter(name)(self) for name in names}
         transform = getattr(self.graph._codegen, "_body_transformer", None)
         comments = transform.comments if isinstance(transform, Annotate) else {}
         return _restore, (int(self.meta.get("rank", 0)), calls, dict(comments), constants, self.training)

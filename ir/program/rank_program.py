@@ -62,9 +62,9 @@ class RankProgram:
         inputs = iter(self.inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                given = next(inputs, None)
-                if given is not None and given.value.spec is not None:
-                    found[node.name] = f"{given.name}: {given.value.spec.text(given.value.shape)}"
+                inp = next(inputs, None)
+                if inp is not None and inp.value.spec is not None:
+                    found[node.name] = f"{inp.name}: {inp.value.spec.text(inp.value.shape)}"
             elif isinstance(made := node.meta.get("shardfx"), Node) and (where := str(made.where)):
                 found[node.name] = where
         return found

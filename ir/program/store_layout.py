@@ -23,7 +23,7 @@ from shardfx.ir.ops.comm import all_gather, all_reduce, reduce_scatter
 
 def contiguous_parameters(nodes: Iterable[Node], inputs: Iterable[Input]) -> list[tuple[Input, ...]]:
     """The parameters that stores keep contiguous, for the gathers among planned nodes; each stands once."""
-    stored = {given.value: given for given in inputs if given.kind is InputKind.PARAMETER and not given.dim_order}
+    stored = {inp.value: inp for inp in inputs if inp.kind is InputKind.PARAMETER and not inp.dim_order}
     found: list[tuple[Input, ...]] = []
     placed: set[str] = set()
     for node in nodes:
@@ -42,11 +42,11 @@ def stepped_groups(graph: Graph) -> list[tuple[Input, ...]]:
     for those of :func:`contiguous_parameters`; nothing where the program steps none."""
     if all(output.kind is not OutputKind.PARAMETER for output in graph.outputs):
         return []
-    inputs = {given.name: given for given in graph.inputs}
+    inputs = {inp.name: inp for inp in graph.inputs}
     owned: dict[str, dict[str, Input]] = {}
-    for given in graph.of_kind(InputKind.STATE):
-        parameter, _, key = given.name.rpartition(".")
-        owned.setdefault(parameter, {})[key] = given
+    for inp in graph.of_kind(InputKind.STATE):
+        parameter, _, key = inp.name.rpartition(".")
+        owned.setdefault(parameter, {})[key] = inp
     placed = {given.name for together in contiguous_parameters(graph.nodes, graph.inputs) for given in together}
     made = {_as_made(o.value): o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT and o.name in inputs}
     found = []

@@ -127,17 +127,17 @@ def _misfit(node: fx.Node, slots: Sequence[ArgumentSlot]) -> str:
     places = [slot for slot in slots if not slot.named]
     if len(node.args) > len(places):
         return f"{node.name} has {len(node.args)} arguments, where {len(places)} are taken"
-    given = dict(zip((slot.name for slot in places), node.args, strict=False))
+    values = dict(zip((slot.name for slot in places), node.args, strict=False))
     for name, arg in node.kwargs.items():
-        if name in given or all(slot.name != name for slot in slots):
-            return f"{node.name} has an argument {name!r} that is not taken" + (" twice" if name in given else "")
-        given[name] = arg
+        if name in values or all(slot.name != name for slot in slots):
+            return f"{node.name} has an argument {name!r} that is not taken" + (" twice" if name in values else "")
+        values[name] = arg
     for slot in slots:
-        if slot.name not in given:
+        if slot.name not in values:
             if slot.needed:
                 return f"{node.name} lacks the argument {slot.name!r}"
-        elif not slot.takes(given[slot.name]):
-            return f"{node.name} has {given[slot.name]!r} for {slot.name!r}, where {slot.kind} is expected"
+        elif not slot.takes(values[slot.name]):
+            return f"{node.name} has {values[slot.name]!r} for {slot.name!r}, where {slot.kind} is expected"
     return ""
 
 
@@ -273,9 +273,9 @@ class _ProgramCheck:
         inputs = iter(self.program.inputs)
         for node in self.nodes:
             if node.op == "placeholder":
-                given = next(inputs, None)
-                if given is not None and given.pool:
-                    self.away[node] = given.pool.partition(":")[0]
+                inp = next(inputs, None)
+                if inp is not None and inp.pool:
+                    self.away[node] = inp.pool.partition(":")[0]
                 self._define(node)
             elif node.op == "output":
                 self._output(node)
@@ -407,10 +407,10 @@ class _ProgramCheck:
             self._fail(f"{node.name} joins {at} elements of each shard", node, expected=f"all {size[0]} of {flat}")
 
     def _output(self, node: fx.Node) -> None:
-        given = node.args[0]
-        results: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
+        args = node.args[0]
+        results: Sequence[Any] = args if isinstance(args, (list, tuple)) else [args]
         given_away = ResultOwnership(self.share, self.renewed)
-        stored = {given.name: given.pool.partition(":")[0] for given in self.program.inputs}
+        stored = {inp.name: inp.pool.partition(":")[0] for inp in self.program.inputs}
         for output, result in zip(self.program.outputs, results, strict=False):
             if not isinstance(result, fx.Node):
                 continue

@@ -30,9 +30,9 @@ def ops(names: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def words(names: Iterable[str], whole: Collection[str] = ()) -> str:
+def words(names: Iterable[str], full: Collection[str] = ()) -> str:
     """The text of a tensor with a factor for each dim, some of them whole."""
-    return " ".join(f"{name}!" if name in whole else name for name in names)
+    return " ".join(f"{name}!" if name in full else name for name in names)
 
 
 def at_dim(emit: Emit, tensor: Value) -> int:

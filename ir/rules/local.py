@@ -169,10 +169,10 @@ def reshaped(emit: Emit) -> Any:
     return emit.call(aten.reshape.default, emit.args[0], list(emit.result_shape(0)))
 
 
-def mine(emit: Emit, index: Any, held: DimShard) -> tuple[Any, Any]:
+def mine(emit: Emit, index: Any, shard: DimShard) -> tuple[Any, Any]:
     """Where an index of the whole stands in what this rank has (clamped), and where it lies outside."""
     place, outside, stride, below = None, None, 1, 1
-    for i, part in reversed(list(enumerate(held.ranges))):
+    for i, part in reversed(list(enumerate(shard.ranges))):
         digit = emit.call(aten.floor_divide.Scalar, index, below) if below > 1 else index
         if i:
             digit = emit.call(aten.remainder.Scalar, digit, part.size)
@@ -194,16 +194,16 @@ def others_zero(emit: Emit, found: Any, outside: Any, *, rows: bool = False) -> 
     return emit.call(aten.masked_fill.Scalar, found, where, 0)
 
 
-def box_of(emit: Emit, whole: Any, held: Sequence[DimShard]) -> Any:
+def box_of(emit: Emit, full: Any, shards: Sequence[DimShard]) -> Any:
     """What this rank has of a tensor that it has made as a whole; ``held`` says it of each dim."""
-    ranges = [part for each in held for part in each.ranges]
+    ranges = [part for each in shards for part in each.ranges]
     if all(part.length == part.size for part in ranges):
-        return whole
-    box = emit.call(aten.view.default, whole, [part.size for part in ranges]) if len(ranges) > len(held) else whole
+        return full
+    box = emit.call(aten.view.default, full, [part.size for part in ranges]) if len(ranges) > len(shards) else full
     for dim, (size, start, length) in enumerate(ranges):
         if length < size:
             box = emit.call(aten.slice.Tensor, box, dim, start, start + length)
-    return emit.call(aten.reshape.default, box, [each.length for each in held]) if len(ranges) > len(held) else box
+    return emit.call(aten.reshape.default, box, [each.length for each in shards]) if len(ranges) > len(shards) else box
 
 
 def nothing(emit: Emit, like: Any) -> Any:
@@ -216,12 +216,12 @@ def add_once(emit: Emit) -> Any:
     is a partial sum over the same axes, each rank adds to its own term."""
     made = emit.node.strategy
     assert made is not None
-    held = (*made.operands[0].axes, *made.operands[0].partial_axes)
+    axes = (*made.operands[0].axes, *made.operands[0].partial_axes)
     apart = [
         (t, d)
         for t, spec in enumerate(made.operands[1:], 1)
         for d, sharding in enumerate(spec.dims)
-        if not set(sharding.axes) <= set(held)
+        if not set(sharding.axes) <= set(axes)
     ]
     if not apart:
         return emit.call(emit.node.op, *emit.args, **emit.kwargs)
@@ -289,8 +289,8 @@ def _lacking(rule: ShardingRule, emit: Emit) -> frozenset[str]:
         for i, (value, spec, dims) in enumerate(zip(values, specs, tensors, strict=True)):
             if 0 in value.shape or not _may_lack(spec, value.shape, emit.mesh):
                 continue
-            for held, factors in zip(shape(i), dims, strict=True):
-                if held == 0:
+            for stored, factors in zip(shape(i), dims, strict=True):
+                if stored == 0:
                     found.update(shared.intersection(factors))
     return frozenset(found)
 

@@ -53,14 +53,14 @@ def for_shards(expand: Any, node: Node, shardings: Sequence[DimSharding], mesh: 
     return replace(expand, shards=shards) if equal and 1 < math.prod(shards) <= MOST else expand
 
 
-def choices(expand: Any, node: Node, held: Iterable[Spec], mesh: Mesh) -> list[Any]:
+def choices(expand: Any, node: Node, specs: Iterable[Spec], mesh: Mesh) -> list[Any]:
     """The decompositions that somebody may have taken of a node whose first operand is held so; or was, before another
     placement of it was found to be better: what each axis of the mesh may have sharded, one of the dims or none."""
     if not isinstance(expand, Shardwise):
         return [expand]
     likely = [
         shardings
-        for spec in held
+        for spec in specs
         for shardings in itertools.product(*(tuple(map(DimSharding, _some(sharding.axes))) for sharding in spec.dims))
     ]
     found = dict.fromkeys(for_shards(expand, node, shardings, mesh) for shardings in reversed(likely))

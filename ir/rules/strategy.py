@@ -136,8 +136,8 @@ def strategy(rule: ShardingRule, shardings: FactorShardings, mesh: Mesh, partial
             raise Error(what, expected="one chunk of it for each rank", got=shardings[factor].text(rule.sizes[factor]))
     operands = []
     for i, dims in enumerate(rule.operands):
-        held = tuple((axis, op) for axis, (op, group) in partial.items() if i in group)
-        operands.append(Spec(place(dims, shardings, rule, mesh), held))
+        partials = tuple((axis, op) for axis, (op, group) in partial.items() if i in group)
+        operands.append(Spec(place(dims, shardings, rule, mesh), partials))
     along = {axis: factor for factor, sharding in shardings.items() for axis in sharding.axes}
     passed = []
     for axis, (op, group) in partial.items():
@@ -234,8 +234,8 @@ def as_placed(
             continue
         for d, dim in enumerate(dims):
             projected = project(spec.dims[d], value.shape[d], rule.dim_sizes(dim), mesh)
-            for held, given in zip(dim, projected or (), strict=False):
-                factor, sharding = wished(rule, held, given)
+            for stored, given in zip(dim, projected or (), strict=False):
+                factor, sharding = wished(rule, stored, given)
                 if (
                     sharding.axes
                     and factor not in rule.whole

@@ -339,17 +339,17 @@ def bind(
     counts = [binding.counts(tensor, shape) for tensor, shape in tensors]
     bound = [binding.dims(*each, n) for each, n in zip(tensors, counts, strict=True)]
     binding.solve([pair for dims, (_, s) in zip(bound, tensors, strict=True) for pair in zip(dims, s, strict=True)])
-    held = [binding.held(dims, shape) for dims, (_, shape) in zip(bound, tensors, strict=True)]
-    rest = iter(held[len(given) :])
+    stored = [binding.held(dims, shape) for dims, (_, shape) in zip(bound, tensors, strict=True)]
+    rest = iter(stored[len(given) :])
     placed = tuple([None if s is None else next(rest) for s in key.results])
-    sizes = {f: binding.sizes[f] for dims in held for dim in dims for f in dim}
-    return tuple(held[: len(given)]), placed, sizes, frozenset(binding.whole & sizes.keys())
+    sizes = {f: binding.sizes[f] for dims in stored for dim in dims for f in dim}
+    return tuple(stored[: len(given)]), placed, sizes, frozenset(binding.whole & sizes.keys())
 
 
 @functools.lru_cache(maxsize=8192)
 def _rule(template: Template, key: Key) -> ShardingRule:
     """The rule of all nodes of the same shapes and arguments."""
-    operands, results, sizes, whole = bind(template.operands, template.results, template.marks, key)
+    operands, results, sizes, full = bind(template.operands, template.results, template.marks, key)
     position = {slot: i for i, slot in enumerate(j for j, s in enumerate(key.operands) if not isinstance(s, bool))}
     numbers = {j for j, shape in enumerate(key.operands) if shape is True}
     empty = [position[j] for j, shape in enumerate(key.operands) if not isinstance(shape, bool) and 0 in shape]
@@ -371,7 +371,7 @@ def _rule(template: Template, key: Key) -> ShardingRule:
     letter, _, made_without = template.unread.partition(">")
     unread = {f: frozenset({int(made_without)}) for f in sizes if letter and f.rstrip(string.digits) == letter}
     return ShardingRule(
-        operands, results, sizes, whole, tuple(linear), template.reduce, moves, template.transparent, unread
+        operands, results, sizes, full, tuple(linear), template.reduce, moves, template.transparent, unread
     )
 
 

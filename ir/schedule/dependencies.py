@@ -37,18 +37,18 @@ def check_complete(schedule: Schedule, stages: int, microbatches: int) -> None:
                 raise Error(what, where=where, expected=expected, got=got, remedy=remedy)
             seen[action] = rank, index
     for stage, microbatch in product(range(stages), range(microbatches)):
-        forward, whole, half, rest = (Action(kind, stage, microbatch) for kind in "FBIW")
+        forward, full, half, rest = (Action(kind, stage, microbatch) for kind in "FBIW")
         halves = [each for each in (half, rest) if each in seen]
-        if whole in seen and halves:
+        if full in seen and halves:
             rank, index = seen[halves[0]]
             raise Error(
-                f"stage {stage}, micro-batch {microbatch} is done whole and in halves: {whole} and {halves[0]}",
+                f"stage {stage}, micro-batch {microbatch} is done whole and in halves: {full} and {halves[0]}",
                 where=schedule.where(rank, index),
                 expected="B, or I and W",
-                got=f"{whole} and {halves[0]}",
-                remedy=f"leave {whole} out, or {halves[0]}",
+                got=f"{full} and {halves[0]}",
+                remedy=f"leave {full} out, or {halves[0]}",
             )
-        for needed in (forward, half, rest) if halves else (forward, whole):
+        for needed in (forward, half, rest) if halves else (forward, full):
             if needed not in seen:
                 raise _missing(schedule, needed)
     for update in (Action("U", stage) for stage in range(stages) if any(action.kind == "U" for action in seen)):

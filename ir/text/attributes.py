@@ -114,12 +114,12 @@ def _read_shardings(node: Node, line: TextLine, scope: ReadScope) -> None:
     if not line.accept("-"):
         while line.kind == "string" or (line.kind == "word" and line.token not in RESERVED):
             shardings.append((line.name("a factor"), read_axes(line, scope)))
-    given: dict[str, tuple[Any, ...]] = {}
+    mapping: dict[str, tuple[Any, ...]] = {}
     for word, values in (("needs", node.operands), ("gives", node.outs)):
-        given[word] = tuple(value.spec for value in values)
+        mapping[word] = tuple(value.spec for value in values)
         if line.accept(word):
-            given[word] = () if line.accept("-") else tuple(line.many(lambda: read_spec(line, scope)[1], ""))
-    node.strategy = Strategy(given["needs"], given["gives"], tuple(shardings))
+            mapping[word] = () if line.accept("-") else tuple(line.many(lambda: read_spec(line, scope)[1], ""))
+    node.strategy = Strategy(mapping["needs"], mapping["gives"], tuple(shardings))
 
 
 def _write_pin(node: Node, scope: PrintScope) -> str | None:
@@ -225,33 +225,33 @@ def _read_hint(value: Value, line: TextLine, scope: ReadScope) -> None:
 VALUE: tuple[Attribute[Value], ...] = (Attribute("hint", _write_hint, _read_hint, gap=" "),)
 
 
-def _write_aliases(given: Input, scope: PrintScope) -> str | None:
-    return f" {', '.join(quoted(name, BARE_NAME) for name in given.aliases)}" if given.aliases else None
+def _write_aliases(inp: Input, scope: PrintScope) -> str | None:
+    return f" {', '.join(quoted(name, BARE_NAME) for name in inp.aliases)}" if inp.aliases else None
 
 
-def _read_aliases(given: Input, line: TextLine, scope: ReadScope) -> None:
-    given.aliases = tuple(line.many(lambda: line.name("another name of the input"), ""))
+def _read_aliases(inp: Input, line: TextLine, scope: ReadScope) -> None:
+    inp.aliases = tuple(line.many(lambda: line.name("another name of the input"), ""))
 
 
-def _read_dim_order(given: Input, line: TextLine, scope: ReadScope) -> None:
+def _read_dim_order(inp: Input, line: TextLine, scope: ReadScope) -> None:
     dims = read_argument(line, scope)
-    if not isinstance(dims, list) or sorted(map(str, dims)) != sorted(map(str, range(given.value.type.ndim))):
-        line.fail(f"the dims 0 to {given.value.type.ndim - 1} in a list, each once")
-    given.dim_order = tuple(dims)
+    if not isinstance(dims, list) or sorted(map(str, dims)) != sorted(map(str, range(inp.value.type.ndim))):
+        line.fail(f"the dims 0 to {inp.value.type.ndim - 1} in a list, each once")
+    inp.dim_order = tuple(dims)
 
 
-def _write_constant(given: Input, scope: PrintScope) -> str | None:
-    constant = given.constant
+def _write_constant(inp: Input, scope: PrintScope) -> str | None:
+    constant = inp.constant
     if constant is None or constant.numel() > INLINE or constant.is_meta or isinstance(constant, FakeTensor):
         return None
     return f" {write_argument(constant.detach().tolist(), scope)}"
 
 
-def _read_constant(given: Input, line: TextLine, scope: ReadScope) -> None:
-    type = given.value.type
+def _read_constant(inp: Input, line: TextLine, scope: ReadScope) -> None:
+    type = inp.value.type
     content = read_argument(line, scope)
     try:
-        given.constant = torch.tensor(content, dtype=type.dtype).reshape(type.shape)
+        inp.constant = torch.tensor(content, dtype=type.dtype).reshape(type.shape)
     except (RuntimeError, TypeError, ValueError) as error:
         line.fail(f"{type.numel} numbers for shape {type.shape}", error)
 

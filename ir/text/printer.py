@@ -50,7 +50,7 @@ def print_graph(graph: Graph, *, sources: bool = True, reasons: bool = False) ->
     """
     printer = Printer(graph)
     lines = [*printer.header(sources)]
-    lines += [printer.input(given) for given in graph.inputs]
+    lines += [printer.input(inp) for inp in graph.inputs]
     phase: Phase | None = None
     for node in graph.nodes:
         if node.phase is not phase:
@@ -95,9 +95,9 @@ class Printer:
             if label != file:
                 yield f"source {quoted(label, BARE_SOURCE)} {json.dumps(file)}"
 
-    def input(self, given: Input) -> str:
+    def input(self, inp: Input) -> str:
         """The line of an input."""
-        return write_attributes(f"{given.kind.value} {self.defined(given.value)}", INPUT, given, self.scope)
+        return write_attributes(f"{inp.kind.value} {self.defined(inp.value)}", INPUT, inp, self.scope)
 
     def node(self, node: Node, reasons: bool = False) -> str:
         """The line of a node; of a comm op with the bytes of its operands as a comment."""

@@ -91,9 +91,9 @@ def checked(line: TextLine, make: Callable[[], T]) -> T:
 def _value_tokens(graph: Graph) -> dict[Value, str]:
     """What each value is called: the inputs by name, the rest by name if all have one of their own, else by number."""
     tokens: dict[Value, str] = {}
-    for given in graph.inputs:
-        bare = BARE_VALUE.fullmatch(given.name) and not given.name.isdigit()
-        tokens[given.value] = f"%{given.name}" if bare else f"%{json.dumps(given.name)}"
+    for inp in graph.inputs:
+        bare = BARE_VALUE.fullmatch(inp.name) and not inp.name.isdigit()
+        tokens[inp.value] = f"%{inp.name}" if bare else f"%{json.dumps(inp.name)}"
     made = dict.fromkeys(value for node in graph.nodes for value in node.outs)
     named = {value: f"%{value.name}" for value in made if BARE_VALUE.fullmatch(value.name)}
     if len({*tokens.values(), *named.values()}) < len(tokens) + len(made):

@@ -41,7 +41,7 @@ class BlocksAround:
 
     def __init__(self, graph: Graph, repeat: Repeat, gone: Collection[Node] = ()) -> None:
         self.graph, self.repeat, self.gone = graph, repeat, gone
-        self.given = {given.name: given for given in graph.inputs}
+        self.given = {inp.name: inp for inp in graph.inputs}
         blocks = self._blocks()
         s, self.a, self.b, e = blocks
         if [len(part) for part in self.a] != [len(part) for part in self.b]:
@@ -104,15 +104,15 @@ class BlocksAround:
 
     def own_inputs(self, index: int) -> list[Input]:
         """The inputs of one block."""
-        return [given for given in self.graph.inputs if self.repeat.within(given.name) == index]
+        return [inp for inp in self.graph.inputs if self.repeat.within(inp.name) == index]
 
     def _check(self) -> None:
         """Compare b with a, seen from one block further on."""
-        for given in self.own_inputs(self.repeat.around[1]):
-            like = self.given.get(self.next.name(given.name))
-            if like is None or (given.kind, self._moved_on(given.value)) != (like.kind, self._seen(like.value)):
-                self.refuse("an input is placed otherwise", given.name)
-            self.next.inputs[given.value] = like.value
+        for inp in self.own_inputs(self.repeat.around[1]):
+            like = self.given.get(self.next.name(inp.name))
+            if like is None or (inp.kind, self._moved_on(inp.value)) != (like.kind, self._seen(like.value)):
+                self.refuse("an input is placed otherwise", inp.name)
+            self.next.inputs[inp.value] = like.value
         inside = {node: self.next.node(node) for part in self.a for node in part}
         for one, other in inside.items():
             if not self._alike(one, other):
@@ -159,7 +159,7 @@ class BlocksAround:
 
     def _check_uses(self, inside: Mapping[Node, Node]) -> None:
         """What a makes is used by its neighbours alone, and by s as b's is by a; its inputs by itself alone."""
-        own = {given.value for given in self.own_inputs(self.repeat.around[1])}
+        own = {inp.value for inp in self.own_inputs(self.repeat.around[1])}
         beside = zip(self.rows[0][BACKWARD], self.a[BACKWARD], strict=True)
         near = {node: one for node, one in beside if node is not None}
         after = set(inside.values())

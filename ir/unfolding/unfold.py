@@ -164,14 +164,14 @@ class _Unfolding(BlocksAround):
         def own(name: str) -> bool:
             return self.repeat.within(name) == self.repeat.around[1]
 
-        def give(twin: BlockTwin, given: Input) -> Input:
-            return replace(given, name=twin.name(given.name), value=twin.inputs[given.value])
+        def give(twin: BlockTwin, inp: Input) -> Input:
+            return replace(inp, name=twin.name(inp.name), value=twin.inputs[inp.value])
 
         def give_back(twin: BlockTwin, output: Output) -> Output:
             return replace(output, name=twin.name(output.name), value=twin.value(output.value))
 
-        for given in self.graph.inputs:
-            given.aliases = tuple(_spread(given.aliases, own, twins, BlockTwin.name))
+        for inp in self.graph.inputs:
+            inp.aliases = tuple(_spread(inp.aliases, own, twins, BlockTwin.name))
         self.graph.inputs = _spread(self.graph.inputs, lambda given: own(given.name), twins, give)
         self.graph.outputs = _spread(self.graph.outputs, lambda output: own(output.name), twins, give_back)
 

@@ -35,20 +35,20 @@ class Definitions:
     stored: dict[str, str] = field(default_factory=dict)
     """The pool of each input."""
 
-    def input(self, given: Input) -> None:
+    def input(self, inp: Input) -> None:
         """An input defines its value, under a name of its own."""
-        if given.name in self.names:
-            self.wrong.fail("two inputs have one name", given, "a name of its own", given.name)
-        if given.value in self.defined:
-            self.wrong.fail("two inputs share one value", given, "a value of its own", given.value)
-        if given.value.node is not None:
-            maker = Printer(self.graph).node(given.value.node)
-            self.wrong.fail("an input is the result of a node", given, "an input without a node", maker)
-        self.names.add(given.name)
-        self.stored[given.name] = pool = given.pool.partition(":")[0]
+        if inp.name in self.names:
+            self.wrong.fail("two inputs have one name", inp, "a name of its own", inp.name)
+        if inp.value in self.defined:
+            self.wrong.fail("two inputs share one value", inp, "a value of its own", inp.value)
+        if inp.value.node is not None:
+            maker = Printer(self.graph).node(inp.value.node)
+            self.wrong.fail("an input is the result of a node", inp, "an input without a node", maker)
+        self.names.add(inp.name)
+        self.stored[inp.name] = pool = inp.pool.partition(":")[0]
         if pool:
-            self.away[given.value] = pool
-        self._define(given.value, given)
+            self.away[inp.value] = pool
+        self._define(inp.value, inp)
 
     def node(self, node: Node, operands: list[Value]) -> None:
         """A node uses what is defined, and defines its results."""
@@ -168,8 +168,8 @@ class _Stages:
     """The coordinates along the axis of stages at which values are."""
 
     def check(self) -> None:
-        for given in self.graph.inputs:
-            self.places[given.value] = self._places_of(given, given.at)
+        for inp in self.graph.inputs:
+            self.places[inp.value] = self._places_of(inp, inp.at)
         for node in self.graph.nodes:
             places = self._places_of(node, node.at)
             if node.op is comm.send:
@@ -178,7 +178,7 @@ class _Stages:
                 for value in node.operands:
                     self._is_at(value, places, node)
             self.places.update(dict.fromkeys(node.outs, places))
-        at = {given.name: self.places[given.value] for given in self.graph.inputs}
+        at = {inp.name: self.places[inp.value] for inp in self.graph.inputs}
         for output in self.graph.outputs:
             everywhere = output.kind in EVERYWHERE or output.name not in at
             self._is_at(output.value, frozenset(self.pipeline.places(())) if everywhere else at[output.name], output)

@@ -86,18 +86,18 @@ def check_types(node: Node, wrong: Complaint) -> None:
 
 
 def _refuse(
-    node: Node, given: list[TensorType | None], made: str | list[TensorType | None], wrong: Complaint
+    node: Node, types: list[TensorType | None], made: str | list[TensorType | None], wrong: Complaint
 ) -> NoReturn:
     """Say in what the results differ; ``made`` is what the op gives, or why it gives nothing."""
     name = op_name(node.op)
     if isinstance(made, str):
         wrong.fail(f"{name} does not take these arguments", node, str(node.op._schema), made)
-    if len(made) != len(given):
+    if len(made) != len(types):
         what = f"{name} has another number of results"
-        wrong.fail(what, node, f"{len(made)}", f"{len(given)} results")
-    index = next(i for i, (a, b) in enumerate(zip(given, made, strict=True)) if a is not None and a != b)
+        wrong.fail(what, node, f"{len(made)}", f"{len(types)} results")
+    index = next(i for i, (a, b) in enumerate(zip(types, made, strict=True)) if a is not None and a != b)
     what = f"result {index} is not what {name} gives"
-    wrong.fail(what, node, _text(made[index]), _text(given[index]))
+    wrong.fail(what, node, _text(made[index]), _text(types[index]))
 
 
 def _text(type: TensorType | None) -> str:

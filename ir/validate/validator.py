@@ -61,8 +61,8 @@ class Validator:
         state = graph.mesh, placed, explicit
         right, seen = self._right.setdefault(state, set()), self._seen.setdefault(state, {})
         definitions = Definitions(graph, wrong, placed)
-        for given in graph.inputs:
-            definitions.input(given)
+        for inp in graph.inputs:
+            definitions.input(inp)
         for node in graph.nodes:
             operands = node.operands
             definitions.node(node, operands)

@@ -30,10 +30,10 @@ class CastPlacement(Pass):
 
     def run(self, graph: Graph, context: Context) -> bool:
         users, changed = graph.users(), False
-        for given in graph.of_kind(InputKind.PARAMETER):
-            for node in users[given.value]:
-                if narrows(node) and node.phase is not Phase.UPDATE and given.value.spec is not None:
-                    changed |= _place(node, given.value.spec, context)
+        for inp in graph.of_kind(InputKind.PARAMETER):
+            for node in users[inp.value]:
+                if narrows(node) and node.phase is not Phase.UPDATE and inp.value.spec is not None:
+                    changed |= _place(node, inp.value.spec, context)
         for output in graph.outputs:
             made = as_made(output.value) if output.kind is OutputKind.GRADIENT else None
             if made is None or made.node is None or not is_cast(made.node) or made.node.attrs.get(REDUCE_AFTER):

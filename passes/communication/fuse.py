@@ -77,7 +77,7 @@ class BucketComm(Pass):
         """The bucket's key of each collective that can be coalesced: not what is sent from another pool of memory; and
         what follows from the batch alone is not delayed by what is computed from parameters."""
         mesh, found = graph.mesh, dict[Node, BucketKey]()
-        stored = (given.value for given in graph.inputs if given.kind in (InputKind.PARAMETER, InputKind.BUFFER))
+        stored = (inp.value for inp in graph.inputs if inp.kind in (InputKind.PARAMETER, InputKind.BUFFER))
         in_host, of_stored = computed_beside(graph), derived(graph, stored)
         for node in graph.nodes:
             if node.op not in FUSED or node in in_host or not _is_simple(node, graph):
@@ -97,7 +97,7 @@ class BucketComm(Pass):
         total: dict[BucketKey, float] = {}
         for node, key in keys.items():
             total[key] = total.get(key, 0.0) + node.op.whole_bytes(node, graph.mesh)
-        stored = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+        stored = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
         gathers = (n for n in graph.nodes if n.op is comm.all_gather and n.phase is Phase.BACKWARD)
         parts, least = (FINER, 0.0) if any(uncast(n.operands[0]) in stored for n in gathers) else (PARTS, LEAST)
         return {key: min(self.mb * 1e6, max(nbytes / parts, least)) for key, nbytes in total.items()}
@@ -114,7 +114,7 @@ class BucketComm(Pass):
 
     def _early(self, graph: Graph, keys: dict[Node, BucketKey]) -> list[list[Node]]:
         """Gathers of inputs join the first of their bucket."""
-        inputs, buckets = {given.value for given in graph.inputs}, _Buckets(graph, keys, self._limits(graph, keys))
+        inputs, buckets = {inp.value for inp in graph.inputs}, _Buckets(graph, keys, self._limits(graph, keys))
         for node in keys:
             if node.op is comm.all_gather and uncast(node.operands[0]) in inputs:
                 buckets.add(node)

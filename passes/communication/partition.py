@@ -106,9 +106,9 @@ class _Copies:
         return copy
 
     def _step(self, copy: Value, step: CommStep, at_end: bool) -> Value:
-        given: dict[str, Any] = {"axes": [*step.axes], "dim": step.dim, "to": step.to, "reduce": step.reduce}
-        given |= {"view": list(step.view) if step.view is not None else None, "rows": step.rows}
-        kwargs = {name: each for name, each in given.items() if each is not None}
+        values: dict[str, Any] = {"axes": [*step.axes], "dim": step.dim, "to": step.to, "reduce": step.reduce}
+        values |= {"view": list(step.view) if step.view is not None else None, "rows": step.rows}
+        kwargs = {name: each for name, each in values.items() if each is not None}
         maker = copy.node
         node = Rewriter.make(step.op, (copy,), copy.type, like=maker or self._first, kwargs=kwargs)
         assert copy.spec is not None

@@ -137,7 +137,7 @@ class Offload(Pass):
         return len(away)
 
     def _stored(self, graph: Graph, what: str) -> int:
-        found = [given for given in graph.of_kind(STORED[what]) if given.value.type.ndim and not given.pool]
+        found = [inp for inp in graph.of_kind(STORED[what]) if inp.value.type.ndim and not inp.pool]
         large = [given for given in found if given.value.type.numel >= self.min_numel]
         if large:
             if what == OPTIMIZER:
@@ -158,7 +158,7 @@ class Offload(Pass):
             if user.op is send or not user.at:  # else another stage of the same rank may need it first
                 back.at = away.node.at
         else:  # what several stages store, each fetches
-            back.at = next(given.at for given in rewriter.graph.inputs if given.value is away)
+            back.at = next(inp.at for inp in rewriter.graph.inputs if inp.value is away)
         rewriter.before(rewriter.graph.nodes[place], back)
         return back.outs[0]
 
@@ -195,7 +195,7 @@ class _Uses:
 
     def of_parameters(self) -> set[Value]:
         """Parameters, and what is made of nothing else: gathered, cast."""
-        found = {given.value for given in self.graph.of_kind(InputKind.PARAMETER)}
+        found = {inp.value for inp in self.graph.of_kind(InputKind.PARAMETER)}
         for node in self.graph.nodes:
             if node.phase is Phase.FORWARD and node.operands and all(self.source(v) in found for v in node.operands):
                 found.update(node.outs)
@@ -252,10 +252,10 @@ def _store_in_pool(graph: Graph, pool: Offload, stored: Sequence[Input]) -> None
             outputs.setdefault(output.name, []).append(output)
     forward: dict[Value, Input] = {}
     """What is fetched for the forward."""
-    updates = updates_of(graph, [given for given in stored if given.kind is InputKind.STATE])
+    updates = updates_of(graph, [inp for inp in stored if inp.kind is InputKind.STATE])
     starts = _starts(updates, uses, pool.prefetch)
     ends = {given.name: update.nodes[-1] for update in updates for given in update.states}
-    for given in (*starts, *(given for given in stored if given not in starts)):
+    for given in (*starts, *(inp for inp in stored if inp not in starts)):
         given.pool = f"{pool.to}:{pool.directory}" if pool.directory else pool.to
         by_phase = {phase: [n for n in users[given.value] if n.phase is phase] for phase in Phase}
         if by_phase[Phase.FORWARD]:  # the backward takes that as well, and views of it, until it is given its own

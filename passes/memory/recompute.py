@@ -121,7 +121,7 @@ class RematerializeCasts(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
     def run(self, graph: Graph, context: Context) -> bool:
-        known = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+        known = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
         for node in graph.nodes:
             simple = node.phase is Phase.FORWARD and (narrows(node) or is_view(node))
             if simple and all(value in known for value in node.operands):
@@ -185,7 +185,7 @@ class Recomputation:
 
     def _there(self, value: Value, places: frozenset[int]) -> Value | None:
         """What replaces a value wherever it is needed; None: nothing yet."""
-        return next((made for held, made in self._made.get(value, ()) if places <= held), None)
+        return next((made for at, made in self._made.get(value, ()) if places <= at), None)
 
     def _note(self, value: Value, places: frozenset[int], made: Value) -> None:
         self._made.setdefault(value, []).append((places, made))

@@ -89,9 +89,9 @@ class TableRows(Pass):
         """The parameters of which rows are looked up."""
         named = matching_modules(graph, self.modules, where=WHERE, root=True)
         looked_up = {_source(node.operands[0]) for node in named if node.op in LOOKUPS}
-        for given in graph.of_kind(InputKind.PARAMETER):
-            if given.value in looked_up and given.value.type.numel >= self.min_numel and not given.pool:
-                yield given
+        for inp in graph.of_kind(InputKind.PARAMETER):
+            if inp.value in looked_up and inp.value.type.numel >= self.min_numel and not inp.pool:
+                yield inp
 
 
 def _source(value: Value) -> Value:
@@ -119,14 +119,14 @@ class _Table:
         states = [s for s in self.graph.of_kind(InputKind.STATE) if s.name.rpartition(".")[0] == self.table.name]
         stored = [self.table, *(each for each in states if each.value.type.shape == self.table.value.type.shape)]
         self._follow(stored)
-        for given in stored:
-            given.pool = HOST
-        self._transfer({given.name for given in stored})
+        for inp in stored:
+            inp.pool = HOST
+        self._transfer({inp.name for inp in stored})
         self.graph.rename()
 
     def _follow(self, stored: Iterable[Input]) -> None:
         """Find what takes the table, its gradient, or what is as large and is made of them."""
-        large, gradient = {given.value for given in stored}, self._gradient()
+        large, gradient = {inp.value for inp in stored}, self._gradient()
         for node in self.graph.nodes:
             if node not in gradient and large.isdisjoint(node.operands):
                 continue
@@ -166,7 +166,7 @@ class _Table:
     def _transfer(self, names: set[str]) -> None:
         """Send to the host what is needed there, and fetch what others take of it."""
         rewriter, in_host = Rewriter(self.graph), self.in_host
-        away = {given.value for given in self.graph.inputs if given.pool}
+        away = {inp.value for inp in self.graph.inputs if inp.pool}
         away.update(value for node in in_host for value in node.outs)
         copies: dict[Value, Value] = {}
 

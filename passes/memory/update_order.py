@@ -42,7 +42,7 @@ class ParameterUpdate:
 def updates_of(graph: Graph, states: Iterable[Input]) -> list[ParameterUpdate]:
     """The updates that take some states, in the order of the graph."""
     found: dict[str, ParameterUpdate] = {}
-    owners: dict[Value, str | None] = {given.value: given.name for given in graph.of_kind(InputKind.PARAMETER)}
+    owners: dict[Value, str | None] = {inp.value: inp.name for inp in graph.of_kind(InputKind.PARAMETER)}
     for given in states:
         owner = owners[given.value] = given.name.rpartition(".")[0]
         update = found.setdefault(owner, ParameterUpdate())
@@ -83,7 +83,7 @@ def update_early(graph: Graph, states: Iterable[Input]) -> None:
 
 def _ready(graph: Graph, now: Mapping[Node, int]) -> dict[Node, float]:
     """Of each node of the update: behind which place of the graph it may stand; infinite: where it does."""
-    shown: dict[Value, Value] = {given.value: given.value for given in graph.of_kind(InputKind.PARAMETER)}
+    shown: dict[Value, Value] = {inp.value: inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
     """Of parameters, and of views of them, the parameter."""
     read: dict[Value, int] = {}
     found: dict[Node, float] = {}

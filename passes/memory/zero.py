@@ -51,25 +51,25 @@ class Zero(Pass):
         trained = {output.name: output for output in graph.outputs if output.kind is OutputKind.GRADIENT}
         stepped = {output.name for output in graph.outputs if output.kind is OutputKind.PARAMETER}
         changed, stored, users = False, dict[str, Spec](), graph.users()
-        for given in graph.of_kind(InputKind.PARAMETER):
-            value = given.value
-            if value.type.numel < self.least or (self.level < 3 and given.name not in trained):
+        for inp in graph.of_kind(InputKind.PARAMETER):
+            value = inp.value
+            if value.type.numel < self.least or (self.level < 3 and inp.name not in trained):
                 continue
             spec = stored_spec(value, self.axes, graph.mesh)
-            if given.name in stepped:
-                stored[given.name] = spec
+            if inp.name in stepped:
+                stored[inp.name] = spec
                 if self.level < 3 and not all(narrows(n) or n.phase is Phase.UPDATE for n in users[value]):
                     continue
             changed |= spec != value.spec
             value.spec = spec
             self._say(graph, value)
-            if given.name in trained:
-                trained[given.name].spec = spec
+            if inp.name in trained:
+                trained[inp.name].spec = spec
         if any(node.phase is Phase.UPDATE for node in graph.nodes):
             place_update(graph, context.cache, stored)
-            for given in graph.of_kind(InputKind.STATE):
-                if given.name.rpartition(".")[0] in stored:
-                    self._say(graph, given.value)
+            for inp in graph.of_kind(InputKind.STATE):
+                if inp.name.rpartition(".")[0] in stored:
+                    self._say(graph, inp.value)
         return changed or bool(stored)
 
     def _say(self, graph: Graph, value: Value) -> None:

@@ -141,8 +141,8 @@ class _Overwriting:
                 made = call_after(result, memory_ops.write_part, place, *part)
                 spent.append(result)
             written[inputs[place].name] = made
-        given: Any = end.args[0]
-        named = zip(given, self.program.outputs, strict=True)
+        value: Any = end.args[0]
+        named = zip(value, self.program.outputs, strict=True)
         end.args = (tuple(written.get(o.name, r) if o.kind.is_stepped else r for r, o in named),)
         for result in spent:
             _erase_unused(self.program.graph, result)

@@ -131,8 +131,8 @@ class _Packing:
             return False
         if OVERWRITING.get(planned.op, planned.op) is not OVERWRITING.get(node.target, node.target):
             return False
-        given = (*node.args, *(arg for key, arg in node.kwargs.items() if key != "out"))
-        if len(node.args) != len(planned.args) or not all(isinstance(arg, (fx.Node, *NUMBERS)) for arg in given):
+        args = (*node.args, *(arg for key, arg in node.kwargs.items() if key != "out"))
+        if len(node.args) != len(planned.args) or not all(isinstance(arg, (fx.Node, *NUMBERS)) for arg in args):
             return False
         takes = {arg: value for arg, value in zip(node.args, planned.args, strict=True) if isinstance(arg, fx.Node)}
         shape = self._shape(planned.outs[0])
@@ -195,8 +195,8 @@ class _Packing:
         first, made_of = recipes[0], self._scalar_calls(recipes[0].scalars)
         if torch.device(self.device).type not in DEVICES or len({self.values[c].type.dtype for c in first.columns}) > 1:
             return ()
-        whole = _recipe(first.nodes, self.values, made_of)
-        found = fusion_of(tuple(whole.calls), tuple(whole.gives)) if whole is not None else None
+        full = _recipe(first.nodes, self.values, made_of)
+        found = fusion_of(tuple(full.calls), tuple(full.gives)) if full is not None else None
         if found is None:
             return ()
         inlined = [node for number, node in enumerate(made_of) if number in found.computed]

@@ -46,7 +46,7 @@ class BindHints(Pass):
         bound = named_values(graph, context)
         for value, (spec, name) in bound.items():
             value.hint, value.hinted_by = spec, name
-        parameters = [given.value for given in graph.of_kind(InputKind.PARAMETER) if given.value in bound]
+        parameters = [inp.value for inp in graph.of_kind(InputKind.PARAMETER) if inp.value in bound]
         exact = {value for value in parameters if isinstance(context.specs[bound[value][1]], Spec)}
         store(graph, parameters, context, exact)
         return pin_nodes(graph, context) or bool(bound)
@@ -96,7 +96,7 @@ def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: Context
         return False
     value.hinted_by = f"{BY_PASS}{by.name}"
     value.hint = as_spec(spec, graph.mesh, value.type.ndim, value.name)
-    if any(given.value is value for given in graph.of_kind(InputKind.PARAMETER)):
+    if any(inp.value is value for inp in graph.of_kind(InputKind.PARAMETER)):
         store(graph, [value], context, {value} if isinstance(spec, Spec) else ())
     return True
 
@@ -107,7 +107,7 @@ def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]
     Raises:
         Error: a pattern matches nothing, two hints disagree, an axis is unknown or used twice, ...
     """
-    inputs = {given.name: given for given in graph.inputs if not given.kind.is_of_optimizer}
+    inputs = {inp.name: inp for inp in graph.inputs if not inp.kind.is_of_optimizer}
     names = {name: known for name, known in graph.aliases.items() if known in inputs}
     modules = module_outputs(graph)
     bound: dict[Value, tuple[Spec, str]] = {}
@@ -160,13 +160,13 @@ def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
     return spec
 
 
-def _from_placements(given: Sequence[Any], mesh: Mesh, ndim: int, where: str) -> Spec:
+def _from_placements(args: Sequence[Any], mesh: Mesh, ndim: int, where: str) -> Spec:
     """DTensor placements, one per axis of ranks, as a spec, without importing DTensor, which most hints do not need."""
-    if len(given) != len(mesh.space):
+    if len(args) != len(mesh.space):
         expected = f"{len(mesh.space)} placements, for {', '.join(a.name for a in mesh.space)}"
-        raise Error("there is not one placement per mesh axis", where=where, expected=expected, got=len(given))
+        raise Error("there is not one placement per mesh axis", where=where, expected=expected, got=len(args))
     axes: list[tuple[str, ...]] = [()] * ndim
-    for axis, placement in zip(mesh.space, given, strict=True):
+    for axis, placement in zip(mesh.space, args, strict=True):
         if placement.is_shard():
             axes[placement.dim % ndim] = (*axes[placement.dim % ndim], axis.name)
         elif not placement.is_replicate():

@@ -93,9 +93,9 @@ def _as_function(node: Node, decomposition: Callable[..., Any]) -> Callable[...,
     statistics in few bits are in many in a decomposition."""
 
     def function(*tensors: torch.Tensor) -> Any:
-        given = iter(tensors)
-        args = substitute(node.args, lambda value: next(given))
-        out = decomposition(*args, **{k: substitute(a, lambda value: next(given)) for k, a in node.kwargs.items()})
+        xs = iter(tensors)
+        args = substitute(node.args, lambda value: next(xs))
+        out = decomposition(*args, **{k: substitute(a, lambda value: next(xs)) for k, a in node.kwargs.items()})
         if not isinstance(out, tuple):
             return out
         pairs = zip(out, node.results, strict=False)  # some give a named tuple, which is no op

@@ -165,10 +165,10 @@ def _write(state: ShardingState, shardings: Mapping[Node, dict[str, DimSharding]
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
             value.spec = spec
             value.hint = state.spec(value) if value.hint is not None else None  # with the loops it is made in
-    for given in state.graph.inputs:
-        if given.value.spec is None or given.kind is not InputKind.PARAMETER:
-            given.value.spec = state.spec(given.value)
-        if given.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            given.value.spec = as_used(given.value.spec, loops, given.value, state.mesh)
+    for inp in state.graph.inputs:
+        if inp.value.spec is None or inp.kind is not InputKind.PARAMETER:
+            inp.value.spec = state.spec(inp.value)
+        if inp.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            inp.value.spec = as_used(inp.value.spec, loops, inp.value, state.mesh)
     for output, spec in state.graph.output_specs().items():
         output.spec = spec

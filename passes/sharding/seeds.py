@@ -47,10 +47,10 @@ class Seed:
 def seeds_of(graph: Graph) -> list[Seed]:
     """The seeds of a graph: inputs first, then nodes, then gradients that have no hint of their own."""
     used: dict[str, Seed] = {}
-    for given in graph.inputs:
-        if given.value.hint is not None:
-            is_parameter = given.kind is InputKind.PARAMETER
-            used[given.name] = Seed(given.value, given.value.hint, given.value.hinted_by, operator=is_parameter)
+    for inp in graph.inputs:
+        if inp.value.hint is not None:
+            is_parameter = inp.kind is InputKind.PARAMETER
+            used[inp.name] = Seed(inp.value, inp.value.hint, inp.value.hinted_by, operator=is_parameter)
     seeds = [*used.values()]
     for node in graph.nodes:
         seeds += [Seed(value, value.hint, value.hinted_by) for value in node.outs if value.hint is not None]
@@ -63,7 +63,7 @@ def seeds_of(graph: Graph) -> list[Seed]:
 
 def stored_by_hints(graph: Graph) -> Iterator[ShardingDecision]:
     """Why parameters are stored over data axes, which are no part of their seeds."""
-    for value in (given.value for given in graph.of_kind(InputKind.PARAMETER)):
+    for value in (inp.value for inp in graph.of_kind(InputKind.PARAMETER)):
         if value.hint is not None and value.spec is not None:
             seed = Seed(value, value.hint, value.hinted_by)
             for dim, sharding in enumerate(value.spec.dims):
@@ -74,7 +74,7 @@ def stored_by_hints(graph: Graph) -> Iterator[ShardingDecision]:
 
 def data_axes(graph: Graph) -> set[str]:
     """The axes that shard the leading dim of an input of the model, by the hints."""
-    hints = (given.value.hint for given in graph.of_kind(InputKind.ARGUMENT) if given.value.type.ndim)
+    hints = (inp.value.hint for inp in graph.of_kind(InputKind.ARGUMENT) if inp.value.type.ndim)
     return {axis for hint in hints if hint is not None for axis in hint.dims[0].axes}
 
 

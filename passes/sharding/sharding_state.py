@@ -113,7 +113,7 @@ class ShardingState:
 
     def gradients(self) -> dict[Value, list[Value]]:
         """The gradients of each parameter."""
-        parameters = {given.name: given.value for given in self.graph.of_kind(InputKind.PARAMETER)}
+        parameters = {inp.name: inp.value for inp in self.graph.of_kind(InputKind.PARAMETER)}
         found: dict[Value, list[Value]] = {}
         for output in self.graph.outputs:
             if output.kind is OutputKind.GRADIENT and output.name in parameters:

@@ -33,10 +33,10 @@ def share_compute(graph: Graph, axes: Iterable[str], propagation: Propagation) -
     """Shard by rows, over these (data) axes, the products that their ranks all compute, where they can be; says whether
     it did."""
     flops, resolve = _flops_of_all(graph), propagation.conflicts.resolve
-    parameters = derived(graph, (given.value for given in graph.of_kind(InputKind.PARAMETER)), every=True)
+    parameters = derived(graph, (inp.value for inp in graph.of_kind(InputKind.PARAMETER)), every=True)
     changed = False
     for axis in (axis for axis in sorted(axes) if graph.mesh.extent((axis,)) > 1):
-        hinted = ((given.value, given.value.hint) for given in graph.inputs if given.value.type.ndim)
+        hinted = ((inp.value, inp.value.hint) for inp in graph.inputs if inp.value.type.ndim)
         behind = derived(graph, (value for value, hint in hinted if hint is not None and axis in hint.dims[0].axes))
         redundant = [n for n in flops if behind & {*n.operands} and axis not in _axes(resolve(n, True)[0])]
         if sum(flops[node] for node in redundant) <= WORTH_SHARDING * sum(flops.values()):

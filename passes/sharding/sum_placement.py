@@ -152,8 +152,8 @@ class _Sums:
         self.ends = _fixed(graph)
         self.late = {node for node in graph.nodes if node.attrs.get(REDUCE_AFTER)}
         """Nodes that partial sums pass."""
-        inputs = (given for kind in (InputKind.ARGUMENT, InputKind.TARGET) for given in graph.of_kind(kind))
-        self.of_batch = derived(graph, (given.value for given in inputs if self.late))
+        inputs = (inp for kind in (InputKind.ARGUMENT, InputKind.TARGET) for inp in graph.of_kind(kind))
+        self.of_batch = derived(graph, (inp.value for inp in inputs if self.late))
         """Values that an input of the model goes into."""
 
     def run(self) -> bool:

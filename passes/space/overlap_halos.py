@@ -84,8 +84,8 @@ class _Parts:
         for value, need in zip(self.node.operands, self.placement.strategy(self.node).operands, strict=True):
             if not has_rows(self.placement.spec(value), need, value.shape, self._mesh):
                 sent += costs.planner.seconds(value.type, self.placement.spec(value), need)
-        whole, inner, *rest = map(costs.seconds, (self.node, *self.nodes))
-        return min(sent, inner) - (inner + sum(rest) - whole)
+        full, inner, *rest = map(costs.seconds, (self.node, *self.nodes))
+        return min(sent, inner) - (inner + sum(rest) - full)
 
     def _splits(self) -> list[_Border]:
         """The dims to be split; none where the node's operands move otherwise than by halo exchanges."""
@@ -108,7 +108,7 @@ class _Parts:
                 found += [split] if split.borders else []
         return found
 
-    def _borders(self, seen: SeenFactor, sharding: DimSharding, operand: DimSharding, whole: int) -> _Border | None:
+    def _borders(self, seen: SeenFactor, sharding: DimSharding, operand: DimSharding, full: int) -> _Border | None:
         """How a dim that is sharded so is split, where ranks have tiles of what it needs; None if it cannot be: parts
         are the same rows of every tile."""
         rule = self.placement.rule(self.node)
@@ -121,8 +121,8 @@ class _Parts:
         per = tiles[0][1]
         if any(start != number * per or not length for number, (start, length) in enumerate(tiles)):
             return None
-        inputs = [operand.span(whole, self._mesh, at) for at in ranks]
-        own = [_own_rows(seen.window, tile, there, whole) for tile, there in zip(tiles, inputs, strict=True)]
+        inputs = [operand.span(full, self._mesh, at) for at in ranks]
+        own = [_own_rows(seen.window, tile, there, full) for tile, there in zip(tiles, inputs, strict=True)]
         first = max(begin for begin, _ in own)
         end = min(per if end == length else end for (_, end), (_, length) in zip(own, tiles, strict=True))
         if first >= min(end, tiles[-1][1]):
@@ -174,13 +174,13 @@ class _Parts:
         return node.outs[0]
 
 
-def _own_rows(window: Window, tile: tuple[int, int], own: tuple[int, int], whole: int) -> tuple[int, int]:
+def _own_rows(window: Window, tile: tuple[int, int], own: tuple[int, int], full: int) -> tuple[int, int]:
     """The first contiguous range of a tile's rows that need nothing but a rank's own (or what does not exist): begin
     and end, counted from the tile's begin."""
 
     def is_own(row: int) -> bool:
         first, last = window.reach(tile[0] + row, 1)
-        first, last = max(first, 0), min(last, whole - 1)
+        first, last = max(first, 0), min(last, full - 1)
         return first > last or (own[0] <= first and last < own[0] + own[1])
 
     begin = next((row for row in range(tile[1]) if is_own(row)), tile[1])

@@ -74,13 +74,13 @@ def _map_size(placement: TrialPlacement, node: Node, axes: Collection[str]) -> i
 
 def _small(placement: TrialPlacement, maps: dict[Node, int], axes: Collection[str]) -> list[list[Node]]:
     """The nodes on maps up to each size of which a rank may hold a whole one."""
-    mesh, largest, whole = placement.mesh, 0.0, dict[int, float]()
+    mesh, largest, full = placement.mesh, 0.0, dict[int, float]()
     for node, size in maps.items():
         for value, spec in _tiles(placement, node, axes):
             own = spec.local_numel(value.shape, mesh) * value.type.dtype.itemsize
             over = mesh.extent(axis for axis in spec.axes if axis in axes)
-            largest, whole[size] = max(largest, own), max(whole.get(size, 0.0), own * over)
-    sizes = dict.fromkeys(size for size in sorted(maps.values()) if whole[size] <= largest)
+            largest, full[size] = max(largest, own), max(full.get(size, 0.0), own * over)
+    sizes = dict.fromkeys(size for size in sorted(maps.values()) if full[size] <= largest)
     return [[node for node, size in maps.items() if size <= most] for most in sizes]
 
 

@@ -58,15 +58,15 @@ class Assignment:
         """The stages in which an output leaves the program: none is all of them."""
         if output.kind in (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GUARD):
             return ()
-        given = next((each for each in self.graph.inputs if each.name == output.name), None)
-        return self.inputs[given.value] if given is not None and given.kind in OF_WEIGHTS else ()
+        inp = next((each for each in self.graph.inputs if each.name == output.name), None)
+        return self.inputs[inp.value] if inp is not None and inp.kind in OF_WEIGHTS else ()
 
     def _find_copied(self) -> set[Node]:
         """What is done in each stage that uses it."""
         kinds: dict[Value, frozenset[bool]] = {}
-        for given in self.graph.inputs:  # a single number of the optimizer (a rate, a count) is in each stage
-            number = given.kind.is_of_optimizer and given.value.type.numel == 1
-            kinds[given.value] = frozenset() if number else frozenset([given.kind in OF_WEIGHTS])
+        for inp in self.graph.inputs:  # a single number of the optimizer (a rate, a count) is in each stage
+            number = inp.kind.is_of_optimizer and inp.value.type.numel == 1
+            kinds[inp.value] = frozenset() if number else frozenset([inp.kind in OF_WEIGHTS])
         found = set()
         for node in self.graph.nodes:
             kind = frozenset[bool]().union(*(kinds[value] for value in node.operands))

@@ -46,7 +46,7 @@ class Loops(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         if not loop_axes(graph.mesh):
             return False
-        stored, gathers = {given.value for given in graph.of_kind(InputKind.PARAMETER)}, []
+        stored, gathers = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}, []
         if self.fetch:
             gathers = [n for n in graph.nodes if n.op is comm.all_gather and {*map(uncast, n.operands)} <= stored]
         for node in gathers:
@@ -126,15 +126,15 @@ def _check_rows(axis: str, graph: Graph) -> None:
     Raises:
         Error: naming the first that has not.
     """
-    for given in graph.of_kind(InputKind.ARGUMENT):
-        for size, split in zip(given.value.shape, given.value.spec.dims if given.value.spec else (), strict=False):
+    for inp in graph.of_kind(InputKind.ARGUMENT):
+        for size, split in zip(inp.value.shape, inp.value.spec.dims if inp.value.spec else (), strict=False):
             parts = graph.mesh.extent(split.axes)
             if axis in split.axes and size < parts:
                 kinds = {name: "micro-batches" if graph.mesh[name].loop else "ranks" for name in split.axes}
                 each = " by ".join(f"{graph.mesh[name].size} {kind}" for name, kind in kinds.items())
                 raise Error(
                     "a batch has too few rows to be done in micro-batches",
-                    where=f"{given.name}, sharded over {' and '.join(split.axes)}",
+                    where=f"{inp.name}, sharded over {' and '.join(split.axes)}",
                     expected=f"at least {parts} rows, one for each of {each}",
                     got=f"{size} rows" if size != 1 else "1 row",
                     remedy="a larger batch, or fewer of them; for the last of an epoch: DataLoader(drop_last=True)",

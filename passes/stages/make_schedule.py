@@ -151,12 +151,12 @@ def _candidates(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] 
             schedule = of.schedule(maker.row)
             if {action.kind for action in schedule} <= {*costs}:
                 yield schedule
-    whole, halves = ("BF",) * ("B" in costs), ("IFW", "IWF") * _has_halves(costs)
+    full, halves = ("BF",) * ("B" in costs), ("IFW", "IWF") * _has_halves(costs)
     ways = [[stages_of(rank) for rank in range(of.ranks)] for stages_of in (of.loop, of.fold)[: 1 + (of.chunks == 2)]]
     if homes is not None:
         ways = [[tuple(stage for stage, home in enumerate(homes) if home == rank) for rank in range(of.ranks)]]
     for stages_of_ranks in ways:
-        for kinds in (*whole, *halves):
+        for kinds in (*full, *halves):
             yield list_schedule(stages_of_ranks, of.microbatches, costs, [most] * of.ranks, kinds)
 
 

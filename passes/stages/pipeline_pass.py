@@ -73,9 +73,9 @@ class Pipeline(Pass):
     max_in_flight: int | None = None
 
     def __post_init__(self) -> None:
-        given: object = self.schedule
-        if isinstance(given, Schedule):
-            object.__setattr__(self, "schedule", str(given))
+        value: object = self.schedule
+        if isinstance(value, Schedule):
+            object.__setattr__(self, "schedule", str(value))
         check_options(self, stages_per_rank=1, max_in_flight=1)
 
     def run(self, graph: Graph, context: Context) -> bool:
@@ -87,14 +87,14 @@ class Pipeline(Pass):
         if self.microbatches and reduce_before_stages(graph, assigned.at, self.microbatches, context.rules):
             assigned = Assignment(graph, own, count - 1, told=told)
         if isinstance(self.stages, AsPlanned):
-            keep_homes(graph, assigned, self.stages.held, context.rules)
+            keep_homes(graph, assigned, self.stages.stages_of, context.rules)
         if missing := set(range(count)).difference(*assigned.at.values()):
             what, remedy = f"stage {min(missing)} has nothing to do", "give it modules that the forward calls"
             raise Error(what, where=WHERE, expected="work for each", got=self.stages, remedy=remedy)
         for node in graph.nodes:
             node.at = assigned.at[node]
-        for given in graph.inputs:
-            given.at = assigned.inputs[given.value]
+        for inp in graph.inputs:
+            inp.at = assigned.inputs[inp.value]
         graph.pipeline = Pipelined(self.axis, self.microbatches, self._schedule(graph, count))
         _Sends(graph, graph.pipeline, assigned).write()
         return True
@@ -124,13 +124,13 @@ class Pipeline(Pass):
         ranks, iterations = graph.mesh[self.axis].size, graph.mesh[self.microbatches].size if self.microbatches else 1
         costs = stage_costs(graph, count)
         if callable(self.schedule):
-            given: object = self.schedule(count, iterations, ranks, costs)
-            if not isinstance(given, Schedule):
+            value: object = self.schedule(count, iterations, ranks, costs)
+            if not isinstance(value, Schedule):
                 what, where = "a function makes no schedule", f"Pipeline(schedule={self.schedule!r:.100})"
-                expected, got = "an sx.schedules.Schedule", f"{given!r:.100} of type {type(given).__name__}"
+                expected, got = "an sx.schedules.Schedule", f"{value!r:.100} of type {type(value).__name__}"
                 remedy = "return sx.schedules.make_schedule(...)"
                 raise Error(what, where=where, expected=expected, got=got, remedy=remedy)
-            made = given
+            made = value
         elif not ACTION.match(self.schedule.strip()):
             homes = self.stages.homes if isinstance(self.stages, AsPlanned) else None
             return make_schedule(
@@ -173,7 +173,7 @@ def stage_costs(graph: Graph, count: int) -> Costs:
     return {"F": first, "B": second, "I": halves, "W": halves, "U": 0.0}
 
 
-def keep_homes(graph: Graph, assigned: Assignment, held: Mapping[str, At], rules: RuleBook) -> None:
+def keep_homes(graph: Graph, assigned: Assignment, stages: Mapping[str, At], rules: RuleBook) -> None:
     """Let each weight be in the stages where it is ``held``, by name; what another stage needs of it is sent there.
 
     %3 = aten.t(%emb)      at{1}              %2 = aten.alias(%emb)                     at{0}
@@ -184,17 +184,17 @@ def keep_homes(graph: Graph, assigned: Assignment, held: Mapping[str, At], rules
     """
     users = graph.users()
     rewriter = Rewriter(graph, rules)
-    for given in graph.inputs:
-        homes = held.get(given.name, ()) if given.kind in OF_WEIGHTS else ()
+    for inp in graph.inputs:
+        homes = stages.get(inp.name, ()) if inp.kind in OF_WEIGHTS else ()
         if not homes:
             continue
-        away = [node for node in users[given.value] if not set(assigned.at[node]) <= set(homes)]
-        assigned.inputs[given.value] = homes
+        away = [node for node in users[inp.value] if not set(assigned.at[node]) <= set(homes)]
+        assigned.inputs[inp.value] = homes
         if away:
-            made = rewriter.before(away[0], rewriter.call(aten.alias.default, given.value, like=away[0]))
-            made.why = f"{given.name} is stored in stage {', '.join(map(str, homes))}"
+            made = rewriter.before(away[0], rewriter.call(aten.alias.default, inp.value, like=away[0]))
+            made.why = f"{inp.name} is stored in stage {', '.join(map(str, homes))}"
             assigned.at[made] = homes[:1]
-            rewriter.replace(given.value, made.outs[0], users=away)
+            rewriter.replace(inp.value, made.outs[0], users=away)
     rewriter.apply()
 
 

@@ -30,18 +30,18 @@ StageOf = Callable[[Node], int | None]
 class AsPlanned(tuple[tuple[str, ...], ...]):
     """The blocks of each stage, as another graph of the model has them; others go where the data flow takes them.
 
-    ``held`` says in which stages that graph stores each parameter, buffer and state, ``homes`` at which coordinate each
-    stage is.
+    ``stages_of``: in which stages that graph stores each parameter, buffer and state; ``homes``: the coordinate of each
+    stage.
     """
 
-    held: Mapping[str, tuple[int, ...]]
+    stages_of: Mapping[str, tuple[int, ...]]
     homes: tuple[int, ...]
 
     def __new__(
-        cls, blocks: Iterable[tuple[str, ...]], held: Mapping[str, tuple[int, ...]], homes: tuple[int, ...]
+        cls, blocks: Iterable[tuple[str, ...]], stages: Mapping[str, tuple[int, ...]], homes: tuple[int, ...]
     ) -> AsPlanned:
         made = super().__new__(cls, blocks)
-        made.held, made.homes = held, homes
+        made.stages_of, made.homes = stages, homes
         return made
 
 
@@ -168,7 +168,7 @@ def stages_as_planned(graph: Graph) -> AsPlanned:
             stages[block] = min(node.at[0], stages.get(block, node.at[0]))  # some of it may wait for a later one
     homes = graph.pipeline.homes if graph.pipeline is not None else ()
     named = [tuple(blocks.names[i] for i in sorted(stages) if stages[i] == stage) for stage in range(len(homes))]
-    return AsPlanned(named, {given.name: given.at for given in graph.inputs if given.kind in OF_WEIGHTS}, homes)
+    return AsPlanned(named, {inp.name: inp.at for inp in graph.inputs if inp.kind in OF_WEIGHTS}, homes)
 
 
 def _wrong(what: str, expected: str, got: object, remedy: str) -> Error:

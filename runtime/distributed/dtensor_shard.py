@@ -110,10 +110,10 @@ class DTensorShard:
         return local.data_ if isinstance(local, MultiBoxTensor) else local
 
 
-def _boxes(held: Sequence[Sequence[Span]]) -> tuple[Box, ...]:
+def _boxes(local_runs: Sequence[Sequence[Span]]) -> tuple[Box, ...]:
     """All combinations of the runs of each dim."""
     columns = []
-    for spans in held:
+    for spans in local_runs:
         ats = itertools.accumulate((length for _, length in spans), initial=0)
         columns.append([(start, length, at) for (start, length), at in zip(spans, ats, strict=False)])
     return tuple(tuple(zip(*each, strict=True)) for each in itertools.product(*columns))  # type: ignore[misc]
@@ -169,12 +169,12 @@ def _of_dim(sharding: DimSharding, size: int, dim: int, mesh: Mesh) -> dict[str,
     rows = torch.arange(size)
     for places in itertools.product(*(range(mesh[axis].size) for axis in axes)):
         coords = dict(zip(axes, places, strict=True))
-        held = rows
+        local = rows
         for axis in axes:
-            split = _placement(0, factors[axis])._split_tensor(held, mesh[axis].size, with_padding=False)
-            held = split[0][coords[axis]]
+            split = _placement(0, factors[axis])._split_tensor(local, mesh[axis].size, with_padding=False)
+            local = split[0][coords[axis]]
         wanted = [rows[start : start + length] for start, length in runs(sharding, size, mesh, coords)]
-        if not torch.equal(held, torch.cat(wanted) if wanted else rows[:0]):
+        if not torch.equal(local, torch.cat(wanted) if wanted else rows[:0]):
             return None
     return {axis: _placement(dim, factors[axis]) for axis in axes}
 
@@ -262,13 +262,13 @@ class MultiBoxTensor(Tensor):
 
     # What torch.distributed.checkpoint asks of a DTensor's local tensor.
 
-    def __create_write_items__(self, fqn: str, whole: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, full: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.data_)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=whole.size()),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=full.size()),
             )
             for chunk in self.__create_chunk_list__()
         ]

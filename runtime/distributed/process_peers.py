@@ -261,11 +261,11 @@ def _settings(group: Mapping[str, Any]) -> str:
 def subjects(captured: Graph, planned: Graph, more: Subjects) -> Subjects:
     """The lines of a plan that all ranks must have alike: the captured graph, the planned one, and ``more``."""
     constants = []
-    for given in captured.of_kind(InputKind.CONSTANT):
-        if given.constant is not None:
-            known = given.constant.device.type != "meta"
-            content = f"{checksum(given.constant) & 0xFFFFFFFF:08x}" if known else "unknown"
-            constants.append(f"{given.name} : {given.value.type}, content {content}")
+    for inp in captured.of_kind(InputKind.CONSTANT):
+        if inp.constant is not None:
+            known = inp.constant.device.type != "meta"
+            content = f"{checksum(inp.constant) & 0xFFFFFFFF:08x}" if known else "unknown"
+            constants.append(f"{inp.name} : {inp.value.type}, content {content}")
     return {
         "mesh": [str(planned.mesh)],
         "the model and its loss": print_graph(captured, sources=False).splitlines(),
@@ -338,16 +338,16 @@ def other_plans(every: Sequence[Subjects]) -> Error:
 
 def other_inputs(given: RankInput, alike: Sequence[Sequence[int]]) -> Error:
     """An input that should be the same on several ranks, and is not."""
-    whole, part = given.whole, given.part
+    full, part = given.whole, given.part
     return Error(
         "ranks pass different batches as the same one",
         where=f"pm(...), {given.name!r}",
-        expected=f"the global batch {whole}, the same on all ranks" if given.shard < 0 else f"the same part {part}",
+        expected=f"the global batch {full}, the same on all ranks" if given.shard < 0 else f"the same part {part}",
         got="contents differ between " + " and ".join(named(ranks) for ranks in alike[:SHOWN]),
         remedy="ranks that work on the same part of the batch pass the same: let samplers depend on the data axes alone"
-        if given.shard >= 0 or part == whole
+        if given.shard >= 0 or part == full
         else f"pass the same batch on all ranks, or each rank its own part of it, {part}; where each has a batch of "
-        f"{whole} of its own, as with DDP, parallelize with example inputs of all ranks' rows together",
+        f"{full} of its own, as with DDP, parallelize with example inputs of all ranks' rows together",
     )
 
 

@@ -48,7 +48,7 @@ class ProcessStore(Store):
         self.is_staged, self.is_loaded_anew = graph.pipeline is not None, False
         self.history: Counter[str] = Counter()
         """What this rank did to parameters since all ranks last made a call together, and how often."""
-        self._shardings = any(spec_of(given).axes for given in self._inputs)
+        self._shardings = any(spec_of(inp).axes for inp in self._inputs)
         self._here = {given.name for given in self._given.values() if graph.is_here(given.at, self._coords)}
         self._loaded: set[str] = set()
         self._shards: dict[str, DTensorShard] = {}
@@ -65,28 +65,28 @@ class ProcessStore(Store):
                     spec_of(given), type_.shape, type_.dtype, along, shown_on, self._coords
                 )
 
-    def _holders(self, given: Input) -> list[int]:
+    def _holders(self, inp: Input) -> list[int]:
         """The ranks that store an input."""
-        return [rank for rank in range(self.mesh.size) if self.graph.is_here(given.at, self.mesh.coords(rank))]
+        return [rank for rank in range(self.mesh.size) if self.graph.is_here(inp.at, self.mesh.coords(rank))]
 
     def has_weights(self, mine: bool) -> bool:
         """Whether there is content to be loaded: whether rank 0 has it, for it is rank 0's that counts."""
         return mine if is_dry_run() else tell_all(mine)[0]
 
-    def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
+    def load(self, full: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Shard rank 0's parameters and buffers; what is stored already is written over."""
         finish(self.device)
         memory = {} if self.parameters else self._parameter_memory()
-        for given in (each for each in self._inputs if each.name in whole):
+        for given in (each for each in self._inputs if each.name in full):
             name, trained = given.name, trainable.get(given.name, True)
-            shard = self._mine(given, whole[name])
+            shard = self._mine(given, full[name])
             self._loaded.add(name)
-            held = self.parameters if given.kind is InputKind.PARAMETER else self.buffers
+            tensors = self.parameters if given.kind is InputKind.PARAMETER else self.buffers
             if shard is None:
                 if given.kind is InputKind.PARAMETER and trained:
                     self.trained_elsewhere |= {name}
-            elif name in held:
-                DTensorShard.unwrap(held[name][0].detach()).copy_(shard)
+            elif name in tensors:
+                DTensorShard.unwrap(tensors[name][0].detach()).copy_(shard)
             elif given.kind is InputKind.PARAMETER:
                 own, shown = (
                     memory[name].copy_(shard) if name in memory else self._settled(name, shard),
@@ -122,13 +122,13 @@ class ProcessStore(Store):
     @cached_property
     def _replicated(self) -> list[str]:
         """Those that every rank holds whole."""
-        sharded = {given.name for given in self._inputs if spec_of(given).axes}
+        sharded = {inp.name for inp in self._inputs if spec_of(inp).axes}
         return [name for name in self._everywhere if name not in sharded]
 
     def writes(self) -> int:
         """The number of writes into parameters that every rank holds whole."""
-        held = (self.parameters.get(name) for name in self._replicated)
-        return sum(DTensorShard.unwrap(each[0])._version for each in held if each is not None)
+        replicated = (self.parameters.get(name) for name in self._replicated)
+        return sum(DTensorShard.unwrap(each[0])._version for each in replicated if each is not None)
 
     def stepped_by_all(self) -> Mapping[int, str]:
         """The parameters of which all ranks hold a shard, by their ``id``; of stages, if each trains some, its own."""
@@ -139,16 +139,16 @@ class ProcessStore(Store):
             names = list(self.parameters) if len(training) == self.mesh.size else []
         return {id(self.parameters[name][0]): name for name in names if name in self.parameters}
 
-    def loaded(self, given: Mapping[str, Tensor]) -> None:
+    def loaded(self, values: Mapping[str, Tensor]) -> None:
         """Note that a state dict of shards, or a part of one, was loaded: all ranks are to do that."""
-        same = [DTensorShard.unwrap(given[name]) for name in self._replicated if name in given]
+        same = [DTensorShard.unwrap(values[name]) for name in self._replicated if name in values]
         content = f", with content {sum(map(checksum, same)) % 2**32:08x}" if same else ""
-        if all(name in given for name in self.held()):
+        if all(name in values for name in self.stamps()):
             self.forget_history()
             self.is_loaded_anew = True
             self.history[f"a state dict was loaded{content}"] += 1
         else:
-            some = "some" if self.is_staged else str(len(given))  # of stages a rank may hold more than another
+            some = "some" if self.is_staged else str(len(values))  # of stages a rank may hold more than another
             self.history[f"{some} parameters and buffers were loaded{content}"] += 1
 
     def handed_out(self, scale: Tensor | float) -> None:
@@ -157,8 +157,8 @@ class ProcessStore(Store):
             times = f" of {scale.item()!r} times the loss" if scale.device.type == "cpu" and scale.numel() == 1 else ""
         else:
             times = f" of {scale!r} times the loss"
-        held = [self.parameters[name][0] for name in self._everywhere if name in self.parameters]
-        added = "added to gradients" if any(each.grad is not None for each in held) else "with no gradients before"
+        shards = [self.parameters[name][0] for name in self._everywhere if name in self.parameters]
+        added = "added to gradients" if any(each.grad is not None for each in shards) else "with no gradients before"
         self.history[f"a backward{times}, {added}"] += 1
 
     def forget_history(self) -> None:
@@ -180,7 +180,7 @@ class ProcessStore(Store):
         found: dict[str, T] = {}
         for each in reversed(tell_all(mine)):  # of what several store the first one says it
             found |= each
-        return {given.name: found[given.name] for given in self.graph.inputs if given.name in found}
+        return {inp.name: found[inp.name] for inp in self.graph.inputs if inp.name in found}
 
     def to(self, device: torch.device) -> None:
         """Move what is stored: to where it is, for the process group serves one kind of device."""
@@ -189,7 +189,7 @@ class ProcessStore(Store):
     def shard(self, name: str, rank: int) -> Tensor:
         return DTensorShard.unwrap(self._held(name)[0]).detach()
 
-    def held(self) -> Mapping[str, tuple[str, int]]:
+    def stamps(self) -> Mapping[str, tuple[str, int]]:
         """How each is placed, and which shard this rank has."""
         found = {}
         for given in (each for each in self._given.values() if each.name in self._here):
@@ -199,26 +199,26 @@ class ProcessStore(Store):
 
     def begin(self, name: str, start: float | str) -> None:
         """Make this rank's shard of a state: one number everywhere, or a copy of a parameter."""
-        given = self._given[name]
+        inp = self._given[name]
         self._loaded.add(name)
-        spec, dtype = spec_of(given), given.value.type.dtype
+        spec, dtype = spec_of(inp), inp.value.type.dtype
         if isinstance(start, str):
             shard = local_shard(self.whole(start).to(dtype), spec, self.mesh, self.rank)
         else:
-            shard = torch.full(spec.local_shape(given.value.shape, self.mesh, self._coords), start, dtype=dtype)
+            shard = torch.full(spec.local_shape(inp.value.shape, self.mesh, self._coords), start, dtype=dtype)
         if name not in self._here:
             return
         if name not in self._places:
-            self._places |= self._contiguous([each for each in self._stepped if given in each])
+            self._places |= self._contiguous([each for each in self._stepped if inp in each])
         place = self._places.pop(name, None)
         shard = self._settled(name, shard) if place is None else place.copy_(shard)
         self.states[name] = [self._shards[name].wrap(shard) if spec.axes else shard]
 
-    def fill(self, name: str, whole: Tensor) -> None:
+    def fill(self, name: str, full: Tensor) -> None:
         """Shard rank 0's global state into the stored shard."""
         finish(self.device)
-        given = self._given[name]
-        shard = self._mine(given, whole.to(given.value.type.dtype))
+        inp = self._given[name]
+        shard = self._mine(inp, full.to(inp.value.type.dtype))
         if shard is not None:
             self.shard(name, self.rank).copy_(shard)
 
@@ -235,24 +235,24 @@ class ProcessStore(Store):
         """As a DTensor, where some parameter is sharded."""
         return self._shards[name] if self._shardings else None
 
-    def _mine(self, given: Input, whole: Tensor) -> Tensor | None:
+    def _mine(self, inp: Input, full: Tensor) -> Tensor | None:
         """This rank's shard of rank 0's tensor; None where it holds none."""
-        tensor = whole.detach()
+        tensor = full.detach()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if self.rank and not is_dry_run():  # what it has itself does not count
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         else:
             tensor = tensor.to(self.device, copy=True).contiguous()
-        with ending_together(f"the broadcast of {given.name!r}"):
+        with ending_together(f"the broadcast of {inp.name!r}"):
             dist.broadcast(tensor, 0)
-        if given.name not in self._here:
+        if inp.name not in self._here:
             return None
-        return local_shard(tensor, spec_of(given), self.mesh, self.rank)
+        return local_shard(tensor, spec_of(inp), self.mesh, self.rank)
 
-    def sharding(self, name: str, whole: Tensor) -> list[Tensor]:
+    def sharding(self, name: str, full: Tensor) -> list[Tensor]:
         """This rank's shard, as its parameter is; none where it holds none."""
-        shard = self._mine(self._given[name], whole)
+        shard = self._mine(self._given[name], full)
         return [] if shard is None else [self.as_gradient(name, shard.clone())]
 
     def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -261,8 +261,8 @@ class ProcessStore(Store):
         if given.pool:
             finish(self.device)
         if name in self._here:
-            held = own_shards if own_shards is not None else self._held(name)
-            mine = self.assemble(spec_of(given), given.value.shape, [DTensorShard.unwrap(held[0].detach())])
+            shards = own_shards if own_shards is not None else self._held(name)
+            mine = self.assemble(spec_of(given), given.value.shape, [DTensorShard.unwrap(shards[0].detach())])
         pipeline = self.graph.pipeline
         places = pipeline.places(given.at) if pipeline is not None else ()
         if pipeline is None or len(places) == self.mesh[pipeline.axis].size:
@@ -278,7 +278,7 @@ class ProcessStore(Store):
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
         """The norm of all ranks' shards: of those that several ranks hold the first one counts its own."""
-        mine = [DTensorShard.unwrap(held[0]) for name, held in grads.items() if self._is_first(name)]
+        mine = [DTensorShard.unwrap(shards[0]) for name, shards in grads.items() if self._is_first(name)]
         total, largest = norm_of(mine, kind, self.device).to(self.device), kind == inf
         total = total if largest else total**kind
         with ending_together("the norm of all gradients"):
@@ -287,9 +287,9 @@ class ProcessStore(Store):
 
     def _is_first(self, name: str) -> bool:
         """Whether this rank is the first one that holds its shard."""
-        given = self._given[name]
-        by_rank = Shards.of(spec_of(given), given.value.shape, self.mesh).by_rank
-        return next(rank for rank in self._holders(given) if by_rank[rank] == by_rank[self.rank]) == self.rank
+        inp = self._given[name]
+        by_rank = Shards.of(spec_of(inp), inp.value.shape, self.mesh).by_rank
+        return next(rank for rank in self._holders(inp) if by_rank[rank] == by_rank[self.rank]) == self.rank
 
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:
         shard = own_shards[0].to(self.device)

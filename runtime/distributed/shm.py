@@ -351,9 +351,9 @@ class ShmGroup(dist.ProcessGroup):
 
         return self._start(x, x, finish, where, word=LinkWord.SHARED)
 
-    def all_gather_single_coalesced(self, outs: list[Tensor], given: list[Tensor], opts: Any = None) -> Any:
+    def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
         """Gather several tensors."""
-        return [self.all_gather_single(out, x) for x, out in zip(given, outs, strict=True)][-1]
+        return [self.all_gather_single(out, x) for x, out in zip(tensors, outs, strict=True)][-1]
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
         """Gather a tensor of all ranks into one."""
@@ -364,11 +364,11 @@ class ShmGroup(dist.ProcessGroup):
 
         return self._start(x, out, finish)
 
-    def reduce_scatter_single_coalesced(self, outs: list[Tensor], given: list[Tensor], opts: Any = None) -> Any:
+    def reduce_scatter_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce over tensors, and scatter each."""
-        if self._fold_of(given, opts) is None:
-            return self._gloo.reduce_scatter_tensor_coalesced(outs, given, opts)
-        return [self.reduce_scatter_single(out, x, opts) for x, out in zip(given, outs, strict=True)][-1]
+        if self._fold_of(tensors, opts) is None:
+            return self._gloo.reduce_scatter_tensor_coalesced(outs, tensors, opts)
+        return [self.reduce_scatter_single(out, x, opts) for x, out in zip(tensors, outs, strict=True)][-1]
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
         """Reduce over a tensor, and scatter it."""
@@ -529,9 +529,9 @@ def _create(options: Any, _: Any) -> Any:
     gloo = dist.ProcessGroupGloo(store, place, options.group_size, timeout=options.timeout)
     rounds = count()
 
-    def gather(given: Any) -> list[Any]:
+    def gather(value: Any) -> list[Any]:
         number = next(rounds)
-        store.set(f"links/{number}/{place}", json.dumps(given))
+        store.set(f"links/{number}/{place}", json.dumps(value))
         return [json.loads(store.get(f"links/{number}/{other}")) for other in range(len(ranks))]
 
     links = connect(gather, place, ranks, options.timeout.total_seconds()) if len(ranks) > 1 else []

@@ -134,19 +134,19 @@ class Outbox:
 
     def send(self, x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
         """Start to send (:func:`shardfx.ir.ops.loop.stage_transfer.send`)."""
-        held = x.contiguous()
+        sent = x.contiguous()
         if self._by_stream:
-            work = dist.isend(held, group=one_way(group, peers(group).rank(), to), group_dst=to)
+            work = dist.isend(sent, group=one_way(group, peers(group).rank(), to), group_dst=to)
         else:
-            work = dist.isend(held, group=peers(group), group_dst=to, tag=number(tag, iteration))
+            work = dist.isend(sent, group=peers(group), group_dst=to, tag=number(tag, iteration))
         assert work is not None
         if self._by_stream:
-            self._sent.append((work, held))
+            self._sent.append((work, sent))
         elif not shares_memory(group):  # where a copy is on its way
             if self._thread is None:
                 self._thread, self._failed = Queue(), []
                 threading.Thread(target=_arrive, args=(self._thread, self._failed), daemon=True).start()
-            self._thread.put((work, held))
+            self._thread.put((work, sent))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Outbox:
         """An empty one: what is under way is this one's."""
@@ -170,10 +170,10 @@ class Outbox:
 def _arrive(sent: Queue[Sent], failed: list[RuntimeError]) -> None:
     """Wait for one message after the other."""
     while True:
-        work, held = sent.get()
+        work, stored = sent.get()
         try:
             work.wait()
         except RuntimeError as error:  # raised where the rank waits for all of them
             failed.append(error)
-        del work, held
+        del work, stored
         sent.task_done()

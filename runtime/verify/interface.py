@@ -17,23 +17,23 @@ def interface_fault(before: Graph, after: Graph) -> Fault | None:
 
     How outputs are computed is not checked here (:mod:`.proof.terms`).
     """
-    known = {given.name: given for given in before.inputs}
-    for given in after.inputs:
-        what = _other_input(known.get(given.name), given)
+    known = {inp.name: inp for inp in before.inputs}
+    for inp in after.inputs:
+        what = _other_input(known.get(inp.name), inp)
         if what:
-            return Fault(what, first_output(after, [given.value]), None, given.value.name, given.name, certain=True)
+            return Fault(what, first_output(after, [inp.value]), None, inp.value.name, inp.name, certain=True)
     return _other_outputs(before, after)
 
 
-def _other_input(captured: Input | None, given: Input) -> str:
-    name = f"{given.kind.value} {given.name}"
+def _other_input(captured: Input | None, inp: Input) -> str:
+    name = f"{inp.kind.value} {inp.name}"
     if captured is None:
         return f"the planned graph has an input that the captured one lacks: {name}"
-    if given.kind is not captured.kind:
-        return f"{given.name} is a {given.kind.value} of the planned graph, and a {captured.kind.value} of the captured"
-    if given.value.type != captured.value.type:
-        return f"{name} is {given.value.type} in the planned graph, and {captured.value.type} in the captured one"
-    mine, planned = captured.constant, given.constant
+    if inp.kind is not captured.kind:
+        return f"{inp.name} is a {inp.kind.value} of the planned graph, and a {captured.kind.value} of the captured"
+    if inp.value.type != captured.value.type:
+        return f"{name} is {inp.value.type} in the planned graph, and {captured.value.type} in the captured one"
+    mine, planned = captured.constant, inp.constant
     if mine is None or mine is planned:  # a graph that was read from text has no contents
         return ""
     if planned is None:

@@ -158,7 +158,7 @@ def draw_sample(before: Graph, after: Graph, known: Mapping[str, Tensor], seed: 
         )
     used = {v.type.dtype for v in before.values() if v.type.dtype.is_floating_point}
     random = torch.Generator().manual_seed(seed)
-    inputs = {given.name: _random(before, given, known.get(given.name), random) for given in before.inputs}
+    inputs = {inp.name: _random(before, inp, known.get(inp.name), random) for inp in before.inputs}
     if used == {torch.float64}:
         return Sample(before, after, inputs, False)
     return Sample(_widened(before), _widened(after), inputs, True)
@@ -168,18 +168,18 @@ POSITIVE = (InputKind.BUFFER, InputKind.STATE, InputKind.OPTION)
 """Variances, averages of squares, counts and rates are among them."""
 
 
-def _random(graph: Graph, given: Input, content: Tensor | None, random: torch.Generator) -> Tensor:
-    type, kind = given.value.type, given.kind
-    content = given.constant if kind is InputKind.CONSTANT else content
+def _random(graph: Graph, inp: Input, content: Tensor | None, random: torch.Generator) -> Tensor:
+    type, kind = inp.value.type, inp.kind
+    content = inp.constant if kind is InputKind.CONSTANT else content
     if kind is InputKind.SEED:
         return torch.tensor(1234)
     continuous = type.dtype.is_floating_point or type.dtype.is_complex
     if content is not None and (kind is InputKind.CONSTANT or not continuous):
         return wide(content) if continuous else content.detach().clone()
     if kind is InputKind.CONSTANT:
-        raise Error(f"constant {given.name!r} has no content", where="a graph read from text")
+        raise Error(f"constant {inp.name!r} has no content", where="a graph read from text")
     if not continuous:
-        return torch.randint(0, _index_bound(graph, given.value), type.shape, generator=random).to(type.dtype)
+        return torch.randint(0, _index_bound(graph, inp.value), type.shape, generator=random).to(type.dtype)
     dtype = torch.complex128 if type.dtype.is_complex else torch.float64
     if kind in POSITIVE or (kind is InputKind.PARAMETER and type.ndim < 2):
         return torch.rand(type.shape, dtype=dtype, generator=random) + 0.5

@@ -133,13 +133,13 @@ def _places(args: Any) -> Iterator[list[Any]]:
         yield [each[i] if is_list else each for each, is_list in zip(args, lists, strict=True)]
 
 
-def _follow(name: str, pointwise: bool, given: list[Tensor], targets: list[Tensor], made: Any) -> Any:
+def _follow(name: str, pointwise: bool, tensors: list[Tensor], targets: list[Tensor], made: Any) -> Any:
     """What an op gave, with its facts; those of what it wrote into are renewed.
 
     Raises:
         Error: a parameter was written into that depends on some of its shards alone.
     """
-    facts = combined(given[1:] if name in RENEWS else given, pointwise or name in MOVES)
+    facts = combined(tensors[1:] if name in RENEWS else tensors, pointwise or name in MOVES)
     for target in targets:
         if isinstance(target, ShardGradient):
             before = frozenset() if name in RENEWS else target.facts.depends
@@ -151,9 +151,9 @@ def _follow(name: str, pointwise: bool, given: list[Tensor], targets: list[Tenso
     return tree_map_only(Tensor, lambda each: ShardGradient.of(each, Facts(facts.own, facts.depends)), made)
 
 
-def combined(given: Iterable[Tensor], pointwise: bool, *more: Facts) -> Facts:
+def combined(tensors: Iterable[Tensor], pointwise: bool, *more: Facts) -> Facts:
     """The facts of what is computed of tensors."""
-    known = [*more, *(each.facts for each in given if isinstance(each, ShardGradient))]
+    known = [*more, *(each.facts for each in tensors if isinstance(each, ShardGradient))]
     own = frozenset(shard for each in known for shard in each.own)
     depends = frozenset(shard for each in known for shard in each.depends)
     if not pointwise:

@@ -33,28 +33,28 @@ class VirtualStore(Store):
             if given.value.spec is not None
         }
 
-    def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
+    def load(self, full: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         check_device(self.device)
         finish(self.device)
         memory = {} if self.parameters else self._side_by_side()
-        for given in self._inputs:
-            if given.name not in whole:
+        for inp in self._inputs:
+            if inp.name not in full:
                 continue
-            layout, tensor = self._shards[given.name], whole[given.name].detach()
+            layout, tensor = self._shards[inp.name], full[inp.name].detach()
             own_shards = [layout.sharding(tensor, i) for i in range(layout.count)]
             own_shards = [
-                place.copy_(shard) if place is not None else self._settled(given.name, shard)
-                for place, shard in zip(memory.get(given.name, [None] * layout.count), own_shards, strict=True)
+                place.copy_(shard) if place is not None else self._settled(inp.name, shard)
+                for place, shard in zip(memory.get(inp.name, [None] * layout.count), own_shards, strict=True)
             ]
-            held = self.parameters.get(given.name) or self.buffers.get(given.name)
-            if held:
-                for old, new in zip(held, own_shards, strict=True):
+            shards = self.parameters.get(inp.name) or self.buffers.get(inp.name)
+            if shards:
+                for old, new in zip(shards, own_shards, strict=True):
                     old.detach().copy_(new)
-            elif given.kind is InputKind.PARAMETER:
-                grad = trainable.get(given.name, True)
-                self.parameters[given.name] = [nn.Parameter(p, requires_grad=grad) for p in own_shards]
+            elif inp.kind is InputKind.PARAMETER:
+                grad = trainable.get(inp.name, True)
+                self.parameters[inp.name] = [nn.Parameter(p, requires_grad=grad) for p in own_shards]
             else:
-                self.buffers[given.name] = own_shards
+                self.buffers[inp.name] = own_shards
 
     def _side_by_side(self) -> dict[str, list[Tensor]]:
         """Memory for the shards of parameters that are gathered together, where the same ranks hold them."""
@@ -79,10 +79,10 @@ class VirtualStore(Store):
             for i, shard in enumerate(own_shards):
                 there = memory[name][i].copy_(shard.data) if name in memory else shard.data.to(device)
                 shard.data = self._settled(name, shard.data) if self._given[name].pool else there
-        for held in (self.buffers, self.states):
-            for name, tensors in held.items():
+        for stored in (self.buffers, self.states):
+            for name, tensors in stored.items():
                 beside = bool(self._given[name].pool)
-                held[name] = [self._settled(name, each) if beside else each.to(device) for each in tensors]
+                stored[name] = [self._settled(name, each) if beside else each.to(device) for each in tensors]
 
     def shard(self, name: str, rank: int) -> Tensor:
         """What a rank holds; ranks that hold the same share one tensor."""
@@ -93,29 +93,29 @@ class VirtualStore(Store):
         layout = self._shards[name]
         dtype = self._given[name].value.type.dtype
         if isinstance(start, str):
-            whole = self.whole(start).to(dtype)
-            own_shards = [layout.sharding(whole, i) for i in range(layout.count)]
+            full = self.whole(start).to(dtype)
+            own_shards = [layout.sharding(full, i) for i in range(layout.count)]
         else:
             shapes = [layout.local_shapes[i] for i in range(layout.count)]
             own_shards = [torch.full(shape, start, dtype=dtype) for shape in shapes]
         self.states[name] = [self._settled(name, shard) for shard in own_shards]
 
-    def fill(self, name: str, whole: Tensor) -> None:
+    def fill(self, name: str, full: Tensor) -> None:
         """Shard a global state into the stored shards."""
         finish(self.device)
         for i, shard in enumerate(self.states[name]):
-            shard.copy_(self._shards[name].sharding(whole, i))
+            shard.copy_(self._shards[name].sharding(full, i))
 
-    def sharding(self, name: str, whole: Tensor) -> list[Tensor]:
+    def sharding(self, name: str, full: Tensor) -> list[Tensor]:
         layout = self._shards[name]
-        return [layout.sharding(whole.detach(), i).to(self.device, copy=True) for i in range(layout.count)]
+        return [layout.sharding(full.detach(), i).to(self.device, copy=True) for i in range(layout.count)]
 
     def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if self._given[name].pool:
             finish(self.device)
-        held = own_shards if own_shards is not None else self._held(name)
-        joined = self._shards[name].join([plain(shard).detach() for shard in held])
-        return joined if len(held) > 1 else joined.clone()
+        shards = own_shards if own_shards is not None else self._held(name)
+        joined = self._shards[name].join([plain(shard).detach() for shard in shards])
+        return joined if len(shards) > 1 else joined.clone()
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
         """The norm of the shards, each of which is here once."""
@@ -126,9 +126,9 @@ class VirtualStore(Store):
 
     def as_gradient(self, name: str, shard: Tensor, number: int) -> Tensor:
         """The shard; where there are several, it knows what it is computed from."""
-        held = self.parameters[name]
-        if len(held) == 1:
+        shards = self.parameters[name]
+        if len(shards) == 1:
             return shard
         if name not in self._sharded:
-            self._sharded[name] = Sharded(name, len(held))
+            self._sharded[name] = Sharded(name, len(shards))
         return ShardGradient.of(shard, Facts(frozenset([(self._sharded[name], number)])))

@@ -68,17 +68,17 @@ class SceneRows(NamedTuple):
         more = (self.size * per, self.whole * per, self.scale * per, self.low * per, self.high * per)
         return SceneRows(self.axis, *more)
 
-    def seen(self, window: Window, whole: Window) -> SceneRows:
-        """The rows of another dim that are made of these through a window; ``whole`` is that of the full scene."""
+    def seen(self, window: Window, full: Window) -> SceneRows:
+        """The rows of another dim that are made of these through a window; ``full`` is that of the full scene."""
         if window.step < 0:
             raise NotLocal("flips the image, the last row to the front")
-        steps = [tuple(Fraction(each, w.per) for each in (w.step, w.low, w.high)) for w in (window, whole)]
+        steps = [tuple(Fraction(each, w.per) for each in (w.step, w.low, w.high)) for w in (window, full)]
         if steps[0] != steps[1] or window.step == 0:
             raise NotLocal("makes rows of others, in a larger image: its scale is that of the sizes")
         step, per, size = window.step, window.per, window.size
         low = bisect_left(range(size), self.low, key=lambda o: (step * o + window.low) // per)
         high = bisect_left(range(size), self.high, key=lambda o: (step * o + window.high) // per)
-        return SceneRows(self.axis, size, whole.size, self.scale * per / step, low, high)
+        return SceneRows(self.axis, size, full.size, self.scale * per / step, low, high)
 
     def both(self, other: SceneRows) -> SceneRows:
         """The valid rows of an op on two values, row by row; NotLocal where they are rows of other positions."""
@@ -135,35 +135,35 @@ class Locality(NamedTuple):
     ragged: Node | None
 
 
-def follow(window: Graph, whole: Graph, rules: RuleBook, axes: Collection[int], result: str | None) -> Locality:
+def follow(window: Graph, entire: Graph, rules: RuleBook, axes: Collection[int], result: str | None) -> Locality:
     """Follow some dims (``axes``) of the image through a model, captured for a window and for the full scene.
 
     Raises:
         Error: the result of this name (None: none is asked for) is not local: the op, where it stands in the model, and
             why.
     """
-    programs = [([i.kind for i in graph.inputs], [str(node.op) for node in graph.nodes]) for graph in (window, whole)]
+    programs = [([i.kind for i in graph.inputs], [str(node.op) for node in graph.nodes]) for graph in (window, entire)]
     if programs[0] != programs[1]:
         raise not_local(None, "it is another program for an image of the scene's size")
     known: dict[Value, Known] = {}
-    for given, twin in zip(window.inputs, whole.inputs, strict=True):
-        if given.kind is InputKind.SEED:
-            known[given.value] = NonLocalValue(None, "random numbers are drawn by position")
+    for inp, twin in zip(window.inputs, entire.inputs, strict=True):
+        if inp.kind is InputKind.SEED:
+            known[inp.value] = NonLocalValue(None, "random numbers are drawn by position")
             continue
-        a, b = given.constant, twin.constant
+        a, b = inp.constant, twin.constant
         if a is not None and (b is None or a.shape != b.shape or not (a.is_meta or b.is_meta or torch.equal(a, b))):
-            known[given.value] = NonLocalValue(None, "one of its constants differs in a larger image")
+            known[inp.value] = NonLocalValue(None, "one of its constants differs in a larger image")
             continue
-        followed = axes if given.kind is InputKind.ARGUMENT else ()
-        known[given.value] = tuple(
+        followed = axes if inp.kind is InputKind.ARGUMENT else ()
+        known[inp.value] = tuple(
             (SceneRows(dim, size, full, Fraction(1), 0, size),) if dim in followed else (OtherDim(size),)
-            for dim, (size, full) in enumerate(zip(given.value.shape, twin.value.shape, strict=True))
+            for dim, (size, full) in enumerate(zip(inp.value.shape, twin.value.shape, strict=True))
         )
-    (small,), (large,) = (graph.of_kind(InputKind.ARGUMENT) for graph in (window, whole))
+    (small,), (large,) = (graph.of_kind(InputKind.ARGUMENT) for graph in (window, entire))
     more = {dim: b - a for dim, (a, b) in enumerate(zip(small.value.shape, large.value.shape, strict=True))}
     follower = _Follower(rules, known, more)
     layers = []
-    for node, same in zip(window.nodes, whole.nodes, strict=True):
+    for node, same in zip(window.nodes, entire.nodes, strict=True):
         follower.visit(node, same)
         if node.outs and not isinstance(made := known[node.outs[0]], NonLocalValue):
             rows = [part for parts in made for part in parts if isinstance(part, SceneRows)]
@@ -219,21 +219,21 @@ class _Follower:
         except NotLocal as error:
             self._known |= {value: NonLocalValue(node, str(error)) for value in node.outs}
 
-    def _results(self, node: Node, twin: Node, rule: ShardingRule, whole: ShardingRule) -> dict[Value, Known]:
+    def _results(self, node: Node, twin: Node, rule: ShardingRule, full: ShardingRule) -> dict[Value, Known]:
         operands = [known for value in node.operands if not isinstance(known := self._known[value], NonLocalValue)]
         tracked = any(isinstance(part, SceneRows) for dims in operands for parts in dims for part in parts)
-        leaders = [{factor: seen.leader for factor, seen in each.windows.items()} for each in (rule, whole)]
-        same = all(getattr(rule, name) == getattr(whole, name) for name in ("operands", "results", "whole", "reduce"))
+        leaders = [{factor: seen.leader for factor, seen in each.windows.items()} for each in (rule, full)]
+        same = all(getattr(rule, name) == getattr(full, name) for name in ("operands", "results", "whole", "reduce"))
         if not same or leaders[0] != leaders[1]:
             raise NotLocal("computes something else where the image is larger")
         factors = _factors(rule, operands)
         for factor, parts in factors.items():
-            same = rule.sizes[factor] == whole.sizes[factor] or _uniform(parts)
+            same = rule.sizes[factor] == full.sizes[factor] or _uniform(parts)
             if not same and not any(isinstance(part, SceneRows) for part in parts):
                 raise NotLocal("is made for the size of the image")
         for factor, seen in rule.windows.items():
             if rows := _as_one(factors[factor]):
-                factors[seen.leader] = (rows.seen(seen.window, whole.windows[factor].window),)
+                factors[seen.leader] = (rows.seen(seen.window, full.windows[factor].window),)
         results = [dims for dims in rule.results if dims is not None]
         found: dict[Value, Known] = {}
         for value, other, dims in zip(node.outs, twin.outs, results, strict=True):
@@ -248,7 +248,7 @@ class _Follower:
         return found
 
     def _result(
-        self, rule: ShardingRule, dims: tuple[Dim, ...], factors: Mapping[str, Parts], filled: bool, whole: Value
+        self, rule: ShardingRule, dims: tuple[Dim, ...], factors: Mapping[str, Parts], filled: bool, full: Value
     ) -> Known:
         there = {factor for dim in dims for factor in dim}
         for factor, parts in factors.items():
@@ -260,15 +260,15 @@ class _Follower:
             if factor in rule.whole or leader in rule.whole:
                 raise NotLocal("needs all rows of the image")
         found = []
-        for dim, size in zip(dims, whole.shape, strict=True):
+        for dim, size in zip(dims, full.shape, strict=True):
             made: Parts = ()
             for factor in dim:
                 made += factors.get(factor) or (OtherDim(rule.sizes[factor], filled),)
-            self._check(made, size, whole)
+            self._check(made, size, full)
             found.append(made)
         return tuple(found)
 
-    def _check(self, parts: Parts, size: int, whole: Value) -> None:
+    def _check(self, parts: Parts, size: int, full: Value) -> None:
         """The scene's rows must be as many as follow from the window's; and note the grid on which windows may
         begin."""
         uniform = any(isinstance(part, OtherDim) and part.uniform for part in parts)
@@ -277,7 +277,7 @@ class _Follower:
         for part in parts:
             if isinstance(part, SceneRows):
                 if part.whole - part.size != self._more[part.axis] * part.scale:
-                    self.ragged = self.ragged or whole.node
+                    self.ragged = self.ragged or full.node
                 self.grid[part.axis] = math.lcm(self.grid[part.axis], part.scale.denominator)
 
 
@@ -293,8 +293,8 @@ def _factors(rule: ShardingRule, operands: Sequence[tuple[Parts, ...]]) -> dict[
 
 def _scalars(node: Node) -> list[Any]:
     """The scalars among a node's arguments that are no sizes: those that stand alone."""
-    given = (*node.args, *(node.kwargs[name] for name in sorted(node.kwargs)))
-    return [each for each in given if isinstance(each, (bool, int, float, str, torch.dtype))]
+    args = (*node.args, *(node.kwargs[name] for name in sorted(node.kwargs)))
+    return [each for each in args if isinstance(each, (bool, int, float, str, torch.dtype))]
 
 
 def _uniform(parts: Parts) -> bool:
@@ -402,11 +402,11 @@ def layer_margins(pm: ParallelModule, name: str = "args.0") -> list[LayerMargin]
     image = input_value(pm.planned, name, "layer_margins(pm, name)")
     space = range(2, image.type.ndim)
     try:
-        window, whole = (
+        window, full = (
             pm._traced(torch.empty((1, image.shape[1], *sizes), dtype=image.type.dtype, device="meta"))
             for sizes in ([size * by for size in image.shape[2:]] for by in LARGE)
         )
-        found = follow(window, whole, pm._rule_book, space, None)
+        found = follow(window, full, pm._rule_book, space, None)
     except Error as error:
         return [LayerMargin(error.where or "the model", 0.0, f"not known: {error.what}")]
     made: list[LayerMargin] = []

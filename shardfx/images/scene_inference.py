@@ -68,10 +68,10 @@ def predict_scene(
     parts, rows = locality.dims, {part.axis: part for part in locality.dims if isinstance(part, SceneRows)}
     if parts[0].size != image.shape[0] or (image.shape[0] > 1 and 0 not in rows):
         raise not_local(None, "the first dim of its result is not that of the images")
-    by_dim = [[WindowSpan(0, whole, slice(None), slice(None))] for whole in scene.shape[1:]]
-    for dim, (size, whole) in enumerate(zip(sizes, scene.shape[1:], strict=True), 2):
-        if size != whole:
-            by_dim[dim - 2] = spans(rows[dim], size, whole, locality.grid[dim], dim - 1)
+    by_dim = [[WindowSpan(0, full, slice(None), slice(None))] for full in scene.shape[1:]]
+    for dim, (size, full) in enumerate(zip(sizes, scene.shape[1:], strict=True), 2):
+        if size != full:
+            by_dim[dim - 2] = spans(rows[dim], size, full, locality.grid[dim], dim - 1)
     wanted = tuple(part.whole if isinstance(part, SceneRows) else part.size for part in parts[1:])
     if out is not None and tuple(out.shape) != wanted:
         raise Error(
@@ -108,7 +108,7 @@ def _sizes(pm: ParallelModule, scene: ArrayLike, window: Sequence[int] | None) -
         Error: the model takes other inputs; the scene does not fit.
     """
     image = pm.planned.input(IMAGE).value.shape
-    arguments = [given.name for given in pm.planned.of_kind(InputKind.ARGUMENT)]
+    arguments = [inp.name for inp in pm.planned.of_kind(InputKind.ARGUMENT)]
     if arguments != [IMAGE]:
         raise Error(
             "the model takes other inputs than one image",
@@ -136,7 +136,7 @@ def _followed(pm: ParallelModule, scene: ArrayLike, sizes: Sequence[int], result
         Error: it is not local, or there is none of this name.
     """
     image = pm.planned.input(IMAGE).value
-    window, whole = (
+    window, full = (
         pm._traced(torch.empty((*image.shape[:2], *space), dtype=image.type.dtype, device="meta"))
         for space in (sizes, scene.shape[1:])
     )
@@ -152,7 +152,7 @@ def _followed(pm: ParallelModule, scene: ArrayLike, sizes: Sequence[int], result
     name = result or names[0]
     axes = [dim for dim, (a, b) in enumerate(zip(sizes, scene.shape[1:], strict=True), 2) if a != b]
     batch = [0] if image.shape[0] > 1 else []
-    return names.index(name), follow(window, whole, pm._rule_book, [*batch, *axes], name)
+    return names.index(name), follow(window, full, pm._rule_book, [*batch, *axes], name)
 
 
 def _computed(pm: ParallelModule, scene: ArrayLike, batch: Sequence[SceneWindow], place: int) -> torch.Tensor:

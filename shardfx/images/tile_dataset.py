@@ -231,8 +231,8 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
         self._check_words(crop)
         for i in range(len(self._scenes)):
             self._check_scene(i, crop is not None)
-        whole = any(isinstance(part, WholeImage) for scene in self._scenes for part in scene)
-        shares = whole and rank is None and self._rank is not None
+        full = any(isinstance(part, WholeImage) for scene in self._scenes for part in scene)
+        shares = full and rank is None and self._rank is not None
         self._decoding: DecodingGroup | None = decoding_group(self._inputs[0].tiles) if shares else None
 
     @property
@@ -364,11 +364,11 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
                 got=f"{len(scene)} arrays",
                 remedy="give each scene as a tuple, (image, mask), or name its inputs: names=('args.0',)",
             )
-        whole = tuple(getattr(scene[0], "shape", ()))[1:]
+        full = tuple(getattr(scene[0], "shape", ()))[1:]
         for part, (array, wanted, by) in enumerate(zip(scene, self._inputs, self._scales, strict=True)):
             shape, name = tuple(getattr(array, "shape", ())), self._names[part]
             lead = len(wanted.shape) - len(by)
-            rest = tuple(size * scale for size, scale in zip(whole, by, strict=False)) if by else ()
+            rest = tuple(size * scale for size, scale in zip(full, by, strict=False)) if by else ()
             fits = len(shape) == len(wanted.shape) and shape[:lead] == wanted.shape[:lead] and shape[lead:] == rest
             sizes = zip(shape[lead:], wanted.shape[lead:], strict=True) if fits else ()
             if fits and all(a >= b if cropped else a == b for a, b in sizes):

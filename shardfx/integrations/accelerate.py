@@ -166,8 +166,8 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
         for pm, model in self._parallel:
             if model is not None:
                 carry_over(optimizer, model, pm._state)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        owner = next((pm for pm, _ in self._parallel if any(id(p) in held for p in pm.parameters())), None)
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owner = next((pm for pm, _ in self._parallel if any(id(p) in ids for p in pm.parameters())), None)
         made = super().prepare_optimizer(optimizer, device_placement)
         if owner is not None:
             made.__class__, made.pm = WholeOptimizer, owner
@@ -206,10 +206,10 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
                         remedy="prepare the parallel modules last",
                     )
                 path = Path(folder, f"model{end}.safetensors")
-                whole = (
+                full = (
                     safetensors.torch.load_file(path)
                     if path.exists()
                     else torch.load(Path(folder, f"pytorch_model{end}.bin"), map_location="cpu", weights_only=True)
                 )
-                pm.load_full_state_dict(whole)
+                pm.load_full_state_dict(full)
                 del models[i]

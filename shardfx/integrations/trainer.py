@@ -63,7 +63,7 @@ class ParallelTrainer(Trainer):
     optimizer: Any
 
     def __init__(
-        self, *given: Any, mesh: Mesh, hints: Hints | None = None, data: str | None = None, **options: Any
+        self, *args: Any, mesh: Mesh, hints: Hints | None = None, data: str | None = None, **options: Any
     ) -> None:
         self._mesh, self._given = mesh, hints if hints is not None else Hints()
         if self._given.args or self._given.kwargs or self._given.targets or self._given.loss is not None:
@@ -79,7 +79,7 @@ class ParallelTrainer(Trainer):
         self._pm: ParallelModule | None = None
         self._made_of: nn.Module | None = None
         self._version = 0
-        super().__init__(*given, **options)
+        super().__init__(*args, **options)
 
     # ---- the model --------------------------------------------------------------------------------------------
 
@@ -177,8 +177,8 @@ class ParallelTrainer(Trainer):
         """As the ``Trainer``'s. Without labels there is no such plan, and the model itself is called."""
         if self._pm is None or all(inputs.get(name) is not None for name in self.label_names):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        with self._pm.gathered() as whole:
-            return super().prediction_step(whole.eval(), inputs, prediction_loss_only, ignore_keys)
+        with self._pm.gathered() as full:
+            return super().prediction_step(full.eval(), inputs, prediction_loss_only, ignore_keys)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         found = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
@@ -186,19 +186,19 @@ class ParallelTrainer(Trainer):
 
     # ---- saving and loading -----------------------------------------------------------------------------------
 
-    def train(self, *given: Any, **options: Any) -> Any:
+    def train(self, *args: Any, **options: Any) -> Any:
         """As the ``Trainer``'s; afterwards ``trainer.model`` has the trained weights."""
-        result = super().train(*given, **options)
+        result = super().train(*args, **options)
         if self._pm is not None:
-            with self._pm.gathered() as whole:
-                self.model.load_state_dict(whole.state_dict())
+            with self._pm.gathered() as full:
+                self.model.load_state_dict(full.state_dict())
             self._version = version_of(self.model)
         return result
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self._pm is not None and state_dict is None:
-            with self._pm.gathered() as whole:
-                state_dict = whole.state_dict()
+            with self._pm.gathered() as full:
+                state_dict = full.state_dict()
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -119,11 +119,11 @@ def check_budget(compiled: Compiled, predictor: MemoryPredictor) -> None:
     if memory.peak <= budget:
         return
     largest = ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in list(memory.by_category.items())[:MOST])
-    held = next((held for held in memory.at_peak if held.where.module), None)
+    stored = next((stored for stored in memory.at_peak if stored.where.module), None)
     stages = stages_of(compiled.after, memory.rank)
     raise Error(
         f"a rank holds {size_text(memory.peak - budget)} more than Hints(memory={hints.memory!r}) allows",
-        where="; ".join(filter(None, [stages, f"the largest at the peak: {held}" if held is not None else ""])),
+        where="; ".join(filter(None, [stages, f"the largest at the peak: {stored}" if stored is not None else ""])),
         expected=f"at most {size_text(budget)}",
         got=f"{size_text(memory.peak)}: {largest}",
         remedy=what_fits(compiled, predictor, budget),

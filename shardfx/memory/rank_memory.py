@@ -84,14 +84,14 @@ class RankMemory:
     @cached_property
     def given(self) -> tuple[Holder, ...]:
         """What the program is given on the device: parameters, buffers, constants, this rank's part of the batch."""
-        return tuple(self._holder(given) for given in self.program.inputs if not given.pool)
+        return tuple(self._holder(inp) for inp in self.program.inputs if not inp.pool)
 
     @cached_property
     def stored(self) -> Mapping[str, int]:
         """The bytes of what the program is given, by category."""
         found: dict[str, int] = {}
-        for held in self.given:
-            found[held.category] = found.get(held.category, 0) + held.nbytes
+        for stored in self.given:
+            found[stored.category] = found.get(stored.category, 0) + stored.nbytes
         return found
 
     @property
@@ -110,7 +110,7 @@ class RankMemory:
     def reserved(self) -> int:
         """The bytes that torch's caching allocator holds on CUDA in steady steps (``torch.cuda.max_memory_reserved``):
         :attr:`peak`, and what rounding and fragmentation add. Simulated, allocation by allocation."""
-        return self.footprint.reserved(held.nbytes for held in self.given)
+        return self.footprint.reserved(holder.nbytes for holder in self.given)
 
     @property
     def host(self) -> int:
@@ -120,21 +120,21 @@ class RankMemory:
     @property
     def _beside(self) -> list[int]:
         """The bytes in the host memory when each call is done: what is stored there, and what is offloaded."""
-        stored = sum(self._holder(given).nbytes for given in self.program.inputs if given.pool)
+        stored = sum(self._holder(inp).nbytes for inp in self.program.inputs if inp.pool)
         return [stored + nbytes for nbytes in self.footprint.beside]
 
     @cached_property
     def at_peak(self) -> tuple[Holder, ...]:
         """What is there at the predicted peak, the largest first; their bytes sum up to it."""
-        made = [_made(held.category, held.nbytes, held.node) for held in self.footprint.peak.held]
-        return tuple(sorted([*self.given, *made], key=lambda held: -held.nbytes))
+        made = [_made(item.category, item.nbytes, item.node) for item in self.footprint.peak.items]
+        return tuple(sorted([*self.given, *made], key=lambda item: -item.nbytes))
 
     @cached_property
     def by_category(self) -> Mapping[str, int]:
         """The bytes at the predicted peak by what they are for, the most first; they sum up to it."""
         found: dict[str, int] = {}
-        for held in self.at_peak:
-            found[held.category] = found.get(held.category, 0) + held.nbytes
+        for holder in self.at_peak:
+            found[holder.category] = found.get(holder.category, 0) + holder.nbytes
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @cached_property
@@ -184,9 +184,9 @@ class RankMemory:
     def _terms(self, call: int) -> Iterator[PeakStorage]:
         """What is there at a call."""
         mesh = self.program.mesh
-        here = [given for given in self.program.inputs if not given.pool]
-        for held, given in zip(self.given, here, strict=True):
-            yield PeakStorage(held.nbytes, spec_of([given.value], held.nbytes, mesh))
+        here = [inp for inp in self.program.inputs if not inp.pool]
+        for holder, given in zip(self.given, here, strict=True):
+            yield PeakStorage(holder.nbytes, spec_of([given.value], holder.nbytes, mesh))
         for storage in self.footprint.there(call):
             values = storage.node.outs if storage.node is not None else ()
             yield PeakStorage(storage.nbytes, spec_of(values, storage.nbytes, mesh))
@@ -220,7 +220,7 @@ class RankMemory:
                 for name, each in named.items()
             }
             return draw_memory_of_plans(lines, path, title or f"Memory of rank {self.rank} by plan")
-        names = [str(held) for held in self.at_peak[:8]]
+        names = [str(holder) for holder in self.at_peak[:8]]
         return draw_memory(self.course, self._phases, self._top, self.peak, names, path, shown, self._beside)
 
     @property
@@ -233,14 +233,14 @@ class RankMemory:
     def _calls(self) -> int:
         return len(self.footprint.calls)
 
-    def _holder(self, given: Input) -> Holder:
-        value, mesh = given.value, self.program.mesh
+    def _holder(self, inp: Input) -> Holder:
+        value, mesh = inp.value, self.program.mesh
         assert value.spec is not None
         shape = held_shape(value.spec, value.shape, mesh, self.rank)
         nbytes = value.type.dtype.itemsize
         for size in shape:
             nbytes *= size
-        return Holder(CATEGORIES[given.kind], nbytes, given.name)
+        return Holder(CATEGORIES[inp.kind], nbytes, inp.name)
 
     def __str__(self) -> str:
         basis = " (predicted; torch.compile plans memory itself)" if self.compiled else ""
@@ -250,7 +250,7 @@ class RankMemory:
         made.add_row("reserved on CUDA", size_text(self.reserved))
         if self.host:
             made.add_row("offloaded to host memory", size_text(self.host))
-        largest = "\n".join(f"  {held}" for held in self.at_peak[:8])
+        largest = "\n".join(f"  {holder}" for holder in self.at_peak[:8])
         return f"{render(made)}\n\nThe largest:\n{largest}"
 
 

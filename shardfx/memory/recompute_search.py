@@ -304,8 +304,8 @@ class _Problem:
         self._least: list[float] = []
         for kind in kinds:
             self._kind(kind, len(kind.segments))
-        for waiting, held in moments.items():
-            self._moment(kinds, waiting, held)
+        for waiting, live in moments.items():
+            self._moment(kinds, waiting, live)
 
     def _variable(self, name: str, group: OpGroup, most: float, at: int = 0) -> int:
         key = name, group, at
@@ -327,9 +327,9 @@ class _Problem:
             for user in group.users:
                 self._row({again: 1, kept: 1, self._variable("R", user, count): -1}, 0)
 
-    def _moment(self, kinds: Sequence[SegmentKind], waiting: LiveCounts, held: int) -> None:
+    def _moment(self, kinds: Sequence[SegmentKind], waiting: LiveCounts, live: int) -> None:
         row: dict[int, float] = {self.peak: 1}
-        least = held / UNIT
+        least = live / UNIT
         for kind, p in zip(kinds, waiting, strict=True):
             for group in kind.groups if p else ():
                 count = len(kind.segments)

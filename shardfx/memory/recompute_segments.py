@@ -137,8 +137,8 @@ class SegmentedStep:
                 (segment.ahead if ahead else segment.back).append(at)
         for each in found.values():
             each.ahead, each.back = split_calls(each.ahead, each.back)
-        whole = [each for each in found.values() if each.ahead and each.back]
-        return sorted(whole, key=lambda each: each.ahead[0])
+        full = [each for each in found.values() if each.ahead and each.back]
+        return sorted(full, key=lambda each: each.ahead[0])
 
     @cached_property
     def kinds(self) -> list[SegmentKind]:
@@ -218,25 +218,25 @@ class SegmentedStep:
         return found
 
     @cached_property
-    def held(self) -> list[int]:
+    def live(self) -> list[int]:
         """The bytes that are there at each call."""
         footprint, stored = self.memory.footprint, sum(self.memory.stored.values())
         return [stored + a + b for a, b in zip(footprint.live, footprint.inside, strict=True)]
 
     def moments(self) -> dict[tuple[int, ...], int]:
-        """The most bytes that are held, by how many segments of each kind wait for their backward then.
+        """The most bytes that are live, by how many segments of each kind wait for their backward then.
 
         Where a segment is about to be recomputed, what its forward holds for a moment is there too.
         """
         found: dict[tuple[int, ...], int] = {}
-        held = self.held
-        for at, nbytes in enumerate(held):
+        live = self.live
+        for at, nbytes in enumerate(live):
             waiting = self._waiting(at)
             found[waiting] = max(found.get(waiting, 0), nbytes)
         for each in self.segments:
-            ahead = held[each.ahead[0] : each.ahead[-1] + 1]
+            ahead = live[each.ahead[0] : each.ahead[-1] + 1]
             waiting = self._waiting(each.back[0])
-            found[waiting] = max(found[waiting], held[each.back[0]] + max(ahead) - ahead[-1])
+            found[waiting] = max(found[waiting], live[each.back[0]] + max(ahead) - ahead[-1])
         return found
 
     def _waiting(self, call: int) -> tuple[int, ...]:
@@ -316,15 +316,15 @@ def _runs_within(live: Sizes, given: Sizes, limit: float) -> list[list[Modules]]
     """The longest segments that hold no more while they are recomputed, beside what those before them gave, so that the
     first are longer than the last; none: there are no such."""
     found: list[list[Modules]] = [[]]
-    before = held = 0
+    before = stored = 0
     for unit, nbytes in live.items():
-        if found[-1] and before + held + nbytes > limit:
-            before, held = before + given[found[-1][-1]], 0
+        if found[-1] and before + stored + nbytes > limit:
+            before, stored = before + given[found[-1][-1]], 0
             found.append([])
         if before + nbytes > limit:
             return []
         found[-1].append(unit)
-        held += nbytes
+        stored += nbytes
     return found
 
 

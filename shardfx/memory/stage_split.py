@@ -76,7 +76,7 @@ class StageSearch:
     @property
     def room(self) -> MemoryBudget:
         """What ranks may hold, with what is known by now."""
-        return MemoryBudget(self.homes, [self.budget - more for more in self.more], self.blocks.held)
+        return MemoryBudget(self.homes, [self.budget - more for more in self.more], self.blocks.memory_of)
 
     @cached_property
     def balanced(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class StageSearch:
     def found(self) -> tuple[int, ...] | None:
         """Where the stages begin of the fastest split that fits, of those that were planned."""
         thought = self.room.of(self.balanced, self.blocks.count)
-        fits = all(held <= budget for held, budget in zip(thought, self.room.budgets, strict=True))
+        fits = all(peak <= budget for peak, budget in zip(thought, self.room.budgets, strict=True))
         if fits and self._planned(self.balanced).peak <= self.budget:
             return self.balanced
         for _ in range(TRIES):
@@ -134,11 +134,11 @@ class StageSearch:
         """What each stage takes and holds."""
         counts = ", ".join(str(b - a) for a, b in self._edges(firsts))
         ranks = ", ".join(map(str, first_ranks(self.compiled.after)))
-        held = ", ".join(map(size_text, self.known[firsts].peaks))
+        peaks = ", ".join(map(size_text, self.known[firsts].peaks))
         longer = self._seconds(firsts) / self._seconds(self.balanced)
         return (
             f"stages of {counts} blocks, so that no rank holds more than {size_text(self.budget)}: ranks {ranks} hold "
-            f"{held}; the slowest stage takes {longer:.2f} times as long as that of the balanced split"
+            f"{peaks}; the slowest stage takes {longer:.2f} times as long as that of the balanced split"
         )
 
 
@@ -163,7 +163,7 @@ class BlockMemory:
         self._in_iterations = range_bytes(self._uses(kept))
         self._passing = self._in_passing(self._kept)
 
-    def held(self, stage: int, first: int, end: int) -> StageMemory:
+    def memory_of(self, stage: int, first: int, end: int) -> StageMemory:
         """What a stage with the blocks from ``first`` to before ``end`` holds."""
         stays = self._once(first, end) + self.live[stage] * self._in_iterations(first, end)
         return StageMemory(stays, max(self._passing[first:end]))
@@ -197,14 +197,14 @@ class BlockMemory:
 
     def _stored(self) -> Iterator[tuple[int, Sequence[int]]]:
         """What programs are given, and gradients."""
-        given = {each.name: each for each in self.graph.inputs}
+        values = {each.name: each for each in self.graph.inputs}
         for each in self.graph.inputs:
             value = each.value
             if not each.pool and value.spec is not None:
                 shape = held_shape(value.spec, value.shape, self.graph.mesh, 0)
                 yield prod(shape) * value.type.dtype.itemsize, self._assigned.inputs[value]
         for output in self.graph.outputs:
-            mine = given.get(output.name)
+            mine = values.get(output.name)
             if output.kind is OutputKind.GRADIENT and mine is not None and mine.kind in OF_WEIGHTS:
                 yield self._adding_up(output.value), self._assigned.inputs[mine.value]
 

@@ -313,29 +313,29 @@ class ModuleCall:
 
 @dataclass(frozen=True, eq=False)
 class ObjectInput:
-    """An input of no plain type: which object it is, and its attributes as they were. It is held, so that no other
+    """An input of no plain type: which object it is, and its attributes as they were. A reference is kept: no other
     object takes its place in memory."""
 
-    held: object
+    value: object
     attributes: tuple[tuple[str, Hashable], ...]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectInput) and self.held is other.held and self.attributes == other.attributes
+        return isinstance(other, ObjectInput) and self.value is other.value and self.attributes == other.attributes
 
     def __hash__(self) -> int:
-        return hash((id(self.held), self.attributes))
+        return hash((id(self.value), self.attributes))
 
     def __str__(self) -> str:
         said = ", ".join(f"{name}={value}" for name, value in self.attributes if name)
-        return f"a {type(self.held).__name__}" + (f"({said})" if said else "")
+        return f"a {type(self.value).__name__}" + (f"({said})" if said else "")
 
 
 def attributes(thing: object) -> tuple[tuple[str, Hashable], ...]:
     """What an object or a container holds, as text."""
-    held = CONTENTS.fields(thing)
-    if isinstance(held, str):
-        return (("", held),)
-    return tuple((name, CONTENTS.said(value)) for name, value in held)
+    fields = CONTENTS.fields(thing)
+    if isinstance(fields, str):
+        return (("", fields),)
+    return tuple((name, CONTENTS.said(value)) for name, value in fields)
 
 
 CONTENTS = ValueReader()
@@ -413,12 +413,12 @@ class CallSignature:
         return "; ".join(found) or "no targets"
 
 
-def _text_of(given: object) -> str:
-    if isinstance(given, TensorType):
-        return f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}"
-    if isinstance(given, tuple):
-        return str(given[1])
-    return str(given)
+def _text_of(value: object) -> str:
+    if isinstance(value, TensorType):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple):
+        return str(value[1])
+    return str(value)
 
 
 def input_key(leaf: object) -> object:
@@ -527,11 +527,11 @@ def passing_of(step: ProgramRunner, call: ModuleCall) -> Passed:
     return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
 
 
-def _passing_of(step: ProgramRunner, given: Input, tensor: torch.Tensor) -> Passed:
+def _passing_of(step: ProgramRunner, inp: Input, tensor: torch.Tensor) -> Passed:
     shape = tuple(tensor.shape)
-    if shape not in step.local_shapes(given):
+    if shape not in step.local_shapes(inp):
         return Passed.WHOLE  # perhaps that of another form
-    return Passed.EITHER if shape == given.value.shape else Passed.PART
+    return Passed.EITHER if shape == inp.value.shape else Passed.PART
 
 
 def rank_inputs(step: ProgramRunner, call: ModuleCall, local: bool) -> list[RankInput]:
@@ -540,9 +540,9 @@ def rank_inputs(step: ProgramRunner, call: ModuleCall, local: bool) -> list[Rank
     space = [axis.name for axis in step.graph.mesh.space]
     found = []
     for given, tensor in program_tensors(step, call):
-        shards, whole = step.shards(given), _passing_of(step, given, tensor) is Passed.WHOLE or not local
+        shards, full = step.shards(given), _passing_of(step, given, tensor) is Passed.WHOLE or not local
         shard, part = shards.by_rank[rank], tuple(shards.local_shapes[shards.by_rank[rank]])
-        sharding = given.value.spec.axes if given.value.spec is not None and not whole else ()
+        sharding = given.value.spec.axes if given.value.spec is not None and not full else ()
         axes = tuple(axis for axis in space if axis not in sharding)
-        found.append(RankInput(given.name, tensor, given.value.shape, part, -1 if whole else shard, axes))
+        found.append(RankInput(given.name, tensor, given.value.shape, part, -1 if full else shard, axes))
     return found

@@ -88,9 +88,9 @@ class ParameterKind:
         dtype = torch.complex128 if parameter.is_complex() else torch.float64
         return ParameterKind(tuple(shape), tuple(counts), dtype, repr(sorted(marks_of(parameter).items())), layout.name)
 
-    def shards(self, whole: Tensor) -> list[Tensor]:
+    def shards(self, full: Tensor) -> list[Tensor]:
         """The shards of a copy."""
-        found = [whole]
+        found = [full]
         for dim, count in enumerate(self.counts):
             found = [shard for each in found for shard in each.tensor_split(count, dim)]
         return found
@@ -196,7 +196,7 @@ def _try(
                 if overflow and run is runs[0]:  # as on one device
                     return Trial()
                 raise
-        for kind, start, (one,), shards in zip(kinds, starts, *(run.held for run in runs), strict=True):
+        for kind, start, (one,), shards in zip(kinds, starts, *(run.params for run in runs), strict=True):
             size, change = (float(t.detach().abs().max()) if t.numel() else 0.0 for t in (one, one - start))
             if not overflow and not math.isfinite(size):
                 return Trial() if number else Trial(failed="the first of them gives weights that are not finite")
@@ -229,14 +229,14 @@ class _Run:
         with_closure: bool,
     ) -> None:
         kinds = [kind for group in groups for kind in dict.fromkeys(group.values())]
-        self._sharding = [kind.shards if sharded else lambda whole: [whole] for kind in kinds]
-        self.held = [
+        self._sharding = [kind.shards if sharded else lambda full: [full] for kind in kinds]
+        self.params = [
             [nn.Parameter(p.clone()) for p in sharding(t)] for sharding, t in zip(self._sharding, starts, strict=True)
         ]
         memo: dict[int, Any] = {}
-        held, given, names = iter(self.held), [], []
+        remaining, given, names = iter(self.params), [], []
         for group in groups:
-            copies = {kind: next(held) for kind in dict.fromkeys(group.values())}
+            copies = {kind: next(remaining) for kind in dict.fromkeys(group.values())}
             for p, kind in group.items():
                 memo[id(p)] = copies[kind][0]
                 for each in copies[kind]:
@@ -256,8 +256,8 @@ class _Run:
         def gradient() -> Tensor:
             self.gradients += 1
             total: Tensor = torch.zeros((), dtype=torch.float64)
-            for sharding, held, grad in zip(self._sharding, self.held, grads, strict=True):
-                for p, shard in zip(held, sharding(grad), strict=True):
+            for sharding, params, grad in zip(self._sharding, self.params, grads, strict=True):
+                for p, shard in zip(params, sharding(grad), strict=True):
                     p.grad = torch.add(shard, p.detach(), alpha=1 / 16)
                     total = total + (p.detach().conj() * (p.grad + shard)).real.sum().cpu() / 2
             return total
@@ -280,7 +280,7 @@ def _made(
     kind = type(optimizer)
     takes = inspect.signature(kind.__init__).parameters
     options = copy.deepcopy(options, dict(memo))
-    groups = [{**each, "params": list(held)} for each, held in zip(options, given, strict=True)]
+    groups = [{**each, "params": list(params)} for each, params in zip(options, given, strict=True)]
     known = {name: value for name, value in optimizer.defaults.items() if name in takes}
     unnamed = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
     try:

@@ -226,12 +226,12 @@ def check_step(
 
 
 def vjp_call(
-    call: ModuleCall, form: CallSignature, given: Sequence[torch.Tensor], wanted: frozenset[str]
+    call: ModuleCall, form: CallSignature, tensors: Sequence[torch.Tensor], wanted: frozenset[str]
 ) -> tuple[ModuleCall, CallSignature]:
     """The call, and what it needs, with the gradients of its results as targets."""
-    named = {f"{TARGETS}{i}": tensor for i, tensor in enumerate(given)}
+    named = {f"{TARGETS}{i}": tensor for i, tensor in enumerate(tensors)}
     inputs = {**form.inputs, **{name: input_key(tensor) for name, tensor in named.items()}}
-    call = replace(call, targets=tuple(given), leaves={**call.leaves, **named}, has_targets=True)
+    call = replace(call, targets=tuple(tensors), leaves={**call.leaves, **named}, has_targets=True)
     return call, replace(form, inputs=inputs, gradients=wanted, pulls=True)
 
 

@@ -48,7 +48,7 @@ class ModelState:
         self.beside = {name: value for name, value in every.items() if name not in own}
         """What else the model's state dict has: what it says of itself (``get_extra_state``), or a hook adds."""
         self.trainable = {self.aliases.get(n, n): p.requires_grad for n, p in model.named_parameters()}
-        used = {given.name for given in compiled.after.inputs}
+        used = {inp.name for inp in compiled.after.inputs}
         self.extra = {
             name: tensor.detach().clone()
             for name, tensor in _tensors(model)
@@ -59,10 +59,10 @@ class ModelState:
 
     def load_from(self, model: nn.Module) -> None:
         """Shard the model's own weights; those of a fake or meta model come later."""
-        whole = {self.aliases.get(name, name): tensor for name, tensor in _tensors(model)}
-        if self.store.has_weights(not any(t.is_meta or isinstance(t, FakeTensor) for t in whole.values())):
+        full = {self.aliases.get(name, name): tensor for name, tensor in _tensors(model)}
+        if self.store.has_weights(not any(t.is_meta or isinstance(t, FakeTensor) for t in full.values())):
             with torch.no_grad():
-                self.store.load(whole, self.trainable)
+                self.store.load(full, self.trainable)
         self._mark()
 
     def _mark(self) -> None:
@@ -79,10 +79,10 @@ class ModelState:
     def layouts(self) -> dict[str, Layout]:
         """How each parameter is sharded."""
         mesh, found = self.compiled.after.mesh, dict[str, Layout]()
-        for given in self.compiled.after.of_kind(InputKind.PARAMETER):
-            dims = given.value.spec.dims if given.value.spec is not None else ()
-            found[given.name] = Layout(
-                given.name, given.value.shape, tuple([mesh.extent(sharding.axes) for sharding in dims])
+        for inp in self.compiled.after.of_kind(InputKind.PARAMETER):
+            dims = inp.value.spec.dims if inp.value.spec is not None else ()
+            found[inp.name] = Layout(
+                inp.name, inp.value.shape, tuple([mesh.extent(sharding.axes) for sharding in dims])
             )
         return found
 
@@ -92,7 +92,7 @@ class ModelState:
         return spec is not None and not spec.axes
 
     def _given(self, name: str) -> Input:
-        return next(given for given in self.compiled.after.inputs if given.name == name)
+        return next(inp for inp in self.compiled.after.inputs if inp.name == name)
 
     def lacking(self) -> list[str]:
         """The parameters and buffers that there is no content for: the model was fake, or on meta."""
@@ -120,12 +120,12 @@ class ModelState:
 
     def full(self) -> dict[str, torch.Tensor]:
         """Copies of whole parameters and buffers by the model's own names; tied ones are one tensor."""
-        whole: dict[str, torch.Tensor] = {}
+        full: dict[str, torch.Tensor] = {}
         for name in self.names:
             known = self.aliases.get(name, name)
-            if known not in whole:
-                whole[known] = self._whole(known)
-        named = {name: whole[self.aliases.get(name, name)] for name in self.names}
+            if known not in full:
+                full[known] = self._whole(known)
+        named = {name: full[self.aliases.get(name, name)] for name in self.names}
         return named | self.beside | {name: module.get_extra_state() for name, module in self._saying()}
 
     def _whole(self, name: str) -> torch.Tensor:
@@ -138,13 +138,13 @@ class ModelState:
 
     def filled(self, skeleton: nn.Module) -> nn.Module:
         """A copy of the module with the weights of the moment, whole and on the CPU. All ranks call it alike."""
-        whole: dict[str, torch.Tensor] = {}
+        full: dict[str, torch.Tensor] = {}
         memo: dict[int, object] = {}
         for name, tensor in _tensors(skeleton):
             known = self.aliases.get(name, name)
-            if known not in whole:
-                whole[known] = self._whole(known).detach().cpu().clone()
-            made = whole[known]
+            if known not in full:
+                full[known] = self._whole(known).detach().cpu().clone()
+            made = full[known]
             shards = self.store.parameters.get(known, [tensor])
             wants = known in self.store.trained_elsewhere or all(shard.requires_grad for shard in shards)
             memo[id(tensor)] = marked(nn.Parameter(made, wants) if isinstance(tensor, nn.Parameter) else made, tensor)
@@ -157,9 +157,9 @@ class ModelState:
         known = {
             n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)
         }
-        for given in self.compiled.after.of_kind(InputKind.BUFFER):
-            if given.name in self.store.buffers and self.is_whole(given.name):
-                known[given.name] = self.store.shard(given.name, 0)
+        for inp in self.compiled.after.of_kind(InputKind.BUFFER):
+            if inp.name in self.store.buffers and self.is_whole(inp.name):
+                known[inp.name] = self.store.shard(inp.name, 0)
         return known
 
     def full_grads(self) -> dict[str, torch.Tensor]:
@@ -186,12 +186,12 @@ class ModelState:
             check_names(state_dict, self.names, needed, [*self.aliases, *self.extra, *self.beside])
         extra = {name: TensorType(tuple(tensor.shape), tensor.dtype) for name, tensor in self.extra.items()}
         check_types(state_dict, extra | {n: stored[k] for n, k in self.aliases.items() if k in stored} | stored)
-        whole = {
+        full = {
             k: next(state_dict[n] for n in given if n in state_dict)
             for k, given in names.items()
             if any(n in state_dict for n in given)
         }
-        self.store.load(whole, self.trainable)
+        self.store.load(full, self.trainable)
         self._mark()
         self.extra |= {name: state_dict[name].detach().clone() for name in self.extra if name in state_dict}
         self.beside |= {name: state_dict[name] for name in self.beside if name in state_dict}
@@ -229,9 +229,9 @@ def check_names(
         )
 
 
-def check_types(given: Mapping[str, object], types: Mapping[str, TensorType]) -> None:
+def check_types(values: Mapping[str, object], types: Mapping[str, TensorType]) -> None:
     """Every tensor has the whole shape that the model has, and its dtype."""
-    for name, tensor in given.items():
+    for name, tensor in values.items():
         wanted = types.get(name)
         if wanted is None:
             continue
@@ -260,11 +260,11 @@ def stamp_state_dicts(root: nn.Module) -> None:
 
 def put_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
     """Say in a state dict, and on what is in it, which shards it holds, in words that may be saved."""
-    held = module._store.held()
-    local_metadata[STAMP] = {name: list(each) for name, each in held.items()}
+    stamps = module._store.stamps()
+    local_metadata[STAMP] = {name: list(each) for name, each in stamps.items()}
     live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for key, tensor in list(state_dict.items()):
-        place = _place(key.removeprefix(prefix), held)
+        place = _place(key.removeprefix(prefix), stamps)
         if place is None or not isinstance(tensor, torch.Tensor) or id(tensor) in live:
             continue
         shown = module._store.shown(key.removeprefix(prefix))
@@ -281,24 +281,24 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
             there are shards; new tensors are to be put in the place of those that there are.
     """
     mine = dict(_tensors(module))
-    given = {name: state_dict[prefix + name] for name in module._store.held() if prefix + name in state_dict}
-    unsaid = given if STAMP not in local_metadata else {}
-    whole = next((name for name, new in unsaid.items() if _is_shard(mine.get(name)) and not _is_shard(new)), None)
-    if whole is not None or local_metadata.get("assign_to_params_buffers"):
+    values = {name: state_dict[prefix + name] for name in module._store.stamps() if prefix + name in state_dict}
+    unsaid = values if STAMP not in local_metadata else {}
+    full = next((name for name, new in unsaid.items() if _is_shard(mine.get(name)) and not _is_shard(new)), None)
+    if full is not None or local_metadata.get("assign_to_params_buffers"):
         raise Error(
             "new tensors cannot take the place of the stored ones"
-            if whole is None
-            else f"{whole!r} of this state dict is whole, and sharded here",
+            if full is None
+            else f"{full!r} of this state dict is whole, and sharded here",
             where="pm.load_state_dict(...)",
             expected="shards, as pm.state_dict() gives them",
-            got="assign=True" if whole is None else "a state dict of the model itself",
-            remedy="leave assign=True out" if whole is None else "pm.load_full_state_dict(...)",
+            got="assign=True" if full is None else "a state dict of the model itself",
+            remedy="leave assign=True out" if full is None else "pm.load_full_state_dict(...)",
         )
-    module._store.loaded(given)
-    held, theirs = module._store.held(), local_metadata.get(STAMP, {})
-    said = [(name, own, tuple(theirs.get(name, own)), "the shard of another rank") for name, own in held.items()]
+    module._store.loaded(values)
+    stamps, theirs = module._store.stamps(), local_metadata.get(STAMP, {})
+    said = [(name, own, tuple(theirs.get(name, own)), "the shard of another rank") for name, own in stamps.items()]
     for key, tensor in state_dict.items():
-        place = _place(key.removeprefix(prefix), held) if key.startswith(prefix) else None
+        place = _place(key.removeprefix(prefix), stamps) if key.startswith(prefix) else None
         if place is not None:
             said.append((key, place, tuple(getattr(tensor, SHARD, place)), "another shard, put under this name"))
     for name, (spec, shard), (got_spec, got), otherwise in said:
@@ -315,16 +315,16 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
         )
 
 
-def _place(key: str, held: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
+def _place(key: str, stamps: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
     """How the parameter or buffer of a key is placed, and which of its shards the key is; None: it is neither."""
     path = key.split(".")
     name = ".".join(part for part in path if not part.startswith(NUMBER))
-    if name not in held:
+    if name not in stamps:
         return None
-    spec, shard = held[name]
+    spec, shard = stamps[name]
     return spec, next((int(part.removeprefix(NUMBER)) for part in path if part.startswith(NUMBER)), shard)
 
 
-def _is_shard(held: object) -> bool:
+def _is_shard(value: object) -> bool:
     """Whether this is no whole tensor: one of a DTensor, or (None) of a parameter that has a name for each shard."""
-    return held is None or hasattr(type(held), "to_local")
+    return value is None or hasattr(type(value), "to_local")

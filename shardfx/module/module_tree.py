@@ -32,11 +32,11 @@ class ModelProxy(nn.Module):
     _twin: nn.Module
 
     def __getattr__(self, name: str) -> Any:
-        held = self.__dict__
+        own = self.__dict__
         for place in ("_parameters", "_buffers", "_modules"):
-            if name in held.get(place, ()):
-                return held[place][name]
-        twin = held.get("_twin")
+            if name in own.get(place, ()):
+                return own[place][name]
+        twin = own.get("_twin")
         if twin is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         kind = type(twin)
@@ -52,8 +52,8 @@ class ModelProxy(nn.Module):
             return vars(twin)[name]
         if name in WHOLE and hasattr(twin, name):
             return lambda *args, **kwargs: reject_gathered(name)
-        found = inspect.getattr_static(kind, name, held)
-        if found is held:
+        found = inspect.getattr_static(kind, name, own)
+        if found is own:
             self._reject_in_shards(name)
             raise AttributeError(f"neither a parallel module nor {kind.__name__!r} has an attribute {name!r}")
         return found.__get__(self, kind) if hasattr(type(found), "__get__") else found
@@ -82,7 +82,7 @@ class ModelProxy(nn.Module):
     def __bool__(self) -> bool:
         return True
 
-    def _as_twin(self, name: str, *given: Any) -> Any:
+    def _as_twin(self, name: str, *args: Any) -> Any:
         """What the twin's class does in the place of an operator.
 
         Raises:
@@ -91,7 +91,7 @@ class ModelProxy(nn.Module):
         kind = type(self._twin)
         if not hasattr(kind, name):
             raise TypeError(f"{kind.__name__!r} object has no {name}")
-        return getattr(kind, name)(self, *given)
+        return getattr(kind, name)(self, *args)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *dir(self._twin)]  # type: ignore[no-untyped-call]
@@ -227,12 +227,12 @@ class ProxyRoot(ModelProxy):
         return self if own is None else own
 
     def __setattr__(self, name: str, value: Any) -> None:
-        held = self.__dict__
-        if name in held.get("_own", ()):  # whatever the model has under this name
-            held[name] = value
+        own = self.__dict__
+        if name in own.get("_own", ()):  # whatever the model has under this name
+            own[name] = value
             return
-        kept = (held.get(place, ()) for place in ("_modules", "_parameters", "_buffers"))
-        if "_tree" in held and (any(name in each for each in kept) or name in vars(self._twin).keys() - STATE):
+        kept = (own.get(place, ()) for place in ("_modules", "_parameters", "_buffers"))
+        if "_tree" in own and (any(name in each for each in kept) or name in vars(self._twin).keys() - STATE):
             self._refuse(f"{name!r} of a parallel module cannot be replaced", type(value).__name__)
         super().__setattr__(name, value)
 
@@ -309,9 +309,9 @@ class ProxyTree:
         for name, shards in sorted(state.store.parameters.items(), key=lambda named: self._order.get(named[0], 0)):
             holder, leaf = self._holder(name)
             for place, shard in zip(self._places(name, holder, len(shards)), shards, strict=True):
-                held = place._parameters
-                held[leaf] = shard
-                self.registered.append((held, leaf, shard, name))
+                parameters = place._parameters
+                parameters[leaf] = shard
+                self.registered.append((parameters, leaf, shard, name))
         for name, tensors in state.store.buffers.items():
             holder, leaf = self._holder(name)
             for place, tensor in zip(self._places(name, holder, len(tensors)), tensors, strict=True):
@@ -340,8 +340,8 @@ class ProxyTree:
         for each in self.watched:
             each.check()
         self._check_children()
-        for held, key, tensor, name in self.registered:
-            if held.get(key) is not tensor:
+        for parameters, key, tensor, name in self.registered:
+            if parameters.get(key) is not tensor:
                 raise Error(
                     f"{name!r} of a parallel module was replaced by another tensor",
                     where="pm(...)",

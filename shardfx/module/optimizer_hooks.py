@@ -90,8 +90,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     if closure is None:
         return None
 
-    def computed(*given: Any, **more: Any) -> Any:
-        loss = closure(*given, **more)
+    def computed(*args: Any, **more: Any) -> Any:
+        loss = closure(*args, **more)
         _take_plain(optimizer)
         return loss
 
@@ -167,9 +167,9 @@ class LocalOptimizer:
         groups = [{**group, "params": [self._own(p) for p in group["params"]]} for group in optimizer.param_groups]
         for p, (shown, shard, own) in self._known.items():
             own.grad = None if p.grad is None else with_strides_of(_shard(shown, p.grad), shard)
-            if held := optimizer.state.get(p):
-                self._state[own] = {key: _plain(shown, value) for key, value in held.items()}
-        others = {p: held for p, held in optimizer.state.items() if p not in self._known}
+            if current := optimizer.state.get(p):
+                self._state[own] = {key: _plain(shown, value) for key, value in current.items()}
+        others = {p: current for p, current in optimizer.state.items() if p not in self._known}
         self._state.update(others)
         self.optimizer.__dict__.update({**optimizer.__dict__, "param_groups": groups, "state": self._state})
 
@@ -178,9 +178,9 @@ class LocalOptimizer:
         for p, (shown, shard, own) in self._known.items():
             own.grad = None
             for key, new in self._state.pop(own, {}).items():
-                held = optimizer.state[p]
-                if key not in held or _plain(shown, held[key]) is not new:
-                    held[key] = _as_shown(shown, shard, new)
+                current = optimizer.state[p]
+                if key not in current or _plain(shown, current[key]) is not new:
+                    current[key] = _as_shown(shown, shard, new)
         optimizer.state.update(self._state)
         for group, made in zip(optimizer.param_groups, self.optimizer.param_groups, strict=True):
             group.update({key: value for key, value in made.items() if key != "params"})
@@ -288,7 +288,7 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    known = {id(p.grad): held for p, held in _staged.items() if p.grad is not None}
+    known = {id(p.grad): staged for p, staged in _staged.items() if p.grad is not None}
     owner = next((known[id(grad)][0]() for grad in given if id(grad) in known), None)
     if owner is None:
         made: Tensor = _taken[0](given, norm_type, error_if_nonfinite, foreach)

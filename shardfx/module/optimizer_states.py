@@ -23,7 +23,7 @@ Walk = tuple[Sequence[str], Sequence[torch.Tensor]]
 """The model's parameters by name, in its order, and the shards as ``pm.parameters()`` gives them."""
 
 
-def shards_of_state(state: ModelState, name: str, whole: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def shards_of_state(state: ModelState, name: str, full: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """The state of each shard of a parameter: tensors of its shape are sharded as it is, and numbers are the same.
 
     Raises:
@@ -32,7 +32,7 @@ def shards_of_state(state: ModelState, name: str, whole: Mapping[str, Any], wher
     shards = state.store.parameters.get(name, ())
     shape = state.shape(name)
     found: list[dict[str, Any]] = [{} for _ in shards]
-    for key, value in whole.items():
+    for key, value in full.items():
         if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
             each: Sequence[Any] = state.store.sharding(name, value)
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
@@ -58,10 +58,10 @@ def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> d
         first = sum(len(each["params"]) for each in groups)
         for i, (name, places) in enumerate(wholes):
             ids = [packed["params"][place] for place in places]
-            held = [given["state"][index] for index in ids if index in given["state"]]
-            if held:
-                _check_all(name, state, len(held))
-            if made := _whole_state(state, name, held) if name else held[:1] and held[0]:
+            stored = [given["state"][index] for index in ids if index in given["state"]]
+            if stored:
+                _check_all(name, state, len(stored))
+            if made := _whole_state(state, name, stored) if name else stored[:1] and stored[0]:
                 states[first + i] = made
         group = {**packed, "params": list(range(first, first + len(wholes)))}
         if "param_names" in packed:
@@ -71,7 +71,7 @@ def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> d
 
 
 def sharding(
-    state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]
+    state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What ``optimizer.load_state_dict`` takes, of a whole state dict. Ranks call it alike.
 
@@ -79,21 +79,21 @@ def sharding(
         Error: the groups are others; a state cannot be sharded as its parameter is.
     """
     given = _every(state, walk, optimizer)
-    sizes, theirs = [len(wholes) for wholes in given], [len(group["params"]) for group in whole["param_groups"]]
+    sizes, theirs = [len(wholes) for wholes in given], [len(group["params"]) for group in full["param_groups"]]
     if sizes != theirs:
         raise _other_groups(sizes, theirs)
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
     own = optimizer.state_dict()["param_groups"]
-    for wholes, group, mine in zip(given, whole["param_groups"], own, strict=True):
+    for wholes, group, mine in zip(given, full["param_groups"], own, strict=True):
         for index, (name, places) in zip(group["params"], wholes, strict=True):
-            if index in whole["state"]:
-                held = whole["state"][index]
-                shards = shards_of_state(state, name, held, LOADED) if name else [held]
+            if index in full["state"]:
+                state_of_parameter = full["state"][index]
+                shards = shards_of_state(state, name, state_of_parameter, LOADED) if name else [state_of_parameter]
                 states.update(zip([mine["params"][place] for place in places], shards, strict=True))
         kept = {key: mine[key] for key in ("params", "param_names") if key in mine}
         groups.append({**{key: value for key, value in group.items() if key != "param_names"}, **kept})
-    return {**whole, "state": states, "param_groups": groups}
+    return {**full, "state": states, "param_groups": groups}
 
 
 def by_number(full: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,21 +104,21 @@ def by_number(full: Mapping[str, Any]) -> dict[str, Any]:
     return {**full, "state": states, "param_groups": groups}
 
 
-def by_name(names: Sequence[Sequence[str]], given: Mapping[str, Any]) -> Mapping[str, Any]:
+def by_name(names: Sequence[Sequence[str]], values: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state dict whose parameters are numbers by the ``names`` that the groups have; one by names as it is.
 
     Raises:
         Error: the groups are others.
     """
-    theirs = [group["params"] for group in given["param_groups"]]
+    theirs = [group["params"] for group in values["param_groups"]]
     if not any(isinstance(each, int) for group in theirs for each in group):
-        return given
+        return values
     if [*map(len, names)] != [*map(len, theirs)]:
         raise _other_groups([*map(len, names)], [*map(len, theirs)])
     named = {i: name for group, mine in zip(theirs, names, strict=True) for i, name in zip(group, mine, strict=True)}
-    groups = [{**group, "params": list(mine)} for group, mine in zip(given["param_groups"], names, strict=True)]
-    states = {named[i]: state for i, state in given["state"].items() if i in named}
-    return {**given, "state": states, "param_groups": groups}
+    groups = [{**group, "params": list(mine)} for group, mine in zip(values["param_groups"], names, strict=True)]
+    states = {named[i]: state for i, state in values["state"].items() if i in named}
+    return {**values, "state": states, "param_groups": groups}
 
 
 def _owners(state: ModelState) -> dict[int, str]:
@@ -146,7 +146,7 @@ def _every(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> l
     as_walked = dict.fromkeys(owners[id(shard)] for shard in shards if id(shard) in owners)
     walked, order = ({name: i for i, name in enumerate(each)} for each in (as_walked, in_order))
     return [
-        sorted(wholes, key=lambda whole: order.get(whole[0], len(order))) if _rises(walked, own) else wholes
+        sorted(wholes, key=lambda full: order.get(full[0], len(order))) if _rises(walked, own) else wholes
         for own, wholes in zip(mine, every, strict=True)
     ]
 
@@ -227,8 +227,8 @@ def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
     Raises:
         Error: there are no weights yet; a state has another shape than its parameter, which is sharded.
     """
-    given: list[Any] = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    wrong = next((each for each in given if not isinstance(each, torch.optim.Optimizer)), None)
+    args: list[Any] = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    wrong = next((each for each in args if not isinstance(each, torch.optim.Optimizer)), None)
     if wrong is not None:
         raise Error(
             "this is no optimizer",
@@ -248,7 +248,7 @@ def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
         id(parameter): state.aliases.get(name, name)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    for optimizer in given:
+    for optimizer in args:
         moved = {p: names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]}
         moved = {p: name for p, name in moved.items() if state.store.is_loaded(name)}
         states = {p: shards_of_state(state, name, optimizer.state.get(p, {}), WHERE) for p, name in moved.items()}

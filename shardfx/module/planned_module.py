@@ -357,7 +357,7 @@ def input_value(graph: Graph, name: str, where: str) -> Value:
     Raises:
         Error: no input has this name.
     """
-    known = {given.name: given.value for given in graph.inputs if given.kind in GIVEN}
+    known = {inp.name: inp.value for inp in graph.inputs if inp.kind in GIVEN}
     if name not in known:
         near = get_close_matches(name, known, 1)
         raise Error(

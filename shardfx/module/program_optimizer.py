@@ -32,8 +32,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
     ``full_state_dict()`` whole states by the model's names, for any plan and for torch's own optimizers.
     """
 
-    def __init__(self, held: ModelState) -> None:
-        update = held.compiled.captured.update
+    def __init__(self, state: ModelState) -> None:
+        update = state.compiled.captured.update
         if update is None:
             raise Error(
                 "there is no optimizer in this plan",
@@ -42,11 +42,11 @@ class ProgramOptimizer(torch.optim.Optimizer):
                 got="a plan without optimizer, or without a loss",
                 remedy="give it in the hints; or step one of pm.parameters() yourself",
             )
-        held.check_complete()
-        self.held, self.update = held, update
+        state.check_complete()
+        self.model_state, self.update = state, update
         groups = []
         for group in update.groups:
-            shards = [shard for name in group.names for shard in held.store.parameters.get(name, ())]
+            shards = [shard for name in group.names for shard in state.store.parameters.get(name, ())]
             groups.append({"params": shards, **group.options})
         self._members = [list(group["params"]) for group in groups]
         super().__init__(groups, {})
@@ -88,7 +88,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         """Make the states, if they are not there. All ranks call it alike."""
         if self._began:
             return
-        store = self.held.store
+        store = self.model_state.store
         with torch.no_grad():
             for name, states in self.update.states.items():
                 for state in states:
@@ -100,8 +100,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
     def begin_counts(self) -> None:
         """Make the states that are no parameter's, if they are not there: a scale of the loss is read in every call."""
         for name, count in self.update.counts.items():
-            if not self.held.store.is_loaded(name):
-                self.held.store.begin(name, count.start)
+            if not self.model_state.store.is_loaded(name):
+                self.model_state.store.begin(name, count.start)
 
     @property
     def loss_scale(self) -> float | None:
@@ -110,7 +110,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         if SCALE not in self.update.counts:
             return None
         self.begin_counts()
-        return float(self.held.store.whole(SCALE))
+        return float(self.model_state.store.whole(SCALE))
 
     def options(self) -> dict[str, torch.Tensor]:
         """The rates of the moment, and what else is scheduled, by the names of the program's inputs.
@@ -134,9 +134,11 @@ class ProgramOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The states of this process, sharded (under ``torchrun`` DTensors), by the model's names; and the groups."""
         self.begin()
-        store = self.held.store
+        store = self.model_state.store
         finish(store.device)
-        shards = {name: held[0] if len(held) == 1 else list(held) for name, held in store.states.items()}
+        shards = {
+            name: shards_of[0] if len(shards_of) == 1 else list(shards_of) for name, shards_of in store.states.items()
+        }
         return {"state": shards, "param_groups": self.named_groups(), "placed": self._placed()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -146,12 +148,12 @@ class ProgramOptimizer(torch.optim.Optimizer):
             Error: it is of another one.
         """
         self.begin()
-        store, given = self.held.store, state_dict.get("state", {})
+        store, given = self.model_state.store, state_dict.get("state", {})
         where = "pm.optimizer.load_state_dict(...)"
         if state_dict.get("placed") != self._placed():
             raise _other_states(where, _few(self._placed()), _few(state_dict.get("placed") or given))
-        new = {name: held if isinstance(held, list) else [held] for name, held in given.items()}
-        wanted, have = ({name: _shapes(held) for name, held in each.items()} for each in (store.states, new))
+        new = {name: tensors if isinstance(tensors, list) else [tensors] for name, tensors in given.items()}
+        wanted, have = ({name: _shapes(tensors) for name, tensors in each.items()} for each in (store.states, new))
         if have != wanted:
             apart = [name for name in {**wanted, **have} if wanted.get(name) != have.get(name)]
             said = (_few({name: each.get(name, "none") for name in apart}) for each in (wanted, have))
@@ -159,8 +161,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
         options = self._options_of(state_dict, where)
         finish(store.device)
         with torch.no_grad():
-            for name, held in store.states.items():
-                for shard, content in zip(held, new[name], strict=True):
+            for name, tensors in store.states.items():
+                for shard, content in zip(tensors, new[name], strict=True):
                     shard.copy_(content)
         self._set_options(options)
 
@@ -168,10 +170,10 @@ class ProgramOptimizer(torch.optim.Optimizer):
         """Whole states by the model's own names: ``{"state": {name: {"exp_avg": ...}}, "param_groups": [...]}``, as
         ``torch.distributed.checkpoint.state_dict`` has it. Under ``torchrun`` all ranks call it."""
         self.begin()
-        store = self.held.store
-        whole = {s.name: store.whole(s.name) for states in self.update.states.values() for s in states}
+        store = self.model_state.store
+        full = {s.name: store.whole(s.name) for states in self.update.states.values() for s in states}
         found = {
-            name: {state.key: _as_kept(whole[state.name], state) for state in states}
+            name: {state.key: _as_kept(full[state.name], state) for state in states}
             for name, states in self.update.states.items()
         }
         counts = {name: float(store.whole(name)) for name in self.update.counts}
@@ -198,14 +200,14 @@ class ProgramOptimizer(torch.optim.Optimizer):
         options = self._options_of(state_dict, "pm.optimizer.load_full_state_dict(...)")
         with torch.no_grad():
             for name, value in new.items():
-                self.held.store.fill(name, value)
+                self.model_state.store.fill(name, value)
             for name, count in self.update.counts.items():
                 said = float(state_dict.get("counts", {}).get(name, count.unsaid))
-                self.held.store.fill(name, torch.tensor(said, dtype=torch.float64))
+                self.model_state.store.fill(name, torch.tensor(said, dtype=torch.float64))
         self._set_options(options)
 
     def _check(self, name: str, state: OptimizerState, value: torch.Tensor, other: torch.Tensor | None) -> None:
-        type_ = next(g.value.type for g in self.held.compiled.after.inputs if g.name == state.name)
+        type_ = next(g.value.type for g in self.model_state.compiled.after.inputs if g.name == state.name)
         wrong = "shape" if tuple(value.shape) != type_.shape else ""
         if not wrong and value.dim() and value.is_floating_point() != type_.dtype.is_floating_point:
             wrong = "kind of numbers"
@@ -243,8 +245,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
             group.update(new)
 
     def _placed(self) -> dict[str, str]:
-        held = self.held.store.held()
-        return {name: str(held[name]) for name in self.held.store.states}
+        stamps = self.model_state.store.stamps()
+        return {name: str(stamps[name]) for name in self.model_state.store.states}
 
 
 def _other_groups(where: str, got: str) -> Error:
@@ -278,7 +280,7 @@ def _as_kept(value: torch.Tensor, state: OptimizerState) -> Any:
     return state.kept(value.item())
 
 
-def _few(given: Any) -> str:
-    if not isinstance(given, Mapping):
-        return repr(given)[:200]
-    return some([f"{name}: {value}" for name, value in given.items()], 4)[:300]
+def _few(arg: Any) -> str:
+    if not isinstance(arg, Mapping):
+        return repr(arg)[:200]
+    return some([f"{name}: {value}" for name, value in arg.items()], 4)[:300]

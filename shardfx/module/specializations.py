@@ -171,8 +171,8 @@ def only_numbers_differ(form: CallSignature, other: CallSignature) -> Mapping[st
     return {READ + ", ".join(form.changed[:3]): (other.state, form.state)} if not pairs and form.changed else {}
 
 
-def _is_number(given: object) -> bool:
-    return isinstance(given, tuple) and given[0] in ("int", "float")
+def _is_number(value: object) -> bool:
+    return isinstance(value, tuple) and value[0] in ("int", "float")
 
 
 def _said(name: str, value: object) -> str:
@@ -223,34 +223,34 @@ def reject_stored_otherwise(first: Graph, other: Graph) -> None:
     Raises:
         Error: naming a parameter, buffer or state, and both places.
     """
-    held = {given.name: given for given in first.inputs if given.kind in HELD}
+    stored = {inp.name: inp for inp in first.inputs if inp.kind in HELD}
     written = {output.name for output in other.outputs if output.kind.is_kept}
-    for given in other.inputs:
-        ours = held.get(given.name)
-        if given.kind not in HELD or ours is None:
+    for inp in other.inputs:
+        ours = stored.get(inp.name)
+        if inp.kind not in HELD or ours is None:
             continue
-        there, here = _places(ours, first), _places(given, other)
-        if ours.value.spec == given.value.spec and (here == there or (here < there and given.name not in written)):
+        there, here = _places(ours, first), _places(inp, other)
+        if ours.value.spec == inp.value.spec and (here == there or (here < there and inp.name not in written)):
             continue
         raise Error(
-            f"{given.name!r} would be stored otherwise for this call",
+            f"{inp.name!r} would be stored otherwise for this call",
             where="pm(...)",
             expected=_text(ours, first),
-            got=_text(given, other),
+            got=_text(inp, other),
             remedy="say in Hints(specs=...) how it is stored, and in Pipeline(stages=...) where; or parallelize the "
             "model for this call on its own, and move weights by full_state_dict()",
         )
 
 
-def _places(given: Input, graph: Graph) -> frozenset[int]:
+def _places(inp: Input, graph: Graph) -> frozenset[int]:
     """The coordinates along the axis of stages at which an input is held."""
-    return frozenset(graph.pipeline.places(given.at) if graph.pipeline is not None else ())
+    return frozenset(graph.pipeline.places(inp.at) if graph.pipeline is not None else ())
 
 
-def _text(given: Input, graph: Graph) -> str:
-    if not given.at:
-        return str(given.value.spec)
-    return f"{given.value.spec} in stages {list(given.at)}, at {sorted(_places(given, graph))} along their axis"
+def _text(inp: Input, graph: Graph) -> str:
+    if not inp.at:
+        return str(inp.value.spec)
+    return f"{inp.value.spec} in stages {list(inp.at)}, at {sorted(_places(inp, graph))} along their axis"
 
 
 Fill = Callable[[nn.Module], nn.Module]

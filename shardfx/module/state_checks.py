@@ -75,14 +75,14 @@ class SourceModelWatch:
         for parameter in model.parameters():
             _originals[parameter] = self
 
-    def __call__(self, module: nn.Module, *given: Any) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         """The module's forward pre-hook: a call is the beginning of a training of its own, or reads its weights."""
         if not torch.compiler.is_compiling() and not (module.training and torch.is_grad_enabled()):
             self._check(module, "model(...)")
         if module.training and not _quiet and self._model is not None and self._model() is module:
             self.trainings += 1
 
-    def saving(self, module: nn.Module, *given: Any) -> None:
+    def saving(self, module: nn.Module, *args: Any) -> None:
         """The module's state dict pre-hook."""
         self._check(module, "model.state_dict()")
 
@@ -191,8 +191,8 @@ class SourceModelCheck:
     def _of(self, path: str, module: nn.Module) -> ModuleSnapshot:
         children = {name: None if child is None else weakref.ref(child) for name, child in module._modules.items()}
         own = vars(module)
-        held = {name: own[name] for name in self._read(module)}
-        kept = {n: v if is_apart(v) else ValueText(self._contents.said(v)) for n, v in held.items()}
+        read = {name: own[name] for name in self._read(module)}
+        kept = {n: v if is_apart(v) else ValueText(self._contents.said(v)) for n, v in read.items()}
         return ModuleSnapshot(path, weakref.ref(module), type(module), children, _hook_ids(module), kept, len(own))
 
     def _read(self, module: nn.Module) -> Iterable[str]:
@@ -255,8 +255,13 @@ class SourceModelCheck:
 def _hook_ids(module: nn.Module) -> list[int]:
     """The numbers of a script's hooks."""
     own = vars(module)
-    held = [each for kind in HOOK_DICTS if (each := own.get(kind))]
-    return [key for each in held for key, hook in each.items() if type(hook) is not SourceModelWatch and is_users(hook)]
+    hook_dicts = [each for kind in HOOK_DICTS if (each := own.get(kind))]
+    return [
+        key
+        for each in hook_dicts
+        for key, hook in each.items()
+        if type(hook) is not SourceModelWatch and is_users(hook)
+    ]
 
 
 def _ties(model: nn.Module) -> list[int] | None:
@@ -342,9 +347,9 @@ class SourceWeightsCheck:
 
     def _tensors(self) -> tuple[list[Any], list[Any]]:
         """The parameters, and these with the buffers."""
-        held = [module for each in self._modules if (module := each()) is not None]
-        parameters = [p for module in held for p in module._parameters.values() if p is not None]
-        buffers = [b for module in held if module._buffers for b in module._buffers.values() if b is not None]
+        modules = [module for each in self._modules if (module := each()) is not None]
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        buffers = [b for module in modules if module._buffers for b in module._buffers.values() if b is not None]
         return parameters, parameters + buffers
 
     def _content(self, tensors: Sequence[Any]) -> list[object]:
@@ -381,19 +386,19 @@ class SourceWeightsCheck:
     def _others(self, model: nn.Module) -> Iterator[str]:
         """The names of weights that are not those of the parallel module."""
         state = self._state
-        whole = {
+        full = {
             state.aliases.get(name, name): (name, tensor.detach())
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if not tensor.is_meta and not isinstance(tensor, FakeTensor)
         }
-        for given in self._graph.inputs:
-            if given.kind not in STORED or given.name not in whole or not state.store.is_here(given.name):
+        for inp in self._graph.inputs:
+            if inp.kind not in STORED or inp.name not in full or not state.store.is_here(inp.name):
                 continue
-            (name, tensor), spec = whole[given.name], given.value.spec
-            if tensor.dtype != given.value.type.dtype or spec is None or tuple(tensor.shape) != given.value.shape:
+            (name, tensor), spec = full[inp.name], inp.value.spec
+            if tensor.dtype != inp.value.type.dtype or spec is None or tuple(tensor.shape) != inp.value.shape:
                 continue
             for rank in self._ranks:
-                shard = state.store.shard(given.name, rank).detach()
+                shard = state.store.shard(inp.name, rank).detach()
                 if not same(shard, local_shard(tensor, spec, self._graph.mesh, rank).to(shard.device)):
                     yield name
                     break

@@ -68,7 +68,7 @@ def comm_rows(
     """What a rank sends for outputs of some kinds, by axes and kind, in the order of the mesh, what sends most
     first; times are by its links."""
     outputs = {output.value: output for output in graph.outputs}
-    inputs = {given.value: given.name for given in graph.inputs}
+    inputs = {inp.value: inp.name for inp in graph.inputs}
     rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
     _, chosen, wanted = select(graph, kinds)
     iterations = TripCounts.among(chosen, wanted, mesh)
@@ -100,11 +100,11 @@ def causes_of(
     """What each value that a comm node moves is: a parameter, a gradient, the loss, or what an op made; and its share
     of the bytes that the node sends in a step."""
     values = list(zip(node.operands, node.outs, strict=True))
-    held = [operand.local_bytes(mesh) for operand, _ in values]
-    whole = sum(held) or 1
+    sizes = [operand.local_bytes(mesh) for operand, _ in values]
+    full = sum(sizes) or 1
     return [
-        Cause(out.name, module_of(operand, node), what(operand, out, inputs, outputs), total * size / whole)
-        for (operand, out), size in zip(values, held, strict=True)
+        Cause(out.name, module_of(operand, node), what(operand, out, inputs, outputs), total * size / full)
+        for (operand, out), size in zip(values, sizes, strict=True)
     ]
 
 

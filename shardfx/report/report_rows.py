@@ -45,15 +45,15 @@ def stage_rows(graph: Graph) -> tuple[StageRow, ...]:
     for stage, home in enumerate(graph.pipeline.homes):
         nodes = [node for node in graph.nodes if stage in node.at]
         mine = [each for each in graph.inputs if each.kind is InputKind.PARAMETER and stage in each.at]
-        held, names = [each.value for each in mine], [each.name for each in mine]
+        values, names = [each.value for each in mine], [each.name for each in mine]
         sends = (node for node in graph.nodes if node.op is comm.send and _is_sent_by(stage, node))
         made.append(
             StageRow(
                 stage,
                 tuple(rank for rank, place in enumerate(places) if place == home),
                 tuple(_shortened(dict.fromkeys(block_of(name) or prefixes(name)[0] for name in names))),
-                sum(value.type.numel for value in held),
-                sum(value.local_bytes(graph.mesh) for value in held),
+                sum(value.type.numel for value in values),
+                sum(value.local_bytes(graph.mesh) for value in values),
                 int(sum(node.op.sends(node, graph.mesh).nbytes for node in sends)),
                 sum(flops_of(node) for node in nodes),
             )

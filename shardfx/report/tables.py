@@ -78,16 +78,16 @@ def _memory(report: Report) -> list[RenderableType]:
     how = f"their sum, {at}".rstrip(", ")
     made.add_row(Text("peak", "bold"), Text(size_text(memory.peak), "bold"), Text(how))
     for iteration in loop_memory(memory.footprint):
-        name, held = (
+        name, text = (
             f"an iteration of {iteration.axis}",
             f"at its peak: made in each of {iteration.count} iterations, and gone with it",
         )
         if iteration.in_flight > 1:
-            name, held = (
+            name, text = (
                 f"iterations of {iteration.axis}",
                 f"at the peak of {iteration.in_flight} under way, of {iteration.count}",
             )
-        stays = f"{held}; beside it {size_text(iteration.before)} stay"
+        stays = f"{text}; beside it {size_text(iteration.before)} stay"
         made.add_row(name, size_text(iteration.own), Text(stays, "dim"))
     if memory.host:
         made.add_row("offloaded", size_text(memory.host), Text("in other memory than the device's, at most", "dim"))
@@ -100,11 +100,11 @@ def _memory(report: Report) -> list[RenderableType]:
 def _holders(peak: Peak) -> list[RenderableType]:
     """Who holds most at the peak, those alike in repeated layers as one."""
     alike: dict[tuple[str, str], list[int]] = {}
-    for held in peak.held:
-        node = held.node
+    for stored in peak.items:
+        node = stored.node
         what = f"{op_name(node.op)} @ {node.where.module}" if node is not None and node.where.module else ""
         what = what or (op_name(node.op) if node is not None else "")
-        alike.setdefault((held.category, starred(what)), []).append(held.nbytes)
+        alike.setdefault((stored.category, starred(what)), []).append(stored.nbytes)
     if not alike:
         return []
     made = table("Held at the peak", "by", "bytes", "as", right=[1])

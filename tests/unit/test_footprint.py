@@ -204,7 +204,7 @@ def test_what_helpers_hold_inside_counts_at_the_peak_alone() -> None:
 
     found = replay(program_of(lambda g, x, y: g.call_function(helper, (x,))))
     assert found.live == (8 * 4,) and found.inside == (2 * 64 * 4,)
-    assert found.peak.nbytes == 2 * 64 * 4 + 8 * 4 == sum(held.nbytes for held in found.peak.held)
+    assert found.peak.nbytes == 2 * 64 * 4 + 8 * 4 == sum(held.nbytes for held in found.peak.items)
 
 
 def test_a_call_says_which_operand_it_gives_back() -> None:

@@ -118,11 +118,11 @@ class WideStatistics:
     def __init__(self, normalise: Any) -> None:
         self.normalise, self.__name__ = normalise, "batch_norm_with_wide_statistics"
 
-    def __call__(self, x: Tensor, *given: Any) -> Tensor:
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
         """The result of the op."""
-        tensors, (training, *how) = given[:4], given[4:]
+        tensors, (training, *how) = args[:4], args[4:]
         if not training or x.dtype not in NARROW:
-            made: Tensor = self.normalise(x, *given)
+            made: Tensor = self.normalise(x, *args)
             return made
         wide = [None if each is None else each.float() for each in tensors]
         if wide == [None] * 4:

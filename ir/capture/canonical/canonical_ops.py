@@ -66,7 +66,7 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     return builder.add(target, args, types, **kwargs)
 
 
-def _by_memory(builder: GraphBuilder, op: Any, given: Mapping[str, Any], types: Any, lies: torch.Tensor) -> Any:
+def _by_memory(builder: GraphBuilder, op: Any, values: Mapping[str, Any], types: Any, lies: torch.Tensor) -> Any:
     """A strided view as an op of values: of the tensor with its dims in memory order, from its own first element on.
 
     ``lies`` is the tensor as it lies on one device. A view that starts behind its first element is one of a slice::
@@ -76,8 +76,8 @@ def _by_memory(builder: GraphBuilder, op: Any, given: Mapping[str, Any], types: 
     Raises:
         Error: the tensor is not dense, or the view leaves it.
     """
-    x, size, stride = given["self"], given["size"], given["stride"]
-    absolute = given["storage_offset"]
+    x, size, stride = values["self"], values["size"], values["stride"]
+    absolute = values["storage_offset"]
     offset = 0 if absolute is None else int(absolute) - int(lies.storage_offset())
     end = offset + (0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)))
     strides = lies.stride()
@@ -98,7 +98,7 @@ def _by_memory(builder: GraphBuilder, op: Any, given: Mapping[str, Any], types: 
         source = builder.add(aten.slice.Tensor, (flat, 0, offset, end))
     if op.overloadpacket is not aten.as_strided_scatter:
         return builder.add(op, (source, size, stride), types)
-    made = builder.add(op, (source, given["src"], size, stride))
+    made = builder.add(op, (source, values["src"], size, stride))
     if offset:
         made = builder.add(aten.slice_scatter.default, (flat, made, 0, offset, end))
         made = builder.add(aten.view.default, (made, list(dense.shape)))
@@ -110,8 +110,8 @@ Canonical = Callable[[GraphBuilder, Any, tuple[Any, ...], dict[str, Any], Any], 
 
 def _filled(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
     """A tensor of one number depends on nothing, also where torch makes it like another one."""
-    given = with_defaults(op, args, kwargs)
-    value = given.get("fill_value", int("ones" in op_name(op)))
+    bound = with_defaults(op, args, kwargs)
+    value = bound.get("fill_value", int("ones" in op_name(op)))
     if isinstance(value, Value):
         return builder.add(op, args, types, **kwargs)
     return builder.add(aten.full.default, (list(types.shape), value), types, dtype=types.dtype)
@@ -188,24 +188,24 @@ def _draw(builder: GraphBuilder) -> tuple[Any, int, list[int]]:
 def _attention(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
     """Attention, by any of its names in torch; its dropout draws as ours. Types are those of our op: to torch 2.11 the
     logsumexp of float64 is float32."""
-    given = _by_our_names(op, args, kwargs)
-    if given["p"] > 0:
-        given["seed"], given["number"], given["box"] = _draw(builder)
-    return builder.add(attention, positional(attention, given))
+    bound = _by_our_names(op, args, kwargs)
+    if bound["p"] > 0:
+        bound["seed"], bound["number"], bound["box"] = _draw(builder)
+    return builder.add(attention, positional(attention, bound))
 
 
 def _attention_backward(
     builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any
 ) -> Any:
     """The backward drops what its forward, which made the logsumexp, has dropped."""
-    given = _by_our_names(op, args, kwargs)
-    forward = given["logsumexp"].node
+    bound = _by_our_names(op, args, kwargs)
+    forward = bound["logsumexp"].node
     if forward is None or forward.op is not attention:
         raise Error("a gradient of attention stands apart from its forward", where=str(builder.where), got=str(op))
     drawn = with_defaults(attention, forward.args, forward.kwargs)
-    given |= {name: drawn[name] for name in ("p", "seed", "number", "box")}
-    kept = types if given.get("of_mask") else [*types[:3], None]
-    return builder.add(attention_backward, positional(attention_backward, given), kept)
+    bound |= {name: drawn[name] for name in ("p", "seed", "number", "box")}
+    kept = types if bound.get("of_mask") else [*types[:3], None]
+    return builder.add(attention_backward, positional(attention_backward, bound), kept)
 
 
 OUR_NAMES = {
@@ -242,9 +242,9 @@ def _nll(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str
 def _grouped_mm(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
     """Torch's grouped product, in each of its variants. Rows of no group, which it leaves uninitialised, are zero
     here."""
-    given = with_defaults(op, args, kwargs)
-    a, b, ends = given["self"], given["mat2"], given["offs"]
-    if given["bias"] is not None or given["out_dtype"] not in (None, a.type.dtype):
+    bound = with_defaults(op, args, kwargs)
+    a, b, ends = bound["self"], bound["mat2"], bound["offs"]
+    if bound["bias"] is not None or bound["out_dtype"] not in (None, a.type.dtype):
         return builder.add(op, args, types, **kwargs)
     if ends is None:
         return builder.add(aten.bmm.default, (a, b), types)

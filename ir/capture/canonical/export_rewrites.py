@@ -176,8 +176,8 @@ def drops_within(node: torch.fx.Node) -> bool:
     """Whether a recurrent call has dropout between its layers: its decomposition in Python forgets it (torch 2.13)."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    given = with_defaults(node.target, node.args, node.kwargs)
-    return bool(given.get("dropout") and given.get("train"))
+    bound = with_defaults(node.target, node.args, node.kwargs)
+    return bool(bound.get("dropout") and bound.get("train"))
 
 
 def keep_single_ops(exported: torch.fx.GraphModule, by_kernel: Collection[Any] = ()) -> None:
@@ -228,8 +228,8 @@ def check_factored_contiguous(node: torch.fx.Node, where: str) -> None:
     Raises:
         Error: it does.
     """
-    given = node.args[0] if node.target in FACTORING else None
-    matrix = given.meta.get("val") if isinstance(given, torch.fx.Node) else None
+    args = node.args[0] if node.target in FACTORING else None
+    matrix = args.meta.get("val") if isinstance(args, torch.fx.Node) else None
     if matrix is not None and not matrix.is_contiguous() and not matrix.is_complex():
         raise Error(
             f"{node.target} factors a matrix that does not lie row by row, and its gradient depends on that",

@@ -246,16 +246,16 @@ def as_it_is(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 class CastWhenRead(dict[str, Any]):
     """A module's parameters, each cast when it is first read; ``made`` has what was cast, tied ones once."""
 
-    def __init__(self, given: Any, dtype: torch.dtype, made: dict[tuple[int, bool], torch.Tensor]) -> None:
-        super().__init__(given)
+    def __init__(self, value: Any, dtype: torch.dtype, made: dict[tuple[int, bool], torch.Tensor]) -> None:
+        super().__init__(value)
         self._dtype, self._made = dtype, made
 
-    def _read(self, given: Any) -> Any:
-        if given is None or not given.dtype.is_floating_point or given.dtype is self._dtype:
-            return given
-        key = id(given), torch.is_grad_enabled()  # what was cast without a gradient has none
+    def _read(self, value: Any) -> Any:
+        if value is None or not value.dtype.is_floating_point or value.dtype is self._dtype:
+            return value
+        key = id(value), torch.is_grad_enabled()  # what was cast without a gradient has none
         if key not in self._made:
-            self._made[key] = given.to(self._dtype)
+            self._made[key] = value.to(self._dtype)
         return self._made[key]
 
     def __getitem__(self, name: str) -> Any:
@@ -331,7 +331,7 @@ aten = torch.ops.aten
 def sum_gradients_in(graph: Graph, dtype: torch.dtype) -> None:
     """Mark the casts of parameters' gradients behind which they are reduced: in ``dtype``, where that is wider than
     theirs."""
-    names = {given.name for given in graph.of_kind(InputKind.PARAMETER)}
+    names = {inp.name for inp in graph.of_kind(InputKind.PARAMETER)}
     rewriter = Rewriter(graph)
     summed: dict[Value, Value] = {}
     for output in graph.outputs:

@@ -187,8 +187,8 @@ class Pattern:
                 outputs = [self._made(each, bound) for each in self.outputs]
                 inputs = {str(each.target): bound.get(each) for each in self.inputs}
                 nodes = tuple(dict.fromkeys(each for each in bound.values() if isinstance(each, Node)))
-                whole = all(isinstance(each, Value) for each in (*outputs, *inputs.values()))
-                if whole and len({each.phase for each in nodes}) == 1:
+                full = all(isinstance(each, Value) for each in (*outputs, *inputs.values()))
+                if full and len({each.phase for each in nodes}) == 1:
                     return Match(inputs, nodes, tuple(outputs))  # type: ignore[arg-type]
         return None
 
@@ -302,8 +302,8 @@ class Pattern:
 
 def _run(call: fx.Node, tensors: Sequence[torch.Tensor]) -> Any:
     """What a call of the pattern gives for these operands."""
-    given = dict(zip(_operands(call), tensors, strict=True))
-    args, kwargs = fx.map_arg((call.args, call.kwargs), given.__getitem__)
+    values = dict(zip(_operands(call), tensors, strict=True))
+    args, kwargs = fx.map_arg((call.args, call.kwargs), values.__getitem__)
     run: Any = getattr(type(args[0]), str(call.target)) if call.op == "call_method" else call.target
     return run(*args, **kwargs)
 

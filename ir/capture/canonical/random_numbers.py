@@ -145,10 +145,10 @@ def _bernoulli(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any
 
 def _rrelu(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], types: Any) -> list[Value]:
     """Below zero a slope is drawn for each element in training, and is the mean one else; the slopes are kept."""
-    given = with_defaults(op, args, kwargs)
-    x, low, high = given["self"], given["lower"], given["upper"]
-    if not given["training"]:
-        return [builder.add(aten.leaky_relu.default, (x, (low + high) / 2), types[0]), given["noise"]]
+    bound = with_defaults(op, args, kwargs)
+    x, low, high = bound["self"], bound["lower"], bound["upper"]
+    if not bound["training"]:
+        return [builder.add(aten.leaky_relu.default, (x, (low + high) / 2), types[0]), bound["noise"]]
     drawn = _affine(builder, uniform(builder, types[1]), high - low, low)
     slopes = builder.add(aten.where.ScalarOther, (builder.add(aten.le.Scalar, (x, 0)), drawn, 1.0), types[1])
     return [builder.add(aten.mul.Tensor, (x, slopes), types[0]), slopes]

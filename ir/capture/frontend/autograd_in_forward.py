@@ -31,7 +31,7 @@ _library = torch.library.Library("shardfx_capture", "DEF")
 _library.define("own_gradient(Tensor[] given, Tensor[] made, int number) -> Tensor[]")
 
 
-def _own_gradient(given: Sequence[Tensor], made: Sequence[Tensor], number: int) -> list[Tensor]:
+def _own_gradient(tensors: Sequence[Tensor], made: Sequence[Tensor], number: int) -> list[Tensor]:
     return [each.clone() for each in made]
 
 
@@ -60,9 +60,9 @@ class AppliedFunction:
         self.tensors = [leaves[i] for i in self.places]
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         leaves = list(self.leaves)
-        for place, tensor in zip(self.places, given, strict=True):
+        for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         out = self.kind.apply(*args, **kwargs)
@@ -111,7 +111,7 @@ class OwnGradients:
     def _note(self, call: AppliedFunction, out: Any) -> Any:
         leaves, tree = pytree.tree_flatten(out)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if any(leaves[i] is given for i in places for given in call.tensors):
+        if any(leaves[i] is tensor for i in places for tensor in call.tensors):
             raise Error(
                 f"{call.kind.__name__} gives one of its inputs back, or changes it in place",
                 where=f"{call.kind.__module__}.{call.kind.__qualname__}.apply(...)",
@@ -181,9 +181,9 @@ class Refusal(NamedTuple):
     def instead_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The stand-in of a function, which raises this."""
 
-        def refuse(*given: Any, **named: Any) -> Any:
+        def refuse(*args: Any, **named: Any) -> Any:
             if self.but_of_torch and not is_user_file(sys._getframe(1).f_code.co_filename):
-                return function(*given, **named)
+                return function(*args, **named)
             raise Error(self.what, expected=self.expected, got=self.got, remedy=self.remedy)
 
         return refuse

@@ -179,8 +179,8 @@ def _foreign(where: str | None, model: nn.Module, loss: Callable[..., Any] | Non
 def tensors_of(function: Callable[..., Any]) -> list[str]:
     """The names of tensors that a function has beside its arguments: in its closure, defaults, or its object."""
     if isinstance(function, functools.partial):
-        given = {str(i): each for i, each in enumerate(function.args)} | dict(function.keywords)
-        return [*(name for name, value in given.items() if _has_tensor(value)), *tensors_of(function.func)]
+        values = {str(i): each for i, each in enumerate(function.args)} | dict(function.keywords)
+        return [*(name for name, value in values.items() if _has_tensor(value)), *tensors_of(function.func)]
     visible: dict[str, Any] = {}
     owner = getattr(function, "__self__", None) or (function if not inspect.isroutine(function) else None)
     if owner is not None and hasattr(owner, "__dict__"):

@@ -82,12 +82,12 @@ class CheckpointedModules:
             return
         depth, found = [0], list[str]()
 
-        def enter(module: nn.Module, given: Any) -> None:
+        def enter(module: nn.Module, value: Any) -> None:
             if not depth[0] and paths.get(id(module)):
                 found.append(paths[id(module)])
             depth[0] += 1
 
-        def leave(module: nn.Module, given: Any, result: Any) -> None:
+        def leave(module: nn.Module, value: Any, result: Any) -> None:
             depth[0] -= 1
 
         hooks = modules.register_module_forward_pre_hook(enter), modules.register_module_forward_hook(leave)

@@ -25,8 +25,8 @@ NAMES = ("loss", "loss_function", "the_loss")
 class OwnLoss:
     """A loss that is a submodule of the model, by name; ``given`` is the user's."""
 
-    def __init__(self, name: str, given: Callable[..., Any]) -> None:
-        self.name, self.given = name, given
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.given = name, function
         self._was: dict[str, tuple[int, int]] = {}
 
     def settle(self) -> None:
@@ -72,7 +72,7 @@ class Rebound(nn.Module):
             else:
                 self.register_buffer(name, value, persistent=False)
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *args: Any) -> Any:
         """The result of the function, with the tensors of this module in its closure and globals."""
         function = self._function
         current = {**self._parameters, **self._buffers, **self._modules}
@@ -82,7 +82,7 @@ class Rebound(nn.Module):
             function.__code__, {**function.__globals__, **current}, function.__name__, function.__defaults__, closure
         )
         made.__kwdefaults__ = function.__kwdefaults__
-        return made(*given)
+        return made(*args)
 
 
 class Filled(nn.Module):
@@ -98,12 +98,12 @@ class Filled(nn.Module):
             elif has_tensors(value):
                 self.register_buffer(name, value, persistent=False)
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *arguments: Any) -> Any:
         """The result of the function, with the tensors of this module in place of its arguments."""
         current = {**self._parameters, **self._buffers}
         args = [current.get(f"argument_{i}", value) for i, value in enumerate(self._given.args)]
         keywords = {name: current.get(name, value) for name, value in self._given.keywords.items()}
-        return self._given.func(*args, *given, **keywords)
+        return self._given.func(*args, *arguments, **keywords)
 
 
 def _contents(loss: Callable[..., Any]) -> dict[str, tuple[int, int]]:

@@ -143,7 +143,7 @@ class _UpdateWriter:
 
     def __post_init__(self) -> None:
         self.builder, self.traces = _SharedBuilder(self.graph), StepTraces()
-        self.inputs = {given.name: given for given in self.graph.inputs}
+        self.inputs = {inp.name: inp for inp in self.graph.inputs}
 
     def group(self, group: OptimizerGroup, parameters: Mapping[str, nn.Parameter]) -> UpdateGroup:
         """Emit the step of one group."""
@@ -236,13 +236,13 @@ class _UpdateWriter:
         return is_first
 
     def _apply(
-        self, name: str, group: OptimizerGroup, traced: TracedStep, given: Sequence[Value], agreed: set[str]
+        self, name: str, group: OptimizerGroup, traced: TracedStep, values: Sequence[Value], agreed: set[str]
     ) -> list[Value]:
         """Emit a traced step on these values; returns the new ones."""
         builder = self.builder
         open_ = depending(traced, agreed)
         places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
-        builder.env = dict(zip(places, given, strict=True))
+        builder.env = dict(zip(places, values, strict=True))
         output: Any = None
         for node in traced.module.graph.nodes:
             if node.op == "output":
@@ -375,9 +375,9 @@ NUMBERS = ("NumberType", "FloatType", "IntType", "Optional[NumberType]", "number
 
 def unknown_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The arguments of a call that are to be Python numbers, and are values here."""
-    given = with_defaults(op, args, kwargs)
+    bound = with_defaults(op, args, kwargs)
     numbers = {each.name for each in op._schema.arguments if str(each.real_type).lower() in SAID}
-    return [name for name, arg in given.items() if isinstance(arg, Value) and name in numbers]
+    return [name for name, arg in bound.items() if isinstance(arg, Value) and name in numbers]
 
 
 SAID = frozenset(each.lower() for each in NUMBERS)
@@ -390,7 +390,7 @@ def call_with_numbers(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwa
     Raises:
         Error: the op is not known in such a form.
     """
-    given = with_defaults(op, args, kwargs)
+    bound = with_defaults(op, args, kwargs)
     form = FORMS.get(op)
     if form is None:
         raise Error(
@@ -400,7 +400,7 @@ def call_with_numbers(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwa
             got=op_name(op),
             remedy="multiply by the tensor itself",
         )
-    return form(builder.add, *(given[each.name] for each in op._schema.arguments if each.name in given))
+    return form(builder.add, *(bound[each.name] for each in op._schema.arguments if each.name in bound))
 
 
 Add = Callable[..., Any]

@@ -32,7 +32,7 @@ SCALE, STEPS = "optimizer.loss_scale", "optimizer.loss_scale.steps"
 
 def unscale_gradients(graph: Graph, scale: float | LossScale) -> None:
     """Divide the gradients of a captured graph by ``scale``, those of parameters in the update."""
-    parameters = {given.name for given in graph.of_kind(InputKind.PARAMETER)}
+    parameters = {inp.name for inp in graph.of_kind(InputKind.PARAMETER)}
     builder = GraphBuilder(graph.mesh)
     builder.graph = graph
     inverse: dict[tuple[Phase, torch.dtype], Value] = {}
@@ -60,7 +60,7 @@ def skip_overflow(graph: Graph) -> Value:
     """Skip a step some gradient of which is not finite; returns whether all are."""
     builder = GraphBuilder(graph.mesh)
     builder.graph, builder.phase = graph, Phase.UPDATE
-    names = {given.name for given in graph.of_kind(InputKind.PARAMETER)}
+    names = {inp.name for inp in graph.of_kind(InputKind.PARAMETER)}
     outputs = [output for output in graph.outputs if output.kind is OutputKind.GRADIENT and output.name in names]
     total = sum_of_squares(builder, outputs)
     builder.where = Where(MODULE)
@@ -110,7 +110,7 @@ SMALL = 1e-6
 
 def clip_gradients(graph: Graph, most: float) -> None:
     """Scale the gradients of a captured graph so that their norm is at most ``most``."""
-    names = {given.name for given in graph.of_kind(InputKind.PARAMETER)}
+    names = {inp.name for inp in graph.of_kind(InputKind.PARAMETER)}
     outputs = [output for output in graph.outputs if output.kind is OutputKind.GRADIENT and output.name in names]
     if not outputs:
         return

@@ -148,10 +148,10 @@ def _check(optimizer: object, made: object) -> None:
 
 
 def _check_names(
-    names: Sequence[str], given: Sequence[torch.Tensor], seen: Mapping[str, str], optimizer: torch.optim.Optimizer
+    names: Sequence[str], tensors: Sequence[torch.Tensor], seen: Mapping[str, str], optimizer: torch.optim.Optimizer
 ) -> None:
     kind = type(optimizer).__name__
-    for name, parameter in zip(names, given, strict=True):
+    for name, parameter in zip(names, tensors, strict=True):
         if not name:
             raise Error(
                 f"{kind} is made of a tensor that it was not given",

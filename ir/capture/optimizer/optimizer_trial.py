@@ -187,16 +187,16 @@ def check_kept_elsewhere(group: OptimizerGroup, before: Numbers) -> None:
             raise not_alone(group, f"{name}, which it changes from step to step")
 
 
-def check_inputs_left(group: OptimizerGroup, given: Mapping[str, float]) -> None:
+def check_inputs_left(group: OptimizerGroup, values: Mapping[str, float]) -> None:
     """Check that a step left the options that are inputs unchanged.
 
     Raises:
         Error: the optimizer changes its own rate.
     """
     now = numbers_of(group.options, (RATE, *group.scheduled))
-    changed = next((name for name, value in given.items() if now.get(name) != value), None)
+    changed = next((name for name, value in values.items() if now.get(name) != value), None)
     if changed is not None:
-        got = f"{changed!r} of a group, which a step changes from {given[changed]!r} to {now.get(changed)!r}"
+        got = f"{changed!r} of a group, which a step changes from {values[changed]!r} to {now.get(changed)!r}"
         raise not_alone(group, got, "have a schedule of torch.optim.lr_scheduler change it, of pm.optimizer")
 
 

@@ -223,13 +223,13 @@ def lone_step(
 
 
 def first_states(
-    group: OptimizerGroup, shape: Sequence[int], dtype: torch.dtype, given: States, watched: StepProbe, **options: Any
+    group: OptimizerGroup, shape: Sequence[int], dtype: torch.dtype, states: States, watched: StepProbe, **options: Any
 ) -> States:
     """The states that a first step leaves of a parameter of this shape; tensors have no content."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with mode, as_compiled():
         p, grad = (torch.empty(tuple(shape), dtype=dtype) for _ in range(2))
-        faked = {name: _fake(mode, value) for name, value in given.items()}
+        faked = {name: _fake(mode, value) for name, value in states.items()}
         numbers = {name: torch.empty((), dtype=torch.float64) for name in group.numbers}
         return lone_step(group, p, grad, numbers, faked, options, watched)
 
@@ -259,9 +259,9 @@ def trace_step(
     inputs = tuple(group.numbers)
 
     def step(
-        p: torch.Tensor, grad: torch.Tensor, numbers: list[torch.Tensor], given: list[torch.Tensor]
+        p: torch.Tensor, grad: torch.Tensor, numbers: list[torch.Tensor], tensors: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        start = {} if first else {**fixed, **dict(zip(names, given, strict=True))}
+        start = {} if first else {**fixed, **dict(zip(names, tensors, strict=True))}
         left = lone_step(group, p, grad, dict(zip(inputs, numbers, strict=True)), start, options, watched)
         return [p, *(_tensor(left[name], dtypes[name]) for name in names)]
 
@@ -305,7 +305,7 @@ class StepTraces:
         group: OptimizerGroup,
         shape: Sequence[int],
         dtype: torch.dtype,
-        given: States,
+        states_: States,
         options: Mapping[str, Any],
         first: bool = False,
     ) -> tuple[States, TracedStep]:
@@ -315,10 +315,10 @@ class StepTraces:
             given: the states that are there before the first step.
             first: the step of a parameter that has none yet.
         """
-        key = (id(group), *sorted(options), dtype, first) if len(shape) and _all_tensors(given) else None
+        key = (id(group), *sorted(options), dtype, first) if len(shape) and _all_tensors(states_) else None
         if key not in self._known:
             watched = StepProbe(group.where.file)
-            states = first_states(group, shape, dtype, given, watched, **options)
+            states = first_states(group, shape, dtype, states_, watched, **options)
             _check_states(group, states)
             traced = trace_step(group, shape, dtype, states, first, watched, **options)
             if key is None or watched.asked or not traced.is_pointwise:

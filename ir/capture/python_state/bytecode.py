@@ -148,11 +148,11 @@ def asks_which(named: Collection[str]) -> bool:
     return not {WHICH, "id", "is_set_to"}.isdisjoint(named)
 
 
-def one_where_asked(given: Sequence[object], named: Collection[str]) -> tuple[int, ...]:
+def one_where_asked(args: Sequence[object], named: Collection[str]) -> tuple[int, ...]:
     """For each of some values the first that is identical; () if all differ, or the code does not compare
     identities."""
     first: dict[int, int] = {}
-    found = tuple([first.setdefault(id(each), number) for number, each in enumerate(given)])
+    found = tuple([first.setdefault(id(each), number) for number, each in enumerate(args)])
     return found if len(first) < len(found) and asks_which(named) else ()
 
 

@@ -187,8 +187,8 @@ def _written(tensor: torch.Tensor) -> int:
 
 def _function(function: FunctionType) -> Fields:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    given = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__, "attributes": vars(function)}
-    own: Fields = [(name, each) for name, each in given.items() if each]
+    values = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__, "attributes": vars(function)}
+    own: Fields = [(name, each) for name, each in values.items() if each]
     return [("code", function.__code__), *own, *((name, cell_of(cell)) for name, cell in cells)]
 
 

@@ -213,8 +213,8 @@ class _Match:
         call = self.calls[found.index]
         if PLAIN_FORMS.get(call.op, call.op) is not term.op:
             return False
-        given = with_defaults(term.op, call.args, {key: arg for key, arg in call.kwargs.items() if key != "out"})
-        if given.keys() != term.args.keys() or not all(self.same(term.args[key], given[key]) for key in given):
+        bound = with_defaults(term.op, call.args, {key: arg for key, arg in call.kwargs.items() if key != "out"})
+        if bound.keys() != term.args.keys() or not all(self.same(term.args[key], bound[key]) for key in bound):
             return False
         self.computed.add(found.index)
         return True

@@ -27,19 +27,19 @@ ALIGNED = 16
 """Rows begin at multiples of so many bytes, for the grouped kernel."""
 
 
-def places(held: Ints, size: int, device: torch.device | str = "cpu") -> Tensor:
+def places(ranges: Ints, size: int, device: torch.device | str = "cpu") -> Tensor:
     """Where in the whole what is held stands, in order; of ``size`` elements if all are held."""
-    if not held:
+    if not ranges:
         return torch.arange(size, device=device)
     found = torch.zeros(1, dtype=torch.int64, device=device)
-    for whole, start, length in zip(*[iter(held)] * 3, strict=True):
-        found = (found[:, None] * whole + torch.arange(start, start + length, device=device)).flatten()
+    for full, start, length in zip(*[iter(ranges)] * 3, strict=True):
+        found = (found[:, None] * full + torch.arange(start, start + length, device=device)).flatten()
     return found
 
 
-def _count(held: Ints, size: int) -> int:
+def _count(stored: Ints, size: int) -> int:
     """How many elements are held, of ``size`` if all are."""
-    return math.prod(held[2::3]) if held else size
+    return math.prod(stored[2::3]) if stored else size
 
 
 def _local(ends: Tensor, rows: Ints, count: int) -> Tensor:
@@ -106,11 +106,11 @@ def _mm_on_device(x: Tensor, w: Tensor, ends: Tensor, rows: Ints = (), groups: I
 
 
 def _outer_on_device(x: Tensor, y: Tensor, ends: Tensor, rows: Ints = (), groups: Ints = ()) -> Tensor:
-    count, held = x.shape[0], _count(groups, ends.shape[0])
-    if not count or not held:
-        return x.new_zeros((held, x.shape[1], y.shape[1]))
+    count, local = x.shape[0], _count(groups, ends.shape[0])
+    if not count or not local:
+        return x.new_zeros((local, x.shape[1], y.shape[1]))
     if not has_kernel(x, y.shape[1]):
-        size, most = _size_of_blocks(count, held)
+        size, most = _size_of_blocks(count, local)
         blocks = _blocks(ends, count, rows, groups, size, most)
         free = (blocks.source == count)[:, None]
         left, right = (_rows(each, blocks).masked_fill_(free, 0).view(most, size, -1) for each in (x, y))

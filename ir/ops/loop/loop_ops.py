@@ -105,13 +105,13 @@ def minimum(most: Tensor, x: Tensor) -> Tensor:
     return torch.minimum(most, x, out=most)
 
 
-def write(whole: Tensor, x: Tensor, dims: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+def write(full: Tensor, x: Tensor, dims: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """An iteration's part at its place in what all iterations make together."""
-    place = whole
+    place = full
     for dim, start, length in zip(dims, starts, lengths, strict=True):
         place = place.narrow(dim, start, length)
     place.copy_(x.reshape(place.shape))
-    return whole
+    return full
 
 
 def repeat(unit: Callable[..., Any], axis: str, count: int, *around: Any) -> Any:

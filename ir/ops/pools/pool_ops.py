@@ -68,7 +68,7 @@ def moves_pool(node: Node) -> bool:
 
 def pools(graph: Graph) -> dict[Value, str]:
     """Of each value that lies beside the device in which pool: ``"host"``, ``"disk"``."""
-    found = {given.value: given.pool.partition(":")[0] for given in graph.inputs if given.pool}
+    found = {inp.value: inp.pool.partition(":")[0] for inp in graph.inputs if inp.pool}
     for node in graph.nodes:
         pool = pool_of(node, found)
         if pool:

@@ -280,15 +280,15 @@ def uniform_runs(parts: Collection[Part], mesh: Mesh, coords: Mapping[str, int])
 
 def looped_parts(nodes: Iterable[Node], mesh: Mesh) -> set[Part]:
     """Of the values of some nodes all that is sharded over time, each once."""
-    held: set[tuple[tuple[int, ...], Spec]] = set()
+    placed: set[tuple[tuple[int, ...], Spec]] = set()
     for node in nodes:
         values, made = (*node.operands, *node.outs), node.strategy
-        held.update((value.shape, value.spec) for value in values if value.spec is not None)
+        placed.update((value.shape, value.spec) for value in values if value.spec is not None)
         if made is not None:
-            held.update((v.shape, s) for v, s in zip(node.operands, made.operands, strict=False))
-            held.update((v.shape, s) for v, s in zip(node.outs, made.results, strict=False))
+            placed.update((v.shape, s) for v, s in zip(node.operands, made.operands, strict=False))
+            placed.update((v.shape, s) for v, s in zip(node.outs, made.results, strict=False))
     time = set(loop_axes(mesh))
-    sharding = {(size, each) for shape, spec in held for size, each in zip(shape, spec.dims, strict=True) if each}
+    sharding = {(size, each) for shape, spec in placed for size, each in zip(shape, spec.dims, strict=True) if each}
     return {part for size, each in sharding for part in each.sub(size) if time & set(part.axes)}
 
 

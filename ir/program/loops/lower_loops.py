@@ -133,9 +133,9 @@ class LoopWriter:
         else:
             full = site.local_view(site.target)
             memory = self._before(axis, memory_ops.empty, full, dtype, device)
-            held = bounds(site.view[site.dim], site.target.dims[site.dim].axes, self.mesh, emit.coords)[0]
+            local = bounds(site.view[site.dim], site.target.dims[site.dim].axes, self.mesh, emit.coords)[0]
             start, length = bounds(site.view[site.dim], site.source.dims[site.dim].axes, self.mesh, emit.coords)
-            made = emit.call(loop_ops.write, memory, emit.args[0], [site.dim], [start - held], [length], gives=full)
+            made = emit.call(loop_ops.write, memory, emit.args[0], [site.dim], [start - local], [length], gives=full)
             if full != site.shape:
                 opened.behind.append((out, lambda: self._to.call(aten.reshape.default, made, list(site.shape))))
         opened.left[out] = made

@@ -198,20 +198,20 @@ class DriverCalls:
                     )
         return first
 
-    def source(self, call: ActionCall, given: Any, by_node: Mapping[fx.Node, ActionCall]) -> Any:
+    def source(self, call: ActionCall, value: Any, by_node: Mapping[fx.Node, ActionCall]) -> Any:
         """The source of an argument: an action of the same iteration and the place among its results, or itself."""
-        maker = given.args[0] if isinstance(given, fx.Node) and given.target is operator.getitem else given
+        maker = value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else value
         if not isinstance(maker, fx.Node) or maker not in by_node:
-            return given
+            return value
         made = by_node[maker]
-        if made.word.iteration != call.word.iteration or maker is given:
+        if made.word.iteration != call.word.iteration or maker is value:
             raise _driver_error(
                 f"{call.word} is given what {made.word} makes",
                 call.node,
                 expected=f"values of iteration {call.word.iteration}",
-                got=given.format_node() or given.name,
+                got=value.format_node() or value.name,
             )
-        return made.word.unit, given.args[1]
+        return made.word.unit, value.args[1]
 
     @property
     def order(self) -> ActionOrder:
@@ -274,12 +274,12 @@ def _called(module: fx.GraphModule, node: fx.Node) -> tuple[str, ActionCall] | N
     if said is None:
         return None
     inputs = [each for each in called.graph.nodes if each.op == "placeholder"]
-    given = [*node.args, *(node.kwargs[str(each.target)] for each in inputs[len(node.args) :])]
-    if not given or type(given[0]) is not int or len(given) != len(inputs):
+    args = [*node.args, *(node.kwargs[str(each.target)] for each in inputs[len(node.args) :])]
+    if not args or type(args[0]) is not int or len(args) != len(inputs):
         raise _driver_error(
             f"{said.args[1]} is called without the number of an iteration", node, expected="self.F0(0, ...)"
         )
-    return str(said.args[2]), ActionCall(node, called, ActionStep(str(said.args[1]), given[0]), given[1:])
+    return str(said.args[2]), ActionCall(node, called, ActionStep(str(said.args[1]), args[0]), args[1:])
 
 
 def _driver_error(what: str, node: fx.Node, expected: str, got: str | None = None) -> Error:
@@ -347,8 +347,8 @@ def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pat
         args: Any = fx.map_arg(node.args, env.__getitem__)
         kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
         if node.target is loop_ops.repeat:
-            held = isinstance(args[0], fx.Node) and args[0].op == "get_attr"
-            unit = attribute(module, str(args[0].target).removeprefix(path)) if held else None
+            by_name = isinstance(args[0], fx.Node) and args[0].op == "get_attr"
+            unit = attribute(module, str(args[0].target).removeprefix(path)) if by_name else None
             if not isinstance(unit, fx.GraphModule):
                 raise _not_a_call(path, node, f"iterations of {node.args[0]}, which is no module of calls")
             into.erase_node(args[0])

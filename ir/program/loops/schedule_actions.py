@@ -74,13 +74,13 @@ def send_early(steps: Steps, late: Collection[Node], place: int, mesh: Mesh, axi
     if not sends:
         return list(steps)
     movable = _deferrable(steps[: sends[-1]], late)
-    held = _LiveBytes(steps, mesh, axis)
+    live = _LiveBytes(steps, mesh, axis)
     places = range(len(steps))
-    most, fewest = held.most(places), 0
+    most, fewest = live.most(places), 0
     many = len(movable)
     while fewest < many:
         middle = (fewest + many + 1) // 2
-        if held.most(_deferred(places, movable[:middle], sends[-1])) <= most:
+        if live.most(_deferred(places, movable[:middle], sends[-1])) <= most:
             fewest = middle
         else:
             many = middle - 1
@@ -134,11 +134,11 @@ class _LiveBytes:
             for value in self._uses[places[at]] - seen:
                 seen.add(value)
                 dying[at] += self._nbytes[value]
-        held = most = self._before
+        live = most = self._before
         for at, place in enumerate(places):
-            held += self._fresh[place]
-            most = max(most, held)
-            held -= dying[at]
+            live += self._fresh[place]
+            most = max(most, live)
+            live -= dying[at]
         return most
 
 
@@ -189,7 +189,7 @@ def local_ends(
     graph: Graph, inputs: Sequence[Input], outputs: Sequence[Output], coords: Mapping[str, int]
 ) -> tuple[list[Input], list[Output]]:
     """Those of some inputs and outputs that the rank at ``coords`` holds, and gives."""
-    here = [given for given in inputs if graph.is_here(given.at, coords)]
+    here = [inp for inp in inputs if graph.is_here(inp.at, coords)]
     return here, [output for output in outputs if graph.is_here(stages_of(output.value), coords)]
 
 

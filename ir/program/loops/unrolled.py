@@ -107,14 +107,14 @@ class _Unrolling:
                 self._call(node)
         if self.open:
             raise NotALoop("iterations begin here and do not end", self.open[-1])
-        of = {(given.kind, given.name): given for given in self.planned.inputs}
+        of = {(inp.kind, inp.name): inp for inp in self.planned.inputs}
         to = {(output.kind, output.name): output for output in self.planned.outputs}
         return replace(
             self.program,
             rank=self.rank,
             mesh=self.planned.mesh,
             graph=self.fx,
-            inputs=tuple(of[given.kind, given.name] for given in self.program.inputs),
+            inputs=tuple(of[inp.kind, inp.name] for inp in self.program.inputs),
             outputs=tuple(to[output.kind, output.name] for output in self.program.outputs),
         )
 
@@ -184,9 +184,9 @@ class _Unrolling:
         self.taken[node] = self.taken[source] | {axis}
 
     def _output(self, node: fx.Node) -> None:
-        given: Any = node.args[0]
+        value: Any = node.args[0]
         results = []
-        for output, result in zip(self.program.outputs, given, strict=False):
+        for output, result in zip(self.program.outputs, value, strict=False):
             made = self.env.get(result) if isinstance(result, fx.Node) else result
             spec = output.value.spec
             if isinstance(made, IterationOutput):
@@ -202,8 +202,8 @@ class _Unrolling:
         spec, shape = output.value.spec, output.value.shape
         assert spec is not None
         place = iteration_place(spec, shape, self.program.mesh, self.coords)
-        held = held_shape(spec, shape, self.program.mesh, self.program.rank)
-        if made.place != place or tuple(made.shape) != held:
+        local = held_shape(spec, shape, self.program.mesh, self.program.rank)
+        if made.place != place or tuple(made.shape) != local:
             what = f"an iteration's part of {output.kind} {output.name} is put at {made.place}, not {place}"
             raise NotALoop(what, made.node)
         if made.dtype != output.value.type.dtype:
@@ -317,15 +317,15 @@ class _Unrolling:
     def _fits(self, node: fx.Node, memory: fx.Node, planned: Value) -> None:
         """Memory for a sum has the shape of what is summed; a part of a buffer may be strided."""
         spec = planned.spec or Spec.whole(planned.type.ndim)
-        held = held_shape(spec, planned.shape, self.program.mesh, self.program.rank)
+        local = held_shape(spec, planned.shape, self.program.mesh, self.program.rank)
         if memory.target is memory_ops.part:
             shards, _, asked = self._number(memory.args[1:], node)
-            fits = prod(asked) == prod(held) and (shards == 1 or asked[0] % shards == 0)
+            fits = prod(asked) == prod(local) and (shards == 1 or asked[0] % shards == 0)
         else:
             asked = self._number(memory.args[0], node)
-            fits = tuple(asked) == held
+            fits = tuple(asked) == local
         if not fits:
-            raise NotALoop(f"{node.name} sums into memory of {list(asked)}, where what it adds has {list(held)}", node)
+            raise NotALoop(f"{node.name} sums into memory of {list(asked)}, where what it adds has {list(local)}", node)
 
     def _put(self, node: fx.Node, memory: fx.Node, collected: list[fx.Node]) -> None:
         """What each iteration makes, contiguous, or at its offset."""
@@ -350,12 +350,12 @@ class _Unrolling:
 
     def _leaves(self, node: fx.Node) -> bool:
         """Whether a node is an output that is sharded over time."""
-        given: Any = self.program.result().args[0]
+        value: Any = self.program.result().args[0]
         return any(
             result is node
             and output.value.spec is not None
             and any(axis in output.value.spec.axes for axis in self.time)
-            for output, result in zip(self.program.outputs, given, strict=False)
+            for output, result in zip(self.program.outputs, value, strict=False)
         )
 
     def _gathered(self, node: fx.Node, x: Any, loop: fx.Node, dim: int, full: list[int], length: int) -> fx.Node:

@@ -49,9 +49,9 @@ def attention_local(emit: Emit) -> Any:
     if slot is not None:
         q = emit.node.operands.index(argument(emit.node, "q"))
         k = emit.node.operands.index(argument(emit.node, "k"))
-        held = [*(emit.operand_shard(q, dim) for dim in range(3)), emit.operand_shard(k, 2)]
-        plain = all(len(each.ranges) == 1 for each in held)
-        of_each = [[each.first] if plain else [len(each.ranges), *each.numbers] for each in held]
+        shards = [*(emit.operand_shard(q, dim) for dim in range(3)), emit.operand_shard(k, 2)]
+        plain = all(len(each.ranges) == 1 for each in shards)
+        of_each = [[each.first] if plain else [len(each.ranges), *each.numbers] for each in shards]
         args[slot + 1 :] = [[number for numbers in of_each for number in numbers]]
     return emit.call(emit.node.op, *args, **emit.kwargs)
 

@@ -83,8 +83,8 @@ def expand_with_bias(
 def by_group(emit: Emit) -> Any:
     """The rank's rows and groups, for the ends are those of the whole."""
     groups = emit.operand_shard(1, 0) if emit.node.op is grouped_mm else emit.result_shard(0, 0)
-    held = [[] if each.is_whole else each.numbers for each in (emit.operand_shard(0, 0), groups)]
-    return emit.call(emit.node.op, *emit.args[:3], *held)
+    stored = [[] if each.is_whole else each.numbers for each in (emit.operand_shard(0, 0), groups)]
+    return emit.call(emit.node.op, *emit.args[:3], *stored)
 
 
 RULES: tuple[RuleEntry, ...] = (

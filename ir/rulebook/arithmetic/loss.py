@@ -36,11 +36,11 @@ def gradient(linear: str, node: Node) -> Template:
 def share_of_mean(emit: Emit) -> Any:
     """A rank's term of a mean, or the gradient of one: by its share of the elements."""
     made, operands = emit.call(emit.node.op, *emit.args, **emit.kwargs), emit.node.operands
-    held = math.prod(torch.broadcast_shapes(*(emit.operand_shape(i) for i in range(len(operands)))))
-    whole = math.prod(torch.broadcast_shapes(*(value.shape for value in operands)))
-    if argument(emit.node, "reduction") != MEAN or held == whole:
+    local = math.prod(torch.broadcast_shapes(*(emit.operand_shape(i) for i in range(len(operands)))))
+    full = math.prod(torch.broadcast_shapes(*(value.shape for value in operands)))
+    if argument(emit.node, "reduction") != MEAN or local == full:
         return made
-    return emit.call(aten.mul.Tensor, made, held / whole)
+    return emit.call(aten.mul.Tensor, made, local / full)
 
 
 # ---- of class indices ------------------------------------------------------------------------------------------
@@ -76,12 +76,12 @@ def nll_local(emit: Emit) -> Any:
     at = len(emit.node.outs) % 2  # the place of x: the forward gives two results, the backward takes one tensor more
     x = emit.node.operands[at]
     dim = 1 if x.type.ndim > 1 else 0
-    held = emit.operand_shard(at, dim)
-    if held.is_whole:
+    shard = emit.operand_shard(at, dim)
+    if shard.is_whole:
         return emit.call(emit.node.op, *emit.args)
     target, weight, reduction, ignore, *total = emit.args[at + 1 :]
     target = target if total else checked(emit, target, x.shape[dim], ignore)  # the backward's was seen before
-    local, outside = mine(emit, target, held)
+    local, outside = mine(emit, target, shard)
     ignored = emit.call(aten.eq.Scalar, target, ignore)
     local = emit.call(aten.masked_fill.Scalar, local, emit.call(aten.logical_or.default, outside, ignored), NOTHING)
     return emit.call(emit.node.op, *emit.args[: at + 1], local, weight, reduction, NOTHING, *total)

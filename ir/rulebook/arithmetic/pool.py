@@ -67,9 +67,9 @@ def averaged(node: Node) -> ShardingRule:
 def averaged_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """The windows of a rank, of the rows that they reach (or its rows of the gradient, of the windows that they are
     in): sums without padding, and a window at the border is divided by as many rows as it has of the whole."""
-    node, (held, made), back = emit.node, tiles(emit), len(emit.node.operands) > 1
-    dims, lead = slides(node, *ends(node, back)), node.operands[0].type.ndim - len(held.at)
-    ranges = read_rows(emit, dims, made, held) if back else read_rows(emit, dims, held, made)
+    node, (tile, made), back = emit.node, tiles(emit), len(emit.node.operands) > 1
+    dims, lead = slides(node, *ends(node, back)), node.operands[0].type.ndim - len(tile.at)
+    ranges = read_rows(emit, dims, made, tile) if back else read_rows(emit, dims, tile, made)
     divisor, windows = argument(node, "divisor_override"), (_each(dims, "kernel"), _each(dims, "stride"))
     options = (*windows, [0] * len(dims), False, True)
     counts = _counts(emit, dims, ranges, options) if divisor is None else None
@@ -101,10 +101,10 @@ def _each(dims: Sequence[Slide], name: str) -> list[int]:
     return [getattr(each, name) for each in dims]
 
 
-def read_rows(emit: Emit, dims: Sequence[Slide], held: Tile, places: Tile) -> list[RowRange]:
+def read_rows(emit: Emit, dims: Sequence[Slide], stored: Tile, places: Tile) -> list[RowRange]:
     """What windows reach at a rank's places, of the rows of the image that it has."""
     lead = emit.node.operands[0].type.ndim - len(dims)
-    pairs = zip(dims, zip(*held, strict=True), zip(*places, strict=True), strict=True)
+    pairs = zip(dims, zip(*stored, strict=True), zip(*places, strict=True), strict=True)
     return [each.read(lead + i, *bounds) for i, (each, *bounds) in enumerate(pairs)]
 
 

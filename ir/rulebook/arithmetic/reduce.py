@@ -71,8 +71,8 @@ def mean_share(emit: Emit) -> Any:
     made = emit.call(emit.node.op, *emit.args, **emit.kwargs)
     x, given = emit.node.operands[0], argument(emit.node, "dim") if emit.node.op is aten.mean.dim else None
     dims = range(x.type.ndim) if not given else [d % x.type.ndim for d in given]
-    held, whole = (math.prod(shape[d] for d in dims) for shape in (emit.operand_shape(0), x.shape))
-    return made if held == whole else emit.call(aten.mul.Tensor, made, held / whole)
+    local, full = (math.prod(shape[d] for d in dims) for shape in (emit.operand_shape(0), x.shape))
+    return made if local == full else emit.call(aten.mul.Tensor, made, local / full)
 
 
 def resized(node: Node) -> str:

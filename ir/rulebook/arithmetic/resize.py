@@ -127,15 +127,15 @@ def backward(node: Node) -> ShardingRule:
 
 def forward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's rows of the result, of the rows of the image that they are made of."""
-    (held, made), (x, y) = tiles(emit), ends(emit.node)
+    (tile, made), (x, y) = tiles(emit), ends(emit.node)
     steps, kind = _steps(emit.node, x, y), kind_of(emit.node)
-    return emit.call(resize_tile, args[0], held.at, list(x), made.at, made.lengths, steps, kind)
+    return emit.call(resize_tile, args[0], tile.at, list(x), made.at, made.lengths, steps, kind)
 
 
 def backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's rows of the image's gradient, of the rows of the result that they are a part of."""
-    (held, made), (x, y) = tiles(emit), ends(emit.node, back=True)
-    options = (made.at, list(x), made.lengths, held.at, _steps(emit.node, x, y), kind_of(emit.node))
+    (tile, made), (x, y) = tiles(emit), ends(emit.node, back=True)
+    options = (made.at, list(x), made.lengths, tile.at, _steps(emit.node, x, y), kind_of(emit.node))
     return emit.call(resize_tile_backward, args[0], *options)
 
 
@@ -219,10 +219,10 @@ def edged_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> An
     node, pads = emit.node, argument(emit.node, "padding")
     space, back = len(pads) // 2, len(node.operands) > 1
     size, fronts = list((node.outs[0] if back else node.operands[0]).shape[-space:]), [float(n) for n in pads[-2::-2]]
-    held, made = tiles(emit, space)
+    stored, made = tiles(emit, space)
     if not back:
-        return emit.call(resize_tile, args[0], held.at, size, made.at, made.lengths, fronts, edge_of(node))
-    options = (made.at, size, made.lengths, held.at, fronts, edge_of(node))
+        return emit.call(resize_tile, args[0], stored.at, size, made.at, made.lengths, fronts, edge_of(node))
+    options = (made.at, size, made.lengths, stored.at, fronts, edge_of(node))
     return emit.call(resize_tile_backward, args[0], *options, args[1])
 
 

@@ -75,11 +75,11 @@ class Slide(SpatialDim):
         """What a place reads."""
         return down(self.places, self.kernel, self.stride, self.padding, self.dilation)
 
-    def read(self, dim: int, held: tuple[int, int], places: tuple[int, int]) -> RowRange:
+    def read(self, dim: int, stored: tuple[int, int], places: tuple[int, int]) -> RowRange:
         """What a kernel without padding reads at some places, of the rows of dim ``dim`` of the image that are there
         (each of both as start and length)."""
         first, last = self.down.reach(*places)
-        return RowRange(dim, held[0], held[0] + held[1], first, last + 1)
+        return RowRange(dim, stored[0], stored[0] + stored[1], first, last + 1)
 
 
 def side_by_side(size: int, out: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> bool:
@@ -87,9 +87,9 @@ def side_by_side(size: int, out: int, kernel: int, stride: int, padding: int, di
     return padding == 0 and dilation * (kernel - 1) + 1 <= stride and size == out * stride
 
 
-def spread(given: Any, space: int, default: Sequence[int] = ()) -> list[int]:
+def spread(value: Any, space: int, default: Sequence[int] = ()) -> list[int]:
     """An argument such as a stride: one number for all dims, a list, or an empty list for the default."""
-    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
     return found * space if len(found) == 1 else found or list(default)
 
 
@@ -151,6 +151,6 @@ def tiles(emit: Emit, space: int | None = None) -> tuple[Tile, Tile]:
     """A rank's tile of the first operand, and of the result."""
     space = spaces_of(emit.node) if space is None else space
     x, y = emit.node.operands[0].type.ndim, emit.node.outs[0].type.ndim
-    held = [emit.operand_bounds(0, dim) for dim in range(x - space, x)]
+    stored = [emit.operand_bounds(0, dim) for dim in range(x - space, x)]
     made = [emit.result_bounds(0, dim) for dim in range(y - space, y)]
-    return Tile(*map(list, zip(*held, strict=True))), Tile(*map(list, zip(*made, strict=True)))
+    return Tile(*map(list, zip(*stored, strict=True))), Tile(*map(list, zip(*made, strict=True)))

@@ -67,12 +67,12 @@ def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
     def local(emit: Emit) -> Any:
         x = emit.node.operands[0]
         dim = 0 if rows else at_dim(emit, x)
-        held = emit.operand_shard(0, dim) if x.shape else None
-        if held is None or held.is_whole:
+        shard = emit.operand_shard(0, dim) if x.shape else None
+        if shard is None or shard.is_whole:
             return emit.call(emit.node.op, *emit.args, **emit.kwargs)
-        if held.length == 0:
+        if shard.length == 0:
             return nothing(emit, emit.args[0])
-        index, outside = mine(emit, checked(emit, emit.args[at], x.shape[dim]), held)
+        index, outside = mine(emit, checked(emit, emit.args[at], x.shape[dim]), shard)
         return others_zero(emit, emit.call(emit.node.op, *emit.args[:at], index), outside, rows=rows)
 
     return local
@@ -80,21 +80,21 @@ def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
 
 def embedding_backward_local(emit: Emit) -> Any:
     """The gradient of the rank's own rows."""
-    held = emit.result_shard(0, 0)
+    shard = emit.result_shard(0, 0)
     grad, index, _, padding, scale = emit.args[:5]
-    if held.is_whole:
+    if shard.is_whole:
         return emit.call(emit.node.op, *emit.args)
-    if held.length == 0:
+    if shard.length == 0:
         return nothing(emit, grad)
-    local, outside = mine(emit, index, held)
+    local, outside = mine(emit, index, shard)
     if padding >= 0:
         outside = emit.call(aten.logical_or.default, outside, emit.call(aten.eq.Scalar, index, padding))
     masked = others_zero(emit, grad, outside, rows=True)
     if not scale:
-        return emit.call(aten.embedding_dense_backward.default, masked, local, held.length, -1, False)
-    local = emit.call(aten.masked_fill.Scalar, local, outside, held.length)  # a row more, for what counts nowhere here
-    rows = emit.call(aten.embedding_dense_backward.default, masked, local, held.length + 1, -1, True)
-    return emit.call(aten.slice.Tensor, rows, 0, 0, held.length)
+        return emit.call(aten.embedding_dense_backward.default, masked, local, shard.length, -1, False)
+    local = emit.call(aten.masked_fill.Scalar, local, outside, shard.length)  # a row more, for what counts nowhere here
+    rows = emit.call(aten.embedding_dense_backward.default, masked, local, shard.length + 1, -1, True)
+    return emit.call(aten.slice.Tensor, rows, 0, 0, shard.length)
 
 
 def gather(node: Node) -> ShardingRule | str:
@@ -146,18 +146,18 @@ def scatter(node: Node) -> ShardingRule | Template:
         return replicated(node, together(node))
     dim = argument(node, "dim") % len(x)
     shared = [size == x[i] and i != dim for i, size in enumerate(index)]
-    whole = {f"d{i}" for i, each in enumerate(shared) if not each} | {f"d{dim}"}
+    full = {f"d{i}" for i, each in enumerate(shared) if not each} | {f"d{dim}"}
     other = not (adds(node) or takes_extreme(node)) or any(each != index for each in src)
     own = [f"i{i}" if i == dim else f"j{i}" for i in range(len(index))]
-    whole |= {own[i] for i in range(len(index)) if i != dim or other}
+    full |= {own[i] for i in range(len(index)) if i != dim or other}
     part = [f"d{i}" if each else own[i] for i, each in enumerate(shared)]
     values = []
     for given in src:
         fits = [size == index[i] for i, size in enumerate(given)]
         values.append([part[i] if each else f"s{i}!" for i, each in enumerate(fits)])
-        whole |= {part[i] for i, each in enumerate(fits) if not each}
-    tensors = [words((f"d{i}" for i in range(len(x))), whole), words(part, whole), *(words(v, whole) for v in values)]
-    free = f"i{dim}" not in whole
+        full |= {part[i] for i, each in enumerate(fits) if not each}
+    tensors = [words((f"d{i}" for i in range(len(x))), full), words(part, full), *(words(v, full) for v in values)]
+    free = f"i{dim}" not in full
     kind = EXTREMES.get(argument(node, "reduce"), "sum")
     return template(f"{', '.join(tensors)} -> {tensors[0]}", together(node, "i" if free else ""), kind)
 
@@ -227,9 +227,9 @@ def masked(node: Node, at: int) -> str:
     each = place >= 0 and node.operands[-1].shape[place] != 1
     if not each:
         full[at] = "1"
-    whole = set(dims[at : at + mask]) if each else set()
-    given = ", ".join(["~"] * at + [words(dims[at : at + mask], whole)])
-    return f"{words(dims, whole)}, {given}, ~{words(full)} -> {words(dims, whole)}"
+    entire = set(dims[at : at + mask]) if each else set()
+    given = ", ".join(["~"] * at + [words(dims[at : at + mask], entire)])
+    return f"{words(dims, entire)}, {given}, ~{words(full)} -> {words(dims, entire)}"
 
 
 def added(emit: Emit) -> Any:

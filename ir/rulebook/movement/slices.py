@@ -74,18 +74,18 @@ def slice_local(emit: Emit) -> Any:
     large, small = _ends(emit.node)
     dim = at_dim(emit, large)
     start, end, step = _range(emit.node, large.shape[dim])
-    held, part = emit.operand_shape(0), emit.result_shape(0)
+    local, part = emit.operand_shape(0), emit.result_shape(0)
     back = large is not emit.node.operands[0]
     if (start, end, step) == (0, large.shape[dim], 1) and not back:
         return emit.args[0]
     if not _aligned(start, end, step, large.shape[dim]) and small.shape[dim] != large.shape[dim] and part[dim]:
         return _slice_back_rows(emit, dim, start, step) if back else _slice_rows(emit, dim, start, step)
     if back:
-        held, part = part, held
-    if _aligned(start, end, step, large.shape[dim]) and held[dim] != large.shape[dim]:
+        local, part = part, local
+    if _aligned(start, end, step, large.shape[dim]) and local[dim] != large.shape[dim]:
         start = start // (end - start) * part[dim]
         end = start + part[dim]
-    return emit.call(emit.node.op, emit.args[0], *([list(held)] if back else []), dim, start, end, step)
+    return emit.call(emit.node.op, emit.args[0], *([list(local)] if back else []), dim, start, end, step)
 
 
 def _slice_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
@@ -97,13 +97,13 @@ def _slice_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
 
 def _slice_back_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
     """A rank's rows of what is written into zeros, of those rows of the slice that lie there."""
-    (at, held), (first, count) = emit.operand_bounds(0, dim), emit.result_bounds(0, dim)
+    (at, size), (first, count) = emit.operand_bounds(0, dim), emit.result_bounds(0, dim)
     begin = max(at, -((start - first) // step))
-    end = min(at + held, (first + count - 1 - start) // step + 1)
+    end = min(at + size, (first + count - 1 - start) // step + 1)
     if begin >= end:
         return nothing(emit, emit.args[0])
     x = emit.args[0]
-    if (begin, end) != (at, at + held):
+    if (begin, end) != (at, at + size):
         x = emit.call(aten.slice.Tensor, x, dim, begin - at, end - at)
     row = start + step * begin - first
     shape = list(emit.result_shape(0))
@@ -214,8 +214,8 @@ def ringed_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> A
         first, last, row = given.get(name, (0, 0, 0))
         begin, end = max(first, at), min(last, at + count)
         if begin < end:
-            held = emit.operand_bounds(list(given).index(name), dim)[0]
-            found.append((begin - first + row - held, end - begin, begin - at))
+            stored = emit.operand_bounds(list(given).index(name), dim)[0]
+            found.append((begin - first + row - stored, end - begin, begin - at))
         else:
             found.append((0, 0, 0))
     return emit.call(emit.node.op, *args[:3], dim, *(list(each) for each in zip(*found, strict=True)), count)

@@ -28,7 +28,7 @@ def common_factors(a: Sequence[int], b: Sequence[int]) -> tuple[list[Dim], list[
     sides = (("x", a), ("y", b))
     ends = [list(itertools.accumulate(shape, operator.mul)) for shape in (a, b)]
     dims: list[list[Dim]] = [[(f"{x}{d}",) if size != 1 else () for d, size in enumerate(shape)] for x, shape in sides]
-    whole = {f"{x}{d}": size for x, shape in sides for d, size in enumerate(shape)}
+    full = {f"{x}{d}": size for x, shape in sides for d, size in enumerate(shape)}
     sizes: dict[str, int] = {}
     shared = sorted({1, *ends[0]} & {1, *ends[1]}) if 0 not in a else ()
     for low, high in itertools.pairwise(shared):
@@ -41,7 +41,7 @@ def common_factors(a: Sequence[int], b: Sequence[int]) -> tuple[list[Dim], list[
             for d, (size, end) in enumerate(zip(shape, stops, strict=True)):
                 if size != 1 and low < end <= high:
                     made[d] = tuple(f for f, _, y in factors if end // size < y <= end)
-    rest = {f: whole[f] for dim in itertools.chain(*dims) for f in dim if f in whole}
+    rest = {f: full[f] for dim in itertools.chain(*dims) for f in dim if f in full}
     return dims[0], dims[1], {**sizes, **rest}, set(rest)
 
 
@@ -52,9 +52,9 @@ def view(node: Node) -> ShardingRule:
 
 @functools.lru_cache(maxsize=1024)
 def _view(a: tuple[int, ...], b: tuple[int, ...]) -> ShardingRule:
-    left, right, sizes, whole = common_factors(a, b)
+    left, right, sizes, full = common_factors(a, b)
     return ShardingRule(
-        (tuple(left),), (tuple(right),), sizes, frozenset(whole), (Linear(frozenset({0})),), moves_only=True
+        (tuple(left),), (tuple(right),), sizes, frozenset(full), (Linear(frozenset({0})),), moves_only=True
     )
 
 

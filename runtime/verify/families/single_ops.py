@@ -135,11 +135,11 @@ class SingleOps:
         for each in nodes:
             if each.target in IDENTITY:
                 root[each] = root.get(each.args[0], each.args[0])
-        given = dict(zip(dict.fromkeys(node.operands), (n for n in nodes if n.op == "placeholder"), strict=True))
+        values = dict(zip(dict.fromkeys(node.operands), (n for n in nodes if n.op == "placeholder"), strict=True))
         result = nodes[-1].args[0][0]
         if len(node.results) > 1 or gives_list(node.op):
             result = result.args[0]
-        tensors = [given[value] for value in node.operands]
+        tensors = [values[value] for value in node.operands]
         try:
             forms = written(node, node.strategy, tensors, mesh, family.together.rank(), self._book)
             return any(same(form, result, root) for form in forms)

@@ -85,11 +85,11 @@ class Rank:
             else:
                 raise Failed(self.fault(f"a {node.op} node is no part of a rank's program", node))
 
-    def _input(self, node: fx.Node, given: Input | None) -> Known:
-        if given is None:
+    def _input(self, node: fx.Node, inp: Input | None) -> Known:
+        if inp is None:
             raise Failed(self.fault("the program has more inputs than the plan", node))
-        assert given.value.spec is not None
-        return Known([Fact(self.proof.universe.of[given.value], given.value.spec)])
+        assert inp.value.spec is not None
+        return Known([Fact(self.proof.universe.of[inp.value], inp.value.spec)])
 
     def fault(self, what: str, node: fx.Node, output: str = "") -> Fault:
         """What is wrong at a node of this rank's program, and where in the user's model that is."""
@@ -112,15 +112,15 @@ class Rank:
             or node.target in COLLECTIVES | MESSAGES
         ):
             return None
-        given = {n: self.as_at(n, rank, moved) for n in node.all_input_nodes}
-        if None in given.values():
+        values = {n: self.as_at(n, rank, moved) for n in node.all_input_nodes}
+        if None in values.values():
             return None
         function = MOVES.get(node.target)
         if function is None:
             return None
-        key = node, *given.values()
+        key = node, *values.values()
         if key not in moved:
-            args: Any = fx.map_arg(node.args, given.__getitem__)  # type: ignore[arg-type]
+            args: Any = fx.map_arg(node.args, values.__getitem__)  # type: ignore[arg-type]
             moved[key] = function(*args, **node.kwargs)
         return moved[key]
 
@@ -165,8 +165,8 @@ class Rank:
             return self.items[source]
         facts = self.facts(source)
         dtypes = {self.proof.universe.terms.types[fact.term].dtype for fact in facts}
-        whole = any(not (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes)  # numbers: they may be cast
-        if whole or not is_neutral(node.target, node.args, node.kwargs):
+        full = any(not (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes)  # numbers: they may be cast
+        if full or not is_neutral(node.target, node.args, node.kwargs):
             return Known(why=f"the model computes no such {op_name(node.target)}")
         return self.items[source] if facts else Known(why=f"nothing is known of {source.name}")
 
@@ -243,8 +243,8 @@ class Rank:
                 what = f"this is the part {same_term[0].spec.text(shape)}, where {spec.text(shape)} is expected"
             else:
                 names, where = self.proof.universe.terms.names, self.proof.universe.terms.where
-                held = facts[0].term
-                what = f"this is another value of the model: a {names[held]} at {where[held]}"
+                actual = facts[0].term
+                what = f"this is another value of the model: a {names[actual]} at {where[actual]}"
             raise Failed(self.fault(what, node, name))
 
     def _spec(self, output: Output) -> Spec:
@@ -257,14 +257,14 @@ class Rank:
         assert spec is not None
         return Spec.whole(output.value.type.ndim) if output.kind.leaves_whole else spec
 
-    def _fits(self, held: Spec, wanted: Spec, output: Output) -> bool:
-        if held.partial or held == wanted:
-            return held == wanted
-        return self._same_box(output, held, wanted, self.rank)
+    def _fits(self, actual: Spec, wanted: Spec, output: Output) -> bool:
+        if actual.partial or actual == wanted:
+            return actual == wanted
+        return self._same_box(output, actual, wanted, self.rank)
 
-    def _same_box(self, output: Output, held: Spec, wanted: Spec, rank: int) -> bool:
+    def _same_box(self, output: Output, actual: Spec, wanted: Spec, rank: int) -> bool:
         box = self.proof.numbering.box
-        return box(output.value.shape, held, rank).equals(box(output.value.shape, wanted, rank))
+        return box(output.value.shape, actual, rank).equals(box(output.value.shape, wanted, rank))
 
     def promised(self, outputs: Sequence[Output], ranks: Sequence[int]) -> None:
         """Check that what the plan holds of each output is what its place promises, on some ranks.
@@ -274,12 +274,14 @@ class Rank:
         """
         assert self.result is not None
         for output in outputs:
-            held, wanted = output.value.spec, self._spec(output)
-            assert held is not None
-            other = held.partial != wanted.partial or not all(self._same_box(output, held, wanted, r) for r in ranks)
-            if held != wanted and other:
+            planned, wanted = output.value.spec, self._spec(output)
+            assert planned is not None
+            other = planned.partial != wanted.partial or not all(
+                self._same_box(output, planned, wanted, r) for r in ranks
+            )
+            if planned != wanted and other:
                 shape = output.value.shape
-                what = f"this is the part {held.text(shape)}, where {wanted.text(shape)} is expected"
+                what = f"this is the part {planned.text(shape)}, where {wanted.text(shape)} is expected"
                 raise Failed(self.fault(what, self.result, f"{output.kind.value} {output.name}"))
 
     def _first_unknown(self, node: fx.Node) -> fx.Node:

@@ -162,19 +162,19 @@ class Numbering:
         return [cat([s[k] for s in sent]) for k in range(n)]
 
     def _reduced(self, kind: str, tensors: Sequence[Elements], axes: Sequence[str]) -> Elements:
-        held = tensors[0]
+        total = tensors[0]
         for tensor in tensors[1:]:
-            both = held.met(tensor, self._common)
+            both = total.met(tensor, self._common)
             if both is None:
                 raise Wrong("the ranks of a reduction do not hold shares of the same elements of the same sum")
-            held = both
+            total = both
         left: dict[int, int] = {}
-        for number in self.inside([held]):
+        for number in self.inside([total]):
             sources = [self._sum(kind, source, axes) for source in self.sources[number - 1]]
             if not any(sources):
                 raise Wrong(self._no_sum(kind, self.sources[number - 1][0], axes))
             left[number] = self.number(source for source in sources if source)
-        return _moved(held, left)
+        return _moved(total, left)
 
     def _sum(self, kind: str, source: Source, axes: Sequence[str]) -> Source | None:
         """What the reduction of elements is that all members hold so; None: nothing that is known."""

@@ -192,7 +192,7 @@ class _GraphReader:
         """Note the terms of all values, what makes them, and how they are placed."""
         universe, of = self.universe, self.universe.of
         self.of = of
-        of.update((given.value, universe.terms.given(given.name, given.value.type)) for given in graph.inputs)
+        of.update((inp.value, universe.terms.given(inp.name, inp.value.type)) for inp in graph.inputs)
         for node in graph.nodes:
             if isinstance(node.op, OwnOp):
                 one = len({of[v] for v in node.operands}) == 1
@@ -208,7 +208,7 @@ class _GraphReader:
     def read_captured(self, graph: Graph) -> None:
         """Note the terms of all values, and of the outputs."""
         universe = self.universe
-        self.of = {given.value: universe.terms.given(given.name, given.value.type) for given in graph.inputs}
+        self.of = {inp.value: universe.terms.given(inp.name, inp.value.type) for inp in graph.inputs}
         for node in graph.nodes:
             self.results(node)
         universe.captured.update(self.of.values())
@@ -246,8 +246,8 @@ class _GraphReader:
         there = made in self.planned or any(t in known for t in made)
         if there or entry is None or not entry.expand or node.op in within:
             return made
-        held = self.universe.specs.get(self.of[node.operands[0]], ())
-        for expand in choices(entry.expand, node, held, self.mesh):
+        stored = self.universe.specs.get(self.of[node.operands[0]], ())
+        for expand in choices(entry.expand, node, stored, self.mesh):
             key = expand, call_key(node, type_of)
             if key not in self.checked:
                 self.checked[key] = justified(node, expand)
@@ -338,5 +338,5 @@ def _blamed(universe: Universe, after: Graph, output: Output) -> Fault:
         unknown = [v for v in node.outs if v in behind and universe.of[v] not in universe.captured]
         if unknown and not isinstance(node.op, OwnOp) and not is_sum(node):
             return Fault(f"{what}, which has no such {op_name(node.op)}", name, None, unknown[0].name, str(node.where))
-    held = universe.terms.names[universe.of[output.value]]
-    return Fault(f"{what}: it returns a {held}", name, None, output.value.name, str(output.value.where))
+    returned = universe.terms.names[universe.of[output.value]]
+    return Fault(f"{what}: it returns a {returned}", name, None, output.value.name, str(output.value.where))
