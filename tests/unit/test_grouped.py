@@ -78,7 +78,7 @@ def check(
     share: Share, mm: Callable[..., Tensor], outer: Callable[..., Tensor], device: str, dtype: Any, tol: float
 ) -> None:
     ends = torch.tensor(share.ends)
-    rows, groups = places(share.rows, 12).tolist(), places(share.groups, len(ends)).tolist()
+    rows, groups = places(share.rows, 12), places(share.groups, len(ends))
     numbers = torch.Generator().manual_seed(0)
     x, w, grad = (
         torch.randn(shape, dtype=torch.float64, generator=numbers).to(dtype).double().requires_grad_()
@@ -130,13 +130,13 @@ def test_matrices_are_laid_out_as_the_grouped_kernel_takes_them() -> None:
     ids=["all", "a segment", "segments", "nothing"],
 )
 def test_what_is_held_of_the_whole(held: list[int], found: list[int]) -> None:
-    assert places(held, 6).tolist() == found
+    assert places(held, 6) == found
 
 
 @pytest.mark.parametrize("held", [[6, 1, 4], [3, 0, 3, 2, 1, 1]], ids=["a segment", "segments"])
 def test_a_rank_multiplies_those_of_its_rows_that_are_in_its_groups(held: list[int]) -> None:
     x, w, ends = torch.randn(6, 3), torch.randn(4, 3, 5), torch.tensor(ENDS)
-    here = places(held, 6).tolist()
+    here = places(held, 6)
     sums = sum(grouped_mm(x[here], w[first : first + 2], ends, held, [4, first, 2]) for first in (0, 2))
     torch.testing.assert_close(sums, by_hand(x, w, ENDS)[here])
 

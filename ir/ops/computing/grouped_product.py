@@ -5,8 +5,8 @@
 
 The rows of group ``e`` begin where those of ``e - 1`` end, at ``ends[e - 1]``, and end before ``ends[e]``. A row of no
 group gives zeros, and costs nothing. A rank may have a part of the rows and of the groups: ``ends`` is always that of
-the whole, and ``rows`` and ``groups`` say what is held of it: of each sub-dim of the whole, major first, its size, and
-the start and length of what is held; nothing where all is held.
+the whole, and ``rows`` and ``groups`` say which part is local: of each sub-dim of the whole, major first, its size, and
+the start and length of the local part; nothing where all is local.
 
 How many rows a group has is known to the device alone, and no step waits for it. Torch's grouped kernel takes such
 ``ends``, in bfloat16. Elsewhere on a GPU rows are laid out in blocks of equal size, each of one group, of which there
@@ -27,8 +27,18 @@ ALIGNED = 16
 """Rows begin at multiples of so many bytes, for the grouped kernel."""
 
 
-def places(ranges: Ints, size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Where in the whole what is held stands, in order; of ``size`` elements if all are held."""
+def places(ranges: Ints, size: int) -> list[int]:
+    """Where the elements of a shard are in the global dim, in order; of ``size`` elements if all are local."""
+    if not ranges:
+        return list(range(size))
+    found = [0]
+    for full, start, length in zip(*[iter(ranges)] * 3, strict=True):
+        found = [place * full + i for place in found for i in range(start, start + length)]
+    return found
+
+
+def _places(ranges: Ints, size: int, device: torch.device) -> Tensor:
+    """The same as a tensor, which is made where it is used."""
     if not ranges:
         return torch.arange(size, device=device)
     found = torch.zeros(1, dtype=torch.int64, device=device)
@@ -38,27 +48,27 @@ def places(ranges: Ints, size: int, device: torch.device | str = "cpu") -> Tenso
 
 
 def _count(stored: Ints, size: int) -> int:
-    """How many elements are held, of ``size`` if all are."""
+    """How many elements a shard has, of ``size`` if all are."""
     return math.prod(stored[2::3]) if stored else size
 
 
 def _local(ends: Tensor, rows: Ints, count: int) -> Tensor:
-    """Where groups end among the ``count`` rows that are held."""
-    return torch.searchsorted(places(rows, count, ends.device), ends.to(torch.int64))
+    """Where groups end among the ``count`` rows of the shard."""
+    return torch.searchsorted(_places(rows, count, ends.device), ends.to(torch.int64))
 
 
 # ---- on a GPU: one product, whatever groups have ---------------------------------------------------------------
 
 
 class RowBlocks(NamedTuple):
-    """The rows of held groups in blocks of one size: a group begins with a block, and what it leaves of one is free."""
+    """The rows of local groups in blocks of one size: a group begins with a block; the rest of its last one is free."""
 
     source: Tensor
     """The row that stands at each place of the blocks; the number of rows where none does."""
     counts: Tensor
-    """How many blocks each held group has."""
+    """How many blocks each local group has."""
     group: Tensor
-    """The group of each block, by its number among those that are held."""
+    """The group of each block, by its number among those of the shard."""
 
 
 def _blocks(ends: Tensor, count: int, rows: Ints, groups: Ints, size: int, most: int) -> RowBlocks:
@@ -66,7 +76,7 @@ def _blocks(ends: Tensor, count: int, rows: Ints, groups: Ints, size: int, most:
     ends = _local(ends, rows, count)
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
     if groups:
-        number = places(groups, 0, ends.device)
+        number = _places(groups, 0, ends.device)
         begins, ends = begins[number], ends[number]
     counts = ((ends - begins).clamp(min=0) + size - 1) // size
     until = counts.cumsum(0)
@@ -148,9 +158,9 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _shards(x: Tensor, ends: Tensor, rows: Ints, groups: Ints) -> list[Tensor]:
-    """The rows of each held group."""
+    """The rows of each local group."""
     shards = torch.tensor_split(x, _local(ends, rows, x.shape[0]))
-    return [shards[group] for group in places(groups, ends.shape[0]).tolist()]
+    return [shards[group] for group in places(groups, ends.shape[0])]
 
 
 @define(
