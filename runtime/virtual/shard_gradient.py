@@ -16,7 +16,8 @@ each shard was read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ class Sharded:
 
     name: str
     count: int
+    shards: Sequence[weakref.ref[Tensor]]
     read: set[int] = field(default_factory=set)
 
 
@@ -197,20 +199,19 @@ def check_all_shards(gradients: Iterable[Facts], where: str) -> None:
     Raises:
         Error: a shard has none.
     """
-    found: dict[Sharded, set[int]] = {}
-    for sharded, number in (shard for facts in gradients for shard in facts.own):
+    found = {sharded for facts in gradients for sharded, _ in facts.own}
+    for sharded in found:
         sharded.read.clear()
-        found.setdefault(sharded, set()).add(number)
-    for sharded, numbers in found.items():
-        if lacking := set(range(sharded.count)) - numbers:
-            raise Error(
-                f"only some shards of {sharded.name!r} have a gradient",
-                where=where,
-                expected="a gradient of each shard of a parameter, or of none",
-                got=f"none of shard {min(lacking)} of {sharded.count}",
-                remedy="drop the gradients of all shards of a parameter together; or run under torchrun, where "
-                "gradients are DTensors",
-            )
+        for number, shard in enumerate(each() for each in sharded.shards):
+            if shard is not None and shard.numel() and shard.grad is None:
+                raise Error(
+                    f"only some shards of {sharded.name!r} have a gradient",
+                    where=where,
+                    expected="a gradient of each shard of a parameter, or of none",
+                    got=f"none of shard {number} of {sharded.count}",
+                    remedy="drop the gradients of all shards of a parameter together; or run under torchrun, where "
+                    "gradients are DTensors",
+                )
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -130,5 +131,5 @@ class VirtualStore(Store):
         if len(shards) == 1:
             return shard
         if name not in self._sharded:
-            self._sharded[name] = Sharded(name, len(shards))
+            self._sharded[name] = Sharded(name, len(shards), [weakref.ref(each) for each in shards])
         return ShardGradient.of(shard, Facts(frozenset([(self._sharded[name], number)])))
