@@ -136,9 +136,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self.begin()
         store = self.model_state.store
         finish(store.device)
-        shards = {
-            name: shards_of[0] if len(shards_of) == 1 else list(shards_of) for name, shards_of in store.states.items()
-        }
+        shards = {name: each[0] if len(each) == 1 else list(each) for name, each in store.states.items()}
         return {"state": shards, "param_groups": self.named_groups(), "placed": self._placed()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -255,13 +255,8 @@ class SourceModelCheck:
 def _hook_ids(module: nn.Module) -> list[int]:
     """The numbers of a script's hooks."""
     own = vars(module)
-    hook_dicts = [each for kind in HOOK_DICTS if (each := own.get(kind))]
-    return [
-        key
-        for each in hook_dicts
-        for key, hook in each.items()
-        if type(hook) is not SourceModelWatch and is_users(hook)
-    ]
+    hooks = [pair for kind in HOOK_DICTS for pair in (own.get(kind) or {}).items()]
+    return [key for key, hook in hooks if type(hook) is not SourceModelWatch and is_users(hook)]
 
 
 def _ties(model: nn.Module) -> list[int] | None:

@@ -165,8 +165,8 @@ class Rank:
             return self.items[source]
         facts = self.facts(source)
         dtypes = {self.proof.universe.terms.types[fact.term].dtype for fact in facts}
-        full = any(not (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes)  # numbers: they may be cast
-        if full or not is_neutral(node.target, node.args, node.kwargs):
+        exact = any(not (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes)  # integers: they may be cast
+        if exact or not is_neutral(node.target, node.args, node.kwargs):
             return Known(why=f"the model computes no such {op_name(node.target)}")
         return self.items[source] if facts else Known(why=f"nothing is known of {source.name}")
 
@@ -274,14 +274,12 @@ class Rank:
         """
         assert self.result is not None
         for output in outputs:
-            planned, wanted = output.value.spec, self._spec(output)
-            assert planned is not None
-            other = planned.partial != wanted.partial or not all(
-                self._same_box(output, planned, wanted, r) for r in ranks
-            )
-            if planned != wanted and other:
+            spec, wanted = output.value.spec, self._spec(output)
+            assert spec is not None
+            other = spec.partial != wanted.partial or not all(self._same_box(output, spec, wanted, r) for r in ranks)
+            if spec != wanted and other:
                 shape = output.value.shape
-                what = f"this is the part {planned.text(shape)}, where {wanted.text(shape)} is expected"
+                what = f"this is the part {spec.text(shape)}, where {wanted.text(shape)} is expected"
                 raise Failed(self.fault(what, self.result, f"{output.kind.value} {output.name}"))
 
     def _first_unknown(self, node: fx.Node) -> fx.Node:
