@@ -172,7 +172,7 @@ class Density(nn.Module):
         self.linear = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return torch.distributions.Normal(self.linear(x), scale).log_prob(x[:, :4])
+        return torch.distributions.Normal(self.linear(x), scale, validate_args=True).log_prob(x[:, :4])
 
 
 def test_a_distribution_that_validates_its_arguments() -> None:
