@@ -25,10 +25,10 @@ from shardfx.ir.spec import TensorType
 aten = torch.ops.aten
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     op: decomposition_table[op]
-    for op in (*core_aten_decompositions(), aten.addmm.default, aten.addmv.default, aten.gelu.default)
+    for op in (*core_aten_decompositions(), aten.addmv.default, aten.gelu.default)
     if op in decomposition_table
-}
-
+} | {aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: alpha * torch.mm(a, b) + beta * x}
+"""Torch's own of ``addmm`` expands its first operand since torch 2.15."""
 CHECKED_NUMEL = 1 << 22
 """A decomposition is compared with its op where the op's tensors have no more elements than this."""
 TOLERANCE = 1e-9
