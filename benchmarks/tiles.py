@@ -5,10 +5,9 @@ CPU time of virtual ranks.
 
 All variants share the same two processes, one thread each, and alternate, so that a neighbour slows all alike; while
 one process computes the full image, the other is idle. Printed are medians over the rounds: of the time on the clock,
-which needs two free cores, and of the CPU time of the busier rank, which predicts it; also with halo exchanges
-overlapped with compute of inner rows (``overlap=True``). With ``--virtual``, in one process: the CPU time of 2 x 2
-virtual ranks relative to the full image, of this size, of half of it and of a fourth: the smaller the image, the larger
-the share of overhead.
+which needs two free cores, and of the CPU time of the busier rank, which predicts it. With
+``--virtual``, in one process: the CPU time of 2 x 2 virtual ranks relative to the full image, of this size, of half of
+it and of a fourth: the smaller the image, the larger the share of overhead.
 """
 
 from __future__ import annotations
@@ -58,11 +57,10 @@ def make(size: int, wide: int) -> tuple[nn.Module, Tensor, Tensor]:
     return UNet(wide), torch.randn(1, 3, size, size), torch.randint(CLASSES, (1, size, size))
 
 
-def ours(model: nn.Module, mesh: sx.Mesh, x: Tensor, y: Tensor, virtual: bool, overlap: bool = False) -> Step:
+def ours(model: nn.Module, mesh: sx.Mesh, x: Tensor, y: Tensor, virtual: bool) -> Step:
     """A step on tiles, each rank reading its own."""
     specs = {name: ", ".join(a if a in mesh.names else "-" for a in spec.split(", ")) for name, spec in SPECS.items()}
-    passes = [sx.images.Spatial(overlap=True)] if overlap else []
-    hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, specs=specs, passes=passes)
+    hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, specs=specs)
     pm = sx.parallelize(model, mesh, hints, virtual=virtual)
     if not virtual:
         x, y = x[pm.tile("args.0")].clone(), y[pm.tile("targets.0")].clone()
@@ -97,36 +95,30 @@ def timed(step: Step) -> tuple[float, float, float]:
 
 def rank_main(rank: int, size: int, wide: int, rounds: int) -> None:
     model, x, y = make(size, wide)
-    whole, tiles = alone(deepcopy(model), x, y), ours(deepcopy(model), sx.Mesh(h=RANKS), x, y, False)
-    overlapped = ours(model, sx.Mesh(h=RANKS), x, y, False, overlap=True)
+    whole, tiles = alone(deepcopy(model), x, y), ours(model, sx.Mesh(h=RANKS), x, y, False)
     rows: list[tuple[float, ...]] = []
     for number in range(rounds + 1):
         dist.barrier()
         one = timed(whole) if rank == 0 else (0.0, 0.0, 0.0)
-        found = [*one]
-        for step in (tiles, overlapped):
-            dist.barrier()
-            both = torch.tensor(timed(step), dtype=torch.float64)
-            dist.all_reduce(both, dist.ReduceOp.MAX)
-            found += both.tolist()
+        dist.barrier()
+        both = torch.tensor(timed(tiles), dtype=torch.float64)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
         if number:
-            rows.append(tuple(found))
+            rows.append((*one, *both.tolist()))
         elif rank == 0:
-            print(f"loss of the whole {found[2]:.6f}, on tiles {found[5]:.6f}, with overlap {found[8]:.6f}")
+            print(f"loss of the whole {one[2]:.6f}, on tiles {both[2]:.6f}")
     if rank == 0:
         report(rows)
 
 
 def report(rows: list[tuple[float, ...]]) -> None:
     """Medians, and those of the ratios of each round."""
-    for name, at in (("one process", 0), ("two ranks, the slower one", 3), ("two ranks, overlapped", 6)):
+    for name, at in (("one process", 0), ("two ranks, the slower one", 3)):
         clock, work = (statistics.median(row[at + i] for row in rows) for i in (0, 1))
         print(f"{name:26} {clock:7.2f} s on the clock, {work:7.2f} s of a processor")
     for said, at in (("on the clock", 0), ("by processor time", 1)):
         ratio = statistics.median(row[at] / row[at + 3] for row in rows)
-        beside = statistics.median(row[3 + at] / row[6 + at] for row in rows)
         print(f"two ranks are {ratio:.2f} x as fast as one process {said} (aim {AIM}, with two free cores)")
-        print(f"overlapped, they are {beside:.2f} x as fast as not {said}")
 
 
 def virtual_work(size: int, wide: int, rounds: int) -> None:

@@ -6,8 +6,8 @@ Communication is never a plan of its own: it is what two placements that differ 
     f32[64{tp}, 512]     ->   f32[64, 512{tp}]      comm.all_to_all(axes=[tp], dim=0, to=1)
     f32[64{h}]           ->   f32[64 for 64{h} by o-1 to o+1]    comm.halo(axes=[h], rows=[0 for 64 by o-1 to o+1])
 
-Each is a row of the table (:mod:`.table`). Of several operands, operand k gives result k, in one transfer; but those of
-``comm.join`` are shards of one value, which a rank made one by one. What they send says :mod:`.sends`.
+Each is a row of the table (:mod:`.table`). Of several operands, operand k gives result k, in one transfer. What
+they send says :mod:`.sends`.
 """
 
 from __future__ import annotations
@@ -116,13 +116,6 @@ def _send(
     return source
 
 
-def _join(source: Spec, shape: Sequence[int], mesh: Mesh, *, axes: Sequence[str], dim: int) -> Spec:
-    """What a rank has of a dim in several shards, as its tile."""
-    if not 0 <= dim < len(source.dims) or source.dims[dim].axes != tuple(axes) or is_strided(source.dims[dim]):
-        _fail("comm.join", source, shape, f"rows of dim {dim} over {{{','.join(axes)}}}")
-    return source.with_dim(dim, DimSharding(tuple(axes)))
-
-
 # ---- the rows of the table -------------------------------------------------------------------------------------
 
 
@@ -199,9 +192,8 @@ send = OwnOp(
     glyph="iteration",
     rows=bytes_away,
 )
-join = OwnOp("comm.join", {"axes": AXES, "dim": DIM}, _join, comm_local.joined, glyph="join", joins=True)
 
-OPS = (all_gather, all_reduce, reduce_scatter, all_to_all, shard, halo, join, send)
+OPS = (all_gather, all_reduce, reduce_scatter, all_to_all, shard, halo, send)
 register(*OPS)
 
 _ENDINGS = ("_", "_out", "_coalesced", "_into", "_into_tensor", "_tensor", "_single")

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from shardfx.ir.dim_sharding import bounds, chunk
-from shardfx.ir.errors import Error
 from shardfx.ir.shards import Box, RowExchange
 from shardfx.ir.spec import Spec, on_view
 
@@ -200,39 +199,6 @@ def halo(emit: RankEmit) -> list[Any]:
     if not tiles:  # what is received, which is nothing, is all that this rank needs
         places, shapes, counts = [0], [list(site.shape)], [1] * len(dims)
     return [emit.call(pack.unpack_rows, x, waited, dims, own, places, shapes, counts, gives=site.shape)]
-
-
-def joined(emit: RankEmit) -> list[Any]:
-    """Shards of a rank's tile, made one by one: of each what those before it do not have.
-
-    Raises:
-        Error: some of the tile is in none of them.
-    """
-    (result,), dim = emit.node.outs, emit.node.kwargs["dim"]
-    assert result.spec is not None
-    size = result.shape[dim]
-    parts = [value.spec.dims[dim].span(size, emit.mesh, emit.coords) for value in emit.node.operands if value.spec]
-    boxes = shards_of(result.spec.dims[dim].span(size, emit.mesh, emit.coords), parts)
-    if boxes is None:
-        expected = f"shards that are all of {result.spec.text(result.shape)}"
-        raise Error("comm.join lacks rows", where=str(emit.node.where), expected=expected, got=parts)
-    used = [k for k in sorted(range(len(parts)), key=parts.__getitem__) if boxes[k][1]] or [0]
-    shape = list(emit.shape(result, result.spec))
-    return [emit.call(pack.join_rows, [emit.args[k] for k in used], dim, [boxes[k] for k in used], gives=shape)]
-
-
-def shards_of(tile: tuple[int, int], parts: Sequence[tuple[int, int]]) -> list[list[int]] | None:
-    """Which rows (start and length within a shard) each of several shards gives to a tile, every row once; None where
-    the shards lack some. Shards and tile are start and length."""
-    first, end = tile[0], tile[0] + tile[1]
-    found, order = [[0, 0] for _ in parts], sorted(range(len(parts)), key=parts.__getitem__)
-    for number in order:
-        start, length = parts[number]
-        to = min(start + length, end)
-        if start <= first < to:
-            found[number] = [first - start, to - first]
-            first = to
-    return found if first >= end else None
 
 
 def take(emit: RankEmit) -> list[Any]:

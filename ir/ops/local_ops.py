@@ -77,7 +77,7 @@ STAGES = (
 
 PACKING = (
     *_rows("pack unpack_gathered pack_scattered unpack_scattered", pack, shares=True, moves=True),
-    *_rows("unpack_rows join_rows take unflatten part_of", pack, shares=True, moves=True),
+    *_rows("unpack_rows take unflatten part_of", pack, shares=True, moves=True),
     *_rows("pack_exchange unpack_exchange pack_rows flatten", pack, moves=True),
     *_rows("dense_last aligned", pack, shares=True),
     *_rows("inside", pack, shares=True, plain=_operand),

@@ -120,12 +120,6 @@ def unpack_rows(
     return tiles[0]
 
 
-def join_rows(tensors: Sequence[Tensor], dim: int, boxes: Sequence[Sequence[int]]) -> Tensor:
-    """Some rows of each of several tensors (start and length along ``dim``), one behind the other."""
-    parts = [_box(x, [dim], [box]) for x, box in zip(tensors, boxes, strict=True)]
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-
-
 def _box(x: Tensor, dims: Sequence[int], box: Sequence[Sequence[int]]) -> Tensor:
     for dim, (start, length) in zip(dims, box, strict=True):
         if length != x.shape[dim]:

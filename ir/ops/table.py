@@ -58,7 +58,7 @@ Place = Callable[..., Spec]
 
 @dataclass(frozen=True, eq=False)
 class OwnOp(GraphOp):
-    """An op of the graph that is not torch's. Operand k gives result k, or all of them are joined to one.
+    """An op of the graph that is not torch's. Operand k gives result k.
 
     Args:
         name: as it is printed, ``comm.all_reduce``.
@@ -72,7 +72,6 @@ class OwnOp(GraphOp):
         pool: what its results lie in, where that is not the device's memory.
         fetches: it takes what lies in such a pool.
         rows: the bytes that a rank sends, where that is no share of a whole.
-        joins: its operands are one value, of which each is held in other rows; its one result is that value.
     """
 
     name: str
@@ -86,7 +85,6 @@ class OwnOp(GraphOp):
     pool: str = ""
     fetches: bool = False
     rows: Callable[[Node, Mesh], float] | None = None
-    joins: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -124,8 +122,7 @@ class OwnOp(GraphOp):
 
 def carried(node: Node) -> list[tuple[Value, Value]]:
     """The operands of an own op, each with the result that is the same value, held otherwise."""
-    results = node.outs * len(node.operands) if node.op.joins else node.outs
-    return list(zip(node.operands, results, strict=True))
+    return list(zip(node.operands, node.outs, strict=True))
 
 
 Arguments = tuple[Any, ...]

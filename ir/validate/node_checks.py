@@ -108,10 +108,9 @@ def check_comm(node: Node, op: OwnOp, operands: list[Value], mesh: Mesh, wrong: 
     """The keywords are the op's own, the axes the mesh's, and operand k becomes result k."""
     _keywords(node, op, mesh, wrong)
     results = node.outs
-    if len(results) != (1 if op.joins else len(operands)) or not operands:
+    if len(results) != len(operands) or not operands:
         got = f"{len(operands)} operands, {len(results)} results"
-        expected = "one" if op.joins else "as many"
-        wrong.fail(f"{op} does not have a result for each operand", node, expected, got)
+        wrong.fail(f"{op} does not have a result for each operand", node, "as many", got)
     for value, result in carried(node):
         if value.type != result.type:
             what = f"{op} changes the type of {wrong.name(value)}"

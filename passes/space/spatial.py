@@ -3,8 +3,7 @@
     halo of 64{h} exchanged before each convolution   ->   once for two of them, and its border is recomputed
 
 *merge* decides whether consecutive convolutions share one wider halo exchange (:mod:`.merge_halos`), *leave* from which
-layer on small maps are sharded by samples or channels instead (:mod:`.small_maps`), *overlap* whether inner rows are
-computed by themselves while others are exchanged (:mod:`.overlap_halos`).
+layer on small maps are sharded by samples or channels instead (:mod:`.small_maps`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from shardfx.passes.pass_text import check_options
 from shardfx.passes.replicated_spatial_ops import space_axes
 
 from .merge_halos import merged
-from .overlap_halos import overlapped
 from .small_maps import left
 from .trial_placement import PlacementCosts, TrialPlacement
 
@@ -34,9 +32,6 @@ class Spatial(Pass):
         leave: the layer from which on maps that are no larger than its input are sharded by samples or channels, or
             not at all, whichever takes least time: the path of a module; or ``"cost"``, for the maps for which that
             takes less time than to stay.
-        overlap: a halo exchange overlaps with a convolution's rows that need nothing of it. Its result is computed in
-            parts, which are joined: that is worth it where a link takes longer than to copy the result once more.
-            ``"cost"``: for the convolutions for which it is, by the mesh's links and the machine.
 
     Example::
 
@@ -48,7 +43,6 @@ class Spatial(Pass):
 
     merge: Literal["cost", "always", "never"] = "cost"
     leave: str | None = None
-    overlap: bool | Literal["cost"] = False
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -66,12 +60,7 @@ class Spatial(Pass):
         after = _exchanges(chosen)
         if after != before:
             graph.notes.append(f"{before} halo exchanges became {after}: their borders are recomputed")
-        changed = chosen.write()
-        split = overlapped(TrialPlacement(chosen.costs), self.overlap == "cost") if self.overlap and after else 0
-        if split:
-            said = "1 op computes" if split == 1 else f"{split} ops compute"
-            graph.notes.append(f"{said} the inner rows of tiles while those at their borders are exchanged")
-        return changed or bool(split)
+        return chosen.write()
 
 
 def _exchanges(placement: TrialPlacement) -> int:

@@ -19,7 +19,7 @@ PACKING: dict[Any, Callable[..., Any]] = {
     f: f
     for f in (
         *(pack.pack, pack.unpack_gathered, pack.pack_scattered, pack.unpack_scattered, pack.pack_exchange),
-        *(pack.unpack_exchange, pack.pack_rows, pack.unpack_rows, pack.join_rows, pack.take, pack.flatten),
+        *(pack.unpack_exchange, pack.pack_rows, pack.unpack_rows, pack.take, pack.flatten),
         *(pack.part_of, pack.unflatten),
     )
 }

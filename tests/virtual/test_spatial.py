@@ -14,7 +14,7 @@ from shardfx.ir.cost.amounts import total
 from shardfx.ir.cost.node_cost import NodeCosts
 from tests.space_nets import ResNet18
 
-from .test_space import MESHES, UNet, call, energy, image, narrow, ops, specs, trained, with_argument
+from .test_space import MESHES, UNet, call, energy, image, narrow, specs, trained, with_argument
 
 aten = torch.ops.aten
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -100,94 +100,6 @@ def test_what_is_drawn_is_drawn_once() -> None:
     pm = planned(convolutions(nn.Dropout(0.5)).double(), MESHES["h2"], "always", image(1, 3, 12, 5))
     (drawn,) = [node for node in pm.planned.nodes if "dropout.default" in str(node.op)]
     assert all(value.spec == sx.Spec.parse("-, -, h, -", pm.planned.mesh) for value in drawn.outs) and pm.verify()
-
-
-def inner_first(program: fx.GraphModule) -> bool:
-    """Whether the first exchange is waited for behind a convolution, which it does not hold up."""
-    calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    start, wait = (next(i for i, name in enumerate(calls) if part in name) for part in ("all_to_all", "wait_tensor"))
-    return any("aten.convolution" in name for name in calls[start:wait])
-
-
-OVERLAPS = [("unet", "3x1"), ("resnet", "2x2"), ("unet", "2x2"), ("resnet", "dp2h2")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), OVERLAPS)
-def test_models_whose_exchanges_travel_while_inner_rows_are_computed(name: str, mesh: str) -> None:
-    torch.manual_seed(0)
-    make, shape = NETS[name]
-    pm = trained(make(), image(*shape), MESHES[mesh], passes=[sx.images.Spatial(merge="never", overlap=True)])
-    assert "comm.join" in ops(pm) and pm.verify() and inner_first(pm.rank_module(1))
-
-
-@pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("training", [True, False])
-def test_an_exchange_travels_while_inner_rows_are_computed(training: bool) -> None:
-    torch.manual_seed(0)
-    net, x = convolutions(nn.Tanh()).double(), image(1, 3, 13, 14)
-    mesh = MESHES["h2"] if training else MESHES["2x2"]
-    passes = [sx.images.Spatial(merge="never", overlap=True)]
-    if training:
-        pm = trained(net, x, mesh, passes=passes)
-        assert any("3 ops compute the inner rows" in note for note in pm.planned.notes)
-        assert not any(row.border_flops for row in pm.report().tiles)
-    else:
-        pm = sx.parallelize(net, mesh, sx.Hints(args=(x,), specs=specs(mesh), passes=passes), virtual=True)
-        torch.testing.assert_close(pm(x), net(x), rtol=1e-9, atol=1e-9)
-    assert inner_first(pm.rank_module(0)) and pm.verify()
-
-
-@pytest.mark.parametrize(("seconds", "joins"), [(0.0, 0), (0.002, 2), (2.0, 2)])
-def test_what_is_overlapped_by_cost_takes_less_time(seconds: float, joins: int) -> None:
-    """On a link of this latency; of two convolutions, each of which is exchanged for."""
-    mesh = sx.Mesh(h=2, links={"h": sx.Link(bandwidth=1e12, latency=seconds)})
-    passes, net = [sx.images.Spatial(merge="never", overlap="cost")], convolutions(nn.Tanh()).double()
-    hints = sx.Hints((image(1, 3, 64, 64),), specs=specs(mesh), passes=passes, machine=slow_machine(1e9))
-    pm = sx.parallelize(net, mesh, hints, virtual=True)
-    assert ops(pm).count("comm.join") == joins and pm.verify()
-
-
-def borders_changed(program: fx.GraphModule) -> None:
-    """The borders stand in each other's place."""
-    joined = call(program, "join_rows")
-    first, *inner, last = joined.args[0]  # type: ignore[misc]
-    with_argument(joined, 0, [last, *inner, first])
-
-
-def border_of_own_rows(program: fx.GraphModule) -> None:
-    """A border is made of a rank's own rows, and padding."""
-    joined = call(program, "join_rows")
-    own, border = joined.args[0][1], joined.args[0][0]  # type: ignore[index]
-    with program.graph.inserting_before(border):
-        cropped = program.graph.call_function(aten.slice.Tensor, (own.args[0], 2, 0, 2))
-        padded = program.graph.call_function(aten.constant_pad_nd.default, (cropped, [0, 0, 1, 0]))
-    with_argument(border, 0, padded)
-
-
-def inner_row_lost(program: fx.GraphModule) -> None:
-    """The first row of the inner shard stands in the place of the last one, too."""
-    joined = call(program, "join_rows")
-    first, (start, length), last = joined.args[2]  # type: ignore[misc]
-    above, inner, below = joined.args[0]  # type: ignore[misc]
-    with_argument(joined, 0, [above, inner, inner, below])
-    with_argument(joined, 2, [first, [start, length - 1], [start, 1], last])
-
-
-@pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("damage", [borders_changed, border_of_own_rows, inner_row_lost])
-def test_damaged_shards_are_refused(damage: Callable[[fx.GraphModule], None]) -> None:
-    torch.manual_seed(0)
-    mesh, x = sx.Mesh(h=3), image(1, 3, 12, 5)
-    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.images.Spatial(merge="never", overlap=True)])
-    pm = sx.parallelize(convolutions(nn.Tanh()).double(), mesh, hints, virtual=True)
-    program = pm.rank_module(1)
-    damage(program)
-    program.recompile()
-    program.graph.lint()
-    assert not pm.verify(modules={1: program})
 
 
 def border_counted_twice(program: fx.GraphModule) -> None:
@@ -278,8 +190,6 @@ def test_options_that_are_none_are_refused() -> None:
     with pytest.raises(sx.Error, match=r"Spatial\(merge=") as caught:
         sx.images.Spatial(merge="sometimes")
     assert "'never'" in str(caught.value.expected)
-    with pytest.raises(sx.Error, match=r"Spatial\(overlap="):
-        sx.images.Spatial(overlap="always")
 
 
 def test_the_report_says_what_tiles_cost_by_layer() -> None:

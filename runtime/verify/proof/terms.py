@@ -195,9 +195,7 @@ class _GraphReader:
         of.update((inp.value, universe.terms.given(inp.name, inp.value.type)) for inp in graph.inputs)
         for node in graph.nodes:
             if isinstance(node.op, OwnOp):
-                one = len({of[v] for v in node.operands}) == 1
-                joined = universe.terms.apply(node, of.__getitem__) if node.op.joins and not one else ()
-                of.update(zip(node.outs, joined or [of[v] for v in node.operands], strict=False))  # type: ignore[arg-type]
+                of.update(zip(node.outs, [of[v] for v in node.operands], strict=True))
             else:
                 self.results(node)
         for value, term in of.items():
