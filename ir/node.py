@@ -9,7 +9,7 @@ its :class:`Strategy`: how it is computed, what it needs and gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -70,18 +70,12 @@ class Strategy:
 class Pin:
     """How somebody wants a node to be sharded: the axes of some factors of its rule (none: whole), and ``by`` whom.
 
-    ``op`` is the op that this is said of where that is a part of the node's: ``aten.mm`` of an ``addmm``. ``also`` is
-    what is said of another part, or of the node itself.
+    ``op`` is the op that this is said of where that is a part of the node's: ``aten.mm`` of an ``addmm``.
     """
 
     shardings: FactorAxes
     by: str
     op: str = ""
-    also: Pin | None = None
-
-    def each(self) -> tuple[Pin, ...]:
-        """All that is said, one by one."""
-        return (replace(self, also=None), *(self.also.each() if self.also is not None else ()))
 
 
 Attr = int | float | bool | str

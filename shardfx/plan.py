@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Value, factors_text, op_name
+from shardfx.ir.graph import Graph, Node, Value, factors_text
 from shardfx.ir.mesh import Link, Loop, Mesh
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.ops.alike import key_of, node_keys
@@ -334,15 +334,9 @@ def _hinted(compiled: Compiled) -> dict[str, str]:
 
 
 def _pinned(graph: Graph) -> dict[str, str]:
-    """What hints on ops say, as ``Hints(strategies=...)`` takes it; by op where one hint came to say several things."""
-    by: dict[str, dict[str, str]] = {}
-    for node in graph.nodes:
-        if node.pin is not None:
-            by.setdefault(node.pin.by, {})[f"{node.where.module}:{op_name(node.op)}"] = factors_text(node.pin.shardings)
-    found = {}
-    for hint, said in by.items():
-        found.update({hint: next(iter(said.values()))} if len(set(said.values())) == 1 else said)
-    return found
+    """What hints on ops say, as ``Hints(strategies=...)`` takes it."""
+    pins = (node.pin for node in graph.nodes if node.pin is not None)
+    return {pin.by: factors_text(pin.shardings) for pin in pins}
 
 
 def _text(value: Value, spec: Spec | None) -> str:

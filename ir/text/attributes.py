@@ -123,23 +123,15 @@ def _read_shardings(node: Node, line: TextLine, scope: ReadScope) -> None:
 
 
 def _write_pin(node: Node, scope: PrintScope) -> str | None:
-    """``pinned "fc1" n{tp} m{}``, or ``pinned "fc1:aten.mm" aten.mm: k{tp}`` where it is said of a part of the op; with
-    commas between what is said of several."""
+    """``pinned "fc1" n{tp} m{}``, or ``pinned "fc1:aten.mm" aten.mm: k{tp}`` where it is said of a part of the op."""
     if node.pin is None:
         return None
-    return " " + ", ".join(map(_pinned, node.pin.each()))
-
-
-def _pinned(pin: Pin) -> str:
+    pin = node.pin
     shardings = " ".join(_factor(factor) + write_axes(axes) for factor, axes in pin.shardings)
-    return f"{json.dumps(pin.by)}{f' {pin.op}:' if pin.op else ''} {shardings}"
+    return f" {json.dumps(pin.by)}{f' {pin.op}:' if pin.op else ''} {shardings}"
 
 
 def _read_pin(node: Node, line: TextLine, scope: ReadScope) -> None:
-    node.pin = _pin(line, scope)
-
-
-def _pin(line: TextLine, scope: ReadScope) -> Pin:
     by = json.loads(line.take("string", "in quotes who pins it"))
     op = ""
     shardings: list[tuple[str, tuple[str, ...]]] = []
@@ -149,7 +141,7 @@ def _pin(line: TextLine, scope: ReadScope) -> Pin:
             op = name
         else:
             shardings.append((name, read_axes(line, scope)))
-    return Pin(tuple(shardings), by, op, _pin(line, scope) if line.accept(",") else None)
+    node.pin = Pin(tuple(shardings), by, op)
 
 
 def _factor(name: str) -> str:

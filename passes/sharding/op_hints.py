@@ -23,7 +23,7 @@ from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 from shardfx.passes.base import Context
 
 from .decompose import Decomposer
-from .pins import check_names, check_pin, join_pins
+from .pins import check_names, check_pin
 
 WHERE = "Hints(strategies=...)"
 FACTOR = re.compile(r"\s*([^\s{}]+)\s*\{([^{}]*)\}")
@@ -41,10 +41,22 @@ def pin_nodes(graph: Graph, context: Context) -> bool:
         for node, op in _named(graph, text, said, context, decomposer):
             pin = Pin(said, text, op)
             check_names(pin, graph.mesh, str(node.where))
-            node.pin = join_pins(pin, node)
+            if node.pin is not None and (node.pin.op, node.pin.shardings) != (op, said):
+                raise _disagree(node.pin, pin, node)
+            node.pin = pin
             if not op:
                 check_pin(node, context.cache.rule(node), graph.mesh, decomposes=decomposer.can(node))
     return bool(context.strategies)
+
+
+def _disagree(one: Pin, two: Pin, node: Node) -> Error:
+    return Error(
+        f"two hints disagree on {two.op or op_name(node.op)}",
+        where=f"hints {one.by!r} and {two.by!r}; {node.where}",
+        expected="one strategy for each op",
+        got=f"{factors_text(one.shardings)} and {factors_text(two.shardings)}",
+        remedy="make the patterns narrower; of an op that is decomposed, hint one part",
+    )
 
 
 def _named(

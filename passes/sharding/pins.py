@@ -6,7 +6,7 @@ sharded so as it is, is decomposed, and the pin goes to the part that has these 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardfx.ir.dim_sharding import DimSharding, smallest
@@ -18,16 +18,15 @@ from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 
 def pinned(node: Node) -> dict[str, DimSharding]:
     """The sharding of the factors that are pinned, replicated ones too."""
-    return {factor: DimSharding(axes) for pin in _pins(node) if not pin.op for factor, axes in pin.shardings}
+    if node.pin is None or node.pin.op:
+        return {}
+    return {factor: DimSharding(axes) for factor, axes in node.pin.shardings}
 
 
 def needs_decomposition(node: Node, rule: ShardingRule) -> bool:
     """Whether a pin asks for something that only parts of the op can do."""
-    return any(pin.op or any(axes and f in rule.whole for f, axes in pin.shardings) for pin in _pins(node))
-
-
-def _pins(node: Node) -> Iterable[Pin]:
-    return node.pin.each() if node.pin is not None else ()
+    pin = node.pin
+    return pin is not None and (bool(pin.op) or any(axes and f in rule.whole for f, axes in pin.shardings))
 
 
 def check_names(pin: Pin, mesh: Mesh, where: str) -> None:
@@ -53,87 +52,44 @@ def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, decomposes: bool = Fal
     Raises:
         Error: there is no such factor, axis or shard; the factor must be replicated. It prints the op's rule.
     """
-    said = f"{op_name(node.op)}: {rule_text(rule)}"
-    for pin in _pins(node):
-        if pin.op:
-            continue
-        check_names(pin, mesh, str(node.where))
-        for factor, axes in pin.shardings:
-            what, expected, got = "", said, factors_text(((factor, axes),))
-            if factor not in rule.sizes:
-                what, expected = f"the op has no factor {factor!r}", f"a factor of {said}"
-            elif axes and factor in rule.whole and not decomposes:
-                what, expected = f"the op needs its factor {factor!r} whole", f"{said} (! is whole)"
-            elif axes and factor in rule.windows:
-                leader = rule.windows[factor].leader
-                what = f"the op needs of its factor {factor!r} what the chunks of {leader!r} are made of"
-                expected = f"a sharding of {leader!r}: {said}"
-            elif axes and smallest(rule.sizes[factor], axes, mesh) == 0:
-                what = f"some ranks would get nothing of the factor {factor!r}"
-                expected = f"at most {rule.sizes[factor]} shards, each with something in it; {said}"
-                got = f"{got}, which is {mesh.extent(axes)} shards"
-            if what:
-                raise Error(what, where=f"hint {pin.by!r}; {node.where}", expected=expected, got=got)
+    pin, said = node.pin, f"{op_name(node.op)}: {rule_text(rule)}"
+    if pin is None or pin.op:
+        return
+    check_names(pin, mesh, str(node.where))
+    for factor, axes in pin.shardings:
+        what, expected, got = "", said, factors_text(((factor, axes),))
+        if factor not in rule.sizes:
+            what, expected = f"the op has no factor {factor!r}", f"a factor of {said}"
+        elif axes and factor in rule.whole and not decomposes:
+            what, expected = f"the op needs its factor {factor!r} whole", f"{said} (! is whole)"
+        elif axes and factor in rule.windows:
+            leader = rule.windows[factor].leader
+            what = f"the op needs of its factor {factor!r} what the chunks of {leader!r} are made of"
+            expected = f"a sharding of {leader!r}: {said}"
+        elif axes and smallest(rule.sizes[factor], axes, mesh) == 0:
+            what = f"some ranks would get nothing of the factor {factor!r}"
+            expected = f"at most {rule.sizes[factor]} shards, each with something in it; {said}"
+            got = f"{got}, which is {mesh.extent(axes)} shards"
+        if what:
+            raise Error(what, where=f"hint {pin.by!r}; {node.where}", expected=expected, got=got)
 
 
-def join_pins(pin: Pin, node: Node) -> Pin:
-    """A pin and what was said of a node before, of its other parts.
-
-    Raises:
-        Error: something else was said of the same.
-    """
-    for other in _pins(node):
-        if other.op == pin.op and other.shardings != pin.shardings:
-            raise _disagree(other, pin, pin.op or op_name(node.op), node)
-    for other in reversed([each for each in _pins(node) if each.op != pin.op]):
-        pin = replace(pin, also=replace(other, also=pin.also))
-    return pin
-
-
-def _disagree(one: Pin, two: Pin, op: str, node: Node) -> Error:
-    return Error(
-        f"two hints disagree on {op}",
-        where=f"hints {one.by!r} and {two.by!r}; {node.where}",
-        expected="one strategy for each op",
-        got=f"{factors_text(one.shardings)} and {factors_text(two.shardings)}",
-        remedy="make the patterns narrower",
-    )
-
-
-def pin_parts(pin: Pin, node: Node, parts: Iterable[Node], rules: Mapping[Node, ShardingRule], mesh: Mesh) -> None:
-    """Pin the parts of a decomposed node of which the pin is said: first those that it names.
+def pin_parts(pin: Pin, node: Node, parts: Sequence[Node], rules: Mapping[Node, ShardingRule], mesh: Mesh) -> None:
+    """Pin the parts of a decomposed node of which the pin is said.
 
     Raises:
         Error: no part can be sharded so.
     """
-    made = list(parts)
-    for said in sorted(pin.each(), key=lambda each: not each.op):
-        named = [each for each in made if not said.op or op_name(each.op) == said.op]
-        fitting = [each for each in named if _fits(said, rules[each])]
-        for each in fitting:
-            each.pin = _merged(replace(said, op=""), each)
-            check_pin(each, rules[each], mesh)
-        if not fitting:
-            texts = dict.fromkeys(f"{op_name(each.op)}: {rule_text(rules[each])}" for each in named or made)
-            what, where = f"{op_name(node.op)} cannot be sharded so", f"hint {said.by!r}; {node.where}"
-            expected, got = f"factors of {'; '.join(texts)} (! is whole)", factors_text(said.shardings)
-            raise Error(what, where=where, expected=expected, got=got)
-
-
-def _merged(pin: Pin, node: Node) -> Pin:
-    """What is said of a whole op, beside what is said of this part of it.
-
-    Raises:
-        Error: it shards a factor otherwise.
-    """
-    if node.pin is None:
-        return pin
-    known = dict(node.pin.shardings)
-    if any(known.get(factor, axes) != axes for factor, axes in pin.shardings):
-        raise _disagree(node.pin, pin, op_name(node.op), node)
-    return replace(
-        node.pin, shardings=(*node.pin.shardings, *((f, axes) for f, axes in pin.shardings if f not in known))
-    )
+    named = [each for each in parts if not pin.op or op_name(each.op) == pin.op]
+    fitting = [each for each in named if _fits(pin, rules[each])]
+    for each in fitting:
+        each.pin = replace(pin, op="")
+        check_pin(each, rules[each], mesh)
+    if not fitting:
+        texts = dict.fromkeys(f"{op_name(each.op)}: {rule_text(rules[each])}" for each in named or parts)
+        what, where = f"{op_name(node.op)} cannot be sharded so", f"hint {pin.by!r}; {node.where}"
+        expected, got = f"factors of {'; '.join(texts)} (! is whole)", factors_text(pin.shardings)
+        raise Error(what, where=where, expected=expected, got=got)
 
 
 def _fits(pin: Pin, rule: ShardingRule) -> bool:

@@ -118,7 +118,7 @@ def _reached(graph: Graph, axis: str) -> frozenset[str]:
     forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
     found = {node.where.module for node in forward if any(axis in _loops(value, graph.mesh) for value in node.outs)}
     for node in forward:
-        if node.pin is not None and any(axis in axes for each in node.pin.each() for _, axes in each.shardings):
+        if node.pin is not None and any(axis in axes for _, axes in node.pin.shardings):
             found.add(node.where.module)
     behind: set[Value] = {each.value for each in graph.inputs if axis in _loops(each.value, graph.mesh)}
     for node in forward:
