@@ -13,7 +13,6 @@ import ast
 import difflib
 import re
 import types
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,8 +21,8 @@ from shardfx.ir.errors import Error
 
 HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\{(.*)\}\s*)?", re.DOTALL)
 BARE = re.compile(r"[\w.*/+-]+")
-TOKEN = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
-"""A string, or any other character."""
+VALUE = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?<==)\s*([\w.*/+-]+)\s*(?=,|$)""", re.DOTALL)
+"""A string in quotes, or a bare value."""
 NOT_FINITE = ("inf", "-inf", "nan")
 NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 Made = TypeVar("Made")
@@ -42,18 +41,16 @@ def parse_pass(text: str, find: Callable[[str], type[Made]]) -> Made:
     kind = find(match[1])
     hints = get_type_hints(kind)
     known = {each.name: each for each in fields(kind) if each.init}  # type: ignore[arg-type]
-    options: dict[str, Any] = {}
-    for item in _items(match[2] or "", text):
-        name, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
-            raise _wrong(text, "an option has no value", "option=value", repr(item.strip()))
+    options = _options(match[2] or "", text)
+    for name, value in options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             what, expected = f"pass {match[1]!r} has no option {name!r}", ", ".join(known) or "no options"
-            raise _wrong(text, what, expected, item, f"did you mean {near[0]!r}?" if near else None)
-        if name in options:
-            raise _wrong(text, f"option {name!r} is given twice", "each option once", text)
-        options[name] = _read(value, hints.get(name, Any), known[name], text)
+            raise _wrong(text, what, expected, name, f"did you mean {near[0]!r}?" if near else None)
+        if not fits(value, hints[name]) and (type(value) is int or value in NOT_FINITE) and fits(0.0, hints[name]):
+            options[name] = value = float(value)
+        if not fits(value, hints[name]):
+            raise _wrong(text, f"option {name!r} has a value of another type", _named(hints[name]), repr(value))
     try:
         return kind(**options)
     except (TypeError, ValueError) as error:
@@ -112,55 +109,37 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 
-def _items(text: str, full: str) -> list[str]:
-    """The items between those commas that stand in no brackets or quotes."""
-    items, depth, tokens = [""], 0, TOKEN.findall(text)
-    for token in tokens:
-        depth += (token in ("(", "[", "{")) - (token in (")", "]", "}"))
-        if token == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += token
-    if depth or not {"'", '"'}.isdisjoint(tokens):
-        raise _wrong(full, "a quote or bracket is not closed", "each quote and bracket closed", full)
-    return items if items[-1].strip() else items[:-1]
+def _options(text: str, full: str) -> dict[str, Any]:
+    """The options of a text, read as arguments of a call in which bare words stand in quotes."""
 
+    def quoted(match: re.Match[str]) -> str:
+        return match[0] if match[1] or _is_literal(match[2]) else repr(match[2])
 
-def _read(text: str, hint: Any, option: Field[Any], full: str) -> Any:
-    """The value of an option, checked against the type that the pass declares."""
-    value: Any
     try:
-        value = _literal(text)
+        call = ast.parse(f"_({VALUE.sub(quoted, text)})", mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+            options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            if len(options) == len(call.keywords):
+                return options
     except NO_LITERAL:
-        if not BARE.fullmatch(text):
-            what = f"option {option.name!r} has a value that cannot be read"
-            raise _wrong(full, what, _named(hint), text) from None
-        value = float(text) if text in NOT_FINITE and fits(0.0, hint) else text
-    if type(value) is int and not fits(value, hint) and fits(float(value), hint):
-        value = float(value)
-    if not fits(value, hint):
-        raise _wrong(full, f"option {option.name!r} has a value of another type", _named(hint), text)
-    return value
+        pass
+    expected = "option=value, each option once; a value is a Python literal, or a bare word"
+    raise _wrong(full, "the options cannot be read", expected, text)
 
 
-def _literal(text: str) -> Any:
-    """The Python literal that ``text`` is; raises one of ``NO_LITERAL`` where it is none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ast.literal_eval(text)
+def _is_literal(text: str) -> bool:
+    """Whether a text is a Python literal."""
+    try:
+        ast.literal_eval(text)
+    except NO_LITERAL:
+        return False
+    return True
 
 
 def _value_text(value: Any) -> str:
     """A value as it is written in a pass: a string bare, where nothing else is written so."""
-    if isinstance(value, float) and str(value) in NOT_FINITE:
-        return str(value)
-    if not isinstance(value, str) or not BARE.fullmatch(value) or value in NOT_FINITE:
-        return repr(value)
-    try:
-        _literal(value)
-    except NO_LITERAL:
-        return value
-    return repr(value)
+    bare = isinstance(value, str) and BARE.fullmatch(value) and not _is_literal(value)
+    return str(value) if bare else repr(value)
 
 
 def _named(hint: Any) -> str:
