@@ -7,51 +7,13 @@ stored; ``zero`` once more, as their states are.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
-from shardfx.ir.graph import Graph, InputKind, OutputKind, Phase, Value, substitute
+from shardfx.ir.graph import Graph, InputKind, OutputKind, Phase, Value
 from shardfx.ir.rules.strategy import as_placed
 from shardfx.ir.spec import Spec
 
 from .base import RuleCache
-
-
-@contextmanager
-def update_apart(graph: Graph, cache: RuleCache) -> Iterator[None]:
-    """Within, the graph is without the optimizer's step; behind, that is there again, placed as parameters are."""
-    nodes = [node for node in graph.nodes if node.phase is Phase.UPDATE]
-    read = {value for node in graph.nodes if node.phase is not Phase.UPDATE for value in node.operands}
-    inputs = [inp for inp in graph.inputs if inp.kind.is_of_optimizer and inp.value not in read]
-    outputs = [output for output in graph.outputs if output.kind.is_stepped]
-    clipped = {output: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
-    if not nodes and not outputs:
-        yield
-        return
-    gradients = {output: as_made(value) for output, value in clipped.items()}
-    for output, value in gradients.items():
-        output.value = value
-    graph.nodes = [node for node in graph.nodes if node.phase is not Phase.UPDATE]
-    graph.inputs = [inp for inp in graph.inputs if inp not in inputs]
-    graph.outputs = [output for output in graph.outputs if not output.kind.is_stepped]
-    yield
-    moved = {was: output.value for output, was in gradients.items()}
-
-    def now(value: Value) -> Value:
-        return moved.get(value, value)
-
-    for node in nodes:
-        node.args = substitute(node.args, now)
-        node.kwargs = {name: substitute(arg, now) for name, arg in node.kwargs.items()}
-    for output in outputs:
-        output.value = now(output.value)
-    for output, value in clipped.items():
-        output.value = now(value)
-    graph.nodes += nodes
-    graph.inputs += inputs
-    graph.outputs += outputs
-    place_update(graph, cache, {})
-    graph.rename()
 
 
 def place_update(graph: Graph, cache: RuleCache, stored: Mapping[str, Spec]) -> None:

@@ -76,7 +76,7 @@ class Propagation:
         """Hand shardings on until nothing changes, from all values that have one, or from ``start``."""
         state = self.state
         users, gradients = state.graph.users(), state.gradients()
-        order = {node: i for i, node in enumerate(state.graph.nodes)}
+        order = {node: i for i, node in enumerate(state.nodes)}
         queue: list[tuple[int, int, int, Node]] = []
         queued: set[tuple[int, Node]] = set()
 
@@ -88,8 +88,9 @@ class Propagation:
                     heapq.heappush(queue, (node.phase is not Phase.FORWARD, level, order[node], node))
 
         def touch(value: Value) -> None:
-            for node in [*users[value], *([value.node] if value.node is not None else [])]:
-                visit(node)
+            for node in [*users[value], value.node]:
+                if node is not None and node in order:
+                    visit(node)
 
         for node in order:
             if pinned(node):

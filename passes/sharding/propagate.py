@@ -23,7 +23,7 @@ from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, SHARDED, Context, Pass
 from shardfx.passes.replicated_spatial_ops import report_replicated_space
-from shardfx.passes.update_placement import update_apart
+from shardfx.passes.update_placement import place_update
 
 from .conflicts import Conflicts, factor_shardings
 from .decompose import Decomposer
@@ -49,8 +49,8 @@ class Propagate(Pass):
     strict: bool = field(default=False, metadata={"help": "an op without a rule is an error"})
 
     def run(self, graph: Graph, context: Context) -> bool:
-        with update_apart(graph, context.cache):
-            self._place(graph, context)
+        self._place(graph, context)
+        place_update(graph, context.cache, {})
         self._report_missing(graph, context)
         report_replicated_space(graph, context.cache, self.strict)
         return True
@@ -96,7 +96,7 @@ class Propagate(Pass):
 def _decompose(graph: Graph, decomposer: Decomposer, propagation: Propagation) -> None:
     """Decompose ops that cannot be sharded as wanted, and hand on what that lets through, as long as there is any."""
     state = propagation.state
-    while blocked := [node for node in graph.nodes if decomposer.can(node) and _is_blocked(node, state)]:
+    while blocked := [node for node in state.nodes if decomposer.can(node) and _is_blocked(node, state)]:
         around = [value for node in blocked for value in node.operands]
         decomposed = decomposer.apply(graph, blocked, state.of)
         around += [value for each in decomposed for node in each.made for value in node.operands]
@@ -134,7 +134,7 @@ def _first_of_each_op(nodes: Iterable[Node]) -> list[Node]:
 def _settled(state: ShardingState, conflicts: Conflicts) -> dict[Node, dict[str, DimSharding]]:
     """Settle every node's strategy in order, now that all is known; open values take what is made of them."""
     settled: dict[Node, dict[str, DimSharding]] = {}
-    for node in state.graph.nodes:
+    for node in state.nodes:
         shardings, _ = conflicts.resolve(node, with_results=True)
         settled[node] = shardings
         made = state.cache.strategy(state.rules[node], shardings)
@@ -160,7 +160,7 @@ def _write(state: ShardingState, shardings: Mapping[Node, dict[str, DimSharding]
     """Write strategies on nodes and specs on values and outputs; a parameter is placed as it is stored: in all
     iterations, though each may read a part of it alone."""
     loops = {axis.name for axis in state.mesh.axes if axis.loop}
-    for node in state.graph.nodes:
+    for node in state.nodes:
         node.strategy = state.cache.strategy(state.rules[node], shardings[node])
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
             value.spec = spec

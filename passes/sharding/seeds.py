@@ -20,6 +20,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.reasons import ShardingDecision
 from shardfx.ir.spec import Spec
+from shardfx.passes.update_placement import as_made
 
 BY_PASS = "pass "
 """The name of what hints begins so where that is a pass."""
@@ -55,9 +56,9 @@ def seeds_of(graph: Graph) -> list[Seed]:
     for node in graph.nodes:
         seeds += [Seed(value, value.hint, value.hinted_by) for value in node.outs if value.hint is not None]
     for output in graph.outputs:
-        known = used.get(output.name)
-        if output.kind is OutputKind.GRADIENT and known is not None and output.value.hint is None:
-            seeds.append(Seed(output.value, known.spec, known.name, operator=known.operator, closed=False))
+        known = used.get(output.name) if output.kind is OutputKind.GRADIENT else None
+        if known is not None and (made := as_made(output.value)).hint is None:
+            seeds.append(Seed(made, known.spec, known.name, operator=known.operator, closed=False))
     return seeds
 
 

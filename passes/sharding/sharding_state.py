@@ -14,6 +14,7 @@ from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import RuleCache
 from shardfx.passes.replicated_spatial_ops import space_axes
+from shardfx.passes.update_placement import as_made
 
 from .seeds import ChunkReach, strip
 
@@ -43,7 +44,7 @@ WEAK = HintOrigin("", False)
 
 @dataclass
 class ShardingState:
-    """The shardings of values, and the rules of the nodes between them.
+    """The shardings of values, and the rules of the nodes between them: all but those of the optimizer's step.
 
     A ``closed`` value has a hint, and is never changed, but by loop axes, which say in which iterations it is made.
     """
@@ -64,7 +65,8 @@ class ShardingState:
     def changed_graph(self) -> None:
         """The graph was changed: new nodes get rules, operands are looked up anew."""
         self._tensors.clear()
-        for node in self.graph.nodes:
+        self.nodes = [node for node in self.graph.nodes if node.phase is not Phase.UPDATE]
+        for node in self.nodes:
             if node not in self.rules:
                 self.rules[node] = self.cache.rule(node)
 
@@ -117,7 +119,7 @@ class ShardingState:
         found: dict[Value, list[Value]] = {}
         for output in self.graph.outputs:
             if output.kind is OutputKind.GRADIENT and output.name in parameters:
-                found.setdefault(parameters[output.name], []).append(output.value)
+                found.setdefault(parameters[output.name], []).append(as_made(output.value))
         return found
 
     def of_closed(self, value: Value, shardings: Mapping[str, DimSharding], node: Node) -> dict[str, DimSharding]:

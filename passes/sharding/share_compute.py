@@ -32,7 +32,7 @@ WORTH_SHARDING = 0.01
 def share_compute(graph: Graph, axes: Iterable[str], propagation: Propagation) -> bool:
     """Shard by rows, over these (data) axes, the products that their ranks all compute, where they can be; says whether
     it did."""
-    flops, resolve = _flops_of_all(graph), propagation.conflicts.resolve
+    flops, resolve = _flops_of_all(propagation.state.nodes), propagation.conflicts.resolve
     parameters = derived(graph, (inp.value for inp in graph.of_kind(InputKind.PARAMETER)), every=True)
     changed = False
     for axis in (axis for axis in sorted(axes) if graph.mesh.extent((axis,)) > 1):
@@ -70,9 +70,9 @@ def _by_rows(
     return None
 
 
-def _flops_of_all(graph: Graph) -> dict[Node, int]:
+def _flops_of_all(nodes: Iterable[Node]) -> dict[Node, int]:
     """The FLOPs of every node that has many; those of nodes alike are counted once."""
-    keys = {node: alike(node) for node in graph.nodes if is_heavy(node)}
+    keys = {node: alike(node) for node in nodes if is_heavy(node)}
     known = {key: flops_of(node) for key, node in {key: node for node, key in keys.items()}.items()}
     return {node: known[key] for node, key in keys.items()}
 
