@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from shardfx.ir.ops.computing.batch_statistics import (
+    batch_moments,
     batch_norm_gradient,
     batch_norm_sums,
     joined_moments,
-    shard_moments,
 )
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 
@@ -47,9 +47,9 @@ def others() -> list[tuple[Any, ...]]:
         (grouped_mm, f(7, 6), f(4, 6, 5), torch.tensor([5, 2, 9, 7])),
         (grouped_outer, f(12, 6), f(12, 5), torch.tensor([3, 3, 8, 10])),
         (aten.adaptive_max_pool2d.default, f(2, 3, 5, 4), [1, 1]),
-        (shard_moments, f(8, 3, 4), [4, 1], [0, 0], [4, 1]),
-        (shard_moments, f(4, 3, 6, 4), [2, 3, 2], [0, 0, 0], [2, 3, 2]),
-        (joined_moments, f(4, 2, 3)),
+        (batch_moments, f(8, 3)),
+        (batch_moments, f(4, 3, 6, 4)),
+        (joined_moments, f(2, 3), 12, torch.float64),
         (batch_norm_sums, f(4, 3, 5), f(4, 3, 5), f(3), f(3)),
         (batch_norm_gradient, f(4, 3, 5), f(4, 3, 5), f(3), f(3), f(3), f(3), f(3), 20),
         (batch_norm_gradient, f(4, 3), f(4, 3), f(3), f(3), f(3), f(3), None, 4),

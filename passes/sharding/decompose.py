@@ -9,22 +9,17 @@ so that elsewhere the fused kernel is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch._decomp import decomposition_table
 
 from shardfx.ir.capture.canonical.patterns import splice, trace_function
-from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.rules.shardwise import for_shards
-
-Shardings = Callable[[Value], Sequence[DimSharding]]
-"""How the dims of a value are sharded."""
 
 
 class Decomposed(NamedTuple):
@@ -51,18 +46,18 @@ class Decomposer:
 
     def parts(self, node: Node) -> list[Any]:
         """The ops of a node's decomposition."""
-        nodes = self._trace(node, self._expand(node)).graph.nodes
+        nodes = self._trace(node).graph.nodes
         return list(dict.fromkeys(each.target for each in nodes if each.op == "call_function"))
 
-    def apply(self, graph: Graph, nodes: list[Node], shardings: Shardings) -> list[Decomposed]:
-        """Replace the nodes, whose operands are sharded so; gives of each what replaces it."""
+    def apply(self, graph: Graph, nodes: list[Node]) -> list[Decomposed]:
+        """Replace the nodes; gives of each what replaces it."""
         rewriter = Rewriter(graph)
-        decomposed = [self._replace(graph, node, rewriter, shardings) for node in nodes]
+        decomposed = [self._replace(graph, node, rewriter) for node in nodes]
         rewriter.apply()
         return decomposed
 
-    def _replace(self, graph: Graph, node: Node, rewriter: Rewriter, shardings: Shardings) -> Decomposed:
-        traced = self._trace(node, for_shards(self._expand(node), node, shardings(node.operands[0]), graph.mesh))
+    def _replace(self, graph: Graph, node: Node, rewriter: Rewriter) -> Decomposed:
+        traced = self._trace(node)
         made, given = splice(traced, node.operands, like=node, mesh=graph.mesh)
         ops = self._parts_of.get(node, frozenset()) | {node.op}
         for each in made:
@@ -75,15 +70,11 @@ class Decomposer:
         rewriter.erase(node)
         return Decomposed(node, made, swapped)
 
-    def _expand(self, node: Node) -> Any:
-        entry = self._book.entry(node.op)
+    def _trace(self, node: Node) -> torch.fx.GraphModule:
+        entry, key = self._book.entry(node.op), alike(node)
         assert entry is not None and entry.expand
-        return entry.expand
-
-    def _trace(self, node: Node, expand: Any) -> torch.fx.GraphModule:
-        key = alike(node), expand
         if key not in self._traced:
-            function = _as_function(node, expand if callable(expand) else decomposition_table[node.op])
+            function = _as_function(node, entry.expand if callable(entry.expand) else decomposition_table[node.op])
             self._traced[key] = trace_function(function, [value.type for value in node.operands])
         return self._traced[key]
 

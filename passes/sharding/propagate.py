@@ -98,7 +98,7 @@ def _decompose(graph: Graph, decomposer: Decomposer, propagation: Propagation) -
     state = propagation.state
     while blocked := [node for node in state.nodes if decomposer.can(node) and _is_blocked(node, state)]:
         around = [value for node in blocked for value in node.operands]
-        decomposed = decomposer.apply(graph, blocked, state.of)
+        decomposed = decomposer.apply(graph, blocked)
         around += [value for each in decomposed for node in each.made for value in node.operands]
         for old, new in (pair for each in decomposed for pair in each.swapped):
             propagation.take_over(old, new)

@@ -1,71 +1,49 @@
-"""Batch norm over a sharded batch: mean and variance from those of shards, and the gradient in two steps.
+"""Batch norm over a sharded batch: mean and variance from sums over ranks, and the gradient in two steps.
 
-    out[p, 2, c] = shardfx.shard_moments(x[n, c, ...], of, at, count)    mean and variance of each of p equal shards
-    mean[c], var[c] = shardfx.joined_moments(out)                        of all (Chan, Golub and LeVeque, 1979)
+    sums[2, c] = shardfx.batch_moments(x[n, c, ...])                    of all elements of a channel; of their squares
+    mean[c], var[c] = shardfx.joined_moments(sums, count, dtype)
 
     dot[c], total[c] = shardfx.batch_norm_sums(gy[n, c, ...], x, mean[c], rstd[c])    of gy * (x - mean) * rstd; of gy
     gx[n, c, ...]    = shardfx.batch_norm_gradient(gy, x, mean, rstd, dot, total, weight[c], count)
 
-``of`` says into how many shards samples are split, and each spatial dim. ``x`` is ``count`` of them, from ``at`` on;
-zeros stand for the others, so that what ranks have adds up to ``out``: one small sum. Squares are taken of what is
-centred, so that nothing cancels; numbers of 16 bits are taken as float32. The two sums of the gradient, over
-``count`` elements of each channel, are those of torch's kernel; the second step goes once through x and once through
-gy. Needs torch alone.
+The sums are of float64, from the mean and the variance of what a rank has: so only what ranks have is squared without
+being centred, and of float32 nothing is lost by it. The two sums of the gradient, over ``count`` elements of each
+channel, are those of torch's kernel; the second step goes once through x and once through gy. Needs torch alone.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import torch
 from torch import Tensor
 
-from .library import Ints, define
+from .library import define
 
 aten = torch.ops.aten
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    if rows.device.type == "cpu":  # four times as fast as var_mean
-        mean, var = torch.batch_norm_update_stats(rows.contiguous(), None, None, 0.0)
+@define(
+    "batch_moments(Tensor x) -> Tensor",
+    shapes=lambda x: x.new_empty((2, x.shape[1]), dtype=torch.float64),
+)
+def batch_moments(x: Tensor) -> Tensor:
+    """The sum of each channel, and that of its squares."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if x.device.type == "cpu":  # four times as fast as var_mean
+        mean, var = torch.batch_norm_update_stats(x.contiguous(), None, None, 0.0)
     else:
-        var, mean = torch.var_mean(rows, [d for d in range(rows.dim()) if d != 1], correction=0)
-    return mean, var
+        var, mean = torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
+    mean, var = mean.double(), var.double()
+    return torch.stack([mean, var + mean * mean]).mul_(x.numel() // x.shape[1])
 
 
 @define(
-    "shard_moments(Tensor x, int[] of, int[] at, int[] count) -> Tensor",
-    shapes=lambda x, of, *_: x.new_empty((math.prod(of), 2, x.shape[1]), dtype=_wide(x.dtype)),
+    "joined_moments(Tensor sums, int count, ScalarType dtype) -> (Tensor, Tensor)",
+    shapes=lambda sums, count, dtype: tuple(sums.new_empty((2, sums.shape[1]), dtype=dtype).unbind()),
 )
-def shard_moments(x: Tensor, of: Ints, at: Ints, count: Ints) -> Tensor:
-    """Mean and variance of each shard that ``x`` has, in its place."""
-    boxes = [x.to(_wide(x.dtype))]
-    for dim, n in zip((0, *range(2, x.dim())), count, strict=True):
-        boxes = [part for box in boxes for part in box.split(x.shape[dim] // n, dim)] if n > 1 else boxes
-    made = boxes[0].new_zeros((math.prod(of), 2, x.shape[1]))
-    places = itertools.product(*(range(first, first + n) for first, n in zip(at, count, strict=True)))
-    for place, box in zip(places, boxes, strict=True):
-        number = 0
-        for one, n in zip(place, of, strict=True):
-            number = number * n + one
-        torch.stack(_moments(box), out=made[number])
-    return made
-
-
-@define(
-    "joined_moments(Tensor moments) -> (Tensor, Tensor)",
-    shapes=lambda moments: (moments.new_empty(moments.shape[2:]), moments.new_empty(moments.shape[2:])),
-)
-def joined_moments(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all from those of equal shards."""
-    means, variances = moments.unbind(1)
-    mean = means.mean(0)
-    return mean, variances.mean(0) + (means - mean).square_().mean(0)
+def joined_moments(sums: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean and variance of ``count`` elements from their sums."""
+    mean, square = sums / count
+    return mean.to(dtype, copy=True), (square - mean * mean).clamp_(min=0).to(dtype)
 
 
 @define(

@@ -11,27 +11,21 @@ from torch import Tensor
 
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops.computing.batch_statistics import (
+    batch_moments,
     batch_norm_gradient,
     batch_norm_sums,
     joined_moments,
-    shard_moments,
 )
 from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
 from shardfx.ir.rules.local import Emit
-from shardfx.ir.rules.sharding_rule import SAME, ShardingRule
-from shardfx.ir.rules.shardwise import Shardwise
+from shardfx.ir.rules.sharding_rule import SAME
 from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten
 
 
 Given = Tensor | None
-
-
-def _shape_of_channels(x: Tensor) -> list[int]:
-    """What a vector by channel is seen as, to go with x."""
-    return [1, x.shape[1], *[1] * (x.dim() - 2)]
 
 
 def expand_batch_norm(
@@ -43,8 +37,6 @@ def expand_batch_norm(
     training: bool,
     momentum: float,
     eps: float,
-    *,
-    shards: tuple[int, ...],
 ) -> tuple[Tensor, ...]:
     """Batch normalisation over the whole batch, which may lie in shards: statistics are in float32 at least.
 
@@ -56,7 +48,7 @@ def expand_batch_norm(
         made: tuple[Tensor, ...] = op(x, weight, bias, old_mean, old_var, training, momentum, eps)
         return made
     count = x.numel() // x.shape[1]
-    mean, var = joined_moments(shard_moments(x, shards, [0] * len(shards), shards)) if shards else _moments(x, count)
+    mean, var = joined_moments(batch_moments(x), count, torch.promote_types(x.dtype, torch.float32))
     y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)[0]
     results = [y, mean, torch.rsqrt(var + eps)]
     if old_mean is not None and old_var is not None:
@@ -66,19 +58,10 @@ def expand_batch_norm(
 
 
 def expand_without_running(
-    x: Tensor, weight: Given, bias: Given, training: bool, momentum: float, eps: float, *, shards: tuple[int, ...]
+    x: Tensor, weight: Given, bias: Given, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
     """The same where no running statistics are kept: those of the batch serve always."""
-    return expand_batch_norm(x, weight, bias, None, None, True, momentum, eps, shards=shards)
-
-
-def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """In two passes: mean, then centred squares; sums that may be partial."""
-    dims = [d for d in range(x.dim()) if d != 1]
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean = torch.sum(wide, dims) / count
-    centred = wide - mean.view(_shape_of_channels(x))
-    return mean, torch.sum(centred * centred, dims) / count
+    return expand_batch_norm(x, weight, bias, None, None, True, momentum, eps)
 
 
 def expand_batch_norm_backward(
@@ -145,32 +128,14 @@ def group_norm_share(emit: Emit) -> Any:
     return emit.call(emit.node.op, *emit.args[:5], n, c, math.prod(places), groups, emit.args[-1])
 
 
-def moments_of_shards(node: Node) -> ShardingRule:
-    """A rank's samples and rows are some of the shards, ``(p0 q0!) c (p2 q2!) .. -> p! m! c``; others are 0."""
-    sharding = [dim for dim in range(node.operands[0].type.ndim) if dim != 1]
-    x = " ".join(f"(p{dim} q{dim}!)" if dim in sharding else "c" for dim in range(len(sharding) + 1))
-    return template(f"{x} -> p! m! c")(
-        node, tuple(zip((f"p{dim}" for dim in sharding), argument(node, "of"), strict=True))
-    )
-
-
-def own_moments(emit: Emit) -> Any:
-    """Those of the shards that a rank has, in their places."""
-    x, of = emit.node.operands[0], argument(emit.node, "of")
-    own = [(emit.operand_bounds(0, dim), x.shape[dim]) for dim in range(x.type.ndim) if dim != 1]
-    at = [start * n // size for ((start, _), size), n in zip(own, of, strict=True)]
-    count = [length * n // size for ((_, length), size), n in zip(own, of, strict=True)]
-    return emit.call(shard_moments, emit.args[0], of, at, count)
-
-
 ROWS = "n.. d*normalized_shape!"
 GROUPS = "n (g c!) s..!"
 BATCH = "n!training c s..!training, c, ... -> n c s.., c, ..."
 GROUPED = {"N": "n", "C": "(g c)", "group": "g"}
 
 RULES: tuple[RuleEntry, ...] = (
-    packed(shard_moments, moments_of_shards, local=own_moments),
-    packed(joined_moments, "p! m! c -> c, c"),
+    packed(batch_moments, "n c s.. -> m! c"),
+    packed(joined_moments, "m! c -> c, c"),
     packed(batch_norm_sums, "n c s.., n c s.., c, c -> c, c", linear="0"),
     packed(batch_norm_gradient, "n c s.., n c s.., c, c, c, c, c -> n c s..", linear="0&4&5"),
     rule(
@@ -199,12 +164,12 @@ RULES: tuple[RuleEntry, ...] = (
     packed(
         aten._native_batch_norm_legit_functional.default,
         partial(affine, BATCH, reduce=SAME),
-        expand=Shardwise(expand_batch_norm),
+        expand=expand_batch_norm,
     ),
     packed(
         aten._native_batch_norm_legit.no_stats,
         partial(affine, "n! c s..!, c, ... -> n c s.., c, ...", reduce=SAME),
-        expand=Shardwise(expand_without_running),
+        expand=expand_without_running,
     ),
     packed(aten.native_batch_norm.default, partial(affine, BATCH, unread=(3, 4), reduce=SAME)),
     packed(

@@ -26,7 +26,6 @@ from shardfx.ir.ops.alike import alike, argument_key, type_of
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.rules.shardwise import choices
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.runtime.verify.decomposition import Unjustified, decomposed, justified, small
 from shardfx.runtime.verify.fault import Fault
@@ -244,16 +243,11 @@ class _GraphReader:
         there = made in self.planned or any(t in known for t in made)
         if there or entry is None or not entry.expand or node.op in within:
             return made
-        stored = self.universe.specs.get(self.of[node.operands[0]], ())
-        for expand in choices(entry.expand, node, stored, self.mesh):
-            key = expand, call_key(node, type_of)
-            if key not in self.checked:
-                self.checked[key] = justified(node, expand)
-                self.universe.trusted += not small(node)
-            made = self._inside(node, self.checked[key], within)  # type: ignore[arg-type]
-            if all(t is None or t in known for t in made):
-                break
-        return made
+        key = entry.expand, call_key(node, type_of)
+        if key not in self.checked:
+            self.checked[key] = justified(node, entry.expand)
+            self.universe.trusted += not small(node)
+        return self._inside(node, self.checked[key], within)  # type: ignore[arg-type]
 
     def _decomposed(self, node: Node, within: frozenset[Any]) -> tuple[int | None, ...] | None:
         """The terms of a node's results by its decomposition; None where it has none that can be read."""
