@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.ops.computing import tiles
 from tests.op_calls import f
 
 aten = torch.ops.aten
@@ -93,23 +92,6 @@ def slice_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return aten.slice_backward.default, (torch.randn_like(op(x, *of)), list(x.shape), *of)
 
 
-def ring(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    size = draw.randint(2, 24)
-    front = draw.randint(0, size)
-    back = draw.choice((-front, draw.randint(0, size)))
-    if size + back <= 0:
-        raise ValueError("nothing of it stays")
-    x = f(2, size, 3)
-    return tiles.ring, tiles.around(x, 1, front, back)
-
-
-def ring_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    size, front, back = draw.randint(2, 24), draw.randint(0, 2), draw.randint(0, 2)
-    (x, before, behind, dim, *rows, _), y = tiles.around(f(2, size, 3), 1, front, back), f(2, size + front + back, 3)
-    parts = (y if each is not None else None for each in (x, before, behind))
-    return tiles.ring_sum, (*parts, dim, *rows[::-1], size)
-
-
 def edges(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     name = draw.choice(("reflection", "replication"))
     pads = [draw.randint(0, 1), 1, *(draw.randint(0, 4) for _ in range(2))]
@@ -131,8 +113,6 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "pad": pad,
     "resize": resize,
     "resize gradient": resize_gradient,
-    "ring": ring,
-    "ring gradient": ring_gradient,
     "edges": edges,
     "edges gradient": edges_gradient,
     "slice": slices,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import shardfx  # noqa: F401, which registers the ops
 from shardfx.ir.capture.canonical.export_rewrites import single_pad
-from shardfx.ir.ops.computing.tiles import around
 from tests.on_gpu import without_synchronisation
 from tests.op_calls import b, f
 
@@ -58,11 +57,6 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         "batch_moments": [(x,), (x.bfloat16(),)],
         "resize_tile": [(x, *ROWS, [1, 0], [2, 2], steps, kind) for kind in KINDS],
         "resize_tile_backward": [(f(2, 3, 2, 2), *ROWS, [6, 5], [1, 0], steps, kind) for kind in KINDS],
-        "ring": [around(x, 2, 2, 1), around(x, -1, -1, 2), (x, x, None, 2, [1, 0, 0], [4, 2, 0], [2, 0, 0], 6)],
-        "ring_sum": [
-            (x, x, x, 2, [2, 0, 5], [3, 2, 1], [0, 1, 0], 3),
-            (x, None, x, 3, [0, 0, 3], [3, 0, 2], [0] * 3, 3),
-        ],
     }
 
 

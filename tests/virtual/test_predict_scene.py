@@ -262,7 +262,7 @@ NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a fixed size": (lambda: nn.Upsample(size=(50, 50), mode="bilinear"), "upsample_bilinear2d is not local"),
     "places": (Places, "is not local: it"),
-    "a ring": (lambda: nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"), "ring is not local"),
+    "a ring": (lambda: nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"), "constant_pad_nd is not local"),
     "dropout": (lambda: nn.Dropout().train(), "random numbers are drawn by position"),
     "places of maxima": (Largest, "max_pool2d.* is not local: it gives positions in the image"),
     "unpooling": (Unpools, "max_.*pool2d.* is not local"),

@@ -174,11 +174,11 @@ def changed(program: fx.GraphModule, op: str, place: int, value: Callable[[Any],
 DAMAGE: dict[str, tuple[str, Callable[[fx.GraphModule], None]]] = {
     "rows of the other end are one further on": (
         "circular",
-        lambda program: changed(program, "ring.default", 4, lambda starts: [starts[0], starts[1] - 1, starts[2]]),
+        lambda program: changed(program, "constant_pad_nd", 1, lambda pads: [*pads[:-2], pads[-2] - 1, pads[-1] + 1]),
     ),
     "the other end is left out": (
         "circular",
-        lambda program: changed(program, "ring.default", 5, lambda lengths: [lengths[0], 0, 0]),
+        lambda program: changed(program, "aten.add.Tensor", 1, lambda other_end: 0),
     ),
     "a border is repeated that is a mirror": (
         "reflect",

@@ -4,7 +4,7 @@ Single ops of the graph, whatever torch would make of them on some device, or wh
 
 aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, True)   ->   shardfx.attention(q, k, v, mask, True)
 aten.upsample_bilinear2d.vec(x, None, False, [2.0, 2.0])   ->   aten.upsample_bilinear2d(x, [16, 16], False, 2.0, 2.0)
-aten.pad(x, [1, 2], "circular")   ->   shardfx.ring(x, x, x, -1, ...)
+aten.pad(x, [1, 2], "circular")   ->   constant_pad_nd(x, [1, 2]) + constant_pad_nd(x, ...) + ...
 
 Matrices that torch.linalg factors are contiguous: of such, ``det``, ``slogdet`` and ``solve`` factor the transposed
 one, and their gradients are written for one or the other.
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 
 from shardfx.ir.errors import Error
-from shardfx.ir.ops.computing.tiles import Ring
+from shardfx.ir.ops.computing.tiles import circular
 from shardfx.ir.ops.fused_attention import attention
 from shardfx.ir.ops.traits import with_defaults
 
@@ -129,14 +129,14 @@ def single_resize(name: str) -> Callable[..., Any]:
 
 
 def single_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """``F.pad``: circular padding is one op for each dim, after negative padding."""
+    """``F.pad``: circular padding dim by dim, after negative padding."""
     if mode != "circular":
         padded: Tensor = aten.pad.default(x, pad, mode, value)
         return padded
     x = aten.constant_pad_nd.default(x, [min(n, 0) for n in pad]) if min(pad) < 0 else x
     for i, (front, back) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         if front > 0 or back > 0:
-            x = Ring.apply(x, -1 - i, max(front, 0), max(back, 0))  # type: ignore[no-untyped-call]
+            x = circular(x, -1 - i, max(front, 0), max(back, 0))
     return x
 
 

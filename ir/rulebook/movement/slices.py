@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.ops.computing.tiles import around, ring, ring_sum
+from shardfx.ir.ops.computing.tiles import circular
 from shardfx.ir.rulebook.arithmetic.spatial_dims import side_by_side
 from shardfx.ir.rulebook.dims import argument, at_dim, moves, words
 from shardfx.ir.rules.book import RuleEntry, rule
@@ -183,44 +183,6 @@ def repeat(node: Node) -> str:
     return f"~{words(f'd{i}' for i in range(out - x, out))} -> {words(result)}"
 
 
-# ---- images whose edges meet: of the rows that stay, of those in front and of those behind a rank needs what its own
-# rows are, each by itself
-
-
-PARTS = {"x": "h", "before": "i", "behind": "j"}
-
-
-def placed(node: Node) -> dict[str, tuple[int, int, int]]:
-    """For each operand that is given: from which row of the result to which it stands for it (for a sum, is added to
-    it), and which of its rows is the first of these."""
-    rows = zip(PARTS, *(argument(node, name) for name in ("starts", "lengths", "at")), strict=True)
-    return {name: (at, at + n, start) for name, start, n, at in rows if argument(node, name) is not None}
-
-
-def ringed(node: Node) -> ShardingRule:
-    """``x[.. h ..], before[.. i ..], behind[.. j ..] -> y[.. o ..]``, each as o needs it."""
-    made = argument(node, "size")
-    rule = template("d.. h@dim, d.. i@dim, d.. j@dim -> d.. o@dim", "&", moves_only=node.op is ring)(node)
-    further = {PARTS[name]: row - first for name, (first, _, row) in placed(node).items()}
-    return seeing(rule, {letter: ("o", Window(made, 1, 1, n, n)) for letter, n in further.items()})
-
-
-def ringed_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows, of those that stay, and of those in front and behind."""
-    dim, given = at_dim(emit, emit.node.outs[0]), placed(emit.node)
-    at, count = emit.result_bounds(0, dim)
-    found = []
-    for name in PARTS:
-        first, last, row = given.get(name, (0, 0, 0))
-        begin, end = max(first, at), min(last, at + count)
-        if begin < end:
-            stored = emit.operand_bounds(list(given).index(name), dim)[0]
-            found.append((begin - first + row - stored, end - begin, begin - at))
-        else:
-            found.append((0, 0, 0))
-    return emit.call(emit.node.op, *args[:3], dim, *(list(each) for each in zip(*found, strict=True)), count)
-
-
 def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     """An image that is rolled, dim by dim."""
     if not dims:
@@ -229,7 +191,7 @@ def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     for shift, dim in zip(shifts, dims, strict=True):
         front = shift % max(x.shape[dim], 1)
         if front:
-            y = ring(*around(y, dim, front, -front))
+            y = circular(y, dim, front, -front)
     return y.clone() if y is x else y
 
 
@@ -263,5 +225,4 @@ RULES: tuple[RuleEntry, ...] = (
     # Slices along one dim are scaled, each by its own norm.
     rule(aten.renorm, "d..! k@dim -> d.. k@dim"),
     rule(aten.roll, "d.. k@dims! -> d.. k@dims", linear="0", moves_only=True, expand=roll),
-    rule((ring, ring_sum), ringed, rows=ringed_rows),
 )
