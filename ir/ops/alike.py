@@ -41,14 +41,14 @@ def key_of(node: Node, key: Callable[[Value], Hashable]) -> tuple[Hashable, ...]
     )
 
 
-def argument_key(arg: Any, key: Callable[[Value], Hashable]) -> Hashable:
+def argument_key(arg: Any, key: Callable[[Any], Hashable], kind: type = Value) -> Hashable:
     """What an argument adds to a key: ``key`` of its values, and its constants with their types."""
-    if isinstance(arg, Value):
+    if isinstance(arg, kind):
         return key(arg)
     if type(arg) in PLAIN:
         return arg  # type: ignore[no-any-return]
     if isinstance(arg, (list, tuple)):
-        return tuple([argument_key(each, key) for each in arg])
+        return tuple([argument_key(each, key, kind) for each in arg])
     if isinstance(arg, (float, complex)):
         return type(arg), repr(arg)  # nan is none other than nan, and 0.0 is not -0.0
     return type(arg), arg if isinstance(arg, Hashable) else repr(arg)

@@ -38,7 +38,6 @@ class Site:
         self.dim: int = kwargs.get("dim", 0)
         self.to: int = kwargs.get("to", 0)
         self.reduce: str = kwargs.get("reduce", "sum")
-        self.rank = self.mesh.rank(emit.coords)
         source, target = self.value.spec, emit.node.outs[0].spec
         assert source is not None and target is not None
         self.plain = "view" not in kwargs
@@ -48,7 +47,7 @@ class Site:
             self.view = tuple(kwargs["view"])
             self.source, self.target = (self._on(spec) for spec in (source, target))
         self.n = self.mesh.extent(self.axes)
-        self.group = self.mesh.group_name(self.rank, self.axes)
+        self.group = emit.group(self.axes)
         self.shape = list(emit.shape(emit.node.outs[0], target))
 
     @cached_property

@@ -42,6 +42,9 @@ class RankEmit(Protocol):
     def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
         """The local shape of a value that is held by a spec."""
 
+    def group(self, axes: tuple[str, ...]) -> str:
+        """The name of this rank's group along some axes."""
+
 
 @dataclass(frozen=True)
 class Keyword:

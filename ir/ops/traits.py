@@ -20,10 +20,15 @@ KINDS = ("attention", "shardfx.grouped_")
 
 def with_defaults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by the names of the op's schema, defaults among them."""
+    names, defaults = _names_and_defaults(op)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+@cache
+def _names_and_defaults(op: Any) -> tuple[list[str], dict[str, Any]]:
     schema = op._schema.arguments
-    found = {each.name: each.default_value for each in schema if each.has_default_value()}
-    found.update((each.name, arg) for each, arg in zip(schema, args, strict=False))
-    return found | dict(kwargs)
+    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return [each.name for each in schema], defaults
 
 
 def positional(op: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:

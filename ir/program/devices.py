@@ -20,7 +20,7 @@ from shardfx.ir.builder import makes_of_nothing
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import with_defaults
 from shardfx.ir.rulebook.dims import argument
-from shardfx.ir.rules.local import NodeShard
+from shardfx.ir.rules.local import NodeShard, may_lack
 
 aten = torch.ops.aten
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -36,7 +36,7 @@ def _flash_takes(share: NodeShard) -> bool:
     head."""
     node = share.node
     q, v, mask = (argument(node, name) for name in ("q", "v", "mask"))
-    there = all(all(share.operand_shape(i)) for i in range(len(node.operands)))
+    there = not may_lack(node, share.mesh) or all(all(share.operand_shape(i)) for i in range(len(node.operands)))
     same = mask is None or mask.type.dtype == q.type.dtype
     return there and same and q.shape[-1] == v.shape[-1] and not argument(node, "p") and not argument(node, "of_mask")
 

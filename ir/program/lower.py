@@ -159,6 +159,7 @@ class Lowering:
         self.coords = {**dict.fromkeys(loop_axes(self.mesh), 0), **self.mesh.coords(self.rank), **self.iterations}
         self.loops = LoopWriter(self)
         self._shapes: dict[tuple[Any, Spec], tuple[int, ...]] = {}
+        self._groups: dict[tuple[str, ...], str] = {}
 
     def placeholder(self, inp: Input) -> None:
         """Write an input."""
@@ -200,6 +201,12 @@ class Lowering:
         if key not in self._shapes:
             self._shapes[key] = spec.local_shape(value.shape, self.mesh, self.coords)
         return self._shapes[key]
+
+    def group(self, axes: tuple[str, ...]) -> str:
+        """The name of this rank's group along some axes."""
+        if axes not in self._groups:
+            self._groups[axes] = self.mesh.group_name(self.rank, axes)
+        return self._groups[axes]
 
     def step(self, step: Node | PlannedLoop) -> None:
         """Write a node, or what is done in iterations."""
@@ -267,6 +274,10 @@ class LocalEmit(Emit):
     def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
         """The local shape of a value under a spec."""
         return self.lowering.shape(value, spec)
+
+    def group(self, axes: tuple[str, ...]) -> str:
+        """The name of this rank's group along some axes."""
+        return self.lowering.group(axes)
 
 
 def identifier(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -244,6 +244,7 @@ def may_lack(node: Node, mesh: Mesh) -> bool:
     return any(_may_lack(spec, value.shape, mesh) for value, spec in pairs if spec.axes)
 
 
+@lru_cache(4096)
 def _may_lack(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
     return any(
         sharding.rows is not None or any(part.size < mesh.extent(part.axes) for part in sharding.sub(size))

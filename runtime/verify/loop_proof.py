@@ -219,7 +219,8 @@ def _texts(family: Family) -> Iterator[tuple[Sequence[int], fx.Graph]]:
     looked = {*groups, *(number for node in groups for number in _numbers_behind(node))}
     if any(varies(arg) for node in looked for arg in leaves(node.args, node.kwargs) if arg is not groups.get(node)):
         for rank in family.ranks:
-            yield (rank,), family.at(rank).graph
+            with family.only(rank) as program:
+                yield (rank,), program.graph
     else:
         yield family.ranks, graph
 

@@ -18,8 +18,9 @@ from shardfx.ir.program.lower import Lowering
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.module import programs
 from shardfx.passes.rank import RankContext, Waits, run_rank_passes
-from shardfx.runtime.verify.families.family import Written, families
+from shardfx.runtime.verify.families.family import families
 from shardfx.runtime.verify.families.varying import Diverged, Together, Varying
+from shardfx.runtime.verify.proof.interpreter import Written
 from shardfx.runtime.verify.verdict import Verdict
 from tests.captures import captured_once
 from tests.zoo import make
@@ -218,7 +219,8 @@ def test_a_family_writes_what_each_rank_would() -> None:
     for family in found:
         assert any(isinstance(arg, Varying) for node in family.varying for arg in node.args)
         for rank in family.ranks:
-            assert str(family.at(rank).graph) == str(write(rank).graph)
+            with family.only(rank) as program:
+                assert str(program.graph) == str(write(rank).graph)
 
 
 def test_an_error_is_that_of_a_rank() -> None:

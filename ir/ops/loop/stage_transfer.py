@@ -81,10 +81,9 @@ def handed_over(emit: RankEmit) -> list[Any]:
     kwargs, node, mesh = emit.node.kwargs, emit.node, emit.mesh
     (axis,) = kwargs["axes"]
     mine, origin, places, tag = emit.coords[axis], kwargs["origin"], kwargs["places"], kwargs["tag"]
-    rank = mesh.rank(emit.coords)
     (spec,) = {value.spec for value in node.operands}
     assert spec is not None
-    group, iteration = mesh.group_name(rank, [axis]), iteration_number(spec, mesh, emit.coords)
+    group, iteration = emit.group((axis,)), iteration_number(spec, mesh, emit.coords)
     if mine == origin:
         for place in places:
             if place != mine:

@@ -11,16 +11,9 @@ from typing import Any
 from torch import fx
 
 from shardfx.ir.graph import Node, Value
-from shardfx.runtime.verify.proof.interpreter import HasGraph
+from shardfx.runtime.verify.proof.interpreter import HasGraph, Written
 
 from .varying import Diverged, Together, Varying, leaves
-
-
-@dataclass(frozen=True)
-class Written:
-    """A program's graph."""
-
-    graph: fx.Graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +47,13 @@ class Family:
                 node.args, node.kwargs = args, kwargs
 
     def at(self, rank: int) -> HasGraph:
-        """The program of one of the ranks."""
-        if not self.varying:
-            return self.program
-        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-        with self.only(rank) as program:
-            for node in program.graph.nodes:
-                env[node] = graph.node_copy(node, env.__getitem__)
-        return Written(graph)
+        """The program of one of the ranks: the family's graph, with its own calls where constants differ by rank."""
+        own = dict[fx.Node, fx.Node]()
+        for node in self.varying:
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), partial(self.together.at, rank=rank))
+            own[node] = fx.Node(node.graph, node.name, node.op, node.target, args, kwargs)
+            own[node].meta = node.meta
+        return Written(self.program.graph, own)
 
 
 def same_numbers(family: Family, nodes: Sequence[Node], codes: Mapping[Value, Family]) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.graph import Graph, Node, Output, op_name
+from shardfx.ir.ops.alike import argument_key
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.memory_ops import no_share
 from shardfx.ir.rules.book import RuleBook
@@ -142,11 +143,11 @@ class CallDeduction:
         which of these are one tensor."""
         places: dict[fx.Node, int] = {}
 
-        def slot(operand: fx.Node) -> Any:
-            return OperandSlot(places.setdefault(self.root.get(operand, operand), len(places)))
+        def slot(operand: fx.Node) -> Hashable:
+            return fx.Node, places.setdefault(self.root.get(operand, operand), len(places))
 
-        args = fx.map_arg((node.args, node.kwargs), slot)
-        return self.rank, node.target, repr(args), tuple(map(tuple, facts))
+        args = [argument_key(arg, slot, fx.Node) for arg in (node.args, *node.kwargs.items())]
+        return self.rank, node.target, tuple(args), tuple(map(tuple, facts))
 
     def _of_operands(
         self, node: fx.Node, operands: Sequence[fx.Node], direct: Sequence[list[Fact]]

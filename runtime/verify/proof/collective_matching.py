@@ -136,9 +136,9 @@ class LockStep:
                 raise Failed(self.ranks[member].fault(f"{mine}, where rank {here[0]} does {theirs}", node))
         axes = str(first.args[-1]).partition("/")[2].partition("@")[0].split(".")
         moved: dict[Any, Elements] = {}
-        asked = [
-            self.waiting[m] if m in self.ranks else self._shadow(m, self.ranks[here[0]], first, moved) for m in members
-        ]
+        alike: dict[fx.Node, bool] = {}
+        lead = self.ranks[here[0]]
+        asked = [self.waiting[m] if m in self.ranks else self._shadow(m, lead, first, alike, moved) for m in members]
         args = [node.args[1:-1] for node, _, _ in asked]
         hints = list(dict.fromkeys(hint for _, _, left in asked for hint in left))
         if what := unfit(first.target._opname, args, len(members)):  # type: ignore[union-attr]
@@ -168,12 +168,16 @@ class LockStep:
         mine = model is not None and self.ranks.get(model.rank) is model
         return not mine or model.result is not None or len(model.asked) >= len(rank.asked)  # type: ignore[union-attr]
 
-    def _shadow(self, member: int, rank: Rank, node: fx.Node, moved: dict[Any, Elements]) -> Asked:
-        """What a rank that is not interpreted sends."""
+    def _shadow(
+        self, member: int, rank: Rank, node: fx.Node, alike: dict[fx.Node, bool], moved: dict[Any, Elements]
+    ) -> Asked:
+        """What a rank that is not interpreted sends. ``alike`` and ``moved`` keep what was found for others."""
         pattern = self.model(rank, member)
         come = pattern is not None and len(rank.asked) <= len(pattern.asked)
         twin = pattern.asked[len(rank.asked) - 1] if pattern is not None and come else None
-        if pattern is None or twin is None or rank.changed or _asks(twin) != _asks(node):
+        if twin is not None and twin not in alike:
+            alike[twin] = _asks(twin) == _asks(node)
+        if pattern is None or twin is None or rank.changed or not alike[twin]:
             what = f"the group {node.args[-1]} has ranks to which the plan's own programs do not speak here"
             raise Failed(rank.fault(what, node))
         sent = pattern.as_at(twin.args[0], member, moved)  # type: ignore[arg-type]

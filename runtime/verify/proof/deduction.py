@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ class Fact:
     term: int
     spec: Spec
     origins: Origins = ()
+
+    def __hash__(self) -> int:
+        return self.term
 
 
 @dataclass
@@ -217,6 +220,11 @@ class ExpectedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by name."""
+        return normal(self.op, self.args, self.kwargs)
+
 
 @dataclass
 class Expected(Emit):
@@ -281,7 +289,7 @@ def same(
             return False
         key = id(expected), actual
         if key not in known:
-            a, b = (normal(expected.op, each.args, each.kwargs) for each in (expected, actual))
+            a, b = expected.arguments, normal(expected.op, actual.args, actual.kwargs)
             known[key] = a.keys() == b.keys() and all(same(a[k], b[k], root, operands, known) for k in a)
         return known[key]
     if isinstance(expected, (list, tuple)):

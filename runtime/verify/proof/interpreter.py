@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,6 +45,14 @@ class HasGraph(Protocol):
         """The nodes in program order."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """A program's graph; ``own`` are calls of one rank in the place of some of its calls."""
+
+    graph: fx.Graph
+    own: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+
 @dataclass
 class Rank:
     """The interpretation of one rank's program."""
@@ -63,6 +71,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         self._calls = CallDeduction(self.proof, self.rank, self.facts, self.root)
+        self._own = self.module.own if isinstance(self.module, Written) else {}
 
     def run(self) -> Ask:
         """Interpret the program; yields at collectives."""
@@ -73,15 +82,20 @@ class Rank:
                 self.items[node] = self._input(node, next(given, None))
             elif node.op == "output":
                 self.result = node
-            elif node.op == "call_function" and node.target in COLLECTIVES | MESSAGES:
-                self.proof.collectives += 1
-                if node.target in COLLECTIVES:
-                    self.asked.append(node)
-                item = self.items[node.args[0]] if isinstance(node.args[0], fx.Node) else Known()
-                reply = yield node, self._codes(item), item.hints
-                self.items[node] = Known(reply.facts, reply.codes, reply.hints, None, True, reply.why)
             elif node.op == "call_function":
-                self.items[node] = self._call(node)
+                call = self._own.get(node, node)
+                if node.target in COLLECTIVES or node.target in MESSAGES:
+                    self.proof.collectives += 1
+                    if node.target in COLLECTIVES:
+                        self.asked.append(call)
+                    item = self.items[call.args[0]] if isinstance(call.args[0], fx.Node) else Known()
+                    reply = yield call, self._codes(item), item.hints
+                    known = Known(reply.facts, reply.codes, reply.hints, None, True, reply.why)
+                else:
+                    known = self._call(call)
+                self.items[node] = self.items[call] = known
+                if call is not node:
+                    self.root[node] = self.root.get(call, call)
             else:
                 raise Failed(self.fault(f"a {node.op} node is no part of a rank's program", node))
 
@@ -118,10 +132,11 @@ class Rank:
         function = MOVES.get(node.target)
         if function is None:
             return None
-        key = node, *values.values()
+        call = self._own.get(node, node)
+        key = call, *values.values()
         if key not in moved:
-            args: Any = fx.map_arg(node.args, values.__getitem__)  # type: ignore[arg-type]
-            moved[key] = function(*args, **node.kwargs)
+            args: Any = fx.map_arg(call.args, values.__getitem__)  # type: ignore[arg-type]
+            moved[key] = function(*args, **call.kwargs)
         return moved[key]
 
     # ---- one call ---------------------------------------------------------------------------------------------

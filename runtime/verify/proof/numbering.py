@@ -12,7 +12,7 @@ of a tensor is kept, as the *sources* of its elements, and the ranks that meet a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,9 @@ class Source:
     partial: tuple[tuple[str, str], ...]
     origins: Origins
 
+    def __hash__(self) -> int:
+        return self.term
+
     def added(self, axes: Iterable[str]) -> Source:
         """The same after all shares over some axes were added."""
         gone = {*axes}
@@ -65,8 +68,9 @@ class Numbering:
     """By number, from 1 (0 is padding): what the elements are elements of, in every way that is known to be true."""
     _order: dict[Source, int] = field(default_factory=dict)
     _known: dict[tuple[Source, ...], int] = field(default_factory=dict)
+    _numbers: dict[tuple[Fact, ...], int] = field(default_factory=dict)
     _coords: dict[int, dict[str, int]] = field(default_factory=dict)
-    _boxes: dict[tuple[tuple[int, ...], Spec], dict[tuple[int, ...], Elements]] = field(default_factory=dict)
+    _boxes: dict[Hashable, dict[tuple[int, ...], Elements]] = field(default_factory=dict)
     _codes: dict[tuple[int, Elements], Elements] = field(default_factory=dict)
 
     def number(self, sources: Iterable[Source]) -> int:
@@ -87,7 +91,7 @@ class Numbering:
         if rank not in self._coords:
             self._coords[rank] = self.mesh.coords(rank)
         coords = self._coords[rank]
-        boxes = self._boxes.setdefault((shape, spec), {})
+        boxes = self._boxes.setdefault((shape, spec.dims), {})
         key = tuple([coords[axis] for axis in spec.axes])
         if key not in boxes:
             base, stride = 0, 1
@@ -103,17 +107,16 @@ class Numbering:
     def codes(self, facts: Sequence[Fact], rank: int) -> Elements:
         """The numbers of what a rank holds, by the first fact and all that say the same places."""
         places = self._places(facts[0], rank)
-        number = self.number(
-            Source(fact.term, fact.spec.partial, fact.origins)
-            for fact in facts
-            if fact is facts[0] or self._places(fact, rank).equals(places)
-        )
+        also = (facts[0], *(fact for fact in facts[1:] if self._places(fact, rank).equals(places)))
+        if also not in self._numbers:
+            self._numbers[also] = self.number(Source(fact.term, fact.spec.partial, fact.origins) for fact in also)
+        number = self._numbers[also]
         if (number, places) not in self._codes:
             self._codes[number, places] = _moved(places, {ZERO: number})
         return self._codes[number, places]
 
     def _places(self, fact: Fact, rank: int) -> Elements:
-        return self.box(self.universe.terms.types[fact.term].shape, fact.spec.reduced(), rank)
+        return self.box(self.universe.terms.types[fact.term].shape, fact.spec, rank)
 
     def read(self, codes: Elements, hints: Sequence[int], rank: int) -> list[Fact]:
         """The facts about a tensor of numbered elements; ``hints`` are the sources of an empty one."""
