@@ -23,7 +23,7 @@ import torch
 import shardfx as sx
 from shardfx.ir.program.plain import plain
 from shardfx.runtime.verify.numeric_check import compare
-from shardfx.runtime.verify.plan_proof import first_malformed
+from shardfx.runtime.verify.plan_proof import malformed
 from shardfx.runtime.verify.proof.calls import Proof
 from shardfx.runtime.verify.proof.collective_matching import interpret
 from tests.fuzz.case import SHARE, draw
@@ -137,7 +137,7 @@ def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*
             own, inputs, outputs = undamaged.programs, undamaged.programs[0].inputs, undamaged.programs[0].outputs
             for place, damaged in undamaged.damaged(mutation, count):
                 modules = {**own, **damaged}
-                proof = shown = first_malformed(modules.values())
+                proof = shown = next(filter(None, map(malformed, modules.values())), None)
                 if proof is None:
                     sound = {rank: plain(program) for rank, program in modules.items()}
                     proof = interpret(Proof.of(pm.planned, begun.universe, rules), sound, inputs, outputs)

@@ -35,7 +35,7 @@ from shardfx.runtime.rendezvous import Request
 from .families.family import Family, families, varies
 from .families.varying import Together, leaves
 from .fault import Failed, Fault, place
-from .plan_proof import ProgramRequest, first_malformed
+from .plan_proof import ProgramRequest, malformed
 
 
 def unrolled_plan(
@@ -83,7 +83,7 @@ class _Unrolled:
         self.given, self.looped, self.iterations, self.mesh = given, looped, iterations, looped.mesh
         self.changed = given.changed(looped)
         self._own = cache(lambda rank: given.program(looped, rank))
-        self._fault = cache(lambda program: first_malformed([program]))
+        self._fault = cache(malformed)
         self._check_order()
 
     def request(self) -> ProgramRequest:
@@ -107,7 +107,8 @@ class _Unrolled:
         own = tuple(rank for rank in range(self.mesh.size) if rank not in self.changed)
         found = families(lambda rank: self.given.program(self.looped, rank), [own] if own else [])
         given = [Family(Together([rank]), program) for rank, program in self.changed.items()]
-        fault = first_malformed(self.changed.values()) or out_of_order([*given, *found], self.mesh)
+        faults = [*filter(None, map(malformed, self.changed.values()))]
+        fault = faults[0] if faults else out_of_order([*given, *found], self.mesh)
         if fault is not None:
             raise Failed(fault)
 

@@ -101,8 +101,7 @@ class Task:
                 other = next((w for w, n in zip_longest(wanted, names) if w != n), None)
                 said = f"the program {what} {len(names)} values, not the plan's {len(wanted)}, from {other} on"
                 raise Failed(Fault(said, str(other or ""), program.rank, certain=True))
-        fault = first_malformed([program])
-        if fault is not None:
+        if (fault := malformed(program)) is not None:
             raise Failed(fault)
         results: Any = program.result().args[0]
         for output, result in zip(gives, results, strict=False) if isinstance(results, (list, tuple)) else ():
@@ -262,14 +261,12 @@ class PlanProof:
         )
 
 
-def first_malformed(programs: Iterable[RankProgram]) -> Fault | None:
-    """The first program that is not well formed, so that it may not compute what its plain form does."""
-    for program in programs:
-        try:
-            validate_program(program)
-        except ProgramError as error:
-            leads = _leads_to(program, error.node)
-            return Fault(error.what, leads, program.rank, error.node, error.line, certain=True)
+def malformed(program: RankProgram) -> Fault | None:
+    """Why a program is not well formed, so that it may not compute what its plain form does."""
+    try:
+        validate_program(program)
+    except ProgramError as error:
+        return Fault(error.what, _leads_to(program, error.node), program.rank, error.node, error.line, certain=True)
     return None
 
 

@@ -11,7 +11,6 @@ offset of one is a linear function of its number.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,8 +64,7 @@ def equal_shards(graph: Graph) -> EqualShards | None:
             ends = ((part, end) for part in parts for end in range(1, len(part.axes) + 1))
             known[at] = tuple(bounds(part.size, part.axes[:end], mesh, coords)[1] for part, end in ends)
         found.setdefault(known[at], []).append(rank)
-    boxes = tuple(tuple(ranks) for ranks in found.values())
-    return EqualShards(mesh, boxes) if all(_is_box(box, mesh) for box in boxes) else None
+    return EqualShards(mesh, tuple(map(tuple, found.values())))  # boxes, since lengths fall along each axis
 
 
 def _shardings(graph: Graph) -> Iterator[tuple[int, DimSharding]]:
@@ -78,11 +76,3 @@ def _shardings(graph: Graph) -> Iterator[tuple[int, DimSharding]]:
             seen.update(zip((v.shape for v in node.outs), node.strategy.results, strict=False))
     for shape, spec in seen:
         yield from ((size, sharding) for size, sharding in zip(shape, spec.dims, strict=True) if sharding)
-
-
-def _is_box(ranks: tuple[int, ...], mesh: Mesh) -> bool:
-    """Whether ranks are all those between a first and a last one along each axis."""
-    first, last = mesh.coords(ranks[0]), mesh.coords(ranks[-1])
-    return len(ranks) == math.prod(last[axis] - first[axis] + 1 for axis in first) and all(
-        first[axis] <= at <= last[axis] for rank in ranks for axis, at in mesh.coords(rank).items()
-    )

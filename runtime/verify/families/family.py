@@ -37,22 +37,23 @@ class Family:
     def only(self, rank: int) -> Iterator[HasGraph]:
         """The program, in the meantime with the numbers of one rank."""
         numbers = [(node, node.args, node.kwargs) for node in self.varying]
-        own = partial(self.together.at, rank=rank)
-        for node, args, kwargs in numbers:
-            node.args, node.kwargs = fx.node.map_aggregate(args, own), fx.node.map_aggregate(kwargs, own)
+        for node, call in self.at(rank).own.items():
+            node.args, node.kwargs = call.args, call.kwargs
         try:
             yield self.program
         finally:
             for node, args, kwargs in numbers:
                 node.args, node.kwargs = args, kwargs
 
-    def at(self, rank: int) -> HasGraph:
-        """The program of one of the ranks: the family's graph, with its own calls where constants differ by rank."""
+    def at(self, rank: int) -> Written:
+        """The program of one of the ranks: the family's graph, with its own calls where constants differ."""
         own = dict[fx.Node, fx.Node]()
         for node in self.varying:
             args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), partial(self.together.at, rank=rank))
             own[node] = fx.Node(node.graph, node.name, node.op, node.target, args, kwargs)
             own[node].meta = node.meta
+            for used in node.all_input_nodes:
+                del used.users[own[node]]
         return Written(self.program.graph, own)
 
 

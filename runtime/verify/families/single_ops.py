@@ -35,15 +35,15 @@ from shardfx.ir.ops.alike import argument_key
 from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.ops.table import OwnOp, carried
-from shardfx.ir.program.loops.schedule_actions import local_ends, stages_of
+from shardfx.ir.program.loops.schedule_actions import stages_of
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import gives_list, is_sharded
 from shardfx.runtime.verify.data_movement import MESSAGES
-from shardfx.runtime.verify.fault import Failed, Fault, first_output, place
+from shardfx.runtime.verify.fault import Fault, first_output, place
 from shardfx.runtime.verify.proof.calls import Proof
-from shardfx.runtime.verify.proof.collective_matching import LockStep
+from shardfx.runtime.verify.proof.collective_matching import interpret
 from shardfx.runtime.verify.proof.deduction import same, written
-from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
+from shardfx.runtime.verify.proof.interpreter import HasGraph
 from shardfx.runtime.verify.proof.terms import build
 
 from .equal_shards import EqualShards
@@ -95,15 +95,7 @@ class SingleOps:
         proof = Proof.of(small, build(_silent(small), small, self._book), self._book)
         of = {rank: family for family in made for rank in family.ranks}
         asked = self._ranks(small.nodes[0], made, small.mesh)
-        ends = {r: local_ends(small, small.inputs, small.outputs, small.mesh.coords(r)) for r in asked}
-        ranks = {r: Rank(proof, r, of[r].at(r), given) for r, (given, _) in ends.items()}
-        try:
-            LockStep(proof, ranks).run()
-            for r, rank in ranks.items():
-                rank.outputs(ends[r][1])
-        except Failed as failed:
-            return failed.fault
-        return None
+        return interpret(proof, {r: of[r].at(r) for r in asked}, small.inputs, small.outputs)
 
     def _ranks(self, node: Node, made: Sequence[Family], mesh: Mesh) -> Iterable[int]:
         """The ranks at which the code of an op is interpreted."""
@@ -232,8 +224,6 @@ def _silent(graph: Graph) -> Graph:
 
 def refined(parts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> list[list[int]]:
     """The ranks that are together in both."""
-    if len(others) == 1:
-        return [list(part) for part in parts]
     found: dict[tuple[int, int], list[int]] = {}
     mine = {rank: i for i, part in enumerate(parts) for rank in part}
     theirs = {rank: i for i, part in enumerate(others) for rank in part}

@@ -33,12 +33,11 @@ c10d = torch.ops._c10d_functional
 def interpret(
     proof: Proof, modules: Mapping[int, HasGraph], inputs: Sequence[Input], outputs: Sequence[Output]
 ) -> Fault | None:
-    """The first fault of the programs of all ranks, or None.
+    """The first fault of some ranks' programs, or None; other ranks in their groups are shadows of theirs.
 
     ``inputs`` and ``outputs`` are those of all programs, in order: each has what is of its rank's stages.
     """
-    mesh = proof.after.mesh
-    ends = {r: local_ends(proof.after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
+    ends = {r: local_ends(proof.after, inputs, outputs, proof.after.mesh.coords(r)) for r in modules}
     ranks = {r: Rank(proof, r, modules[r], given) for r, (given, _) in ends.items()}
     try:
         LockStep(proof, ranks).run()

@@ -120,17 +120,11 @@ class Rank:
         facts = self.facts(node)
         if facts:
             return self.proof.numbering.codes(facts[:1], rank)
-        if (
-            node.op != "call_function"
-            or node.target is c10d.wait_tensor.default
-            or node.target in COLLECTIVES | MESSAGES
-        ):
+        function = MOVES.get(node.target)
+        if function is None:
             return None
         values = {n: self.as_at(n, rank, moved) for n in node.all_input_nodes}
         if None in values.values():
-            return None
-        function = MOVES.get(node.target)
-        if function is None:
             return None
         call = self._own.get(node, node)
         key = call, *values.values()
