@@ -13,6 +13,7 @@ operands are made and none of its results is used, it can never make a cycle.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -65,8 +66,8 @@ class BucketComm(Pass):
         _defer_loop_sums(graph)
         _order_updates(graph)
         rewriter, keys = Rewriter(graph), self._keys(graph)
-        for buckets, early in ((self._late(graph, keys), False), (self._early(graph, keys), True)):
-            for bucket in buckets:
+        for early in (False, True):
+            for bucket in self._buckets(graph, keys, early):
                 if len(bucket) > 1:
                     _fuse(bucket, rewriter, early)
         changed = rewriter.apply()
@@ -102,49 +103,23 @@ class BucketComm(Pass):
         parts, least = (FINER, 0.0) if any(uncast(n.operands[0]) in stored for n in gathers) else (PARTS, LEAST)
         return {key: min(self.mb * 1e6, max(nbytes / parts, least)) for key, nbytes in total.items()}
 
-    def _late(self, graph: Graph, keys: dict[Node, BucketKey]) -> list[list[Node]]:
-        """Reductions, and gathers of outputs, wait for later ones until one is used or the bucket is full."""
-        users, buckets = graph.users(), _Buckets(graph, keys, self._limits(graph, keys))
+    def _buckets(self, graph: Graph, keys: dict[Node, BucketKey], early: bool) -> Iterator[list[Node]]:
+        """Buckets of reductions and gathers of outputs, which wait for later ones until one of them is used or the
+        bucket is full; or, ``early``, of gathers of inputs."""
+        users, inputs, limits = graph.users(), {inp.value for inp in graph.inputs}, self._limits(graph, keys)
+        filling: dict[BucketKey, dict[Node, int]] = {}
         for node in graph.nodes:
-            for value in node.operands:
-                buckets.use(value.node)
-            if node in keys and not (node.op is comm.all_gather and users[node.outs[0]]):
-                buckets.add(node)
-        return buckets.all()
-
-    def _early(self, graph: Graph, keys: dict[Node, BucketKey]) -> list[list[Node]]:
-        """Gathers of inputs join the first of their bucket."""
-        inputs, buckets = {inp.value for inp in graph.inputs}, _Buckets(graph, keys, self._limits(graph, keys))
-        for node in keys:
-            if node.op is comm.all_gather and uncast(node.operands[0]) in inputs:
-                buckets.add(node)
-        return buckets.all()
-
-
-class _Buckets:
-    """Buckets that are open, by their keys, and those that are full: collectives, each with its bytes."""
-
-    def __init__(self, graph: Graph, keys: dict[Node, BucketKey], limits: dict[BucketKey, float]) -> None:
-        self.mesh, self.keys, self.limits = graph.mesh, keys, limits
-        self.open: dict[BucketKey, dict[Node, int]] = {}
-        self.closed: list[dict[Node, int]] = []
-
-    def add(self, node: Node) -> None:
-        """Put a collective into its bucket, or into another one where that is full."""
-        key, nbytes = self.keys[node], node.op.whole_bytes(node, self.mesh)
-        if key in self.open and sum(self.open[key].values()) + nbytes > self.limits[key]:
-            self.closed.append(self.open.pop(key))
-        self.open.setdefault(key, {})[node] = nbytes
-
-    def use(self, node: Node | None) -> None:
-        """A collective's result is used: its bucket is closed."""
-        key = self.keys.get(node) if node is not None else None
-        if key is not None and node in self.open.get(key, ()):
-            self.closed.append(self.open.pop(key))
-
-    def all(self) -> list[list[Node]]:
-        """All of them."""
-        return [list(each) for each in (*self.closed, *self.open.values())]
+            for maker in (value.node for value in node.operands if value.node in keys and not early):
+                if maker in filling.get(keys[maker], ()):
+                    yield [*filling.pop(keys[maker])]
+            gathers = node.op is comm.all_gather
+            joins = gathers and uncast(node.operands[0]) in inputs if early else not (gathers and users[node.outs[0]])
+            if node in keys and joins:
+                key, nbytes = keys[node], node.op.whole_bytes(node, graph.mesh)
+                if key in filling and sum(filling[key].values()) + nbytes > limits[key]:
+                    yield [*filling.pop(key)]
+                filling.setdefault(key, {})[node] = nbytes
+        yield from map(list, filling.values())
 
 
 def _defer_casts(graph: Graph) -> None:

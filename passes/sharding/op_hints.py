@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import FactorAxes, Graph, Node, Phase, Pin, factors_text, op_name
 from shardfx.ir.names import pattern
 from shardfx.ir.ops.traits import is_heavy, is_own
-from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
+from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.passes.base import Context
 
 from .decompose import Decomposer
@@ -86,19 +86,10 @@ def _named(
     remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "print(sx.api.trace(...)) has all ops"
     if any(op in names_of(node.op) and matches(node.where.module) for node in graph.nodes):
         remedy = "hint the op of the forward: those of its backward follow it"
-    lacks = _lacks(said, [context.cache.rule(node) for node in inside]) if inside and not op else ""
+    lacks = f" with {' and '.join(factor for factor, _ in said)} among its factors" if inside and not op else ""
     expected = f"{'factors' if lacks else 'module.path:aten.op'}, of one of {known}"
     what, got = f"hint {text!r} names no op{lacks}", f"{text!r}: {factors_text(said)!r}"
     raise Error(what, where=WHERE, expected=expected, got=got, remedy=remedy)
-
-
-def _lacks(said: FactorAxes, rules: Sequence[ShardingRule]) -> str:
-    """What none of a module's ops has of what a hint says."""
-    factors = [factor for factor, _ in said]
-    unknown = [factor for factor in factors if not any(factor in rule.sizes for rule in rules)]
-    if unknown:
-        return f" with a factor {' or '.join(map(repr, unknown))}"
-    return f" with the factors {' and '.join(map(repr, factors))} together"
 
 
 def names_of(op: Any) -> set[str]:
