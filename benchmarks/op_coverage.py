@@ -20,6 +20,7 @@ is refuted.
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import sys
 import time
@@ -36,15 +37,13 @@ from rich.table import Table
 
 from benchmarks.op_dtensor import Answers, ask
 from benchmarks.op_instances import record
-from shardfx.ir.mesh import Mesh
-from shardfx.ir.oracle.completeness import joint_placements, missing_joints, missing_shardings, missing_sums
+from shardfx.ir.oracle.completeness import joint_placements, missing_placements, missing_sums
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.instance import Instance
-from shardfx.ir.oracle.sharding_search import Choice, Oracle, Placement
+from shardfx.ir.oracle.sharding_search import Oracle, Placement
 from shardfx.ir.oracle.soundness import UNDEFINED, refutations, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
 from shardfx.ir.rules.sharding_rule import Linear
-from shardfx.ir.rules.strategy import strategies
 
 BOOK = default_rules().with_fallback(Discovery().entry)
 DISCOVERED = "discovered"
@@ -61,7 +60,7 @@ class Score:
     trials: int = 0
     refuted: tuple[str, ...] = ()
     shardings: int = 0
-    missing_shardings: tuple[Choice, ...] = ()
+    missing_shardings: tuple[Placement, ...] = ()
     sums: int = 0
     missing_sums: tuple[Linear | Placement, ...] = ()
     dtensor: Answers | None = None
@@ -89,7 +88,7 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
     undefined = of.node.op.overloadpacket in UNDEFINED
     shardings, sums = oracle.shardings(), [] if undefined else oracle.linear()
     joints = [] if undefined else joint_placements(oracle)
-    offered = strategies(rule, of.node, Mesh(a=2)) if rule is not None and joints else ()
+    missing = functools.partial(missing_placements, rule, of.node, ignored=oracle.ignored())
     return Score(
         category(of.node.op),
         str(of.node.op),
@@ -97,9 +96,9 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
         tried,
         tuple(refuted),
         len(shardings),
-        tuple(missing_shardings(rule, shardings, oracle.ignored())),
+        tuple(missing(shardings)),
         len(sums) + len(joints),
-        (*missing_sums(rule, sums), *missing_joints(offered, joints, oracle.ignored())),
+        (*missing_sums(rule, sums), *missing(joints)),
         ask(of, shardings, [each.operands for each in sums]) if dtensor else None,
     )
 

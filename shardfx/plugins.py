@@ -23,12 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any, TypeVar
 
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.table import LocalOp, OwnOp
-from shardfx.ir.oracle.discover import Discovery, JsonCache, default_folder
+from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.registry import register, unregister
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleBook, RuleEntry
@@ -150,7 +149,7 @@ def all_rules(given: Iterable[RuleEntry] = (), discover: bool = True) -> RuleBoo
     """
     register_ops()
     written = default_rules().extended((*_plugin_rules(), *given))
-    return written.with_fallback(_discovery(default_folder()).entry) if discover else written
+    return written.with_fallback(_discovery().entry) if discover else written
 
 
 def plugin_rules() -> list[tuple[RuleEntry, str]]:
@@ -184,8 +183,8 @@ _registered: dict[EntryPoint, list[OwnOp | LocalOp]] = {}
 
 
 @cache
-def _discovery(folder: Path) -> Discovery:
-    return Discovery(JsonCache(folder))
+def _discovery() -> Discovery:
+    return Discovery()
 
 
 @cache

@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 
-from shardfx.ir.graph import Strategy
+from shardfx.ir.graph import Node
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import Linear, ShardingRule
+from shardfx.ir.rules.strategy import strategies
 
 from .instance import Instance
 from .recombine import Outcome, agreed
-from .sharding_search import PARTIAL, Choice, Oracle, Placement
+from .sharding_search import PARTIAL, Oracle, Placement
 
 MOST = 1500
 """Of more placements the first ones are tried."""
@@ -50,53 +52,22 @@ def _outcomes(oracle: Oracle, of: Instance, each: Placement) -> tuple[frozenset[
     return None if found is None else tuple(outcome - {"max", "min"} for outcome in found)
 
 
-def missing_joints(
-    offered: Iterable[Strategy], valid: Iterable[Placement], ignored: Collection[int]
+def missing_placements(
+    rule: ShardingRule | None, node: Node, valid: Iterable[Placement], ignored: Collection[int]
 ) -> list[Placement]:
-    """The valid placements that no strategy on a mesh of one axis has. How operands are placed whose values do not
-    matter is left open."""
+    """The valid placements, of shards and partial sums, that no strategy of a node on a mesh of one axis has, in one
+    contiguous range a rank. How operands are placed whose values do not matter is left open."""
+
+    def matters(placement: Placement) -> Placement:
+        return tuple(None if i in ignored else d for i, d in enumerate(placement))
+
     known: set[Placement] = set()
-    for made in offered:
-        dims = (next((d for d, sharding in enumerate(spec.dims) if sharding.axes), None) for spec in made.operands)
-        known.add(tuple(PARTIAL if spec.partial else d for d, spec in zip(dims, made.operands, strict=True)))
-    matters = {_bare(each, ignored) for each in known}
-    return [each for each in valid if each not in known and _bare(each, ignored) not in matters]
-
-
-def _bare(placement: Placement, ignored: Collection[int]) -> Placement:
-    """A placement but for the operands whose values do not matter."""
-    return tuple(None if i in ignored else d for i, d in enumerate(placement))
-
-
-def choices(rule: ShardingRule, operands: int) -> set[Choice]:
-    """For every factor that may be sharded: which dim of each operand is then sharded, in one contiguous range a rank.
-
-    A factor behind another one in a dim is no such sharding: a rank would have many small ranges.
-    """
-    found = set()
-    for factor, where in rule.factors.items():
-        if (factor in rule.whole and rule.together(factor, frozenset()) is None) or rule.sizes[factor] < 2:
-            continue
-        dims: list[int | None] = [None] * operands
-        plain = True
-        for is_operand, tensor, dim, place in where:
-            if not is_operand:
-                continue
-            before = rule.operands[tensor][dim][:place]
-            plain = plain and dims[tensor] is None and all(rule.sizes[f] == 1 for f in before)
-            dims[tensor] = dim
-        if plain and any(d is not None for d in dims):
-            found.add(tuple(dims))
-    return found
-
-
-def missing_shardings(rule: ShardingRule | None, valid: Collection[Choice], ignored: Collection[int]) -> list[Choice]:
-    """The valid shardings that the rule does not allow, however operands are placed whose values do not matter."""
-    if rule is None:
-        return list(valid)
-    allowed = choices(rule, len(rule.operands))
-    matters = {_bare(choice, ignored) for choice in allowed} - {(None,) * len(rule.operands)}
-    return [choice for choice in valid if choice not in allowed and _bare(choice, ignored) not in matters]
+    for made in strategies(rule, node, Mesh(a=2)) if rule is not None else ():
+        dims = [next((d for d, sharding in enumerate(spec.dims) if sharding.axes), None) for spec in made.operands]
+        if not any(sharding.parts for spec in made.operands for sharding in spec.dims):
+            known.add(tuple(PARTIAL if spec.partial else d for d, spec in zip(dims, made.operands, strict=True)))
+    offered = {matters(each) for each in known if any(isinstance(d, int) for d in matters(each))}
+    return [each for each in valid if each not in known and matters(each) not in offered]
 
 
 def missing_sums(rule: ShardingRule | None, valid: Collection[Linear]) -> list[Linear]:

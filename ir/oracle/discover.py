@@ -1,12 +1,11 @@
 """The rule of an op that has none, found by running the op on small random tensors.
 
-    book = default_rules().with_fallback(Discovery(JsonCache(default_folder())).entry)
+    book = default_rules().with_fallback(Discovery().entry)
     book.entry(torch.ops.mylib.row_softmax.default).make(node)      # a b! -> a b!
 
 All one-axis shardings and partial sums that give the right result are searched (:mod:`.sharding_search`), on a small
 instance of the node (:mod:`.shrink`); those that go together are the rule, which is then checked as every other rule is
-(:mod:`.soundness`), on other values. What was found is free of sizes, and cached on disk: a small JSON file for an op,
-the class of its shapes and a version of torch. It is checked again when it is read: an op may change.
+(:mod:`.soundness`), on other values. What was found is free of sizes.
 
 An op that cannot be told on small tensors has no rule: one that fails on them, draws random numbers, gives different
 results for the same arguments, changes its arguments, takes too long, or crashes: all of this runs in a process of its
@@ -15,17 +14,11 @@ own (:mod:`.run_isolated`).
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import os
 import string
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +28,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.rules.book import Contiguous, RuleEntry
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import Dim, Linear, ShardingRule
-from shardfx.ir.rules.template import keeps_precision, parse_linear
+from shardfx.ir.rules.template import keeps_precision
 
 from .draws import draws
 from .instance import Instance, argument_at, as_results, bind, describe, replace_at
@@ -57,9 +50,8 @@ REFUSED = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, to
 
 @dataclass
 class Discovery:
-    """Finds rules, each once: in memory by node, on disk by the class of its shapes."""
+    """Finds rules, each once."""
 
-    store: JsonCache | None = None
     _entries: dict[Any, RuleEntry | None] = field(default_factory=dict)
     _found: dict[str, Findings] = field(default_factory=dict)
 
@@ -76,36 +68,21 @@ class Discovery:
         return entry.make(node) if entry is not None else None
 
     def findings(self, node: Node) -> Findings:
-        """What was found of a node: now, before in this process, or on disk."""
+        """What was found of a node, now or before."""
         key = f"{describe(node)} -> {[v is not None for v in node.results]}"
         if key not in self._found:
             try:
-                self._found[key] = isolated(lambda: self._discover(node), LONGEST_SEARCH, cpu_seconds=SECONDS)
+                self._found[key] = isolated(lambda: discovered(node), LONGEST_SEARCH, cpu_seconds=SECONDS)
             except Lost:
                 self._found[key] = Findings()
         return self._found[key]
 
-    def _discover(self, node: Node) -> Findings:
-        with undisturbed():
-            of = small_instance(node)
-            if of is None or not _steady(of):
-                return Findings()
-            key = {"op": str(node.op), "schema": str(node.op._schema), "shapes": repr(of), "torch": torch.__version__}
-            values = [of, *draws(of, seed=7)]
-            found = self._cached(key, values)
-            if found is None:
-                found = search(values)
-                if found and self.store is not None:
-                    self.store.put(key, to_json(found))
-            return found
 
-    def _cached(self, key: Mapping[str, str], values: Sequence[Instance]) -> Findings | None:
-        """What was found before, where it is right for the op as it is now."""
-        try:
-            found = from_json(self.store.get(key)) if self.store is not None else None
-            return found if found is not None and _holds(found, values) else None
-        except Exception:  # whatever a changed file may say
-            return None
+def discovered(node: Node) -> Findings:
+    """What is found of a node on a small instance of it."""
+    with undisturbed():
+        of = small_instance(node)
+        return search([of, *draws(of, seed=7)]) if of is not None and _steady(of) else Findings()
 
 
 def search(values: Sequence[Instance]) -> Findings:
@@ -310,55 +287,3 @@ def _is_precise(group: Linear, node: Node) -> bool:
     results = [v.type.dtype for v in node.outs if group.results is None or v.index in group.results]
     operands = [node.operands[i].type.dtype for i in group.operands]
     return all(keeps_precision(source, target) for source, target in itertools.product(operands, results))
-
-
-def to_json(found: Findings) -> dict[str, Any]:
-    """Findings as what JSON can hold."""
-    return {"shardings": [vars(c) for c in found.shardings], "linear": [str(each) for each in found.linear]}
-
-
-def from_json(value: Any) -> Findings:
-    """Findings as :func:`to_json` wrote them. Whether they are right for an op is checked where they are used."""
-
-    def as_tuple(each: Any) -> Any:
-        return tuple(map(as_tuple, each)) if isinstance(each, list) else each
-
-    shardings = tuple(FoundSharding(**{name: as_tuple(each) for name, each in s.items()}) for s in value["shardings"])
-    return Findings(shardings, tuple(group for text in value["linear"] for group in parse_linear(text)))
-
-
-def default_folder() -> Path:
-    """``shardfx/rules`` where the user's caches are: under ``XDG_CACHE_HOME``, or ``~/.cache``."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "shardfx" / "rules"
-
-
-@dataclass(frozen=True)
-class JsonCache:
-    """A folder of JSON files, one for a key. What cannot be read is as if it were not there; where nothing can be
-    written, nothing is."""
-
-    folder: Path
-
-    def path(self, key: Mapping[str, str]) -> Path:
-        """The file of a key."""
-        digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
-        return self.folder / f"{digest[:32]}.json"
-
-    def get(self, key: Mapping[str, str]) -> Any:
-        """What is stored under a key, or None."""
-        try:
-            given = json.loads(self.path(key).read_text(encoding="utf-8"))
-            return given["found"] if given["key"] == dict(key) else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def put(self, key: Mapping[str, str], found: Any) -> None:
-        """Store a value; a reader never sees half a file."""
-        path = self.path(key)
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"key": dict(key), "found": found}, file, indent=1)
-            Path(name).replace(path)

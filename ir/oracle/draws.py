@@ -7,7 +7,7 @@ A rule that is right by accident of some values (positive ones, indices that do 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -76,10 +76,16 @@ def extremes(of: Instance) -> Iterator[Instance]:
     """An instance of a pointwise op on values at the ends of their range, and NaN: a rank's version that is another op
     may differ from it there alone."""
     generator = torch.Generator().manual_seed(0)
-    for floats in EXTREMES:
-        made = of.on([_of_these(t, floats, FAR, generator) for t in of.tensors])
-        if runs(made):
-            yield made
+
+    def drawn(like: Tensor, floats: tuple[float, ...]) -> Tensor:
+        if like.dtype is torch.bool or like.is_complex():
+            return like
+        chosen = torch.tensor(floats, dtype=torch.float64) if like.is_floating_point() else torch.tensor(FAR)
+        order = torch.randperm(like.numel(), generator=generator) % len(chosen)
+        return chosen[order].reshape(like.shape).to(like.dtype)
+
+    made = (of.on([drawn(tensor, floats) for tensor in of.tensors]) for floats in EXTREMES)
+    yield from filter(runs, made)
 
 
 def not_finite(of: Instance) -> Iterator[Instance]:
@@ -106,19 +112,6 @@ def beyond(of: Instance) -> Iterator[Instance]:
     made = as_given(of.on(drawn))
     if bound > 1 and _gives_numbers(made) and all(r is None or bool(r.isfinite().all()) for r in made.results):
         yield made
-
-
-def _of_these(like: Tensor, floats: Sequence[float], far: Sequence[int], generator: torch.Generator) -> Tensor:
-    if like.dtype is torch.bool or like.is_complex():
-        return like
-    if like.is_floating_point():
-        chosen = torch.tensor(floats, dtype=torch.float64)
-    else:
-        info = torch.iinfo(like.dtype)
-        chosen = torch.tensor([each for each in far if info.min <= each <= info.max])
-    rounds = -(-max(like.numel(), 1) // len(chosen))
-    order = [torch.randperm(len(chosen), generator=generator) for _ in range(rounds)]
-    return chosen[torch.cat(order)][: like.numel()].reshape(like.shape).to(like.dtype)
 
 
 FORWARDS = {

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,14 +24,11 @@ from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.rules.book import RuleBook, RuleEntry, perform
 from shardfx.ir.rules.strategy import partial_operands, strategy
-from shardfx.ir.rules.template import Template
 
-from .discover import JsonCache, default_folder
-from .draws import as_given, draws, without_zeros
-from .instance import Instance, as_results, bind, describe, instance
+from .instance import Instance, as_results, bind, describe
 from .run_isolated import Lost, isolated
 from .shrink import small_share, used_axes
-from .soundness import Executor, far_out, first_difference, one_line, trials, undisturbed
+from .soundness import Executor, first_difference, one_line, trials, undisturbed
 
 SECONDS_EACH = 20.0
 """For one share, in a process of its own."""
@@ -100,33 +98,50 @@ def check_plan(
         nonzero: values that are sure to have no zero among their elements: by others no partial sum may be divided.
         only: rules of which alone the shares are executed.
     """
-    cached = JsonCache(default_folder().parent / "checked" / f"{torch.__version__}-{sources()}")
     asked = [(share, share.question(graph.mesh)) for share in shares(graph, rules, built_in, nonzero)]
     if only is not None:
         asked = [(share, question) for share, question in asked if any(share.entry is entry for entry in only)]
-    answers: dict[str, Answer] = {}
-    for share, question in asked:
-        if share.built_in:
-            kept = cached.get({"question": question})
-            if isinstance(kept, str):
-                answers[question] = Answer(left_out=kept)
-        elif (id(share.entry), question) in _answered:
-            answers[question] = _answered[id(share.entry), question][0]
+    answers = {question: known for share, question in asked if (known := _recalled(share, question)) is not None}
     fresh = [(share, question) for share, question in asked if question not in answers]
     for (share, question), answer in zip(fresh, _execute([s for s, _ in fresh], graph.mesh), strict=True):
         answers[question] = answer
-        if not share.built_in:
-            _answered[id(share.entry), question] = answer, share.entry
-        elif not answer.wrong:
-            cached.put({"question": question}, answer.left_out)
+        _remember(share, question, answer)
     found = [(share.node, answers[question]) for share, question in asked]
     left_out = {op_name(node.op): answer.left_out for node, answer in found if answer.left_out}
     wrong = [(node, answer.wrong) for node, answer in found if answer.wrong]
     return PlanChecked(len(fresh), len(asked) - len(fresh), left_out, wrong)
 
 
+def _recalled(share: PlannedShare, question: str) -> Answer | None:
+    """What was answered before: of other rules than the built-in ones in this process, of those on this machine."""
+    if not share.built_in:
+        return _answered.get((id(share.entry), question), (None, None))[0]
+    with suppress(OSError, ValueError):
+        return Answer(left_out=_file(question).read_text(encoding="utf-8"))
+    return None
+
+
+def _remember(share: PlannedShare, question: str, answer: Answer) -> None:
+    """Keep an answer, if it is a right one of a built-in rule on disk; a reader never sees half a file."""
+    if not share.built_in:
+        _answered[id(share.entry), question] = answer, share.entry
+    elif not answer.wrong:
+        path = _file(question)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_suffix(f".{os.getpid()}")
+            new.write_text(answer.left_out, encoding="utf-8")
+            new.replace(path)
+
+
+def _file(question: str) -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(question.encode()).hexdigest()
+    return home / "shardfx" / "checked" / f"{torch.__version__}-{_sources()}" / digest[:32]
+
+
 @cache
-def sources() -> str:
+def _sources() -> str:
     """A digest of what decides whether a rule is right: the source files of ``shardfx.ir``."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
@@ -183,10 +198,9 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
         small = small_share(node, entry, mesh)
         if small is None:
             return Answer(left_out="it could not be made small")
-        values = as_given(small.of), *draws(small.of), *far_out(entry, small.of, small.made)
         on = f"on {describe(small.of.node)}: "
         try:
-            why = first_difference(entry, small.made, (without_zeros(each, nonzero) for each in values), small.mesh)
+            why = first_difference(entry, small.made, small.of, small.mesh, nonzero)
         except Exception as error:  # whatever a kernel says of its arguments
             said = f"{on}{one_line(error)}"
             return Answer(wrong=said) if small.as_it_stands else Answer(left_out=said)
@@ -248,8 +262,6 @@ def _coords(made: Strategy, mesh: Mesh) -> Iterator[Coords]:
 
 SECONDS = 120.0
 """For all that a rule allows on one call."""
-SIZES = (4, 6, 8, 10, 12, 14)
-"""Of the factors of a call that is made up."""
 
 
 def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[str]:
@@ -260,12 +272,11 @@ def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[str]:
         if rule is None:
             return []
         found: list[str] = []
-        values = [of, *draws(of)]
         for trial in trials(rule, of.results, of.tensors):
             made = strategy(rule, trial.shardings, trial.mesh, trial.partial)
             why = fails_without_numbers(replace(of.node, strategy=made), entry, trial.mesh)
             try:
-                why = why or first_difference(entry, made, [*values, *far_out(entry, of, made)], trial.mesh)
+                why = why or first_difference(entry, made, of, trial.mesh)
             except Exception as error:  # whatever a kernel says of its arguments
                 why = f"it fails on shards: {one_line(error)}"
             if why:
@@ -273,35 +284,3 @@ def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[str]:
             if len(found) == most:
                 break
         return found
-
-
-def example(entry: RuleEntry, op: Any) -> Instance | None:
-    """A call of an op by its rule's template, with defaults for all that is no tensor; None where that is no call.
-
-    Factors become sizes of their own: ``n d, n -> n d`` is a call with tensors of shapes (4, 6) and (4,).
-    """
-    if not isinstance(entry.make, Template) or entry.make.more[0]:
-        return None
-    tensors = entry.make.operands
-    words = [word for tensor in tensors for word in tensor.words]
-    letters = dict.fromkeys(factor for word in words for factor in word.factors)
-    if len(letters) > len(SIZES) or any(word.at or word.many not in ("", "..") for word in words):
-        return None
-    sizes = dict(zip(letters, SIZES, strict=False))
-    shapes = iter([[math.prod(sizes[f] for f in word.factors) for word in tensor.words] for tensor in tensors])
-    args = []
-    for argument in op._schema.arguments:
-        shape = next(shapes, None) if "Tensor" in str(argument.type) else None
-        if shape is not None and "List" not in str(argument.type):
-            args.append(torch.randn(shape, dtype=torch.float64))
-        elif shape is not None or not argument.has_default_value():
-            return None
-        elif argument.kwarg_only:
-            break
-        else:
-            args.append(argument.default_value)
-    with undisturbed():
-        try:
-            return instance(op, args)
-        except Exception:  # the op takes other arguments than these
-            return None

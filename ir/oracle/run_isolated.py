@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -45,26 +45,20 @@ def isolated(work: Callable[[], T], seconds: float = 60.0, megabytes: int = 4096
         reads.close()
         _work_and_exit(work, writes, megabytes, cpu_seconds)
     writes.close()
-    answer: tuple[bool, T | str] | None = None
-    crashed = False
+    answer: tuple[bool, Any] | None = (False, f"no answer within {seconds:g} s")
     try:
-        answer = reads.recv() if reads.poll(seconds) else None
-    except (EOFError, OSError):
-        crashed = True
-    finally:
-        reads.close()
-        if not crashed:
-            os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-    if crashed:
-        by = f" by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else ""
-        raise Lost(f"the process was ended{by}")
-    if answer is None:
-        raise Lost(f"no answer within {seconds:g} s")
-    good, made = answer
+        answer = reads.recv() if reads.poll(seconds) else answer
+    except (EOFError, OSError):  # it crashed
+        answer = None
+    reads.close()
+    if answer is not None:
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    by = f" by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else ""
+    good, made = answer or (False, f"the process was ended{by}")
     if not good:
         raise Lost(made)
-    return made  # type: ignore[return-value]
+    return made  # type: ignore[no-any-return]
 
 
 def _work_and_exit(work: Callable[[], T], writes: Connection, megabytes: int, cpu_seconds: int | None) -> NoReturn:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, factors_text, op_name
-from shardfx.ir.oracle.instance import Instance, instance
-from shardfx.ir.oracle.rule_check import SECONDS, PlanChecked, check_plan, example, wrong_trials
+from shardfx.ir.oracle.instance import instance
+from shardfx.ir.oracle.rule_check import SECONDS, PlanChecked, check_plan, wrong_trials
 from shardfx.ir.oracle.run_isolated import Lost, isolated
 from shardfx.ir.program.loops.unrolled import loops_as_ranks
 from shardfx.ir.rulebook import default_rules
@@ -100,7 +100,11 @@ def check_rule(rule: RuleEntry, *args: Any, op: Any = None, **kwargs: Any) -> No
 
         sx.check_rule(sx.rule(torch.ops.mylib.scale_rows.default, "n d, n -> n d"), torch.randn(6, 4), torch.randn(6))
     """
-    found = _refutations(rule, instance(_op_of(rule, op), args, kwargs))
+    of = instance(_op_of(rule, op), args, kwargs)
+    try:
+        found = isolated(lambda: wrong_trials(rule, of), SECONDS)
+    except Lost as lost:
+        found = [f"{of!r}\n    {lost}"]
     if found:
         raise Error(
             f"the rule of {op_name(_op_of(rule, op))} is wrong",
@@ -126,31 +130,3 @@ def _op_of(rule: RuleEntry, op: Any) -> Any:
             got=", ".join(map(str, rule.ops)),
         )
     return found
-
-
-def _refutations(rule: RuleEntry, of: Instance) -> list[str]:
-    """What is wrong with a rule, by an instance; found in a process of its own."""
-    try:
-        return isolated(lambda: wrong_trials(rule, of), SECONDS)
-    except Lost as lost:
-        return [f"{of!r}\n    {lost}"]
-
-
-class RuleInfo(NamedTuple):
-    """An installed rule, and what the oracle says of it on a call that is made up from its template."""
-
-    name: str
-    text: str
-    origin: str
-    said: str
-    wrong: Sequence[str]
-
-
-def rule_infos(rules: Sequence[tuple[RuleEntry, str]]) -> Iterator[RuleInfo]:
-    """Each op that rules are of; where a call can be made up, checked on it."""
-    for rule, origin in rules:
-        for op in rule.ops:
-            of = example(rule, op) if isinstance(op, torch._ops.OpOverload) else None
-            wrong = _refutations(rule, of) if of is not None else []
-            said = f"{'wrong' if wrong else 'right'} on {of!r}" if of is not None else "not checked: see sx.check_rule"
-            yield RuleInfo(op_name(op), rule.text, origin, said, wrong)

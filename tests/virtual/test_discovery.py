@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import signal
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.oracle.discover import Discovery, JsonCache
+from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.oracle.run_isolated import Lost, isolated
 from shardfx.ir.oracle.shrink import small_sizes
@@ -127,8 +125,7 @@ def big(op: object, results: tuple[tuple[int, ...], ...], *args: object) -> Node
     return made
 
 
-def test_a_users_op_trains_as_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_users_op_trains_as_on_one_device() -> None:
     torch.manual_seed(0)
     model, x, y = Net(), torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
 
@@ -158,7 +155,6 @@ def test_a_users_op_trains_as_on_one_device(tmp_path: Path, monkeypatch: pytest.
     said = "the rule of shardfx_tests.row_softmax"
     assert any(said in note and "a b!, c! -> a d!" in note for note in pm.report().warnings)
     assert "found by running the op" in str(pm.explain(f"%{forward.name}"))
-    assert list((tmp_path / "shardfx" / "rules").glob("*.json"))
 
 
 @pytest.mark.parametrize(
@@ -192,33 +188,6 @@ def test_discovery_leaves_the_users_random_numbers_alone() -> None:
     state = torch.get_rng_state()
     Discovery().rule(made)
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_cached_findings_are_read_and_broken_ones_found_again(tmp_path: Path) -> None:
-    made = node(ops.row_softmax.default, (6, 4), (4,))
-    first = Discovery(JsonCache(tmp_path)).rule(made)
-    (path,) = tmp_path.glob("*.json")
-    good = json.loads(path.read_text())
-    assert good["key"]["op"] == "shardfx_tests.row_softmax.default"
-    assert Discovery(JsonCache(tmp_path)).rule(made) == first
-    wrong = json.loads(path.read_text())
-    wrong["found"]["shardings"][0].update(
-        operands=[[1, 1], [0, 1]], results=[[1, 1]]
-    )  # as if the op had been another one
-    nonsense = json.loads(path.read_text())
-    nonsense["found"]["shardings"][0]["operands"] = [[7, 1], [9, 1]]
-    for text in ("", "{", "[]", "null", '{"key": 1}', path.read_text()[:80], json.dumps(wrong), json.dumps(nonsense)):
-        path.write_text(text)
-        assert Discovery(JsonCache(tmp_path)).rule(made) == first
-        assert json.loads(path.read_text()) == good
-    path.write_bytes(b"\xff\xfe\x00")
-    assert Discovery(JsonCache(tmp_path)).rule(made) == first
-
-
-def test_a_folder_that_cannot_be_written_is_no_mistake(tmp_path: Path) -> None:
-    file = tmp_path / "a file"
-    file.write_text("")
-    assert Discovery(JsonCache(file)).rule(node(ops.row_softmax.default, (6, 4), (4,))) is not None
 
 
 def test_small_sizes_divide_as_the_large_ones_do() -> None:
