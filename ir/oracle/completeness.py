@@ -15,7 +15,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import Linear, ShardingRule
 from shardfx.ir.rules.strategy import strategies
 
-from .instance import Instance
+from .instance import Instance, is_float
 from .recombine import Outcome, agreed
 from .sharding_search import PARTIAL, Oracle, Placement
 
@@ -33,7 +33,7 @@ def joint_placements(oracle: Oracle) -> list[Placement]:
 
 
 def _candidates(oracle: Oracle) -> Iterator[Placement]:
-    floats = {i for i, t in enumerate(oracle.of.tensors) if (t.is_floating_point() or t.is_complex()) and t.numel() > 1}
+    floats = {i for i, t in enumerate(oracle.of.tensors) if is_float(t) and t.numel() > 1}
     for choice in oracle.candidates():
         left = [i for i, d in enumerate(choice) if d is None and i in floats]
         for count in sorted({1, 2, len(left)} & set(range(1, len(left) + 1))):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from .instance import UNCHECKED, Instance, bind, numbers, runs
+from .instance import UNCHECKED, Instance, bind, is_float, numbers, runs
 
 aten = torch.ops.aten
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
@@ -107,7 +107,7 @@ def beyond(of: Instance) -> Iterator[Instance]:
     bound = max([1.0, *(each for each in given if each < 1e9)])
     generator = torch.Generator().manual_seed(0)
     drawn = [
-        of_dtype(both_signs, tuple(t.shape), t.dtype, generator) * 8 * bound if _is_number(t) else t for t in of.tensors
+        of_dtype(both_signs, tuple(t.shape), t.dtype, generator) * 8 * bound if is_float(t) else t for t in of.tensors
     ]
     made = as_given(of.on(drawn))
     if bound > 1 and _gives_numbers(made) and all(r is None or bool(r.isfinite().all()) for r in made.results):
@@ -171,7 +171,7 @@ def _draw(like: Tensor, floats: Draw | None, span: Range, ordered: bool, generat
     """Other values, or (without ``floats``) the same in another order; integers are shuffled, or in order, as offsets
     are."""
     shape = tuple(like.shape)
-    if _is_number(like):
+    if is_float(like):
         if floats is None:
             return like.flatten()[torch.randperm(like.numel(), generator=generator)].reshape(shape)
         return of_dtype(floats, shape, like.dtype, generator)
@@ -188,12 +188,8 @@ def _gives_numbers(of: Instance) -> bool:
     return runs(of) and not any(r is not None and r.is_floating_point() and bool(r.isnan().any()) for r in of.results)
 
 
-def _is_number(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
-
-
 def _is_integer(t: Tensor) -> bool:
-    return not _is_number(t) and t.dtype is not torch.bool
+    return not is_float(t) and t.dtype is not torch.bool
 
 
 # ---- memory layouts --------------------------------------------------------------------------------------------------

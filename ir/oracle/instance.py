@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from shardfx.ir.builder import types_of
 from shardfx.ir.graph import Node, Value, substitute
@@ -16,6 +17,8 @@ from shardfx.ir.spec import TensorType
 
 aten = torch.ops.aten
 Results = list[torch.Tensor | None]
+Place = tuple[Any, ...]
+"""Where an argument stands: a path into nested lists, as torch's pytrees have them."""
 TRUSTING = {
     *(aten.lu_unpack, aten.linalg_lu_solve, aten.linalg_ldl_solve),
     *(aten.segment_reduce, aten._segment_reduce_backward),
@@ -55,13 +58,12 @@ class Instance:
     def call(
         self,
         tensors: Sequence[torch.Tensor],
-        change: Mapping[tuple[int, ...], Any] | None = None,
+        change: Mapping[Place, Any] | None = None,
         op: Callable[..., Any] | None = None,
     ) -> Results:
         """Run the op (or ``op`` instead) on other tensors; ``change`` replaces other arguments, by their place."""
         args, kwargs = bind(self.node, tensors)
-        for place, value in (change or {}).items():
-            args = replace_at(args, place, value)
+        args = replaced(args, change) if change else args
         return as_results(call(op or self.node.op, args, kwargs))
 
     def attempt(self, *args: Any, **kwargs: Any) -> Results | None:
@@ -86,25 +88,16 @@ def bind(node: Node, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str,
     return args, {k: substitute(a, take) for k, a in node.kwargs.items()}
 
 
-def replace_at(args: tuple[Any, ...], place: tuple[int, ...], value: Any) -> tuple[Any, ...]:
-    """The arguments with the one at ``place`` (a path into nested lists) replaced."""
-    changed: list[Any] = list(args)
-    at, rest = place[0], place[1:]
-    changed[at] = list(replace_at(tuple(changed[at]), rest, value)) if rest else value
-    return tuple(changed)
+def replaced(args: tuple[Any, ...], change: Mapping[Place, Any]) -> tuple[Any, ...]:
+    """The arguments, with others at some places."""
+    made: tuple[Any, ...] = pytree.tree_map_with_path(lambda place, arg: change.get(place, arg), args)
+    return made
 
 
 def call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op without recording it for autograd."""
     with torch.no_grad():
         return TARGETS.get(op, op)(*args, **kwargs)
-
-
-def argument_at(args: Any, place: tuple[int, ...]) -> Any:
-    """The argument at a place."""
-    for i in place:
-        args = args[i]
-    return args
 
 
 def as_results(out: Any) -> Results:
@@ -122,15 +115,11 @@ def instance(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = No
     """
     tensors: list[torch.Tensor] = []
 
-    def lift(arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
-            tensors.append(arg.detach().clone(memory_format=torch.contiguous_format))
-            return Value(TensorType(tuple(arg.shape), arg.dtype), name=f"x{len(tensors) - 1}")
-        if isinstance(arg, (list, tuple)):
-            return type(arg)(lift(a) for a in arg) if type(arg) in (list, tuple) else [lift(a) for a in arg]
-        return arg
+    def lift(arg: torch.Tensor) -> Value:
+        tensors.append(arg.detach().clone(memory_format=torch.contiguous_format))
+        return Value(TensorType(tuple(arg.shape), arg.dtype), name=f"x{len(tensors) - 1}")
 
-    node = Node(op, tuple(lift(a) for a in args), {k: lift(a) for k, a in (kwargs or {}).items()})
+    node = Node(op, *pytree.tree_map_only(torch.Tensor, lift, (tuple(args), dict(kwargs or {}))))
     made = Instance(node, tuple(tensors))
     types = [types_of(result) for result in made.results]
     node.results = [None if t is None else Value(t, node, i, f"y{i}") for i, t in enumerate(types)]
@@ -142,22 +131,14 @@ def keep_results(made: Node, node: Node) -> None:
     made.results = [None if wanted is None else value for value, wanted in zip(made.results, node.results, strict=True)]
 
 
-def places(args: Sequence[Any], kind: Callable[[Any], bool], path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """The places of the arguments of a kind, in nested lists too."""
-    for i, arg in enumerate(args):
-        if isinstance(arg, (list, tuple)):
-            yield from places(arg, kind, (*path, i))
-        elif kind(arg):
-            yield (*path, i)
-
-
-def numbers(arg: Any) -> Iterator[int | float]:
+def numbers(args: Any) -> list[int | float]:
     """The numbers among nested arguments."""
-    if isinstance(arg, (list, tuple)):
-        for each in arg:
-            yield from numbers(each)
-    elif isinstance(arg, (int, float)) and not isinstance(arg, bool):
-        yield arg
+    return [arg for arg in pytree.tree_leaves(args) if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
+
+
+def is_float(tensor: torch.Tensor | None) -> bool:
+    """Whether a tensor is of numbers with a point, real or complex: those that may be partial sums."""
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def describe(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""Work in a process of its own, with a limit of time and memory: a kernel that does not check what it is given may
+"""Work in a process of its own, with a limit of time: a kernel that does not check what it is given may
 crash the process that runs it."""
 
 from __future__ import annotations
@@ -11,27 +11,23 @@ import signal
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 T = TypeVar("T")
-MEMORY = Path("/proc/self/statm")
-"""Where Linux says how many pages a process has; elsewhere there is no limit of memory."""
 
 
 class Lost(Exception):
-    """The work gave no result: the process crashed, or its time or memory was up."""
+    """The work gave no result: the process crashed, or its time was up."""
 
 
-def isolated(work: Callable[[], T], seconds: float = 60.0, megabytes: int = 4096, cpu_seconds: int | None = None) -> T:
+def isolated(work: Callable[[], T], seconds: float = 60.0, cpu_seconds: int | None = None) -> T:
     """The result of ``work()``, run in a fork of this process.
 
     Args:
         work: its result can be pickled, and it computes on the CPU alone.
         seconds: by the clock on the wall.
-        megabytes: of memory, beyond what this process has.
         cpu_seconds: of computing: a busy machine does as much in them as an idle one.
 
     Raises:
@@ -43,7 +39,7 @@ def isolated(work: Callable[[], T], seconds: float = 60.0, megabytes: int = 4096
         child = os.fork()
     if child == 0:
         reads.close()
-        _work_and_exit(work, writes, megabytes, cpu_seconds)
+        _work_and_exit(work, writes, cpu_seconds)
     writes.close()
     answer: tuple[bool, Any] | None = (False, f"no answer within {seconds:g} s")
     try:
@@ -58,10 +54,10 @@ def isolated(work: Callable[[], T], seconds: float = 60.0, megabytes: int = 4096
     good, made = answer or (False, f"the process was ended{by}")
     if not good:
         raise Lost(made)
-    return made  # type: ignore[no-any-return]
+    return made  # type: ignore[return-value]
 
 
-def _work_and_exit(work: Callable[[], T], writes: Connection, megabytes: int, cpu_seconds: int | None) -> NoReturn:
+def _work_and_exit(work: Callable[[], T], writes: Connection, cpu_seconds: int | None) -> NoReturn:
     """The fork: it works with one thread, prints nothing, and exits without cleaning up what is not its own."""
     try:
         faulthandler.disable()
@@ -71,9 +67,6 @@ def _work_and_exit(work: Callable[[], T], writes: Connection, megabytes: int, cp
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if cpu_seconds is not None:
             resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, resource.RLIM_INFINITY))
-        if MEMORY.exists():
-            has = int(MEMORY.read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (has + (megabytes << 20), resource.RLIM_INFINITY))
         torch.set_num_threads(1)
         try:
             writes.send((True, work()))

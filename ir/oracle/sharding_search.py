@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+from torch.utils._pytree import tree_flatten_with_path
 
 from shardfx.ir.dim_sharding import chunk
 from shardfx.ir.rules.sharding_rule import Linear
 from shardfx.ir.rules.template import keeps_precision
 
 from .draws import draws
-from .instance import TRUSTING, UNCHECKED, Instance, Results, argument_at, places, runs
+from .instance import TRUSTING, UNCHECKED, Instance, Place, Results, is_float, runs
 from .recombine import Outcome, agreed, magnitude, outcomes, same, split_sum
 
 aten = torch.ops.aten
@@ -50,7 +51,7 @@ class ValidSharding:
     operands: Choice
     results: tuple[frozenset[Outcome], ...]
     size: int
-    sized: tuple[tuple[int, ...], ...] = ()
+    sized: tuple[Place, ...] = ()
 
 
 class Oracle:
@@ -82,7 +83,11 @@ class Oracle:
                 each.on([own if _is_index(own) else t for t, own in zip(each.tensors, of.tensors, strict=True)])
                 for each in self.variants
             ]
-        self._numbers = {at: argument_at(of.node.args, at) for at in places(of.node.args, _is_number)}
+        self._numbers: dict[Place, int] = {
+            at: arg
+            for at, arg in tree_flatten_with_path(of.node.args)[0]
+            if isinstance(arg, int) and not isinstance(arg, bool)
+        }
         shapes = [*self.shapes, *(r.shape for r in self.results if r is not None), self._numbers.values()]
         self._sizes = {size for shape in shapes for size in shape if size > 1}
 
@@ -121,7 +126,7 @@ class Oracle:
         return found
 
     def candidates(self) -> Iterator[Choice]:
-        """The choices that are tried: all, or (of many operands) those of dims of one size, and equals alike."""
+        """The choices that are tried: all, or (of many operands) those of dims of one size, for equal shapes alike."""
         options: list[list[int | None]] = [[None, *(d for d, s in enumerate(shape) if s > 1)] for shape in self.shapes]
         if self.packet in TRUSTING:
             batch = min(map(len, self.shapes)) - 1
@@ -133,16 +138,9 @@ class Oracle:
         if math.prod(map(len, options)) <= MOST:
             yield from (c for c in itertools.product(*options) if any(d is not None for d in c))
             return
+        alike = list(dict.fromkeys(self.shapes))
         for size in sorted(self._sizes):
-            narrow = [
-                [d for d in option if d is None or shape[d] == size]
-                for option, shape in zip(options, self.shapes, strict=True)
-            ]
-            if math.prod(map(len, narrow)) <= MOST:
-                yield from (c for c in itertools.product(*narrow) if any(d is not None for d in c))
-                continue
-            alike = list(dict.fromkeys(self.shapes))
-            by_shape = [narrow[self.shapes.index(shape)] for shape in alike]
+            by_shape = [[None, *(d for d, s in enumerate(shape) if s == size)] for shape in alike]
             for chosen in itertools.islice(itertools.product(*by_shape), 4 * MOST):
                 if any(d is not None for d in chosen):
                     yield tuple(chosen[alike.index(shape)] for shape in self.shapes)
@@ -184,7 +182,7 @@ class Oracle:
         choice: Placement,
         size: int,
         count: int,
-        sized: tuple[tuple[int, ...], ...] = (),
+        sized: tuple[Place, ...] = (),
         op: Callable[..., Any] | None = None,
     ) -> tuple[frozenset[Outcome], ...] | None:
         """What the results (of ``op`` instead) are of those of ``count`` shards; None if some result is nothing of the
@@ -208,7 +206,7 @@ class Oracle:
         choice: Placement,
         size: int,
         count: int,
-        sized: tuple[tuple[int, ...], ...] = (),
+        sized: tuple[Place, ...] = (),
         op: Callable[..., Any] | None = None,
     ) -> list[Results] | None:
         """The results of each of ``count`` shards; None if the op (or ``op``) takes none of them."""
@@ -229,7 +227,7 @@ class Oracle:
             found.append(of.keep(given))
         return found
 
-    def _sized(self, size: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    def _sized(self, size: int) -> Iterator[tuple[Place, ...]]:
         """Arguments that may follow a sharding: none, an entry of a shape, one or two numbers that ``size`` divides."""
         yield ()
         arguments = self.of.node.op._schema.arguments
@@ -238,8 +236,8 @@ class Oracle:
             for at, number in self._numbers.items()
             if number > 1
             and number % size == 0
-            and "dim" not in arguments[at[0]].name
-            and "int" in str(arguments[at[0]].type).lower()
+            and "dim" not in arguments[at[0].idx].name
+            and "int" in str(arguments[at[0].idx].type).lower()
         ]
         yield from ((at,) for at in sorted(found, key=len, reverse=True))
         yield from itertools.islice(itertools.combinations((at for at in found if len(at) == 1), 2), 6)
@@ -249,7 +247,7 @@ class Oracle:
         results are added."""
         of, tensors, results = self.of, self.of.tensors, self.of.kept
         numbers = [r for r, value in enumerate(of.node.results) if value is not None]
-        floats = [i for i, t in enumerate(tensors) if _is_float(t)]
+        floats = [i for i, t in enumerate(tensors) if is_float(t)]
         if not results or not any(tensors[i].numel() > 1 for i in floats):
             return []  # over a single number many an op is linear
         values = [each for each in (of, *self.variants) if all(map(_shows, each.kept))]
@@ -273,10 +271,6 @@ def _is_index(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.int32, torch.int64)
 
 
-def _is_number(arg: Any) -> bool:
-    return isinstance(arg, int) and not isinstance(arg, bool)
-
-
 # ---- partial sums ----------------------------------------------------------------------------------------------------
 
 ADDED, KEPT = "added", "kept"
@@ -296,7 +290,7 @@ def _shown(of: Instance, group: frozenset[int], generator: torch.Generator) -> S
     found = []
     for full, a, b in zip(of.kept, first, second, strict=True):
         kept = same(a, full) and same(b, full)
-        added = _is_float(full) and same(_sum(a, b), full, scale)
+        added = is_float(full) and same(_sum(a, b), full, scale)
         found.append(frozenset([KEPT] * kept + [ADDED] * added))
     return tuple(found)
 
@@ -316,7 +310,7 @@ def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown) -> bool:
         if not _holds(of, group, half, half, shown, exact=True):
             return False
     terms = [({i: _with(of.tensors[i], number) for i in group}, ones) for number in (torch.inf, -torch.inf, torch.nan)]
-    others = [i for i, t in enumerate(of.tensors) if i not in group and _is_float(t)]
+    others = [i for i, t in enumerate(of.tensors) if i not in group and is_float(t)]
     for number in (0.0, -1.0, 1.0, LARGE):
         at = {i: _with(of.tensors[i], number) for i in others}
         terms.append(({i: 3 * each for i, each in ones.items()} | at, {i: -each for i, each in ones.items()} | at))
@@ -350,12 +344,8 @@ def _run(of: Instance, changed: Tensors) -> Results | None:
     return None if given is None else of.keep(given)
 
 
-def _is_float(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
-
-
 def _shows(tensor: torch.Tensor | None) -> bool:
     """Whether a result can show what becomes of terms: NaN, or nothing at all, would show anything."""
     if tensor is None or tensor.numel() == 0:
         return False
-    return not _is_float(tensor) or bool(torch.isfinite(tensor).all())
+    return not is_float(tensor) or bool(torch.isfinite(tensor).all())

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from shardfx.ir.dim_sharding import DimSharding, Part, Window
 from shardfx.ir.graph import Node, Strategy, Value, substitute
@@ -108,9 +109,7 @@ def _resized(node: Node, sizes: SizeMap, exact: bool = False) -> Instance | None
     draw = torch.Generator().manual_seed(0)
 
     def number(arg: Any) -> Any:
-        if isinstance(arg, (list, tuple)):
-            return type(arg)(number(a) for a in arg) if type(arg) in (list, tuple) else [number(a) for a in arg]
-        return sizes.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) and arg > 1 else arg
+        return pytree.tree_map_only(int, lambda n: sizes.get(n, n) if n > 1 else n, arg)
 
     for dtype, floats in itertools.product((torch.float64, None), (both_signs, positive)):
         if dtype is None and exact and any(_is_coarse(value.type.dtype) for value in node.operands):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from shardfx.ir.shards import local_shard
 from shardfx.ir.spec import REDUCTIONS, Spec
 
 from .draws import LAYOUTS, as_given, beyond, draws, extremes, not_finite, without_zeros
-from .instance import Instance, Results, as_results, bind, call
+from .instance import Instance, Results, as_results, bind, call, is_float
 from .recombine import difference, rounding, split
 
 aten = torch.ops.aten
@@ -65,10 +65,9 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
         mesh = Mesh(a=count)
         if smallest(rule.sizes[f], ("a",), mesh) > 0:
             yield RuleTrial(mesh, {f: DimSharding(("a",))})
-    floats = all(t is None or t.is_floating_point() or t.is_complex() for t in results)
+    floats = all(t is None or is_float(t) for t in results)
     groups = [each.operands for each in rule.linear if not each.along]
-    groups = [g for g in groups if g and max(g) < len(tensors)]
-    groups = [g for g in groups if all(tensors[i].is_floating_point() or tensors[i].is_complex() for i in g)]
+    groups = [g for g in groups if g and max(g) < len(tensors) and all(is_float(tensors[i]) for i in g)]
     for group in groups:
         ordered = ("max", "min") if not any(tensors[i].is_complex() for i in group) else ()
         for kind in ("sum", "product", *ordered) if floats else ("sum",):
@@ -112,17 +111,18 @@ def refutations(entry: RuleEntry, of: Instance, *, seed: int = 0, drawn: bool = 
         if drawn and trial.partial and not all(r is None or bool(r.isfinite().all()) for r in each.results):
             continue
         assert rule is not None
-        why = refute(entry, rule, each, trial, torch.Generator().manual_seed(seed))
+        why = refute(entry, rule, each, trial, seed)
         if why:
             found.append(f"{of!r}\n    {trial}: {why}{' (of drawn values)' * drawn}")
     return found
 
 
-def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: RuleTrial, generator: torch.Generator) -> str:
+def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: RuleTrial, seed: int) -> str:
     """Why a trial is wrong, or ""."""
     try:
         made = strategy(rule, trial.shardings, trial.mesh, trial.partial)
-        return Execution(entry, made, of, trial.mesh, shard_operands(made, of, trial.mesh, generator)).difference()
+        shards = shard_operands(made, of, trial.mesh, torch.Generator().manual_seed(seed))
+        return Execution(entry, made, of, trial.mesh, shards).difference()
     except Exception as error:  # whatever a kernel says of its arguments
         return one_line(error)
 
@@ -166,10 +166,8 @@ def _far_out(entry: RuleEntry, of: Instance, made: Strategy) -> Iterator[Instanc
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Ops run on the CPU, by torch alone, and the user's random numbers stay as they are."""
-    with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())  # the user's default device among others
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+    functions = torch._C.DisableTorchFunction()  # the user's default device among others
+    with _disable_current_modes(), functions, torch.random.fork_rng(devices=[]):
         yield
 
 
