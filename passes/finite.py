@@ -2,7 +2,7 @@
 
 ``a * c + b * c`` is ``(a + b) * c`` for numbers; where c is infinite, terms of two signs make NaN of what one device
 finds infinite. So a partial sum passes a product only with what is finite where the inputs are, and a quotient only by
-a constant that is not zero. That the inputs are finite, and so what is made of them (no number overflows, no factor is
+a number that is not zero. That the inputs are finite, and so what is made of them (no number overflows, no factor is
 a quotient by zero), is an assumption of a plan and of its proof. What no table here has is taken to be infinite: then
 sums are reduced before.
 """
@@ -14,13 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import base_name, is_heavy
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.strategy import partial_operands
 from shardfx.ir.rules.template import argument, given_tensors
 
 from .base import RuleCache
@@ -35,10 +32,6 @@ that attention gives is bounded, whatever its mask is."""
 DIVISORS = {"div": "other", "addcdiv": "tensor2"}
 DIVISORS |= dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), "total_weight")
 """The argument by which the first tensor is divided."""
-CONSTANTS = dict.fromkeys(("full", "full_like", "new_full"), "fill_value") | dict.fromkeys(
-    ("clamp", "clamp_min"), "min"
-)
-"""The argument that is a constant, or a bound below: where it is not zero the results are not either."""
 SOLVES = frozenset("linalg_solve_triangular linalg_lu_solve linalg_ldl_solve triangular_solve cholesky_solve".split())
 """They divide by a matrix, of which nothing is known."""
 FINITE_OF_FINITE = frozenset(
@@ -59,11 +52,9 @@ FINITE_OF_FINITE = frozenset(
 
 @dataclass
 class Factors:
-    """The values of a graph that may be infinite though the inputs are finite, and constants that are sure not to be
-    zero."""
+    """The values of a graph that may be infinite though the inputs are finite."""
 
     infinite: set[Value] = field(default_factory=set)
-    nonzero: set[Value] = field(default_factory=set)
 
     @staticmethod
     def of(graph: Graph, rules: RuleCache) -> Factors:
@@ -72,8 +63,6 @@ class Factors:
         for node in graph.nodes:
             if not found.gives_finite(node, rules.rule(node)):
                 found.infinite.update(value for value in node.outs if _is_float(value))
-            if found.gives_nonzero(node, rules.rule(node)):
-                found.nonzero.update(node.outs)
         return found
 
     def gives_finite(self, node: Node, rule: ShardingRule) -> bool:
@@ -104,42 +93,18 @@ class Factors:
         them by nothing that may be zero."""
         if rule.moves_only:
             return True
-        divisor, free = _divisor(node), group | rule.ignored
+        name, free = DIVISORS.get(base_name(node)), group | rule.ignored
+        divisor = argument(node, name) if name is not None else None
         if isinstance(divisor, Value):
-            divides = divisor in self.nonzero or node.operands.index(divisor) in free
+            divides = node.operands.index(divisor) in free  # whose values do not matter
         else:
             divides = divisor != 0 and base_name(node) not in SOLVES
         return divides and self.keeps_finite(node, free)
-
-    def gives_nonzero(self, node: Node, rule: ShardingRule) -> bool:
-        """Whether a node gives a constant that is not zero, what is at least a positive one, or a view of such."""
-        if base_name(node) not in CONSTANTS:
-            return rule.moves_only and bool(node.operands) and self.nonzero.issuperset(node.operands)
-        name = CONSTANTS[base_name(node)]
-        number = argument(node, name)
-        if not isinstance(number, (int, float)) or (name == "min" and number < 0):
-            return False
-        return bool(torch.tensor(number, dtype=node.outs[0].type.dtype).item())
 
     def _is_finite(self, value: Any) -> bool:
         if isinstance(value, Value):
             return value not in self.infinite
         return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def divisors_of_sums(graph: Graph) -> frozenset[Value]:
-    """The values by which a plan divides partial sums: that they have no zeros is an assumption of it."""
-    found = set[Value]()
-    for node in graph.nodes:
-        divisor = _divisor(node) if node.strategy is not None and partial_operands(node.strategy) else None
-        found |= {divisor} if isinstance(divisor, Value) else set()
-    return frozenset(found)
-
-
-def _divisor(node: Node) -> Any:
-    """What the first tensor of a node is divided by; None where it is not."""
-    name = DIVISORS.get(base_name(node))
-    return argument(node, name) if name is not None else None
 
 
 def _is_float(value: Value) -> bool:

@@ -7,7 +7,7 @@ A rule that is right by accident of some values (positive ones, indices that do 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -131,13 +131,6 @@ def as_given(of: Instance) -> Instance:
     (grad, x, *windows, _), _ = bind(of.node, of.tensors)
     space = 3 if "3d" in str(forward) else 2
     return of.on([grad, x, forward(x, *(windows or [list(grad.shape[-space:])]))[1]])
-
-
-def without_zeros(of: Instance, numbers: Collection[int]) -> Instance:
-    """The instance with ones in the place of zeros in the operands of these numbers."""
-    if not numbers:
-        return of
-    return of.on([t.masked_fill(t == 0, 1) if i in numbers else t for i, t in enumerate(of.tensors)])
 
 
 def span_of(of: Instance) -> Range:

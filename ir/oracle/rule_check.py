@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,12 +18,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardfx.ir.dim_sharding import Coords
-from shardfx.ir.graph import Graph, Node, Strategy, Value, op_name
+from shardfx.ir.graph import Graph, Node, Strategy, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.rules.book import RuleBook, RuleEntry, perform
-from shardfx.ir.rules.strategy import partial_operands, strategy
+from shardfx.ir.rules.strategy import strategy
 
 from .instance import Instance, as_results, bind, describe
 from .run_isolated import Lost, isolated
@@ -50,15 +50,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class PlannedShare:
-    """One distinct op, arguments and strategy of a plan, and its rule.
-
-    ``nonzero`` are the operands, by number, no element of which is zero in the plan, where others are partial sums.
-    """
+    """One distinct op, arguments and strategy of a plan, and its rule."""
 
     node: Node
     entry: RuleEntry
     built_in: bool
-    nonzero: tuple[int, ...] = ()
 
     def question(self, mesh: Mesh) -> str:
         """All that the answer depends on, beside the code."""
@@ -66,8 +62,7 @@ class PlannedShare:
         assert made is not None
         sizes = {axis: mesh[axis].size for axis in used_axes(made)}
         there = [value is not None for value in self.node.results]
-        limits = f"; nonzero {self.nonzero}" if self.nonzero else ""
-        return f"{describe(self.node)} -> {there}; {made}; {sizes}{limits}"
+        return f"{describe(self.node)} -> {there}; {made}; {sizes}"
 
 
 @dataclass(frozen=True)
@@ -88,17 +83,15 @@ def check_plan(
     graph: Graph,
     rules: RuleBook,
     built_in: RuleBook,
-    nonzero: Set[Value] = frozenset(),
     only: Sequence[RuleEntry] | None = None,
 ) -> PlanChecked:
     """Execute the shares of a planned graph.
 
     Args:
         built_in: rules whose right answers are cached on disk; nobody can say whether the code behind others changed.
-        nonzero: values that are sure to have no zero among their elements: by others no partial sum may be divided.
         only: rules of which alone the shares are executed.
     """
-    asked = [(share, share.question(graph.mesh)) for share in shares(graph, rules, built_in, nonzero)]
+    asked = [(share, share.question(graph.mesh)) for share in shares(graph, rules, built_in)]
     if only is not None:
         asked = [(share, question) for share, question in asked if any(share.entry is entry for entry in only)]
     answers = {question: known for share, question in asked if (known := _recalled(share, question)) is not None}
@@ -149,20 +142,18 @@ def _sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def shares(graph: Graph, rules: RuleBook, built_in: RuleBook, nonzero: Set[Value] = frozenset()) -> list[PlannedShare]:
+def shares(graph: Graph, rules: RuleBook, built_in: RuleBook) -> list[PlannedShare]:
     """The distinct shares of a planned graph that are sharded, or partial, by a rule."""
     found: dict[Any, PlannedShare | None] = {}
     for node in graph.nodes:
         if node.strategy is None:
             continue
-        sure = tuple(i for i, value in enumerate(node.operands) if value in nonzero)
-        sure = sure if partial_operands(node.strategy) else ()
-        key = (alike(node), node.strategy, sure)
+        key = (alike(node), node.strategy)
         if key in found:
             continue
         entry = rules.entry(node.op) if used_axes(node.strategy) else None
         own = entry is not None and built_in.entry(node.op) is entry
-        found[key] = None if entry is None else PlannedShare(node, entry, own, sure)
+        found[key] = None if entry is None else PlannedShare(node, entry, own)
     return [share for share in found.values() if share is not None]
 
 
@@ -170,7 +161,7 @@ def _execute(asked: Sequence[PlannedShare], mesh: Mesh) -> list[Answer]:
     """The answers, found in a process of its own; where that is lost, each is asked alone."""
 
     def answers() -> list[Answer]:
-        return [check_share(share.node, share.entry, mesh, share.nonzero) for share in asked]
+        return [check_share(share.node, share.entry, mesh) for share in asked]
 
     try:
         return isolated(answers, SECONDS_EACH * len(asked)) if asked else []
@@ -183,12 +174,8 @@ def _execute(asked: Sequence[PlannedShare], mesh: Mesh) -> list[Answer]:
 # ---- one share -------------------------------------------------------------------------------------------------------
 
 
-def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[int] = ()) -> Answer:
-    """What is wrong with a node's strategy, or with how its rule's ``local`` writes a rank's version.
-
-    Args:
-        nonzero: operands, by number, that have no zero among their elements: on no others is the share executed.
-    """
+def check_share(node: Node, entry: RuleEntry, mesh: Mesh) -> Answer:
+    """What is wrong with a node's strategy, or with how its rule's ``local`` writes a rank's version."""
     with undisturbed():
         wrong = fails_without_numbers(node, entry, mesh)
         if wrong:
@@ -200,7 +187,7 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
             return Answer(left_out="it could not be made small")
         on = f"on {describe(small.of.node)}: "
         try:
-            why = first_difference(entry, small.made, small.of, small.mesh, nonzero)
+            why = first_difference(entry, small.made, small.of, small.mesh)
         except Exception as error:  # whatever a kernel says of its arguments
             said = f"{on}{one_line(error)}"
             return Answer(wrong=said) if small.as_it_stands else Answer(left_out=said)

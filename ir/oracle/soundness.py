@@ -10,7 +10,7 @@ Each rank's call is made by :func:`shardfx.ir.rules.book.perform`, as code gener
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +29,7 @@ from shardfx.ir.rules.strategy import Partial, on_axis, strategy
 from shardfx.ir.shards import local_shard
 from shardfx.ir.spec import REDUCTIONS, Spec
 
-from .draws import LAYOUTS, as_given, beyond, draws, extremes, not_finite, without_zeros
+from .draws import LAYOUTS, as_given, beyond, draws, extremes, not_finite
 from .instance import Instance, Results, as_results, bind, call, is_float
 from .recombine import difference, rounding, split
 
@@ -127,18 +127,14 @@ def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: RuleTrial,
         return one_line(error)
 
 
-def first_difference(entry: RuleEntry, made: Strategy, of: Instance, mesh: Mesh, nonzero: Collection[int] = ()) -> str:
+def first_difference(entry: RuleEntry, made: Strategy, of: Instance, mesh: Mesh) -> str:
     """How a strategy of an op differs from the op on one device, on the first of several values where it does, or in
     another memory layout of the first ones, if the kernel takes it; or "".
-
-    Args:
-        nonzero: operands, by number, that have no zero among their elements.
 
     Raises:
         Exception: whatever a kernel says of its arguments.
     """
-    for number, drawn in enumerate((as_given(of), *draws(of), *_far_out(entry, of, made))):
-        each = without_zeros(drawn, nonzero)
+    for number, each in enumerate((as_given(of), *draws(of), *_far_out(entry, of, made))):
         shards = shard_operands(made, each, mesh, torch.Generator().manual_seed(number))
         why = Execution(entry, made, each, mesh, shards).difference()
         if why:

@@ -114,7 +114,7 @@ def _moved(base: TrialPlacement, region: Collection[Node], by: str, axes: Collec
         gone = needed - {axis for value in node.operands for axis in trial.spec(value).partial_axes}
         if gone:
             kept = {axis: group for axis, group in partial_operands(made).items() if axis not in gone}
-            trial.changed[node] = trial.costs.cache.strategy(trial.rule(node), trial.shardings(node), kept)
+            trial.changed[node] = trial.costs.context.cache.strategy(trial.rule(node), trial.shardings(node), kept)
     return trial
 
 

@@ -48,7 +48,7 @@ class Spatial(Pass):
         check_options(self)
 
     def run(self, graph: Graph, context: Context) -> bool:
-        never = TrialPlacement(PlacementCosts.of(graph, context.cache, context.planner, context.machine))
+        never = TrialPlacement(PlacementCosts(graph, context))
         if self.leave is not None:
             never, said = left(never, self.leave, space_axes(graph))
             graph.notes += [said] if said else []

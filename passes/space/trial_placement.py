@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.node_cost import NodeCosts
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Strategy, Value
@@ -15,37 +14,27 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import FactorShardings, factor_shardings, partial_operands
 from shardfx.ir.shards import has_rows
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import RuleCache
+from shardfx.passes.base import Context
 
 
-@dataclass(frozen=True)
 class PlacementCosts:
-    """What placements are weighed by: the mesh's links, and costs of nodes on the machine that is planned for."""
+    """What placements of a graph, in which every node has a strategy, are weighed by: the mesh's links, and costs of
+    nodes on the machine that is planned for."""
 
-    graph: Graph
-    cache: RuleCache
-    planner: Redistribution
-    machine: Machine
-    prices: NodeCosts
-    users: dict[Value, list[Node]]
-    outputs: dict[Value, list[Spec]]
-    """How values leave the program."""
-    bucketed: Redistribution
-    """By links without latency: outputs are bucketed with others."""
-
-    @staticmethod
-    def of(graph: Graph, cache: RuleCache, planner: Redistribution, machine: Machine) -> PlacementCosts:
-        """Those of a graph in which every node has a strategy."""
-        outputs: dict[Value, list[Spec]] = {}
+    def __init__(self, graph: Graph, context: Context) -> None:
+        self.graph, self.context, self.users = graph, context, graph.users()
+        self.prices = NodeCosts(graph.mesh, context.rules)
+        self.outputs: dict[Value, list[Spec]] = {}
+        """How values leave the program."""
         for output, spec in graph.output_specs().items():
-            outputs.setdefault(output.value, []).append(spec)
+            self.outputs.setdefault(output.value, []).append(spec)
         links = {axis.name: replace(axis.link, latency=0.0) for axis in graph.mesh.axes}
-        bucketed, prices = Redistribution(graph.mesh.with_links(links), planner.each), NodeCosts(graph.mesh, cache.book)
-        return PlacementCosts(graph, cache, planner, machine, prices, graph.users(), outputs, bucketed)
+        self.bucketed = Redistribution(graph.mesh.with_links(links), context.planner.each)
+        """By links without latency: outputs are bucketed with others."""
 
     def seconds(self, node: Node) -> float:
         """The time to compute a node."""
-        return self.prices.of(node).seconds(self.machine, self.graph.mesh)
+        return self.prices.of(node).seconds(self.context.machine, self.graph.mesh)
 
 
 @dataclass
@@ -105,7 +94,7 @@ class TrialPlacement:
         for value in values:
             made = self.spec(value)
             for need in self.moves(value):
-                planner = costs.bucketed if need in costs.outputs.get(value, ()) else costs.planner
+                planner = costs.bucketed if need in costs.outputs.get(value, ()) else costs.context.planner
                 found += planner.seconds(value.type, made, need)
         return found + sum(costs.seconds(replace(node, strategy=self.strategy(node))) for node in nodes)
 
@@ -115,7 +104,7 @@ class TrialPlacement:
 
     def rule(self, node: Node) -> ShardingRule:
         """The rule of a node's op."""
-        return self.costs.cache.rule(node)
+        return self.costs.context.cache.rule(node)
 
     def shardings(self, node: Node) -> FactorShardings:
         """How the factors of a node's rule are sharded."""
@@ -125,7 +114,7 @@ class TrialPlacement:
         """How the node is computed when its factors are sharded so; None where its rule does not allow it."""
         shardings = {factor: sharding for factor, sharding in shardings.items() if sharding.axes}
         try:
-            return self.costs.cache.strategy(self.rule(node), shardings, partial_operands(self.strategy(node)))
+            return self.costs.context.cache.strategy(self.rule(node), shardings, partial_operands(self.strategy(node)))
         except Error:  # a factor that must be in tiles, or an axis twice in one placement
             return None
 

@@ -18,7 +18,6 @@ from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.passes.base import Context
-from shardfx.passes.finite import divisors_of_sums
 from shardfx.runtime.verify.fault import Fault, place
 from shardfx.runtime.verify.verdict import Status, Verdict, text
 
@@ -71,7 +70,7 @@ def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
 
 def _checked(graph: Graph, context: Context, own: Sequence[RuleEntry] | None = None) -> PlanChecked:
     on_ranks = replace(graph, mesh=loops_as_ranks(graph.mesh))
-    return check_plan(on_ranks, context.rules, default_rules(), divisors_of_sums(graph), only=own)
+    return check_plan(on_ranks, context.rules, default_rules(), only=own)
 
 
 def _is_wrong(node: Node, why: str) -> str:
