@@ -114,8 +114,7 @@ class RematerializeGathers(Pass):
 @dataclass(frozen=True)
 class RematerializeCasts(Pass):
     """Cast parameters once more for the backward (``Hints(mixed_precision=...)``): a copy in fewer bits is not kept
-    beside its
-    master weights. What was gathered is kept, unless ``rematerialize-gathers`` fetches it once more."""
+    beside its master weights. What was gathered is kept, unless ``rematerialize-gathers`` fetches it once more."""
 
     name: ClassVar[str] = "rematerialize-casts"
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.dim_sharding import WHOLE, DimSharding
 from shardfx.ir.graph import Graph, InputKind, Node, Value
-from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.rules.strategy import place
 from shardfx.ir.spec import Spec
@@ -32,7 +31,8 @@ WORTH_SHARDING = 0.01
 def share_compute(graph: Graph, axes: Iterable[str], propagation: Propagation) -> bool:
     """Shard by rows, over these (data) axes, the products that their ranks all compute, where they can be; says whether
     it did."""
-    flops, resolve = _flops_of_all(propagation.state.nodes), propagation.conflicts.resolve
+    resolve = propagation.conflicts.resolve
+    flops = {node: flops_of(node) for node in propagation.state.nodes if is_heavy(node)}
     parameters = derived(graph, (inp.value for inp in graph.of_kind(InputKind.PARAMETER)), every=True)
     changed = False
     for axis in (axis for axis in sorted(axes) if graph.mesh.extent((axis,)) > 1):
@@ -68,13 +68,6 @@ def _by_rows(
             spec = Spec(place(dims, {**shardings, factor: sharding}, rule, state.mesh))
             return Seed(value, spec, f"{BY_PASS}'propagate', which shares work over {axis}", closed=False)
     return None
-
-
-def _flops_of_all(nodes: Iterable[Node]) -> dict[Node, int]:
-    """The FLOPs of every node that has many; those of nodes alike are counted once."""
-    keys = {node: alike(node) for node in nodes if is_heavy(node)}
-    known = {key: flops_of(node) for key, node in {key: node for node, key in keys.items()}.items()}
-    return {node: known[key] for node, key in keys.items()}
 
 
 def _axes(shardings: Mapping[str, DimSharding]) -> set[str]:

@@ -61,15 +61,11 @@ def _tiles(placement: TrialPlacement, node: Node, axes: Collection[str]) -> Iter
 
 def _map_size(placement: TrialPlacement, node: Node, axes: Collection[str]) -> int:
     """The places of the largest map that a node works on which is sharded over axes of space; 0 if there is none."""
-    return max(
-        (
-            math.prod(
-                size for size, sharding in zip(value.shape, spec.dims, strict=True) if set(sharding.axes) & set(axes)
-            )
-            for value, spec in _tiles(placement, node, axes)
-        ),
-        default=0,
-    )
+    sizes = [0]
+    for value, spec in _tiles(placement, node, axes):
+        dims = zip(value.shape, spec.dims, strict=True)
+        sizes.append(math.prod(size for size, sharding in dims if set(sharding.axes) & set(axes)))
+    return max(sizes)
 
 
 def _small(placement: TrialPlacement, maps: dict[Node, int], axes: Collection[str]) -> list[list[Node]]:

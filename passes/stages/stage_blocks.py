@@ -159,7 +159,7 @@ def stages_as_planned(graph: Graph) -> AsPlanned:
 
     Example::
 
-        stages_as_planned(pm.after)    # (("layers.0", "layers.1"), ("layers.2", "layers.3"))
+        stages_as_planned(pm.planned)    # (("layers.0", "layers.1"), ("layers.2", "layers.3"))
     """
     blocks, stages = ModelBlocks(graph), dict[int, int]()
     for node in graph.nodes:
