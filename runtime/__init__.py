@@ -1,7 +1,6 @@
 """How programs run, and the proof that they are the model: the names that a writer of engines or rank passes needs
 (docs/writing_passes.md)."""
 
-from .collective_counts import count_collectives
 from .engine import Engine, Probe, RankProbe
 from .store import Store
 from .verify.verdict import Verdict
@@ -16,5 +15,4 @@ __all__ = [
     "Verdict",
     "VirtualEngine",
     "VirtualStore",
-    "count_collectives",
 ]

@@ -58,22 +58,22 @@ def check_device(device: torch.device) -> None:
         Error: this build of torch does not serve it, there is none, or fewer than its index says.
     """
     kind = device.type
+    if kind == "cpu":
+        return
     try:
         module: Any = torch.get_device_module(kind)
         count = int(module.device_count()) if module.is_available() else 0
     except RuntimeError:  # no module of torch serves this type
         count = 0
-    if kind == "cpu" or count > (device.index or 0):
-        return
-    raise Error(
-        f"there is no device {str(device)!r} here",
-        where="Hints(device=...), or the device of the model's weights",
-        expected="a device of this machine: " + ", ".join(["cpu", *(f"{kind}:{i}" for i in range(count))]),
-        got=f"{str(device)!r}; torch.{kind}.device_count() is {count}",
-        remedy=f"Hints(device={f'{kind}:{count - 1}'!r}), or one process for each device"
-        if count
-        else "Hints(device='cpu'); or a model on meta, to plan without running: report, memory, timeline",
-    )
+    if count <= (device.index or 0):
+        raise Error(
+            f"there is no device {str(device)!r} here",
+            where="Hints(device=...), or the device of the model's weights",
+            expected="a device of this machine: " + ", ".join(["cpu", *(f"{kind}:{i}" for i in range(count))]),
+            got=f"{str(device)!r}; torch.{kind}.device_count() is {count}",
+            remedy="Hints(device=...) of one of these, and one process for each; or a model on meta, to plan without "
+            "running: report, memory, timeline",
+        )
 
 
 def as_current(device: torch.device) -> AbstractContextManager[Any]:

@@ -37,6 +37,11 @@ class MemoryPool:
         self._kept: list[_Lent] = []
         self._make = make
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """All of it."""
+        return [each.flat for each in self._kept]
+
     def next_step(self) -> None:
         """Let go of what the last step did not ask for."""
         self._kept = [each for each in self._kept if each.used]

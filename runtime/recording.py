@@ -27,8 +27,6 @@ from shardfx.ir.timing.rank_tasks import BEFORE, main_loop, purposes
 
 Tensor = torch.Tensor
 Row = tuple[tuple[Action, Span], ...]
-WALL = time.time() - time.perf_counter()
-"""What makes one clock of all processes' clocks."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class _Recorder:
     def _now(self) -> float:
         if self._cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() + WALL
+        return time.time()  # one clock of all processes
 
     def row(self) -> Row:
         """What was done for which action, from when to when."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from shardfx.ir.graph import Graph, Input, InputKind
-from shardfx.ir.ops.pools.transfer import arrived, settled
+from shardfx.ir.ops.pools.transfer import arrived, finish, settled
 from shardfx.ir.spec import Spec, with_dim_order
+
+from .local_device import check_device
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -41,13 +43,15 @@ class Shown(Protocol):
     def wrap(self, shard: Tensor) -> Tensor:
         """A tensor of that kind, in the shard's memory."""
 
+    def parameter(self, shard: Tensor, trained: bool) -> nn.Parameter:
+        """A parameter of that kind, in the shard's memory."""
+
     def plain(self, tensor: Tensor) -> Tensor | None:
         """The shard that is shown as ``tensor``; None: it is placed otherwise."""
 
 
 class Store:
-    """The state of a plan: the shards of parameters, buffers and states that the ranks of this process store. What is
-    implemented here is that of all ranks in one process."""
+    """The state of a plan: the shards of parameters, buffers and states that the ranks of this process store."""
 
     parameters: dict[str, list[nn.Parameter]]
     buffers: dict[str, list[Tensor]]
@@ -62,6 +66,7 @@ class Store:
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         self._states = graph.of_kind(InputKind.STATE)
         self._given: dict[str, Input] = {given.name: given for given in (*self._inputs, *self._states)}
+        self._loaded: set[str] = set()
 
     def handed_out(self, scale: Tensor | float) -> None:
         """Gradients that were computed, times ``scale``, go to parameters: which other processes do alike."""
@@ -71,7 +76,7 @@ class Store:
 
     def is_loaded(self, name: str) -> bool:
         """Whether there is content for a parameter, buffer or state, here or in another process."""
-        return any(name in tensors for tensors in (self.parameters, self.buffers, self.states))
+        return name in self._loaded
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
         """What processes say of what they store, by name; of what several store the first one says it. All ranks call
@@ -84,8 +89,55 @@ class Store:
         return mine
 
     def load(self, full: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
-        """Shard global parameters and buffers into the stored shards; what is stored already is written over."""
-        raise NotImplementedError
+        """Shard global parameters and buffers into the stored shards; what is stored already is written over. Rank 0's
+        count, and all ranks call it."""
+        check_device(self.device)
+        finish(self.device)
+        memory = {} if self.parameters else self._parameter_memory()
+        for inp in (each for each in self._inputs if each.name in full):
+            name, trained, is_parameter = inp.name, trainable.get(inp.name, True), inp.kind is InputKind.PARAMETER
+            own_shards = self._split(inp, self._of_rank_0(inp, full[name].detach()))
+            self._loaded.add(name)
+            if stored := (self.parameters if is_parameter else self.buffers).get(name):
+                self._write(stored, own_shards)
+            elif is_parameter and own_shards:
+                shown, placed = self.shown(name), self._placed(name, own_shards, memory)
+                self.parameters[name] = [
+                    nn.Parameter(each, requires_grad=trained) if shown is None else shown.parameter(each, trained)
+                    for each in placed
+                ]
+            elif own_shards:
+                self.buffers[name] = [self._wrapped(name, each) for each in self._placed(name, own_shards, memory)]
+            elif is_parameter and trained:
+                self.trained_elsewhere |= {name}
+
+    def begin(self, name: str, start: float | str) -> None:
+        """Make a state of an optimizer: one number everywhere, or a copy of the parameter of the name ``start``."""
+        inp = self._given[name]
+        dtype = inp.value.type.dtype
+        if isinstance(start, str):
+            full = self.whole(start).to(dtype)
+        else:
+            full = torch.full((), start, dtype=dtype).expand(inp.value.shape)
+        own_shards = [shard.contiguous() for shard in self._split(inp, full)]
+        self._loaded.add(name)
+        if own_shards:
+            placed = self._placed(name, own_shards, self._state_memory(inp))
+            self.states[name] = [self._as_state(name, each) for each in placed]
+
+    def fill(self, name: str, full: Tensor) -> None:
+        """Shard a global state into the stored shards. Rank 0's counts, and all ranks call it."""
+        finish(self.device)
+        inp = self._given[name]
+        own_shards = self._split(inp, self._of_rank_0(inp, full.to(inp.value.type.dtype)))
+        self._write(self.states.get(name, ()), own_shards)
+
+    def sharding(self, name: str, full: Tensor) -> list[Tensor]:
+        """A tensor of a parameter's shape, as the shards of the parameter that are here. Rank 0's counts, and all ranks
+        call it."""
+        inp = self._given[name]
+        own_shards = self._split(inp, self._of_rank_0(inp, full.detach()))
+        return [self._wrapped(name, each.to(self.device, copy=True)) for each in own_shards]
 
     def to(self, device: torch.device) -> None:
         """Move what is stored; parameters stay the same objects."""
@@ -103,24 +155,11 @@ class Store:
         """Of all that is stored how it is placed, and the number of the shard in this process; -1 for all."""
         return {name: (str(given.value.spec), -1) for name, given in self._given.items()}
 
-    def begin(self, name: str, start: float | str) -> None:
-        """Make a state of an optimizer: one number everywhere, or a copy of the parameter of the name ``start``."""
-        raise NotImplementedError
-
-    def fill(self, name: str, full: Tensor) -> None:
-        """Shard a global state into the stored shards. Rank 0's counts, and all ranks call it."""
-        raise NotImplementedError
-
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Store the new content of a buffer, parameter or state, once for each distinct shard."""
         stored = self.shard(name, rank)
         if stored.data_ptr() != new.data_ptr():
             stored.copy_(arrived(new))
-
-    def sharding(self, name: str, full: Tensor) -> list[Tensor]:
-        """A tensor of a parameter's shape, as the shards of the parameter that are here. Rank 0's counts, and all ranks
-        call it."""
-        raise NotImplementedError
 
     def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The global tensor of a parameter or buffer, or of ``shards`` that are sharded like it (its gradient): a copy.
@@ -147,10 +186,47 @@ class Store:
     def _held(self, name: str) -> Sequence[Tensor]:
         return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
 
-    def _settled(self, name: str, shard: Tensor) -> Tensor:
-        """A copy in the memory, and in the order, of a stored value."""
+    # ---- what differs between all ranks in one process and one of them
+
+    def _of_rank_0(self, inp: Input, full: Tensor) -> Tensor:
+        """Rank 0's global tensor, of which each process gives its own."""
+        return full
+
+    def _split(self, inp: Input, full: Tensor) -> list[Tensor]:
+        """The shards that are here of a global tensor."""
+        raise NotImplementedError
+
+    def _parameter_memory(self) -> Mapping[str, Sequence[Tensor]]:
+        """Memory for the shards of parameters that lie next to others."""
+        raise NotImplementedError
+
+    def _state_memory(self, inp: Input) -> Mapping[str, Sequence[Tensor]]:
+        """Memory for the shards of a state, where it lies next to others."""
+        return {}
+
+    def _wrapped(self, name: str, shard: Tensor) -> Tensor:
+        """A buffer, or a tensor of a parameter's shape, as it is shown."""
+        return shard
+
+    def _as_state(self, name: str, shard: Tensor) -> Tensor:
+        """A state, as it is shown."""
+        return shard
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        """The memory of a stored tensor."""
+        return tensor
+
+    def _write(self, stored: Iterable[Tensor], own_shards: Sequence[Tensor]) -> None:
+        """Write shards into those that are stored."""
+        for old, new in zip(stored, own_shards, strict=True):
+            self._plain(old.detach()).copy_(new)
+
+    def _placed(self, name: str, own_shards: Sequence[Tensor], memory: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
+        """Copies in the memory, and in the order, of a stored value."""
+        if name in memory:
+            return [place.copy_(shard) for place, shard in zip(memory[name], own_shards, strict=True)]
         inp = self._given[name]
-        return settled(with_dim_order(shard, inp.dim_order), inp.pool, self.device)
+        return [settled(with_dim_order(each, inp.dim_order), inp.pool, self.device) for each in own_shards]
 
 
 def spec_of(inp: Input) -> Spec:

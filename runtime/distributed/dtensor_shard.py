@@ -244,13 +244,6 @@ class MultiBoxTensor(Tensor):
 
         return tree_map_only(Tensor, close, result)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["data_"], (self.boxes, self.guarded)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> MultiBoxTensor:
-        return MultiBoxTensor(inner["data_"], *context)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return MultiBoxTensor, (self.data_, self.boxes, self.guarded)
 

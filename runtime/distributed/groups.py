@@ -84,26 +84,14 @@ def initialise(device: torch.device) -> None:
     """Join the job that ``torchrun`` started, unless that is done already, with ``device`` as this process's current.
 
     Raises:
-        Error: the environment does not say which, or it cannot be reached; or the process group does not serve the
-            device.
+        Error: the process group does not serve the device.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
         backend = "nccl" if device.type == "cuda" else shm.NAME if alone else "gloo"
-        try:
-            dist.init_process_group(backend, timeout=timedelta(minutes=10))
-        except (ValueError, RuntimeError) as error:
-            said = ", ".join(f"{name}={os.environ.get(name, '')}" for name in JOB)
-            raise Error(
-                "this process cannot join the job",
-                where=f"the environment: {said}",
-                expected="what torchrun sets, alike for all processes but for RANK and LOCAL_RANK",
-                got=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-                remedy="start it by torchrun, or call torch.distributed.init_process_group(...) before parallelize; "
-                "parallelize(..., virtual=True) runs all ranks in one process",
-            ) from error
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
     check_backend(device.type)
 
 
@@ -124,13 +112,12 @@ def check_backend(kind: str) -> None:
     if backend and not mixed and (backend != "gloo" or kind == "cpu"):
         return
     own = "gloo" if kind == "cpu" else "nccl"
-    other = ", or Hints(device='cuda')" if kind == "cpu" and "cuda" in backends() else ""
     raise Error(
         f"the process group cannot serve a plan on {kind}",
         where="parallelize(...)",
-        expected=f"the {own.upper() if own == 'nccl' else own} backend for {kind} tensors",
+        expected=f"the {own} backend for {kind} tensors",
         got=f"torch.distributed.init_process_group({dist.get_backend_config()!r})",
-        remedy=f"torch.distributed.init_process_group({own!r}), or {'cpu:gloo,cuda:nccl'!r}{other}",
+        remedy=f"torch.distributed.init_process_group({own!r}), or {'cpu:gloo,cuda:nccl'!r}; or Hints(device=...)",
     )
 
 
@@ -195,12 +182,11 @@ def the_cpu_group() -> dist.ProcessGroup:
     """
     made = find_group(CPU_GROUP) if dist.is_initialized() else None
     if made is None:
-        left = "this rank left it, when a call ended all ranks" if dist.is_initialized() else "it was destroyed"
         raise Error(
             "this process is no rank of a job any more",
             where="a call that all ranks make together",
             expected="the process group that the model was parallelized in",
-            got=left,
+            got="one that was destroyed, or that this rank left when a call ended all ranks",
             remedy="start the job again from its last checkpoint; torch.distributed.destroy_process_group() comes "
             "after the last call of all ranks",
         )

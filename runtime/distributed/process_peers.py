@@ -41,7 +41,6 @@ from shardfx.runtime.peers import (
     OtherSurroundings,
     Passed,
     Peers,
-    RankInput,
     RankInputs,
     Subjects,
     Words,
@@ -51,7 +50,7 @@ from shardfx.runtime.store import Store
 from .checksum import checksum
 from .groups import make_cpu_group, make_groups
 from .peer_failure import ending_together, exchange, tell_all
-from .process_store import ProcessStore
+from .process_store import DONE, WRITTEN, ProcessStore
 
 T = TypeVar("T")
 c10d = torch.ops._c10d_functional
@@ -61,7 +60,6 @@ FAILED = max(Passed) + 1
 NO_DRAW = -1
 SHOWN = 4
 START, PLANNING = "the start of a call", "parallelize(...), or planning a new specialization"
-WRITTEN, DONE = "parameters were written into since the last call", "done since the last call"
 _numbers = itertools.count()
 _lock = threading.RLock()
 _refused: list[str] = []
@@ -80,8 +78,6 @@ class ProcessPeers(Peers):
         self._store: ProcessStore | None = None
         self._agreed = self._together = False
         """Whether ranks were told of this call, and all make it."""
-        self._writes: int | None = None
-        """The count of writes into parameters when the last call was over."""
         self._digests: dict[Hashable, int] = {}
         self._seen: Counter[Hashable] = Counter()
 
@@ -109,7 +105,7 @@ class ProcessPeers(Peers):
                 raise
             finally:
                 if self._together and self._store is not None:
-                    self._writes = self._store.writes()
+                    self._store.forget_history()
 
     def agree(
         self,
@@ -124,35 +120,41 @@ class ProcessPeers(Peers):
         if key not in self._digests:
             self._digests[key] = digest(f"{self.number} {sorted(words().items())}")
         said = {name: f"{rate.tolist()}" for name, rate in (rates or {}).items() if rate.device.type == "cpu"}
-        history = {} if anew else self._history()
-        also = digest(f"{history} {said}") if history or said else 0
+        done = {} if anew or self._store is None else self._store.done()
+        also = digest(f"{said} {done}") if said or done else 0
         rows = self._exchange(self._digests[key], passed, also, NO_DRAW if draw is None else draw)
         ways = {row[1] for row in rows} - {Passed.EITHER}
-        if len({row[0] for row in rows}) > 1 or len(ways) > 1:
+        if len({(row[0], row[2]) for row in rows}) > 1 or len(ways) > 1:
             how = {} if passed is Passed.EITHER else {"inputs": ("the global batch", "this rank's own part")[passed]}
-            raise other_calls(tell_all({"module": f"parallel module {self.number}", **words(), **how}))
-        if len({row[2] for row in rows}) > 1:
-            every = tell_all(said)
-            if _differ(every):
-                raise other_calls(every)
-            if self._store is not None and self._store.is_staged:  # steps are not counted, so this remains
-                self._store.history[f"the others did not do the same as rank {dist.get_rank()}"] = 1
-            raise drifted(tell_all({WRITTEN: "0 times", DONE: "nothing", **history}))
+            raise self._other_calls({**words(), **how, **said, **done})
         self._seen[key] += 1
         self._together = True
-        if self._store is not None:
-            self._store.forget_history()
         drawn = rows[0][3]
         return Agreed(Passed.PART in ways, None if drawn == NO_DRAW else drawn)
 
-    def _history(self) -> dict[str, str]:
-        """What was done to parameters since the last call."""
-        if self._store is None:
-            return {}
-        done = self._store.history
-        written = 0 if self._writes is None or self._store.is_loaded_anew else self._store.writes() - self._writes
-        text = "; ".join(f"{what}, {times} times" if times > 1 else what for what, times in done.items())
-        return {WRITTEN: f"{written} times", DONE: text or "nothing"} if written or done else {}
+    def _other_calls(self, mine: Mapping[str, str]) -> Error:
+        """Ranks make other calls, or did something else to parameters before this one."""
+        every = tell_all({**mine, "module": f"parallel module {self.number}"})
+        if not {*_differ(every)} <= {WRITTEN, DONE}:
+            return disagreement(
+                "the ranks do not make the same call",
+                "pm(...)",
+                "the same call on all ranks: training or evaluation, mode, shapes, numbers, rates of the optimizer",
+                every,
+                "call a parallel module on all ranks alike, also to evaluate, to save, and for an epoch's last batch; "
+                "ranks that pass their own parts pad them to one length; nothing was run, and all ranks can go on",
+                OtherSurroundings if _differ(every) == [AROUND] else Error,
+            )
+        if self._store is not None and self._store.is_staged:  # steps are not counted, so this remains
+            self._store.history[f"the others did not do the same as rank {dist.get_rank()}"] = 1
+        return disagreement(
+            "the ranks' parameters are no longer the same",
+            "before pm(...)",
+            "the same done to parameters by all ranks: backwards, optimizers' steps at the same rates, writes",
+            every,
+            "let all ranks do the same between calls; pm.load_full_state_dict(...), or a checkpoint that all load, "
+            "makes them the same again, and until then this is raised",
+        )
 
     def planned(self, make: Callable[[], T], subjects: Callable[[T], Subjects]) -> T:
         """Make a plan, and compare its digest."""
@@ -165,9 +167,16 @@ class ProcessPeers(Peers):
         mine = digest(str({name: [*map(_compared, each)] for name, each in lines.items()}))
         rows = self._exchange(digest(f"a plan of {self.number}"), Passed.EITHER, mine, next(_numbers))
         if len({row[0] for row in rows}) > 1:
-            raise other_calls(tell_all({"runs": PLANNING, "module": f"parallel module {self.number}"}))
+            raise self._other_calls({"runs": PLANNING})
         if len({row[2] for row in rows}) > 1:
-            raise other_plans(tell_all(lines))
+            raise disagreement(
+                "the ranks have made different plans",
+                "parallelize(...), or a call that needs a new specialization",
+                "the same model, loss, mesh, hints and shapes of example inputs on all ranks",
+                _first_difference(tell_all(lines)),
+                "let nothing in the model, its loss or the hints depend on the rank; examples are of the global batch; "
+                "and make a model on meta there, with torch.device('meta'), for one that is moved loses its ties",
+            )
         if self._store is None:
             self.number = rows[0][3]
         self._together = True
@@ -179,12 +188,18 @@ class ProcessPeers(Peers):
         mine = [number for each in given for number in (each.shard, checksum(each.tensor))]
         rows = exchange(mine, "comparing inputs")
         for i, each in enumerate(given):
-            sides: dict[int, dict[int, list[int]]] = {}
-            for rank, row in enumerate(rows):
-                sides.setdefault(row[2 * i], {}).setdefault(row[2 * i + 1], []).append(rank)
-            for found in sides.values():
-                if len(found) > 1:
-                    raise other_inputs(each, [*found.values()])
+            shards = [(row[2 * i], f"{row[2 * i + 1] & 0xFFFFFFFF:08x}") for row in rows]
+            if len({*shards}) > len({shard for shard, _ in shards}):
+                full, part = each.whole, each.part
+                raise disagreement(
+                    "ranks pass different batches as the same one",
+                    f"pm(...), {each.name!r}",
+                    f"the global batch {full}, the same on all ranks" if each.shard < 0 else f"the same part {part}",
+                    [{"content": f"{content} of shard {n}" if n >= 0 else content} for n, content in shards],
+                    "ranks that work on the same part of the batch pass the same, so samplers depend on the data axes "
+                    f"alone; or each rank passes its own part of the global batch, {part}; where each has a batch of "
+                    f"{full} of its own, as with DDP, parallelize with example inputs of all ranks' rows together",
+                )
 
     def firsts(self, mesh: Mesh, inputs: RankInputs) -> Mapping[str, torch.Tensor]:
         given = [each for each in inputs() if mesh.extent(each.axes) > 1]
@@ -290,29 +305,17 @@ def digest(text: str) -> int:
 CALL_FAILED = "a call failed on another rank"
 
 
-def other_calls(every: Sequence[Mapping[str, str]]) -> Error:
-    """Ranks make other calls."""
-    differ = _differ(every)
-    kind = OtherSurroundings if differ == [AROUND] else Error
+def disagreement(
+    what: str, where: str, expected: str, every: Sequence[Mapping[str, str]], remedy: str, kind: type[Error] = Error
+) -> Error:
+    """The error of ranks that differ: the subjects in which they do, each side once."""
+    differ, found = _differ(every)[:SHOWN], dict[str, list[int]]()
+    for rank, words in enumerate(every):
+        text = "; ".join(f"{subject}: {words.get(subject, 'nothing')}" for subject in differ)
+        found.setdefault(text, []).append(rank)
+    got = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in found.items()]
     return kind(
-        "the ranks do not make the same call",
-        where=f"rank {dist.get_rank()}; pm(...)",
-        expected="the same call on all ranks: training or evaluation, mode, shapes, numbers, rates of the optimizer",
-        got=sides(every, differ),
-        remedy="call a parallel module on all ranks alike, also to evaluate, to save, and for an epoch's last batch; "
-        "ranks that pass their own parts pad them to one length; nothing was run, and all ranks can go on",
-    )
-
-
-def drifted(every: Sequence[Mapping[str, str]]) -> Error:
-    """Ranks did something else before a call."""
-    return Error(
-        "the ranks' parameters are no longer the same",
-        where=f"rank {dist.get_rank()}; before pm(...)",
-        expected="the same done to parameters by all ranks: backwards, optimizers' steps at the same rates, writes",
-        got=sides(every, _differ(every)),
-        remedy="let all ranks do the same between calls; pm.load_full_state_dict(...), or a checkpoint that all load, "
-        "makes them the same again, and until then this is raised",
+        what, where=f"rank {dist.get_rank()}; {where}", expected=expected, got=_joined(got[:SHOWN]), remedy=remedy
     )
 
 
@@ -322,47 +325,11 @@ def _differ(every: Sequence[Mapping[str, str]]) -> list[str]:
     return [subject for subject in of_any if len({words.get(subject) for words in every}) > 1]
 
 
-def other_plans(every: Sequence[Subjects]) -> Error:
-    """Ranks made other plans: the first line that differs."""
+def _first_difference(every: Sequence[Subjects]) -> list[dict[str, str]]:
+    """The first line in which plans differ, by its subject."""
     rows = ((n, row) for n in every[0] for row in itertools.zip_longest(*(e[n] for e in every), fillvalue="no more"))
     subject, first = next((name, row) for name, row in rows if len({*map(_compared, row)}) > 1)
-    return Error(
-        "the ranks have made different plans",
-        where=f"rank {dist.get_rank()}; parallelize(...), or a call that needs a new specialization",
-        expected="the same model, loss, mesh, hints and shapes of example inputs on all ranks",
-        got=sides([{subject: " ".join(line.split())} for line in first], [subject]),
-        remedy="let nothing in the model, its loss or the hints depend on the rank; examples are of the global batch; "
-        "and make a model on meta there, with torch.device('meta'), for one that is moved loses its ties",
-    )
-
-
-def other_inputs(given: RankInput, alike: Sequence[Sequence[int]]) -> Error:
-    """An input that should be the same on several ranks, and is not."""
-    full, part = given.whole, given.part
-    return Error(
-        "ranks pass different batches as the same one",
-        where=f"pm(...), {given.name!r}",
-        expected=f"the global batch {full}, the same on all ranks" if given.shard < 0 else f"the same part {part}",
-        got="contents differ between " + " and ".join(named(ranks) for ranks in alike[:SHOWN]),
-        remedy="ranks that work on the same part of the batch pass the same: let samplers depend on the data axes alone"
-        if given.shard >= 0 or part == full
-        else f"pass the same batch on all ranks, or each rank its own part of it, {part}; where each has a batch of "
-        f"{full} of its own, as with DDP, parallelize with example inputs of all ranks' rows together",
-    )
-
-
-def sides(every: Sequence[Mapping[str, str]], differ: Sequence[str]) -> str:
-    """The subjects in which ranks differ, each side once."""
-    found: dict[str, list[int]] = {}
-    for rank, words in enumerate(every):
-        text = "; ".join(f"{subject}: {words.get(subject, 'no')}" for subject in differ[:SHOWN])
-        found.setdefault(text, []).append(rank)
-    return _joined([f"{named(ranks)}: {text}" for text, ranks in found.items()][:SHOWN])
-
-
-def named(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return [{subject: " ".join(line.split())} for line in first]
 
 
 def _joined(lines: Sequence[str]) -> str:

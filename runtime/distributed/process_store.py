@@ -11,14 +11,13 @@ optimizers, norms and averages take no mixture; so buffers are as parameters are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardfx.ir.graph import Graph, Input, InputKind, OutputKind
@@ -26,7 +25,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_tensors, stepped_groups
 from shardfx.ir.shards import Shards, local_shard
-from shardfx.ir.spec import Spec, with_dim_order
+from shardfx.ir.spec import Spec
 from shardfx.runtime.store import Store, norm_of, spec_of, with_strides_of
 
 from .checksum import checksum
@@ -37,6 +36,7 @@ from .peer_failure import ending_together, tell_all
 Tensor = torch.Tensor
 T = TypeVar("T")
 c10d = torch.ops._c10d_functional
+WRITTEN, DONE = "parameters were written into since the last call", "done since the last call"
 
 
 class ProcessStore(Store):
@@ -45,15 +45,15 @@ class ProcessStore(Store):
     def __init__(self, graph: Graph, device: torch.device) -> None:
         super().__init__(graph, device)
         self.rank, self._coords = dist.get_rank(), self.mesh.coords(dist.get_rank())
-        self.is_staged, self.is_loaded_anew = graph.pipeline is not None, False
+        self.is_staged = graph.pipeline is not None
         self.history: Counter[str] = Counter()
         """What this rank did to parameters since all ranks last made a call together, and how often."""
+        self._writes_before: int | None = None
         self._shardings = any(spec_of(inp).axes for inp in self._inputs)
         self._here = {given.name for given in self._given.values() if graph.is_here(given.at, self._coords)}
-        self._loaded: set[str] = set()
         self._shards: dict[str, DTensorShard] = {}
         self._stepped = stepped_groups(graph)
-        self._places: dict[str, Tensor] = {}
+        self._places: dict[str, list[Tensor]] = {}
         """Memory for states that are yet to be made."""
         stages = "" if graph.pipeline is None else graph.pipeline.axis
         axes: dict[str, Any] = {axis.name: axis.size for axis in self.mesh.space if axis.name != stages}
@@ -73,43 +73,25 @@ class ProcessStore(Store):
         """Whether there is content to be loaded: whether rank 0 has it, for it is rank 0's that counts."""
         return mine if is_dry_run() else tell_all(mine)[0]
 
-    def load(self, full: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
-        """Shard rank 0's parameters and buffers; what is stored already is written over."""
-        finish(self.device)
-        memory = {} if self.parameters else self._parameter_memory()
-        for given in (each for each in self._inputs if each.name in full):
-            name, trained = given.name, trainable.get(given.name, True)
-            shard = self._mine(given, full[name])
-            self._loaded.add(name)
-            tensors = self.parameters if given.kind is InputKind.PARAMETER else self.buffers
-            if shard is None:
-                if given.kind is InputKind.PARAMETER and trained:
-                    self.trained_elsewhere |= {name}
-            elif name in tensors:
-                DTensorShard.unwrap(tensors[name][0].detach()).copy_(shard)
-            elif given.kind is InputKind.PARAMETER:
-                own, shown = (
-                    memory[name].copy_(shard) if name in memory else self._settled(name, shard),
-                    self.shown(name),
-                )
-                made = nn.Parameter(own, requires_grad=trained) if shown is None else shown.parameter(own, trained)
-                self.parameters[name] = [made]
-            else:
-                self.buffers[name] = [self.as_gradient(name, with_dim_order(shard, given.dim_order).clone())]
-
-    def _parameter_memory(self) -> dict[str, Tensor]:
-        """Memory for the parameters that are gathered, or stepped, together."""
+    def _parameter_memory(self) -> dict[str, list[Tensor]]:
+        """Of those that are gathered, or stepped, together."""
         stepped = [together for together in self._stepped if together[0].kind is InputKind.PARAMETER]
         return self._contiguous([*contiguous_parameters(self.graph.nodes, self.graph.inputs), *stepped])
 
-    def _contiguous(self, groups: Sequence[Sequence[Input]]) -> dict[str, Tensor]:
+    def _state_memory(self, inp: Input) -> dict[str, list[Tensor]]:
+        """Of those that are stepped together, made with the first one."""
+        if inp.name not in self._places:
+            self._places |= self._contiguous([each for each in self._stepped if inp in each])
+        return {inp.name: self._places.pop(inp.name)} if inp.name in self._places else {}
+
+    def _contiguous(self, groups: Sequence[Sequence[Input]]) -> dict[str, list[Tensor]]:
         """Memory for inputs of each group that are here, one behind the other."""
-        found: dict[str, Tensor] = {}
+        found: dict[str, list[Tensor]] = {}
         for group in groups:
             here = [given for given in group if given.name in self._here]
             shapes = [spec_of(given).local_shape(given.value.shape, self.mesh, self._coords) for given in here]
             places = contiguous_tensors(shapes, here[0].value.type.dtype, self.device) if here else []
-            found |= {given.name: place for given, place in zip(here, places, strict=True)}
+            found |= {given.name: [place] for given, place in zip(here, places, strict=True)}
         return found
 
     # ---- the history that ranks compare at each call
@@ -122,41 +104,40 @@ class ProcessStore(Store):
     @cached_property
     def _replicated(self) -> list[str]:
         """Those that every rank holds whole."""
-        sharded = {inp.name for inp in self._inputs if spec_of(inp).axes}
-        return [name for name in self._everywhere if name not in sharded]
+        return [name for name in self._everywhere if not spec_of(self._given[name]).axes]
 
-    def writes(self) -> int:
+    def _writes(self) -> int:
         """The number of writes into parameters that every rank holds whole."""
-        replicated = (self.parameters.get(name) for name in self._replicated)
-        return sum(DTensorShard.unwrap(each[0])._version for each in replicated if each is not None)
+        shards = [self.parameters[name][0] for name in self._replicated if name in self.parameters]
+        return sum(DTensorShard.unwrap(each)._version for each in shards)
 
-    def stepped_by_all(self) -> Mapping[int, str]:
-        """The parameters of which all ranks hold a shard, by their ``id``; of stages, if each trains some, its own."""
+    def done(self) -> dict[str, str]:
+        """What was done to parameters since all ranks last made a call together, in words by subject."""
+        written = 0 if self._writes_before is None else self._writes() - self._writes_before
+        text = "; ".join(f"{what}, {times} times" if times > 1 else what for what, times in self.history.items())
+        return ({WRITTEN: f"{written} times"} if written else {}) | ({DONE: text} if text else {})
+
+    def stepped_by_all(self) -> Collection[int]:
+        """The ``id`` of parameters of which all ranks hold a shard; of stages, if each trains some, its own."""
         names = self._everywhere
         if self.is_staged:
             trained = {output.name for output in self.graph.outputs if output.kind is OutputKind.GRADIENT}
             training = set[int]().union(*(self._holders(g) for g in self._inputs if g.name in trained))
             names = list(self.parameters) if len(training) == self.mesh.size else []
-        return {id(self.parameters[name][0]): name for name in names if name in self.parameters}
+        return {id(self.parameters[name][0]) for name in names if name in self.parameters}
 
     def loaded(self, values: Mapping[str, Tensor]) -> None:
-        """Note that a state dict of shards, or a part of one, was loaded: all ranks are to do that."""
-        same = [DTensorShard.unwrap(values[name]) for name in self._replicated if name in values]
-        content = f", with content {sum(map(checksum, same)) % 2**32:08x}" if same else ""
+        """Note that a state dict of shards, or a part of one, is loaded: all ranks are to do that."""
         if all(name in values for name in self.stamps()):
             self.forget_history()
-            self.is_loaded_anew = True
-            self.history[f"a state dict was loaded{content}"] += 1
-        else:
-            some = "some" if self.is_staged else str(len(values))  # of stages a rank may hold more than another
-            self.history[f"{some} parameters and buffers were loaded{content}"] += 1
+        count = "some" if self.is_staged else str(len(values))  # of stages a rank may hold more than another
+        same = [checksum(DTensorShard.unwrap(values[name])) for name in self._replicated if name in values]
+        self.history[f"{count} tensors of a state dict were loaded, with content {sum(same) % 2**32:08x}"] += 1
 
     def handed_out(self, scale: Tensor | float) -> None:
         """Note a backward of ``scale`` times the loss."""
-        if isinstance(scale, Tensor):
-            times = f" of {scale.item()!r} times the loss" if scale.device.type == "cpu" and scale.numel() == 1 else ""
-        else:
-            times = f" of {scale!r} times the loss"
+        known = not isinstance(scale, Tensor) or (scale.device.type == "cpu" and scale.numel() == 1)
+        times = f" of {float(scale)} times the loss" if known else ""
         shards = [self.parameters[name][0] for name in self._everywhere if name in self.parameters]
         added = "added to gradients" if any(each.grad is not None for each in shards) else "with no gradients before"
         self.history[f"a backward{times}, {added}"] += 1
@@ -164,12 +145,9 @@ class ProcessStore(Store):
     def forget_history(self) -> None:
         """All ranks did the same."""
         self.history.clear()
-        self.is_loaded_anew = False
+        self._writes_before = self._writes()
 
     # ---- what is stored
-
-    def is_loaded(self, name: str) -> bool:
-        return name in self._loaded
 
     def is_here(self, name: str) -> bool:
         return name in self._here
@@ -197,33 +175,11 @@ class ProcessStore(Store):
             found[given.name] = str(given.value.spec), shards.by_rank[self.rank]
         return found
 
-    def begin(self, name: str, start: float | str) -> None:
-        """Make this rank's shard of a state: one number everywhere, or a copy of a parameter."""
-        inp = self._given[name]
-        self._loaded.add(name)
-        spec, dtype = spec_of(inp), inp.value.type.dtype
-        if isinstance(start, str):
-            shard = local_shard(self.whole(start).to(dtype), spec, self.mesh, self.rank)
-        else:
-            shard = torch.full(spec.local_shape(inp.value.shape, self.mesh, self._coords), start, dtype=dtype)
-        if name not in self._here:
-            return
-        if name not in self._places:
-            self._places |= self._contiguous([each for each in self._stepped if inp in each])
-        place = self._places.pop(name, None)
-        shard = self._settled(name, shard) if place is None else place.copy_(shard)
-        self.states[name] = [self._shards[name].wrap(shard) if spec.axes else shard]
+    def as_gradient(self, name: str, shard: Tensor, number: int) -> Tensor:
+        return self._wrapped(name, shard)
 
-    def fill(self, name: str, full: Tensor) -> None:
-        """Shard rank 0's global state into the stored shard."""
-        finish(self.device)
-        inp = self._given[name]
-        shard = self._mine(inp, full.to(inp.value.type.dtype))
-        if shard is not None:
-            self.shard(name, self.rank).copy_(shard)
-
-    def as_gradient(self, name: str, shard: Tensor, number: int = 0) -> Tensor:
-        """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is sharded, in the strides of the
+    def _wrapped(self, name: str, shard: Tensor) -> Tensor:
+        """A gradient or a buffer as parameters are: a DTensor, where some parameter is sharded, in the strides of the
         parameter, which kernels of optimizers rely on, and torch sees to for plain tensors."""
         if not self._shardings:
             return shard
@@ -231,29 +187,29 @@ class ProcessStore(Store):
             shard = with_strides_of(shard, self.shard(name, self.rank))
         return self._shards[name].wrap(shard)
 
+    def _as_state(self, name: str, shard: Tensor) -> Tensor:
+        return self._shards[name].wrap(shard) if spec_of(self._given[name]).axes else shard
+
     def shown(self, name: str) -> DTensorShard | None:
         """As a DTensor, where some parameter is sharded."""
         return self._shards[name] if self._shardings else None
 
-    def _mine(self, inp: Input, full: Tensor) -> Tensor | None:
-        """This rank's shard of rank 0's tensor; None where it holds none."""
-        tensor = full.detach()
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if self.rank and not is_dry_run():  # what it has itself does not count
-            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        else:
-            tensor = tensor.to(self.device, copy=True).contiguous()
-        with ending_together(f"the broadcast of {inp.name!r}"):
-            dist.broadcast(tensor, 0)
-        if inp.name not in self._here:
-            return None
-        return local_shard(tensor, spec_of(inp), self.mesh, self.rank)
+    def _plain(self, tensor: Tensor) -> Tensor:
+        return DTensorShard.unwrap(tensor)
 
-    def sharding(self, name: str, full: Tensor) -> list[Tensor]:
-        """This rank's shard, as its parameter is; none where it holds none."""
-        shard = self._mine(self._given[name], full)
-        return [] if shard is None else [self.as_gradient(name, shard.clone())]
+    def _of_rank_0(self, inp: Input, full: Tensor) -> Tensor:
+        if isinstance(full, DTensor):
+            full = full.full_tensor()
+        if self.rank and not is_dry_run():  # what it has itself does not count
+            sent = torch.empty(full.shape, dtype=full.dtype, device=self.device)
+        else:
+            sent = full.to(self.device, copy=True).contiguous()
+        with ending_together(f"the broadcast of {inp.name!r}"):
+            dist.broadcast(sent, 0)
+        return sent
+
+    def _split(self, inp: Input, full: Tensor) -> list[Tensor]:
+        return [local_shard(full, spec_of(inp), self.mesh, self.rank)] if inp.name in self._here else []
 
     def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The global tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import select
 import socket
 import struct
+import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.rendezvous import REDUCTIONS
 
 Tensor = torch.Tensor
@@ -115,9 +115,10 @@ class SocketLink:
     """The connection to another rank of a group."""
 
     def __init__(self, connection: socket.socket, rank: int, timeout: float) -> None:
-        connection.setblocking(False)
+        connection.setblocking(True)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
         self._socket, self.rank, self._timeout = connection, rank, timeout
-        self._poll = select.poll()
         self._heard: dict[tuple[int, int], deque[tuple[int, int]]] = {}
         self._known: set[int] = set()
         """The segments whose files were sent."""
@@ -127,34 +128,25 @@ class SocketLink:
 
     def tell(self, word: LinkWord, number: int, where: tuple[SharedFile, int] | None = None) -> None:
         """Send a word about something of a number, and where it lies. One who has ended needs it no more."""
-        for gone in forgotten[self._forgotten :]:
-            self._forgotten += 1
-            if gone in self._known:
-                self._known.remove(gone)
-                self._send(MESSAGE.pack(LinkWord.FREED, 0, gone, 0, 0), [])
-        along: list[Any] = []
-        segment, offset = where or (NOTHING, 0)
-        if where is not None and segment.number not in self._known:
-            self._known.add(segment.number)
-            along.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", segment.file)))
-        self._send(MESSAGE.pack(word, number, segment.number, segment.nbytes, offset), along)
-
-    def _send(self, message: bytes, along: list[Any]) -> None:
-        while True:
-            try:
-                self._socket.sendmsg([message], along)
-                return
-            except BlockingIOError:  # the other one does not read: take in what it sends
-                self._wait(select.POLLIN | select.POLLOUT)
-                self._read()
-            except OSError:
-                return
+        with suppress(OSError, LinkError):
+            while self._read(socket.MSG_DONTWAIT):  # so that no two wait for one another to read
+                pass
+            for gone in forgotten[self._forgotten :]:
+                self._forgotten += 1
+                if gone in self._known:
+                    self._known.remove(gone)
+                    self._socket.sendall(MESSAGE.pack(LinkWord.FREED, 0, gone, 0, 0))
+            segment, offset = where or (NOTHING, 0)
+            files = [segment.file] if where is not None and segment.number not in self._known else []
+            self._known.update(segment.number for _ in files)
+            message = MESSAGE.pack(word, number, segment.number, segment.nbytes, offset)
+            socket.send_fds(self._socket, [message], files)
 
     def hear(self, word: LinkWord, number: int) -> tuple[int, int]:
         """Wait for a message; gives the segment and the byte that it names. A :class:`LinkError`: it does not come."""
         while (found := self._heard.get((word, number))) is None:
             if not self._read():
-                self._wait(select.POLLIN)
+                raise LinkError(f"Timed out waiting {self._timeout:g} s for rank {self.rank}")
         first = found.popleft()
         if not found:
             del self._heard[word, number]
@@ -163,7 +155,7 @@ class SocketLink:
     def has_heard(self, word: LinkWord, number: int) -> bool:
         """Whether a message is there by now."""
         while (word, number) not in self._heard:
-            if not self._read():
+            if not self._read(socket.MSG_DONTWAIT):
                 return False
         return True
 
@@ -173,10 +165,10 @@ class SocketLink:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _read(self) -> bool:
-        """Take one message in, if there is one."""
+    def _read(self, flags: int = 0) -> bool:
+        """Take one message in, if one comes in time."""
         try:
-            message, along, _, _ = self._socket.recvmsg(MESSAGE.size, FILES)
+            message, along, _, _ = self._socket.recvmsg(MESSAGE.size, FILES, flags)
         except BlockingIOError:
             return False
         except OSError:
@@ -194,41 +186,29 @@ class SocketLink:
             self._heard.setdefault((word, number), deque()).append((segment, offset))
         return True
 
-    def _wait(self, events: int) -> None:
-        if self._socket.fileno() < 0:
-            raise LinkError(f"Connection closed by rank {self.rank}")
-        self._poll.register(self._socket, events)
-        if not self._poll.poll(self._timeout * 1e3):
-            raise LinkError(f"Timed out waiting {self._timeout:g} s for rank {self.rank}")
-
 
 def connect(gather: Callable[[Any], list[Any]], place: int, ranks: Sequence[int], timeout: float) -> list[SocketLink]:
     """Connect the members of a group, which all call it, to one another, in their order; none where they are not all
     on one machine. ``gather`` gives what each of them gives, in their order."""
     links: dict[int, SocketLink] = {}
-    with socket.socket(socket.AF_UNIX) as door:
-        secret, here = secrets.token_bytes(16), _machine()
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as door, tempfile.TemporaryDirectory() as folder:
+        here, address = _machine(), f"{folder}/door"  # which no other user may open
         if here:
-            door.bind("")  # the system gives it a name
+            door.bind(address)
             door.listen(len(ranks))
-        every = gather((here, door.getsockname().hex() if here else "", secret.hex()))
-        if here and len({machine for machine, _, _ in every}) == 1:
-            with suppress(OSError):
-                door.settimeout(CONNECT)
-                for other in range(place):
-                    made = socket.socket(socket.AF_UNIX)
-                    made.settimeout(CONNECT)
-                    made.connect(bytes.fromhex(every[other][1]))
-                    made.sendall(bytes.fromhex(every[other][2]) + struct.pack("=Q", place))
-                    links[other] = SocketLink(made, ranks[other], timeout)
-                while len(links) < len(ranks) - 1:
-                    made, _ = door.accept()
-                    made.settimeout(CONNECT)
-                    said = made.recv(24, socket.MSG_WAITALL)
-                    if said[:16] == secret:  # else somebody else of this machine
-                        (other,) = struct.unpack("=Q", said[16:])
-                        links[other] = SocketLink(made, ranks[other], timeout)
-        complete = gather(len(links) == len(ranks) - 1)
+        every = gather((here, address))
+        if here and len({machine for machine, _ in every}) == 1:
+            door.settimeout(CONNECT)
+            for other in range(place):
+                made = socket.socket(socket.AF_UNIX)
+                made.connect(every[other][1])
+                made.sendall(struct.pack("=I", place))
+                links[other] = SocketLink(made, ranks[other], timeout)
+            while len(links) < len(ranks) - 1:
+                made, _ = door.accept()
+                (other,) = struct.unpack("=I", made.recv(4))
+                links[other] = SocketLink(made, ranks[other], timeout)
+    complete = gather(len(links) == len(ranks) - 1)
     for link in links.values() if not all(complete) else ():
         link.close()
     return [links[other] for other in sorted(links)] if all(complete) else []
@@ -252,22 +232,13 @@ BLOCK = 1 << 18
 """So many bytes are reduced at a time, which stay in the cache of a processor."""
 
 
-class SharedSlot:
-    """Shared memory for a copy of what this rank sends; ``readers`` are those that have not read it yet."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = shared_bytes(nbytes)
-        self.where = segment_of(self.memory) or (NOTHING, 0)
-        self.readers: list[SocketLink] = []
-        self.is_read_here = True
-
-    def is_free(self) -> bool:
-        """Whether all have read what lies here."""
-        number = self.where[0].number
-        for link in [link for link in self.readers if link.has_heard(LinkWord.TAKEN, number)]:
-            link.hear(LinkWord.TAKEN, number)
-            self.readers.remove(link)
-        return self.is_read_here and not self.readers
+def is_read(copy: Tensor, readers: list[SocketLink]) -> bool:
+    """Whether all have read what lies in shared memory; who has is no reader any more."""
+    (segment, _) = segment_of(copy) or (NOTHING, 0)
+    for link in [link for link in readers if link.has_heard(LinkWord.TAKEN, segment.number)]:
+        link.hear(LinkWord.TAKEN, segment.number)
+        readers.remove(link)
+    return not readers
 
 
 class ShmWork(dist.Work):
@@ -311,7 +282,9 @@ class ShmGroup(dist.ProcessGroup):
         self._links = links
         self._of = [*links[: self._place], None, *links[self._place :]]
         self._numbers = count()
-        self._slots: list[SharedSlot] = []
+        self._pool = MemoryPool(shared_bytes)
+        self._unread: list[tuple[Tensor, list[SocketLink]]] = []
+        """Copies that others have not read yet, and who has not: they are used again once nobody refers to them."""
         self._queue: deque[ShmWork] = deque()
         open_groups.add(self)
 
@@ -319,7 +292,7 @@ class ShmGroup(dist.ProcessGroup):
     def memory(self) -> list[Tensor]:
         """What is mapped of other ranks, and kept for what is sent: the memory of no program."""
         seen = [each for link in self._links for each in link.memory.values()]
-        return [*seen, *(slot.memory for slot in self._slots)]
+        return [*seen, *self._pool.memory]
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -397,22 +370,11 @@ class ShmGroup(dist.ProcessGroup):
         starts = [size * x.element_size() for size in accumulate(sizes[0], initial=0)]
         return self._start(x, out, finish, starts=starts)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        """Copy a tensor of one rank to all."""
-        (x,), root = tensors, opts.rootRank
-
-        def finish(parts: list[Tensor]) -> None:
-            if self._place != root:
-                x.copy_(parts[root].view(x.shape))
-
-        return self._start(x, x, finish)
-
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
         """Send a copy of a tensor, and go on."""
         link = self._of[to]
         assert link is not None, "a rank sends to itself"
-        slot = self._slot(tensors[0], [link])
-        link.tell(LinkWord.SENT, tag, slot.where)
+        link.tell(LinkWord.SENT, tag, segment_of(self._copied(tensors[0], [link])))
         return ShmWork(None, deque(), tensors[0])
 
     def recv(self, tensors: list[Tensor], origin: int, tag: int = 0) -> Any:
@@ -439,11 +401,8 @@ class ShmGroup(dist.ProcessGroup):
         """The function that reduces tensors of one shape, in their order, into another; None: gloo does it."""
         op = opts.reduceOp.op.name.lower() if opts is not None else "sum"
         function = REDUCTIONS.get(op)
-        for x in tensors:
-            numbers = x.dtype.is_floating_point or not (op == "avg" or x.dtype in (torch.bool, torch.complex32))
-            ordered = x.is_complex() and op in ("max", "min")
-            if function is None or x.device.type != "cpu" or not numbers or ordered:
-                return None
+        if function is None or not all(x.device.type == "cpu" and x.is_floating_point() for x in tensors):
+            return None
 
         def fold(parts: Sequence[Tensor], out: Tensor) -> None:
             flat: list[Any] = [each.view(-1).split(BLOCK // out.element_size()) for each in (out, *parts)]
@@ -467,12 +426,9 @@ class ShmGroup(dist.ProcessGroup):
     ) -> ShmWork:
         """Start a collective: show ``x``, or a copy where it is not in shared memory (``where``), to the others, each
         from a byte on (``starts``), and ``finish`` it, in ``out``, on what each rank shows."""
-        number, slot = next(self._numbers), None
-        if where is None:
-            slot = self._slot(x, self._links)
-            slot.is_read_here, where = False, slot.where
-        mine = (x if slot is None else slot.memory[: x.nbytes].view(x.dtype)).view(-1)
-        segment, offset = where
+        number, shown = next(self._numbers), x if where is not None else self._copied(x, self._links)
+        mine = shown.view(-1) if shown is x else shown[: x.nbytes].view(x.dtype)
+        segment, offset = where or segment_of(shown) or (NOTHING, 0)
         for other, link in zip([i for i in range(self._count) if i != self._place], self._links, strict=True):
             link.tell(word, number, (segment, offset + (starts[other] if starts is not None else 0)))
 
@@ -484,28 +440,18 @@ class ShmGroup(dist.ProcessGroup):
             finish([*parts[: self._place], mine, *parts[self._place :]])
             for link, (at, _) in zip(self._links, heard, strict=True):
                 link.tell(LinkWord.TAKEN, at)
-            if slot is not None:
-                slot.is_read_here = True
-            else:
-                for link in self._links:
-                    link.hear(LinkWord.TAKEN, segment.number)
+            for link in self._links if shown is x else ():
+                link.hear(LinkWord.TAKEN, segment.number)
 
         return ShmWork(work, self._queue, out)
 
-    def _slot(self, x: Tensor, readers: Sequence[SocketLink]) -> SharedSlot:
-        """Copy a tensor into a free slot that is large enough."""
-        free = [slot for slot in self._slots if slot.is_free()]
-        fits = [slot for slot in free if slot.memory.numel() >= x.nbytes]
-        if fits:
-            slot = min(fits, key=lambda slot: slot.memory.numel())
-        else:
-            if free:
-                self._slots.remove(free[0])
-            slot = SharedSlot(max(x.nbytes, 1))
-            self._slots.append(slot)
-        slot.memory[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-        slot.readers = [*readers]
-        return slot
+    def _copied(self, x: Tensor, readers: Sequence[SocketLink]) -> Tensor:
+        """Shared memory that begins with a copy of a tensor, until it was read."""
+        self._unread = [each for each in self._unread if not is_read(*each)]
+        copy = self._pool.arena(max(x.nbytes, 1))
+        copy[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        self._unread.append((copy, [*readers]))
+        return copy
 
 
 def _by_gloo(name: str) -> Any:
@@ -515,7 +461,7 @@ def _by_gloo(name: str) -> Any:
 
 for _name in (
     *("reduce", "gather", "scatter", "allgather", "allgather_coalesced", "alltoall", "reduce_scatter"),
-    *("allreduce_coalesced", "barrier", "monitored_barrier"),
+    *("allreduce_coalesced", "broadcast", "barrier", "monitored_barrier"),
 ):
     setattr(ShmGroup, _name, _by_gloo(_name))
 

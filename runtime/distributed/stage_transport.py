@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from queue import Queue
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,11 +34,11 @@ FORTH, BACK = "/forth", "/back"
 Sent = tuple[dist.Work, Tensor]
 
 
-class Receipt:
+class Receipt(NamedTuple):
     """A message under way to this rank."""
 
-    def __init__(self, into: Tensor, work: dist.Work) -> None:
-        self.into, self.work = into, work
+    into: Tensor
+    work: dist.Work
 
     def wait(self) -> Tensor:
         """What was sent."""

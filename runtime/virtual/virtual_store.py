@@ -6,14 +6,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
-from shardfx.ir.graph import Graph, InputKind
+from shardfx.ir.graph import Graph, Input
 from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_tensors
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
-from shardfx.runtime.local_device import check_device
 from shardfx.runtime.store import Store, norm_of, spec_of
 
 from .shard_gradient import Facts, Sharded, ShardGradient, plain
@@ -34,31 +32,12 @@ class VirtualStore(Store):
             if given.value.spec is not None
         }
 
-    def load(self, full: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
-        check_device(self.device)
-        finish(self.device)
-        memory = {} if self.parameters else self._side_by_side()
-        for inp in self._inputs:
-            if inp.name not in full:
-                continue
-            layout, tensor = self._shards[inp.name], full[inp.name].detach()
-            own_shards = [layout.sharding(tensor, i) for i in range(layout.count)]
-            own_shards = [
-                place.copy_(shard) if place is not None else self._settled(inp.name, shard)
-                for place, shard in zip(memory.get(inp.name, [None] * layout.count), own_shards, strict=True)
-            ]
-            shards = self.parameters.get(inp.name) or self.buffers.get(inp.name)
-            if shards:
-                for old, new in zip(shards, own_shards, strict=True):
-                    old.detach().copy_(new)
-            elif inp.kind is InputKind.PARAMETER:
-                grad = trainable.get(inp.name, True)
-                self.parameters[inp.name] = [nn.Parameter(p, requires_grad=grad) for p in own_shards]
-            else:
-                self.buffers[inp.name] = own_shards
+    def _split(self, inp: Input, full: Tensor) -> list[Tensor]:
+        layout = self._shards[inp.name]
+        return [layout.sharding(full, i) for i in range(layout.count)]
 
-    def _side_by_side(self) -> dict[str, list[Tensor]]:
-        """Memory for the shards of parameters that are gathered together, where the same ranks hold them."""
+    def _parameter_memory(self) -> dict[str, list[Tensor]]:
+        """Of those that are gathered together, where the same ranks hold them."""
         found: dict[str, list[Tensor]] = {}
         for together in self._neighbours:
             layouts = [self._shards[given.name] for given in together]
@@ -75,41 +54,17 @@ class VirtualStore(Store):
     def to(self, device: torch.device) -> None:
         finish(self.device)
         self.device = device
-        memory = self._side_by_side()
+        memory = self._parameter_memory()
         for name, own_shards in self.parameters.items():
-            for i, shard in enumerate(own_shards):
-                there = memory[name][i].copy_(shard.data) if name in memory else shard.data.to(device)
-                shard.data = self._settled(name, shard.data) if self._given[name].pool else there
+            placed = self._placed(name, [shard.data for shard in own_shards], memory)
+            for shard, there in zip(own_shards, placed, strict=True):
+                shard.data = there
         for stored in (self.buffers, self.states):
-            for name, tensors in stored.items():
-                beside = bool(self._given[name].pool)
-                stored[name] = [self._settled(name, each) if beside else each.to(device) for each in tensors]
+            stored |= {name: self._placed(name, tensors, {}) for name, tensors in stored.items()}
 
     def shard(self, name: str, rank: int) -> Tensor:
         """What a rank holds; ranks that hold the same share one tensor."""
         return self._held(name)[self._shards[name].by_rank[rank]].detach()
-
-    def begin(self, name: str, start: float | str) -> None:
-        """Make a state of an optimizer: one number everywhere, or a copy of a parameter."""
-        layout = self._shards[name]
-        dtype = self._given[name].value.type.dtype
-        if isinstance(start, str):
-            full = self.whole(start).to(dtype)
-            own_shards = [layout.sharding(full, i) for i in range(layout.count)]
-        else:
-            shapes = [layout.local_shapes[i] for i in range(layout.count)]
-            own_shards = [torch.full(shape, start, dtype=dtype) for shape in shapes]
-        self.states[name] = [self._settled(name, shard) for shard in own_shards]
-
-    def fill(self, name: str, full: Tensor) -> None:
-        """Shard a global state into the stored shards."""
-        finish(self.device)
-        for i, shard in enumerate(self.states[name]):
-            shard.copy_(self._shards[name].sharding(full, i))
-
-    def sharding(self, name: str, full: Tensor) -> list[Tensor]:
-        layout = self._shards[name]
-        return [layout.sharding(full.detach(), i).to(self.device, copy=True) for i in range(layout.count)]
 
     def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if self._given[name].pool:

@@ -25,7 +25,7 @@ from shardfx.ir.rulebook import default_rules
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.text.parser import parse_graph
 from shardfx.module.programs import TRAIN
-from shardfx.runtime.collective_counts import count_collectives
+from tests.collective_counts import count_collectives
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan, stored_specs
 from tests.zoo import CASES as ZOO

@@ -52,7 +52,7 @@ def test_device_index_beyond_the_last_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_device(torch.device("cuda:1"))
-    with pytest.raises(sx.Error, match=r"no device 'cuda:2' here(.|\n)*cuda:0, cuda:1\n(.|\n)*device='cuda:1'"):
+    with pytest.raises(sx.Error, match=r"no device 'cuda:2' here(.|\n)*cuda:0, cuda:1\n"):
         check_device(torch.device("cuda:2"))
 
 

@@ -147,7 +147,7 @@ def test_what_was_sent_stays_until_it_was_read(
             got = torch.empty(step + 1)
             one.recv([got], 0, number).wait()
             assert torch.equal(got, torch.full((step + 1,), 10.0 * step + number))
-    assert len(zero._slots) == 3
+    assert len(zero._pool.memory) == 3
     zero.send([torch.ones(4)], 1, 0)
     links[0].close()
     got = torch.empty(4)

@@ -12,11 +12,11 @@ import torch
 import shardfx as sx
 from shardfx.ir.cost.footprint import loop_memory
 from shardfx.ir.cost.traffic import TripCounts
-from shardfx.runtime.collective_counts import count_collectives
 from shardfx.visualize.boxes import Box
 from shardfx.visualize.detail import show
 from shardfx.visualize.graph_picture import picture_svg
 from shardfx.visualize.style import TIMES
+from tests.collective_counts import count_collectives
 from tests.plans import plan
 from tests.zoo import make
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import shardfx as sx
-from shardfx.runtime.collective_counts import count_collectives
+from tests.collective_counts import count_collectives
 from tests.space_nets import DeepLab, Pyramid, ResNet18, Swin, UNet3d, convnext, segformer
 
 from .test_space import UNet, energy, image, ops, specs, trained
