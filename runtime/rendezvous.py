@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -82,30 +83,20 @@ Asked = tuple[Request, Tensor, Tensor | None]
 RankCoroutine = Generator[Asked, list[Tensor], Sequence[Tensor]]
 """A rank under way: it yields what it asks for, the tensor that it sends, and the memory for what it gets. It takes
 that out of the list that it is sent, so that nobody else holds it while the rank goes on."""
-listeners: list[Callable[[Sequence[tuple[Request, Tensor]]], None]] = []
-"""Who is told of each collective: what each member asks for, and sends."""
 
 
-class Groups:
-    """The members of every group, by the name that the programs use."""
+@lru_cache(maxsize=4096)
+def members(mesh: Mesh, group: str, rank: int) -> tuple[int, ...]:
+    """The ranks of the group of that name in which ``rank`` is, in the group's order.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._known: dict[tuple[str, int], tuple[int, ...]] = {}
-
-    def members(self, name: str, rank: int) -> tuple[int, ...]:
-        """The ranks of the group of that name in which ``rank`` is, in the group's order.
-
-        Raises:
-            Error: the mesh has no such group, or the rank is not in it.
-        """
-        if (name, rank) not in self._known:
-            axes = self._mesh.group_axes(name)
-            if (own := self._mesh.group_name(rank, axes)) != name:
-                remedy = "take group names from Mesh.group_name(rank, axes)"
-                raise Error(f"rank {rank} uses a group that it is not in", expected=own, got=name, remedy=remedy)
-            self._known[name, rank] = self._mesh.group(rank, axes)
-        return self._known[name, rank]
+    Raises:
+        Error: the mesh has no such group, or the rank is not in it.
+    """
+    axes = mesh.group_axes(group)
+    if (own := mesh.group_name(rank, axes)) != group:
+        remedy = "take group names from Mesh.group_name(rank, axes)"
+        raise Error(f"rank {rank} uses a group that it is not in", expected=own, got=group, remedy=remedy)
+    return mesh.group(rank, axes)
 
 
 def run(
@@ -117,7 +108,6 @@ def run(
         Error: a rank's program raises (the first node of the plan that does so, if several do); members of a group
             ask for different collectives, or wait for one that never comes.
     """
-    groups = Groups(mesh)
     calls: dict[int, RankCoroutine] = {rank: source(*inputs[rank]) for rank, source in sources.items()}
     results: dict[int, Sequence[Tensor]] = {}
     waiting: dict[int, Asked] = {}
@@ -140,28 +130,26 @@ def run(
             if rank not in waiting:
                 continue
             request = waiting[rank][0]
-            members = groups.members(request.group, rank)
+            group = members(mesh, request.group, rank)
             if request.message:
-                reply = _passed(request.of_rank(members.index(rank)), waiting[rank], mail)
+                reply = _passed(request.of_rank(group.index(rank)), waiting[rank], mail)
                 if reply:
                     del waiting[rank]
                     advance(rank, reply)
                     progressed = True
                 continue
-            if any(m not in waiting or waiting[m][0].message or waiting[m][0].group != request.group for m in members):
+            if any(m not in waiting or waiting[m][0].message or waiting[m][0].group != request.group for m in group):
                 continue
-            asked = [waiting.pop(member) for member in members]
-            _check(members, asked)
-            for listener in listeners:
-                listener([each[:2] for each in asked])
+            asked = [waiting.pop(member) for member in group]
+            _check(group, asked)
             replies = [[made] for made in perform(*zip(*asked, strict=True))]
             asked.clear()  # what was sent is the ranks' to hold, or to let go
-            for member, reply in zip(members, replies, strict=True):
+            for member, reply in zip(group, replies, strict=True):
                 advance(member, reply)
             progressed = True
         if waiting and not progressed:
             if not failures:
-                raise _deadlock(waiting, groups)
+                raise _deadlock(waiting, mesh)
             break
     if failures:
         raise _first(failures, sources, waiting)
@@ -177,8 +165,6 @@ def _passed(message: Message, asked: Asked, mail: Mailbox[Tensor]) -> list[Tenso
     request, given, _ = asked
     if request.message == "sends":
         mail.put(message, given)
-        for listener in listeners:
-            listener([(request, given)])
         return [given]
     return [mail.take(message).clone()] if mail.has(message) else []
 
@@ -273,15 +259,15 @@ def unfit(op: str, asked: Sequence[Sequence[Any]], ranks: int) -> str:
     return ""
 
 
-def _deadlock(waiting: Mapping[int, Asked], groups: Groups) -> Error:
+def _deadlock(waiting: Mapping[int, Asked], mesh: Mesh) -> Error:
     lines = []
     for rank in sorted(waiting)[:4]:
         request = waiting[rank][0]
-        members = groups.members(request.group, rank)
+        group = members(mesh, request.group, rank)
         if request.message:
-            missing = [members[request.of_rank(members.index(rank)).origin]]
+            missing = [group[request.of_rank(group.index(rank)).origin]]
         else:
-            missing = [m for m in members if m not in waiting or waiting[m][0].group != request.group]
+            missing = [m for m in group if m not in waiting or waiting[m][0].group != request.group]
         lines.append(f"rank {rank} waits in {request} for ranks {missing}")
     return Error(
         "deadlock: no group of ranks comes together",

@@ -9,8 +9,7 @@ from shardfx.ir.capture.trace import Captured
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import Context, Pass
-from shardfx.runtime.distributed.process_peers import subjects
-from shardfx.runtime.peers import Subjects
+from shardfx.runtime.distributed.peers import Subjects, subjects
 
 from .hints import Hints
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 
 from shardfx.ir.ops.comm import row_of_collective
 from shardfx.ir.ops.sends import sent
-from shardfx.runtime.rendezvous import Request, listeners
+from shardfx.runtime import rendezvous
+from shardfx.runtime.rendezvous import Request
 
 Key = tuple[str, str]
 
@@ -49,19 +52,17 @@ class CollectiveCounts(dict[Key, CollectiveCount]):
 @contextmanager
 def count_collectives() -> Iterator[CollectiveCounts]:
     """Count what runs in this process while the context is open."""
-    counts = CollectiveCounts()
+    counts, perform = CollectiveCounts(), rendezvous.perform
 
-    def listen(asked: Sequence[tuple[Request, torch.Tensor]]) -> None:
-        request = asked[0][0]
-        count = counts.setdefault((request.op, request.group), CollectiveCount())
+    def counted(requests: Sequence[Request], tensors: Sequence[torch.Tensor], into: Any) -> list[torch.Tensor]:
+        count = counts.setdefault((requests[0].op, requests[0].group), CollectiveCount())
         count.calls += 1
-        count.nbytes += max(_nbytes(each, i, tensor, len(asked)) for i, (each, tensor) in enumerate(asked))
+        asked = zip(requests, tensors, strict=True)
+        count.nbytes += max(_nbytes(each, i, tensor, len(tensors)) for i, (each, tensor) in enumerate(asked))
+        return perform(requests, tensors, into)
 
-    listeners.append(listen)
-    try:
+    with mock.patch.object(rendezvous, "perform", counted):
         yield counts
-    finally:
-        listeners.remove(listen)
 
 
 def _nbytes(request: Request, place: int, local: torch.Tensor, n: int) -> float:

@@ -401,8 +401,11 @@ class ShmGroup(dist.ProcessGroup):
         """The function that reduces tensors of one shape, in their order, into another; None: gloo does it."""
         op = opts.reduceOp.op.name.lower() if opts is not None else "sum"
         function = REDUCTIONS.get(op)
-        if function is None or not all(x.device.type == "cpu" and x.is_floating_point() for x in tensors):
-            return None
+        for x in tensors:
+            numbers = x.dtype.is_floating_point or not (op == "avg" or x.dtype in (torch.bool, torch.complex32))
+            ordered = x.is_complex() and op in ("max", "min")
+            if function is None or x.device.type != "cpu" or not numbers or ordered:
+                return None
 
         def fold(parts: Sequence[Tensor], out: Tensor) -> None:
             flat: list[Any] = [each.view(-1).split(BLOCK // out.element_size()) for each in (out, *parts)]

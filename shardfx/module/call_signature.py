@@ -35,7 +35,7 @@ from shardfx.ir.capture.python_state.python_values import ValueReader
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType, dim_order_of, lying, strides_of
-from shardfx.runtime.peers import AROUND, Passed, RankInput
+from shardfx.runtime.distributed.peers import AROUND, Passed, RankInput
 from shardfx.runtime.step import ProgramRunner, Results
 from shardfx.runtime.verify.interface import without_content
 

@@ -18,9 +18,9 @@ from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.program.source import write_source
 from shardfx.runtime.compiled_programs import Write, as_module, in_segments
 from shardfx.runtime.distributed.groups import by_stream, is_dry_run, share_memory
+from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
-from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import Store
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 from shardfx.runtime.virtual.virtual_store import VirtualStore
@@ -126,11 +126,7 @@ class ExecutionTarget:
 
     def make_peers(self) -> Peers:
         """The other ranks, to a parallel module that is to be planned. All of them call it alike."""
-        if self.virtual or is_dry_run():
-            return Peers()
-        from shardfx.runtime.distributed.process_peers import ProcessPeers
-
-        return ProcessPeers()
+        return Peers(alone=self.virtual or is_dry_run())
 
     def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
         """An engine that runs programs through ``torch.compile``."""

@@ -28,7 +28,7 @@ from shardfx.module.programs import Programs
 from shardfx.module.specializations import Specializations
 from shardfx.module.state_checks import SourceModelCheck, SourceModelWatch, SourceWeightsCheck
 from shardfx.plugins import as_rank_passes
-from shardfx.runtime.peers import Peers
+from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.store import version
 
 WITH_RESULTS = "with_results"

@@ -41,9 +41,9 @@ from shardfx.report.figures import Report, Timing
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.distributed.groups import is_dry_run
+from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.engine import Probe
 from shardfx.runtime.nan_debug import NanDebug
-from shardfx.runtime.peers import Peers
 from shardfx.runtime.recording import Recording
 from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store

@@ -63,8 +63,8 @@ from shardfx.module.grad_delivery import gradients as gradients_of
 from shardfx.module.programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN, Programs
 from shardfx.passes import stages_as_planned
 from shardfx.plan import as_said
+from shardfx.runtime.distributed.peers import OtherSurroundings, Peers, RankInput
 from shardfx.runtime.engine import Probe, seed_tensor
-from shardfx.runtime.peers import OtherSurroundings, Peers, RankInput
 from shardfx.runtime.step import HELD, ProgramRunner, RunStart
 from shardfx.runtime.verify.verdict import Verdict, together
 

@@ -28,7 +28,6 @@ IN_FUNCTIONS = {
     ("runtime.compiled_programs", "runtime.inductor_passes"),  # needs Inductor, which only pm.compile() does
     ("module.execution_target", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
     ("module.execution_target", "runtime.distributed.process_engine"),
-    ("module.execution_target", "runtime.distributed.process_peers"),
 }
 """The imports that stand in a function, and why."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.mesh import Mesh
-from shardfx.runtime.distributed import process_peers
+from shardfx.runtime.distributed import peers
 from shardfx.runtime.distributed.groups import launched, the_cpu_group
 
 
@@ -28,17 +28,17 @@ class Stored:
 def test_steps_of_optimizers_are_noted_with_their_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     stored = Stored(model)
-    monkeypatch.setattr(process_peers, "_stores", [stored])
+    monkeypatch.setattr(peers, "_stores", [stored])
     groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": torch.tensor(0.5)}]
     optimizers = [torch.optim.SGD(groups, lr=0.1, nesterov=True, momentum=0.9), torch.optim.SGD(other.parameters())]
     for optimizer in (*optimizers, optimizers[0]):
-        process_peers._note_step(optimizer)
+        peers._note_step(optimizer)
     rest = "momentum 0.9, dampening 0, weight_decay 0, nesterov True"
     assert stored.history == {f"SGD stepped with lr 0.1, {rest}, and with lr 0.5, {rest}": 2}
     stored.history.clear()
     stored.is_staged = True
     for _ in range(2):
-        process_peers._note_step(optimizers[0])
+        peers._note_step(optimizers[0])
     assert stored.history == {"an optimizer stepped": 1}
 
 
@@ -51,7 +51,7 @@ def test_plans_are_compared_without_where_they_come_from() -> None:
     lines = pm._compiled.subjects()
     assert list(lines) == ["mesh", "the model and its loss", "constants", "the optimizer", "the plan"]
     added = next(line for line in lines["the plan"] if "aten.add" in line)
-    assert "test_what_ranks_agree_on.py" in added and "test_what" not in process_peers._compared(added)
+    assert "test_what_ranks_agree_on.py" in added and "test_what" not in peers._compared(added)
 
 
 def test_a_process_without_a_job_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

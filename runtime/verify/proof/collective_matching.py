@@ -18,7 +18,8 @@ from torch import fx
 from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Input, Output, op_name
 from shardfx.ir.program.loops.schedule_actions import local_ends
-from shardfx.runtime.rendezvous import Groups, Mailbox, Request, unfit
+from shardfx.runtime import rendezvous
+from shardfx.runtime.rendezvous import Mailbox, Request, unfit
 from shardfx.runtime.verify.data_movement import MESSAGES
 from shardfx.runtime.verify.fault import Failed, Fault
 
@@ -65,7 +66,6 @@ class LockStep:
         Raises:
             Failed: a group does not come together, or its members ask for different things.
         """
-        groups = Groups(self.proof.after.mesh)
         asks = {r: rank.run() for r, rank in self.ranks.items()}
         replies: dict[int, Any] = dict.fromkeys(self.ranks)
         while replies:
@@ -77,13 +77,13 @@ class LockStep:
             replies = {}
             for rank in sorted(self.waiting):
                 if rank not in replies:
-                    replies |= self._replies(rank, _members(groups, self.ranks[rank], self.waiting[rank][0]))
+                    replies |= self._replies(rank, _members(self.ranks[rank], self.waiting[rank][0]))
         if self.waiting:
             rank, (node, _, _) = min(self.waiting.items())
             what = f"deadlock: the group {node.args[-1]} does not come together here"
             raise Failed(self.ranks[rank].fault(what, node))
         if (left := self.mail.left()) is not None:
-            rank = groups.members(left.group, next(iter(self.ranks)))[left.origin]
+            rank = rendezvous.members(self.proof.after.mesh, left.group, next(iter(self.ranks)))[left.origin]
             raise Failed(Fault(f"nobody receives {left}", "", rank, certain=True))
 
     def _replies(self, rank: int, members: Sequence[int]) -> Mapping[int, Known]:
@@ -190,8 +190,8 @@ def _asks(node: fx.Node) -> tuple[Any, ...]:
     return node.target, node.args[1:-1], str(node.args[-1]).partition("@")[0]
 
 
-def _members(groups: Groups, rank: Rank, node: fx.Node) -> Sequence[int]:
+def _members(rank: Rank, node: fx.Node) -> Sequence[int]:
     try:
-        return groups.members(str(node.args[-1]), rank.rank)
+        return rendezvous.members(rank.proof.after.mesh, str(node.args[-1]), rank.rank)
     except Error as error:
         raise Failed(rank.fault(error.what, node)) from None

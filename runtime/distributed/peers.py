@@ -24,7 +24,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -35,16 +37,6 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.text import print_graph
-from shardfx.runtime.peers import (
-    AROUND,
-    Agreed,
-    OtherSurroundings,
-    Passed,
-    Peers,
-    RankInputs,
-    Subjects,
-    Words,
-)
 from shardfx.runtime.store import Store
 
 from .checksum import checksum
@@ -55,8 +47,6 @@ from .process_store import DONE, WRITTEN, ProcessStore
 T = TypeVar("T")
 c10d = torch.ops._c10d_functional
 log = logging.getLogger("shardfx")
-FAILED = max(Passed) + 1
-"""In the place of how inputs are passed: this rank cannot make the call."""
 NO_DRAW = -1
 SHOWN = 4
 START, PLANNING = "the start of a call", "parallelize(...), or planning a new specialization"
@@ -67,12 +57,61 @@ _refused: list[str] = []
 _stores: WeakSet[ProcessStore] = WeakSet()
 
 
-class ProcessPeers(Peers):
-    """The other processes of a job, for one parallel module, or one that is yet to be planned."""
+Words = Callable[[], Mapping[str, str]]
+"""A description of what a rank is about to do, by subject; called where ranks differ."""
+Subjects = Mapping[str, Sequence[str]]
+"""The lines of a plan by subject."""
+AROUND = "what the code reads beside its inputs"
 
-    def __init__(self) -> None:
-        with ending_together("making the group of all ranks"):
-            make_cpu_group()
+
+class OtherSurroundings(Error):
+    """Ranks make the same call, but their code reads other values beside its inputs than at earlier calls."""
+
+
+class Passed(IntEnum):
+    """How a rank's inputs are passed; ``EITHER``: its own shard has the shape of the global input."""
+
+    WHOLE = 0
+    PART = 1
+    EITHER = 2
+
+
+class Agreed(NamedTuple):
+    """What all ranks agree on: whether inputs are passed as shards, and the number that rank 0 drew."""
+
+    in_parts: bool
+    drawn: int | None = None
+
+
+@dataclass(frozen=True)
+class RankInput:
+    """An input as a rank passes it: the global and the local shape, and the number of its shard; -1 for the global
+    input. Ranks that differ along ``axes`` alone pass the same."""
+
+    name: str
+    tensor: torch.Tensor
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    shard: int
+    axes: tuple[str, ...] = ()
+
+
+RankInputs = Callable[[], Sequence[RankInput]]
+
+
+FAILED = max(Passed) + 1
+"""In the place of how inputs are passed: this rank cannot make the call."""
+
+
+class Peers:
+    """The other processes of a job, for one parallel module, or one that is yet to be planned; ``alone``: there are
+    none, all ranks are in this process, or it is a dry run."""
+
+    def __init__(self, alone: bool) -> None:
+        self._alone, self._lock = alone, threading.RLock() if alone else _lock
+        if not alone:
+            with ending_together("making the group of all ranks"):
+                make_cpu_group()
         self.number: object = "yet to be planned"
         self._copies = itertools.count(1)
         self._store: ProcessStore | None = None
@@ -81,26 +120,27 @@ class ProcessPeers(Peers):
         self._digests: dict[Hashable, int] = {}
         self._seen: Counter[Hashable] = Counter()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessPeers:
-        made = ProcessPeers()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
+        made = Peers(self._alone)
         made.number = f"{self.number} copy {next(self._copies)}"
         return made
 
     def holds(self, store: Store) -> None:
         """Note the store; steps of optimizers of its parameters are noted from now on."""
-        assert isinstance(store, ProcessStore)
-        self._store = store
-        _stores.add(store)
+        if isinstance(store, ProcessStore) and not self._alone:
+            self._store = store
+            _stores.add(store)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """The scope of a call; those of other threads follow."""
-        with _lock:
+        """The scope of a call; those of other threads follow. What is raised before :meth:`agree` is told to the other
+        ranks."""
+        with self._lock:
             self._agreed = self._together = False
             try:
                 yield
             except Exception as error:
-                if not self._agreed:
+                if not (self._agreed or self._alone):
                     self._refuse(error)
                 raise
             finally:
@@ -116,7 +156,21 @@ class ProcessPeers(Peers):
         rates: Mapping[str, torch.Tensor] | None = None,
         anew: bool = False,
     ) -> Agreed:
-        """Exchange the digest of a call, of the history, and a number that is drawn."""
+        """Check that all ranks are about to do the same, of which ``key`` is the local and ``words`` the common text.
+
+        Args:
+            passed: how this rank's inputs are passed.
+            draw: a number that this rank drew, where all ranks need the same one.
+            rates: numbers of the optimizer, the same on all ranks.
+            anew: all that is stored is loaded, so that earlier differences do not matter.
+
+        Raises:
+            OtherSurroundings: on all ranks, if they differ in :data:`AROUND` alone.
+            Error: they differ; a rank did something else to its parameters since the last call; or a rank failed
+                before it came here.
+        """
+        if self._alone:
+            return Agreed(passed is Passed.PART, draw)
         if key not in self._digests:
             self._digests[key] = digest(f"{self.number} {sorted(words().items())}")
         said = {name: f"{rate.tolist()}" for name, rate in (rates or {}).items() if rate.device.type == "cpu"}
@@ -157,7 +211,9 @@ class ProcessPeers(Peers):
         )
 
     def planned(self, make: Callable[[], T], subjects: Callable[[T], Subjects]) -> T:
-        """Make a plan, and compare its digest."""
+        """Make a plan, and check that all ranks made the same one."""
+        if self._alone:
+            return make()
         try:
             made = make()
             lines = subjects(made)
@@ -183,7 +239,9 @@ class ProcessPeers(Peers):
         return made
 
     def compare(self, key: Hashable, inputs: RankInputs, always: bool = False) -> None:
-        if not (always or self._seen[key] & (self._seen[key] - 1) == 0) or not (given := inputs()):
+        """Check inputs that should be the same on several ranks by a checksum: on the first, second, fourth, eighth ...
+        call of this ``key``, or ``always``."""
+        if self._alone or not (always or self._seen[key] & (self._seen[key] - 1) == 0) or not (given := inputs()):
             return
         mine = [number for each in given for number in (each.shard, checksum(each.tensor))]
         rows = exchange(mine, "comparing inputs")
@@ -202,7 +260,8 @@ class ProcessPeers(Peers):
                 )
 
     def firsts(self, mesh: Mesh, inputs: RankInputs) -> Mapping[str, torch.Tensor]:
-        given = [each for each in inputs() if mesh.extent(each.axes) > 1]
+        """Broadcast inputs that should be the same on several ranks from the first of these; by name."""
+        given = [each for each in ([] if self._alone else inputs()) if mesh.extent(each.axes) > 1]
         make_groups(mesh, sorted({each.axes for each in given}))
         found = {}
         for each in given:
