@@ -181,6 +181,8 @@ def _random(graph: Graph, inp: Input, content: Tensor | None, random: torch.Gene
     if not continuous:
         return torch.randint(0, _index_bound(graph, inp.value), type.shape, generator=random).to(type.dtype)
     dtype = torch.complex128 if type.dtype.is_complex else torch.float64
+    if kind is InputKind.STATE and type.ndim == 0:  # a number of steps, which fused kernels take in float32
+        return torch.randint(1, 9, (), generator=random).to(dtype)
     if kind in POSITIVE or (kind is InputKind.PARAMETER and type.ndim < 2):
         return torch.rand(type.shape, dtype=dtype, generator=random) + 0.5
     scale = (type.shape[0] / max(type.numel, 1)) ** 0.5 if kind is InputKind.PARAMETER else 1.0

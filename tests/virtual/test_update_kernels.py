@@ -147,3 +147,9 @@ def test_parameters_of_16_bits_are_stepped_by_the_fused_kernel(mesh: str, zero: 
     assert pm.verify()
     for name, value in pm.full_state_dict().items():
         assert (value - model.get_parameter(name)).abs().max() < 5e-3
+
+
+def test_run_on_random_numbers_agrees_for_a_kernel_that_takes_steps_in_float32() -> None:
+    model, x, y = nn.Linear(8, 4).double(), torch.randn(8, 8, dtype=torch.float64), torch.randint(4, (8,))
+    hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, optimizer=optim.AdamW, specs={"args.0": "dp, -"})
+    assert sx.parallelize(model, MESHES["dp2"], hints, virtual=True).verify(run=True)

@@ -52,7 +52,8 @@ def plan(name: str) -> sx.ParallelModule:
     given: dict[str, Any] = {"optimizer": torch.optim.AdamW, "specs": {"args.0": "dp, -", "targets.0": "dp"}}
     mesh, model = sx.Mesh(dp=2), nn.Sequential(Block(0.3 if name == "masks" else 0.0), nn.Linear(8, 4)).double()
     if name == "arena":
-        given |= {"zero": 3, "zero_min_numel": 16, "rank_passes": [Arena(least=16)]}
+        model = nn.Sequential(Block(), Block(), nn.Linear(8, 4)).double()
+        given |= {"zero": 3, "zero_min_numel": 8, "rank_passes": [Arena(least=16)]}
     elif name == "iterations":
         given |= {"grad_accumulation": 4}
     elif name == "stages":
@@ -101,9 +102,9 @@ def exchanged_states(run: Any) -> Any:
 
 
 DAMAGES: dict[str, Damage] = {
-    "a place where another one lies": Damage("arena", "memory.slot", put(1, lambda at: 0)),
+    "a place where another one lies": Damage("arena", "memory.slot", put(1, lambda at: 0), 6),
     "a place beyond the arena": Damage("arena", "memory.slot", put(1, lambda at: at + (1 << 20))),
-    "what is gathered is spread otherwise": Damage("arena", "memory.spread", exchanged(2, 0, -1), 0),
+    "what is gathered is spread otherwise": Damage("arena", "memory.spread", put(3, lambda ranks: 1), 0),
     "shards that are gathered in another order": Damage("arena", "memory.adjoin", exchanged(0, 0, -1), 0),
     "gradients scattered at other offsets": Damage("arena", "memory.part", put(2, lambda at: at // 2)),
     "a column of a fused update is another's": Damage("iterations", "update.segment", exchanged(3, 1, 5)),
