@@ -32,7 +32,7 @@ demo: $(READY) ## parallelize a model, prove it, draw it
 test: $(READY) ## the quick tests of all tiers (unit, virtual, torchrun)
 	$(PYTEST) -m "not slow and not long" $(ARGS)
 
-test-long: $(READY) ## those that take about a second or more, and are not slow
+test-long: $(READY) ## those that take half a second or more, and are not slow
 	$(PYTEST) -m "long and not slow" $(ARGS)
 
 test-all: $(READY) ## every test, the slow ones too

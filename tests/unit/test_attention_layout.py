@@ -34,6 +34,7 @@ class Attention(nn.Module):
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "specs"), [(sx.Mesh(dp=1), {}), (sx.Mesh(dp=2), {"args.0": "dp, -, -"})], ids=str)
 def test_queries_and_keys_lie_row_by_row_and_gradients_are_right(mesh: sx.Mesh, specs: dict[str, str]) -> None:
     torch.manual_seed(0)

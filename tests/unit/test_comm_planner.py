@@ -112,6 +112,7 @@ def test_the_steps_lead_to_the_target(case: Case) -> None:
     assert set(reduced) == set(source.partial_axes) - set(target.partial_axes)
 
 
+@pytest.mark.long
 @given(cases())
 def test_no_detour_is_cheaper(case: Case) -> None:
     shape, source, target = case

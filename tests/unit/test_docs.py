@@ -41,6 +41,7 @@ def test_sessions_print_what_the_page_says(page: str) -> None:
     assert renewed(page) == read(page)
 
 
+@pytest.mark.long
 def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
     (code,) = CODE.findall(read("README.md"))
     assert len(code.splitlines()) == 5
@@ -56,6 +57,7 @@ def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
     assert "all_reduce" in pm.rank_module(1).code
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [1, 2], ids=["Trainer", "accelerate"])
 def test_scripts_that_porting_shows_train_the_same(which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """(That for DistributedDataParallel runs on real ranks, in tests/torchrun/test_ported.py.)"""
@@ -78,6 +80,7 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing
 
 
+@pytest.mark.long
 def test_pictures_are_of_the_plans_that_are_made_now(tmp_path: Path) -> None:
     """If a change is meant: ``python docs/make_pictures.py`` draws them anew."""
     drawn = runpy.run_path(str(ROOT / "docs" / "make_pictures.py"))["main"](tmp_path)

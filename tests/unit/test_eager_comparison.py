@@ -195,6 +195,7 @@ def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
     capture(Attends(dtype), MESH, args=(x,), loss=F.mse_loss, targets=(y,))
 
 
+@pytest.mark.long
 def test_cancellation_in_a_norm_of_two_rows_is_no_difference() -> None:
     """Its gradient cancels to a hundred-thousandth; in float32 it is added up in float64, and does so exactly."""
 
@@ -224,6 +225,7 @@ class Covaries(nn.Module):
         return torch.cov(self.layer(x).T, aweights=weights).abs().sin()
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 def test_cancellation_to_zero_in_one_precision_is_no_difference(dtype: torch.dtype) -> None:

@@ -52,6 +52,7 @@ def test_a_parameter_and_its_gradient(pm: sx.ParallelModule) -> None:
     assert gradient.communication[-1].endswith("by gradient layers.0.proj.weight")
 
 
+@pytest.mark.long
 def test_an_input_and_a_whole_parameter(pm: sx.ParallelModule) -> None:
     assert str(pm.explain("args.0")).splitlines()[1:] == ["  dp: shards dim 0", "      the hint 'args.0' (step 1)"]
     bias, *_ = pm.explain("layers.0.proj.bias").entries
@@ -113,6 +114,7 @@ def test_the_reasons_of_a_text_are_those_of_its_graph(pm: sx.ParallelModule) -> 
     assert "the hint" not in str(explain(parse_graph(str(pm.planned)), pm._compiled.context.rules, names[0]))
 
 
+@pytest.mark.long
 def test_every_op_ends_at_a_hint(pm: sx.ParallelModule) -> None:
     """No trail breaks off, for any value of the program."""
     for node in pm.planned.nodes:

@@ -84,6 +84,7 @@ def test_every_call_holds_what_a_run_holds(case: str) -> None:
         assert rank or pm.report().memory.footprint.peak == found.peak
 
 
+@pytest.mark.long
 def test_programs_in_which_every_value_has_memory_of_its_own_hold_what_a_run_holds() -> None:
     given, pm = make("mlp3"), plan(make("mlp3"), MESHES["dp2"], specs=STORED)
     for rank in range(pm.mesh.size):
@@ -111,6 +112,7 @@ def test_what_is_sent_is_what_a_run_counts(case: str) -> None:
 # ---- prices
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["mlp3", "dropout", "sequence", "resnet", "stored"])
 def test_the_prices_of_the_nodes_are_the_cost_of_the_program(case: str) -> None:

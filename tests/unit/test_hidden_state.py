@@ -206,6 +206,7 @@ KEPT: dict[str, tuple[Code, Callable[[], object]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", KEPT)
 def test_state_that_is_equal_at_each_call_is_allowed(case: str) -> None:

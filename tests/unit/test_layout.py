@@ -41,6 +41,7 @@ def test_the_tree_keeps_its_rules(rule: str) -> None:
     assert not RULES[rule]()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("folder", ["shardfx", "tests", "examples", "benchmarks"])
 def test_nobody_imports_a_folder_by_its_bare_name(folder: str) -> None:
     """In a checkout `import ir` works too, and would make a second copy of every class."""
@@ -82,6 +83,7 @@ def definitions(body: Iterable[ast.stmt], owner: tuple[str, ...] = ()) -> Iterat
                 yield from definitions(node.body, (*owner, node.name))
 
 
+@pytest.mark.long
 def test_what_is_public_is_documented() -> None:
     lacking = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
@@ -118,6 +120,7 @@ def test_the_packaged_folders_are_those_on_disk() -> None:
     assert not without_init
 
 
+@pytest.mark.long
 def test_a_checkout_imports_without_being_installed(tmp_path: Path) -> None:
     """And without what reports and pictures alone need."""
     absent = "sys.modules['rich'] = sys.modules['pygraphviz'] = None"

@@ -23,6 +23,7 @@ def test_known_schedules_are_bounds_on_live_iterations(ranks: int, microbatches:
         assert sx.schedules.simulate(deep).step == sx.schedules.simulate(handmade).step
 
 
+@pytest.mark.long
 def test_what_the_list_scheduler_makes_keeps_to_its_bound_and_is_no_deadlock() -> None:
     for seed in range(120):
         draw = random.Random(seed)

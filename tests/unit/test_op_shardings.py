@@ -64,6 +64,7 @@ def sent(pm: sx.ParallelModule) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_one_weird_trick() -> None:
     """The batch of the convolutions and the features of the fully connected layers are sharded over one axis."""
     pm = convolutions({"fc1": "n{x}", "fc2": "k{x}", "fc3": "n{x}"})
@@ -163,6 +164,7 @@ def test_a_pin_wins_over_a_parameter_and_keeps_factors_whole() -> None:
     assert "; the hint ':mm' says m{x} n{} k{}" in str(pm.explain(product.name))
 
 
+@pytest.mark.long
 def test_explanations_and_plans_know_them() -> None:
     pm = convolutions({"fc1": "m{} k{} n{x}", "fc2:aten.mm": "k{x}"})
     assert "the hint 'fc1'" in str(pm.explain("fc1.weight"))
@@ -177,6 +179,7 @@ def test_explanations_and_plans_know_them() -> None:
     assert 'pinned "fc1" m{} k{} n{x}' in text and print_graph(parse_graph(text), sources=False) == text
 
 
+@pytest.mark.long
 def test_equal_blocks_are_planned_once() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)])

@@ -98,6 +98,7 @@ def test_memory_that_may_be_one_with_other_memory_meets_it() -> None:
     assert not (share.meet(a, b) or share.meet(a, sent) or share.owned(both))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", [1, 3])
 def test_gradients_of_biases_travel_with_those_of_weights(level: int) -> None:
     """A sum over the batch passes the view to the bias's own shape, and is scattered with the others behind it."""

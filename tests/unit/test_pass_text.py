@@ -63,6 +63,7 @@ passes = st.builds(
 )
 
 
+@pytest.mark.long
 @given(passes)
 def test_what_a_pass_prints_is_read_back(made: Every) -> None:
     assert parse_pass(str(made), find) == made

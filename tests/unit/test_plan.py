@@ -118,6 +118,7 @@ def test_what_is_in_a_plan(saved: Path) -> None:
     assert loaded.specs["fc1.weight"] == sx.Spec.parse("tp, -", MESH)
 
 
+@pytest.mark.long
 def test_a_plan_is_for_one_model_and_one_mesh(saved: Path) -> None:
     specs = sx.Plan.load(saved).specs
     with pytest.raises(sx.Error, match="another model") as caught:
@@ -254,6 +255,7 @@ def places(content: object, path: tuple[object, ...] = ()) -> Iterator[tuple[obj
             yield from places(each, (*path, key))
 
 
+@pytest.mark.long
 def test_every_value_of_a_plan_with_every_wrong_type(saved: Path, tmp_path: Path) -> None:
     """An error, or a plan that is one: never another exception, when it is read and when it is used."""
     path, refused, loads = tmp_path / "wrong.json", 0, 0

@@ -74,6 +74,7 @@ def test_the_command_line_lists_installed_passes(
     assert "built-in" in rows["propagate"]
 
 
+@pytest.mark.long
 def test_a_pass_of_a_plugin_is_found_by_its_text(installed: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(installed / "site"))
     plugins.refresh()

@@ -69,6 +69,7 @@ def test_the_text_of_a_program_is_read_back(name: str) -> None:
         validate_program(again)
 
 
+@pytest.mark.long
 def test_a_text_that_is_no_program_of_the_plan_is_an_error() -> None:
     pm = plan(make("mlp3"), MESH)
     text = str(pm.rank_program(0))
@@ -156,6 +157,7 @@ def test_products_are_computed_into_their_bucket() -> None:
     assert "memory.mm_shards(" in text and "memory.adjoin(" in text
 
 
+@pytest.mark.long
 def test_a_valid_program_computes_what_its_plain_form_does() -> None:
     case = make("mlp3")
     pm = plan(case, sx.Mesh(dp=2))

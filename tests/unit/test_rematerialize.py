@@ -60,6 +60,7 @@ def rematerialized(pm: sx.ParallelModule) -> tuple[RankProgram, RankProgram]:
     return before, run_rank_passes(after, [Rematerialize()], RankContext(pm.planned))
 
 
+@pytest.mark.long
 def test_activations_are_recomputed_and_operands_of_products_are_saved() -> None:
     before, after = rematerialized(plan()[2])
     assert {"mul", "silu"} <= saved(before)
@@ -91,6 +92,7 @@ def test_copies_stand_before_their_first_use() -> None:
         assert copies.issuperset(backward[place : min(map(backward.index, node.users))])
 
 
+@pytest.mark.long
 def test_what_is_drawn_is_saved() -> None:
     _, after = rematerialized(plan(p=0.5)[2])
     drawn = [node for node in after.graph.nodes if node.target is torch.ops.shardfx.dropout.default]

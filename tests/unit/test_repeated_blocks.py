@@ -120,6 +120,7 @@ def test_blocks_that_differ_are_not_folded(variant: str) -> None:
     assert repeats_of(Stack(variant)) == []
 
 
+@pytest.mark.long
 def test_outer_list_of_nested_lists_is_folded() -> None:
     model = nn.Sequential()
     model.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(DEPTH)))
@@ -141,6 +142,7 @@ class Scales(nn.Module):
         return self.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
 
 
+@pytest.mark.long
 def test_equal_constants_are_one_input() -> None:
     model = nn.Sequential()
     model.blocks = nn.Sequential(*(Scales() for _ in range(DEPTH)))
@@ -250,6 +252,7 @@ def test_plan_and_reasons_of_a_folded_graph_are_equal(
         assert str(short.explain(value)) == str(whole.explain(value))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "why"),
     [

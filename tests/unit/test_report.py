@@ -155,6 +155,7 @@ def test_communication_is_counted_by_the_formulas() -> None:
     assert rows[("dp",), "all-reduce"].causes[0].what == "loss"
 
 
+@pytest.mark.long
 def test_causes_name_the_parameters(pm: sx.ParallelModule) -> None:
     communication = pm.report().communication
     causes = {cause.what for row in communication.rows if row.axes == ("dp",) for cause in row.causes}
@@ -177,6 +178,7 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     assert cost.flops == sum(2 * 8 * n * k * (3 if i else 2) for i, (n, k) in enumerate(shapes))
 
 
+@pytest.mark.long
 def test_time_is_that_of_the_machine(pm: sx.ParallelModule) -> None:
     fast, h100 = pm.report(), pm.report("h100-dgx")
     slow = pm.report(sx.Machine("slow", {"float64": 1e9}, 1e15, 1e9, sx.Machine.load("h100-dgx").links)).time

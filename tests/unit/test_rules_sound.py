@@ -49,6 +49,7 @@ def test_picked_instances() -> None:
     check(picked())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_instances_of_the_zoo(name: str) -> None:
     check(of_case(name))
@@ -67,6 +68,7 @@ def total(scores: Iterable[Score]) -> Total:
     return made
 
 
+@pytest.mark.long
 def test_a_sample_of_the_operator_database() -> None:
     made = total(measure(instances(record(3, 2, every=EVERY)), jobs=1, dtensor=False))
     assert made.shardings[1] > 30 and made.shardings[0] >= 0.97 * made.shardings[1]

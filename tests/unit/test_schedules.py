@@ -39,6 +39,7 @@ def drawn(seed: int) -> tuple[sx.schedules.Schedule, int, int]:
     return sx.schedules.make_schedule(name, stages=stages, microbatches=microbatches, ranks=ranks), stages, microbatches
 
 
+@pytest.mark.long
 @given(st.lists(st.lists(ACTIONS, min_size=1, max_size=9), min_size=1, max_size=5))
 def test_the_text_of_a_schedule_is_that_schedule(rows: list[list[sx.schedules.Action]]) -> None:
     schedule = sx.schedules.Schedule(tuple(map(tuple, rows)))

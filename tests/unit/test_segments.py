@@ -134,6 +134,7 @@ def test_steps_are_the_same_in_segments(kind: str, hints: dict[str, Any], monkey
     assert all((value - full[name]).abs().max() <= far for name, value in pm.full_state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [1, 2])
 def test_rows_of_replicated_parameters_are_stepped_in_one_segment(zero: int) -> None:
     """In the order in which their gradients come, which is that of the states."""

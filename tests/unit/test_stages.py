@@ -111,6 +111,7 @@ def test_stages_are_counts_first_modules_or_patterns(given: Any, first: int) -> 
     assert stages(planned(stages=given)) == halves(first)
 
 
+@pytest.mark.long
 def test_a_dear_block_has_a_stage_of_its_own() -> None:
     assert stages(planned(Net(wide=64))) == halves(3)
 
@@ -161,6 +162,7 @@ def test_a_weight_of_two_stages_has_one_gradient() -> None:
     assert node.at == (0, 1)
 
 
+@pytest.mark.long
 def test_a_buffer_that_only_counts_is_beside_its_module() -> None:
     pm = planned(Net(norm=nn.BatchNorm1d), sx.Mesh(pp=2), microbatches="", schedule="gpipe")
     assert pm.planned.input("norm.num_batches_tracked").at == (1,)

@@ -74,6 +74,7 @@ def hints(asked: str) -> sx.Hints:
     return sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), specs={"args.0": "dp, -"}, **ASKED[asked])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asked", ASKED)
 def test_step_that_is_right_is_no_assumption(asked: str) -> None:
     pm = sx.parallelize(Net(), sx.Mesh(dp=2), hints(asked))

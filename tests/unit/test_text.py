@@ -168,6 +168,7 @@ def test_any_argument_comes_back(args: list[Any], kwargs: dict[str, Any]) -> Non
     assert isinstance(node.args[0], Value)
 
 
+@pytest.mark.long
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=4, unique=True), st.text(), st.text(), st.text())
 def test_any_name_comes_back(names: list[str], module: str, file: str, output: str) -> None:
     inputs = [argument(name, 2) for name in names]

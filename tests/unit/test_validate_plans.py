@@ -128,6 +128,7 @@ def test_a_partial_operand_where_the_op_is_not_linear() -> None:
         validate_graph(parse_graph(text.replace("relu", "neg").replace("+{tp}", "max{tp}")), rules=default_rules())
 
 
+@pytest.mark.long
 def test_a_large_planned_graph_is_verified_in_less_than_a_second() -> None:
     head, line, tail = PLANNED.partition("  %2 = aten.relu(%1) : f32[8{dp}, 12{tp}]  shards d0{dp} d1{tp}\n")
     graph = parse_graph(head + line + "backward:\noutputs:\n  result results.0 = %2\n")

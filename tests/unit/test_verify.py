@@ -295,6 +295,7 @@ def large(count: int) -> Graph:
     return graph
 
 
+@pytest.mark.long
 def test_a_large_graph_is_verified_between_all_passes() -> None:
     graph = large(20_000)
     started = time.process_time()

@@ -85,6 +85,7 @@ def test_metrics_need_no_gathering() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_several_models_are_made_parallel_before() -> None:
     accelerator = ParallelAccelerator(cpu=True)
     with pytest.raises(sx.Error, match=r"no plan for this model(.|\n)*pass shardfx.parallelize"):

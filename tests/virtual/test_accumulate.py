@@ -98,6 +98,7 @@ def test_a_parameter_of_which_a_iteration_reads_a_part_is_stored_in_all_of_them(
     assert pm.verify()
 
 
+@pytest.mark.long
 def test_sums_that_are_fused_may_be_as_long_as_a_iterations_rows() -> None:
     """The check of a program took the lengths of iterations that are not alike for numbers: TypeError of torch.Size."""
     torch.manual_seed(0)

@@ -68,6 +68,7 @@ def test_gradients_are_those_of_one_device(table: dict[str, Any], hints: dict[st
     assert pm.verify()
 
 
+@pytest.mark.long
 def test_a_gradient_is_never_there_twice() -> None:
     x, y = batch()
     pm = planned(Language().double())

@@ -81,6 +81,7 @@ def is_among(model: nn.Module, h: Tensor, a: Tensor, b: Tensor) -> bool:
     return any(each is a for each in (h, b))
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("ask", [are_one, is_among])
@@ -104,6 +105,7 @@ def test_gradients_of_an_input_that_is_given_twice() -> None:
     assert ours.grad is not None and theirs.grad is not None and rel_err(ours.grad, theirs.grad) < 1e-12
 
 
+@pytest.mark.long
 def test_a_form_is_told_by_what_the_code_asks_alone() -> None:
     """Code that does not ask is served by the programs that there are, and a question is named where it is planned."""
     x = rows(4)
@@ -132,6 +134,7 @@ def is_transposed(model: nn.Module, h: Tensor, a: Tensor) -> bool:
 ASK_MEMORY = (lies_row_by_row, has_a_stride_of_none, is_transposed)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("ask", ASK_MEMORY)
 @pytest.mark.parametrize("example", [rows, columns, spread])
@@ -156,6 +159,7 @@ def test_memory_where_weights_have_no_content(example: Callable[[int], Tensor]) 
     check_step(own, pm, x)
 
 
+@pytest.mark.long
 def test_memory_where_the_data_decide() -> None:
     model, pm = both(lies_row_by_row, rows(4), guard=True)
     check_step(model, pm, columns(6))
@@ -181,6 +185,7 @@ QUESTIONS: dict[str, Ask] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_whether_gradients_are_wanted(question: str) -> None:

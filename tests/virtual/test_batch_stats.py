@@ -89,6 +89,7 @@ def test_trains_as_data_parallelism(name: str) -> None:
     assert verdict and "with batch norms of each rank's part of the batch" in str(verdict)
 
 
+@pytest.mark.long
 def test_running_statistics_alone_are_sent() -> None:
     """In one shard, and not where the norms stand."""
     mesh, specs, _ = PLANS["dp"]
@@ -112,6 +113,7 @@ def test_parts_are_equal() -> None:
         sx.Hints(batch_stats="rank")
 
 
+@pytest.mark.long
 def test_synchronised_norms_ask_nobody() -> None:
     """In a process group they would, and on CPUs refuse to."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(Net().double())
@@ -174,6 +176,7 @@ def test_moments_of_shards_do_not_cancel() -> None:
     torch.testing.assert_close(pm.full_state_dict()["running_var"].double(), 0.9 + 0.1 * whole, rtol=1e-5, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("stats", [None, "local"])
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(6), nn.BatchNorm2d(6, affine=False, track_running_stats=False)])

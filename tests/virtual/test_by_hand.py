@@ -79,6 +79,7 @@ def off(made: Number, right: Number) -> tuple[float, float]:
     return loss, worst
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [means_of_means, by_the_rank_s_count, in_iterations])
 def test_whose_number_is_that_of_the_whole_batch(how: Callable[[nn.Module, Tensor, Tensor], Number]) -> None:
     model, x, y = uneven()

@@ -113,6 +113,7 @@ def _square(values: Any) -> bool:
     return all(value.shape == (8, 8) for value in values)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", REWRITINGS)
 def test_a_pass_that_writes_an_op_otherwise(name: str) -> None:
@@ -142,6 +143,7 @@ def test_a_program_that_writes_an_op_otherwise(name: str) -> None:
     assert verdict.status == status, verdict
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sound", [True, False])
 def test_views_that_cancel_lie_where_they_are_joined(sound: bool) -> None:
     """What is turned twice lies as it did; what is turned once, and only looks the same, does not."""
@@ -219,6 +221,7 @@ EQUIVALENT: Mapping[str, tuple[Any, Rewrite, bool]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EQUIVALENT)
 def test_rank_program_rewritten_around_attention_is_proven_only_if_equivalent(name: str) -> None:
     op, write, sound = EQUIVALENT[name]

@@ -89,6 +89,7 @@ class Scaled(nn.Module):
         return y if mask is None else y * mask
 
 
+@pytest.mark.long
 def test_arguments_that_are_no_tensors() -> None:
     x, y = batch()
     model = Scaled().double()
@@ -100,6 +101,7 @@ def test_arguments_that_are_no_tensors() -> None:
         pm(x, y, scale=2.0)
 
 
+@pytest.mark.long
 def test_modes_of_modules() -> None:
     """Each module has its own mode, as the model has: frozen statistics stay frozen."""
     x, y = batch()
@@ -114,6 +116,7 @@ def test_modes_of_modules() -> None:
     assert near(pm.full_state_dict()["1.running_mean"], alone[1].running_mean)
 
 
+@pytest.mark.long
 def test_what_wants_a_gradient() -> None:
     """Inputs too; parameters may be frozen and unfrozen."""
     x, y = batch()
@@ -130,6 +133,7 @@ def test_what_wants_a_gradient() -> None:
     same_step(pm, alone, x, y)
 
 
+@pytest.mark.long
 def test_autocast_around_a_call() -> None:
     """Casts are captured, and programs run without casts of their own."""
     x, y = batch()
@@ -198,6 +202,7 @@ class Sharing(nn.Module):
         return torch.tanh(self.own(x) + self.shared(x))
 
 
+@pytest.mark.long
 def test_one_module_within_many_blocks() -> None:
     x, y = batch()
     shared = nn.Linear(8, 8)

@@ -54,6 +54,7 @@ def test_sharded_weight_is_not_missing(change: Callable[[Any], Any]) -> None:
         change(parallel(mlp(), specs=SHARDING)[0])
 
 
+@pytest.mark.long
 def test_attributes_of_parameters_are_copied() -> None:
     """Scripts group parameters by what they wrote on them, and code may read it, also of another specialization."""
 
@@ -87,6 +88,7 @@ def test_what_a_state_dict_has_beside() -> None:
     pm.load_state_dict(pm.state_dict())
 
 
+@pytest.mark.long
 def test_specialization_that_cannot_be_planned_names_the_input() -> None:
     pm = parallel(mlp())
     for x, y, said in (

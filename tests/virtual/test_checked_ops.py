@@ -140,6 +140,7 @@ FACTORED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", FACTORED)
 @pytest.mark.parametrize("specs", [{"args.0": "r, -"}, {"weight": "r, -"}], ids=["rows", "columns"])

@@ -14,6 +14,7 @@ from tests.wrong.nets import X, Y, planned
 aten = torch.ops.aten
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*DROPS, *MORE])
 def test_outputs_and_constants_are_part_of_the_claim(name: str) -> None:
     pm = planned(Changes((DROPS | MORE)[name]))
@@ -22,12 +23,14 @@ def test_outputs_and_constants_are_part_of_the_claim(name: str) -> None:
         assert verdict.fault is not None and verdict.fault.output
 
 
+@pytest.mark.long
 def test_the_proof_is_of_all_programs() -> None:
     verdict = planned().verify()
     assert verdict and verdict.status == "proven"
     assert verdict.programs == ("loss and gradients", "loss", "results")
 
 
+@pytest.mark.long
 def test_the_programs_of_other_calls_are_proven() -> None:
     pm = planned()
     pm.eval()
@@ -35,6 +38,7 @@ def test_the_programs_of_other_calls_are_proven() -> None:
     assert "in evaluation mode: loss" in str(pm.verify())
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SOUND)
 def test_what_changes_nothing_is_proven(name: str) -> None:

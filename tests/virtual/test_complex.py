@@ -75,6 +75,7 @@ class Polar(nn.Module):
         return (z * z.conj()).real / 9
 
 
+@pytest.mark.long
 def test_rounding_of_complex64_gradients_is_no_other_function() -> None:
     torch.manual_seed(4)
     x = torch.randn(64, 8)
@@ -94,6 +95,7 @@ def clipped(most: float, kind: float = 2.0) -> tuple[Tensor, dict[str, Tensor]]:
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", SHARDED)
 @pytest.mark.parametrize("most", [0.5, 1e6])
 @pytest.mark.one_in(2)
@@ -117,6 +119,7 @@ def test_clip_grad_norm_of_complex_shards_is_the_norm_of_one_device(how: str) ->
             torch.testing.assert_close(pm.full_grads(), grads)
 
 
+@pytest.mark.long
 def test_step_with_complex_parameters_loss_scale_and_clip_matches_single_device() -> None:
     def optimizer(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.01, momentum=0.9)

@@ -87,6 +87,7 @@ CASES: dict[str, tuple[Any, tuple[Tensor, ...], dict[str, str]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_one_device(name: str) -> None:

@@ -63,6 +63,7 @@ def test_a_changed_program_of_many_ranks_is_refuted_with_numbers(hints: dict[str
         pm.use({CHANGED: changed})
 
 
+@pytest.mark.long
 def test_a_changed_program_of_ranks_too_many_to_run_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     pm = plan()
     monkeypatch.setattr(numeric_check, "MOST_CALLS", 12 * len(pm.planned.nodes))

@@ -24,6 +24,7 @@ def large_collectives(pm: sx.ParallelModule) -> Counter[tuple[str, str]]:
     return counts
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name",
@@ -89,6 +90,7 @@ def test_a_stored_placement_with_more_axes_is_gathered_at_use_and_its_gradient_s
     assert gathered == {"fc1.weight", "fc2.weight", "fc3.weight"}
 
 
+@pytest.mark.long
 def test_fusing_keeps_the_bytes_and_makes_fewer_calls() -> None:
     alone, fused = (plan(make("gpt_fused"), sx.Mesh(dp=2), bucket_mb=mb) for mb in (0, 25))
 

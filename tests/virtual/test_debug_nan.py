@@ -94,6 +94,7 @@ def test_what_is_nan_already_is_named_as_such() -> None:
     assert "parameter 'fc1.weight' is not finite" in text and "rank 1" in text, text
 
 
+@pytest.mark.long
 def test_in_evaluation_and_inference_too_and_only_within_the_context() -> None:
     pm, x, y = make("log")
     pm.eval()

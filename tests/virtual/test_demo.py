@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 import shardfx as sx
 from shardfx.demo.run_demo import demo
 
 
+@pytest.mark.long
 def test_the_demo(tmp_path: Path) -> None:
     out = io.StringIO()
     assert demo(Console(file=out, width=120), tmp_path / "out", steps=2) == 0

@@ -169,6 +169,7 @@ WHOLE = (torch.ops.aten._native_batch_norm_legit_functional.default, torch.ops.a
 """Those that make their own statistics, of all that they are given."""
 
 
+@pytest.mark.long
 def test_batch_norms_one_behind_the_other_are_decomposed_however_many() -> None:
     """Each is in the way of the sharding of the batch, which the next one sees only when it is out of it."""
     torch.manual_seed(0)

@@ -102,6 +102,7 @@ def test_states_lie_as_their_parameters() -> None:
     assert all(shard.stride() == (72, 1, 24, 8) for shard in pm._store.states["body.weight.exp_avg"])
 
 
+@pytest.mark.long
 def test_how_an_input_lies_stands_in_the_text() -> None:
     pm = planned(case(True, False))
     text = print_graph(pm.planned)

@@ -125,6 +125,7 @@ def big(op: object, results: tuple[tuple[int, ...], ...], *args: object) -> Node
     return made
 
 
+@pytest.mark.long
 def test_a_users_op_trains_as_on_one_device() -> None:
     torch.manual_seed(0)
     model, x, y = Net(), torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)

@@ -185,6 +185,7 @@ def refusal(pm: sx.ParallelModule, module: fx.GraphModule) -> str:
     return "" if verdict else verdict.why
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("damage", "said"), MUTANTS)
 def test_damaged_drivers_are_refused(damage: Callable[[fx.GraphModule], None], said: str) -> None:
@@ -212,6 +213,7 @@ def test_calls_that_nobody_takes_from_stay() -> None:
     assert pm.verify(modules={1: module})
 
 
+@pytest.mark.long
 def test_what_stands_between_calls_is_done_before() -> None:
     pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
     module = pm.rank_module(1)

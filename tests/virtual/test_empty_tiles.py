@@ -114,6 +114,7 @@ def test_a_rank_with_rows_may_not_take_itself_for_one_without() -> None:
     assert not pm.verify(modules={2: program})
 
 
+@pytest.mark.long
 def test_a_ring_of_tiles_that_hold_little_is_proven() -> None:
     """The last tile's rows are all three operands' in part, so that much may be what its call is made of."""
     x, weight = torch.randn(2, 3, 6, dtype=torch.float64), torch.randn(2, 3, 11, dtype=torch.float64)

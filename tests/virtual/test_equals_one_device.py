@@ -28,6 +28,7 @@ def test_training_equals_one_device(mesh: str, name: str) -> None:
     assert train_beside(name, MESHES[mesh]).worst < 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", ["dp2tp2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("tp2", "2x2x2"))])
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ def test_sequence_parallel_training_equals_one_device(mesh: str, name: str) -> N
     assert train_beside(name, MESHES[mesh], sequence=True).worst < 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gpt_fused", "unet", "resnet", "hf_vit"])
 def test_outputs_equal_one_device(name: str) -> None:

@@ -66,6 +66,7 @@ def test_a_spec_with_too_few_dims() -> None:
     fails("one entry per dim", "fc1.weight", "2 entries", specs={"fc1.weight": "dp"})
 
 
+@pytest.mark.long
 def test_two_hints_that_disagree() -> None:
     fails("disagree", specs={"fc1.weight": "dp, -", "*.weight": "-, dp"})
 

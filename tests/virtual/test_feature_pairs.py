@@ -23,6 +23,7 @@ def named(case: object) -> str:
     return case if isinstance(case, str) else " + ".join(case)  # type: ignore[call-overload]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "names"),
     [*QUICK, *(slow(each) for each in (*ALONE, *LOOP_OPS) if each not in QUICK)],

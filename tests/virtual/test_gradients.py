@@ -136,6 +136,7 @@ def test_a_function_that_changes_its_input_is_an_error() -> None:
         parallel(Net(lambda x, w: Doubled.apply(x * w)).double())
 
 
+@pytest.mark.long
 def test_parameters_that_the_loss_does_not_reach() -> None:
     x, y = batch()
     torch.manual_seed(0)

@@ -192,6 +192,7 @@ def test_a_guard_of_the_loss_does_not_concern_the_results() -> None:
     assert "expects True of loss" in text and str(parse_graph(text)) == text
 
 
+@pytest.mark.long
 def test_a_proof_takes_no_graph_whose_guards_are_others() -> None:
     pm = make(Net(), batch())
     assert sx.rerun.prove(pm.captured, pm.planned)
@@ -221,6 +222,7 @@ class ByMode(nn.Module):
         return y[y.sum(1) > 0] if self.fc.weight.sum() > 1 else -y
 
 
+@pytest.mark.long
 def test_another_form_of_call_is_planned_for_its_own_data() -> None:
     x = torch.randn(8, 6, dtype=F64)
     model = ByMode()

@@ -92,6 +92,7 @@ def test_attributes_and_methods(both: tuple[sx.ParallelModule, Net]) -> None:
             change()
 
 
+@pytest.mark.long
 def test_the_model_with_whole_weights(both: tuple[sx.ParallelModule, Net]) -> None:
     """For ``generate``, ``save_pretrained`` and the like."""
     pm, model = both
@@ -145,6 +146,7 @@ def test_an_optimizer_made_by_a_method_of_the_model(both: tuple[sx.ParallelModul
     assert all(near(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.long
 def test_modes_are_set_as_the_model_sets_them(both: tuple[sx.ParallelModule, Net]) -> None:
     pm, model = both
     for mode in (True, False, True):
@@ -156,6 +158,7 @@ def test_modes_are_set_as_the_model_sets_them(both: tuple[sx.ParallelModule, Net
     assert near(pm(X, Y), F.cross_entropy(model(X), Y))
 
 
+@pytest.mark.long
 def test_averages_and_statistics(both: tuple[sx.ParallelModule, Net]) -> None:
     """``AveragedModel`` is right; ``update_bn`` changes modules, which is an error: it is for the model with whole
     weights, whose statistics are loaded then."""
@@ -243,6 +246,7 @@ def scaled(value: torch.Tensor) -> torch.Tensor:
     return value * FACTOR
 
 
+@pytest.mark.long
 def test_numbers_that_the_loss_reads_are_those_of_the_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -120,6 +120,7 @@ def test_what_is_predicted_is_held() -> None:
     assert "of 2 under way, of 2" in str(beside(True).report())
 
 
+@pytest.mark.long
 def test_a_measured_step_says_which_iteration_it_was(tmp_path: Any) -> None:
     pm, case = beside(True), make("gpt_fused")
     with pm.record(tmp_path / "step.json") as recording:

@@ -65,6 +65,7 @@ QUICK = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -265,6 +266,7 @@ def weighted(out: Tensor, y: Tensor) -> Tensor:
     return (F.cross_entropy(out, y, reduction="none") * sure).sum() / sure.sum()
 
 
+@pytest.mark.long
 def test_what_all_iterations_must_know_of_the_forward_is_done_twice_and_said() -> None:
     model = nn.Linear(6, 3).double()
     torch.manual_seed(0)

@@ -35,6 +35,7 @@ def texts(pm: sx.ParallelModule) -> list[str]:
     return ["".join(element.itertext()) for element in root.iter() if element.tag.endswith("text")]
 
 
+@pytest.mark.long
 def test_what_is_done_in_iterations_is_drawn_once_with_how_often() -> None:
     few, many = texts(planned(512, 4)), texts(planned(512, 256))
     assert [text for text in few if "iterations" in text] == [

@@ -100,6 +100,7 @@ def test_it_goes_on_under_another_plan() -> None:
     assert [other.step(x, y) is not None and other.optimizer.loss_scale for _ in range(2)] == [2.0**11, 2.0**12]
 
 
+@pytest.mark.long
 def test_it_stays_where_the_loss_holds_no_more() -> None:
     pm, (_, x, y) = planned(sx.LossScale(2.0**14, interval=1), sx.Mesh(dp=2), None), data()
     found = []

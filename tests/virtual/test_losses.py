@@ -135,6 +135,7 @@ def test_what_is_learned_in_the_loss(way: str) -> None:
     assert all(near(state[name], tensor) for name, tensor in alone.state_dict().items())
 
 
+@pytest.mark.long
 def test_a_penalty_on_the_weights() -> None:
     """The loss may look at the model that it is of."""
     model = mlp()

@@ -66,6 +66,7 @@ def test_a_program_of_many_iterations_is_written_as_often_as_one_of_few(
     assert lengths[1] <= 1.2 * lengths[0]
 
 
+@pytest.mark.long
 def test_uneven_iterations_are_those_of_one_device() -> None:
     rows = 3 * MANY + 200
     pm = in_iterations(MANY, rows)
@@ -149,6 +150,7 @@ def something_else_is_added(graph: fx.Graph) -> None:
 NUMBERS = [a_wrong_slice_in_iteration_100, iteration_100_skipped, a_iteration_less, added_twice, stale]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("more", [0, MANY + 200], ids=["even", "uneven"])
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def step(pm: sx.ParallelModule, case: Case) -> tuple[torch.Tensor, dict[str, tor
     return loss.detach(), pm.full_grads()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "feature"),
     [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each not in QUICK)],
@@ -175,6 +176,7 @@ def test_collectives_are_repeated_or_kept_and_boundaries_wait_in_slices() -> Non
     assert sliced.verify() and "waits for the backward in slices" in {node.why for node in sliced.planned.nodes}
 
 
+@pytest.mark.long
 def test_zero_stores_shards_and_gathers_them_again() -> None:
     whole = sum(p.numel() for p in Blocks().parameters())
     held = {level: blocks(zero=level, zero_min_numel=0) for level in (0, 1, 2, 3)}
@@ -194,6 +196,7 @@ def test_zero_stores_shards_and_gathers_them_again() -> None:
     assert sharding == {f"layers.{i}.{side}.weight" for i in range(6) for side in ("up", "down")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", [1, 3])
 def test_at_most_two_segments_of_gathered_parameters_are_whole(level: int) -> None:
     """One is used, and one under way. On level 1 parameters are gathered once, in fewer segments, and stay."""

@@ -115,6 +115,7 @@ def quick_first(others: Any) -> list[Any]:
     return [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in pairs]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "mesh"), quick_first(("dp2", "tp2", "dp2tp2")))
 def test_equals_one_device(name: str, mesh: str) -> None:
     beside(name, MESHES[mesh])

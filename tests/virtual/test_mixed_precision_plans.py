@@ -100,6 +100,7 @@ def test_a_norm_is_decomposed_in_few_bits() -> None:
     torch.testing.assert_close(pm(x, x[:, :4]), F.mse_loss(model(x), x[:, :4]), rtol=0.05, atol=0)
 
 
+@pytest.mark.long
 def test_what_is_summed_earlier_is_said() -> None:
     """The gradient of a weight that is normalised is no sum of terms behind its norm."""
     model = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))

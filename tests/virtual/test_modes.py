@@ -67,6 +67,7 @@ def test_replicas_agree(name: str) -> None:
     assert not torch.equal(first, pm(*case.args, *case.targets))
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["dropout_mlp", "resnet"])
 def test_evaluation_equals_one_device(name: str) -> None:
@@ -119,6 +120,7 @@ class Fused(nn.Module):
         return self.out(q * k + v)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("specs", "weight", "bias"),
     [

@@ -73,6 +73,7 @@ def test_what_has_another_size_in_each_iteration_has_no_place_in_an_arena() -> N
     assert pm.verify()
 
 
+@pytest.mark.long
 def test_iterations_that_lie_the_wrong_way_round_are_an_error() -> None:
     with pytest.raises(sx.Error, match=re.escape("iterations of 'mb' are within those of 'chunk'")) as error:
         planned(sx.Mesh(chunk=T(2), mb=T(2)), False)

@@ -30,6 +30,7 @@ def test_there_are_a_hundred() -> None:
     assert len(ODD) >= 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "way"), [case(name, way) for name, odd in ODD.items() for way in odd.ways()])
 def test_it_equals_one_device_and_is_proven(name: str, way: str) -> None:
     assert not run(ODD[name], way).wrong
@@ -43,6 +44,7 @@ def planned(name: str, *passes: sx.Pass) -> sx.ParallelModule:
         return sx.parallelize(given.model, mesh(way), odd.hints(way, given, passes=passes), virtual=True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "Kronecker" else pytest.mark.slow) for n in ODD])
 def test_what_changes_no_value_is_no_alarm(name: str) -> None:
@@ -53,6 +55,7 @@ def test_what_changes_no_value_is_no_alarm(name: str) -> None:
         assert verdict or (unknown and (names != FREELY or name in OPEN_FREELY)), verdict
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "Binary" else pytest.mark.slow) for n in ODD])
 def test_damage_is_refused(name: str) -> None:

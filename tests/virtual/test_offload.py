@@ -162,6 +162,7 @@ def test_it_is_seen_in_pictures_reports_and_reasons(tmp_path: Path) -> None:
     assert "memory.to_device moves 4.1 kB per rank" in str(pm.explain("layers.0.up.weight"))
 
 
+@pytest.mark.long
 def test_states_of_two_updates_are_on_the_device_at_most() -> None:
     """However small they are beside the two largest: by bytes."""
     pm = blocks(optimizer=adamw, offload=away("optimizer"))
@@ -175,6 +176,7 @@ def test_states_of_two_updates_are_on_the_device_at_most() -> None:
     assert 0 < max(live) <= 2 * largest + stored
 
 
+@pytest.mark.long
 def test_sources_of_copies_under_way_are_no_more_bytes_than_two_of_the_largest() -> None:
     pm = blocks(optimizer=adamw, offload=away("activations", "optimizer"))
     under_way, footprint = dict[fx.Node, int](), pm.memory().footprint
@@ -203,6 +205,7 @@ def _split_at_the_end_of_the_backward(pm: sx.ParallelModule) -> tuple[list[fx.No
     return [node for i, node in fetches if i < end], [node for i, node in fetches if i > end]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hints", [{}, {"zero": 1, "zero_min_numel": 0}, {"zero": 3, "zero_min_numel": 0}], ids=str)
 def test_states_travel_during_the_backward(hints: dict[str, Any]) -> None:
     """So a step takes less time than what it computes and carries, one behind the other; and it does not wait at once
@@ -223,6 +226,7 @@ def test_states_travel_during_the_backward(hints: dict[str, Any]) -> None:
     assert pm.verify()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hints", [{"clip_grad_norm": 0.1}, {"grad_accumulation": 2}], ids=str)
 def test_an_update_that_needs_all_gradients_stands_behind_the_backward(hints: dict[str, Any]) -> None:
     pms = [blocks(sx.Mesh(dp=1), optimizer=nadam, **hints, **more) for more in ({}, {"offload": away("optimizer")})]
@@ -235,6 +239,7 @@ def test_an_update_that_needs_all_gradients_stands_behind_the_backward(hints: di
         assert torch.equal(*losses)
 
 
+@pytest.mark.long
 def test_states_are_saved_and_loaded() -> None:
     """In shards, whole, and into a plan that keeps them on the device."""
     first, same, other = (
@@ -266,6 +271,7 @@ def test_parameters_that_lie_elsewhere_are_stepped_by_their_owner() -> None:
         assert torch.equal(*losses)
 
 
+@pytest.mark.long
 def test_the_price_is_that_of_the_link() -> None:
     """Bytes both ways, over what the machine says connects it with the host."""
     plain, pm = blocks(machine="h100-dgx"), blocks(machine="h100-dgx", offload=away("activations"))
@@ -283,6 +289,7 @@ def test_the_price_is_that_of_the_link() -> None:
 # ---- files
 
 
+@pytest.mark.long
 def test_files_go_with_what_lies_in_them(tmp_path: Path) -> None:
     kept = transfer.to_disk(torch.arange(6.0).reshape(2, 3).t(), str(tmp_path))
     assert kept.stride() == (1, 3) and torch.equal(kept, torch.arange(6.0).reshape(2, 3).t())

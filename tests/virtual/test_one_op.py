@@ -87,6 +87,7 @@ def beside_one_device(model: nn.Module, args: tuple[Tensor, ...], mesh: sx.Mesh,
     return [op_name(node.op) for node in pm.planned.nodes]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resized_picture_is_one_op_each_way(kind: str) -> None:
@@ -97,6 +98,7 @@ def test_a_resized_picture_is_one_op_each_way(kind: str) -> None:
     assert len(ops) == 2 and "backward" in ops[1] and "backward" not in ops[0]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("many", [False, True], ids=["one", "several"])
 def test_a_lookup_within_rows_sends_nothing(many: bool) -> None:
@@ -152,6 +154,7 @@ def test_a_value_may_be_two_operands_that_are_sharded_in_two_ways(name: str) -> 
     assert pm.verify(), pm.verify().why
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", ["-, x, -", "-, -, x"])
 def test_a_transposed_convolution_padded_by_more_than_its_stride(spec: str) -> None:
@@ -250,6 +253,7 @@ def test_a_resized_picture_of_what_is_infinite(name: str) -> None:
     torch.testing.assert_close(mine.grad, x.grad, equal_nan=True)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("specs", [{"args.0": "r, -"}, {"weight": "r"}], ids=str)
 def test_how_far_complex_numbers_scatter(specs: dict[str, str]) -> None:
@@ -281,6 +285,7 @@ class Eighths(nn.Module):
         return self.head(h + (few.float() * scale - h).detach()), few
 
 
+@pytest.mark.long
 def test_numbers_of_eight_bits_are_cast_and_given_back() -> None:
     """Torch neither promotes them nor asks which are finite."""
     torch.manual_seed(0)

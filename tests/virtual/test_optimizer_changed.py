@@ -60,6 +60,7 @@ def test_groups_and_options_stay() -> None:
     refused("'weight_decay' of a group was changed", lambda: pm.step(*batches(1)[0]))
 
 
+@pytest.mark.long
 def test_a_rate_that_is_a_tensor_is_changed_in_place() -> None:
     rates = [torch.tensor(1e-2, dtype=torch.float64) for _ in range(2)]
     model, pm = small_model(), small_plan(lambda ps: optim.AdamW(ps, lr=rates[0]), DP2)
@@ -157,6 +158,7 @@ def test_copies_have_their_shards_looked_at() -> None:
     refused("looks at whole tensors", Lamb(pm.parameters()).step)
 
 
+@pytest.mark.long
 def test_parameters_that_no_optimizer_has_are_told_of() -> None:
     with pytest.warns(sx.ShardfxWarning, match=r"1 of 4 trainable parameters have no optimizer: 2\.bias"):
         pm = small_plan(lambda ps: optim.AdamW(ps[:3]), DP2)

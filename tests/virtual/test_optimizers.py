@@ -127,6 +127,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) ->
         optimizer.step()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODES)
 def test_states_move_between_plans_and_the_model(kind: str) -> None:
     """From one plan into another, from that into the model, from the model into the first: as if nothing had been."""

@@ -158,6 +158,7 @@ def with_statistics() -> nn.Sequential:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 def test_weights_of_the_model_that_are_changed_are_an_error_until_they_are_loaded(mesh: str) -> None:
     pm = parallel(model := with_statistics(), mesh)

@@ -306,6 +306,7 @@ STEPPED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", STEPPED)
 def test_damaged_steps_are_refused(damage: Callable[[fx.Graph], None]) -> None:
     assert refused(stepped(), 0, damage)

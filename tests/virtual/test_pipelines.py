@@ -75,6 +75,7 @@ def test_compiled_stages_of_virtual_ranks_are_the_whole_batch(name: str) -> None
 QUICKLY = ("zb-h1",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICKLY else slow) for n in SCHEDULES])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow), pytest.param(4, marks=slow)])
 def test_every_schedule_is_the_whole_batch(name: str, ranks: int) -> None:

@@ -241,6 +241,7 @@ def events(path: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
     return tracks, [each for each in found if each["ph"] == "X"]
 
 
+@pytest.mark.long
 def test_a_trace_and_a_picture_have_a_row_for_each_rank(tmp_path: Path) -> None:
     pm = planned(sx.Mesh(pp=2, dp=2, mb=T(2)), pipeline=sx.Pipeline(), specs={"args.0": "mb dp, -"})
     timeline = pm.timeline()
@@ -268,6 +269,7 @@ def _stage_iterations(names: Iterable[str]) -> list[str]:
     return [name for name in names if name[0] != "U"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make", [staged, lambda: planned(sx.Mesh(dp=2), grad_accumulation=3)], ids=["stages", "microbatches"]
 )

@@ -289,6 +289,7 @@ class Observed(sx.RankPass):
         return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", [returns_another, returns_nothing, writes_through_data])
 def test_observer_returns_its_operand_and_is_an_assumption(by: Any) -> None:
     pm, reference = planned(sx.Mesh(dp=2), rank_passes=[Observed(by)]), planned(sx.Mesh(dp=2))
@@ -310,6 +311,7 @@ def test_observer_that_writes_in_place_at_a_later_call_is_an_error(by: Any) -> N
     assert torch.equal(*before) and str(caught.value.where).startswith(__file__)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["dropout_mlp", "hf_gpt2_dropout"])
 def test_what_runs_is_what_is_printed(name: str) -> None:

@@ -67,6 +67,7 @@ def test_a_sum_that_is_partial_over_two_axes_is_executed() -> None:
     assert pm.verify(), pm.verify().why
 
 
+@pytest.mark.long
 def test_a_kernel_that_misreads_strides_is_given_none() -> None:
     """That of ``embedding_bag`` takes indices for packed: one of every second element read others."""
     x, index = torch.randn(6, 8, dtype=torch.float64), torch.arange(24).view(6, 4) % 6

@@ -132,6 +132,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["2x2", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES if m != "2x2")])
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.one_in(6)
@@ -186,6 +187,7 @@ def smoothed() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), Smoothed(), nn.Conv2d(2, 2, 1)).double()
 
 
+@pytest.mark.long
 def test_an_op_that_gathers_a_sharding_of_space_is_named() -> None:
     x = image(1, 3, 12, 10)
     with pytest.warns(sx.ShardfxWarning, match=r"upsample_bilinear2d_aa .*1 .*shards over h, w are gathered"):
@@ -207,6 +209,7 @@ class Each(nn.Module):
         return (x @ x.transpose(2, 3)).softmax(-1) @ x
 
 
+@pytest.mark.long
 def test_rows_that_are_each_joined_with_each_are_named() -> None:
     x, net = image(1, 3, 12, 10), nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), Each())
     with pytest.warns(sx.ShardfxWarning, match=r"aten.bmm .* needs .* whole: shards over h are gathered"):
@@ -332,6 +335,7 @@ def placeholder(program: fx.GraphModule, name: str) -> fx.Node:
     return next(node for node in program.graph.nodes if node.op == "placeholder" and node.name == name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", [narrow, wrong_neighbour, other_rows, inner_padding, border_counted_twice])
 def test_a_damaged_exchange_is_refused(damage: Callable[[fx.GraphModule], None]) -> None:
     torch.manual_seed(0)

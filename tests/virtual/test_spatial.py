@@ -86,6 +86,7 @@ def test_cost_takes_what_is_cheaper_by_its_own_figures(link: sx.Link) -> None:
     assert seconds["cost"] <= min(seconds["never"], seconds["always"]) * (1 + 1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("between", "times"), [([], 4), ([nn.Tanh()], 5)], ids=["made for it alone", "kept as well"])
 def test_a_tile_that_waits_for_the_backward_is_not_held_twice(between: list[nn.Module], times: int) -> None:
     """The image and what tanh gives wait in any case: what is laid beside them twice is one more than the exchanges for
@@ -124,6 +125,7 @@ def other_border(program: fx.GraphModule) -> None:
     with_argument(convolution, 0, padded)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("damage", [narrow, border_counted_twice, shifted, other_border])
 def test_a_damaged_border_is_refused(damage: Callable[[fx.GraphModule], None]) -> None:
@@ -192,6 +194,7 @@ def test_options_that_are_none_are_refused() -> None:
     assert "'never'" in str(caught.value.expected)
 
 
+@pytest.mark.long
 def test_the_report_says_what_tiles_cost_by_layer() -> None:
     net = convolutions(nn.Tanh()).double()
     report = planned(net, sx.Mesh(h=3), "always", image(1, 3, 12, 5)).report()

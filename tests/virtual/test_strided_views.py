@@ -71,6 +71,7 @@ def check(model: nn.Module, x: Tensor, pm: sx.ParallelModule) -> None:
     assert pm.verify()
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("where", ["segment", "arena", "meta"])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
@@ -151,6 +152,7 @@ def test_storage_offset_is_refused_in_a_graph() -> None:
             validate_graph(parse_graph(STRIDED.replace("OFFSET", offset)))
 
 
+@pytest.mark.long
 def test_storage_offset_is_refused_in_a_rank_program() -> None:
     torch.manual_seed(0)
     pm = planned(Overlapping(), torch.randn(4, 8, 8, dtype=F64))

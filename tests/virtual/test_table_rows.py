@@ -152,6 +152,7 @@ def test_one_s_own_optimizer_steps_them_where_they_lie() -> None:
         assert torch.equal(*losses)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hints", "what"),
     [

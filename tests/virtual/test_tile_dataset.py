@@ -117,6 +117,7 @@ def test_a_batch_of_tiles_is_shared_by_rows_and_space(pm: sx.ParallelModule) -> 
             assert torch.equal(x, a[pm.tile("args.0", rank)]) and torch.equal(y, b[pm.tile("targets.0", rank)])
 
 
+@pytest.mark.long
 def test_a_rank_reads_its_tile_and_no_more(tmp_path: Path) -> None:
     class Watched:
         """An array that notes what is asked of it."""
@@ -168,6 +169,7 @@ def test_a_mask_at_a_quarter_is_cropped_at_the_same_place() -> None:
         scales((3, 16, 12), (16, 16), "args.0", True, True)
 
 
+@pytest.mark.long
 def test_labels_and_volumes() -> None:
     class Volume(nn.Module):
         def __init__(self) -> None:

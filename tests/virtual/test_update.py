@@ -127,6 +127,7 @@ def test_other_batch_sizes_step_the_same_states() -> None:
     assert pm.verify() and other.verify()
 
 
+@pytest.mark.long
 def test_parameters_stay_the_same_tensors() -> None:
     pm = small_plan(KINDS["AdamW"], MESHES["dp2"])
     before = {id(p): p._version for p in pm.parameters()}

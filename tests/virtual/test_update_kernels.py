@@ -127,6 +127,7 @@ def test_steps_of_fused_kernels_are_those_of_one_device(name: str) -> None:
     assert apart(pm, losses, params) < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "zero"), [("one", 0), ("dp2", 0), ("dp2", 1), ("dp2", 3)])
 def test_parameters_of_16_bits_are_stepped_by_the_fused_kernel(mesh: str, zero: int) -> None:
     """It computes in float32 and rounds once, as torch's ``fused=True``; the captured calls round each result."""

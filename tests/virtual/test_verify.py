@@ -18,6 +18,7 @@ ALL = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "name"), ALL)
 def test_the_plan_of_a_case_verifies(mesh: str, name: str) -> None:
     pm = plan(make(name), MESHES[mesh])
@@ -45,6 +46,7 @@ def test_a_sequence_parallel_plan_verifies(mesh: str, name: str) -> None:
     assert pm.verify(run=True)
 
 
+@pytest.mark.long
 def test_uneven_sharding_verifies() -> None:
     """7 rows over 4 ranks, 30 columns over 4: packed with padding, and the last rank holds less."""
     model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5)).double()
@@ -56,6 +58,7 @@ def test_uneven_sharding_verifies() -> None:
     assert pm.verify(run=True)
 
 
+@pytest.mark.long
 def test_inference_verifies() -> None:
     case = make("gpt_fused")
     hints = sx.Hints(args=case.args, specs={"args.0": "dp, -", **case.megatron_specs})

@@ -50,6 +50,7 @@ def test_an_even_plan_is_proven_from_few_programs(name: str) -> None:
     assert verdict.checked["programs read"] == kinds * pm.mesh.size
 
 
+@pytest.mark.long
 def test_many_ranks() -> None:
     """16 x 4 ranks, whose programs are written and read as one."""
     case = make("mlp3")
@@ -70,6 +71,7 @@ def test_many_ranks() -> None:
     assert refused.fault.node == "mm" and "fc2" in refused.fault.where
 
 
+@pytest.mark.long
 def test_a_vocabulary_parallel_embedding_on_many_ranks() -> None:
     """Each rank shifts indices by a number of its own: they still run one program, written once."""
     model = torch.nn.Sequential(torch.nn.Embedding(64, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
@@ -112,6 +114,7 @@ def test_many_ranks_that_do_not_divide_the_batch() -> None:
         assert not refused and refused.fault is not None and refused.fault.rank == rank
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])

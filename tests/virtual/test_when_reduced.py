@@ -42,6 +42,7 @@ def test_it_is_what_fits(zero: int) -> None:
     assert ample.verify() and tight.verify()
 
 
+@pytest.mark.long
 def test_a_machine_that_is_named_says_what_a_rank_may_hold() -> None:
     assert not reduced_in_iterations(planned(zero=2, machine="h100-dgx"))
     assert reduced_in_iterations(planned(zero=2))

@@ -72,6 +72,7 @@ def with_an_infinite_derivative(inner: Inner, y: Tensor) -> Tensor:
 WRITTEN = [detached_read, not_read, detached_before, written_through_a_view, with_an_infinite_derivative]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("how", WRITTEN)
@@ -146,6 +147,7 @@ def test_backward_through_the_previous_call_is_refused(how: Callable[..., Tensor
     assert said in str(caught.value.got) and "inner.kept  inner  test_written_buffers.py:" in str(caught.value.where)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [read_behind, overwritten])
 def test_remedy_for_a_backward_through_the_previous_call_works(how: Callable[..., Tensor]) -> None:
     def detached(inner: Inner, y: Tensor) -> Tensor:
