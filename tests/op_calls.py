@@ -109,7 +109,6 @@ def others() -> list[tuple[Any, ...]]:
         (aten.unfold.default, f(4, 6), 1, 3, 2),
         (aten.unfold_backward.default, f(4, 3, 2), [4, 6], 1, 2, 2),
         (aten.as_strided.default, f(4, 6), [3, 2], [1, 3]),
-        (aten._chunk_cat.default, [f(4, 3, 2), f(4, 5)], 1, 2),
         (aten.isin.Tensor_Tensor, i(9, 4, 6), i(9, 5)),
         (aten.isin.Tensor_Tensor, i(9, 4, 6), i(9, 5), {"invert": True}),
         (aten.unsqueeze.default, f(4, 6), -1),
@@ -156,6 +155,9 @@ def others() -> list[tuple[Any, ...]]:
         (aten.glu_backward.default, f(4, 4), f(4, 8), 1),
         (aten.rot90.default, f(4, 6, 5), 1, [0, 1]),
         (aten.rot90.default, f(4, 6, 5), -1, [0, 2]),
+        (aten.rot90.default, f(4, 6, 5), 2, [1, 2]),
+        (aten.rot90.default, f(4, 6, 5), 4, [1, 2]),
+        *((aten.rrelu_with_noise_backward.default, f(4, 6), f(4, 6), f(4, 6), 0.1, 0.1, on, False) for on in (0, 1)),
         # pictures
         (aten.max_pool2d_with_indices.default, f(2, 3, 8, 8), [2, 2], [2, 2]),
         (aten.avg_pool2d.default, f(2, 3, 8, 6), [2, 2]),

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .computing.library import LIBRARY, Ints, define
+from .computing.library import LIBRARY, Ints, define, places
 from .dropout import GOLDEN, kept, keyed, mix_
 
 aten = torch.ops.aten
@@ -139,11 +139,8 @@ def _places(shape: Ints, box: Ints, device: torch.device) -> Iterator[Tensor]:
     if len(box) <= len(shape):
         box = [n for first, length in zip(box or [0] * 4, shape, strict=True) for n in (1, length, first, length)]
     rest = iter(box)
-    for _ in shape:
-        place = torch.zeros(1, dtype=torch.int64, device=device)
-        for size, start, length in [(next(rest), next(rest), next(rest)) for _ in range(next(rest))]:
-            place = (place[:, None] * size + torch.arange(start, start + length, device=device)).flatten()
-        yield place
+    for size in shape:
+        yield places([next(rest) for _ in range(3 * next(rest))], size, device)
 
 
 # ---- memory layout ---------------------------------------------------------------------------------------------

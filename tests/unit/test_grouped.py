@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardfx as sx
 from shardfx.ir.graph import op_name
-from shardfx.ir.ops.computing import grouped_product
-from shardfx.ir.ops.computing.grouped_product import _aligned, grouped_mm, grouped_outer, places
+from shardfx.ir.ops.computing import grouped_product, library
+from shardfx.ir.ops.computing.grouped_product import _aligned, grouped_mm, grouped_outer
 
 ENDS = [2, 2, 5, 6]
+
+
+def places(ranges: Sequence[int], size: int) -> list[int]:
+    return library.places(ranges, size, torch.device("cpu")).tolist()  # type: ignore[no-any-return]
 
 
 def by_hand(x: Tensor, w: Tensor, ends: list[int]) -> Tensor:

@@ -21,30 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .library import Ints, define
+from .library import Ints, define, places
 
 ALIGNED = 16
 """Rows begin at multiples of so many bytes, for the grouped kernel."""
-
-
-def places(ranges: Ints, size: int) -> list[int]:
-    """Where the elements of a shard are in the global dim, in order; of ``size`` elements if all are local."""
-    if not ranges:
-        return list(range(size))
-    found = [0]
-    for full, start, length in zip(*[iter(ranges)] * 3, strict=True):
-        found = [place * full + i for place in found for i in range(start, start + length)]
-    return found
-
-
-def _places(ranges: Ints, size: int, device: torch.device) -> Tensor:
-    """The same as a tensor, which is made where it is used."""
-    if not ranges:
-        return torch.arange(size, device=device)
-    found = torch.zeros(1, dtype=torch.int64, device=device)
-    for full, start, length in zip(*[iter(ranges)] * 3, strict=True):
-        found = (found[:, None] * full + torch.arange(start, start + length, device=device)).flatten()
-    return found
 
 
 def _count(stored: Ints, size: int) -> int:
@@ -54,7 +34,7 @@ def _count(stored: Ints, size: int) -> int:
 
 def _local(ends: Tensor, rows: Ints, count: int) -> Tensor:
     """Where groups end among the ``count`` rows of the shard."""
-    return torch.searchsorted(_places(rows, count, ends.device), ends.to(torch.int64))
+    return torch.searchsorted(places(rows, count, ends.device), ends.to(torch.int64))
 
 
 # ---- on a GPU: one product, whatever groups have ---------------------------------------------------------------
@@ -76,7 +56,7 @@ def _blocks(ends: Tensor, count: int, rows: Ints, groups: Ints, size: int, most:
     ends = _local(ends, rows, count)
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
     if groups:
-        number = _places(groups, 0, ends.device)
+        number = places(groups, 0, ends.device)
         begins, ends = begins[number], ends[number]
     counts = ((ends - begins).clamp(min=0) + size - 1) // size
     until = counts.cumsum(0)
@@ -160,7 +140,7 @@ def _aligned(x: Tensor) -> Tensor:
 def _shards(x: Tensor, ends: Tensor, rows: Ints, groups: Ints) -> list[Tensor]:
     """The rows of each local group."""
     shards = torch.tensor_split(x, _local(ends, rows, x.shape[0]))
-    return [shards[group] for group in places(groups, ends.shape[0])]
+    return [shards[group] for group in places(groups, len(ends), ends.device).tolist()]
 
 
 @define(
@@ -184,7 +164,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, rows: Ints = (), groups: Ints
 )
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor, rows: Ints = (), groups: Ints = ()) -> Tensor:
     """The product of the rows of each group."""
-    out = x.new_zeros((len(places(groups, ends.shape[0])), x.shape[1], y.shape[1]))
+    out = x.new_zeros((_count(groups, len(ends)), x.shape[1], y.shape[1]))
     for into, left, right in zip(out, _shards(x, ends, rows, groups), _shards(y, ends, rows, groups), strict=True):
         if len(left):
             torch.mm(left.t(), right, out=into)

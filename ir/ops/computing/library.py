@@ -22,6 +22,15 @@ SOURCES: dict[Any, str] = {}
 """By op the file that defines it."""
 
 
+def places(ranges: Ints, size: int, device: torch.device) -> Tensor:
+    """Where the elements of a shard are in the global dim, in order: ``ranges`` has of each sub-dim its size, and the
+    start and length of the local part; nothing where all ``size`` elements are local."""
+    found = torch.zeros(1, dtype=torch.int64, device=device)
+    for full, start, length in zip(*[iter(ranges or (size, 0, size))] * 3, strict=True):
+        found = (found[:, None] * full + torch.arange(start, start + length, device=device)).flatten()
+    return found
+
+
 def define(
     schema: str, *, shapes: Kernel | None = None, cuda: Kernel | None = None, composite: str = "Explicit"
 ) -> Callable[[Kernel], Any]:

@@ -57,13 +57,6 @@ def expand_batch_norm(
     return tuple(results)
 
 
-def expand_without_running(
-    x: Tensor, weight: Given, bias: Given, training: bool, momentum: float, eps: float
-) -> tuple[Tensor, ...]:
-    """The same where no running statistics are kept: those of the batch serve always."""
-    return expand_batch_norm(x, weight, bias, None, None, True, momentum, eps)
-
-
 def expand_batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Given, mean: Given, var: Given, save_mean: Tensor, save_rstd: Tensor, *options: Any
 ) -> tuple[Given, ...]:
@@ -169,7 +162,7 @@ RULES: tuple[RuleEntry, ...] = (
     packed(
         aten._native_batch_norm_legit.no_stats,
         partial(affine, "n! c s..!, c, ... -> n c s.., c, ...", reduce=SAME),
-        expand=expand_without_running,
+        expand=lambda x, weight, bias, _, *how: expand_batch_norm(x, weight, bias, None, None, True, *how),
     ),
     packed(aten.native_batch_norm.default, partial(affine, BATCH, unread=(3, 4), reduce=SAME)),
     packed(

@@ -9,6 +9,7 @@ import torch
 
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.dropout import draw, dropout
+from shardfx.ir.ops.traits import is_neutral
 from shardfx.ir.rulebook.dims import argument, ops, words
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit, box_of
@@ -25,7 +26,7 @@ LINEAR = {
         gelu_backward silu_backward
         tanh_backward sigmoid_backward elu_backward leaky_relu_backward hardtanh_backward hardswish_backward
         hardsigmoid_backward mish_backward softplus_backward softshrink_backward
-        hardshrink_backward _prelu_kernel_backward rrelu_with_noise_backward
+        hardshrink_backward _prelu_kernel_backward
         """,
     "0|1": "mul.Tensor",
     "0&1": "add.Tensor sub.Tensor rsub.Tensor complex lerp.Scalar lerp.Tensor addcdiv",
@@ -47,6 +48,10 @@ _FORM = "d.., ... -> d.., ..."
 def linear(node: Node) -> str:
     """Which operands may be partial sums; a few ops are linear for some values of their other arguments."""
     op = node.op
+    if is_neutral(op, node.args, node.kwargs):
+        return "0"
+    if op is aten.rrelu_with_noise_backward.default:  # a product with what was drawn, or by the sign of its operand
+        return "0|2|1>" if argument(node, "training") else "0|2>"
     if op is aten.logit_backward.default and argument(node, "eps"):
         return "0"
     if op is aten.masked_fill.Scalar:

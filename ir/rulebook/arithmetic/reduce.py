@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import argument
+from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.template import Template, template
@@ -116,6 +116,11 @@ RULES: tuple[RuleEntry, ...] = (
     rule(prims.var, "d.. k@dims! -> d.."),
     rule(aten.cumsum, ALONG, linear="0", identity="k"),
     rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten.sort), ALONG, identity="k"),
+    packed(
+        aten._segment_reduce_backward,
+        "b*axis q! d.., b*axis q! d.., b*axis n! d.., b*axis s!, b*axis s! -> b*axis n! d..",
+        linear="0",
+    ),
     rule(aten.topk, RESIZED, identity="k"),
     rule((aten._fft_r2c, aten._fft_c2r), resized, linear="0"),
     rule(aten._fft_c2c, ALONG, linear="0"),

@@ -21,7 +21,7 @@ from shardfx.ir.rulebook.dims import argument, at_dim, checked, given_tensors, p
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
 from shardfx.ir.rules.local import Emit, add_once, mine, nothing, others_zero
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.template import Template, template
+from shardfx.ir.rules.template import Template, has_argument, template
 
 aten = torch.ops.aten
 
@@ -134,6 +134,7 @@ def histc(node: Node) -> str:
 # ---- writing into a tensor at places that an index names -------------------------------------------------------------
 
 
+ADDING = (aten.scatter_add, aten.index_add, aten._unsafe_masked_index_put_accumulate)
 REDUCED = (aten.scatter_reduce, aten.index_reduce)
 """Ops that reduce values with what is there, by their argument ``reduce``."""
 EXTREMES = {"amax": "max", "amin": "min"}
@@ -167,7 +168,7 @@ def adds(node: Node) -> bool:
     packet = node.op.overloadpacket
     if packet in REDUCED:
         return argument(node, "reduce") == "sum" and includes_self(node)
-    return bool(argument(node, "accumulate")) or packet in (aten.scatter_add, aten.index_add)
+    return bool(argument(node, "accumulate")) or packet in ADDING
 
 
 def takes_extreme(node: Node) -> bool:
@@ -205,16 +206,20 @@ def index_write(node: Node) -> Template:
 
 
 def index_put(node: Node) -> ShardingRule | Template:
-    """``x[i!, d..], index[n..], values[n.., d..] -> y[i!, d..]``; n is whole if nothing is added."""
+    """``x[i!, d..], index[n..], values[n.., d..] -> y[i!, d..]``; n is whole if nothing is added. A mask ``[n..]`` may
+    choose the values, where each dim has an index."""
     indices, values = argument(node, "indices"), node.operands[-1].shape
     linear = f"0&{len(given_tensors(node)) - 1}{'|0*i' if adds(node) else ''}"
     masks = [i for i, each in enumerate(indices) if each is not None and each.type.dtype is torch.bool]
     if masks and sum(each is not None for each in indices) == 1:
         return template(masked(node, masks[0]), linear)
     found = indexed(node, "d", "" if adds(node) else "!")
-    if found is None or len(values) > len(found.result):
+    where = has_argument(node.op, "mask")
+    if found is None or len(values) > len(found.result) or (where and found.kept):
         return replicated(node)
-    return template(f"{found.table}, {found.indices}, ~{words(found.result)} -> {found.table}", linear)
+    made = f"~{words(found.result)}"
+    given = f"{made}, {found.indices}" if where else found.indices
+    return template(f"{found.table}, {given}, {made} -> {found.table}", linear)
 
 
 def masked(node: Node, at: int) -> str:
@@ -258,7 +263,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.repeat_interleave.Tensor, "d! -> k!"),
     rule((aten.scatter.src, aten.scatter.value), scatter),
     rule((aten.scatter_add, aten.scatter_reduce.two), scatter, local=added),
-    rule((aten.index_put, aten._unsafe_index_put), index_put, local=add_once),
+    rule((aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate), index_put, local=add_once),
     rule((aten.index_add, aten.index_reduce), index_write, local=added),
     rule((aten.index_copy, aten.index_fill), index_write),
     rule((aten.masked_scatter, aten.masked_scatter_backward), untouched),
