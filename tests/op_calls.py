@@ -156,6 +156,8 @@ def others() -> list[tuple[Any, ...]]:
         (aten.rot90.default, f(4, 6, 5), 1, [0, 1]),
         (aten.rot90.default, f(4, 6, 5), -1, [0, 2]),
         (aten.rot90.default, f(4, 6, 5), 2, [1, 2]),
+        (aten.aminmax.default, f(4, 6, 5)),
+        (aten.aminmax.default, f(4, 6, 5), {"dim": 1, "keepdim": True}),
         (aten.rot90.default, f(4, 6, 5), 4, [1, 2]),
         *((aten.rrelu_with_noise_backward.default, f(4, 6), f(4, 6), f(4, 6), 0.1, 0.1, on, False) for on in (0, 1)),
         # pictures

@@ -235,9 +235,6 @@ class RuleBook:
         """The strategy of a node whose operands stay as they are placed, as far as its rule allows."""
         return as_placed(self.rule(node), node, mesh)
 
-    def __iter__(self) -> Any:
-        return iter(self.by_op.items())
-
 
 def replicated(node: Node, linear: str = "") -> ShardingRule:
     """The rule of an op of which nothing may be sharded; partial sums of some operands may pass."""

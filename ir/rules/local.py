@@ -260,14 +260,14 @@ def results_of_empty_shard(rule: ShardingRule | None, emit: Emit) -> Any:
     if rule is None or not lost or not emit.node.operands:
         return None
     shapes, values, dtypes = [], [], []
-    for i, value in enumerate(emit.node.results):
+    for i, (value, kind) in enumerate(zip(emit.node.results, rule.reductions, strict=True)):
         shape, dtype = [0], emit.node.outs[0].type.dtype
         if value is not None:
             shape, dtype = list(emit.result_shape(emit.node.outs.index(value))), value.type.dtype
-            if 0 not in shape and (rule.reduce == SAME or any(i in rule.unread.get(f, ()) for f in lost)):
+            if 0 not in shape and (kind == SAME or any(i in rule.unread.get(f, ()) for f in lost)):
                 return None
         shapes.append(shape)
-        values.append(_neutral(rule.reduce, dtype))
+        values.append(_neutral(kind, dtype))
         dtypes.append(dtype)
     pairs = zip(tree_leaves(emit.node.args), tree_leaves(emit.args), strict=True)
     like = next((written for arg, written in pairs if isinstance(arg, Value)), None)

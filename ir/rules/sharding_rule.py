@@ -51,7 +51,7 @@ class ShardingRule:
     linear: tuple[Linear, ...] = ()
     reduce: str = "sum"
     """What a result is of the shards' results where it lacks a factor that is sharded; ``same``: every rank has all of
-    it."""
+    it. One word for all results, or ``"min, max"``."""
     moves_only: bool = False
     """The op only moves elements about: any kind of partial value (a max too) may pass."""
     transparent: bool = False
@@ -85,6 +85,12 @@ class ShardingRule:
         """The factors that are sharded together with one: a leader and what it sees."""
         leader = self.windows[factor].leader if factor in self.windows else factor
         return frozenset({leader, *(f for f, seen in self.windows.items() if seen.leader == leader)})
+
+    @cached_property
+    def reductions(self) -> tuple[str, ...]:
+        """``reduce`` of each result."""
+        kinds = self.reduce.split(", ")
+        return tuple(kinds * len(self.results) if len(kinds) == 1 else kinds)
 
     @cached_property
     def result_factors(self) -> tuple[frozenset[str], ...]:

@@ -149,21 +149,19 @@ def strategy(rule: ShardingRule, shardings: FactorShardings, mesh: Mesh, partial
             raise Error(what, expected=expected, got=f"operands {sorted(group)}, {op}")
         passed.append((axis, op, numbers))
     results = []
-    for i, made_dims in enumerate(rule.results):
+    for i, (made_dims, kind) in enumerate(zip(rule.results, rule.reductions, strict=True)):
         if made_dims is None:
             continue
         present = rule.result_factors[i]
         through = tuple((axis, op) for axis, op, numbers in passed if numbers is None or i in numbers)
         lost = {
-            f: c
-            for f, c in shardings.items()
-            if f not in present and i not in rule.unread.get(f, ()) and rule.reduce != SAME
+            f: c for f, c in shardings.items() if f not in present and i not in rule.unread.get(f, ()) and kind != SAME
         }
         twice = next((f for f, sharding in lost.items() if sharding.rows is not None), None)
         if twice is not None:
             expected, got = "tiles, in which each row is once", shardings[twice].text(rule.sizes[twice])
-            raise Error(f"a {rule.reduce} over the factor {twice!r} counts rows twice", expected=expected, got=got)
-        made = tuple((axis, rule.reduce) for sharding in lost.values() for axis in sharding.axes)
+            raise Error(f"a {kind} over the factor {twice!r} counts rows twice", expected=expected, got=got)
+        made = tuple((axis, kind) for sharding in lost.values() for axis in sharding.axes)
         ordered = sorted({*through, *made}, key=lambda pair: mesh.order(pair[0]))
         results.append(Spec(place(made_dims, shardings, rule, mesh), tuple(ordered)))
     return Strategy(tuple(operands), tuple(results), tuple((f, c.axes) for f, c in shardings.items() if c.axes))
