@@ -125,6 +125,7 @@ COPIES = {aten.clone.default, aten.alias.default, aten.contiguous.default, aten.
 NEUTRAL = {
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar), 1),
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar), 0),
+    **dict.fromkeys((aten.softshrink.default, aten.hardshrink.default), 0),
 }
 """The number with which an op gives its first operand back."""
 
