@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 
+from shardfx.ir.dim_sharding import is_strided
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import Linear, ShardingRule
@@ -57,17 +58,22 @@ def missing_placements(
 ) -> list[Placement]:
     """The valid placements, of shards and partial sums, that no strategy of a node on a mesh of one axis has, in one
     contiguous range a rank. How operands are placed whose values do not matter is left open."""
-
-    def matters(placement: Placement) -> Placement:
-        return tuple(None if i in ignored else d for i, d in enumerate(placement))
-
     known: set[Placement] = set()
     for made in strategies(rule, node, Mesh(a=2)) if rule is not None else ():
         dims = [next((d for d, sharding in enumerate(spec.dims) if sharding.axes), None) for spec in made.operands]
-        if not any(sharding.parts for spec in made.operands for sharding in spec.dims):
+        if not any(is_strided(sharding) for spec in made.operands for sharding in spec.dims):
             known.add(tuple(PARTIAL if spec.partial else d for d, spec in zip(dims, made.operands, strict=True)))
-    offered = {matters(each) for each in known if any(isinstance(d, int) for d in matters(each))}
-    return [each for each in valid if each not in known and matters(each) not in offered]
+    offered = {_matters(each, ignored) for each in known}
+
+    def allows(each: Placement) -> bool:
+        matters = _matters(each, ignored)
+        return each in known or (matters in offered and (PARTIAL in each or any(d is not None for d in matters)))
+
+    return [each for each in valid if not allows(each)]
+
+
+def _matters(placement: Placement, ignored: Collection[int]) -> Placement:
+    return tuple(None if i in ignored else d for i, d in enumerate(placement))
 
 
 def missing_sums(rule: ShardingRule | None, valid: Collection[Linear]) -> list[Linear]:
