@@ -149,7 +149,7 @@ def alone(case: Case, iterations: int = 1) -> Alone:
     if len(parts) > 1:
         for name, each in model.named_buffers():
             if name.endswith("num_batches_tracked"):
-                each.fill_(1)  # a step counts as one batch, whatever turns it is done in
+                each.fill_(1)  # a step counts as one batch, whatever the micro-batches
     grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return Alone(total.item(), grads, dict(model.named_buffers()))
 

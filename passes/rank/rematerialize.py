@@ -9,7 +9,7 @@
                                                      gu = aten.mul.Tensor(gh, silu_1)
 
 For programs that ``torch.compile`` runs: it fuses the copies into the kernels of the backward. Which values are saved
-is a minimum-cut of the forward, by bytes, between what is not pointwise and what the backward reads, as in the
+is a minimum cut of the forward, by bytes, between what is not pointwise and what the backward reads, as in the
 partitioner of AOTAutograd (``torch._functorch.partitioners.min_cut_rematerialization_partition``); among minimum shards
 the one that recomputes least. What a product of the backward reads is in memory in any case, and is saved.
 """
@@ -48,7 +48,7 @@ CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class Rematerialize(RankPass):
-    """Recompute pointwise values in the backward, as a minimum-cut of the bytes that are saved for it says."""
+    """Recompute pointwise values in the backward, as a minimum cut of the bytes that are saved for it says."""
 
     name: ClassVar[str] = "rematerialize"
 
@@ -106,7 +106,7 @@ def _recomputed(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
 
 
 def _behind_sharding(edges: dict[tuple[int, int], int], size: int) -> set[int]:
-    """The vertices on the sink's side of the minimum-cut that is nearest to it."""
+    """The vertices on the sink's side of the minimum cut that is nearest to it."""
     starts, ends = np.array([*edges], dtype=np.int32).T
     capacity = csr_array((np.array([*edges.values()], dtype=np.int32), (starts, ends)), shape=(size, size))
     left = csr_array(capacity - maximum_flow(capacity, SOURCE, SINK).flow)

@@ -10,7 +10,7 @@ sum-placement: a partial sum is reduced at once, or behind linear ops where that
 ``dq @ wq' + dk @ wk' + dv @ wv'`` are three partial sums over tp: adding them before reducing sends a third. A value
 that is made partial may be kept so (its consumers compute on the partial sums) or be reduced where it is made. Keeping
 it costs nothing at the value itself, but something at every value further on where it ends. The cheapest choice is a
-minimum-cut between "kept partial" and "reduced", solved exactly, per mesh axis::
+minimum cut between "kept partial" and "reduced", solved exactly, per mesh axis::
 
     %3 = mm(%1, %2) : [64, 512] +{tp}     %3 = mm(%1, %2) : [64, 512] +{tp}
     %4 = mm(%5, %6) : [64, 512] +{tp}     %4 = mm(%5, %6) : [64, 512] +{tp}
@@ -245,7 +245,7 @@ class _Sums:
     def _chosen(
         self, axis: str, reach: dict[Value, str], passing: Groups, joining: Groups
     ) -> list[tuple[Node, frozenset[int]]]:
-        """The nodes that compute on partial sums, by a minimum-cut of each connected part. What is made by nodes that
+        """The nodes that compute on partial sums, by a minimum cut of each connected part. What is made by nodes that
         are joined is partial in any case."""
         taking = passing | joining
         flow, later = nx.DiGraph(), self._leads_behind(list(reach), passing.get)

@@ -55,13 +55,12 @@ def end(iteration: int, around: Any, into: Any) -> NoReturn:
 
 
 def index(iteration: int, first: int, step: int) -> int:
-    """A number that grows by ``step`` from turn to iteration."""
+    """A number that grows by ``step`` from one iteration to the next."""
     return first + iteration * step
 
 
 def piecewise_index(iteration: int, runs: Sequence[tuple[int, int, int]]) -> int:
-    """A number that grows by another step from some turns on: each of ``runs`` is an iteration, its number and the
-    step."""
+    """A number whose step changes at some iterations; each of ``runs`` is an iteration, its number and the step."""
     begin, first, step = next(run for run in reversed(runs) if run[0] <= iteration)
     return first + (iteration - begin) * step
 
