@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .cells import TOLERANCE
 from .results import Results, Row
-from .speed import COMMON, EAGER, STEP, STEP_COMPILED
+from .speed import COMMON, EAGER, STEP, STEP_COMPILED, STEP_GRAPHS
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ AIMS = (
     Aim("largest error of a cell, over its tolerance", 1.0, worst_error),
     Aim("pm.compile() and pm.step: time over torch.compile's", 1.0, quotient(STEP_COMPILED, COMMON, "ratio")),
     Aim("the same: memory", 1.0, quotient(STEP_COMPILED, COMMON, "allocated")),
+    Aim("CUDA graphs and pm.step: time over torch.compile's", 0.97, quotient(STEP_GRAPHS, COMMON, "ratio")),
     Aim("pm.step: time over eager's", 1.05, quotient(STEP, EAGER, "ratio")),
     Aim("predicted peak, off by", 0.02, worst_off("peak_predicted", "allocated")),
     Aim("predicted reserved memory, off by", 0.1, worst_off("reserved_predicted", "reserved")),

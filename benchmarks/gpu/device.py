@@ -44,9 +44,9 @@ class Device:
         """The backend of process groups."""
         return "nccl" if self.cuda else "gloo"
 
-    def compile_options(self) -> dict[str, Any]:
-        """Options of ``torch.compile`` and ``pm.compile``. On the CPU code is not generated."""
-        return {} if self.cuda else {"backend": "aot_eager"}
+    def compile_options(self, **options: Any) -> dict[str, Any]:
+        """Options of ``torch.compile`` and ``pm.compile``. On the CPU code is not generated, and no graphs recorded."""
+        return options if self.cuda else {"backend": "aot_eager"}
 
     def synchronize(self) -> None:
         if self.cuda:

@@ -32,7 +32,7 @@ ROUNDS, TIMED, WARM = 5, 3, 2
 COMMON, EAGER = "torch.compile", "eager"
 """The contender of both groups, and the other one of torch's own: with fused AdamW, as is
 ``pm(x, y)`` with ``backward()``."""
-STEP, STEP_COMPILED = "pm.step", "pm.compile, pm.step"
+STEP, STEP_COMPILED, STEP_GRAPHS = "pm.step", "pm.compile, pm.step", "CUDA graphs, pm.step"
 CALLED = "pm(x, y)"
 DTYPE = torch.bfloat16
 
@@ -101,23 +101,24 @@ def called(size: Size, device: Device) -> Contender:
     return Contender(step, pm)
 
 
-def stepped(size: Size, device: Device, compiled: bool = False, **hints: Any) -> Contender:
+def stepped(size: Size, device: Device, compiled: dict[str, Any] | None = None, **hints: Any) -> Contender:
     """``pm.step(x, y)``: the update is a part of the program."""
     pm, x, y = plan(size, device, optimizer=adamw, **hints)
-    if compiled:
-        pm.compile(**device.compile_options())
+    if compiled is not None:
+        pm.compile(**device.compile_options(**compiled))
     return Contender(lambda: pm.step(x, y), pm, stepped=True)
 
 
 Build = Callable[[Size, Device], Contender]
 CONTENDERS: dict[str, Build] = {
     COMMON: lambda size, device: eager(size, device, compiled=True),
-    STEP_COMPILED: lambda size, device: stepped(size, device, compiled=True),
+    STEP_COMPILED: lambda size, device: stepped(size, device, {}),
+    STEP_GRAPHS: lambda size, device: stepped(size, device, {"cuda_graphs": True}),
     EAGER: lambda size, device: eager(size, device, compiled=False),
     STEP: lambda size, device: stepped(size, device),
     CALLED: called,
 }
-GROUPS = ((COMMON, STEP_COMPILED), (COMMON, EAGER, STEP), (COMMON, CALLED))
+GROUPS = ((COMMON, STEP_COMPILED, STEP_GRAPHS), (COMMON, EAGER, STEP), (COMMON, CALLED))
 """What runs interleaved. The first group is built while other parts run: it is compiled, which takes long."""
 
 
@@ -181,7 +182,7 @@ def build(context: Context, name: str, size: Size, built: dict[str, Contender]) 
     contender = CONTENDERS[name](size, device)
     for _ in range(WARM):
         contender.step()
-    losses: list[Tensor] = []  # of two steps
+    losses: list[Tensor] = []  # of two steps: the third one records a CUDA graph, whose replays allocate nothing
     peak = device.peak_of(lambda: losses.extend(contender.step().clone() for _ in range(2)), before)
     context.emit(name, loss=float(losses[-1]), **asdict(peak))
     built[name] = contender

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -17,6 +17,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.program.source import write_source
 from shardfx.runtime.compiled_programs import Write, as_module, in_segments
+from shardfx.runtime.cuda_graphs import GraphEngine, cuda_graphs
 from shardfx.runtime.distributed.groups import by_stream, is_dry_run, share_memory
 from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
@@ -27,32 +28,74 @@ from shardfx.runtime.virtual.virtual_store import VirtualStore
 
 KNOWN = tuple(name for name in inspect.signature(torch.compile).parameters if name != "model")
 """The options of ``torch.compile``."""
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes in which torch records CUDA graphs itself."""
 
 
-def check_compile_options(options: Iterable[str], compiled: Compiled) -> None:
-    """Look whether a plan can be compiled with these options of ``torch.compile``.
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of ``torch.compile``, and whether whole steps are recorded as CUDA graphs."""
 
-    Raises:
-        Error: it cannot, with the reason.
-    """
-    for name in options:
-        if name not in KNOWN:
-            close = get_close_matches(name, KNOWN, 1)
+    of_torch: Mapping[str, Any]
+    cuda_graphs: bool = False
+
+    def check(self, compiled: Compiled, device: torch.device, virtual: bool) -> None:
+        """Look whether a plan can be compiled so, on a device.
+
+        Raises:
+            Error: it cannot, with the reason.
+        """
+        for name in self.of_torch:
+            if name not in KNOWN:
+                close = get_close_matches(name, (*KNOWN, "cuda_graphs"), 1)
+                raise Error(
+                    f"{name!r} is no option of torch.compile",
+                    where="pm.compile(...)",
+                    expected=", ".join((*KNOWN, "cuda_graphs")),
+                    got=name,
+                    remedy=f"did you mean {close[0]!r}?" if close else "leave it out",
+                )
+        if compiled.hints.arena:
             raise Error(
-                f"{name!r} is no option of torch.compile",
-                where="pm.compile(...)",
-                expected=", ".join(KNOWN),
-                got=name,
-                remedy=f"did you mean {close[0]!r}?" if close else "leave it out",
+                "torch.compile plans memory itself, and Hints(arena=True) does so, too",
+                where="pm.compile()",
+                expected="one of them",
+                got="a plan with an arena",
+                remedy="leave out one of them",
             )
-    if compiled.hints.arena:
-        raise Error(
-            "torch.compile plans memory itself, and Hints(arena=True) does so, too",
-            where="pm.compile()",
-            expected="one of them",
-            got="a plan with an arena",
-            remedy="leave out one of them",
-        )
+        if self.cuda_graphs:
+            for expected, got, remedy in self._unfit(compiled, device, virtual):
+                raise Error(
+                    "this plan has no whole step that can be recorded as a CUDA graph",
+                    where="pm.compile(cuda_graphs=True)",
+                    expected=expected,
+                    got=got,
+                    remedy=remedy,
+                )
+
+    def _unfit(self, compiled: Compiled, device: torch.device, virtual: bool) -> Iterator[tuple[str, str, str]]:
+        """Why steps cannot be recorded: what is expected, what there is, what to do."""
+        without, after = "pm.compile() without cuda_graphs", compiled.after
+        if not torch.cuda.is_available():
+            yield "a CUDA device", "torch.cuda.is_available() is False", without
+        if device.type != "cuda":
+            yield "a plan on a CUDA device", f"one on {device.type}", 'Hints(device="cuda"), or pm.to("cuda") before'
+        if compiled.captured.update is None:
+            got = "a plan without optimizer, whose step is forward and backward alone"
+            yield "a plan with the optimizer's step in it", got, "Hints(optimizer=...) and pm.step(...)"
+        if virtual and after.mesh.size > 1:
+            got = f"{after.mesh.size} virtual ranks, which meet on the host"
+            yield "one rank in this process", got, f"torchrun, with a process for each rank; or {without}"
+        if after.pipeline is not None:
+            yield "a plan without pipeline", "a pipeline, whose sends and receives are done by the host", without
+        if any(map(moves_pool, after.nodes)):
+            yield "a plan whose values lie on the device", "a plan with offload", without
+        if compiled.hints.guard:
+            got = "guards, which are looked at before a step is stored"
+            yield "a plan without guards", got, f"Hints(guard=False); or {without}"
+        if self.of_torch.get("mode") in OWN_GRAPHS:
+            got = f"mode={self.of_torch['mode']!r}"
+            yield "a mode in which torch records no graphs itself", got, 'mode="max-autotune-no-cudagraphs", or none'
 
 
 @dataclass(frozen=True)
@@ -128,11 +171,12 @@ class ExecutionTarget:
         """The other ranks, to a parallel module that is to be planned. All of them call it alike."""
         return Peers(alone=self.virtual or is_dry_run())
 
-    def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
+    def make_compiled(self, graph: Graph, options: CompileOptions) -> Engine:
         """An engine that runs programs through ``torch.compile``."""
         apart = self.virtual or graph.pipeline is not None or any(map(moves_pool, graph.nodes))
-        write = (in_segments if apart else as_module)(options)  # a compiled send would wait for its receiver
-        return self.make_engine(graph, write)
+        write = (in_segments if apart else as_module)(options.of_torch)  # a compiled send would wait for its receiver
+        engine = self.make_engine(graph, write)
+        return GraphEngine(engine, cuda_graphs(self.device)) if options.cuda_graphs else engine
 
     @property
     def transport(self) -> Transport:

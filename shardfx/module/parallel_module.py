@@ -17,7 +17,7 @@ from shardfx.ir.capture.frontend.loss_module import without_own_loss
 from shardfx.ir.capture.frontend.model_preparation import quiet_copies
 from shardfx.ir.errors import Error
 from shardfx.module.call_signature import CallReader, check_modes, first_signature
-from shardfx.module.execution_target import ExecutionTarget, check_compile_options
+from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.model_state import ModelState, stamp_state_dicts
 from shardfx.module.module_tree import STATE, ProxyTree, watch
 from shardfx.module.optimizer_hooks import checked, clip, gradients_here, watch_norms
@@ -99,7 +99,7 @@ class ParallelModule(PlannedModule):
             self._compile(made, self._compiling)
         return made
 
-    def _compile(self, programs: Programs, options: Mapping[str, Any]) -> None:
+    def _compile(self, programs: Programs, options: CompileOptions) -> None:
         place, compiled = self._target, programs.compiled
         programs.compile_with(
             lambda: place.make_compiled(compiled.after, options), as_rank_passes(compiled.hints.rank_passes)
@@ -127,6 +127,8 @@ class ParallelModule(PlannedModule):
         if moves:
             self._programs.reject_changed(device)
             place = self._target.moved(device)
+            if self._compiling is not None:
+                self._compiling.check(self._compiled, device, place.virtual)
             self._target = place
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if moves:
@@ -264,10 +266,10 @@ class ParallelModule(PlannedModule):
         """
         self._programs.use(modules, proven, self._state.known_inputs())
 
-    def compile(self, **options: Any) -> None:
+    def compile(self, *, cuda_graphs: bool = False, **options: Any) -> None:
         """Run programs through ``torch.compile(**options)`` from now on. ::
 
-            pm.compile()
+            pm.compile()                    # or: pm.compile(cuda_graphs=True)
             for x, y in batches:
                 loss = pm.step(x, y)
 
@@ -276,15 +278,20 @@ class ParallelModule(PlannedModule):
         offload, and of a pipeline's stages on real ranks, are done between what is compiled.
 
         Args:
+            cuda_graphs: record ``pm.step`` as one CUDA graph, for each call signature, launched from the fourth step
+                on. Inputs are copied to static memory, and memory of a step is kept between steps.
             options: of ``torch.compile``.
 
         Raises:
-            Error: an option that ``torch.compile`` does not have; ``Hints(arena=True)`` plans memory, too.
+            Error: an option that ``torch.compile`` does not have; ``Hints(arena=True)`` plans memory, too; with
+                ``cuda_graphs``, no CUDA device, no optimizer in the plan, a pipeline, offload, guards, or several
+                virtual ranks.
         """
-        check_compile_options(options, self._compiled)
-        self._compiling = options
+        compiling = CompileOptions(options, cuda_graphs)
+        compiling.check(self._compiled, self._target.device, self._target.virtual)
+        self._compiling = compiling
         for programs in self._variants.all:
-            self._compile(programs, options)
+            self._compile(programs, compiling)
 
     def save_programs(self, folder: str | Path, ranks: Iterable[int] | None = None) -> Path:
         """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``, with weights

@@ -31,7 +31,7 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.schedule.actions import Schedule
 from shardfx.memory.formula import Sizes
 from shardfx.memory.rank_memory import RankMemory
-from shardfx.module.execution_target import ExecutionTarget
+from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.model_state import ModelState
 from shardfx.module.module_tree import ProxyRoot, ProxyTree
 from shardfx.module.programs import Programs
@@ -60,7 +60,7 @@ class PlannedModule(ProxyRoot):
     _state: ModelState
     _tree: ProxyTree
     _variants: Specializations
-    _compiling: Mapping[str, Any] | None
+    _compiling: CompileOptions | None
     _measured: Recording | None
     _watch: Probe | None
     """The probe of each call; None by default, which costs nothing."""
