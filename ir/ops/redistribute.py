@@ -142,7 +142,7 @@ class Redistribution:
         return CommStep(halo, axes, target, rows=rows, seconds=seconds)
 
     def _through_whole(self, type: TensorType, source: Spec, target: Spec) -> tuple[CommStep, ...]:
-        """Gather the dims that differ, then sharded them anew: always possible, where parts do not nest."""
+        """Gather the dims that differ, then shard them anew: always possible, where parts do not nest."""
         middle = Spec(
             tuple(a if a == b else WHOLE for a, b in zip(source.dims, target.dims, strict=True)), target.partial
         )

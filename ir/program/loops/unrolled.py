@@ -174,7 +174,7 @@ class _Unrolling:
         assert spec is not None
         over = next((loop for loop in left if dim < len(spec.dims) and loop.args[0] in spec.dims[dim].axes), None)
         if over is None:
-            raise NotALoop(f"{node.name} takes a part of dim {dim}, which these iterations do not sharded", node)
+            raise NotALoop(f"{node.name} takes a part of dim {dim}, which these iterations do not shard", node)
         axis = str(over.args[0])
         expected = iteration_rows(spec, shape, self.program.mesh, self.coords, axis, dim)
         if (start, length) != expected:
