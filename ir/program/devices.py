@@ -36,7 +36,9 @@ def _flash_takes(share: NodeShard) -> bool:
     head."""
     node = share.node
     q, v, mask = (argument(node, name) for name in ("q", "v", "mask"))
-    there = not may_lack(node, share.mesh) or all(all(share.operand_shape(i)) for i in range(len(node.operands)))
+    there = all(value.type.numel for value in node.operands)
+    if may_lack(node, share.mesh):
+        there = there and all(all(share.operand_shape(i)) for i in range(len(node.operands)))
     same = mask is None or mask.type.dtype == q.type.dtype
     return there and same and q.shape[-1] == v.shape[-1] and not argument(node, "p") and not argument(node, "of_mask")
 
