@@ -216,25 +216,25 @@ def _first(
     return failed(rank, at[rank], failures[rank], others)
 
 
-def _check(members: Sequence[int], asked: Sequence[Asked]) -> None:
+def _check(group: Sequence[int], asked: Sequence[Asked]) -> None:
+    """Raise where members of a group ask for different collectives, or for one that it cannot do.
+
+    Raises:
+        Error: they do.
+    """
     first, given, _ = asked[0]
-    for member, (request, tensor, _) in zip(members, asked, strict=True):
-        exchange = first.op == "all_to_all_single"
-        alike = tensor.dtype == given.dtype and (exchange or tensor.shape == given.shape)
+    got = ""
+    for member, (request, tensor, _) in zip(group, asked, strict=True):
+        alike = tensor.dtype == given.dtype and (first.op == "all_to_all_single" or tensor.shape == given.shape)
         if not request.same(first) or not alike:
-            raise Error(
-                "collectives do not match between ranks",
-                where=f"ranks {members[0]} and {member}",
-                expected=f"{first}, {tuple(given.shape)} {given.dtype}",
-                got=f"{request}, {tuple(tensor.shape)} {tensor.dtype}",
-                remedy="every rank of a group must run the same collectives in the same order",
-            )
-    if what := unfit(first.op, [request.args for request, _, _ in asked], len(members)):
+            got = f"rank {member}: {request}, {tuple(tensor.shape)} {tensor.dtype}"
+    if got := got or unfit(first.op, [request.args for request, _, _ in asked], len(group)):
         raise Error(
-            "a group of ranks cannot do what it is asked for",
-            where=f"ranks {', '.join(map(str, members[:8]))}; node {first.node!r} ({first.where})",
-            expected="a reduction that there is, and as many shards as ranks",
-            got=what,
+            "collectives do not match between ranks",
+            where=f"ranks {' and '.join(map(str, group[:8]))}",
+            expected=f"rank {group[0]}: {first}, {tuple(given.shape)} {given.dtype}",
+            got=got,
+            remedy="every rank of a group must run the same collectives in the same order",
         )
 
 

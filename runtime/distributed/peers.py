@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -52,8 +52,6 @@ SHOWN = 4
 START, PLANNING = "the start of a call", "parallelize(...), or planning a new specialization"
 _numbers = itertools.count()
 _lock = threading.RLock()
-_refused: list[str] = []
-"""What this rank is to tell the others at its next call."""
 _stores: WeakSet[ProcessStore] = WeakSet()
 
 
@@ -74,13 +72,6 @@ class Passed(IntEnum):
     WHOLE = 0
     PART = 1
     EITHER = 2
-
-
-class Agreed(NamedTuple):
-    """What all ranks agree on: whether inputs are passed as shards, and the number that rank 0 drew."""
-
-    in_parts: bool
-    drawn: int | None = None
 
 
 @dataclass(frozen=True)
@@ -155,8 +146,9 @@ class Peers:
         draw: int | None = None,
         rates: Mapping[str, torch.Tensor] | None = None,
         anew: bool = False,
-    ) -> Agreed:
+    ) -> tuple[bool, int | None]:
         """Check that all ranks are about to do the same, of which ``key`` is the local and ``words`` the common text.
+        Gives whether inputs are passed as shards, and the number that rank 0 drew.
 
         Args:
             passed: how this rank's inputs are passed.
@@ -170,7 +162,7 @@ class Peers:
                 before it came here.
         """
         if self._alone:
-            return Agreed(passed is Passed.PART, draw)
+            return passed is Passed.PART, draw
         if key not in self._digests:
             self._digests[key] = digest(f"{self.number} {sorted(words().items())}")
         said = {name: f"{rate.tolist()}" for name, rate in (rates or {}).items() if rate.device.type == "cpu"}
@@ -184,7 +176,7 @@ class Peers:
         self._seen[key] += 1
         self._together = True
         drawn = rows[0][3]
-        return Agreed(Passed.PART in ways, None if drawn == NO_DRAW else drawn)
+        return Passed.PART in ways, None if drawn == NO_DRAW else drawn
 
     def _other_calls(self, mine: Mapping[str, str]) -> Error:
         """Ranks make other calls, or did something else to parameters before this one."""
@@ -214,12 +206,9 @@ class Peers:
         """Make a plan, and check that all ranks made the same one."""
         if self._alone:
             return make()
-        try:
-            made = make()
-            lines = subjects(made)
-        except Exception as error:
-            self._refuse(error)
-            raise
+        self._agreed = False
+        made = make()
+        lines = subjects(made)
         mine = digest(str({name: [*map(_compared, each)] for name, each in lines.items()}))
         rows = self._exchange(digest(f"a plan of {self.number}"), Passed.EITHER, mine, next(_numbers))
         if len({row[0] for row in rows}) > 1:
@@ -272,34 +261,30 @@ class Peers:
                 found[each.name] = c10d.wait_tensor.default(c10d.broadcast.default(sent, 0, group))
         return found
 
-    def _exchange(self, key: int, passed: Passed, also: int, draw: int) -> list[list[int]]:
-        """Exchange the numbers of a call.
+    def _exchange(self, key: int, passed: int, also: int, draw: int, failed: str = "") -> list[list[int]]:
+        """Exchange the numbers of a call, or tell the other ranks, which then raise, that it ``failed`` here before it
+        began.
 
         Raises:
             Error: a rank failed before this call.
         """
         self._agreed = True
-        failed = "\n".join(_refused)
-        _refused.clear()
-        way = FAILED if failed else int(passed)
-        rows = exchange([key, way, also, draw], START if key else "telling that a call failed")
+        rows = exchange([key, passed, also, draw], "telling that a call failed" if failed else START)
         if any(row[1] == FAILED for row in rows):
-            every = tell_all(failed)
-            lines = [line for rank, text in enumerate(every) if text for line in f"rank {rank}: {text}".splitlines()]
+            told = [f"rank {rank}: {text}" for rank, text in enumerate(tell_all(failed)) if text]
             raise Error(
                 CALL_FAILED,
                 where=f"rank {dist.get_rank()}; the start of a call",
                 expected="every rank to make this call",
-                got=_joined(lines),
+                got=_joined([line for text in told for line in text.splitlines()]),
                 remedy="fix it there; nothing was run, and all ranks can go on",
             )
         return rows
 
     def _refuse(self, error: Exception) -> None:
-        """Tell the other ranks, which then raise, that this rank's call failed before it began."""
-        _refused.append(str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}")
+        """Tell the other ranks that this rank's call failed before it began."""
         try:
-            self._exchange(0, Passed.EITHER, 0, NO_DRAW)
+            self._exchange(0, FAILED, 0, NO_DRAW, str(error) if isinstance(error, Error) else repr(error))
         except Error as told:
             if told.what != CALL_FAILED:
                 log.warning("the other ranks do not hear that a call failed here: %s", told)
