@@ -159,10 +159,3 @@ def test_options_of_inductor_are_those_for_whole_steps_unless_others_are_given()
     }
     assert in_order({"options": {"reorder_for_locality": True}})["options"] == {**OPTIONS, "reorder_for_locality": True}
     assert in_order({"backend": "eager"}) == {"backend": "eager"}
-
-
-def test_an_option_that_torch_compile_does_not_have_is_refused() -> None:
-    pm = small_plan(KINDS["SGD"], MESHES["dp2"])
-    with pytest.raises(sx.Error, match=r"is no option of torch.compile(.|\n)*did you mean 'fullgraph'"):
-        pm.compile(full_graph=True)
-    assert pm._compiling is None
