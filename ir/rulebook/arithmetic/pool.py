@@ -78,7 +78,7 @@ def averaged_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) ->
         return y if counts is None else emit.call(aten.div.Tensor, y, counts)
     grad = args[0] if counts is None else emit.call(aten.div.Tensor, args[0], counts)
     shape = [*emit.operand_shape(0)[:lead], *(each.last - each.first for each in ranges)]
-    like = emit.call(aten.new_empty.default, grad, shape)
+    like = emit.call(aten.new_empty.default, args[1], shape)
     x = emit.call(node.op, grad, like, *options, divisor or 1)
     return fitted(emit, x, [each.reverse for each in ranges])
 

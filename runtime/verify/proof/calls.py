@@ -254,7 +254,8 @@ class CallDeduction:
             facts = self.facts(each)
             for fact in facts:
                 found.setdefault(fact.term, []).append((each, fact))
-            if depth < REACH and not facts:
+            own = each.meta.get("shardfx") is node.meta.get("shardfx")  # which may be some rows of an operand
+            if depth < REACH and (own or not facts):
                 front += [(n, depth + 1) for n in each.all_input_nodes]
         return found
 
