@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -82,7 +83,8 @@ class ProcessEngine:
         self._pools[program].next_step()
         if program in self._inboxes:
             self._inboxes[program].begin()
-        with torch.no_grad():
+        eager = self._write is write_source
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd() if eager else nullcontext():  # calls take less time
             try:
                 if watch is not None:
                     watcher.inputs(program.inputs, given)
