@@ -108,8 +108,9 @@ class LiveMemory(TorchDispatchMode):
         row = row_of(node.target)
         if self.alone and node.target is torch.ops._c10d_functional.wait_tensor.default:
             time.sleep(0.001)  # the thread that did it holds it a moment longer
-        before = alive(owned)
-        shown = self._fresh if self.alone else dict(storages(result))
+        before, own = alive(owned), transport()
+        shown = {key: each for key, each in self._fresh.items() if key not in own}
+        shown = shown if self.alone else dict(storages(result))
         there = any(key in beside or key in self._stored for key, _ in storages(operands))
         if pool_of_row(row, there):
             beside.update((key, each) for key, each in shown.items() if key not in self._given)
