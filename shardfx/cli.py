@@ -39,6 +39,7 @@ from shardfx.ir.mesh import Loop, Mesh
 from shardfx.ir.schedule.actions import Schedule
 from shardfx.ir.schedule.simulation import COSTS, Costs, ScheduleReport, check_schedule
 from shardfx.module.parallel_module import ParallelModule
+from shardfx.module.rule_checks import example, refutations
 from shardfx.passes import Pass, options_text
 from shardfx.passes.stages import SCHEDULES, make_schedule
 from shardfx.plan import version
@@ -127,17 +128,24 @@ def run_passes(arguments: argparse.Namespace, out: Console) -> int:
 
 
 def run_rules(arguments: argparse.Namespace, out: Console) -> int:
-    """The table of the rules that packages bring."""
+    """The table of the rules that packages bring, each checked on a call that follows from its template; what is wrong
+    is named below it, and makes the exit code 2."""
     found = plugin_rules()
     if not found:
         out.print("No installed package brings rules of its own, by entry points in 'shardfx.rules'.")
         return 0
-    made = table("Rules", "op", "rule", "from")
-    for entry, origin in found:
-        for op in entry.ops:
-            made.add_row(Text(op_name(op), "bold"), Text(entry.text), origin)
+    made, wrong = table("Rules", "op", "rule", "checked", "from"), list[str]()
+    for rule, origin in found:
+        for op in rule.ops:
+            of = example(rule, op)
+            why = refutations(rule, of) if of is not None else []
+            said = f"{'wrong' if why else 'right'} on {of!r}" if of is not None else "not checked: see sx.check_rule"
+            made.add_row(Text(op_name(op), "red" if why else "bold"), Text(rule.text), Text(said), origin)
+            wrong += why
     out.print(made)
-    return 0
+    for text in wrong:
+        print(f"\n{text}", file=sys.stderr)
+    return 2 if wrong else 0
 
 
 def summary(kind: type[Pass]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,13 +12,15 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, factors_text, op_name
-from shardfx.ir.oracle.instance import instance
+from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.oracle.rule_check import SECONDS, PlanChecked, check_plan, wrong_trials
 from shardfx.ir.oracle.run_isolated import Lost, isolated
+from shardfx.ir.oracle.soundness import undisturbed
 from shardfx.ir.program.loops.unrolled import loops_as_ranks
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.sharding_rule import rule_text
+from shardfx.ir.rules.template import Template
 from shardfx.passes.base import Context
 from shardfx.runtime.verify.fault import Fault, place
 from shardfx.runtime.verify.verdict import Status, Verdict, text
@@ -92,18 +96,14 @@ def check_rule(rule: RuleEntry, *args: Any, op: Any = None, **kwargs: Any) -> No
         op: the op, where the rule is of several.
 
     Raises:
-        Error: the rule allows something that is wrong: it names op, sharded, and the two numbers; or it has no op to
+        Error: the rule allows something that is wrong: it names op, sharding, and the two numbers; or it has no op to
             call.
 
     Example::
 
         sx.check_rule(sx.rule(torch.ops.mylib.scale_rows.default, "n d, n -> n d"), torch.randn(6, 4), torch.randn(6))
     """
-    of = instance(_op_of(rule, op), args, kwargs)
-    try:
-        found = isolated(lambda: wrong_trials(rule, of), SECONDS)
-    except Lost as lost:
-        found = [f"{of!r}\n    {lost}"]
+    found = refutations(rule, instance(_op_of(rule, op), args, kwargs))
     if found:
         raise Error(
             f"the rule of {op_name(_op_of(rule, op))} is wrong",
@@ -129,3 +129,28 @@ def _op_of(rule: RuleEntry, op: Any) -> Any:
             got=", ".join(map(str, rule.ops)),
         )
     return found
+
+
+def refutations(rule: RuleEntry, of: Instance) -> list[str]:
+    """What is wrong with a rule, on one call; found in a process of its own."""
+    try:
+        return isolated(lambda: wrong_trials(rule, of), SECONDS)
+    except Lost as lost:
+        return [f"{of!r}\n    {lost}"]
+
+
+def example(rule: RuleEntry, op: Any) -> Instance | None:
+    """A call of an op by its rule's template: ``n d, n -> n d`` is one of tensors of shapes (4, 6) and (4,), with
+    defaults for all that is no tensor; None where that is no call."""
+    tensors = rule.make.operands if isinstance(rule.make, Template) else ()
+    words = [word for tensor in tensors for word in tensor.words]
+    letters = dict.fromkeys(factor for word in words for factor in word.factors)
+    if not tensors or any(word.at or word.many not in ("", "..") for word in words):
+        return None
+    sizes = dict(zip(letters, itertools.count(4, 2), strict=False))
+    args = [torch.randn([math.prod(sizes[f] for f in w.factors) for w in t.words]).double() for t in tensors]
+    with undisturbed():
+        try:
+            return instance(op, args)
+        except Exception:  # the op takes other arguments than these
+            return None

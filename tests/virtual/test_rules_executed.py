@@ -154,9 +154,15 @@ def test_check_rule_of_something_else() -> None:
         sx.Hints(rules=[3])  # type: ignore[list-item]
 
 
-def test_the_command_lists_rules(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    rule = sx.rule(ops.numbered.default, "n! d -> n! d")
-    monkeypatch.setattr("shardfx.cli.plugin_rules", lambda: [(rule, "mine 1.0")])
+def test_the_command_lists_and_checks_rules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = sx.rule(ops.numbered.default, "n! d -> n! d")
+    bad = sx.rule(aten.relu.default, "n d -> n d", linear="0")
+    monkeypatch.setattr("shardfx.cli.plugin_rules", lambda: [(good, "mine 1.0")])
     assert main(["rules"]) == 0
-    shown = capsys.readouterr().out
-    assert "n! d -> n! d" in shown and "mine 1.0" in shown
+    assert "n! d -> n! d" in capsys.readouterr().out
+    monkeypatch.setattr("shardfx.cli.plugin_rules", lambda: [(good, "mine 1.0"), (bad, "theirs 2.0")])
+    assert main(["rules"]) == 2
+    shown = capsys.readouterr()
+    assert "theirs 2.0" in shown.out and "where one device gives" in shown.err
