@@ -24,6 +24,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
+from shardfx.ir.spec import strides_of
+
 from .computing.library import Ints, define
 from .pack import flatten, part_of, unflatten
 
@@ -72,9 +74,10 @@ def part(flat: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor
     seen = list(shape) if shards == 1 else [shards, shape[0] // shards, *shape[1:]]
     if is_compiling():
         return flat.new_empty(seen)
-    if shards == 1:
-        return flat.narrow(0, offset, torch.Size(shape).numel()).view(seen)
-    return flat.view(shards, -1).narrow(1, offset, torch.Size(seen[1:]).numel()).view(seen)
+    strides = strides_of(seen)
+    if shards > 1:
+        strides = (flat.numel() // shards, *strides[1:])
+    return flat.as_strided(seen, strides, flat.storage_offset() + offset)
 
 
 def write(to: Tensor, x: Tensor) -> Tensor:
