@@ -15,6 +15,7 @@ from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.aliasing import destination
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.store_layout import contiguous_tensors
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import with_dim_order
 
@@ -189,9 +190,19 @@ class ProgramRunner:
         """What a rank starts from: ranks that hold the same share one tensor. Where some of them write over it, its
         owner has the store's, and the others copies."""
         made = [self._shard(each, rank, run) for each in program.inputs]
+        copied: dict[torch.dtype, list[int]] = {}
         for place, each in enumerate(program.inputs if run.owners else ()):
             if each.kind in HELD and run.owners.get((each.name, self.shards(each).by_rank[rank]), rank) != rank:
-                made[place] = made[place].clone()
+                if each.pool or not made[place].is_contiguous():
+                    made[place] = made[place].clone()
+                else:
+                    copied.setdefault(made[place].dtype, []).append(place)
+        for dtype, places in copied.items():  # one kernel for all
+            shared = [made[place] for place in places]
+            copies = contiguous_tensors([each.shape for each in shared], dtype, shared[0].device)
+            torch._foreach_copy_(copies, shared)
+            for place, copy in zip(places, copies, strict=True):
+                made[place] = copy
         return made
 
     def _owners(self, programs: Mapping[int, RankProgram]) -> Mapping[tuple[str, int], int]:

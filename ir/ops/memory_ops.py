@@ -66,11 +66,8 @@ def filled(shape: Sequence[int], value: float, dtype: torch.dtype, device: str =
 
 
 def part(flat: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor:
-    """The place of a tensor in flat memory: ``offset`` elements behind the begin of each of ``shards`` ranks' parts.
-
-    With several shards the rows of each stand together, as a reduce-scatter wants them: the result is then seen as
-    ``[shards, rows of a shard, ...]``.
-    """
+    """The place of a tensor in flat memory: ``offset`` elements behind the begin of each of ``shards`` ranks' parts; of
+    several, as a reduce-scatter wants them, ``[shards, rows of a shard, ...]``."""
     seen = list(shape) if shards == 1 else [shards, shape[0] // shards, *shape[1:]]
     if is_compiling():
         return flat.new_empty(seen)

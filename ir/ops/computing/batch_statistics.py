@@ -21,10 +21,7 @@ from .library import define
 aten = torch.ops.aten
 
 
-@define(
-    "batch_moments(Tensor x) -> Tensor",
-    shapes=lambda x: x.new_empty((2, x.shape[1]), dtype=torch.float64),
-)
+@define("batch_moments(Tensor x) -> Tensor", shapes=lambda x: x.new_empty((2, x.shape[1]), dtype=torch.float64))
 def batch_moments(x: Tensor) -> Tensor:
     """The sum of each channel, and that of its squares."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -38,7 +35,7 @@ def batch_moments(x: Tensor) -> Tensor:
 
 @define(
     "joined_moments(Tensor sums, int count, ScalarType dtype) -> (Tensor, Tensor)",
-    shapes=lambda sums, count, dtype: tuple(sums.new_empty((2, sums.shape[1]), dtype=dtype).unbind()),
+    shapes=lambda sums, count, dtype: tuple(sums.new_empty(sums.shape[1:], dtype=dtype) for _ in range(2)),
 )
 def joined_moments(sums: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean and variance of ``count`` elements from their sums."""

@@ -140,7 +140,10 @@ def _aligned(x: Tensor) -> Tensor:
 def _shards(x: Tensor, ends: Tensor, rows: Ints, groups: Ints) -> list[Tensor]:
     """The rows of each local group."""
     shards = torch.tensor_split(x, _local(ends, rows, x.shape[0]))
-    return [shards[group] for group in places(groups, len(ends), ends.device).tolist()]
+    numbers = [0] if groups else range(len(ends))
+    for full, start, length in zip(*[iter(groups)] * 3, strict=True):
+        numbers = [number * full + i for number in numbers for i in range(start, start + length)]
+    return [shards[number] for number in numbers]
 
 
 @define(
