@@ -84,7 +84,7 @@ class ProcessEngine:
         if program in self._inboxes:
             self._inboxes[program].begin()
         eager = self._write is write_source
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd() if eager else nullcontext():  # calls take less time
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd() if eager else nullcontext():  # dispatch is faster
             try:
                 if watch is not None:
                     watcher.inputs(program.inputs, given)

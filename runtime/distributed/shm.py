@@ -19,7 +19,6 @@ import json
 import os
 import socket
 import struct
-import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -191,27 +190,34 @@ def connect(gather: Callable[[Any], list[Any]], place: int, ranks: Sequence[int]
     """Connect the members of a group, which all call it, to one another, in their order; none where they are not all
     on one machine. ``gather`` gives what each of them gives, in their order."""
     links: dict[int, SocketLink] = {}
-    with suppress(OSError), socket.socket(socket.AF_UNIX) as door, tempfile.TemporaryDirectory() as folder:
-        here, address = _machine(), f"{folder}/door"  # which no other user may open
+    with socket.socket(socket.AF_UNIX) as door:
+        here = _machine()
         if here:
-            door.bind(address)
+            door.bind("")  # the system gives it a name
             door.listen(len(ranks))
-        every = gather((here, address))
+        every = gather((here, door.getsockname().hex() if here else ""))
         if here and len({machine for machine, _ in every}) == 1:
-            door.settimeout(CONNECT)
-            for other in range(place):
-                made = socket.socket(socket.AF_UNIX)
-                made.connect(every[other][1])
-                made.sendall(struct.pack("=I", place))
-                links[other] = SocketLink(made, ranks[other], timeout)
-            while len(links) < len(ranks) - 1:
-                made, _ = door.accept()
-                (other,) = struct.unpack("=I", made.recv(4))
-                links[other] = SocketLink(made, ranks[other], timeout)
-    complete = gather(len(links) == len(ranks) - 1)
+            with suppress(OSError):
+                door.settimeout(CONNECT)
+                for other in range(place):
+                    made = socket.socket(socket.AF_UNIX)
+                    made.connect(bytes.fromhex(every[other][1]))
+                    made.sendall(struct.pack("=I", place))
+                    links[other] = SocketLink(made, ranks[other], timeout)
+                while len(links) < len(ranks) - 1:
+                    made, _ = door.accept()
+                    if _user(made) == os.getuid():
+                        (other,) = struct.unpack("=I", made.recv(4))
+                        links[other] = SocketLink(made, ranks[other], timeout)
+        complete = gather(len(links) == len(ranks) - 1)
     for link in links.values() if not all(complete) else ():
         link.close()
     return [links[other] for other in sorted(links)] if all(complete) else []
+
+
+def _user(connection: socket.socket) -> int:
+    """The user whose process is at the other end."""
+    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
 
 
 def _machine() -> str:

@@ -168,12 +168,13 @@ def unfold(node: Node) -> str:
     return f"{y} -> {x}" if back else f"{x} -> {y}"
 
 
-def quarter_turns(node: Node) -> str:
-    """Of two dims that a turn exchanges the second one is read backwards, and whole; of two turns both are."""
-    turns, names = argument(node, "k") % 4, [f"d{i}" for i in range(node.operands[0].type.ndim)]
+def rotated(node: Node) -> str:
+    """Of two dims that a rotation by 90 degrees exchanges the second one is reversed, so it is not sharded; by 180
+    degrees both are."""
+    k, names = argument(node, "k") % 4, [f"d{i}" for i in range(node.operands[0].type.ndim)]
     i, j = (names[dim] for dim in argument(node, "dims"))
-    full = {j} if turns == 1 else {i} if turns == 3 else {i, j} if turns else set[str]()
-    other = {i: j, j: i} if turns % 2 else {}
+    full = {j} if k == 1 else {i} if k == 3 else {i, j} if k else set[str]()
+    other = {i: j, j: i} if k % 2 else {}
     return f"{words(names, full)} -> {words((other.get(name, name) for name in names), full)}"
 
 
@@ -223,7 +224,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.select_scatter, f"{WHOLE}, d.. -> {WHOLE}", linear="0&1", moves_only=True),
     rule(aten.slice_scatter, slice_scatter, moves_only=True),
     moves(aten.flip, "d.. k@dims! -> d.. k@dims"),
-    moves(aten.rot90, quarter_turns),
+    moves(aten.rot90, rotated),
     rule((aten.tril, aten.triu), "n.. i! j! -> n.. i! j!", linear="0"),
     moves(aten.repeat, repeat, local=repeat_local),
     moves((aten.diagonal, aten.diagonal_copy), f"{PLANE} -> {DIAGONAL}"),

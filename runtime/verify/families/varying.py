@@ -26,7 +26,7 @@ MARK = re.compile("⟨(\\d+)⟩")
 
 
 class Diverged(BaseException):
-    """Ranks branch differently. No ``Exception``: code that writes programs turns those into errors of its own."""
+    """Ranks branch differently. No ``Exception``: code that writes programs converts those to its own errors."""
 
     def __init__(self, parts: Sequence[Sequence[int]]) -> None:
         super().__init__(f"{len(parts)} ways")
