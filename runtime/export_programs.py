@@ -31,7 +31,7 @@ from shardfx.runtime.distributed.groups import axes_of
 def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state: Mapping[str, torch.Tensor]) -> None:
     """Write one rank's program, and what it starts from."""
     code = "\n\n\n".join(functions(program.module(), "forward"))
-    files = own_files(program)
+    files = own_files(program.graph)
     for file, source in files.items():
         named = "_".join(Path(source).with_suffix("").parts[-3:]).partition("ops_")[2]
         code = re.sub(rf"\bshardfx_ir_ops_{named}_(\w+)", rf"{file}.\1", code)
@@ -74,7 +74,7 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
             groups.setdefault(mesh.group_name(rank, axes), mesh.group(rank, axes))
     (folder / "groups.json").write_text(json.dumps([[n, list(r)] for n, r in groups.items()], indent=1) + "\n")
     (folder / "run.py").write_text(RUN.format(size=mesh.size), encoding="utf-8")
-    for file, source in own_files(program).items():
+    for file, source in own_files(program.graph).items():
         code = RELATIVE.sub(r"from \1 import", Path(source).read_text(encoding="utf-8"))  # the folder is no package
         (folder / f"{file}.py").write_text(code, encoding="utf-8")
 
@@ -82,10 +82,10 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
 RELATIVE = re.compile(r"^from \.+(?:\w+\.)*(\w+) import", re.MULTILINE)
 
 
-def own_files(program: RankProgram) -> dict[str, str]:
+def own_files(graph: fx.Graph) -> dict[str, str]:
     """The files of ours that a program needs beside it, by what they are called there: those which define what it
     calls, and what these import."""
-    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    called = {node.target for node in graph.nodes if node.op == "call_function"}
     rows = [row.function for row in map(row_of, called) if row is not None and inspect.isfunction(row.function)]
     found = [pack.__file__, memory_ops.__file__, *(SOURCES[op] for op in called if op in SOURCES)]
     found += [inspect.getfile(function) for function in rows if function.__module__.startswith("shardfx.")]

@@ -186,7 +186,7 @@ send = OwnOp(
     "comm.send",
     {"axes": AXES, "origin": DIM, "places": Keyword("sizes"), "tag": DIM},
     _send,
-    stage_transfer.handed_over,
+    comm_local.send,
     factor=1.0,
     adjoint="comm.send",
     glyph="iteration",

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from shardfx.ir.dim_sharding import bounds, chunk
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.shards import Box, RowExchange
 from shardfx.ir.spec import Spec, on_view
 
 from . import pack
+from .loop import stage_transfer
 from .table import RankEmit
 
 c10d = torch.ops._c10d_functional
@@ -208,3 +210,36 @@ def take(emit: RankEmit) -> list[Any]:
     start, length = bounds(size, site.target.dims[site.dim].axes, site.mesh, emit.coords)
     view = site.local_view(site.source)
     return [emit.call(pack.take, emit.args[0], view, site.dim, start - local[0], length, site.shape)]
+
+
+def send(emit: RankEmit) -> list[Any]:
+    """One rank's part: it sends to the others that need the value, or receives it; elsewhere there is nothing."""
+    kwargs, node, mesh = emit.node.kwargs, emit.node, emit.mesh
+    (axis,) = kwargs["axes"]
+    mine, origin, places, tag = emit.coords[axis], kwargs["origin"], kwargs["places"], kwargs["tag"]
+    (spec,) = {value.spec for value in node.operands}
+    assert spec is not None
+    group, iteration = emit.group((axis,)), iteration_number(spec, mesh, emit.coords)
+    if mine == origin:
+        for place in places:
+            if place != mine:
+                emit.call(stage_transfer.send, emit.args[0], place, tag, iteration, group)
+        return [emit.args[0] if mine in places else None]
+    if mine not in places:
+        return [None]
+    (value,) = node.outs
+    assert value.spec is not None
+    shape = list(emit.shape(value, value.spec))
+    started = emit.call(
+        stage_transfer.receive, shape, value.type.dtype, emit.device, origin, tag, iteration, group, gives=shape
+    )
+    return [emit.call(c10d.wait_tensor.default, started, gives=shape)]
+
+
+def iteration_number(spec: Spec, mesh: Mesh, coords: Mapping[str, int]) -> int:
+    """The number of the iteration in which a value is sent: of all loop axes that it depends on, as one."""
+    iteration = 0
+    for axis in mesh.axes:
+        if axis.loop and (axis.name in spec.axes or axis.name in spec.partial_axes):
+            iteration = iteration * axis.size + coords[axis.name]
+    return iteration

@@ -24,8 +24,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
-from shardfx.ir.spec import strides_of
-
 from .computing.library import Ints, define
 from .pack import flatten, part_of, unflatten
 
@@ -71,9 +69,11 @@ def part(flat: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor
     seen = list(shape) if shards == 1 else [shards, shape[0] // shards, *shape[1:]]
     if is_compiling():
         return flat.new_empty(seen)
-    strides = strides_of(seen)
+    strides, step = list(seen), 1
+    for dim in reversed(range(len(seen))):
+        strides[dim], step = step, step * max(seen[dim], 1)
     if shards > 1:
-        strides = (flat.numel() // shards, *strides[1:])
+        strides[0] = flat.numel() // shards
     return flat.as_strided(seen, strides, flat.storage_offset() + offset)
 
 

@@ -15,8 +15,8 @@ from shardfx.ir.cost.fake_calls import CallEffect, FakeCalls, Result, TensorLayo
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, op_name
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.comm_local import iteration_number
 from shardfx.ir.ops.local_ops import observers, row_of
-from shardfx.ir.ops.loop.stage_transfer import iteration_number
 from shardfx.ir.program.loops.schedule_actions import local_ends
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.plain import plain

@@ -14,7 +14,11 @@ from typing import Any
 
 import networkx as nx
 import pytest
+from torch import fx
 
+from shardfx.ir.ops.computing.library import SOURCES
+from shardfx.ir.ops.local_ops import BY_FUNCTION
+from shardfx.runtime.export_programs import own_files
 from tests.house import FOLDERS, MODULES, ROOT, RULES, TOP, imported, imports, package_of, python_files
 
 IN_FUNCTIONS = {
@@ -118,6 +122,16 @@ def test_the_packaged_folders_are_those_on_disk() -> None:
     assert set(tool["packages"]) == on_disk
     assert tool["package-dir"] == {"shardfx": "shardfx", **{f"shardfx.{name}": name for name in TOP}}
     assert not without_init
+
+
+def test_files_that_saved_programs_take_along_import_torch_alone() -> None:
+    graph = fx.Graph()
+    for target in (*SOURCES, *BY_FUNCTION):
+        graph.call_function(target)
+    files = own_files(graph)
+    assert {"memory_ops", "loop_ops", "fused_attention"} <= {*files}
+    ours = re.compile(r"^\s*(?:from|import) shardfx\b", re.MULTILINE)
+    assert not [name for name, path in files.items() if ours.search(Path(path).read_text(encoding="utf-8"))]
 
 
 @pytest.mark.long

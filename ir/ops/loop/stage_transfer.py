@@ -5,14 +5,14 @@
         on a rank at pp=1     receive = stage.receive([4, 8], torch.float32, 'cpu', 0, 3, 0, 'pp2/pp@0')
                               wait = c10d.wait_tensor(receive)
 
-A send is done when it was called: what was sent is the engine's until it has arrived, and nobody writes there. Between
-two ranks what is sent first is received first; ``tag`` and ``iteration`` say what it is, so that nothing is taken for
-something else. Needs torch alone.
+A send does not wait: what was sent is kept until it has arrived, by the engine or (in a saved program) here, and nobody
+writes there. Between two ranks what is sent first is received first; ``tag`` and ``iteration`` say what it is, so that
+nothing is taken for something else. Needs torch alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +21,16 @@ from torch import fx
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.table import RankEmit
-from shardfx.ir.spec import Spec
-
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
 
 
 def send(x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
-    """Send to the rank at a place of a group."""
+    """Send to the rank at a place of a group, without waiting until it receives."""
     if not isinstance(x, FakeTensor):
-        dist.send(x.contiguous(), group=peers(group), group_dst=to, tag=number(tag, iteration))
+        SENT[:] = [(work, kept) for work, kept in SENT if not work.is_completed()]
+        x = x.contiguous()
+        SENT.append((dist.isend(x, group=peers(group), group_dst=to, tag=number(tag, iteration)), x))
 
 
 def receive(
@@ -58,6 +56,9 @@ def number(tag: int, iteration: int) -> int:
     return iteration * MOST + tag
 
 
+SENT: list[tuple[Any, Tensor]] = []
+"""What was sent and may not have arrived: memory that must stay."""
+
 MOST = 1 << 14
 """More than a graph has values that go from stage to stage."""
 
@@ -74,34 +75,3 @@ class Message(NamedTuple):
     def __str__(self) -> str:
         route = f"from place {self.origin} to place {self.to} of {self.group}"
         return f"message {self.tag} of iteration {self.iteration} {route}"
-
-
-def handed_over(emit: RankEmit) -> list[Any]:
-    """One rank's part: it sends to the others that need the value, or receives it; elsewhere there is nothing."""
-    kwargs, node, mesh = emit.node.kwargs, emit.node, emit.mesh
-    (axis,) = kwargs["axes"]
-    mine, origin, places, tag = emit.coords[axis], kwargs["origin"], kwargs["places"], kwargs["tag"]
-    (spec,) = {value.spec for value in node.operands}
-    assert spec is not None
-    group, iteration = emit.group((axis,)), iteration_number(spec, mesh, emit.coords)
-    if mine == origin:
-        for place in places:
-            if place != mine:
-                emit.call(send, emit.args[0], place, tag, iteration, group)
-        return [emit.args[0] if mine in places else None]
-    if mine not in places:
-        return [None]
-    (value,) = node.outs
-    assert value.spec is not None
-    shape = list(emit.shape(value, value.spec))
-    started = emit.call(receive, shape, value.type.dtype, emit.device, origin, tag, iteration, group, gives=shape)
-    return [emit.call(c10d.wait_tensor.default, started, gives=shape)]
-
-
-def iteration_number(spec: Spec, mesh: Mesh, coords: Mapping[str, int]) -> int:
-    """The number of the iteration in which a value is sent: of all loop axes that it depends on, as one."""
-    iteration = 0
-    for axis in mesh.axes:
-        if axis.loop and (axis.name in spec.axes or axis.name in spec.partial_axes):
-            iteration = iteration * axis.size + coords[axis.name]
-    return iteration
