@@ -148,7 +148,7 @@ def joined(forward: fx.GraphModule, backward: fx.GraphModule) -> RankProgram:
 
     def typed(node: fx.Node) -> Value:
         value = node.meta["val"]
-        return Value(TensorType(tuple(value.shape), value.dtype), name=node.name, spec=Spec.whole(value.dim()))
+        return Value(TensorType(tuple(value.shape), value.dtype), name=node.name, spec=Spec.replicated(value.dim()))
 
     given = [node for node in forward.graph.nodes if node.op == "placeholder"]
     for node in given:

@@ -1,4 +1,4 @@
-"""What a program is: the names that a plug-in writer needs (docs/writing_passes.md, docs/writing_rules.md)."""
+"""The public core of the IR: the names that a plug-in writer needs (docs/writing_passes.md, docs/writing_rules.md)."""
 
 from .capture.canonical.patterns import Match, replace_pattern
 from .dim_sharding import DimSharding, Part

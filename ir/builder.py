@@ -1,4 +1,4 @@
-"""Building a graph node by node, with types inferred by running each op on fake tensors."""
+"""Graph construction node by node; result types are inferred by running each op on fake tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 class GraphBuilder:
-    """Writes the nodes of a graph one after the other, folding what is the same."""
+    """Appends nodes to a graph, and merges equal ones (common subexpressions)."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.graph = Graph(mesh)
@@ -45,7 +45,7 @@ class GraphBuilder:
         self._moves: dict[Any, Any] = {}
 
     def add(self, op: Any, args: tuple[Any, ...], types: Any = None, **kwargs: Any) -> Any:
-        """Append a node; gives its one result, or the list of them. Types are inferred if not given.
+        """Append a node; returns its one result, or the list of them. Types are inferred unless passed.
 
         A view or transpose that is there already is used again: what is made of it (a gathered copy, say) is
         then made once.
@@ -74,7 +74,7 @@ class GraphBuilder:
         constant: torch.Tensor | None = None,
         dim_order: tuple[int, ...] = (),
     ) -> Value:
-        """A new input of the graph, behind those that are there; gives its value."""
+        """A new input of the graph, behind the others; returns its value."""
         value = Value(type, None, 0, name)
         self.graph.inputs.append(Input(kind, name, value, constant, dim_order=dim_order))
         return value
@@ -101,7 +101,7 @@ def infer(
 
 
 def types_of(out: Any) -> Any:
-    """The type of a tensor, those of a list or tuple of them, and None of anything else."""
+    """The :class:`TensorType` of a tensor, those of a list or tuple of them, and None of anything else."""
     if isinstance(out, torch.Tensor):
         return TensorType(tuple(int(s) for s in out.shape), out.dtype)
     if isinstance(out, (tuple, list)):
@@ -111,7 +111,7 @@ def types_of(out: Any) -> Any:
 
 @cache
 def makes_of_nothing(op: Any) -> bool:
-    """Whether the op makes a tensor that lies on no operand's device: ``full``, ``arange``."""
+    """Whether the op is a factory, whose result lies on no operand's device: ``full``, ``arange``."""
     if not isinstance(op, torch._ops.OpOverload):
         return False
     schema = op._schema.arguments

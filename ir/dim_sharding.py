@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The rows of one dim that row o of another dim, of ``size`` rows, is made of.
+    """The rows of one dim that row o of another dim, of ``size`` rows, depends on.
 
     They are ``(step * o + low) // per`` to ``(step * o + high) // per``, as far as there are such rows; of a dim that
     is flipped the step is -1.
@@ -50,12 +50,12 @@ class Window:
             raise Error("this is no window", expected="rows (2o-1)/3 of o, not (o)/0", got=str(self))
 
     def reach(self, start: int, length: int) -> tuple[int, int]:
-        """The first and the last row that ``length`` rows from ``start`` on are made of; they may not exist."""
+        """The first and the last row that ``length`` rows from ``start`` on depend on; they may not exist."""
         ends = self.step * start, self.step * (start + length - 1)
         return (min(ends) + self.low) // self.per, (max(ends) + self.high) // self.per
 
     def rows(self, start: int, length: int, full: int) -> tuple[int, int]:
-        """Start and length of what there is of these rows in a dim of ``full``: one row at least, if any is made."""
+        """Start and length of these rows, clamped to a dim of ``full`` rows: one row at least, if any is made."""
         if length == 0 or full == 0:
             return 0, 0
         first, last = self.reach(start, length)
@@ -95,7 +95,7 @@ class DimSharding:
         return bool(self.axes)
 
     def spans(self, size: int, mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
-        """Start and length of what a rank has of each sub-dim of a dim of ``size``."""
+        """Start and length of a rank's shard of each sub-dim of a dim of ``size``."""
         if self.rows is not None:
             return (self.rows.rows(*bounds(self.rows.size, self.axes, mesh, coords), size),)
         return tuple(bounds(part.size, part.axes, mesh, coords) for part in self.sub(size))
@@ -108,7 +108,7 @@ class DimSharding:
         return start, length
 
     def is_even(self, size: int, mesh: Mesh) -> bool:
-        """Whether every rank has as much as any other."""
+        """Whether all shards are of equal size."""
         if self.rows is not None:
             return mesh.extent(self.axes) == 1
         return all(part.size % mesh.extent(part.axes) == 0 for part in self.sub(size))
@@ -126,7 +126,7 @@ class DimSharding:
         return _sized(size, self.axes)
 
 
-WHOLE = DimSharding()
+REPLICATED = DimSharding()
 
 
 def _sized(size: int | str, axes: tuple[str, ...]) -> str:
@@ -148,7 +148,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def bounds(size: int, axes: Iterable[str], mesh: Mesh, coords: Coords) -> tuple[int, int]:
-    """Start and length of what a rank has of a part that is sharded over ``axes``, one after the other."""
+    """Start and length of a rank's shard of a part that is sharded over ``axes``, one after the other."""
     start = 0
     for axis in axes:
         offset, size = chunk(size, mesh[axis].size, coords[axis])
@@ -157,13 +157,13 @@ def bounds(size: int, axes: Iterable[str], mesh: Mesh, coords: Coords) -> tuple[
 
 
 def is_strided(sharding: DimSharding) -> bool:
-    """Whether ranks have several contiguous ranges of the dim: a part is sharded within another."""
+    """Whether shards of the dim are strided, several contiguous ranges each: a minor part is sharded."""
     before = itertools.accumulate((part.size for part in sharding.parts), operator.mul, initial=1)
     return any(part.axes and size > 1 for part, size in zip(sharding.parts, before, strict=False))
 
 
 def smallest(size: int, axes: Iterable[str], mesh: Mesh) -> int:
-    """The size of the smallest shard of a part that is sharded over ``axes``: the last one's."""
+    """The size of the smallest shard of a part sharded over ``axes``: the last one's."""
     for n in (mesh[axis].size for axis in axes):
         size = chunk(size, n, n - 1)[1]
     return size
@@ -180,7 +180,7 @@ def in_blocks(blocks: int, each: int, axes: tuple[str, ...], mesh: Mesh) -> bool
 
 
 def compound(parts: Sequence[Part], mesh: Mesh) -> DimSharding:
-    """The sharding made of ``parts``, in normal form: parts that can be one are one, one part of size 1 stands in
+    """The sharding made of ``parts``, in normal form: mergeable parts are merged, one part of size 1 stands in
     front."""
     if any(part.size == 0 for part in parts):
         return DimSharding(tuple(axis for part in parts for axis in part.axes))
@@ -206,14 +206,14 @@ def project(sharding: DimSharding, size: int, factors: Sequence[int], mesh: Mesh
     ``8{dp}`` of sub-dims (2, 4) is (2{dp}, 4); ``6{tp}`` over 2 ranks of (3, 2) has none: they would halve three.
     """
     if not sharding.axes:
-        return (WHOLE,) * len(factors)
+        return (REPLICATED,) * len(factors)
     if len(factors) == 1:
         return (sharding,)
     if sharding.rows is not None:
         large = [place for place, factor in enumerate(factors) if factor != 1]
-        return (
-            tuple(sharding if [place] == large else WHOLE for place in range(len(factors))) if len(large) == 1 else None
-        )
+        if len(large) != 1:
+            return None
+        return tuple(sharding if [place] == large else REPLICATED for place in range(len(factors)))
     if size == 0:
         return None
     pending = list(reversed(sharding.sub(size)))
@@ -245,7 +245,7 @@ def project(sharding: DimSharding, size: int, factors: Sequence[int], mesh: Mesh
 
 
 def _split_axes(part: Part, size: int, mesh: Mesh) -> Part | None:
-    """The major ``size`` elements' share of a larger part's axes, if the sharding falls between whole elements."""
+    """The major ``size`` elements' share of a larger part's axes, if the sharding falls between elements."""
     if in_blocks(size, part.size // size, part.axes, mesh):
         return Part(size, part.axes)
     extent, taken = 1, 0
@@ -262,8 +262,8 @@ def _split_axes(part: Part, size: int, mesh: Mesh) -> Part | None:
 def common_parts(
     size: int, shardings: Sequence[DimSharding], mesh: Mesh
 ) -> tuple[list[int], list[tuple[DimSharding, ...]]] | None:
-    """A dim as sub-dims in which all the shardings are plain, and each sharding there; None where their parts do not
-    nest."""
+    """A common refinement of shardings of one dim: sub-dims in which all are plain, and each sharding there; None where
+    their parts do not nest."""
     if any(sharding.rows is not None for sharding in shardings):
         return ([size], [(sharding,) for sharding in shardings]) if len(set(shardings)) == 1 else None
     ends = {size}
@@ -284,8 +284,7 @@ def common_parts(
 
 
 def join(a: DimSharding, b: DimSharding, size: int, mesh: Mesh) -> DimSharding | None:
-    """The sharding that has all of two shardings which agree, sub-dim by sub-dim, as far as both go; None if they
-    don't.
+    """The union of two shardings that agree, sub-dim by sub-dim, as far as both go; None if they don't.
 
     loop axes say when, and not where: ``dp`` agrees with ``mb dp``.
     """
@@ -312,14 +311,14 @@ def join(a: DimSharding, b: DimSharding, size: int, mesh: Mesh) -> DimSharding |
 
 
 def _joined(a: tuple[str, ...], b: tuple[str, ...], mesh: Mesh) -> tuple[str, ...] | None:
-    """The axes of two shardings of one sub-dim, of which one says more."""
+    """The union of the axes of two shardings of one sub-dim, one of which extends the other."""
     less, more = sorted((a, b), key=len)
     told = tuple(axis for axis in more if not mesh[axis].loop)
     return more if less in (more[: len(less)], told[: len(less)]) else None
 
 
 def without(sharding: DimSharding, axis: str, mesh: Mesh) -> DimSharding:
-    """The sharding with ``axis``, and all that is sharded within it in the same sub-dim, left out."""
+    """The sharding without ``axis``, and without all that is sharded within it in the same sub-dim."""
     if axis not in sharding.axes:
         return sharding
     if not sharding.parts:

@@ -1,4 +1,4 @@
-"""Errors that speak to the user: what, where, expected, got, remedy."""
+"""Errors for the user: what, where, expected, got, remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Error(Exception):
 
 
 class ShardfxWarning(UserWarning):
-    """Something that works, but not as well as the user may think."""
+    """A warning about something that works, but not as well as the user may think."""
 
 
 DOES_NOT_RUN = (RuntimeError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, AssertionError)

@@ -1,4 +1,4 @@
-"""The program: a small SSA graph, the same before and after every pass.
+"""The graph IR: a small SSA graph, of one form before and after every pass.
 
     %3 = aten.mm(%1, %2) : f32[64{dp}, 512{tp}]    @ layers.0.w1  model.py:42
 
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class InputKind(StrEnum):
-    """What an input of a graph is to the model; a state is one of its optimizer, an option a number that it goes by."""
+    """The role of a graph input. A state is one of the optimizer, an option a scheduled number of it (the rate)."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -60,7 +60,7 @@ class InputKind(StrEnum):
 
     @property
     def is_of_optimizer(self) -> bool:
-        """Whether it is none of the model's: no hint names it."""
+        """Whether it belongs to the optimizer, so that no hint names it."""
         return self in (InputKind.STATE, InputKind.OPTION)
 
 
@@ -85,7 +85,7 @@ class Input:
 
 
 class OutputKind(StrEnum):
-    """What an output of a graph is to the model."""
+    """The role of a graph output."""
 
     RESULT = "result"
     LOSS = "loss"
@@ -97,28 +97,28 @@ class OutputKind(StrEnum):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is the new content of an input of its name."""
+        """Whether it is the new content of the input of the same name."""
         return self is OutputKind.BUFFER or self.is_stepped
 
     @property
     def is_stepped(self) -> bool:
-        """Whether an optimizer's step makes it: it may be written where the input of its name lies."""
+        """Whether it is updated by an optimizer's step: it may overwrite the input of its name."""
         return self in (OutputKind.PARAMETER, OutputKind.STATE)
 
     @property
     def is_given_away(self) -> bool:
-        """Whether whoever receives it writes into it, or it into what was given: it is in memory of its own."""
+        """Whether it needs memory of its own, as its receiver may write into it, or into the inputs."""
         return self is OutputKind.GRADIENT or self.is_kept
 
     @property
-    def leaves_whole(self) -> bool:
-        """Whether every rank gets all of it."""
+    def leaves_replicated(self) -> bool:
+        """Whether it is returned replicated."""
         return self in (OutputKind.LOSS, OutputKind.GUARD)
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What a value was for the example, where the model's code asked for it and went on accordingly.
+    """A guard: a value on which the model's code branched, and what it was for the example.
 
     The program is the model for data that give the same. ``expected`` is what ``tolist()`` of the value gives; guards
     ``of_loss`` stand in the loss, and do not concern the model's results. ``op`` is who would have raised: then it is
@@ -131,15 +131,15 @@ class Guard:
     op: str = ""
 
     def in_loss(self) -> Guard:
-        """The same guard, of the loss."""
+        """The same guard, marked as one of the loss."""
         return replace(self, of_loss=True)
 
     def concerns(self, kinds: Container[OutputKind]) -> bool:
-        """Whether programs for outputs of these kinds go the way that this guard watches."""
+        """Whether the guard is in effect for programs of outputs of these kinds."""
         return not self.of_loss or OutputKind.LOSS in kinds or OutputKind.GRADIENT in kinds
 
     def holds(self, value: torch.Tensor) -> bool:
-        """Whether a value is what it was: a float up to what another order of summing makes of it."""
+        """Whether the guard holds for a value: equal, floats up to rounding in another order of summation."""
         expected = torch.tensor(self.expected, dtype=value.dtype).reshape(value.shape)
         if not value.dtype.is_floating_point:
             return torch.equal(value, expected)
@@ -182,7 +182,7 @@ class Graph:
     pipeline: Pipelined | None = None
 
     def is_here(self, at: Sequence[int], coords: Mapping[str, int]) -> bool:
-        """Whether what is done in some stages is done by the rank at ``coords``."""
+        """Whether the rank at ``coords`` belongs to one of the stages."""
         return self.pipeline is None or self.pipeline.is_here(at, coords)
 
     def values(self) -> Iterator[Value]:
@@ -206,20 +206,20 @@ class Graph:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Every name of every input, with the name under which the graph has it."""
+        """Every name of every input (tied ones have several), with the name under which the graph has it."""
         return {name: inp.name for inp in self.inputs for name in (inp.name, *inp.aliases)}
 
     def output_specs(self) -> dict[Output, Spec]:
-        """The placement in which each output must leave: as it says; or else a gradient and what is new content as
-        their input is stored, a loss and a guard whole, a result as it is made, and nothing partial."""
+        """The required placement of each output: as it says; or else a gradient and new content as their input is
+        stored, a loss and a guard replicated, a result as it is made, and nothing partial."""
         stored = {inp.name: inp.value.spec for inp in self.inputs}
         found: dict[Output, Spec] = {}
         for output in self.outputs:
             made = output.value.spec
             spec = stored.get(output.name) if output.kind.is_given_away else None
             if spec is None:
-                full = output.kind.leaves_whole or made is None
-                spec = Spec.whole(output.value.type.ndim) if full or made is None else made.reduced()
+                full = output.kind.leaves_replicated or made is None
+                spec = Spec.replicated(output.value.type.ndim) if full or made is None else made.reduced()
             found[output] = output.spec or spec
         return found
 
@@ -228,7 +228,7 @@ class Graph:
         return [inp for inp in self.inputs if inp.kind is kind]
 
     def rename(self) -> None:
-        """Give every node's values the names %0, %1, ... in order; inputs keep theirs."""
+        """Renumber the values of all nodes %0, %1, ... in order; inputs keep their names."""
         number = 0
         for node in self.nodes:
             for value in node.outs:
@@ -236,7 +236,7 @@ class Graph:
                 number += 1
 
     def copy(self) -> Graph:
-        """Another graph of the same content; types, specs and sources are shared, being frozen."""
+        """A copy of the graph; types, specs and sources, which are frozen, are shared."""
         values: dict[Value, Value] = {}
         inputs = []
         for inp in self.inputs:

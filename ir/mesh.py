@@ -1,4 +1,4 @@
-"""The mesh: named axes of ranks (space) and of iterations (time), and the links between ranks.
+"""The device mesh: named axes of ranks (space) and of loop iterations (time), and the links between ranks.
 
 A mesh is a pure description. ``Mesh(dp=128, tp=128)`` plans for 16,384 ranks and starts no process.
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks along an axis: bytes per second (per rank) and seconds per message."""
+    """The link between the ranks along an axis: bytes per second (per rank) and seconds per message."""
 
     bandwidth: float = 100e9
     latency: float = 5e-6
@@ -35,7 +35,7 @@ class Link:
             raise Error(what, expected="Link(bandwidth=bytes/s, latency=s)", got=got)
 
     def seconds(self, messages: float, nbytes: float) -> float:
-        """How long it takes to send so many bytes in so many messages that wait for one another."""
+        """Seconds to send so many bytes in so many dependent messages."""
         return messages * self.latency + nbytes / self.bandwidth
 
 
@@ -66,7 +66,7 @@ class Axis:
 
     @property
     def extent(self) -> int | Loop:
-        """Its size as a :class:`Mesh` is given it."""
+        """The size as the :class:`Mesh` constructor takes it."""
         return Loop(self.size, self.interleave) if self.loop else self.size
 
 
@@ -117,7 +117,7 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
-        """How many ranks the mesh has."""
+        """The number of ranks."""
         return math.prod(axis.size for axis in self.space)
 
     def __getitem__(self, name: str) -> Axis:
@@ -132,16 +132,16 @@ class Mesh:
         return math.prod(self[name].size for name in axes)
 
     def with_links(self, links: Mapping[str, Link]) -> Mesh:
-        """The same axes with these links, and no others."""
+        """The same mesh with these links alone."""
         return Mesh(links=links, **{axis.name: axis.extent for axis in self.axes})
 
     def link(self, axes: Iterable[str]) -> Link:
-        """What a group over some axes is limited by: the lowest bandwidth, the longest latency."""
+        """The bottleneck link of a group over some axes: the lowest bandwidth, the longest latency."""
         links = [self[name].link for name in axes] or [Link()]
         return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
 
     def order(self, name: str) -> int:
-        """The place of an axis, outermost first: the canonical order where a set of axes is written."""
+        """The index of an axis, outermost first: the canonical order where a set of axes is written."""
         return self.names.index(self[name].name)
 
     def sort(self, axes: Iterable[str]) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class Mesh:
         return tuple(sorted(set(axes), key=self.order))
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis of ranks."""
+        """The coordinates of a rank, by axis of ranks."""
         if not 0 <= rank < self.size:
             raise Error(f"no rank {rank} on this mesh", expected=f"0 .. {self.size - 1}", got=rank)
         result = {}
@@ -196,12 +196,12 @@ class Mesh:
 
     @cached_property
     def signature(self) -> str:
-        """The shape in a word, such as ``dp2.tp2``."""
+        """The mesh shape as a word, such as ``dp2.tp2``."""
         return ".".join(f"{a.name}{a.size}" for a in self.space)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
-        """The description of a torch ``DeviceMesh`` with named dimensions, whose ranks are 0, 1, 2, ... in order."""
+        """A mesh from a torch ``DeviceMesh`` with named dimensions, whose ranks are 0, 1, 2, ... in order."""
         if not hasattr(mesh, "mesh_dim_names"):
             expected = "a shardfx.Mesh, such as Mesh(dp=2, tp=4), or a torch DeviceMesh"
             raise Error("this is no mesh", expected=expected, got=f"{mesh!r} of type {type(mesh).__name__}")

@@ -1,4 +1,4 @@
-"""Nodes and values: what a program is made of.
+"""Nodes and values of the graph IR.
 
     %3 = aten.mm(%1, %2) : f32[64{dp}, 512{tp}]    @ layers.0.w1  model.py:42
 
@@ -30,7 +30,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a node comes from in the user's own code."""
+    """The origin of a node in the user's own code."""
 
     module: str = ""
     file: str = ""
@@ -68,7 +68,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """How somebody wants a node to be sharded: the axes of some factors of its rule (none: whole), and ``by`` whom.
+    """A sharding pinned on a node: the axes of some factors of its rule (none: replicated), and ``by`` whom.
 
     ``op`` is the op that this is said of where that is a part of the node's: ``aten.mm`` of an ``addmm``.
     """
@@ -106,15 +106,15 @@ class Value:
 
     @property
     def where(self) -> Where:
-        """The source of the node that makes it; of an input its name."""
+        """The source of its node; of an input its name."""
         return self.node.where if self.node is not None else Where(module=self.name)
 
     def copied(self, node: Node | None) -> Value:
-        """The same value as a result of another node."""
+        """A copy of the value, as a result of another node."""
         return Value(self.type, node, self.index, self.name, self.spec, self.hint, self.hinted_by)
 
     def local_bytes(self, mesh: Mesh) -> int:
-        """What the rank that has most of the value has of it (in one iteration)."""
+        """The bytes of the largest shard (in one iteration)."""
         numel = self.spec.local_numel(self.shape, mesh) if self.spec is not None else self.type.numel
         return numel * self.type.dtype.itemsize
 
@@ -147,7 +147,7 @@ class Node:
 
     @property
     def operands(self) -> list[Value]:
-        """The tensors that go in, in the order of the arguments (a value that is used twice stands twice)."""
+        """The tensor operands, in the order of the arguments (a value that is used twice stands twice)."""
         found: list[Value] = []
         for arg in self.args:
             if isinstance(arg, Value):
@@ -160,7 +160,7 @@ class Node:
 
     @property
     def outs(self) -> list[Value]:
-        """The results that are tensors."""
+        """The tensor results."""
         return [value for value in self.results if value is not None]
 
     @property
@@ -169,7 +169,7 @@ class Node:
         return self.outs[0].name if self.outs else op_name(self.op)
 
     def blank(self, where: Where) -> Node:
-        """Another node of the same content with fresh results, from elsewhere, and without arguments yet."""
+        """A copy of the node with fresh results and provenance, and without arguments yet."""
         new = Node(self.op, (), {}, where=where, attrs=dict(self.attrs))
         for name in KEPT:
             setattr(new, name, getattr(self, name))
@@ -177,13 +177,13 @@ class Node:
         return new
 
     def fill(self, old: Node, change: Callable[[Value], Any]) -> None:
-        """Take the arguments of ``old``, each value changed."""
+        """Set the arguments to those of ``old``, each value mapped."""
         self.args = substitute(old.args, change)
         if old.kwargs:
             self.kwargs = {key: substitute(arg, change) for key, arg in old.kwargs.items()}
 
     def copied(self, change: Callable[[Value], Any]) -> Node:
-        """Another node of the same content with fresh results, and ``change`` of each operand."""
+        """A copy of the node with fresh results, its operands mapped by ``change``."""
         new = self.blank(self.where)
         new.fill(self, change)
         return new
@@ -205,7 +205,7 @@ def _collect(args: Iterable[Any], found: list[Value]) -> None:
 
 
 def substitute(arg: Any, change: Callable[[Value], Any]) -> Any:
-    """The same nest of arguments with every Value changed."""
+    """A nest of arguments with every Value mapped by a function."""
     if isinstance(arg, Value):
         return change(arg)
     if isinstance(arg, tuple):
@@ -231,6 +231,6 @@ def _slot(op: Any, name: str) -> int | None:
 
 
 def draw_slot(node: Node) -> int | None:
-    """Which argument numbers what a node of ours draws; None if it draws nothing."""
+    """The argument that numbers the draw of a random op of ours; None for any other op."""
     slot = _slot(node.op, "number")
     return slot if slot is not None and slot < len(node.args) else None

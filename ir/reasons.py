@@ -1,4 +1,4 @@
-"""Why values are sharded as they are: each sharding of a value is a decision, which remembers where from.
+"""Provenance of shardings: each sharding of a value is a decision that records its cause.
 
 No pass goes by them: they are for who asks why. A graph carries them, and its text has them on request
 (:mod:`shardfx.ir.text.reason_lines`).
@@ -16,7 +16,7 @@ from .node import NOWHERE, Value, Where
 
 
 class Carrier(NamedTuple):
-    """The tensor and the dim of it from which an op handed an axis on."""
+    """The tensor and dim from which an op propagated an axis."""
 
     axis: str
     value: Value
@@ -24,7 +24,7 @@ class Carrier(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """What did not come about, in words, and perhaps the value of which they speak."""
+    """A rejected alternative, in words, and perhaps the value that they are about."""
 
     text: str
     value: Value | None = None
@@ -32,7 +32,7 @@ class Refused(NamedTuple):
 
 @dataclass(eq=False)
 class ShardingDecision:
-    """Why a dim of a value is sharded as it is: from where, and what was rejected.
+    """The decision to shard a dim of a value: its cause, and what was rejected.
 
     ``op`` is the op that carried the sharding on (empty: none did), ``where`` its source, ``carriers`` the tensors from
     which it came, ``causes`` the decisions that gave it to them; a hint has none of these.

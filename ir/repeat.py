@@ -1,4 +1,4 @@
-"""Equal blocks of a program that are left out of it: ``repeat layers 2..77``.
+"""Repeated blocks that are folded out of a graph: ``repeat layers 2..77``.
 
 A graph with this line has the blocks ``layers.0``, ``layers.1``, ``layers.78`` and ``layers.79`` around those that
 are left out, and each of these is ``layers.1`` again, with its own parameters and its own neighbours. So a graph of 80
@@ -18,7 +18,7 @@ its own neighbour."""
 
 @dataclass(frozen=True)
 class Repeat:
-    """The blocks ``path.first`` to ``path.last`` are left out: each is block ``first - 1`` again.
+    """A repeat: blocks ``path.first`` to ``path.last`` are left out, each equal to block ``first - 1``.
 
     Raises:
         Error: nothing is left out, or there is no room for the blocks around.

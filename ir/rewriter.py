@@ -1,4 +1,4 @@
-"""The one way to change a graph, and what drops dead nodes.
+"""Graph rewriting (the one way to change a graph), and dead code elimination.
 
 rewriter = Rewriter(graph, context.rules)
 double = rewriter.before(node, rewriter.call(aten.mul.Tensor, x, 2, why="as an example"))
@@ -21,7 +21,7 @@ from .spec import TensorType
 
 
 class Strategies(Protocol):
-    """What knows how nodes are computed: a :class:`shardfx.ir.rules.book.RuleBook`."""
+    """The provider of node strategies: a :class:`shardfx.ir.rules.book.RuleBook`."""
 
     def as_placed(self, node: Node, mesh: Mesh) -> Strategy:
         """The strategy of a node whose operands stay as they are placed, as far as its rule allows."""
@@ -56,7 +56,7 @@ class Rewriter:
         kwargs: dict[str, Any] | None = None,
         phase: Phase | None = None,
     ) -> Node:
-        """A node that is not in the graph yet; phase, source and stage are those of ``like``."""
+        """A new node, not yet in the graph; phase, source and stage are those of ``like``."""
         node = Node(op, args, kwargs or {})
         if like is not None:
             node.phase, node.where, node.at = like.phase, like.where, like.at
@@ -75,7 +75,7 @@ class Rewriter:
         attrs: Mapping[str, Attr] | None = None,
         **kwargs: Any,
     ) -> Node:
-        """A node that calls ``op``: its result types are inferred, and where the graph is placed, so is the node.
+        """A new node that calls ``op``, with inferred result types, and placed where the graph is.
 
         Operands stay as they are placed: the op is sharded as they are, as far as its rule allows. ``like`` gives
         phase, source and stage; if it is left out, the node that makes the first operand does.
@@ -102,7 +102,7 @@ class Rewriter:
         return node
 
     def comm(self, op: Any, *values: Value, like: Node | None = None, why: str = "", **keywords: Any) -> Node:
-        """A node that communicates: the placement of its results follows from the op and its keywords.
+        """A new comm node; the placement of its results follows from the op and its keywords.
 
         Raises:
             Error: there is no such op, the value is not placed, or the op cannot start from where it is.
@@ -124,7 +124,7 @@ class Rewriter:
         return node
 
     def place(self, node: Node) -> None:
-        """In a placed graph: give the node the strategy that its operands' placements ask for."""
+        """In a placed graph: give the node the strategy that follows from its operands' placements."""
         if "SHARDED" not in self.graph.established:
             return
         if self._rules is None:
@@ -159,7 +159,7 @@ class Rewriter:
         return node
 
     def erase(self, node: Node) -> None:
-        """Take ``node`` out; what used its results must be given others (:meth:`replace`)."""
+        """Remove ``node``; uses of its results must be replaced (:meth:`replace`)."""
         self._erased.add(node)
 
     def replace(
@@ -177,7 +177,7 @@ class Rewriter:
                 self._local.setdefault((old, user), {}).update(dict.fromkeys(places, new))
 
     def apply(self) -> bool:
-        """Make the changes; says whether there were any."""
+        """Apply the collected changes; returns whether there were any."""
         changed = bool(self._before or self._after or self._end or self._erased or self._global or self._local)
         if not changed:
             return False
@@ -223,14 +223,14 @@ class Rewriter:
 
 
 def _stand_like(node: Node, like: Node | None) -> None:
-    """Phase, source and stage of ``like``, or of the first operand's maker."""
+    """Copy phase, source and stage from ``like``, or from the first operand's maker."""
     like = like or next((value.node for value in node.operands if value.node is not None), None)
     if like is not None:
         node.phase, node.where, node.at = like.phase, like.where, like.at
 
 
 def dead_code(graph: Graph) -> bool:
-    """Drop nodes whose results nothing uses. All our ops are pure, so that none is kept for an effect."""
+    """Dead code elimination: drop nodes without used results. All our ops are pure, so none is kept for an effect."""
     needed = {output.value for output in graph.outputs}
     kept = []
     for node in reversed(graph.nodes):

@@ -1,8 +1,8 @@
 """Shards of a tensor: slicing it by a spec, and joining them again.
 
 >>> shards = Shards.of(spec, (8, 4), mesh)          # which ranks hold which distinct shard
->>> shards = [shards.sharded(whole, i) for i in range(shards.count)]
->>> shards.join(shards)                             # the whole again
+>>> shards = [shards.sharded(full, i) for i in range(shards.count)]
+>>> shards.join(shards)                             # the full tensor again
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from .dim_sharding import WHOLE, Coords, DimSharding, Part, Window, compound, is_strided
+from .dim_sharding import REPLICATED, Coords, DimSharding, Part, Window, compound, is_strided
 from .mesh import Mesh
 from .spec import Spec
 
@@ -54,7 +54,7 @@ class Shards:
         return self.by_rank.index(shard)
 
     def sharding(self, full: torch.Tensor, shard: int) -> torch.Tensor:
-        """A shard of a whole tensor: a view where that is possible."""
+        """A shard of a full tensor: a view where that is possible."""
         boxes = zip(self.boxes[shard], self.iteration_shapes[shard], strict=True)
         parts = [slice_box(full, self.view, box, shape) for box, shape in boxes]
         for dim, count in reversed(self.over):
@@ -62,7 +62,7 @@ class Shards:
         return parts[0]
 
     def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole from all distinct shards, in order."""
+        """The full tensor from all distinct shards, in order."""
         if self.count == 1 and not self.over:
             return shards[0].reshape(self.shape)
         full = shards[0].new_empty(self.view)
@@ -85,7 +85,7 @@ class Shards:
 
 
 def _together(shapes: Sequence[tuple[int, ...]], over: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """The shape of the shards of all iterations, one behind the other."""
+    """The shape of the shards of all iterations, concatenated."""
     for dim, count in reversed(over):
         groups = [shapes[at : at + count] for at in range(0, len(shapes), count)]
         shapes = [(*each[0][:dim], sum(shape[dim] for shape in each), *each[0][dim + 1 :]) for each in groups]
@@ -109,20 +109,19 @@ def _shards(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Shards:
 
 
 def _over(spec: Spec, mesh: Mesh) -> tuple[list[str], tuple[tuple[int, int], ...]]:
-    """The loop axes that shard some dim, outermost first; and of each the dim, and how many iterations it has."""
+    """The loop axes that shard some dim, outermost first; with the dim, and the number of iterations, of each."""
     found = [(dim, a) for a in mesh.axes if a.loop for dim, sharding in enumerate(spec.dims) if a.name in sharding.axes]
     return [axis.name for _, axis in found], tuple((dim, axis.size) for dim, axis in found)
 
 
 def held_shape(spec: Spec, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """What a rank has of an input or an output: where iterations have shards, all of them, one behind the other."""
+    """The shape that a rank stores of an input or an output: the shards of all iterations are concatenated."""
     axes, over = _over(spec, mesh)
     return _together([spec.local_shape(shape, mesh, at) for at in mesh.along(mesh.coords(rank), axes)], over)
 
 
 def slice_box(full: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:
-    """The elements of ``full``, seen in the shape ``view``, that lie in a box of it; in the local shape. A view
-    where that is possible."""
+    """A box of ``full``, seen in the shape ``view``, in the local shape. A view where that is possible."""
     x = full.reshape(view)
     for dim, (start, length) in enumerate(box):
         if length != x.shape[dim]:
@@ -131,13 +130,13 @@ def slice_box(full: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence
 
 
 def local_shard(full: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
-    """What one rank has of a whole tensor."""
+    """One rank's shard of a full tensor."""
     shards = Shards.of(spec, full.shape, mesh)
     return shards.sharding(full, shards.by_rank[rank])
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common; None if nothing."""
+    """The intersection of two boxes; None if it is empty."""
     found = []
     for (start, length), (other, count) in zip(a, b, strict=True):
         first, end = max(start, other), min(start + length, other + count)
@@ -152,7 +151,7 @@ def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Di
     """The sharding of a dim of ``size`` that has what the chunks of another dim need: a plain one, or one of blocks,
     where that is the same for every rank."""
     if not axes:
-        return WHOLE
+        return REPLICATED
     made = DimSharding(axes, rows=window)
     same = [DimSharding(axes)]
     if window.size and size % window.size == 0:
@@ -166,7 +165,7 @@ def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Di
 
 
 def _segment(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> tuple[int, int]:
-    """What a rank has of a dim; of nothing it does not matter where it lies."""
+    """A rank's range of a dim, normalized if empty."""
     start, length = sharding.span(size, mesh, coords)
     return (start, length) if length else (0, 0)
 
@@ -188,8 +187,8 @@ def has_rows(source: Spec, target: Spec, shape: tuple[int, ...], mesh: Mesh) -> 
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Who sends which rows to whom, where tiles of some dims become others over the same axes. From rows that overlap
-    only those can be made that every rank has.
+    """A halo exchange: who sends which rows to whom, where tiles of some dims become others over the same axes. From
+    rows that overlap only those can be made that every rank has.
 
     Args:
         coords: where one rank of the group stands.
@@ -205,21 +204,21 @@ class RowExchange:
 
     @cached_property
     def members(self) -> list[dict[str, int]]:
-        """Where the ranks of the group stand."""
+        """The coordinates of the group's ranks."""
         return self.mesh.along(self.coords, (axis for dim in self.dims for axis in self.source.dims[dim].axes))
 
     def box(self, spec: Spec, coords: Coords) -> Box:
-        """What a rank has of the dims."""
+        """A rank's box of the dims."""
         return tuple(spec.dims[dim].span(self.shape[dim], self.mesh, coords) for dim in self.dims)
 
     @cached_property
     def stored(self) -> list[Box]:
-        """What each member has."""
+        """The box that each member has."""
         return [self.box(self.source, coords) for coords in self.members]
 
     @cached_property
     def needed(self) -> list[Box]:
-        """What each member is to have."""
+        """The box that each member needs."""
         return [self.box(self.target, coords) for coords in self.members]
 
     def sends(self, member: int) -> list[Box | None]:
@@ -240,7 +239,7 @@ class RowExchange:
 
     @property
     def most(self) -> int:
-        """The elements that the member which sends most sends."""
+        """The elements sent by the member that sends most."""
         local = self.source.local_shape(self.shape, self.mesh, self.coords)
         rest = [n for d, n in enumerate(local) if d not in self.dims]
         sent = (sum(math.prod(n for _, n in box) for box in self.sends(m) if box) for m in range(len(self.members)))

@@ -1,4 +1,4 @@
-"""Placements: which part of a value each rank has.
+"""Placements: which shard of a value each rank has.
 
 A :class:`DimSharding` says how one tensor dim is sharded; a :class:`Spec` has one per dim, and the axes over which the
 value is still a partial sum. The local shape of a rank is *derived* from type and spec.
@@ -20,7 +20,7 @@ from functools import lru_cache
 
 import torch
 
-from .dim_sharding import WHOLE, Coords, DimSharding, Part, common_parts, compound, project
+from .dim_sharding import REPLICATED, Coords, DimSharding, Part, common_parts, compound, project
 from .errors import Error
 from .mesh import Mesh
 
@@ -36,12 +36,12 @@ class TensorType:
 
     @property
     def ndim(self) -> int:
-        """How many dims."""
+        """The number of dims."""
         return len(self.shape)
 
     @property
     def numel(self) -> int:
-        """How many elements, over all ranks."""
+        """The number of elements, over all ranks."""
         return math.prod(self.shape)
 
     @property
@@ -61,7 +61,7 @@ def strides_of(shape: Sequence[int], dim_order: Sequence[int] = ()) -> tuple[int
 
 
 def dim_order_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """How the dims of a tensor lie in memory, from the slowest to the fastest; none: row by row, or with gaps."""
+    """The memory order of a tensor's dims, slowest first; none: row by row, or with gaps."""
     if tensor.layout is not torch.strided or (strides := tensor.stride()) == strides_of(tensor.shape):
         return ()
     found = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
@@ -69,12 +69,12 @@ def dim_order_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as the tensor does, gaps and all."""
+    """A copy with the tensor's own strides, gaps included."""
     return lying(tensor, tensor.stride()) if tensor.layout is torch.strided else tensor.detach().clone()
 
 
 def lying(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """A copy that has these strides; several elements may stand in one place."""
+    """A copy with these strides, which may overlap."""
     tensor, strides = tensor.detach(), tuple(strides)
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     if strides == strides_of(tensor.shape, dim_order_of(made)):
@@ -87,7 +87,7 @@ def lying(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 
 
 def with_dim_order(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """A tensor whose dims lie so: itself where they do, or a copy."""
+    """A tensor in this memory order of dims: itself where it is, or a copy."""
     strides = strides_of(tensor.shape, dims)
     if tensor.stride() == strides:
         return tensor
@@ -125,9 +125,9 @@ class Spec:
         return hash((self.dims, self.partial))
 
     @staticmethod
-    def whole(ndim: int) -> Spec:
-        """Every rank has all of it."""
-        return _whole(ndim)
+    def replicated(ndim: int) -> Spec:
+        """The replicated placement of a tensor of ``ndim`` dims."""
+        return _replicated(ndim)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -136,12 +136,12 @@ class Spec:
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
-        """The axes over which it is partial, of whatever reduction."""
+        """The axes over which it is partial, by any reduction."""
         return tuple(axis for axis, _ in self.partial)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every rank has all of it, and no partial result."""
+    def is_replicated(self) -> bool:
+        """Whether it is replicated on every rank, and not partial."""
         return not self.partial and not any(sharding.axes for sharding in self.dims)
 
     def reduced(self) -> Spec:
@@ -153,7 +153,7 @@ class Spec:
         return Spec((*self.dims[:dim], sharding, *self.dims[dim + 1 :]), self.partial)
 
     def box(self, shape: Sequence[int], mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
-        """Start and length of what a rank has, for every *sub-dim* of the shape, in order."""
+        """Start and length of a rank's shard, for every *sub-dim* of the shape, in order."""
         return tuple(
             span for sharding, size in zip(self.dims, shape, strict=True) for span in sharding.spans(size, mesh, coords)
         )
@@ -163,14 +163,14 @@ class Spec:
         return tuple(part.size for sharding, size in zip(self.dims, shape, strict=True) for part in sharding.sub(size))
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coords: Coords) -> tuple[int, ...]:
-        """The shape that the rank at ``coords`` has."""
+        """The local shape on the rank at ``coords``."""
         return tuple(
             math.prod(length for _, length in sharding.spans(size, mesh, coords)) if sharding.axes else size
             for sharding, size in zip(self.dims, shape, strict=True)
         )
 
     def local_numel(self, shape: Sequence[int], mesh: Mesh) -> int:
-        """The elements on the rank that has most: rank 0, but for rows that overlap."""
+        """The elements of the largest shard: rank 0's, unless rows overlap."""
         first = dict.fromkeys(mesh.names, 0)
         found = self.local_shape(shape, mesh, first)
         return math.prod(
@@ -181,7 +181,7 @@ class Spec:
         )
 
     def text(self, shape: Sequence[int] | None = None, dtype: str = "") -> str:
-        """The spec as it is printed: ``f32[64{dp}, 256] +{tp}``; ``.`` for sizes where no shape is given."""
+        """The text form: ``f32[64{dp}, 256] +{tp}``; ``.`` for sizes where no shape is passed."""
         sizes: Sequence[int | str] = shape if shape is not None else ["."] * len(self.dims)
         body = ", ".join(sharding.text(size) for sharding, size in zip(self.dims, sizes, strict=True))
         by_op: dict[str, list[str]] = {}
@@ -195,11 +195,11 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str, mesh: Mesh, ndim: int | None = None, *, where: str | None = None) -> Spec:
-        """A user's spec: per dim its mesh axes, major first, or ``-`` for whole: ``"dp tp, -"``."""
+        """A user's spec: per dim its mesh axes, major first, or ``-`` for replicated: ``"dp tp, -"``."""
         entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
         if ndim is not None and len(entries) != ndim:
             expected = f"{ndim} entries, such as {', '.join(['-'] * ndim)!r}"
-            remedy = "write the axes of each dim, or - for a whole dim, separated by commas"
+            remedy = "write the axes of each dim, or - for a replicated dim, separated by commas"
             what = "a spec does not have one entry per dim"
             raise Error(what, where=where, expected=expected, got=repr(text), remedy=remedy)
         dims = []
@@ -215,12 +215,12 @@ class Spec:
 
 
 @lru_cache(maxsize=64)
-def _whole(ndim: int) -> Spec:
-    return Spec((WHOLE,) * ndim)
+def _replicated(ndim: int) -> Spec:
+    return Spec((REPLICATED,) * ndim)
 
 
 def refine(shape: Sequence[int], specs: Sequence[Spec], mesh: Mesh) -> tuple[tuple[int, ...], list[Spec]] | None:
-    """The value seen as sub-dims in which all the specs' shardings are plain; None where their parts do not nest."""
+    """A common refinement: sub-dims in which all the specs' shardings are plain; None where their parts do not nest."""
     view: list[int] = []
     columns: list[list[DimSharding]] = [[] for _ in specs]
     for dim, size in enumerate(shape):
@@ -250,7 +250,7 @@ def coarsen(shape: Sequence[int], view: Sequence[int], spec: Spec, mesh: Mesh) -
 
 
 def on_view(shape: Sequence[int], view: Sequence[int], spec: Spec, mesh: Mesh) -> Spec | None:
-    """The spec of the value seen as ``view``: the inverse of :func:`coarsen`. None where a sharding does not fall on
+    """The spec under a reshape to ``view``: the inverse of :func:`coarsen`. None where a sharding does not fall on
     it."""
     dims: list[DimSharding] = []
     at = 0

@@ -4,7 +4,7 @@ from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Pass, PassError
 from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .pass_text import options_text, parse_pass
-from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whole, run_passes, steps
+from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_full_pipeline, run_passes, steps
 from .rank import RankContext, RankPass
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
 from .space import Spatial
@@ -15,5 +15,5 @@ __all__ = ["BUILT_IN", "COMM_EXPLICIT", "HINTED", "ON_REQUEST", "ORDER", "SHARDE
 __all__ += ["CastPlacement", "Context", "DuplicateViews", "Loops", "Offload", "Order", "Partition", "Pass", "PassError"]
 __all__ += ["Pipeline", "Propagate", "RankContext", "RankPass", "Reassociate", "Recompute", "RematerializeCasts"]
 __all__ += ["RematerializeGathers", "Spatial", "SumPlacement", "TableRows", "UnfoldRepeats", "Zero", "arrange"]
-__all__ += ["check_order", "hint_value", "is_whole", "options_text", "parse_pass", "run_passes", "stages_as_planned"]
-__all__ += ["steps"]
+__all__ += ["check_order", "hint_value", "is_full_pipeline", "options_text", "parse_pass", "run_passes"]
+__all__ += ["stages_as_planned", "steps"]

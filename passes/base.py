@@ -1,4 +1,4 @@
-"""Passes: frozen dataclasses whose fields are their options, and what they are given beside the graph."""
+"""Passes: frozen dataclasses whose fields are their options, and the context that they get beside the graph."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RuleCache:
 
 @dataclass
 class Context:
-    """What passes share besides the graph: nothing in it decides, but for the rules and the user's specs.
+    """The state that passes share besides the graph: nothing in it decides, but for the rules and the user's specs.
 
     Attributes:
         rules: the rules of ops; ``cache`` has those of nodes, each made once.
@@ -164,4 +164,4 @@ def derived(graph: Graph, values: Iterable[Value], every: bool = False) -> set[V
 
 
 class PassError(Error):
-    """A pass that broke the graph or failed: names the pass and those that ran before it."""
+    """A pass that broke the graph or failed: its name, and the passes before it."""

@@ -1,4 +1,4 @@
-"""Which values a partial sum may be multiplied with, or divided by.
+"""Finiteness: the values with which a partial sum may be multiplied, or divided.
 
 ``a * c + b * c`` is ``(a + b) * c`` for numbers; where c is infinite, terms of two signs make NaN of what one device
 finds infinite. So a partial sum passes a product only with what is finite where the inputs are, and a quotient only by

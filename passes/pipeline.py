@@ -1,4 +1,4 @@
-"""The pipeline of passes: its order is checked before anything runs, the graph after each pass.
+"""The pass pipeline: its order is checked before anything runs, the graph after each pass.
 
 The order is data: :data:`ORDER`. A pass of somebody else stands in a slot (``before``, ``after``), or takes the place
 of a built-in one that has its name; who names ``propagate`` among his own says what the whole pipeline is.
@@ -47,7 +47,7 @@ def may_leave_out(passes: Sequence[Pass]) -> bool:
     return set(kinds[: kinds.index(UnfoldRepeats)]) <= set(ORDER[: ORDER.index(UnfoldRepeats)])
 
 
-def is_whole(given: Iterable[Pass]) -> bool:
+def is_full_pipeline(given: Iterable[Pass]) -> bool:
     """Whether somebody's passes are a whole pipeline: ``propagate`` is among them."""
     return any(isinstance(each, Propagate) for each in given)
 
@@ -61,7 +61,7 @@ def arrange(built_in: Sequence[Pass], given: Sequence[Pass]) -> tuple[Pass, ...]
     for each in given:
         if not isinstance(each, Pass):
             raise Error("this is not a pass", where=WHERE, expected="a shardfx.Pass, such as MyPass()", got=repr(each))
-    if is_whole(given):
+    if is_full_pipeline(given):
         return tuple(given)
     own = [each for each in given if each.name in BUILT_IN]
     names = [each.name for each in own if not each.repeats]
@@ -110,7 +110,7 @@ def check_order(passes: Iterable[Pass], established: Iterable[str] = (), wanted:
     if lacking:
         expected, got = f"passes that establish {', '.join(sorted(lacking))}", ", ".join(before) or "no passes"
         remedy = "start from shardfx.passes.default_passes(hints)"
-        raise Error("the pipeline is not whole", where=WHERE, expected=expected, got=got, remedy=remedy)
+        raise Error("the pipeline is incomplete", where=WHERE, expected=expected, got=got, remedy=remedy)
 
 
 def run_passes(

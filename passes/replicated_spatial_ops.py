@@ -1,6 +1,6 @@
-"""Ops that need replicated what is sharded over space: said in a warning, or, where the user is strict, an error.
+"""Ops that need replicated what is sharded over space: a warning, or, where the user is strict, an error.
 
-args.0: dp, -, h, w     aten.sort needs k whole: each rank gathers the image, and sorts all of it
+args.0: dp, -, h, w     aten.sort needs k replicated: each rank gathers the image, and sorts all of it
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def space_axes(graph: Graph) -> set[str]:
 def replicated_factors(
     node: Node, rule: ShardingRule, axes: Collection[str], images: Collection[Value]
 ) -> Mapping[str, str]:
-    """The factors that a node needs whole though an operand is sharded there over some axes: each with its axes.
+    """The factors that a node needs replicated though an operand is sharded there over some axes: each with its axes.
 
     So it does of what a single row is made of, through a window or in a block; and of one of two dims that are sharded
     over the same ranks, where each of one is joined with each of the other (``x @ x.T``, attention by hand), if it is
@@ -41,7 +41,7 @@ def replicated_factors(
     for value, need, dims in zip(node.operands, made.operands, rule.operands, strict=True):
         for dim, sharding in enumerate(value.spec.dims if value.spec is not None else ()):
             lost = {axis for axis in sharding.axes if axis in axes and axis not in need.axes + need.partial_axes}
-            full = [factor for factor in dims[dim] if factor in rule.whole or factor in rule.windows]
+            full = [factor for factor in dims[dim] if factor in rule.replicated or factor in rule.windows]
             own = [factors for factors in rule.result_factors if not factors.isdisjoint(dims[dim])]
             others = {factor for factor, axes in made.shardings if not lost.isdisjoint(axes)}
             joined = value in images and any(not (factors - {*dims[dim]}).isdisjoint(others) for factors in own)
@@ -68,12 +68,12 @@ def report_replicated_space(graph: Graph, cache: RuleCache, strict: bool) -> Non
         where = f"{node.where}  {node.where.code}"
         if strict:
             raise Error(
-                f"{name} needs space whole that is sharded over {over}",
+                f"{name} needs space replicated that is sharded over {over}",
                 where=where,
                 expected=f"ops that tiles will do for (strict=True); this one is {rule_text(rule)}",
                 got=f"a sharding of {factors}",
                 remedy="use an op with windows (a max-pool of fixed size, say), or pass strict=False to gather it",
             )
-        text = f"{name} ({node.where} {node.where.code}) needs {factors} whole: shards over {over} are gathered"
+        text = f"{name} ({node.where} {node.where.code}) needs {factors} replicated: shards over {over} are gathered"
         graph.notes.append(text)
         warnings.warn(text, ShardfxWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""unfold-repeats: the equal blocks that capture left out are put back, planned.
+"""unfold-repeats: the equal blocks that capture left out are put back, planned as those that are there.
 
     repeat layers 2..77                               the blocks 0, 1, 78 and 79 are there, each placed
     parameter %layers.1.w : f32[8{tp}, 6]       ->    parameter %layers.1.w : f32[8{tp}, 6]
@@ -28,7 +28,7 @@ PLANNED_WHOLE = "repeated blocks were planned one by one, which takes longer"
 
 @dataclass(frozen=True)
 class UnfoldRepeats(Pass):
-    """Put the equal blocks back that capture left out, planned as those that are there.
+    """Put back the equal blocks that capture left out, planned as those that are there.
 
     Raises:
         Irregular: the blocks that are there were not planned alike.

@@ -1,4 +1,4 @@
-"""Placement of the optimizer's step: forward from the parameter, its gradient and its states.
+"""Placement of the optimizer's step: propagated from the parameter, its gradient and its states.
 
 Hints do not go through it: nothing of it decides how the model computes. ``propagate`` places it as the parameters are
 stored; ``zero`` once more, as their states are.
@@ -37,7 +37,8 @@ def place_update(graph: Graph, cache: RuleCache, stored: Mapping[str, Spec]) -> 
         if given.kind.is_of_optimizer:
             owner = parameters.get(given.name.rpartition(".")[0])
             like = owner.value if owner is not None and owner.value.shape == given.value.shape else None
-            given.value.spec = seen[given.value] = seen[like] if like is not None else Spec.whole(given.value.type.ndim)
+            spec = seen[like] if like is not None else Spec.replicated(given.value.type.ndim)
+            given.value.spec = seen[given.value] = spec
             if like is None and given.kind is InputKind.STATE and given.name in made and given.value.type.ndim:
                 odd[given.value] = made[given.name]
     _place(graph, cache, seen)
@@ -65,7 +66,7 @@ def _place(graph: Graph, cache: RuleCache, seen: dict[Value, Spec]) -> None:
         node.strategy = as_placed(rule, node, cache.mesh, seen.get)
         for value, spec in zip(node.operands, node.strategy.operands, strict=True):
             needs.setdefault(value, set()).add(spec)
-        both = {value: Spec.whole(value.type.ndim) for value, specs in needs.items() if len(specs) > 1}
+        both = {value: Spec.replicated(value.type.ndim) for value, specs in needs.items() if len(specs) > 1}
         if both:
             node.strategy = as_placed(rule, node, cache.mesh, ChainMap(both, seen).get)
         for value, spec in zip(node.outs, node.strategy.results, strict=True):

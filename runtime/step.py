@@ -173,7 +173,7 @@ class ProgramRunner:
             results[output.kind, output.name] = found
         return results
 
-    def whole(self, output: Output, own_shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    def full(self, output: Output, own_shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The global tensor of an output."""
         assert output.value.spec is not None
         return self.store.assemble(output.value.spec, output.value.shape, own_shards)

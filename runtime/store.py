@@ -116,7 +116,7 @@ class Store:
         inp = self._given[name]
         dtype = inp.value.type.dtype
         if isinstance(start, str):
-            full = self.whole(start).to(dtype)
+            full = self.full(start).to(dtype)
         else:
             full = torch.full((), start, dtype=dtype).expand(inp.value.shape)
         own_shards = [shard.contiguous() for shard in self._split(inp, full)]
@@ -161,7 +161,7 @@ class Store:
         if stored.data_ptr() != new.data_ptr():
             stored.copy_(arrived(new))
 
-    def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def full(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The global tensor of a parameter or buffer, or of ``shards`` that are sharded like it (its gradient): a copy.
         ``dtype`` is that of the shards, to processes that store none."""
         raise NotImplementedError

@@ -16,7 +16,7 @@ from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.unfolding.unfold import whole
+from shardfx.ir.unfolding.unfold import unfolded
 from shardfx.memory.budget import MemoryPredictor, check_budget, with_fastest_reduction, with_fitting_schedule
 from shardfx.memory.recompute_search import fitted
 from shardfx.memory.stage_split import staged
@@ -170,7 +170,7 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
     mesh = Mesh(dp=1) if mesh is None else mesh
     module, loss = with_own_loss(as_module(model), hints.loss)
     with unwatched():
-        return whole(capture_model(module, mesh, replace(hints, loss=loss)).graph)
+        return unfolded(capture_model(module, mesh, replace(hints, loss=loss)).graph)
 
 
 def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> ExecutionTarget:

@@ -24,7 +24,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import pattern
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.unfolding.unfold import whole
+from shardfx.ir.unfolding.unfold import unfolded
 from shardfx.passes import (
     BUILT_IN,
     COMM_EXPLICIT,
@@ -41,7 +41,7 @@ from shardfx.passes import (
     Zero,
     arrange,
     check_order,
-    is_whole,
+    is_full_pipeline,
     run_passes,
 )
 from shardfx.passes.pipeline import may_leave_out
@@ -70,7 +70,7 @@ def default_passes(hints: Hints) -> tuple[Pass, ...]:
     given = as_passes(hints.passes)
     asked = _asked(hints)
     passes = arrange([each for name, kind in BUILT_IN.items() for each in asked.get(name, (kind(),))], given)
-    if is_whole(given):
+    if is_full_pipeline(given):
         for each in fields(hints):
             if each.name in OPTIONS and getattr(hints, each.name) != each.default:
                 raise Error(
@@ -242,7 +242,7 @@ def compile_model(
         if said is not hints:
             hints, passes = said, default_passes(said)
         if isinstance(hints.specs, PlannedSpecs):
-            hints.specs.plan.check(whole(captured.graph))
+            hints.specs.plan.check(unfolded(captured.graph))
         graph, context = plan_graph(captured, hints, rules, passes, on_pass)
     return Compiled(hints, captured, graph, context, passes)
 
@@ -250,7 +250,7 @@ def compile_model(
 def as_checkpointed(captured: Captured, hints: Hints) -> Hints:
     """The hints; where they do not say what is recomputed, with what the model's own code checkpoints."""
     asked = captured.checkpointed if hints.loss is not None else ()
-    if hints.recompute is not None or not asked or is_whole(as_passes(hints.passes)):
+    if hints.recompute is not None or not asked or is_full_pipeline(as_passes(hints.passes)):
         return hints
     said = ", ".join(" to ".join(dict.fromkeys((texts[0], texts[-1]))) for texts in asked)
     captured.graph.notes.append(
@@ -286,7 +286,7 @@ def plan_graph(
                 return graph, context
             except Error as error:  # if blocks are not the reason, it is raised again, and then knows all their names
                 why = error.what
-    graph = own_constants(whole(captured.graph))
+    graph = own_constants(unfolded(captured.graph))
     context = new_context(hints, graph, rules)
     if why:
         graph.notes.append(f"{PLANNED_WHOLE} ({why})")

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.graph import Graph, OutputKind
-from shardfx.ir.unfolding.unfold import whole
+from shardfx.ir.unfolding.unfold import unfolded
 from shardfx.passes import Context, Pass
 from shardfx.runtime.distributed.peers import Subjects, subjects
 
@@ -38,4 +38,4 @@ class Compiled:
     @cached_property
     def before(self) -> Graph:
         """The captured graph with all its blocks."""
-        return whole(self.captured.graph)
+        return unfolded(self.captured.graph)

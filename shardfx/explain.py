@@ -204,7 +204,7 @@ class Explanation:
         if self.submodules:
             shown.append(f"modules inside: {', '.join(self.submodules)}")
         if self.brief:
-            shown.append("ask for one value (such as %12) to see its whole trail")
+            shown.append("ask for one value (such as %12) to see its full trail")
         return "\n\n".join(shown)
 
 
@@ -251,7 +251,7 @@ class _Explainer:
         )
 
     def _module(self, name: str, within: list[Node], stored: list[Input]) -> Explanation:
-        """A module with few ops is explained whole; of a large one its own ops, and what modules are inside."""
+        """A module with few ops is explained in full; of a large one its own ops, and what modules are inside."""
         own, inside = within, []
         if len(within) + len(stored) > MOST_ENTRIES:
             own = [node for node in within if node.where.module == name]
@@ -276,7 +276,7 @@ class _Explainer:
 
     def input(self, inp: Input) -> Entry:
         trails = self._trails(inp.value)
-        shardings = "" if trails else "whole on every rank"
+        shardings = "" if trails else "replicated on every rank"
         title = f"{inp.kind.value} {self.printer.use(inp.value)} : {self.printer.type(inp.value)}"
         return Entry(title, shardings, trails, tuple(self._after(inp.value)))
 

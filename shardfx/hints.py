@@ -63,7 +63,7 @@ class Hints:
         zero: 1, 2, 3: optimizer states, gradients, parameters too are sharded over ``zero_axis`` (a mesh axis, or
             several, major first): each rank stores its shard of every parameter, which is what ``pm.parameters()`` are.
             They are gathered for a step (1, 2), or for each use in forward and backward (3); gradients are reduced and
-            scattered as they come. With ``optimizer``, 1 and 2 store parameters whole, once, and gather new ones.
+            scattered as they come. With ``optimizer``, 1 and 2 store full parameters, once, and gather new ones.
             Parameters of fewer than ``zero_min_numel`` elements stay as they are.
         memory: what a rank may hold at most in a step, in bytes or as text (``"16GiB"``, ``"80GB"``): a plan that holds
             more is an error that says what would make it fit.
@@ -79,7 +79,7 @@ class Hints:
             ``memory`` allows is the device's; ``pm.memory().host`` is what lies beside it at most.
         optimizer: makes the optimizer of the parameters that it is given, in a list that has them by name too
             (``params.named``): ``lambda params: torch.optim.AdamW(params, lr=3e-4)``. Its step becomes a part of the
-            program: ``pm.step(x, y)`` runs a whole step, and ``pm.optimizer`` has groups, rates and states. It may give
+            program: ``pm.step(x, y)`` runs a full step, and ``pm.optimizer`` has groups, rates and states. It may give
             a list of optimizers that share no parameter.
         scheduled_options: options of the optimizer's groups that change from step to step beside ``lr``: ``("betas",)``
             for ``OneCycleLR``, ``("weight_decay", "momentum")``. What is not named here stays as it was planned.
@@ -95,10 +95,10 @@ class Hints:
         batch_stats: ``"local"``: in training a batch norm has the statistics of each rank's own part of the batch, as
             under ``DistributedDataParallel``: that is another model than on one device, and what ``pm.verify()``
             proves. Running statistics take the mean over the parts, and are all that is sent for it. By default
-            statistics are those of the whole batch. ``"microbatch"``: of each iteration's part, over all ranks; running
+            they are those of the global batch. ``"microbatch"``: of each iteration's part, over all ranks; running
             statistics are what one iteration after the other makes of them (a step counts as one batch).
         grad_accumulation: into how many micro-batches a rank splits its part of the batch; their gradients are added.
-            Loss and gradients are those of the whole batch. It is the short form of a loop axis in the mesh,
+            Loss and gradients are those of the global batch. It is the short form of a loop axis in the mesh,
             ``Mesh(mb=sx.Loop(4), dp=2)``, which shards batches first: ``"mb dp, -"``.
         reduce: when gradients of iterations are reduced among ranks: ``"last"``, once behind all iterations;
             ``"each"``, in each iteration, so that a rank adds up its shards alone; ``"auto"``: what is faster and fits,
@@ -197,7 +197,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "check_inputs": (lambda given: isinstance(given, bool) or given == "broadcast", "True or False, or 'broadcast'"),
     "batch_stats": (
         lambda given: given in (None, "local", "microbatch"),
-        "None, for the whole batch's, 'local' or 'microbatch'",
+        "None, for the global batch's, 'local' or 'microbatch'",
     ),
     "strict": (lambda given: isinstance(given, bool), "True or False"),
     "arena": (lambda given: isinstance(given, bool), "True or False"),

@@ -84,7 +84,7 @@ def strategies(
 
     Args:
         op: an ``OpOverload``, such as ``torch.ops.aten.mm.default``.
-        args, kwargs: those of the call, with whole tensors, of which those on ``meta`` do.
+        args, kwargs: those of the call, with global tensors, of which those on ``meta`` do.
         mesh: its axes of more than one rank are used.
         discover: search the rule of an op that has none, as planning does.
 
@@ -139,7 +139,7 @@ def _without_a_rule(name: str, where: str, discover: bool) -> Error:
         where=where,
         expected=f"an op with a rule that is {searched}",
         got=name,
-        remedy="write one: see docs/writing_rules.md; planning computes such an op whole on every rank, or puts others "
+        remedy="write one: see docs/writing_rules.md; planning replicates such an op on every rank, or puts others "
         "in its place (dropout, attention)" + ("" if discover else "; or say discover=True"),
     )
 

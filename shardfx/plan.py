@@ -68,7 +68,7 @@ def read_plan(path: str | Path) -> Plan:
     except (ValueError, RecursionError) as error:
         remedy = "save it again: pm.plan.save(path)"
         raise Error(
-            "the plan is cut short, or no JSON", where=where, expected="a whole file", got=error, remedy=remedy
+            "the plan is cut short, or no JSON", where=where, expected="a complete file", got=error, remedy=remedy
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise Error(
@@ -113,7 +113,7 @@ def _fields_of(content: dict[str, Any], where: str) -> Plan:
         ) from None
     except (KeyError, TypeError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise Error("the plan is not whole", where=where, expected="what Plan.save writes", got=what) from None
+        raise Error("the plan is incomplete", where=where, expected="what Plan.save writes", got=what) from None
     return plan
 
 
@@ -340,7 +340,7 @@ def _pinned(graph: Graph) -> dict[str, str]:
 
 
 def _text(value: Value, spec: Spec | None) -> str:
-    return (spec or Spec.whole(value.type.ndim)).text(value.shape)
+    return (spec or Spec.replicated(value.type.ndim)).text(value.shape)
 
 
 def shardings_text(node: Node) -> str:

@@ -190,12 +190,12 @@ def _hint(found: Redundancy, compiled: Compiled) -> str:
     node = max([each for each in nodes if each.phase is Phase.FORWARD] or nodes, key=found.by_node.__getitem__)
     strategy = dict(node.strategy.shardings) if node.strategy is not None else {}
     rule = compiled.context.cache.rule(node)
-    free = [factor for dims in rule.results for dim in dims or () for factor in dim if factor not in rule.whole]
+    free = [factor for dims in rule.results for dim in dims or () for factor in dim if factor not in rule.replicated]
     for factor in sorted(free, key=lambda factor: bool(strategy.get(factor))):  # those that are not sharded first
         axes = (*strategy.get(factor, ()), axis.name)
         if axis.name not in axes[:-1] and rule.sizes[factor] % graph.mesh.extent(axes) == 0:
             return f'strategies={{"{_hint_name(node, graph)}": "{factor}{{{",".join(axes)}}}"}}'
-    sizes = ", ".join(f"{factor}={size}" for factor, size in rule.sizes.items() if factor not in rule.whole)
+    sizes = ", ".join(f"{factor}={size}" for factor, size in rule.sizes.items() if factor not in rule.replicated)
     return f"a mesh whose {axis.name} divides a dim of {op_name(node.op)}: {sizes}"
 
 
@@ -240,7 +240,7 @@ def _of_loop(axis: Axis, graph: Graph) -> str:
     """The warning of a loop axis."""
     return (
         f"loop axis {axis.name} ({axis.size} iterations) is not used: a step is one iteration, with the memory of the "
-        f"whole batch and 0 redundant FLOPs. Write {_batch_hint(axis, graph)}"
+        f"global batch and 0 redundant FLOPs. Write {_batch_hint(axis, graph)}"
     )
 
 

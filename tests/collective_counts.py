@@ -71,4 +71,4 @@ def _nbytes(request: Request, place: int, local: torch.Tensor, n: int) -> float:
         lengths = request.args[1]
         return float((sum(lengths) - lengths[place]) * local.itemsize)
     row = row_of_collective(request.op)
-    return (sent(1.0, n, local.nbytes) if row is None else row.sent(row.whole_of(local.nbytes, n), n)).nbytes
+    return (sent(1.0, n, local.nbytes) if row is None else row.sent(row.full_bytes_of(local.nbytes, n), n)).nbytes

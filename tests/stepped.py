@@ -40,7 +40,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Lamb(torch.optim.Optimizer):
-    """Looks at whole tensors: the norms of a parameter and of its update. Its count of steps is a Python number."""
+    """Looks at full tensors: the norms of a parameter and of its update. Its count of steps is a Python number."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})

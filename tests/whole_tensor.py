@@ -1,4 +1,4 @@
-"""Optimizers that look at whole tensors, each in another way."""
+"""Optimizers that look at full tensors, each in another way."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class AdaptiveClipping(WholeTensor):
 
 
 class Late(WholeTensor):
-    """Looks at whole tensors from the tenth step on."""
+    """Looks at full tensors from the tenth step on."""
 
     steps = 0
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class UnknownOrigin(Exception):
-    """A tensor that no recorded call made, or of which more must be known than its signature."""
+    """A tensor that no recorded call made, or that needs more than its signature."""
 
 
 class TensorSignature(NamedTuple):

@@ -1,1 +1,1 @@
-"""What programs cost: bytes, flops, memory."""
+"""Cost of programs: bytes, FLOPs, memory."""

@@ -1,4 +1,4 @@
-"""How fast the machine at hand is: the best of a few runs of one op on a CPU, the median on CUDA, by its events."""
+"""Calibration: measured rates of this machine, the best of a few runs on a CPU, the median on CUDA, by its events."""
 
 from __future__ import annotations
 

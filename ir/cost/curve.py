@@ -1,4 +1,4 @@
-"""What a call takes by how much it does: seconds that were measured, and what lies between and behind them.
+"""Cost curves: measured seconds of a call by its amount of work, interpolated and extrapolated.
 
 >>> gelu = Curve(((1e4, 2e-6), (1e6, 6e-5)))        # of calls that touch so many bytes
 >>> gelu.seconds(1e3), gelu.seconds(5.05e5), gelu.seconds(2e6)

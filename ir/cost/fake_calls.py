@@ -1,4 +1,4 @@
-"""What a call makes, found by running each distinct one once on tensors without content.
+"""Effects of calls (results, allocations, FLOPs), found by running each distinct call once on fake tensors.
 
 >>> calls = FakeCalls()
 >>> x = Layout((64, 32), (32, 1), torch.float32)

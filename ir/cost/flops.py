@@ -1,4 +1,4 @@
-"""How many operations an op does: torch's own table, and what it leaves out."""
+"""FLOPs of an op: torch's own table, and the ops that it lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank runs on: how fast it computes, reads and writes, and what connects it to the others.
+"""The machine model: rates of a device (compute, memory) and of the links between ranks.
 
 >>> machine = Machine.load("h100-dgx")              # a file of machines/, or the path of one like them
 >>> machine.rate(torch.bfloat16), machine.connect(Mesh(dp=4, tp=8))["tp"].link.bandwidth

@@ -58,7 +58,7 @@ def _complete_results(node: Node, mesh: Mesh) -> list[Value]:
 
 
 class NodeCosts:
-    """Prices on one mesh, each found once: nodes of one op, types, placements and other arguments cost the same."""
+    """Costs of nodes on one mesh, cached: nodes of one op, types, placements and other arguments cost the same."""
 
     def __init__(self, mesh: Mesh, book: RuleBook) -> None:
         self._mesh, self._book = mesh, book

@@ -1,4 +1,4 @@
-"""What calls take as programs make them: some ops, by how much they do.
+"""Microbenchmarks of ops as programs call them, by amount of work.
 
 A program's operands were made a while ago, its results are kept for a while, and between two calls of one op are many
 of others: neither operands, memory for results nor the op's own code are at hand. So a probe goes round among many
@@ -41,7 +41,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class ProbeSite:
-    """What operands are made on, and in which dtype."""
+    """The device and dtype of a probe's operands."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32

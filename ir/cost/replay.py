@@ -1,4 +1,4 @@
-"""What the calls of a program are: collectives of which group, memory, and what they were made of."""
+"""Replay of a program on fake tensors: its collectives by group, storages, and the work of each call."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ class _Replay:
             row = planned.op
         key = (row, axes, nbytes)
         if key not in self._costs:
-            sent = Sent(1.0, nbytes) if row is None else row.sent(row.whole_of(nbytes, n), n)
+            sent = Sent(1.0, nbytes) if row is None else row.sent(row.full_bytes_of(nbytes, n), n)
             self._costs[key] = Cost(sent={self.mesh.sort(axes): sent})
         return self._costs[key]
 

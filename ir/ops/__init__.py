@@ -1,1 +1,1 @@
-"""Our own ops: what changes a placement, and what a rank does for it."""
+"""Ops of the IR that are not torch's: communication, memory, loops, and their local versions."""

@@ -1,4 +1,4 @@
-"""When two nodes are alike: one key for rules, types, prices, blocks and plans.
+"""Structural equality of nodes: one key for rules, types, costs, blocks and plans.
 
 >>> x = Value(TensorType((4, 4), torch.float32))
 >>> alike(Rewriter.make(aten.relu.default, (x,), x.type))

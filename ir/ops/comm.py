@@ -1,4 +1,4 @@
-"""Communication: the few ops that change a placement.
+"""Communication ops: the few ops that change a placement.
 
 Communication is never a plan of its own: it is what two placements that differ imply.
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, Window, is_strided
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Window, is_strided
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
@@ -88,7 +88,7 @@ def _halo(
     source: Spec, shape: Sequence[int], mesh: Mesh, *, axes: Sequence[str], rows: Sequence[tuple[int, Window]]
 ) -> Spec:
     """Some dims, sharded into one contiguous range for each rank, in other rows: those that windows reach."""
-    shardings = [source.dims[dim] if 0 <= dim < len(source.dims) else WHOLE for dim, _ in rows]
+    shardings = [source.dims[dim] if 0 <= dim < len(source.dims) else REPLICATED for dim, _ in rows]
     if tuple(axis for sharding in shardings for axis in sharding.axes) != tuple(axes) or not all(shardings):
         dims = ", ".join(str(dim) for dim, _ in rows)
         _fail("comm.halo", source, shape, f"dims {dims} that are sharded over {{{','.join(axes)}}}")
@@ -147,7 +147,7 @@ all_gather = _row(
     comm_local.all_gather,
     loses="dim",
     factor=1.0,
-    whole="results",
+    full="results",
     adjoint="comm.reduce_scatter",
     glyph="join",
 )

@@ -1,4 +1,4 @@
-"""What one rank does for a comm op: pack, start, wait, unpack, on ``torch.ops._c10d_functional``.
+"""Local versions of comm ops: pack, start, wait, unpack, on ``torch.ops._c10d_functional``.
 
     %5 = comm.all_gather(%4, axes=[tp], dim=1)  ->  pack = pack.pack(mm, [4, 32], 1, 32)
                                                     start = c10d.all_gather_into_tensor(pack, 2, 'dp2.tp2/tp@0')
@@ -31,7 +31,7 @@ c10d = torch.ops._c10d_functional
 
 
 class Site:
-    """One comm node on one rank: its first operand seen as sub-dims, and the group it talks to."""
+    """A comm node on one rank: its first operand seen as sub-dims, and its process group."""
 
     def __init__(self, emit: RankEmit) -> None:
         kwargs, self.mesh = emit.node.kwargs, emit.mesh

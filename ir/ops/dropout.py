@@ -1,4 +1,4 @@
-"""Random numbers of the IR: hashes of a seed tensor and of where in the global tensor an element is.
+"""Counter-based random numbers: hashes of a seed tensor and of an element's global index.
 
     y, mask = shardfx.dropout(x, p, seed, number, box)                    ``box``: where the shard begins, by dim
     number  = shardfx.draw(seed, number)                                  int64, another one for each ``number``

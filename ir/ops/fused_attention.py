@@ -5,7 +5,7 @@
 The ``h`` query heads share the ``g`` key heads in groups of ``h / g``. A mask has 2 or 4 dims that broadcast to
 ``[b, h, s, t]``: bool (False is left out) or of the dtype of ``q`` (added). ``causal``: query ``i`` sees the keys up to
 ``i``. A query that sees no key gets zeros, and a logsumexp of 0. ``scale`` is ``1 / sqrt(e)`` where it is None. Dropout
-with probability ``p`` draws by seed, number, and where in the whole ``[b, h, s, t]`` a rank's ``box`` stands.
+with probability ``p`` draws by seed, number, and where in the global ``[b, h, s, t]`` a rank's ``box`` stands.
 
 Torch's fused kernels compute it where they can, and :func:`forward_by_hand` where not. All of them give the same
 logsumexp, so that a forward by one may have its backward by another. On CUDA the kernel is torch's own choice
@@ -118,9 +118,9 @@ def _kept(weights: Tensor, keep: Given, p: float) -> Tensor:
 
 
 def drawn(q: Tensor, k: Tensor, p: float, seed: Given = None, number: int = 0, box: Ints = ()) -> Given:
-    """What dropout leaves (bool, ``[b, h, s, t]``): each element by a hash of seed, number and its place in the whole.
+    """What dropout leaves (bool, ``[b, h, s, t]``): each element by a hash of seed, number and its global index.
 
-    So ranks agree however they hold the whole, and a backward that is sharded otherwise than its forward too.
+    So ranks agree however it is sharded, and a backward that is sharded otherwise than its forward too.
     """
     if p == 0 or seed is None:
         return None
@@ -134,7 +134,7 @@ def drawn(q: Tensor, k: Tensor, p: float, seed: Given = None, number: int = 0, b
 
 
 def _places(shape: Ints, box: Ints, device: torch.device) -> Iterator[Tensor]:
-    """Where each dim's elements stand in the whole. ``box`` has of each dim the first; or, where there are several
+    """Where each dim's elements stand globally. ``box`` has of each dim the first; or, where there are several
     contiguous ranges, how many sub-dims it has, and of each the size, start and length of the local shard."""
     if len(box) <= len(shape):
         box = [n for first, length in zip(box or [0] * 4, shape, strict=True) for n in (1, length, first, length)]

@@ -1,4 +1,4 @@
-"""The calls of rank programs that are no ops of the model, as rows: what they share, write and move."""
+"""Calls of rank programs that are no ops of the model, as rows: what they alias, write and send."""
 
 from __future__ import annotations
 

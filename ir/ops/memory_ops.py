@@ -1,4 +1,4 @@
-"""Destinations: memory as operands of a rank's program.
+"""Memory ops: destination buffers as operands of a rank's program.
 
     flat = memory.empty([48], torch.float32)
     part = memory.part(flat, 1, 0, [8, 6])             a destination: where a value is to lie
@@ -121,7 +121,7 @@ def adjoin(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def spread(flat: Tensor, buffer: Tensor, shapes: Sequence[Sequence[int]], shards: int) -> list[Tensor]:
-    """Tensors whose shards stand rank by rank in ``buffer``, each whole, one behind the other in ``flat``."""
+    """Tensors whose shards stand rank by rank in ``buffer``, each full, one behind the other in ``flat``."""
     if is_compiling():
         return unflatten(buffer, shapes, shards)
     sizes = [torch.Size(shape).numel() for shape in shapes]

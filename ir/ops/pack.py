@@ -1,4 +1,4 @@
-"""Before and after a collective: collectives join and split along the first dim, in equal shards.
+"""Packing for collectives, which join and split along the first dim, in equal shards.
 
 ``pack`` brings the dim in question to the front and pads it; ``unpack`` undoes that. A dim that is a compound
 is reached through a view of the local tensor as its sub-dims.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, Window, is_strided
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Window, is_strided
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.shards import RowExchange, has_rows, rows_for
 from shardfx.ir.spec import Spec, TensorType, coarsen, refine
@@ -47,7 +47,7 @@ SLICE_SECONDS = 1e-8
 
 @dataclass
 class Redistribution:
-    """Finds and remembers the cheapest sequences of steps on one mesh."""
+    """Finds and caches the cheapest sequences of steps on one mesh."""
 
     mesh: Mesh
     each: bool = False
@@ -68,7 +68,7 @@ class Redistribution:
         return sum(step.seconds for step in self.steps(type, source, target))
 
     def cost(self, op: OwnOp, axes: Sequence[str], local_bytes: float) -> float:
-        """Seconds of one collective; ``local_bytes`` of the whole (gathered or unreduced) local value."""
+        """Seconds of one collective; ``local_bytes`` of the full (gathered or unreduced) local value."""
         ranks = self.mesh.extent(axes)
         if any(self.mesh[axis].loop for axis in axes):
             return COLLECTED if op is not shard else SLICE_SECONDS
@@ -86,7 +86,7 @@ class Redistribution:
             return (*self.steps(type, source, tiles), self._halo(type, tiles, target))
         refined = refine(type.shape, [source, target], self.mesh)
         if refined is None:
-            return self._through_whole(type, source, target)
+            return self._through_replicated(type, source, target)
         view, (start, goal) = refined
         goal_state: _State = (tuple(c.axes for c in goal.dims), goal.partial)
         start_state: _State = (tuple(c.axes for c in start.dims), start.partial)
@@ -111,7 +111,7 @@ class Redistribution:
                 spec = coarsen(type.shape, view, Spec(tuple(DimSharding(a) for a in after[0]), after[1]), self.mesh)
                 step = CommStep(op, axes, spec, dim, to, reduce, None if plain else view, cost)
                 heapq.heappush(queue, (seconds + cost, next(counter), after, (*path, step)))
-        return self._through_whole(type, source, target)
+        return self._through_replicated(type, source, target)
 
     def _as_tiles(self, shape: Sequence[int], source: Spec, target: Spec) -> Spec:
         """The placement from which a halo leads to the target: where the target has other rows than tiles of the
@@ -141,10 +141,10 @@ class Redistribution:
         seconds = self.mesh.link(axes).seconds(*exchanged(self.mesh.extent(axes), most)) or SLICE_SECONDS
         return CommStep(halo, axes, target, rows=rows, seconds=seconds)
 
-    def _through_whole(self, type: TensorType, source: Spec, target: Spec) -> tuple[CommStep, ...]:
+    def _through_replicated(self, type: TensorType, source: Spec, target: Spec) -> tuple[CommStep, ...]:
         """Gather the dims that differ, then shard them anew: always possible, where parts do not nest."""
         middle = Spec(
-            tuple(a if a == b else WHOLE for a, b in zip(source.dims, target.dims, strict=True)), target.partial
+            tuple(a if a == b else REPLICATED for a, b in zip(source.dims, target.dims, strict=True)), target.partial
         )
         if middle in (source, target):
             raise AssertionError(f"no way from {source} to {target} of {type}")

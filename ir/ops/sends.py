@@ -1,13 +1,13 @@
-"""What communication sends: the one place of the formula.
+"""Communication volume: the formula of what each collective sends.
 
-For ``n`` ranks, and a *whole* of ``b`` bytes (the gathered, unreduced or exchanged local value), one rank sends
+For ``n`` ranks, and a *full* value of ``b`` bytes (the gathered, unreduced or exchanged local value), one rank sends
 
     all-gather, reduce-scatter, all-to-all, broadcast    (n-1)/n b     in log2(n) messages, one behind the other
     all-reduce                                         2 (n-1)/n b     in twice as many (Patarasu and Yuan, 2009)
     slice                                                  nothing
     halo                                      the rows that others need, in as many messages as an all-to-all
 
-The factor, and which values are the whole, are facts of an op's row (:class:`shardfx.ir.ops.table.OwnOp`). The planner
+The factor, and which values are full, are facts of an op's row (:class:`shardfx.ir.ops.table.OwnOp`). The planner
 asks before a node is there, report and pictures ask of a node, a replay and the run-time counts of a call on real
 tensors; all of them by the row. How long it takes says the link (:meth:`shardfx.ir.mesh.Link.seconds`).
 """
@@ -25,7 +25,7 @@ from .traits import base_name, is_view, narrows
 
 
 class Sent(NamedTuple):
-    """What one rank sends: messages that wait for one another, and bytes. They add."""
+    """What one rank sends: dependent messages, and bytes. They add."""
 
     messages: float = 0.0
     nbytes: float = 0.0

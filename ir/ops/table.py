@@ -25,7 +25,7 @@ from .sends import Sent, exchanged, sent
 
 
 class RankEmit(Protocol):
-    """What a row's ``local`` writes one rank's version of a node with (made by :mod:`shardfx.ir.program.lower`)."""
+    """The writer of one rank's version of a node, for a row's ``local`` (made by :mod:`shardfx.ir.program.lower`)."""
 
     node: Node
     mesh: Mesh
@@ -68,13 +68,13 @@ class OwnOp(GraphOp):
         keywords: which there are, and of which kind.
         place: the effect on placements.
         local: one rank's version; gives what stands for each result.
-        factor, whole: a rank sends ``factor * (n - 1) / n`` of the local bytes of its ``operands`` or ``results``.
+        factor, full: a rank sends ``factor * (n - 1) / n`` of the local bytes of its ``operands`` or ``results``.
         adjoint: the row that goes back (a law test runs both); none where there is no one such.
         glyph: its shape in pictures: ``join``, ``split``, ``sum`` or ``iteration``; empty where it is a box like
             others.
         pool: what its results lie in, where that is not the device's memory.
         fetches: it takes what lies in such a pool.
-        rows: the bytes that a rank sends, where that is no share of a whole.
+        rows: the bytes that a rank sends, where that is no fraction of a full value.
     """
 
     name: str
@@ -82,7 +82,7 @@ class OwnOp(GraphOp):
     place: Place
     local: Callable[[RankEmit], Sequence[Any]]
     factor: float = 0.0
-    whole: str = "operands"
+    full: str = "operands"
     adjoint: str = ""
     glyph: str = ""
     pool: str = ""
@@ -102,20 +102,20 @@ class OwnOp(GraphOp):
         """Whether nothing is sent."""
         return self.factor == 0.0
 
-    def whole_bytes(self, node: Node, mesh: Mesh) -> int:
+    def full_bytes(self, node: Node, mesh: Mesh) -> int:
         """The bytes that are gathered, unreduced or exchanged, on the rank that has most."""
         if self.rows is not None:
             return int(self.rows(node, mesh))
-        values = node.operands if self.whole == "operands" else node.outs
+        values = node.operands if self.full == "operands" else node.outs
         return sum(value.local_bytes(mesh) for value in values)
 
-    def whole_of(self, put_in: float, ranks: int) -> float:
-        """The bytes of the whole from those that one rank puts in."""
-        return put_in if self.whole == "operands" else put_in * ranks
+    def full_bytes_of(self, put_in: float, ranks: int) -> float:
+        """The bytes of the full value from those that one rank puts in."""
+        return put_in if self.full == "operands" else put_in * ranks
 
     def sends(self, node: Node, mesh: Mesh) -> Sent:
         """What a rank sends each time that a node of this op is done."""
-        return self.sent(self.whole_bytes(node, mesh), mesh.extent(node.kwargs.get("axes", ())))
+        return self.sent(self.full_bytes(node, mesh), mesh.extent(node.kwargs.get("axes", ())))
 
     def sent(self, nbytes: float, ranks: int) -> Sent:
         """What each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged: all of the rows
@@ -136,7 +136,7 @@ Plain = Callable[[Arguments, Keywords], "tuple[Any, Arguments, Keywords] | Any"]
 
 @dataclass(frozen=True)
 class LocalOp:
-    """A call of rank programs that is no op of the model.
+    """A call of rank programs that is no op of the model, as a row.
 
     Args:
         name: as programs print it, ``memory.part``.

@@ -1,4 +1,4 @@
-"""What torch's schemas, tags and formulas say of an op: its arguments by name, is it a view, heavy, does it draw."""
+"""Traits of ops from torch's schemas, tags and formulas: arguments by name, view, heavy, random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a rule allow all that is valid? What the search finds is looked for among the rule's strategies.
+"""Completeness of a rule: every sharding that the search finds valid must be among the rule's strategies.
 
 On one axis some operands may also be sharded while others are partial sums; each such placement is tried::
 
@@ -25,7 +25,7 @@ MOST = 1500
 
 
 def joint_placements(oracle: Oracle) -> list[Placement]:
-    """The placements that shard some operands, and have others partial, that give the whole result."""
+    """The placements that shard some operands, and have others partial, that give the full result."""
     if any(r is not None and r.numel() == 0 for r in oracle.results) or not oracle.results:
         return []
     values = [each for each in (oracle.of, *oracle.variants) if all(r is None or r.isfinite().all() for r in each.kept)]

@@ -1,4 +1,4 @@
-"""The rule of an op that has none, found by running the op on small random tensors.
+"""Rule discovery: the rule of an op without one, found by running it on small random tensors.
 
     book = default_rules().with_fallback(Discovery().entry)
     book.entry(torch.ops.mylib.row_softmax.default).make(node)      # a b! -> a b!
@@ -49,7 +49,7 @@ REFUSED = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, to
 
 @dataclass
 class Discovery:
-    """Finds rules, each once."""
+    """Discovers rules, each once."""
 
     _entries: dict[Any, RuleEntry | None] = field(default_factory=dict)
     _found: dict[str, Findings] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""Values on which ops are tried: of both signs, zeros and ties, integers over the whole range that the op takes; and
-other memory layouts of them.
+"""Test values for ops: both signs, zeros and ties, integers over the full range that the op takes; in several memory
+layouts.
 
 A rule that is right by accident of some values (positive ones, indices that do not repeat) is not right on all.
 """

@@ -1,4 +1,4 @@
-"""Comparing shards with the tensor that they are of, splitting tensors into terms, and when results are the same."""
+"""Recombination of shards: comparison with the full tensor, splitting into partial sums, and equality of results."""
 
 from __future__ import annotations
 

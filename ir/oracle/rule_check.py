@@ -42,7 +42,7 @@ other has its id."""
 
 @dataclass(frozen=True)
 class Answer:
-    """What the oracle says of a share: what is wrong, or why it could not be executed; neither if it is right."""
+    """The oracle's answer for a share: what is wrong, or why it could not be executed; neither if it is right."""
 
     wrong: str = ""
     left_out: str = ""
@@ -67,7 +67,7 @@ class PlannedShare:
 
 @dataclass(frozen=True)
 class PlanChecked:
-    """What the oracle says of a plan.
+    """The oracle's answers for a plan.
 
     ``executed`` shares in this process, ``known`` ones in an earlier one; ``left_out`` could not be executed; ``wrong``
     are refuted.

@@ -1,5 +1,4 @@
-"""Work in a process of its own, with a limit of time: a kernel that does not check what it is given may
-crash the process that runs it."""
+"""Isolated runs: work in a subprocess with a time limit, since a kernel that does not check its arguments may crash."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 
 class Lost(Exception):
-    """The work gave no result: the process crashed, or its time was up."""
+    """The subprocess crashed or timed out."""
 
 
 def isolated(work: Callable[[], T], seconds: float = 60.0, cpu_seconds: int | None = None) -> T:

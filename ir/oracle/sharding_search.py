@@ -1,4 +1,4 @@
-"""Which one-axis shardings of an op are valid? Each is tried: the op is run on shards, and the results compared.
+"""Search for the valid one-axis shardings of an op: each is run on shards and compared.
 
 A candidate says for every operand which dim of it is sharded, if any. It is valid if every result on one device is the
 shards' results concatenated, or their sum, maximum or minimum, or equal to each of them::
@@ -42,7 +42,7 @@ MOST = 600
 
 @dataclass(frozen=True)
 class ValidSharding:
-    """A sharding that gives the right result: of every operand's dim, and what each result then is.
+    """A valid sharding: of every operand's dim, and of each result.
 
     ``size`` is the number of elements that may be distributed (a sharded dim is a multiple of it); ``sized`` are the
     places of the arguments that are sizes and follow the sharding.

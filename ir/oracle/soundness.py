@@ -1,4 +1,4 @@
-"""Is a rule right? Every sharding and every partial sum that it allows is executed, rank by rank, and put together.
+"""Soundness of a rule: every sharding and partial sum that it allows is executed rank by rank and recombined.
 
 Each rank's call is made by :func:`shardfx.ir.rules.book.perform`, as code generation makes it: so what a rule's
 ``local`` function writes is checked as well.
@@ -59,7 +59,7 @@ class RuleTrial:
 
 def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]) -> Iterator[RuleTrial]:
     """Each factor in two and three shards (uneven, mostly) and in sub-dims, each linear group, some together."""
-    barred = rule.whole | (rule.windows.keys() - rule.alone)
+    barred = rule.replicated | (rule.windows.keys() - rule.alone)
     free = [f for f, size in rule.sizes.items() if f not in barred and size > 1 and f in rule.factors]
     for f, count in itertools.product(free, (2, 3)):
         mesh = Mesh(a=count)
@@ -74,7 +74,7 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
             if rule.passes(kind, group) is not None:
                 yield RuleTrial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
     for f, group in on_axis(rule, [t.dtype for t in tensors]):
-        if f and (group or f in rule.whole):
+        if f and (group or f in rule.replicated):
             yield RuleTrial(Mesh(a=2), {f: DimSharding(("a",))}, {"a": ("sum", group)} if group else {})
     two = Mesh(a=2, b=2)
     for f in free:
@@ -263,7 +263,7 @@ def at_offset(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Executor(Emit):
-    """What a rule's ``local`` function calls ops with: they run at once."""
+    """Executes the ops that a rule's ``local`` function calls."""
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """The op's result on this rank's shards."""

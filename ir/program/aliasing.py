@@ -23,13 +23,13 @@ aten = torch.ops.aten
 
 
 def destination(node: fx.Node) -> fx.Node | None:
-    """The operand whose memory a call writes its result into, if it does."""
+    """The operand into whose memory a call writes its result (its ``out``), if any."""
     row = row_of(node.target) if node.op == "call_function" else None
     return row.destination(node) if row is not None else None
 
 
 def aliased_inputs(node: fx.Node, row: LocalOp | None) -> list[fx.Node]:
-    """The operands whose memory the result of a call may be in; ``row`` is the call's."""
+    """The operands that the result of a call may alias; ``row`` is the call's."""
     target = node.target
     if node.op != "call_function":
         return []
@@ -51,7 +51,7 @@ def aliased_inputs(node: fx.Node, row: LocalOp | None) -> list[fx.Node]:
 
 
 def view_source(node: fx.Node, row: LocalOp | None) -> fx.Node | None:
-    """The value of which the result of a call is a view and nothing else, wherever that lies; ``row`` is the call's."""
+    """The value of which a call's result is a mere view, wherever that lies; ``row`` is the call's."""
     shared = aliased_inputs(node, row) if row is None and node.target not in ELSEWHERE else []
     return shared[0] if len(shared) == 1 else None
 
@@ -121,19 +121,19 @@ class Aliasing:
                 uses.setdefault(root, []).extend(uses.get(root_of[call], ()))
 
     def row(self, node: fx.Node) -> LocalOp | None:
-        """The row of a call that is none of torch's ops."""
+        """The row of a call that is no op of torch."""
         return self._rows[node]
 
     def root(self, value: fx.Node) -> fx.Node:
-        """One node for all values that may share this one's memory."""
+        """The representative of all values that may share this one's memory."""
         return self._root[value]
 
     def owned(self, value: fx.Node) -> bool:
-        """Whether the memory was made by this program, and is not an input's."""
+        """Whether the program allocated the memory; it is no input's."""
         return self._owned[self._root[value]]
 
     def last_use(self, value: fx.Node, call: fx.Node) -> bool:
-        """Whether nothing uses this memory later than ``call`` does."""
+        """Whether ``call`` is the last use of the memory."""
         at = self._place[call]
         return all(self._place[use] <= at for use in self._uses.get(self._root[value], ()))
 
@@ -142,7 +142,7 @@ class Aliasing:
         return self._uses.get(root, [])
 
     def until(self, value: fx.Node) -> int:
-        """The place of the last call that uses this memory, or waits for one that was started on it."""
+        """The position of the last call that uses this memory, or waits for one that was started on it."""
         end = len(self._place) - 1
         found = [self._place[value]]
         for use in (use for root in self.seen_in(value) for use in self.uses(root)):
@@ -153,7 +153,7 @@ class Aliasing:
         return max(found)
 
     def seen_in(self, value: fx.Node) -> list[fx.Node]:
-        """The roots of all values that may lie in this memory, or in this memory and what lies beside it."""
+        """The roots of all values that may alias this memory, or this memory and what lies beside it."""
         found, todo = dict[fx.Node, None](), [self._root[value]]
         while todo:
             root = todo.pop()
@@ -163,13 +163,13 @@ class Aliasing:
         return [*found]
 
     def meet(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether one of two values may lie in the other's memory, or in memory that this is a part of."""
+        """Whether two values may alias, or one lies in a buffer of which the other's memory is a part."""
         mine, theirs = {*self.seen_in(a)}, {*self.seen_in(b)}
         return self._root[a] in theirs or self._root[b] in mine
 
     def sender(self, value: fx.Node, call: fx.Node) -> fx.Node | None:
-        """A collective, copy or message of this memory that was started before ``call`` and is not waited for by then;
-        a message may be in flight until the program's end."""
+        """A collective, copy or message of this memory that is in flight at ``call``; a message may be until the
+        program's end."""
         at = self._place[call]
         for use in self._uses.get(self._root[value], ()):
             row = self._rows[use] if self._place[use] < at else None
@@ -187,7 +187,7 @@ WRITTEN = (*STEPPED, InputKind.BUFFER)
 
 
 def renewed(program: RankProgram, kinds: Container[InputKind] = WRITTEN) -> dict[fx.Node, fx.Node]:
-    """The inputs of some kinds whose new content a program gives, each with that result: they may be overwritten."""
+    """The inputs of some kinds that a program updates, each with its new content: they may be overwritten."""
     places = (node for node in program.graph.nodes if node.op == "placeholder")
     inputs = {inp.name: node for node, inp in zip(places, program.inputs, strict=False) if inp.kind in kinds}
     given = program.result().args[0]
@@ -209,7 +209,7 @@ class ResultOwnership:
         self._taken: dict[fx.Node, set[object]] = {}
 
     def take(self, result: fx.Node) -> bool:
-        """Whether a result has memory of its own, that no input and no earlier result has; it is taken from now on."""
+        """Claim the memory of a result; whether it aliases no input and no earlier result."""
         root, part = self._share.root(result), _part(result)
         if self._renewed.get(root) is result and root not in self._taken:
             self._taken[root] = {root}
@@ -221,7 +221,7 @@ class ResultOwnership:
 
 
 def _part(result: fx.Node) -> object:
-    """Which part of a buffer a result is, or is a view of; parts of one buffer do not overlap. None: all of it."""
+    """The part of a buffer that a result views; parts of one buffer do not overlap. None: all of it."""
     while (seen := view_source(result, row_of(result.target) if result.op == "call_function" else None)) is not None:
         result = seen
     if result.target is operator.getitem and isinstance(source := result.args[0], fx.Node):

@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 
     @property
     def aligned(self) -> int:
-        """The bytes, rounded up to where the next one may begin."""
+        """The bytes, rounded up to the alignment."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -50,7 +50,7 @@ class Packing(NamedTuple):
 
 
 def peak_bytes(intervals: Sequence[Interval]) -> int:
-    """The most bytes that are live at once: the lower bound of any packing."""
+    """The maximum of bytes live at once: the lower bound of any packing."""
     steps = [0] * (max((each.last for each in intervals), default=0) + 2)
     for each in intervals:
         steps[each.born] += each.aligned
@@ -74,7 +74,7 @@ def pack(intervals: Sequence[Interval]) -> Packing:
 
 
 def _packed(intervals: Sequence[Interval], order: Iterable[int]) -> Packing:
-    """One interval after the other, each in the smallest gap that holds it between those that are placed."""
+    """First-fit packing: each interval in turn in the smallest gap that fits between those placed."""
     offsets, placed = [0] * len(intervals), list[tuple[int, Interval]]()
     for number in order:
         mine, end, gaps = intervals[number], 0, list[tuple[int, int]]()
@@ -111,7 +111,7 @@ class ArenaUse(NamedTuple):
 
 
 def arena_slots(nodes: Iterable[fx.Node]) -> dict[fx.Node, ArenaSlot]:
-    """The slots of arenas, by the calls that give them."""
+    """The arena slots of a program, by the calls that allocate them."""
     found: dict[fx.Node, ArenaSlot] = {}
     for node in nodes:
         if node.target is memory_ops.slot:
@@ -136,7 +136,8 @@ class BufferIntervals:
         self._in_actions = {node for node in nodes if any(loop_role(each) == "unit" for each in self._inside[node])}
 
     def of(self, buffer: fx.Node, nbytes: int) -> Interval | None:
-        """When a buffer is live; None: it leaves the program, is made in a loop, or is used by schedule actions."""
+        """The live interval of a buffer; None: it leaves the program, is made in a loop, or is used by schedule
+        actions."""
         if self._inside[buffer]:
             return None
         uses = [use for root in self._aliasing.seen_in(buffer) for use in self._aliasing.uses(root)]
@@ -177,7 +178,7 @@ class ArenaCheck:
         self._in_actions = {node for node, around in inside.items() if any(loop_role(n) == "unit" for n in around)}
 
     def take(self, node: fx.Node) -> None:
-        """A call gives a slot: it lies within the arena, and no schedule action uses it."""
+        """Check a call that allocates a slot: it lies within the arena, and no schedule action uses it."""
         slot = self._slots.get(node)
         if slot is None:
             return
@@ -199,7 +200,7 @@ class ArenaCheck:
                 )
 
     def overlapping(self, into: fx.Node) -> list[fx.Node]:
-        """The roots of other buffers that have a byte in common with memory that is written."""
+        """The roots of other buffers that overlap memory that is written."""
         root = self._aliasing.root(into)
         if root.target is memory_ops.arena:
             self._fail(f"{root.name} is written as such", into, expected="memory.slot of it")

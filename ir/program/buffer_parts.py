@@ -44,17 +44,17 @@ class BufferParts:
         return self._exact.get(value)
 
     def holding(self, value: fx.Node) -> PartSlot | None:
-        """The slot that holds the elements of a value, in order: it fills it, or is a copy of what does."""
+        """The slot whose elements equal those of a value, in order: it fills it, or is a copy of what does."""
         return self._exact.get(value) or self._copies.get(value)
 
     def put(self, node: fx.Node, into: fx.Node, slot: PartSlot) -> None:
-        """A value that fills a slot, written ``into`` what fills it."""
+        """Record a value that fills a slot, written ``into`` what fills it."""
         self._exact[node] = slot
         if into in self._views:
             self._views[node] = self._views[into]
 
     def part(self, node: fx.Node) -> None:
-        """A part of flat memory."""
+        """Record a part of a flat buffer."""
         args: Any = node.args
         flat, shards, offset, shape = args
         self._exact[node] = (flat, (shards, offset, torch.Size(shape).numel() // max(shards, 1)))
@@ -78,7 +78,7 @@ class BufferParts:
         return ""
 
     def see(self, node: fx.Node) -> None:
-        """A call whose result may be a view of a value that has a slot."""
+        """Record a call whose result may be a view of a value that has a slot."""
         self._copy(node)
         seen = view_source(node, self._share.row(node))
         slot = None if seen is None else self._exact.get(seen) or self._within.get(seen)
@@ -114,7 +114,7 @@ class BufferParts:
             self._copies[node] = self._within[node] = slot
 
     def apart(self, other: fx.Node, slot: PartSlot | None) -> bool:
-        """Whether a value loses nothing when the memory of a slot is written."""
+        """Whether a value is unaffected by a write to a slot's memory."""
         row = self._share.row(other)
         if row is not None and row.memory:
             return True  # memory as such has no content to lose

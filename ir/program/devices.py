@@ -32,8 +32,8 @@ CPU = torch.device("cpu")
 
 
 def _flash_takes(share: NodeShard) -> bool:
-    """Torch's flash kernel for the CPU adds a mask of the queries' own dtype, and divides by zero where there is no
-    head."""
+    """Whether torch's flash kernel for the CPU serves: it adds a mask of the queries' own dtype, and divides by zero
+    where there is no head."""
     node = share.node
     q, v, mask = (argument(node, name) for name in ("q", "v", "mask"))
     there = all(value.type.numel for value in node.operands)
@@ -61,12 +61,13 @@ KERNELS: dict[Any, dict[str, Kernel]] = {attention: {"cpu": _flash}, attention_b
 
 @cache
 def is_device_specific(op: Any) -> bool:
-    """Whether a call of the op is another one on another kind of device."""
+    """Whether the op is called otherwise on another kind of device."""
     return op in KERNELS or makes_of_nothing(op)
 
 
 def on_device(share: NodeShard | None, call: Call, device: torch.device) -> Call:
-    """A call of a rank's program as it is on ``device``; ``share`` is the rank's share of the node that it is for."""
+    """A call of a rank's program, specialized for ``device``; ``share`` is the rank's share of the node that it is
+    for."""
     op, args, kwargs = call
     if makes_of_nothing(op):
         return op, args, {**kwargs, "device": device}
@@ -76,7 +77,7 @@ def on_device(share: NodeShard | None, call: Call, device: torch.device) -> Call
 
 
 def kernel_variants(share: NodeShard, call: Call) -> Iterator[Call]:
-    """What may stand in a program for a call: itself, or the kernel of some device."""
+    """The legal variants of a call in a program: itself, or the kernel of some device."""
     op, args, kwargs = call
     yield call
     for kernel in KERNELS.get(op, {}).values():

@@ -49,28 +49,28 @@ class SharedLowering:
 
     @cached_property
     def chosen(self) -> tuple[list[Input], list[Node], list[Output]]:
-        """The inputs, nodes and outputs."""
+        """The selected inputs, nodes and outputs."""
         return select(self.graph, self.kinds)
 
     @cached_property
     def steps(self) -> Sequence[Node | PlannedLoop]:
-        """The nodes in an order in which they may be done, those of iterations in loops."""
+        """The nodes in a valid execution order, loops with those of their iterations."""
         _, nodes, outputs = self.chosen
         return loop_nest(nodes, outputs, self.graph.mesh)
 
     @cached_property
     def parts(self) -> set[Part]:
-        """What is sharded over time, of all that is there."""
+        """The parts of all values that are sharded over loop axes."""
         return looped_parts(self.chosen[1], self.graph.mesh)
 
     def ends(self, coords: Mapping[str, int]) -> tuple[list[Input], list[Output]]:
-        """The inputs and outputs that the rank at ``coords`` has."""
+        """The inputs and outputs of the rank at ``coords``."""
         inputs, _, outputs = self.chosen
         return local_ends(self.graph, inputs, outputs, coords)
 
 
 def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list[Node], list[Output]]:
-    """The part of the graph that the outputs of some kinds need, with the guards that concern them."""
+    """The subgraph that outputs of some kinds need, with the guards in effect for them."""
     wanted = set(kinds)
     outputs = [o for o in graph.outputs if o.kind in wanted or (o.guard is not None and o.guard.concerns(wanted))]
     needed = {output.value for output in outputs}
@@ -84,7 +84,7 @@ def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list
 
 
 def _without(node: Node, needed: Container[Value]) -> Node:
-    """Communication without the values that nobody needs: a target is not sent where there is no loss."""
+    """Dead results of communication are dropped: a target is not sent where there is no loss."""
     kept = [i for i, value in enumerate(node.outs) if value in needed]
     if not isinstance(node.op, OwnOp) or len(kept) == len(node.outs):
         return node
@@ -125,7 +125,7 @@ def lower(
     inputs, outputs = common.ends(coords)
 
     def written(iterations: Mapping[str, int]) -> fx.Graph:
-        """The program as it is in one iteration of each loop axis."""
+        """The program specialized to one iteration of each loop axis."""
         lowering = Lowering(graph, rank, book, device=device, iterations=iterations)
         for inp in inputs:
             lowering.placeholder(inp)
@@ -162,7 +162,7 @@ class Lowering:
         self._groups: dict[tuple[str, ...], str] = {}
 
     def placeholder(self, inp: Input) -> None:
-        """Write an input."""
+        """Write the placeholder of an input."""
         name = identifier(inp.name)
         while name in self.taken:  # "a.b" and "a_b" are two names of a model, and one of Python
             name += "_"
@@ -171,7 +171,7 @@ class Lowering:
 
     @cached_property
     def dense(self) -> dict[Contiguous, Callable[[Value], Any]]:
-        """How an operand is used, by the layout that the op's kernel takes."""
+        """An operand in the memory layout that the op's kernel takes."""
         return {
             Contiguous.ANY: self._there,
             Contiguous.LAST_DIM: lambda v: self.call(pack.dense_last, self._there(v)) if v.shape else self._there(v),
@@ -180,7 +180,7 @@ class Lowering:
         }
 
     def call(self, target: Any, *args: Any, gives: Sequence[int] | None = None, **kwargs: Any) -> torch.fx.Node:
-        """Write a call; ``gives`` is the shape of its result, where that is known."""
+        """Write a call; ``gives`` is the shape of its result, where known."""
         if is_device_specific(target):
             share = NodeShard(self.current, self.mesh, self.coords) if self.current is not None else None
             target, args, kwargs = on_device(share, (target, args, kwargs), self.device)
@@ -203,13 +203,13 @@ class Lowering:
         return self._shapes[key]
 
     def group(self, axes: tuple[str, ...]) -> str:
-        """The name of this rank's group along some axes."""
+        """The name of this rank's process group along some axes."""
         if axes not in self._groups:
             self._groups[axes] = self.mesh.group_name(self.rank, axes)
         return self._groups[axes]
 
     def step(self, step: Node | PlannedLoop) -> None:
-        """Write a node, or what is done in iterations."""
+        """Write a node, or a loop."""
         if isinstance(step, PlannedLoop):
             self.loops.write(step)
         else:
@@ -238,7 +238,7 @@ class Lowering:
                 self.env[value] = self.call(operator.getitem, result, i)
 
     def _there(self, value: Value) -> Any:
-        """What stands for an operand, where it is computed with: the host waited for a copy into another pool."""
+        """The local value of an operand, after any wait for its copy into another pool."""
         made = self.env[value]
         if isinstance(made, fx.Node) and made.target is transfer.stored:
             taker, self.current = self.current, value.node
@@ -247,8 +247,8 @@ class Lowering:
         return made
 
     def result(self, output: Output) -> Any:
-        """What stands for an output: the host waited for a copy into another pool, unless it is a state, which nobody
-        reads before :func:`shardfx.ir.ops.pools.transfer.finish`."""
+        """The local value of an output, after any wait for its copy into another pool, unless it is a state, which
+        nobody reads before :func:`shardfx.ir.ops.pools.transfer.finish`."""
         made = self.env[output.value]
         if made.target is not transfer.stored or output.kind is OutputKind.STATE:
             return made
@@ -258,17 +258,17 @@ class Lowering:
 
 @dataclass
 class LocalEmit(Emit):
-    """What a ``local`` function of a rule or a row writes with (see :class:`shardfx.ir.rules.local.Emit`)."""
+    """The writer of lowering for ``local`` functions of rules and rows (see :class:`shardfx.ir.rules.local.Emit`)."""
 
     lowering: Lowering
 
     @property
     def device(self) -> str:
-        """What the program is for."""
+        """The device of the program."""
         return str(self.lowering.device)
 
     def call(self, op: Any, *args: Any, gives: Sequence[int] | None = None, **kwargs: Any) -> torch.fx.Node:
-        """Append a call to the rank's program; ``gives`` is the local shape of its result, where that is known."""
+        """Append a call to the rank's program; ``gives`` is the local shape of its result, where known."""
         return self.lowering.call(op, *args, gives=gives, **kwargs)
 
     def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
@@ -276,7 +276,7 @@ class LocalEmit(Emit):
         return self.lowering.shape(value, spec)
 
     def group(self, axes: tuple[str, ...]) -> str:
-        """The name of this rank's group along some axes."""
+        """The name of this rank's process group along some axes."""
         return self.lowering.group(axes)
 
 

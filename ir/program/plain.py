@@ -1,4 +1,4 @@
-"""The plain form of a program: every value in memory of its own.
+"""The plain form of a program: every value in its own memory, without destinations.
 
     %part = memory.part(%flat, 1, 0, [8, 6])
     %grad = aten.mm.out(%t, %x, out=%part)             %grad = aten.mm(%t, %x)
@@ -27,7 +27,8 @@ from .rank_program import RankProgram
 
 
 def plain(program: RankProgram, *, in_place: bool = False) -> RankProgram:
-    """The same program without destinations; nodes keep names and origins. ``in_place``: ``program`` may change."""
+    """The plain form of a program, without destinations; nodes keep names and origins. ``in_place``: ``program`` may
+    change."""
     made = program if in_place else program.copy()
     write_out(made)
     graph, memory = made.graph, list[fx.Node]()
@@ -49,7 +50,7 @@ def plain(program: RankProgram, *, in_place: bool = False) -> RankProgram:
 
 
 def written_out(program: RankProgram) -> RankProgram:
-    """The same program with each segment as the calls that it stands for; the same object where there is none."""
+    """A program with each segment expanded into the calls that it stands for; the same object where there is none."""
     if all(node.target is not segment for node in program.graph.nodes):
         return program
     made = program.copy()
@@ -58,7 +59,7 @@ def written_out(program: RankProgram) -> RankProgram:
 
 
 def write_out(program: RankProgram) -> None:
-    """Put the calls of each segment in its place."""
+    """Expand each segment into its calls."""
     for node in list(program.graph.nodes):
         if node.target is segment:
             _write_out(program.graph, node)

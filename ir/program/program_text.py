@@ -69,7 +69,7 @@ def call_line(node: fx.Node) -> str:
 
 
 def call_name(target: Any) -> str:
-    """What a program's text calls a function: ``aten.mm.out``, ``memory.part``, ``getitem``."""
+    """The name of a function in a program's text: ``aten.mm.out``, ``memory.part``, ``getitem``."""
     row = row_of(target)
     if row is not None:
         return row.name
@@ -80,7 +80,7 @@ def call_name(target: Any) -> str:
 
 def _type(value: Value) -> str:
     dtype = SHORT.get(value.type.dtype, str(value.type.dtype).removeprefix("torch."))
-    return (value.spec or Spec.whole(value.type.ndim)).text(value.shape, dtype)
+    return (value.spec or Spec.replicated(value.type.ndim)).text(value.shape, dtype)
 
 
 def _text(arg: Any) -> str:
@@ -99,7 +99,7 @@ def _text(arg: Any) -> str:
 
 
 def parse_program(text: str, graph: Graph, functions: Mapping[str, Callable[..., Any]] | None = None) -> RankProgram:
-    """The program of a text, of the planned ``graph``: the inverse of :func:`print_program`.
+    """Parse the text of a program, of the planned ``graph``: the inverse of :func:`print_program`.
 
     ``functions``: by name, those that the text calls beside torch's ops and our own.
     """

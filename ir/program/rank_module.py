@@ -1,4 +1,4 @@
-"""A rank's program in Python: a ``GraphModule`` that can be copied, pickled, transformed and compiled."""
+"""A rank's program as a ``GraphModule`` that can be copied, pickled, transformed and compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTRIBUTE_OPS = ("get_attr", "call_module")
 
 @dataclass(frozen=True)
 class NodeOrigin:
-    """Where a call comes from: the planned value and op, and the user's line. Plain data, in ``meta["shardfx"]``."""
+    """The origin of a call: the planned value and op, and the user's line. Plain data, in ``meta["shardfx"]``."""
 
     value: str
     op: str
@@ -36,13 +36,13 @@ class NodeOrigin:
 
     @staticmethod
     def of(node: Node) -> NodeOrigin:
-        """The origin of what is made of a planned node."""
+        """The origin of calls that lower a planned node."""
         return NodeOrigin(node.name, op_name(node.op), node.where, node.phase.value, tuple(node.attrs.items()))
 
 
 @dataclass(frozen=True)
 class Annotate:
-    """Writes each line's comment behind it."""
+    """Code generation with each line's comment behind it."""
 
     comments: Mapping[str, str]
 
@@ -64,7 +64,7 @@ class Annotate:
 
 
 class _LazyMeta(dict[str, Any]):
-    """A node's ``meta`` that finds out what the node gives (``val``) when it is first asked."""
+    """A node's ``meta`` that computes ``val`` when it is first read."""
 
     def __init__(self, known: Mapping[str, Any], find: Callable[[], Any]) -> None:
         super().__init__(known)
@@ -125,7 +125,7 @@ class RankModule(fx.GraphModule):
         return module
 
     def tell(self, values: Callable[[], Mapping[str, Any]]) -> RankModule:
-        """Let ``meta["val"]`` of each node be what it gives, a tensor without content; gives the module.
+        """Make ``meta["val"]`` of each node available lazily, a fake tensor of its result; returns the module.
 
         Args:
             values: finds out what each node gives, by its name; asked once, when the first ``val`` is.

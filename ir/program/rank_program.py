@@ -36,11 +36,11 @@ class RankProgram:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
     def module(self) -> RankModule:
-        """The program as a ``GraphModule``: for people, ``torch.compile`` and export; made anew at each call."""
+        """The program as a new ``GraphModule`` at each call: for people, ``torch.compile`` and export."""
         return self.copy().into_module()
 
     def into_module(self) -> RankModule:
-        """The same of a program that nobody else has: its graph becomes the module's."""
+        """The program as a ``GraphModule`` that takes over its graph, which nobody else may use."""
         comments = self.comments()
         return RankModule.of(*self._with_units(self.graph, comments, self.constants), self.rank)
 
@@ -57,7 +57,7 @@ class RankProgram:
         return outer, comments, {**constants, **modules}
 
     def comments(self) -> dict[str, str]:
-        """What stands behind each line of code: where it comes from; of an input, how it is placed."""
+        """Comments of code lines: the origin of each call, the placement of an input."""
         found: dict[str, str] = {}
         inputs = iter(self.inputs)
         for node in self.graph.nodes:
@@ -70,7 +70,7 @@ class RankProgram:
         return found
 
     def changed(self, module: fx.GraphModule) -> RankProgram:
-        """The program of a module that somebody made of this program's; modules that it calls are inlined."""
+        """The program of a modified module of this one; modules that it calls are inlined."""
         if not isinstance(module, fx.GraphModule):
             raise Error(
                 "this is not a program",
@@ -92,19 +92,19 @@ class RankProgram:
         return replace(self, graph=graph, constants={name: attribute(module, name) for name in names})
 
     def planned(self) -> dict[fx.Node, Node]:
-        """The planned node that each call comes from."""
+        """The planned node of each call."""
         found = {node: node.meta.get("shardfx") for node in self.graph.nodes}
         return {node: made for node, made in found.items() if isinstance(made, Node)}
 
     def copy(self) -> RankProgram:
-        """Another program of the same content."""
+        """A copy of the program."""
         graph, env = fx.Graph(), dict[fx.Node, Any]()
         for node in self.graph.nodes:
             env[node] = graph.node_copy(node, env.__getitem__)
         return replace(self, graph=graph)
 
     def result(self) -> fx.Node:
-        """The node that returns."""
+        """The output node."""
         found: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
         return found
 

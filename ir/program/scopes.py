@@ -50,7 +50,7 @@ class ScopeCheck:
                     self._written.setdefault(loop, set()).add(self._share.root(into))
 
     def take(self, node: fx.Node) -> None:
-        """The next call."""
+        """Check the next call."""
         if not self._parts:
             return
         part = self._parts.get(node, "")
@@ -67,7 +67,7 @@ class ScopeCheck:
                 self._open.append(node)
 
     def end(self) -> None:
-        """There are no more calls."""
+        """Finish the check."""
         if self._open:
             self._fail("iterations begin here and do not end", self._open[0])
 
@@ -119,7 +119,7 @@ class ScopeCheck:
             self._touches(value, node)
 
     def _reaches(self, used: fx.Node, node: fx.Node) -> None:
-        """A value is there: made in iterations that are not over, or by an action that is done before."""
+        """Whether a value is in scope: its iterations have not ended, or an action made it that runs before."""
         made = self._inside[used]
         if self._parts.get(used) == "opens":
             made = (*made, used)

@@ -112,7 +112,7 @@ class ProgramSource:
 
 
 def write_source(program: RankProgram, forms: CallOverrides | None = None, watch: Watch | None = None) -> ProgramSource:
-    """The source of a program. ``watch`` is shown every result."""
+    """The Python source of a program. ``watch`` is called with every result."""
     return _SourceWriter(program, forms or CallOverrides(), watch).source()
 
 
@@ -160,7 +160,7 @@ class _SourceWriter:
             self._add(node, f"{self._name(self.watch)}({self._name(node)}, {node.name}, ({operands}))")
 
     def _make_first(self, node: fx.Node) -> None:
-        """Make the memory that a call collects into, unless it has done so in another iteration."""
+        """Allocate the buffer that a call collects into, once for all iterations."""
         for memory in node.all_input_nodes:
             if self.life.made_for.get(memory) is node:
                 self._add(memory, f"if {memory.name} is None:")
@@ -175,7 +175,7 @@ class _SourceWriter:
     # ---- iterations -------------------------------------------------------------------------------------------------
 
     def _frame(self, node: fx.Node, part: str) -> None:
-        """Where iterations begin or end, or one of their actions begins."""
+        """The source where iterations begin or end, or one of their actions begins."""
         if part != "opens" and self.open[-1] == "unit":
             self.open.pop()
         if part == "closes":
@@ -194,7 +194,7 @@ class _SourceWriter:
             self.open.append(part)
 
     def _unit(self, node: fx.Node) -> None:
-        """An action: a branch, which takes what others kept for it."""
+        """The source of an action: a branch, with values that others stored for it."""
         iterations, name = loop_of(node), action_name(node)
         word = "if" if ActionOrder.of(action_order(iterations).split()).units[0] == name else "elif"
         self._add(node, f"{word} {self._free(f'{iterations.name}_unit')} == {name!r}:")
@@ -210,7 +210,7 @@ class _SourceWriter:
             self._add(node, "pass")
 
     def _kept(self, value: fx.Node) -> str:
-        """What holds a value for the actions that take it, by the iteration."""
+        """The container of values that actions share, by the iteration."""
         return self._free(f"{value.name}_kept")
 
     def _free(self, name: str) -> str:
@@ -238,7 +238,7 @@ class _SourceWriter:
         return argument_text(arg, self._name)
 
     def _name(self, thing: Any) -> str:
-        """A global name for an object. Ops are bound to what calls them at the least cost."""
+        """A global name for an object. Ops are bound to their cheapest callable."""
         if isinstance(thing, torch._ops.OpOverload):
             name = f"_{thing._opname}_{thing._overloadname}".removesuffix("_default")
             thing = QUICK.get(thing, thing._op)

@@ -22,7 +22,7 @@ from shardfx.ir.ops.comm import all_gather, all_reduce, reduce_scatter
 
 
 def contiguous_parameters(nodes: Iterable[Node], inputs: Iterable[Input]) -> list[tuple[Input, ...]]:
-    """The parameters that stores keep contiguous, for the gathers among planned nodes; each stands once."""
+    """The parameters that stores keep contiguous, for the gathers among planned nodes, each listed once."""
     stored = {inp.value: inp for inp in inputs if inp.kind is InputKind.PARAMETER and not inp.dim_order}
     found: list[tuple[Input, ...]] = []
     placed: set[str] = set()
@@ -66,14 +66,14 @@ def stepped_groups(graph: Graph) -> list[tuple[Input, ...]]:
 
 
 def _as_made(gradient: Value) -> Value:
-    """A gradient as the backward makes it, before the step changes it, or an all-gather."""
+    """A gradient before the step changes it or gathers it, as the backward makes it."""
     while (node := gradient.node) is not None and (node.phase is Phase.UPDATE or node.op is all_gather):
         gradient = node.operands[node.outs.index(gradient) if node.op is all_gather else 0]
     return gradient
 
 
 def contiguous_tensors(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Memory for tensors of these shapes, contiguous."""
+    """Contiguous memory for tensors of these shapes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     return [part.view(list(shape)) for shape, part in zip(shapes, flat.split(sizes), strict=True)]

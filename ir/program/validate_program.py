@@ -45,7 +45,7 @@ from .scopes import ScopeCheck
 
 OPS = ("placeholder", "get_attr", "call_function", "output")
 TENSOR, TENSORS, OTHER, ANY = "a tensor", "a list of tensors", "no tensor", "anything"
-NUMBER, NUMBERS = "a whole number", "a list of whole numbers"
+NUMBER, NUMBERS = "an integer", "a list of integers"
 NESTS = (type(None), str, list, tuple, dict, slice)
 """What is no number, of whatever type: ranks for which one program is written have numbers of their own."""
 
@@ -63,7 +63,7 @@ class ArgumentSlot:
     number: bool = False
 
     def takes(self, arg: Any) -> bool:
-        """Whether an argument may stand here."""
+        """Whether the slot accepts an argument."""
         if self.kind == ANY or (arg is None and self.optional):
             return True
         if self.kind == TENSOR:
@@ -81,7 +81,7 @@ class ArgumentSlot:
 
 
 def malformed(node: fx.Node) -> str:
-    """What is wrong with the form of a node; empty where nothing is."""
+    """What is malformed in a node; empty if nothing is."""
     if node.op not in OPS:
         return f"a {node.op} node is no part of a rank's program"
     if node.op != "call_function":
@@ -106,7 +106,7 @@ def malformed(node: fx.Node) -> str:
 
 
 def _malformed_segment(node: fx.Node) -> str:
-    """What is wrong with a segment of an optimizer's step, and with what is taken of it."""
+    """What is malformed in a segment of an optimizer's step, and in uses of its results."""
     if node.kwargs:
         return f"{node.name} takes its arguments by place"
     arguments: Any = node.args
@@ -186,12 +186,12 @@ def _argument_slots(target: Callable[..., Any]) -> tuple[ArgumentSlot, ...] | No
 
 
 def _kind_of_type(words: str) -> str:
-    """What the type of a schema's argument says."""
+    """The kind of a schema's argument type."""
     return OTHER if "Tensor" not in words else TENSORS if "List" in words else TENSOR
 
 
 def _kind(hint: Any) -> str:
-    """What an annotation says."""
+    """The kind of a Python annotation."""
     if hint is None or hint is Any:
         return ANY
     words = str(hint)
@@ -201,7 +201,7 @@ def _kind(hint: Any) -> str:
 
 
 def _leaves(arg: Any) -> list[Any]:
-    """What is in a nest of lists, with a number in the place of each induction variable."""
+    """The leaves of nested lists, with a number in the place of each induction variable."""
     if isinstance(arg, (list, tuple)):
         return [leaf for each in arg for leaf in _leaves(each)]
     return [0 if isinstance(arg, fx.Node) and is_induction_variable(arg) else arg]
@@ -223,7 +223,7 @@ class ProgramError(Error):
 
 
 def collective_order(program: RankProgram) -> list[str]:
-    """What is asked of which group, in order: the same on all its ranks."""
+    """The sequence of collectives by group: the same on all its ranks."""
     found = []
     for node in program.graph.nodes:
         row = row_of(node.target)
@@ -259,7 +259,7 @@ class _ProgramCheck:
         self.slots = BufferParts(self.share)
 
     def _form(self) -> None:
-        """Every node can be read, and takes what stands before it."""
+        """Check that every node is well formed, and uses only values before it."""
         there: set[fx.Node] = set()
         for node in self.nodes:
             if what := malformed(node):
@@ -331,7 +331,7 @@ class _ProgramCheck:
         self._define(node)
 
     def _filled(self, memory: fx.Node) -> bool:
-        """Whether memory has content to go on from."""
+        """Whether memory is initialized."""
         source = memory.args[0] if memory.target is memory_ops.part else memory
         row = self.share.row(source) if isinstance(source, fx.Node) else None
         return row is not None and row.filled
@@ -346,7 +346,7 @@ class _ProgramCheck:
             self.away[node] = pool
 
     def _beside(self, node: fx.Node, row: LocalOp | None) -> bool:
-        """Whether a call is done off the device: all that it takes lies there."""
+        """Whether a call runs off the device: all its operands lie there."""
         tensors = (used for used in node.all_input_nodes if not is_induction_variable(used))
         return not (row is not None and row.pool) and all(used in self.away for used in tensors)
 
@@ -355,7 +355,7 @@ class _ProgramCheck:
         self.live.setdefault(self.share.root(node), []).append(node)
 
     def _write(self, node: fx.Node, into: fx.Node) -> None:
-        """What lies in the memory that is written now is gone."""
+        """Record a write: the values that were in this memory are gone."""
         root = self.share.root(into)
         if not self.share.owned(into) and not (root in self.renewed and node.target in (*OVER, *RENEWING)):
             self._fail(
@@ -387,7 +387,7 @@ class _ProgramCheck:
             self.slots.put(node, into, slot)
 
     def _join(self, node: fx.Node) -> None:
-        """The joined values lie in this memory, contiguous, and fill it."""
+        """Check a join: the joined values lie in this memory, contiguous, and fill it."""
         args: Any = node.args
         flat, values, shards = args
         at = 0
@@ -455,7 +455,7 @@ class _ProgramCheck:
 
 
 def _reads_too(node: fx.Node, into: fx.Node) -> bool:
-    """Whether a call takes its destination a second time, to read it, and is not done element by element."""
+    """Whether a call also reads its destination as another operand, not element by element."""
     given: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), given.append)
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()

@@ -1,4 +1,4 @@
-"""What rules have in common: names of ops, texts of tensors that hang on the node."""
+"""Helpers of rules: names of ops, and templates of tensors that depend on the node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ops(names: str) -> tuple[Any, ...]:
 
 
 def words(names: Iterable[str], full: Collection[str] = ()) -> str:
-    """The text of a tensor with a factor for each dim, some of them whole."""
+    """The text of a tensor with a factor for each dim, some of them replicated."""
     return " ".join(f"{name}!" if name in full else name for name in names)
 
 
@@ -42,6 +42,6 @@ def at_dim(emit: Emit, tensor: Value) -> int:
 
 
 def checked(emit: Emit, index: Any, size: int, ignored: int | None = None) -> Any:
-    """An index into a table that is sharded, found to be one: an op of torch sees that itself, of the table as a
-    whole."""
+    """An index into a table that is sharded, found to be one: an op of torch sees that itself, of the full
+    table."""
     return emit.call(pack.inside, index, size, ignored)

@@ -1,4 +1,4 @@
-"""What may be sharded of an op, as data; see docs/writing_rules.md."""
+"""Sharding rules of ops, as data; see docs/writing_rules.md."""
 
 from .book import Contiguous, RuleBook, RuleEntry, rule
 from .local import Emit, NodeShard, add_once, mine, others_zero, reshaped

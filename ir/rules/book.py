@@ -1,4 +1,4 @@
-"""Op rules, and the book of them.
+"""Op rules, and the rule book.
 
 A rule is an einsum over *factors*, in the spirit of Shardy's::
 
@@ -35,7 +35,7 @@ from .template import ALL, Template, Tensor, parse_linear, parse_tensor, templat
 
 
 def perform(entry: RuleEntry | None, emit: Emit) -> Any:
-    """One rank's version of a node: as its rule's ``local`` says, or the op itself with the local shape."""
+    """Lower a node to one rank: by its rule's ``local`` function, or as the op itself with the local shape."""
     sharding = is_sharded(emit.node)
     if sharding and entry is not None and may_lack(emit.node, emit.mesh):
         nothing = results_of_empty_shard(entry.make(emit.node), emit)
@@ -54,14 +54,14 @@ def perform(entry: RuleEntry | None, emit: Emit) -> Any:
 
 
 def sharding_leaders(entry: RuleEntry, node: Node) -> frozenset[str]:
-    """The factors that see others through windows, or are seen so, and are sharded."""
+    """The sharded leaders of windows."""
     rule = entry.make(node)
     assert rule is not None and node.strategy is not None
     return (rule.leaders | rule.alone) & {factor for factor, axes in node.strategy.shardings if axes}
 
 
 def sized_args(entry: RuleEntry, emit: Emit, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with the rank's own sizes for those that ``sized`` names."""
+    """The arguments, with local sizes for those that ``sized`` names."""
     rule = entry.make(emit.node)
     assert rule is not None
     changed = list(args)
@@ -74,14 +74,14 @@ def sized_args(entry: RuleEntry, emit: Emit, args: tuple[Any, ...]) -> tuple[Any
 
 
 def local_size(rule: ShardingRule, emit: Emit, dim: Dim) -> int:
-    """How much this rank has of a dim of these factors: from a tensor dim that is made of them and of whole ones."""
+    """The local size of a dim of these factors, from a tensor dim made of them and of replicated ones."""
     if not dim:
         return 1
     made = [dims for dims in rule.results if dims is not None]
     for i, dims in enumerate((*rule.operands, *made)):
         for d, each in enumerate(dims):
             rest = [f for f in each if f not in dim]
-            if len(each) == len(dim) + len(rest) and rule.whole.issuperset(rest):
+            if len(each) == len(dim) + len(rest) and rule.replicated.issuperset(rest):
                 operands = len(rule.operands)
                 shape = emit.operand_shape(i) if i < operands else emit.result_shape(i - operands)
                 return shape[d] // math.prod(rule.sizes[f] for f in rest)
@@ -89,7 +89,7 @@ def local_size(rule: ShardingRule, emit: Emit, dim: Dim) -> int:
 
 
 class Contiguous(Enum):
-    """The memory layout of its operands that a kernel takes: some give wrong numbers for another, without a word."""
+    """A kernel's requirement on the memory layout of its operands: some silently compute wrong numbers for others."""
 
     ANY = "any"
     LAST_DIM = "last dim"
@@ -97,7 +97,7 @@ class Contiguous(Enum):
     ALIGNED = "all dims, where a number of any dtype may lie"
 
     def takes(self, shape: Sequence[int], stride: Sequence[int]) -> bool:
-        """Whether the kernel takes an operand of this layout."""
+        """Whether the kernel accepts an operand of this layout."""
         if self is Contiguous.ANY or (self is Contiguous.LAST_DIM and (not shape or stride[-1] == 1)):
             return True
         return torch.empty_strided(tuple(shape), tuple(stride), device="meta").is_contiguous()
@@ -116,7 +116,7 @@ class RuleEntry:
     ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``sized`` arguments
     that are the sizes of dims; ``local`` writes anything else; ``free`` says that the op costs next to nothing, so that
     it may be done once per placement that is needed of its result; ``contiguous`` which memory layout its kernel takes;
-    ``expand`` says that where a whole factor is in the way the op may be replaced by its decomposition (True:
+    ``expand`` says that where a replicated factor is in the way the op may be replaced by its decomposition (True:
     torch's own); ``rows`` writes one rank's version where what others are seen through windows by is sharded, of
     arguments that fit it otherwise; ``discovered`` that nobody wrote it: it is found by running the op.
     """
@@ -185,7 +185,7 @@ def rule(
 
 
 def _name(form: Any) -> str:
-    """A function of nodes by its name, or by the template that a partial one begins with."""
+    """The name of a function of nodes, or of the template that a partial one begins with."""
     return str(form.args[0] if isinstance(form, functools.partial) else form.__name__)
 
 
@@ -206,11 +206,11 @@ class RuleBook:
     fallback: Fallback | None = None
 
     def extended(self, entries: Iterable[RuleEntry]) -> RuleBook:
-        """A new book in which ``entries`` stand beside these, and win."""
+        """A new book with ``entries`` added, which win."""
         return replace(self, by_op={**self.by_op, **{op: entry for entry in entries for op in entry.ops}})
 
     def with_fallback(self, fallback: Fallback) -> RuleBook:
-        """A new book that asks ``fallback`` for what it does not hold."""
+        """A new book that asks ``fallback`` for missing rules."""
         return replace(self, fallback=fallback)
 
     def entry(self, op: Any) -> RuleEntry | None:
@@ -227,7 +227,7 @@ class RuleBook:
         return found
 
     def rule(self, node: Node) -> ShardingRule:
-        """The rule of a node; where there is none, that of an op of which nothing is sharded."""
+        """The rule of a node; where there is none, a replicated one."""
         entry = self.entry(node.op)
         return (entry.make(node) if entry is not None else None) or replicated(node)
 
@@ -237,7 +237,7 @@ class RuleBook:
 
 
 def replicated(node: Node, linear: str = "") -> ShardingRule:
-    """The rule of an op of which nothing may be sharded; partial sums of some operands may pass."""
+    """The rule of an op that is replicated: nothing may be sharded, but partial sums of some operands may pass."""
     sizes: dict[str, int] = {}
 
     def dims(prefix: str, value: Value) -> tuple[Dim, ...]:

@@ -1,4 +1,4 @@
-"""One rank's share of a node: what it has of every tensor, and how its version of the op is called.
+"""One rank's share of a node: its shard of every tensor, and the call of its local version.
 
 Code generation writes that call into a program, the oracle (:mod:`shardfx.ir.oracle`) executes it: both by
 :func:`perform`, so that what is checked is what runs.
@@ -46,13 +46,13 @@ class DimShard:
 
     @staticmethod
     def of(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> DimShard:
-        """The shard of the rank at ``coords`` of a dim of ``size`` elements that is sharded so."""
+        """The shard of the rank at ``coords`` of a dim of ``size`` elements under a sharding."""
         pairs = zip(sharding.sub(size), sharding.spans(size, mesh, coords), strict=True)
         return DimShard(tuple(SubRange(part.size, *span) for part, span in pairs))
 
     @property
     def first(self) -> int:
-        """The first element that is held: no two ranks that have something else have the same."""
+        """The first element of the shard: different shards have different ones."""
         found = 0
         for each in self.ranges:
             found = found * each.size + each.start
@@ -60,12 +60,12 @@ class DimShard:
 
     @property
     def length(self) -> int:
-        """How many elements are held."""
+        """The number of elements of the shard."""
         return math.prod(each.length for each in self.ranges)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all elements are."""
+    def is_full(self) -> bool:
+        """Whether the shard is the full dim."""
         return all(each.length == each.size for each in self.ranges)
 
     @property
@@ -76,7 +76,7 @@ class DimShard:
 
 @dataclass
 class NodeShard:
-    """What the rank at ``coords`` has of a node's tensors, by the node's strategy."""
+    """The shards of a node's tensors on the rank at ``coords``, by the node's strategy."""
 
     node: Node
     mesh: Mesh
@@ -95,15 +95,15 @@ class NodeShard:
         return self.shape(*self._result(result))
 
     def operand_shard(self, operand: int, dim: int) -> DimShard:
-        """What this rank has of a dim of an operand, however it is sharded."""
+        """This rank's shard of a dim of an operand."""
         return self._dim(*self._operand(operand), dim)
 
     def result_shard(self, result: int, dim: int) -> DimShard:
-        """What this rank has of a dim of a result, however it is sharded."""
+        """This rank's shard of a dim of a result."""
         return self._dim(*self._result(result), dim)
 
     def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
-        """Start and length of the one contiguous range that this rank has of a dim of an operand.
+        """Start and length of this rank's one contiguous range of a dim of an operand.
 
         Raises:
             Error: the dim is sharded so that ranks have several.
@@ -140,20 +140,20 @@ class NodeShard:
 
 @dataclass
 class Emit(NodeShard):
-    """What a rule's ``local`` function writes one rank's version of a node with: code generation writes its calls into
-    a program, the oracle executes them."""
+    """The writer that a rule's ``local`` function gets: code generation writes its calls into a program, the oracle
+    executes them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Write a call; gives its result, to be used in further calls."""
+        """Write a call; returns its result, for further calls."""
         raise NotImplementedError
 
 
 @cache
 def gives_list(op: Any) -> bool:
-    """Whether an op gives a list of tensors, be it of one."""
+    """Whether an op returns a list of tensors, even if of one."""
     returns = op._schema.returns if isinstance(op, torch._ops.OpOverload) else ()
     return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
 
@@ -165,12 +165,12 @@ def is_sharded(node: Node) -> bool:
 
 
 def reshaped(emit: Emit) -> Any:
-    """Where the op would take a shard for something else, its result is the shard in the local shape."""
+    """A shard in its local shape, where the op would take it for something else."""
     return emit.call(aten.reshape.default, emit.args[0], list(emit.result_shape(0)))
 
 
 def mine(emit: Emit, index: Any, shard: DimShard) -> tuple[Any, Any]:
-    """Where an index of the whole stands in what this rank has (clamped), and where it lies outside."""
+    """A global index as a local one (clamped), and whether it lies outside this rank's shard."""
     place, outside, stride, below = None, None, 1, 1
     for i, part in reversed(list(enumerate(shard.ranges))):
         digit = emit.call(aten.floor_divide.Scalar, index, below) if below > 1 else index
@@ -189,13 +189,13 @@ def mine(emit: Emit, index: Any, shard: DimShard) -> tuple[Any, Any]:
 
 
 def others_zero(emit: Emit, found: Any, outside: Any, *, rows: bool = False) -> Any:
-    """What was found within this rank's range, and zeros for the rest: the sum over the ranks is the whole."""
+    """Lookup results within this rank's range, and zeros for the rest: the sum over the ranks is the full result."""
     where = emit.call(aten.unsqueeze.default, outside, -1) if rows else outside
     return emit.call(aten.masked_fill.Scalar, found, where, 0)
 
 
 def box_of(emit: Emit, full: Any, shards: Sequence[DimShard]) -> Any:
-    """What this rank has of a tensor that it has made as a whole; ``held`` says it of each dim."""
+    """This rank's shard of a full tensor that it has computed; ``held`` says it of each dim."""
     ranges = [part for each in shards for part in each.ranges]
     if all(part.length == part.size for part in ranges):
         return full
@@ -207,13 +207,13 @@ def box_of(emit: Emit, full: Any, shards: Sequence[DimShard]) -> Any:
 
 
 def nothing(emit: Emit, like: Any) -> Any:
-    """Zeros of the local shape, from a rank that has nothing to look up."""
+    """Zeros of the local shape, for a rank with an empty shard."""
     return emit.call(aten.new_zeros.default, like, list(emit.result_shape(0)))
 
 
 def add_once(emit: Emit) -> Any:
-    """What is added to is added by the rank that has the first part of the values; the others add to zeros. Where it
-    is a partial sum over the same axes, each rank adds to its own term."""
+    """The op with its first operand added once: by the rank that has the first part of the values; others add to zeros.
+    Where it is a partial sum over the same axes, each rank adds to its own term."""
     made = emit.node.strategy
     assert made is not None
     axes = (*made.operands[0].axes, *made.operands[0].partial_axes)
@@ -236,7 +236,7 @@ def add_once(emit: Emit) -> Any:
 
 
 def may_lack(node: Node, mesh: Mesh) -> bool:
-    """Whether some rank may have nothing of a tensor of a node."""
+    """Whether some rank may have an empty shard of a node's tensor."""
     made = node.strategy
     if made is None:
         return False
@@ -254,8 +254,8 @@ def _may_lack(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
 
 
 def results_of_empty_shard(rule: ShardingRule | None, emit: Emit) -> Any:
-    """The call that gives a rank's results where it has nothing of a factor that is sharded; None where it has of all,
-    or where a result is not what ranks' shares make of it."""
+    """The call that makes a rank's results from an empty shard of a sharded factor; None where no shard is empty, or
+    where a result is not what ranks' shares make of it."""
     lost = _lacking(rule, emit) if rule is not None else frozenset[str]()
     if rule is None or not lost or not emit.node.operands:
         return None
@@ -278,7 +278,7 @@ def results_of_empty_shard(rule: ShardingRule | None, emit: Emit) -> Any:
 
 
 def _lacking(rule: ShardingRule, emit: Emit) -> frozenset[str]:
-    """The factors that are sharded and of which the rank has nothing, by the tensors that have them."""
+    """The sharded factors of which the rank's shard is empty, by the tensors that have them."""
     node, found = emit.node, set[str]()
     assert node.strategy is not None
     shared = {factor for factor, axes in node.strategy.shardings if axes}
@@ -297,7 +297,7 @@ def _lacking(rule: ShardingRule, emit: Emit) -> frozenset[str]:
 
 
 def _neutral(kind: str, dtype: torch.dtype) -> float:
-    """What adds nothing to a reduction."""
+    """The neutral element of a reduction."""
     if kind in ("max", "min") and dtype is not torch.bool:
         most = math.inf if dtype.is_floating_point else float(torch.iinfo(dtype).max)
         return -most if kind == "max" else most

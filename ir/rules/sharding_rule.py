@@ -1,4 +1,4 @@
-"""What may be sharded of one node, as data: factors of every dim of every tensor."""
+"""The sharding rule of one node, as data: the factors of every dim of every tensor."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Linear(NamedTuple):
     along: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        """As a rule says it: ``0&1``, ``2>0``, ``0>``, ``0*k``."""
+        """The text form in a rule: ``0&1``, ``2>0``, ``0>``, ``0*k``."""
         along = f"*{' '.join(sorted(self.along))}" if self.along else ""
         made = "" if self.results is None else ">" + "&".join(map(str, sorted(self.results)))
         return "&".join(map(str, sorted(self.operands))) + along + made
 
 
 class SeenFactor(NamedTuple):
-    """A factor as another one, the ``leader``, needs it: through a window."""
+    """A factor seen through a window of another one, the ``leader``."""
 
     leader: str
     window: Window
@@ -42,12 +42,12 @@ class SeenFactor(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """What may be sharded of one node: per operand and per result the factors of each dim."""
+    """The sharding rule of one node: per operand and per result the factors of each dim."""
 
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...] | None, ...]
     sizes: Mapping[str, int]
-    whole: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
     linear: tuple[Linear, ...] = ()
     reduce: str = "sum"
     """What a result is of the shards' results where it lacks a factor that is sharded; ``same``: every rank has all of
@@ -67,7 +67,7 @@ class ShardingRule:
 
     @cached_property
     def factors(self) -> dict[str, list[tuple[bool, int, int, int]]]:
-        """Where each factor stands: (is an operand, tensor, dim, place in the dim)."""
+        """The positions of each factor: (is an operand, tensor, dim, place in the dim)."""
         found: dict[str, list[tuple[bool, int, int, int]]] = {}
         for is_operand, tensors in ((True, self.operands), (False, self.results)):
             for t, dims in enumerate(tensors):
@@ -78,11 +78,11 @@ class ShardingRule:
 
     @cached_property
     def leaders(self) -> frozenset[str]:
-        """The factors that see others through windows: they are sharded plainly."""
+        """The leaders of windows: they are sharded plainly."""
         return frozenset(seen.leader for seen in self.windows.values())
 
     def kin(self, factor: str) -> frozenset[str]:
-        """The factors that are sharded together with one: a leader and what it sees."""
+        """The factors that are sharded together with one: a leader and those seen through its windows."""
         leader = self.windows[factor].leader if factor in self.windows else factor
         return frozenset({leader, *(f for f, seen in self.windows.items() if seen.leader == leader)})
 
@@ -99,11 +99,12 @@ class ShardingRule:
 
     @cached_property
     def ignored(self) -> frozenset[int]:
-        """The operands at whose values the op does not look."""
+        """The operands whose values the op does not read."""
         return frozenset[int]().union(*(each.operands for each in self.linear if each.results == frozenset()))
 
     def passes(self, kind: str, group: frozenset[int], along: str = "") -> frozenset[int] | None:
-        """Which results are partial where these operands are, by a reduction of this kind; None if they may not be.
+        """The results that are partial where these operands are, by a reduction of this kind; None if the operands may
+        not be.
 
         Args:
             along: the factor that is sharded over the axis of the partial sums, if one is.
@@ -122,7 +123,7 @@ class ShardingRule:
         return None
 
     def together(self, factor: str, group: frozenset[int]) -> Linear | None:
-        """What ``linear`` says of operands that are partial sums over the axes that shard a factor."""
+        """The operands that may be partial sums over the axes that shard a factor, by ``linear``."""
         return next(
             (e for e in self.linear if factor in e.along and e.operands - self.ignored == group - self.ignored), None
         )
@@ -138,7 +139,7 @@ def rule_text(rule: ShardingRule) -> str:
     def word(factor: str) -> str:
         if factor in rule.windows:
             return f"{factor}~{rule.windows[factor].leader}"
-        return factor + ("!" if factor in rule.whole else "")
+        return factor + ("!" if factor in rule.replicated else "")
 
     def tensor(dims: Iterable[Dim]) -> str:
         texts = []

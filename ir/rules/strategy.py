@@ -1,4 +1,4 @@
-"""Strategies of a node: from shardings of factors to the placements of all tensors, and back; and which there are.
+"""Strategies of a node: from shardings of factors to the placements of all tensors, and back; and their enumeration.
 
 mm, Mesh(a=2)     [4, 6], [6, 5] -> [4, 5]              m{a}: [4{a}, 6], [6, 5] -> [4{a}, 5]
                   k{a}: [4, 6{a}], [6{a}, 5] -> [4, 5] +{a}              [4, 6] +{a}, [6, 5] -> [4, 5] +{a}   ...
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part, Window, compound, is_strided, project, smallest
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, Window, compound, is_strided, project, smallest
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy, Value
 from shardfx.ir.mesh import Mesh
@@ -36,11 +36,11 @@ MOST_IGNORED = 4
 
 
 def sharding_of(factor: str, shardings: FactorShardings, rule: ShardingRule, mesh: Mesh) -> DimSharding:
-    """How a factor is held: as it is sharded, or in the rows that the chunks of its leader need."""
+    """The sharding of a factor: its own, or the rows that the chunks of its leader need."""
     seen = rule.windows.get(factor)
     if seen is None or factor in shardings:
-        return shardings.get(factor, WHOLE)
-    leader = shardings.get(seen.leader, WHOLE)
+        return shardings.get(factor, REPLICATED)
+    leader = shardings.get(seen.leader, REPLICATED)
     if leader.rows is None:
         return rows_for(leader.axes, seen.window, rule.sizes[factor], mesh)
     made = rows_for(leader.axes, seen.window.within(leader.rows), rule.sizes[factor], mesh)
@@ -53,8 +53,7 @@ def sharding_of(factor: str, shardings: FactorShardings, rule: ShardingRule, mes
 
 @lru_cache(maxsize=4096)
 def _covers(made: DimSharding, size: int, window: Window, leader: DimSharding, leaders: int, mesh: Mesh) -> bool:
-    """Whether ranks have what the leader's rows are made of, the one row also that a rank has where its chunk needs
-    none."""
+    """Whether shards cover the leader's rows, the one row also that a rank has where its chunk needs none."""
     for coords in mesh.along(dict.fromkeys(mesh.names, 0), leader.axes):
         (start, length), (first, count) = made.span(size, mesh, coords), leader.span(leaders, mesh, coords)
         needed, rows = window.rows(first, count, size)
@@ -64,23 +63,21 @@ def _covers(made: DimSharding, size: int, window: Window, leader: DimSharding, l
 
 
 def wishes(rule: ShardingRule, shardings: FactorShardings) -> dict[str, DimSharding]:
-    """The shardings, and for what is seen through windows tiles over the same axes: how it is best held."""
+    """The preferred shardings: factors seen through windows become tiles over the same axes."""
     seen = {f: DimSharding(shardings[each.leader].axes) for f, each in rule.windows.items() if each.leader in shardings}
     return {**shardings, **seen}
 
 
 def wished(rule: ShardingRule, factor: str, sharding: DimSharding) -> tuple[str, DimSharding]:
-    """The factor that is to be sharded where a tensor has a sharding of one, and how: a leader in tiles over the same
-    axes."""
+    """The factor to be sharded where a tensor has a sharding of one, and how: a leader in tiles over the same axes."""
     seen = rule.windows.get(factor)
     if seen is None and factor not in rule.leaders:
         return factor, sharding
-    return factor if seen is None else seen.leader, WHOLE if is_strided(sharding) else DimSharding(sharding.axes)
+    return factor if seen is None else seen.leader, REPLICATED if is_strided(sharding) else DimSharding(sharding.axes)
 
 
 def implied(rule: ShardingRule, factor: str, sharding: DimSharding, mesh: Mesh) -> tuple[str, DimSharding] | None:
-    """The factor that is sharded where a tensor has this sharding of one, and how; None where that follows from no
-    sharding."""
+    """The factor whose sharding implies this one of a tensor, and how; None where there is none."""
     seen = rule.windows.get(factor)
     if seen is None:
         return factor, sharding
@@ -95,7 +92,7 @@ def place(dims: tuple[Dim, ...], shardings: FactorShardings, rule: ShardingRule,
         if len(dim) == 1:
             placed.append(sharding_of(dim[0], shardings, rule, mesh))
         elif not any(f in shardings for f in dim):
-            placed.append(WHOLE)
+            placed.append(REPLICATED)
         else:
             placed.append(_joined(dim, shardings, rule, mesh))
     return tuple(placed)
@@ -106,7 +103,7 @@ def _joined(dim: Dim, shardings: FactorShardings, rule: ShardingRule, mesh: Mesh
     one."""
     parts: list[Part] = []
     for f in dim:
-        sharding = shardings.get(f, WHOLE)
+        sharding = shardings.get(f, REPLICATED)
         if sharding.rows is not None and math.prod(rule.dim_sizes(dim)) == rule.sizes[f]:
             return sharding
         if sharding.rows is not None:
@@ -117,7 +114,7 @@ def _joined(dim: Dim, shardings: FactorShardings, rule: ShardingRule, mesh: Mesh
 
 
 def strategy(rule: ShardingRule, shardings: FactorShardings, mesh: Mesh, partial: Partial | None = None) -> Strategy:
-    """How a node is computed when its factors are sharded so, and operands are partial so.
+    """The strategy of a node from the shardings of its factors, and the partial operands.
 
     Args:
         shardings: factor -> sharding. Over all factors, an axis at most once.
@@ -168,13 +165,13 @@ def strategy(rule: ShardingRule, shardings: FactorShardings, mesh: Mesh, partial
 
 
 def _alike(sharding: DimSharding, axis: str, partial: Partial, rule: ShardingRule) -> bool:
-    """Whether operands that are read are partial over all axes of a factor as they are over one."""
+    """Whether operands that are read are partial alike over all axes of a factor."""
     groups = {partial[each][1] - rule.ignored if each in partial else frozenset() for each in sharding.axes}
     return groups == {partial[axis][1] - rule.ignored}
 
 
 def factor_shardings(rule: ShardingRule, node: Node, mesh: Mesh) -> dict[str, DimSharding]:
-    """The shardings of the factors by which a node's strategy was made: the inverse of :func:`strategy`.
+    """The inverse of :func:`strategy`: the shardings of the factors.
 
     The strategy names the axes of each factor; where they shard a sub-dim of it, that is read off a tensor that has it.
     """
@@ -207,8 +204,8 @@ def partial_operands(made: Strategy) -> dict[str, tuple[str, frozenset[int]]]:
 
 
 def passes_partial(rule: ShardingRule, node: Node, kind: str, group: frozenset[int], along: str = "") -> bool:
-    """Whether the node may be computed with these operands partial, over an axis that shards a factor (``along``) or
-    none: what it gives is then partial too."""
+    """Whether the node maps these partial operands, over an axis that shards a factor (``along``) or none, to partial
+    results."""
     if node.attrs.get(APPROXIMATE):
         return True
     return rule.passes(kind, group, along) is not None
@@ -220,7 +217,7 @@ def as_placed(
     """The strategy of a node that is sharded as its operands are, as far as its rule allows; ``seen`` says how they
     are.
 
-    Where two operands want one axis or factor, it is sharded as the first; what is not allowed is needed whole, or
+    Where two operands want one axis or factor, it is sharded as the first; what is not allowed is needed replicated, or
     reduced.
     """
     shardings: dict[str, DimSharding] = {}
@@ -236,7 +233,7 @@ def as_placed(
                 factor, sharding = wished(rule, stored, given)
                 if (
                     sharding.axes
-                    and factor not in rule.whole
+                    and factor not in rule.replicated
                     and factor not in shardings
                     and not taken & set(sharding.axes)
                 ):
@@ -256,14 +253,14 @@ def as_placed(
 
 
 class OnAxis(NamedTuple):
-    """What one mesh axis does to a node: the factor that it shards, the operands that are partial sums over it."""
+    """The strategy of a node over one mesh axis: the factor sharded, and the operands that are partial sums."""
 
     factor: str = ""
     group: frozenset[int] = frozenset()
 
 
 def strategies(rule: ShardingRule, node: Node, mesh: Mesh) -> Iterator[Strategy]:
-    """Every strategy of a node on the axes of ranks of a mesh, each once; that with nothing sharded comes first.
+    """All strategies of a node over the axes of ranks of a mesh, each once; the replicated one comes first.
 
     A factor is sharded plainly, and so that each rank has some of it. Of reductions, operands are partial by sums.
     """
@@ -291,8 +288,7 @@ def strategies(rule: ShardingRule, node: Node, mesh: Mesh) -> Iterator[Strategy]
 
 
 def on_axis(rule: ShardingRule, dtypes: Sequence[torch.dtype]) -> Iterator[OnAxis]:
-    """What one axis may do, whatever the others do; by the dtypes of the operands, of which whole numbers are no terms
-    of sums."""
+    """The options of one axis, independent of the others; by the operands' dtypes, as integers are no terms of sums."""
     numbers = {i for i, dtype in enumerate(dtypes) if dtype.is_floating_point or dtype.is_complex}
     ignored = sorted(rule.ignored & numbers)
     counts = range(len(ignored) + 1) if len(ignored) <= MOST_IGNORED else sorted({0, 1, len(ignored)})
@@ -306,6 +302,6 @@ def on_axis(rule: ShardingRule, dtypes: Sequence[torch.dtype]) -> Iterator[OnAxi
         moved = (factor,) if factor in rule.windows else rule.kin(factor)
         sharded = {tensor for each in moved for is_operand, tensor, _, _ in rule.factors.get(each, ()) if is_operand}
         joined = [each.operands - rule.ignored for each in groups if factor in each.along]
-        free = [] if factor in rule.whole else [frozenset[int]()]
+        free = [] if factor in rule.replicated else [frozenset[int]()]
         found += [OnAxis(factor, group | more) for group in (*free, *joined) for more in extra if not sharded & more]
     yield from dict.fromkeys(found)

@@ -1,12 +1,12 @@
-"""Rules as text: ``"m k, k n -> m n"`` says of each operand, then of each result, the factor of each dim.
+"""Rule templates: ``"m k, k n -> m n"`` says of each operand, then of each result, the factor of each dim.
 
 m k        the dims of a tensor, in order            1     a dim of size one
-(h d)      a dim that is the product of factors      k!    a factor that must be whole
+(h d)      a dim that is the product of factors      k!    a factor that needs replication
 n..        any number of dims, each its own factor; a tensor may have fewer of the first ones, or ones of size one
 h*2        two dims; ``h*sizes``: as many as the argument is long; ``1*h``: as many as the factor has
 k@dim      this dim stands where the argument says (or the number), the others around it in order. A list names
            several dims, None all. ``1@dim``: a dim of size one, if such are kept
-k!causal   whole if the argument is true (``!reduction=1``: if it is 1)
+k!causal   replicated if the argument is true (``!reduction=1``: if it is 1)
 ~m n       a tensor that is broadcast to these dims: the first ones may be missing
 x, ...     the same for each tensor that follows, if there are any
 """
@@ -31,7 +31,7 @@ from .sharding_rule import Dim, Linear, ShardingRule
 Shape = tuple[int, ...]
 Dims = tuple[Dim, ...]
 Mark = tuple[str, str]
-"""When a factor is whole: if the argument is true, or has this value; always, if none is named."""
+"""When a factor is replicated: if the argument is true, or has this value; always, if none is named."""
 LEFT_OUT = "none"
 """The dim of an empty vector in the place of a result (or operand) that the op leaves out."""
 
@@ -51,7 +51,7 @@ class Tensor(NamedTuple):
     broadcast: bool = False
 
     def factors(self, sizes: Mapping[str, int]) -> list[Dim]:
-        """The factors of each dim, of a rule of these sizes; ``h*2`` is ``h0 h1``."""
+        """The factors of each dim, for a rule of these sizes; ``h*2`` is ``h0 h1``."""
         found = []
         for factors, many, _ in self.words:
             numbers = range(int(many)) if many else ("",)
@@ -63,7 +63,7 @@ class Tensor(NamedTuple):
 
 
 class Key(NamedTuple):
-    """All of a node that its rule depends on.
+    """A cache key: all of a node that its rule depends on.
 
     ``operands`` has for each tensor argument its shape, False if none is given, True if a number is; those that are
     ``barred`` for a result let no partial sum pass to it, whatever the op.
@@ -97,7 +97,7 @@ def _linear(text: str) -> Linear:
 
 
 def parse_tensor(text: str, marks: dict[str, Mark] | None = None) -> Tensor:
-    """The words of one tensor; factors that are whole are put into ``marks``."""
+    """The words of one tensor; factors that are replicated are put into ``marks``."""
     found = {} if marks is None else marks
     words = []
     for body, count, at, mark in WORD.findall(text):
@@ -134,7 +134,7 @@ class Template:
     results: tuple[Tensor, ...] = field(init=False, compare=False)
     more: tuple[bool, bool] = field(init=False, compare=False)
     marks: dict[str, Mark] = field(init=False, compare=False)
-    """The factors that are whole: always, or by the value of an argument."""
+    """The replicated factors: always, or by the value of an argument."""
     names: tuple[str, ...] = field(init=False, compare=False)
     """The arguments that the template asks for."""
     groups: tuple[Linear, ...] = field(init=False, compare=False)
@@ -158,7 +158,7 @@ class Template:
         self.__dict__.update(names=tuple(dict.fromkeys(names)), groups=parse_linear(self.linear))
 
     def __call__(self, node: Node, sizes: tuple[tuple[str, int], ...] = ()) -> ShardingRule:
-        """The rule of a node. What would be a sum of booleans is their maximum: whether any is true.
+        """The rule of a node. A sum of booleans is their maximum: whether any is true.
 
         Args:
             sizes: those of factors that do not follow from the shapes.
@@ -187,13 +187,13 @@ class Template:
 
 
 class Binding:
-    """What becomes known of the words, from one tensor to the next."""
+    """The binding of a template's words to sizes, tensor by tensor."""
 
     def __init__(self, marks: Mapping[str, Mark], key: Key) -> None:
         self.arguments = dict(key.arguments)
         self.sizes = dict(key.sizes)
         self.marked = {letter for letter, mark in marks.items() if self._holds(*mark)} | {LEFT_OUT}
-        self.whole: set[str] = set()
+        self.replicated: set[str] = set()
         self.lead: dict[str, int] = {}
         """How many dims ``n..`` stands for: of all tensors the most."""
         self.fixed: dict[str, int] = {}
@@ -204,7 +204,7 @@ class Binding:
         return not called or (str(given) == value if value else bool(given))
 
     def _places(self, at: str, ndim: int) -> list[int]:
-        """Where the dims stand that an argument (or a number) names."""
+        """The dims that an argument (or a number) names."""
         given = self.arguments[at] if at in self.arguments else int(at)
         if given is None or given == ():
             return list(range(ndim))
@@ -267,7 +267,7 @@ class Binding:
                 names = [tuple([f"{f}{first + j}" for f in factors]) for j in range(n)]
             for i, f in enumerate(factors):
                 if f in self.marked:
-                    self.whole.update(each[i] for each in names)
+                    self.replicated.update(each[i] for each in names)
             if at:
                 placed.update(zip(self._places(at, len(shape)), names, strict=False))
             else:
@@ -305,7 +305,7 @@ class Binding:
         sizes.update(dict.fromkeys(ones - sizes.keys(), 1))
 
     def held(self, dims: Dims, shape: Shape) -> Dims:
-        """Dims without factors of size one that others are multiplied with, and without those that are broadcast."""
+        """Dims to be sized: without factors of size one that others are multiplied with, and without broadcast ones."""
         sizes = self.sizes
         return tuple(
             [
@@ -320,7 +320,7 @@ class Binding:
 def bind(
     operands: Sequence[Tensor], results: Sequence[Tensor], marks: Mapping[str, Mark], key: Key
 ) -> tuple[tuple[Dims, ...], tuple[Dims | None, ...], dict[str, int], frozenset[str]]:
-    """The dims of operands and of results in factors, the sizes of the factors, and those that are whole.
+    """The dims of operands and of results in factors, the sizes of the factors, and those that are replicated.
 
     Raises:
         Error: the tensors do not fit the words.
@@ -343,12 +343,12 @@ def bind(
     rest = iter(stored[len(given) :])
     placed = tuple([None if s is None else next(rest) for s in key.results])
     sizes = {f: binding.sizes[f] for dims in stored for dim in dims for f in dim}
-    return tuple(stored[: len(given)]), placed, sizes, frozenset(binding.whole & sizes.keys())
+    return tuple(stored[: len(given)]), placed, sizes, frozenset(binding.replicated & sizes.keys())
 
 
 @functools.lru_cache(maxsize=8192)
 def _rule(template: Template, key: Key) -> ShardingRule:
-    """The rule of all nodes of the same shapes and arguments."""
+    """The rule of all nodes of the same shapes and arguments, cached."""
     operands, results, sizes, full = bind(template.operands, template.results, template.marks, key)
     position = {slot: i for i, slot in enumerate(j for j, s in enumerate(key.operands) if not isinstance(s, bool))}
     numbers = {j for j, shape in enumerate(key.operands) if shape is True}
@@ -389,7 +389,7 @@ def barred(node: Node, slots: Sequence[Any]) -> tuple[frozenset[int], ...]:
 
 @functools.cache
 def keeps_precision(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a number of the one dtype is one of the other, but for its imaginary part."""
+    """Whether one dtype represents all numbers of the other, but for their imaginary part."""
     if not (source.is_floating_point or source.is_complex):
         return True
     source, target = (each.to_real() if each.is_complex else each for each in (source, target))
@@ -431,8 +431,8 @@ def has_argument(op: Any, name: str) -> bool:
 
 
 def argument(node: Node, *called: str) -> Any:
-    """The value of the argument that the op's schema calls so, by the first of the names that it has; its default if it
-    is not given, None if there is none."""
+    """An argument by its name in the op's schema (the first of several that it has); its default if it is missing, None
+    if there is none."""
     places = _places(node.op)
     for name in called:
         if name in places:
@@ -442,7 +442,7 @@ def argument(node: Node, *called: str) -> Any:
 
 
 def given_tensors(node: Node) -> list[Any]:
-    """What is given for each tensor that the schema names, in its order: a value, a number in its stead, or None."""
+    """The arguments for all tensor parameters of the schema, in order: a value, a number in its stead, or None."""
     slots: list[Any] = []
     for i, name, many in _tensors(node.op):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(name)

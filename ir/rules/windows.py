@@ -1,7 +1,7 @@
-"""Rules that see a dim through a window, and how a rank pads and crops what it has of it.
+"""Rules with sliding windows over a dim, and the padding and cropping of a rank's rows.
 
 For output rows [o0, o1) a convolution reads input rows [o0 s - p, (o1 - 1) s - p + d (k - 1) + 1). What there is of
-these the rank has (:class:`shardfx.ir.dim_sharding.Window`); the rest is padding, at the border of the whole and
+these the rank has (:class:`shardfx.ir.dim_sharding.Window`); the rest is padding, at the global border and
 nowhere else.
 """
 
@@ -22,19 +22,19 @@ aten = torch.ops.aten
 
 
 def seeing(rule: ShardingRule, windows: Mapping[str, tuple[str, Window]], alone: bool = False) -> ShardingRule:
-    """The rule, in which factors are seen by others through windows: ``{"h": ("p", window)}``; ``alone``: those that
-    are seen may be sharded by themselves as well."""
+    """A rule whose factors see others through windows: ``{"h": ("p", window)}``; ``alone``: those that are seen may be
+    sharded by themselves as well."""
     found = {factor: SeenFactor(*seen) for factor, seen in windows.items()}
     return replace(rule, windows=found, alone=frozenset(found) if alone else frozenset())
 
 
 def down(small: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> Window:
-    """What an output row of a convolution, of ``small`` rows, reads of the input."""
+    """The window of an output row of a convolution, of ``small`` rows, over the input."""
     return Window(small, stride, 1, -padding, dilation * (kernel - 1) - padding)
 
 
 def reverse(window: Window, rows: int) -> Window:
-    """The rows that read a row through a window, of the dim of so many ``rows`` that is read; gradients go this way."""
+    """The reverse of a window: the rows that read a row of the dim of so many ``rows``; gradients go this way."""
     step, per = window.step, window.per
     if step == 0:
         return Window(rows, 0, 1, 0, window.size - 1)
@@ -42,8 +42,7 @@ def reverse(window: Window, rows: int) -> Window:
 
 
 class RowRange(NamedTuple):
-    """Rows ``start`` to ``end`` of a dim of a tensor, that are to be rows ``first`` to ``last`` (none of the ends
-    included in either)."""
+    """Rows ``start`` to ``end`` of a dim of a tensor, to become rows ``first`` to ``last`` (ends exclusive)."""
 
     dim: int
     start: int
@@ -53,13 +52,13 @@ class RowRange(NamedTuple):
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Where what stays begins and ends, among the rows that are there."""
+        """Start and end of the rows that remain."""
         begin, end = max(self.first, self.start), min(self.last, self.end)
         return (begin - self.start, end - self.start) if begin < end else (0, 0)
 
     @property
     def added(self) -> tuple[int, int]:
-        """How many rows are put before and behind what stays."""
+        """The numbers of rows padded before and behind."""
         begin, end = self.kept
         if begin == end:
             return self.last - self.first, 0
@@ -67,12 +66,12 @@ class RowRange(NamedTuple):
 
     @property
     def reverse(self) -> RowRange:
-        """The way back: of a gradient of the rows that were wanted, those of the rows that are there."""
+        """The reverse, for gradients: from the wanted rows to the rows that are there."""
         return RowRange(self.dim, self.first, self.last, self.start, self.end)
 
 
 def grows(ranges: Sequence[RowRange]) -> bool:
-    """Whether rows are put anywhere."""
+    """Whether rows are added anywhere."""
     return any(any(each.added) for each in ranges)
 
 

@@ -21,7 +21,7 @@ COSTS: Costs = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}
 
 
 class Span(NamedTuple):
-    """From when to when, in the unit of the costs."""
+    """A time interval, in the unit of the costs."""
 
     start: float
     end: float
@@ -186,7 +186,7 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class ScheduleReport(Simulation):
-    """What a checked schedule keeps and costs.
+    """Properties of a checked schedule: live micro-batches, idle time, step time.
 
     A micro-batch is *live* at a stage from its ``F`` until its ``B`` or ``W`` is done. A rank with several stages
     counts a micro-batch once for each of them.

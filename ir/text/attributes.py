@@ -1,4 +1,4 @@
-"""What a node, a value, an input or an output has beside its types, as one table: word, writer, reader.
+"""Attributes of nodes, values, inputs and outputs in the text form, as one table: word, writer, reader.
 
     %1 = aten.mm(%x, %0) : f32[8{dp}, 4] hint [8, 4] "layers.*"  shards m{dp}  {lane=1}  at{2}  by "my-pass"  @ layers.0
     parameter %tok.weight : f32[64, 8] also lm_head.weight
@@ -34,7 +34,7 @@ WIDTH = 64
 
 @dataclass(frozen=True)
 class Attribute(Generic[S]):
-    """One thing that a line may say of its subject.
+    """One attribute in the text form of a line.
 
     ``write`` gives what stands behind the word, None where there is nothing to say; ``read`` stands on the token behind
     the word. What is ``asked`` for is written on request only. ``gap`` is what parts it from what stands before, and

@@ -1,4 +1,4 @@
-"""The tokens of a line of a graph's text, and the errors that say where reading stopped."""
+"""The lexer of a graph's text, and errors with the position where reading stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader of a graph's text; :mod:`shardfx.ir.text.printer` writes it, and describes the form.
+"""The parser of a graph's text; :mod:`shardfx.ir.text.printer` writes it, and describes the form.
 
 >>> graph = parse_graph('''
 ... mesh tp=2

@@ -1,4 +1,4 @@
-"""The text of a graph: always legal, and what :func:`parse_graph` reads back.
+"""The printer of a graph's text, which is always legal, and read back by :func:`parse_graph`.
 
     mesh dp=2, tp=2
     link tp bandwidth=300000000000.0, latency=2e-06
@@ -14,11 +14,11 @@
     outputs:
       result results.0 = %1 : [64{dp}, 512{tp}]
 
-A type without braces is whole. Before anything is placed the header says ``unplaced``; a ``?`` marks one value that is
-not. A node with a strategy says ``shardings m{dp} k{tp}`` (``shardings -`` for none) and, where they differ from the
-specs of its operands and results, what it ``needs`` and ``gives``; a placed comm op always has a strategy, and need not
-say so. ``hint`` says how somebody wants a value, and who; an output's ``: [...]`` how it must leave. All that a line
-may say is the table in :mod:`.attributes`. ``repeat layers 2..77`` leaves out equal blocks (see
+A type without braces is replicated. Before anything is placed the header says ``unplaced``; a ``?`` marks one value
+that is not. A node with a strategy says ``shardings m{dp} k{tp}`` (``shardings -`` for none) and, where they differ
+from the specs of its operands and results, what it ``needs`` and ``gives``; a placed comm op always has a strategy, and
+need not say so. ``hint`` is a requested placement, and by whom; an output's ``: [...]`` the required one. All that a
+line may say is the table in :mod:`.attributes`. ``repeat layers 2..77`` leaves out equal blocks (see
 :mod:`shardfx.ir.repeat`). ``at{1}`` are the stages of a node or an input, where the header says ``pipeline pp, mb``,
 and in a ``row`` for each coordinate what is done when. A comment begins with ``#``. Not in the text: the contents of
 large constants and the code of a source line; on request only: which pass made a node (``by``), and ``why``; and at the

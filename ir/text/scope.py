@@ -1,4 +1,4 @@
-"""What the lines of one text share: what values, files and mesh axes are called, written and read."""
+"""Scopes of a graph's text: names of values, files and mesh axes, written and read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""When ranks run which tasks of their programs: simulated from the costs of calls, and labels for what is measured."""
+"""Timing of a step: simulated from the costs of calls, and labels for measurements."""

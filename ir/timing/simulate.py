@@ -85,7 +85,7 @@ def simulate_ranks(rows: Sequence[Sequence[RankTask]]) -> tuple[RankTimeline, ..
 
 @dataclass(frozen=True)
 class _Sent:
-    """When a message arrives, the time of its transfer, and the time that the receiver takes for it."""
+    """A sent message: its arrival, the time of its transfer, and the time that the receiver spends on it."""
 
     there: float
     under_way: float

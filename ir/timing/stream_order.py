@@ -1,4 +1,4 @@
-"""The order in which a rank starts and waits for what goes over its links, beside what it computes.
+"""Stream order: the order in which a rank starts and waits for transfers, beside its compute.
 
     compute                mm_3
     tp             start   all_reduce

@@ -1,1 +1,1 @@
-"""Equal blocks that a graph leaves out, put back."""
+"""Unfolding of repeated blocks that a graph leaves out."""

@@ -1,4 +1,4 @@
-"""Whether the blocks around those that a graph leaves out are alike, so that more of them may stand between.
+"""Regularity of the blocks around a repeat: only if they are alike can more be put between them.
 
 Of ``repeat layers 2..77`` four blocks are there: ``s, a | b, e``; :mod:`.unfold` says what is asked of them, and why.
 Behind the backward a block's nodes stand in runs; copies of ``a`` stand between its run and that of ``b``, in the order
@@ -214,7 +214,7 @@ class BlocksAround:
 
 @dataclass(frozen=True)
 class NodeRun:
-    """Nodes of a block that stand one behind the other; ``falls``: those of the next block stand before them."""
+    """A run of consecutive nodes of a block; ``falls``: those of the next block stand before them."""
 
     nodes: tuple[Node, ...]
     falls: bool

@@ -1,4 +1,4 @@
-"""What stands in one of several equal blocks for what stands in another (see :mod:`.unfold`)."""
+"""Twins: the counterpart in another of several equal blocks (see :mod:`.unfold`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = tuple[Sequence[Node | None], ...]
 
 @dataclass(frozen=True)
 class At:
-    """Where a node stands: in which block, counted from ``a``, in which part, as which."""
+    """The position of a node: its block, counted from ``a``, its part, and its index there."""
 
     delta: int
     part: int
@@ -28,7 +28,7 @@ class At:
 
 @dataclass(eq=False)
 class BlockTwin:
-    """What stands in another block, and in those beside it, for what stands in ``a`` and its neighbours.
+    """Maps ``a`` and its neighbours to their counterparts in another block.
 
     ``blocks`` are the numbers of these three, ``rows`` their nodes.
     """

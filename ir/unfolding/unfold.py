@@ -1,4 +1,4 @@
-"""The blocks that a graph leaves out (:mod:`shardfx.ir.repeat`), put back: forward, backward and update,
+"""Unfolding: the blocks that a graph leaves out (:mod:`shardfx.ir.repeat`), put back: forward, backward and update,
 planned or not.
 
 Of ``repeat layers 2..77`` four blocks are there: ``s, a | b, e``. If ``b`` is to ``a`` and ``e`` what ``a`` is to
@@ -57,7 +57,7 @@ def check_regular(graph: Graph) -> None:
         BlocksAround(graph, repeat)
 
 
-def whole(graph: Graph) -> Graph:
+def unfolded(graph: Graph) -> Graph:
     """A copy of a graph with the equal blocks that it leaves out put back."""
     made = graph.copy()
     unfold(made)

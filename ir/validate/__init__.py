@@ -1,4 +1,4 @@
-"""Is this graph well formed?"""
+"""Validation of graphs: well-formedness."""
 
 from .validator import COMM_EXPLICIT, SHARDED, Validator, validate_graph
 

@@ -1,4 +1,4 @@
-"""What is wrong with one node: its types, its keywords, its placements; and how an error says so."""
+"""Checks of one node: types, keywords, placements; and their error messages."""
 
 from __future__ import annotations
 
@@ -172,14 +172,14 @@ def check_shardings(node: Node, made: Strategy, rules: RuleBook, mesh: Mesh, wro
     for factor, axes in made.shardings:
         groups = [partial.get(axis, ("sum", frozenset[int]()))[1] for axis in axes]
         if factor not in rule.factors:
-            known = ", ".join(rule.factors) or "none: it is computed whole"
+            known = ", ".join(rule.factors) or "none: it is computed replicated"
             wrong.fail(f"{name} is sharded by a factor that its rule lacks", node, f"one of {known}", factor)
         if axes and factor in rule.windows.keys() - rule.alone:
             leader = rule.windows[factor].leader
             wrong.fail(f"{name} is sharded by a factor that follows another", node, leader, factor)
-        if axes and factor in rule.whole and not all(rule.together(factor, group) for group in groups):
-            free = ", ".join(f for f in rule.factors if f not in rule.whole) or "none"
-            wrong.fail(f"{name} is sharded where its rule needs the whole", node, f"shardings of {free}", factor)
+        if axes and factor in rule.replicated and not all(rule.together(factor, group) for group in groups):
+            free = ", ".join(f for f in rule.factors if f not in rule.replicated) or "none"
+            wrong.fail(f"{name} is sharded where its rule needs replication", node, f"shardings of {free}", factor)
     for axis, (kind, group) in partial.items():
         if not passes_partial(rule, node, kind, group, sharding_by.get(axis, "")):
             what = f"{name} cannot be computed on these partial operands"

@@ -1,4 +1,4 @@
-"""Is this graph a program, are its nodes what their ops give, and do their placements fit together?
+"""Validation of a graph: well-formed, nodes match their ops, placements fit together.
 
 It runs after every pass, so it is one walk; nodes alike are looked into once, and text is written only for the node
 that is wrong::

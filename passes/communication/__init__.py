@@ -1,4 +1,4 @@
-"""What differs becomes communication, and is coalesced."""
+"""Communication passes: placements that differ become collectives, which are placed and coalesced."""
 
 from .cast_placement import CastPlacement
 from .duplicate_views import DuplicateViews

@@ -1,4 +1,4 @@
-"""cast-placement: casts stand where less is sent, before a gather that they make smaller, and behind a scatter.
+"""cast-placement: casts are moved to where fewer bytes are sent, before a gather that they shrink, behind a scatter.
 
     parameter %w : f32[8{dp}, 6]                                 parameter %w : f32[8{dp}, 6]
     %1 = aten._to_copy(%w, bf16) : bf16[8, 6]                    %1 = aten._to_copy(%w, bf16) : bf16[8{dp}, 6]

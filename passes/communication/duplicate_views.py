@@ -1,10 +1,10 @@
-"""duplicate-views: views are made once for each placement that is needed of them, which costs nothing.
+"""duplicate-views: views are duplicated, one for each placement of them that is needed, which costs nothing.
 
 What is placed otherwise is then asked of *their* operand, and so on up: a value that is needed replicated as it is and
 transposed is gathered once, and the gathered copy transposed. A partial sum is reduced where ``sum-placement`` says,
 and not above a view that it was to pass: a gradient in its parameter's own shape is bucketed with the others.
 
-    %3 = t(%w) : [6, 8{tp}]    needed as such, and whole    ->    %3 = t(%w) : [6, 8{tp}]
+    %3 = t(%w) : [6, 8{tp}]    needed as such, and full     ->    %3 = t(%w) : [6, 8{tp}]
                                                                  %4 = t(%w) : [6, 8]  needs [8, 6]
 """
 
@@ -26,7 +26,7 @@ Uses = dict[Spec, list[tuple[Node | Output, int]]]
 
 @dataclass(frozen=True)
 class DuplicateViews(Pass):
-    """Make ops that only move elements once per placement that is needed of them."""
+    """Duplicate ops that only move elements, one for each placement that is needed of them."""
 
     name: ClassVar[str] = "duplicate-views"
     requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
@@ -84,7 +84,7 @@ def _strategy_for(rule: ShardingRule, spec: Spec, node: Node, context: Context) 
     if any(sharding.rows is not None for sharding in spec.dims):
         return None
     shardings: dict[str, DimSharding] = {}
-    moved = {f for dims in rule.operands for dim in dims for f in dim} - rule.whole
+    moved = {f for dims in rule.operands for dim in dims for f in dim} - rule.replicated
     for d, dim in enumerate(rule.results[0] or ()):
         projected = project(spec.dims[d], node.outs[0].shape[d], rule.dim_sizes(dim), context.planner.mesh)
         if projected is None or any(

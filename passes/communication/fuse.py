@@ -97,7 +97,7 @@ class BucketComm(Pass):
         """The most bytes of a bucket."""
         total: dict[BucketKey, float] = {}
         for node, key in keys.items():
-            total[key] = total.get(key, 0.0) + node.op.whole_bytes(node, graph.mesh)
+            total[key] = total.get(key, 0.0) + node.op.full_bytes(node, graph.mesh)
         stored = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
         gathers = (n for n in graph.nodes if n.op is comm.all_gather and n.phase is Phase.BACKWARD)
         parts, least = (FINER, 0.0) if any(uncast(n.operands[0]) in stored for n in gathers) else (PARTS, LEAST)
@@ -115,7 +115,7 @@ class BucketComm(Pass):
             gathers = node.op is comm.all_gather
             joins = gathers and uncast(node.operands[0]) in inputs if early else not (gathers and users[node.outs[0]])
             if node in keys and joins:
-                key, nbytes = keys[node], node.op.whole_bytes(node, graph.mesh)
+                key, nbytes = keys[node], node.op.full_bytes(node, graph.mesh)
                 if key in filling and sum(filling[key].values()) + nbytes > limits[key]:
                     yield [*filling.pop(key)]
                 filling.setdefault(key, {})[node] = nbytes

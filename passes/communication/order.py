@@ -1,4 +1,4 @@
-"""order: when communication starts: as early as possible, so that it overlaps with computation.
+"""order: communication starts as early as possible, so that it overlaps with computation.
 
     %5 = mm(%3, %w)            %5 = mm(%3, %w)
     %6 = mm(%4, %3)            %7 = comm.all_reduce(%5)      starts; nothing waits yet
@@ -44,7 +44,7 @@ class Order(Pass):
 
 @dataclass
 class _Places:
-    """Where the nodes of a graph stand (``now``), and where they shall: ``at`` has those that move."""
+    """The positions of a graph's nodes: ``now``, and ``at`` those of nodes that move."""
 
     graph: Graph
     ahead: int

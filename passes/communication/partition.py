@@ -1,4 +1,4 @@
-"""partition: placements that differ become communication.
+"""partition: explicit communication where placements differ.
 
 Each operand whose value is placed otherwise than its node needs it gets the cheapest sequence of ``comm`` steps. All
 consumers that need the same thing share it, and a partial sum is reduced once: what else is needed of the value starts

@@ -1,4 +1,4 @@
-"""offload: what is idle is moved to host memory, or a file, and fetched shortly before it is needed.
+"""offload: idle values are moved to host memory, or a file, and fetched shortly before they are needed.
 
     forward:                                         forward:
       %1 = aten.mm(%x, %w)                             %1 = aten.mm(%x, %w)
@@ -165,7 +165,7 @@ class Offload(Pass):
 
 @dataclass
 class _Uses:
-    """When the values of a graph are used: in the forward last, and behind it first."""
+    """Uses of a graph's values: the last in the forward, and the first behind it."""
 
     graph: Graph
     shown: dict[Value, Value] = field(default_factory=dict)

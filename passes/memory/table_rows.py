@@ -107,7 +107,7 @@ def _only_moves(node: Node) -> bool:
 
 @dataclass
 class _Table:
-    """What is done with a table, from its lookup to the update."""
+    """An offloaded table and the ops on it, from its lookup to the update."""
 
     graph: Graph
     table: Input

@@ -1,4 +1,4 @@
-"""Order of the update with offloaded optimizer states: of each parameter as soon as its gradient is final.
+"""Order of the update with offloaded optimizer states: each parameter as soon as its gradient is final.
 
     backward:                                        backward:
       %7 = aten.mm(%6, %x)       gradient of w         %7 = aten.mm(%6, %x)

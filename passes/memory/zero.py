@@ -82,7 +82,7 @@ class Zero(Pass):
 def stored_spec(value: Value, axes: tuple[str, ...], mesh: Mesh) -> Spec:
     """How a value is stored that is sharded over ``axes`` too: on the first dim that they divide, or else on the one of
     which a rank has most; a compound dim is left alone where there is another."""
-    spec = value.spec or Spec.whole(value.type.ndim)
+    spec = value.spec or Spec.replicated(value.type.ndim)
     more = tuple(axis for axis in axes if axis not in spec.axes)
     if not more or not spec.dims:
         return spec

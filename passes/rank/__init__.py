@@ -1,4 +1,4 @@
-"""From one rank's program to a better one, by passes in the order of :data:`ORDER`."""
+"""Rank passes, which optimize one rank's program, in the order of :data:`ORDER`."""
 
 from .arena import Arena
 from .buckets import AddInto, Buckets

@@ -1,4 +1,4 @@
-"""arena: what a program allocates lies in one memory, at offsets that follow from live intervals.
+"""arena: a program's allocations become slots of one memory, at offsets that follow from live intervals.
 
     flat = memory.empty([48], float32)              arena = memory.arena(448)
     ...                                             flat = memory.slot(arena, 0, [48], float32)

@@ -1,4 +1,4 @@
-"""Computing into buckets and into accumulators.
+"""buckets: gradients are computed into the bucket in which they are reduced, and sums into their accumulator.
 
 buckets: what is reduced together is computed in the memory where it is reduced::
 
@@ -47,7 +47,7 @@ REDUCTIONS = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 
 @dataclass(frozen=True)
 class Buckets(RankPass):
-    """Compute what is reduced together into one memory."""
+    """Compute values that are reduced together into one buffer."""
 
     name: ClassVar[str] = "buckets"
 

@@ -1,4 +1,4 @@
-"""Destinations of collectives: memory that the program asks for, or the operand's own.
+"""Destinations of collectives: a buffer of the program, or the operand itself.
 
 gather-into: gathers write into memory that is kept between steps::
 

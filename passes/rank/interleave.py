@@ -1,4 +1,4 @@
-"""interleave: where a loop axis says so, an iteration goes on while another one waits for other ranks.
+"""interleave: loop iterations overlap, one computing while another waits for other ranks.
 
     iterations = loop.begin('mb', 2, [w, b])             iterations = loop.begin('mb', 2, [w, b], 's0.0 s0.1 s1.0 s1.1')
     mm = aten.mm(shard, w)                          unit = loop.action(iterations, 's0')

@@ -1,4 +1,4 @@
-"""Memory of new contents: parameters, optimizer states and buffers, and gradients.
+"""In-place updates: the memory of new contents of parameters, optimizer states and buffers, and of gradients.
 
 overwrite: an optimizer's step is computed in the memory of what it updates, or of what nothing else needs::
 

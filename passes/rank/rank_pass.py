@@ -1,4 +1,4 @@
-"""Rank passes: from one rank's program to a better one, before it runs.
+"""Rank passes: transformations of one rank's program, before it runs.
 
 A rank pass is a frozen dataclass whose fields are its options. It sees one rank's program alone; so that ranks stay in
 step it keeps the order of collectives, and nothing that it does depends on the rank's number. What passes leave is
@@ -24,8 +24,8 @@ from shardfx.passes.base import NamedPass, PassError, check_requires
 
 @dataclass
 class RankContext:
-    """What rank passes know besides the program: the planned graph, the kind of device, their notes, and what was
-    established of the program before."""
+    """The context of rank passes: the planned graph, the kind of device, their notes, and what earlier ones
+    established."""
 
     graph: Graph
     device: str = "cpu"

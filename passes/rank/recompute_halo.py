@@ -1,4 +1,4 @@
-"""rematerialize-unpacks: a tile is joined with received halo rows once more for the backward, where the tile is live
+"""rematerialize-unpacks: a tile is joined with received halo rows again for the backward, where the tile is live
 anyway.
 
     rows = pack.unpack_rows(x, got, ...)             rows = pack.unpack_rows(x, got, ...)
@@ -55,7 +55,7 @@ class RematerializeUnpacks(RankPass):
 
 
 class _TileLiveness:
-    """Where the calls of a program stand, and where the backward begins in each of its loops."""
+    """Positions of a program's calls, and where the backward begins in each of its loops."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self._place = {node: i for i, node in enumerate(nodes)}

@@ -1,4 +1,4 @@
-"""segments: what an optimizer's step does to many parameters alike is one call.
+"""segments: elementwise optimizer steps of many parameters become one call.
 
     mul = aten.mul.out(w, scale, out=w)              both = update.segment(["aten.mul.out(c0, s0, out=c0)",
     new = aten.add.out(mul, grad_w, out=mul)                                "aten.add.out(r0, c1, out=r0)"],

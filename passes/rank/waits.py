@@ -1,4 +1,4 @@
-"""waits: a collective is waited for just before its result is first needed, or before too many are in flight.
+"""waits: each collective is waited for just before the first use of its result, or before too many are in flight.
 
 start = all_reduce(mm, ...)          start = all_reduce(mm, ...)
 done = wait_tensor(start)            other = aten.mm(a, b)            overlaps with the transfer
@@ -6,7 +6,7 @@ other = aten.mm(a, b)          ->    done = wait_tensor(start)
 sum = aten.add(done, other)          sum = aten.add(done, other)
 
 A single number that is needed at the end only (a loss) is computed there, so that nobody is waited for before. A
-reduce-scatter keeps its whole input live until it is done, and gradients are needed at the end only: it is waited for
+reduce-scatter keeps its full input live until it is done, and gradients are needed at the end only: it is waited for
 when ``under_way`` later ones start. So is a copy to the host, which keeps its source live, where more bytes would be in
 flight than ``under_way`` times the largest so far:
 

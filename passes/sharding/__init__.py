@@ -1,4 +1,4 @@
-"""Which part of each value a rank holds: from the user's hints to a strategy for every op."""
+"""Sharding propagation: from the user's hints to a strategy for every op."""
 
 from .bind_hints import BindHints, hint_value
 from .propagate import Propagate

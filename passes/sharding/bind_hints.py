@@ -198,11 +198,11 @@ def fused_layout(
             continue
         sizes = rule.dim_sizes(factors)
         plain = project(sharding, size, sizes, rules.mesh)
-        if plain is not None and not any(c.axes and f in rule.whole for f, c in zip(factors, plain, strict=True)):
+        if plain is not None and not any(c.axes and f in rule.replicated for f, c in zip(factors, plain, strict=True)):
             return sharding
         extent = rules.mesh.extent(sharding.axes)
         for i, factor in enumerate(factors):
-            if factor not in rule.whole and sizes[i] % extent == 0:
+            if factor not in rule.replicated and sizes[i] % extent == 0:
                 return compound([Part(s, sharding.axes if j == i else ()) for j, s in enumerate(sizes)], rules.mesh)
         return sharding
     return sharding

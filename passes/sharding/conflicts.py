@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, join, project, without
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, join, project, without
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops.redistribute import Redistribution
@@ -83,7 +83,7 @@ class Conflicts:
                         rows = factor in rule.leaders and mesh[axis].loop  # iterations do not exchange halos
                         if rows or not state.chunks.has(node, axis):
                             sharding = without(sharding, axis, mesh)
-                    if sharding.axes and factor not in rule.whole and state.feeds(sharding, rule.sizes[factor]):
+                    if sharding.axes and factor not in rule.replicated and state.feeds(sharding, rule.sizes[factor]):
                         strong = any(state.origin_of(value, a).operator for a in sharding.axes)
                         found.setdefault(factor, []).append(Proposal(sharding, value, strong))
         return found
@@ -150,4 +150,4 @@ def factor_shardings(
     blocks, loops = DimSharding(sharding.axes), any(mesh[axis].loop for axis in sharding.axes)
     space = not sharding.parts and not loops
     fits = space and state.feeds(blocks, sizes[0])
-    return (blocks if fits else WHOLE, *(WHOLE for _ in dim[1:]))
+    return (blocks if fits else REPLICATED, *(REPLICATED for _ in dim[1:]))

@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, join, project
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, join, project
 from shardfx.ir.graph import Node, Phase, Value, op_name
 from shardfx.ir.reasons import Carrier, Reasons, Refused, ShardingDecision
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
@@ -34,7 +34,7 @@ LEVELS = ("elementwise", "operands to results", "results to operands")
 
 @dataclass
 class Propagation:
-    """Hands shardings on from value to value, and remembers why."""
+    """Propagates shardings from value to value, and records why."""
 
     state: ShardingState
     conflicts: Conflicts
@@ -163,7 +163,7 @@ class Propagation:
             return None
         merged = {}
         for f, now in zip(dim, parts, strict=True):
-            merged[f] = join(now, shardings.get(f, WHOLE), rule.sizes[f], mesh) or now
+            merged[f] = join(now, shardings.get(f, REPLICATED), rule.sizes[f], mesh) or now
         (sharding,) = place((dim,), merged, rule, mesh)
         fresh, used = set(sharding.axes) - set(current[d].axes), {axis for each in current for axis in each.axes}
         return sharding if fresh and not fresh & used and set(current[d].axes) <= set(sharding.axes) else None
@@ -187,7 +187,7 @@ class Propagation:
     def _origin(self, value: Value, node: Node, axis: str, factor: str) -> list[Value]:
         """Remember which hint an axis of a value came from; gives the tensors that it came from."""
         state = self.state
-        if node.pin is not None and axis in pinned(node).get(factor, WHOLE).axes:
+        if node.pin is not None and axis in pinned(node).get(factor, REPLICATED).axes:
             state.origin[value, axis] = HintOrigin(node.pin.by, operator=True, pinned=node.where)
             return []
         having = state.having(node, axis, factor)

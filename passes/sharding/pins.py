@@ -1,4 +1,4 @@
-"""Pins (how somebody wants a node to be sharded): checked against the op's rule, and followed.
+"""Pins (strategies that the user fixed): checked against the op's rule, and followed.
 
 A pinned factor is sharded as it says, whatever the operands hold; its axes are no other factor's. An op that cannot be
 sharded so as it is, is decomposed, and the pin goes to the part that has these factors.
@@ -26,7 +26,7 @@ def pinned(node: Node) -> dict[str, DimSharding]:
 def needs_decomposition(node: Node, rule: ShardingRule) -> bool:
     """Whether a pin asks for something that only parts of the op can do."""
     pin = node.pin
-    return pin is not None and (bool(pin.op) or any(axes and f in rule.whole for f, axes in pin.shardings))
+    return pin is not None and (bool(pin.op) or any(axes and f in rule.replicated for f, axes in pin.shardings))
 
 
 def check_names(pin: Pin, mesh: Mesh, where: str) -> None:
@@ -60,8 +60,8 @@ def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, decomposes: bool = Fal
         what, expected, got = "", said, factors_text(((factor, axes),))
         if factor not in rule.sizes:
             what, expected = f"the op has no factor {factor!r}", f"a factor of {said}"
-        elif axes and factor in rule.whole and not decomposes:
-            what, expected = f"the op needs its factor {factor!r} whole", f"{said} (! is whole)"
+        elif axes and factor in rule.replicated and not decomposes:
+            what, expected = f"the op needs its factor {factor!r} replicated", f"{said} (! is replicated)"
         elif axes and factor in rule.windows:
             leader = rule.windows[factor].leader
             what = f"the op needs of its factor {factor!r} what the chunks of {leader!r} are made of"
@@ -88,10 +88,10 @@ def pin_parts(pin: Pin, node: Node, parts: Sequence[Node], rules: Mapping[Node, 
     if not fitting:
         texts = dict.fromkeys(f"{op_name(each.op)}: {rule_text(rules[each])}" for each in named or parts)
         what, where = f"{op_name(node.op)} cannot be sharded so", f"hint {pin.by!r}; {node.where}"
-        expected, got = f"factors of {'; '.join(texts)} (! is whole)", factors_text(pin.shardings)
+        expected, got = f"factors of {'; '.join(texts)} (! is replicated)", factors_text(pin.shardings)
         raise Error(what, where=where, expected=expected, got=got)
 
 
 def _fits(pin: Pin, rule: ShardingRule) -> bool:
-    barred = rule.whole | rule.windows.keys()
+    barred = rule.replicated | rule.windows.keys()
     return all(factor in rule.sizes and not (axes and factor in barred) for factor, axes in pin.shardings)

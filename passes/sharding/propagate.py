@@ -88,7 +88,7 @@ class Propagate(Pass):
                     got=name,
                     remedy="write one (docs/writing_rules.md), or pass strict=False to replicate it on every rank",
                 )
-            text = f"no sharding rule for {name} ({node.where}): it is computed whole on every rank"
+            text = f"no sharding rule for {name} ({node.where}): it is computed replicated on every rank"
             graph.notes.append(text)
             warnings.warn(text, ShardfxWarning, stacklevel=2)
 
@@ -112,7 +112,7 @@ def _decompose(graph: Graph, decomposer: Decomposer, propagation: Propagation) -
 
 
 def _is_blocked(node: Node, state: ShardingState) -> bool:
-    """Whether some operand is sharded on a factor that the op needs whole, or somebody wants it sharded."""
+    """Whether some operand is sharded on a factor that the op needs replicated, or somebody wants it sharded."""
     rule = state.rules[node]
     if needs_decomposition(node, rule):
         return True
@@ -120,9 +120,9 @@ def _is_blocked(node: Node, state: ShardingState) -> bool:
         return False  # its parts are other ops, of which the pin says nothing: those of a product are products
     for value, dims in zip(node.operands, rule.operands, strict=True):
         for sharding, dim in zip(state.shardings.get(value, ()), dims, strict=False):
-            if sharding.axes and any(f in rule.whole for f in dim):
+            if sharding.axes and any(f in rule.replicated for f in dim):
                 factors = factor_shardings(sharding, dim, rule, state)
-                if not any(factors) or any(c.axes and f in rule.whole for f, c in zip(dim, factors, strict=True)):
+                if not any(factors) or any(c.axes and f in rule.replicated for f, c in zip(dim, factors, strict=True)):
                     return True
     return False
 

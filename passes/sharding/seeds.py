@@ -28,7 +28,7 @@ BY_PASS = "pass "
 
 @dataclass(frozen=True)
 class Seed:
-    """A value, how it is sharded, and who says so.
+    """A value with its hinted sharding, and who hinted it.
 
     ``operator`` seeds are parameters: they decide conflicts. A ``closed`` value is never changed.
     """

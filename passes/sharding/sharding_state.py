@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, smallest
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, smallest
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value, Where
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
@@ -106,7 +106,7 @@ class ShardingState:
         """The sharding of each dim; the list may be changed."""
         found = self.shardings.get(value)
         if found is None:
-            found = self.shardings[value] = [WHOLE] * value.type.ndim
+            found = self.shardings[value] = [REPLICATED] * value.type.ndim
         return found
 
     def spec(self, value: Value) -> Spec:

@@ -1,4 +1,4 @@
-"""Sharing of redundant compute: what ranks of a data axis would all compute though hints shard the batch over it.
+"""Sharding of redundant compute: ops that all ranks of a data axis would compute though hints shard the batch over it.
 
 An op in the middle of a mixture of experts may need all tokens (a sort), and every rank has all of its result. What
 comes behind is sharded again, by rows, where a product begins: a rank's shard of a replicated value costs nothing. What
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shardfx.ir.cost.flops import flops_of
-from shardfx.ir.dim_sharding import WHOLE, DimSharding
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding
 from shardfx.ir.graph import Graph, InputKind, Node, Value
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.rules.strategy import place
@@ -62,8 +62,9 @@ def _by_rows(
     assert dims is not None
     pairs = zip(node.operands, rule.operands, strict=True)
     kept = {f for v, tensor in pairs if v in parameters for dim in tensor for f in dim}
-    for factor in (f for dim in dims for f in dim if f not in kept | rule.whole and not shardings.get(f, WHOLE).parts):
-        sharding = DimSharding((*shardings.get(factor, WHOLE).axes, axis))
+    fixed = kept | rule.replicated
+    for factor in (f for dim in dims for f in dim if f not in fixed and not shardings.get(f, REPLICATED).parts):
+        sharding = DimSharding((*shardings.get(factor, REPLICATED).axes, axis))
         if value not in state.closed and state.feeds(sharding, rule.sizes[factor]):
             spec = Spec(place(dims, {**shardings, factor: sharding}, rule, state.mesh))
             return Seed(value, spec, f"{BY_PASS}'propagate', which shares work over {axis}", closed=False)

@@ -1,4 +1,4 @@
-"""Tiles of images: which are computed where, beyond what hints say."""
+"""Spatial sharding: which tiles of images are computed where, beyond what hints say."""
 
 from .spatial import Spatial
 

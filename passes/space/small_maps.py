@@ -29,7 +29,7 @@ def left(base: TrialPlacement, where: str, axes: Collection[str]) -> tuple[Trial
 
     Args:
         where: the module from which on; or ``"cost"``: from where it takes least time, if that is less than to stay.
-            Maps are small then of which a whole one is no more than the largest tile that a rank has anyway.
+            Maps are small then of which a full one is no more than the largest tile that a rank has anyway.
 
     Raises:
         Error: no op of the module works on tiles.
@@ -69,7 +69,7 @@ def _map_size(placement: TrialPlacement, node: Node, axes: Collection[str]) -> i
 
 
 def _small(placement: TrialPlacement, maps: dict[Node, int], axes: Collection[str]) -> list[list[Node]]:
-    """The nodes on maps up to each size of which a rank may hold a whole one."""
+    """The nodes on maps up to each size of which a rank may store the full map."""
     mesh, largest, full = placement.mesh, 0.0, dict[int, float]()
     for node, size in maps.items():
         for value, spec in _tiles(placement, node, axes):
@@ -144,4 +144,4 @@ def _sharing(trial: TrialPlacement, node: Node, axes: Collection[str], by: str) 
         space = [d for d, sharding in enumerate(spec.dims) if set(sharding.axes) & set(axes)]
         for d in range(len(dims)) if space else ():
             if d not in space and (d == 0) == (by == "batch"):
-                yield from (factor for factor in dims[d] if factor not in rule.whole and factor not in rule.windows)
+                yield from (f for f in dims[d] if f not in rule.replicated and f not in rule.windows)

@@ -1,4 +1,4 @@
-"""spatial: how an image that is sharded by height and width is computed, beyond the sharding itself.
+"""spatial: halo exchanges of images sharded by height and width are merged, and small maps sharded otherwise.
 
     halo of 64{h} exchanged before each convolution   ->   once for two of them, and its border is recomputed
 

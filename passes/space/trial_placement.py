@@ -18,8 +18,8 @@ from shardfx.passes.base import Context
 
 
 class PlacementCosts:
-    """What placements of a graph, in which every node has a strategy, are weighed by: the mesh's links, and costs of
-    nodes on the machine that is planned for."""
+    """The cost model of placements of a graph, in which every node has a strategy: the mesh's links, and costs of nodes
+    on the target machine."""
 
     def __init__(self, graph: Graph, context: Context) -> None:
         self.graph, self.context, self.users = graph, context, graph.users()
@@ -39,7 +39,7 @@ class PlacementCosts:
 
 @dataclass
 class TrialPlacement:
-    """Strategies of some nodes instead of those that stand in the graph."""
+    """Trial strategies of some nodes in the place of those in the graph."""
 
     costs: PlacementCosts
     changed: dict[Node, Strategy] = field(default_factory=dict)

@@ -20,7 +20,7 @@ missed. Where each has one stage there is one way, and the split is optimal."""
 
 
 class StageMemory(NamedTuple):
-    """Bytes that are kept while a rank has micro-batches in flight, and temporary bytes beside them."""
+    """Bytes per in-flight micro-batch, and temporary bytes beside them."""
 
     kept: float = 0.0
     temporary: float = 0.0
@@ -33,7 +33,7 @@ class StageMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What ranks may hold, and what stages would.
+    """Memory budgets of ranks, and the memory of stages.
 
     Args:
         homes: the rank of each stage.
@@ -54,7 +54,8 @@ class MemoryBudget:
 
 
 class _Way(NamedTuple):
-    """The first stages: what they send, the memory of ranks that get more of them, and where they begin."""
+    """A split into the first stages: what they send, the memory of ranks that get more of them, and where they
+    begin."""
 
     sent: float
     memory: tuple[tuple[int, StageMemory], ...]

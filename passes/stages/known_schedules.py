@@ -21,7 +21,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class PipelineSize:
-    """How many ranks, stages on each, and micro-batches there are; and which stages a rank has."""
+    """The numbers of ranks, stages on each, and micro-batches; and which stages a rank has."""
 
     ranks: int
     chunks: int
@@ -45,7 +45,7 @@ Row = Callable[[PipelineSize, int], tuple[Action, ...]]
 
 @dataclass(frozen=True)
 class ScheduleMaker:
-    """How the rows of a schedule are made, and for which pipelines."""
+    """The generator of a schedule's rows, and the pipelines that it is for."""
 
     row: Row
     fewest: int = 1

@@ -1,4 +1,4 @@
-"""iterations: a check that a batch can be done in the iterations of loop axes; stored parameters are fetched in each.
+"""iterations: a check that a batch can be split over loop axes; stored parameters are fetched in each iteration.
 
 Where all iterations must have made something before any goes on (the statistics of a batch norm, the sum by which a
 loss is divided), a loop of its own collects that. Of inputs alone it costs little. What takes parameters is a part of
@@ -31,7 +31,7 @@ TRAINED = (OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER, OutputKind.P
 
 @dataclass(frozen=True)
 class Loops(Pass):
-    """Check that loops over parts of the batch are possible, without doing the forward over and over.
+    """Check that loops over parts of the batch need not repeat parts of the forward.
 
     With ``fetch`` stored parameters are gathered in each iteration, and not kept replicated from the first to the last.
     With ``strict`` nothing may be done twice.
@@ -107,9 +107,9 @@ class Loops(Pass):
                 f"all micro-batches of {axis!r} must have come to this place {times} before any can go on",
                 where=where,
                 expected="micro-batches that need of one another what inputs alone decide, such as a count of targets",
-                got=f"a value of the whole batch that parameters go into; {more:.3g} FLOPs would be done again",
+                got=f"a value of the global batch that parameters go into; {more:.3g} FLOPs would be done again",
                 remedy='of batch norms: Hints(batch_stats="microbatch"), its own statistics; of experts that sort the '
-                "tokens of the whole batch: ones that do not, in transformers "
+                "tokens of the global batch: ones that do not, in transformers "
                 'model.set_experts_implementation("batched_mm"); else no micro-batches, or another axis of ranks',
             )
         text = (

@@ -1,4 +1,4 @@
-"""Making schedules: one that is known by its name, or ``auto``, the one with the shortest step under given costs."""
+"""Schedule construction: a schedule known by name, or ``auto``, the one with the shortest step under given costs."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def list_schedule(
         costs: how long an action takes, by kind: a number for all stages, or one for each.
         live: for each rank how many micro-batches may be in flight, counted for each stage: at least as many as its
             stages.
-        kinds: which kinds there are, what is to be done first standing first: whole backwards (``BF``), or halves.
+        kinds: which kinds there are, what is to be done first standing first: full backwards (``BF``), or halves.
     """
     last, back = sum(map(len, stages_of)) - 1, "I" if "I" in kinds else "B"
     table = cost_table(costs, kinds, last + 1)

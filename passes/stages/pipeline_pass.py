@@ -1,4 +1,4 @@
-"""pipeline: assignment of nodes to stages; what another stage needs is sent there.
+"""pipeline: assignment of nodes to stages, and sends of values that another stage needs.
 
     %3 = aten.relu(%2)      @ layers.0        %3 = aten.relu(%2)      at{0}  @ layers.0
     %4 = aten.mm(%3, %w1)   @ layers.1   ->   %4 = comm.send(%3, axes=[pp], origin=0, places=[1], tag=0)  at{1}
@@ -248,7 +248,7 @@ Asked = dict[Value, dict[tuple[int, ...], tuple[At, list[Node | Output]]]]
 
 
 class _Sends:
-    """Writes what goes between stages."""
+    """Writes the transfers between stages."""
 
     def __init__(self, graph: Graph, pipeline: Pipelined, assigned: Assignment) -> None:
         self.graph, self.pipeline, self.assigned = graph, pipeline, assigned

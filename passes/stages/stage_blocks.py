@@ -46,7 +46,7 @@ class AsPlanned(tuple[tuple[str, ...], ...]):
 
 
 class SearchedCounts(tuple[int, ...]):
-    """Counts of blocks that nobody told: what the data flow wants elsewhere than they say is done there."""
+    """Counts of blocks from a search: where the data flow disagrees, it wins."""
 
 
 class ModelBlocks:

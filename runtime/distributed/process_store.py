@@ -211,7 +211,7 @@ class ProcessStore(Store):
     def _split(self, inp: Input, full: Tensor) -> list[Tensor]:
         return [local_shard(full, spec_of(inp), self.mesh, self.rank)] if inp.name in self._here else []
 
-    def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def full(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The global tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
         given, mine = self._given[name], None
         if given.pool:

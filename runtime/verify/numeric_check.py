@@ -233,7 +233,7 @@ def _widened(given: P) -> P:
 
 
 def _spec(value: Value) -> Spec:
-    return value.spec if value.spec is not None else Spec.whole(value.type.ndim)
+    return value.spec if value.spec is not None else Spec.replicated(value.type.ndim)
 
 
 # ---- counterexamples -------------------------------------------------------------------------------------------------

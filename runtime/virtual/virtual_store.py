@@ -66,7 +66,7 @@ class VirtualStore(Store):
         """What a rank holds; ranks that hold the same share one tensor."""
         return self._held(name)[self._shards[name].by_rank[rank]].detach()
 
-    def whole(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def full(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if self._given[name].pool:
             finish(self.device)
         shards = own_shards if own_shards is not None else self._held(name)

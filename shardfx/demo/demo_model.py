@@ -105,7 +105,7 @@ class Decoder(nn.Module):
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over all tokens of the whole batch."""
+    """The mean over all tokens of the global batch."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

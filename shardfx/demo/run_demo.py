@@ -88,7 +88,7 @@ def train(out: Console, pm: ParallelModule, model: Decoder, steps: int) -> bool:
                 optimizer.step()
             losses.append((four.item(), one.item()))
             status.update(f"training: step {len(losses)} of {steps}, loss {four.item():.4f}")
-    made = table("Loss of the whole batch, float32", "step", "4 ranks", "1 device", "difference", right=range(4))
+    made = table("Loss of the global batch, float32", "step", "4 ranks", "1 device", "difference", right=range(4))
     every = max(steps // SHOWN, 1)
     for step, (a, b) in enumerate(losses, 1):
         if step in (1, steps) or step % every == 0:

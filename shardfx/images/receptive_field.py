@@ -45,12 +45,12 @@ class NotLocal(Exception):
 
 class SceneRows(NamedTuple):
     """A (sub-)dim that follows a dim of the scene: ``scale`` rows for each of the scene's. Of its ``size`` rows, those
-    from ``low`` to ``high`` (exclusive) equal those of the full scene, which has ``whole``, wherever the window
+    from ``low`` to ``high`` (exclusive) equal those of the full scene, which has ``full``, wherever the window
     lies."""
 
     axis: int
     size: int
-    whole: int
+    full: int
     scale: Fraction
     low: int
     high: int
@@ -58,14 +58,14 @@ class SceneRows(NamedTuple):
     def split(self, size: int) -> tuple[SceneRows, OtherDim]:
         """``size`` blocks, and the rows in each."""
         per = self.size // size
-        if self.whole % per:
+        if self.full % per:
             raise NotLocal("groups rows, and the scene's rows are no multiple of a group")
         low, high = -(-self.low // per), self.high // per
-        return SceneRows(self.axis, size, self.whole // per, self.scale / per, low, high), OtherDim(per)
+        return SceneRows(self.axis, size, self.full // per, self.scale / per, low, high), OtherDim(per)
 
     def times(self, per: int) -> SceneRows:
         """``per`` rows in the place of each."""
-        more = (self.size * per, self.whole * per, self.scale * per, self.low * per, self.high * per)
+        more = (self.size * per, self.full * per, self.scale * per, self.low * per, self.high * per)
         return SceneRows(self.axis, *more)
 
     def seen(self, window: Window, full: Window) -> SceneRows:
@@ -82,7 +82,7 @@ class SceneRows(NamedTuple):
 
     def both(self, other: SceneRows) -> SceneRows:
         """The valid rows of an op on two values, row by row; NotLocal where they are rows of other positions."""
-        if (self.axis, self.size, self.whole, self.scale) != (other.axis, other.size, other.whole, other.scale):
+        if (self.axis, self.size, self.full, self.scale) != (other.axis, other.size, other.full, other.scale):
             raise NotLocal("combines rows of different positions of the scene")
         return self._replace(low=max(self.low, other.low), high=min(self.high, other.high))
 
@@ -223,7 +223,8 @@ class _Follower:
         operands = [known for value in node.operands if not isinstance(known := self._known[value], NonLocalValue)]
         tracked = any(isinstance(part, SceneRows) for dims in operands for parts in dims for part in parts)
         leaders = [{factor: seen.leader for factor, seen in each.windows.items()} for each in (rule, full)]
-        same = all(getattr(rule, name) == getattr(full, name) for name in ("operands", "results", "whole", "reduce"))
+        names = ("operands", "results", "replicated", "reduce")
+        same = all(getattr(rule, name) == getattr(full, name) for name in names)
         if not same or leaders[0] != leaders[1]:
             raise NotLocal("computes something else where the image is larger")
         factors = _factors(rule, operands)
@@ -257,7 +258,7 @@ class _Follower:
             leader = rule.windows[factor].leader if factor in rule.windows else factor
             if leader not in there:
                 raise NotLocal("combines all positions of the image")
-            if factor in rule.whole or leader in rule.whole:
+            if factor in rule.replicated or leader in rule.replicated:
                 raise NotLocal("needs all rows of the image")
         found = []
         for dim, size in zip(dims, full.shape, strict=True):
@@ -272,11 +273,11 @@ class _Follower:
         """The scene's rows must be as many as follow from the window's; and note the grid on which windows may
         begin."""
         uniform = any(isinstance(part, OtherDim) and part.uniform for part in parts)
-        if math.prod(p.whole if isinstance(p, SceneRows) else p.size for p in parts) != size and not uniform:
+        if math.prod(p.full if isinstance(p, SceneRows) else p.size for p in parts) != size and not uniform:
             raise NotLocal("is made for the size of the image")
         for part in parts:
             if isinstance(part, SceneRows):
-                if part.whole - part.size != self._more[part.axis] * part.scale:
+                if part.full - part.size != self._more[part.axis] * part.scale:
                     self.ragged = self.ragged or full.node
                 self.grid[part.axis] = math.lcm(self.grid[part.axis], part.scale.denominator)
 

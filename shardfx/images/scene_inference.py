@@ -72,7 +72,7 @@ def predict_scene(
     for dim, (size, full) in enumerate(zip(sizes, scene.shape[1:], strict=True), 2):
         if size != full:
             by_dim[dim - 2] = spans(rows[dim], size, full, locality.grid[dim], dim - 1)
-    wanted = tuple(part.whole if isinstance(part, SceneRows) else part.size for part in parts[1:])
+    wanted = tuple(part.full if isinstance(part, SceneRows) else part.size for part in parts[1:])
     if out is not None and tuple(out.shape) != wanted:
         raise Error(
             "out is of another shape than the result",
@@ -237,7 +237,7 @@ def spans(rows: SceneRows, window: int, scene: int, grid: int, dim: int) -> list
         first = following
     first = -((window - scene) // grid) * grid
     base = int(first * rows.scale)
-    return [*found, WindowSpan(first, scene - first, slice(done - base, rows.whole - base), slice(done, rows.whole))]
+    return [*found, WindowSpan(first, scene - first, slice(done - base, rows.full - base), slice(done, rows.full))]
 
 
 def batches(windows: Sequence[SceneWindow], size: int) -> list[list[SceneWindow]]:

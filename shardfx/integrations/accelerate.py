@@ -1,7 +1,7 @@
 """Scripts for ``accelerate``: ``prepare`` gives a parallel module, and no ``DistributedDataParallel``.
 
 To accelerate the whole mesh is one device. So every rank passes the global batch (a loader's ``batch_size`` is the
-mesh's), schedulers step once a step, metrics need no gathering, and what is saved is whole: a checkpoint is loaded
+mesh's), schedulers step once a step, metrics need no gathering, and what is saved is unsharded: a checkpoint is loaded
 under any other plan, or by ``accelerate`` alone on one device.
 """
 
@@ -30,7 +30,7 @@ PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GP
 
 
 class WholeOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """An optimizer of a parallel module; its state dict is whole. Under ``torchrun`` all ranks ask for it."""
+    """An optimizer of a parallel module; its state dict is the full one. Under ``torchrun`` all ranks ask for it."""
 
     pm: ParallelModule
 
@@ -39,7 +39,7 @@ class WholeOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self.pm.full_optimizer_state_dict(self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load whole states, each rank its shards."""
+        """Load full states, each rank its shards."""
         self.pm.load_full_optimizer_state_dict(self.optimizer, state_dict)
 
 
@@ -106,7 +106,7 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """One: every process reads the whole batch. ``state.num_processes`` is how many there are."""
+        """One: every process reads the global batch. ``state.num_processes`` is how many there are."""
         return 1
 
     @property
@@ -115,7 +115,7 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
         return False
 
     def gather(self, tensor: Any, *options: Any, **more: Any) -> Any:
-        """As it is: results are whole, and the same on all ranks."""
+        """As it is: results are replicated, and the same on all ranks."""
         return tensor
 
     reduce = pad_across_processes = gather

@@ -1,7 +1,7 @@
 """transformers' ``Trainer`` on a parallel module.
 
 To the ``Trainer`` the whole mesh is one device: ``per_device_train_batch_size`` is the mesh's, every process reads the
-global batch, and a step, a metric, a logged loss is what one device gives. What is saved is whole: plain transformers
+global batch, and a step, a metric, a logged loss is what one device gives. What is saved is unsharded: transformers
 loads it, and training resumes from it under any other plan, or by a plain ``Trainer``.
 """
 
@@ -44,7 +44,7 @@ class ParallelTrainer(Trainer):
         trainer.save_model(folder)
 
     ``trainer.model`` has the trained weights after ``train()``; during it, ``trainer.model_wrapped`` is the parallel
-    module. ``predict`` without labels runs the model with whole weights on every rank. Where workers of a data loader
+    module. ``predict`` without labels runs the model with full weights on every rank. Where workers of a data loader
     draw random numbers, ranks draw others: ``sx.Hints(check_inputs="broadcast")`` takes the first rank's batches.
 
     Args:
@@ -164,7 +164,7 @@ class ParallelTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As the ``Trainer``'s: the loss of the whole batch, and the model's outputs beside it."""
+        """As the ``Trainer``'s: the loss of the global batch, and the model's outputs beside it."""
         kwargs, targets = self._call(inputs, num_items_in_batch)
         if not return_outputs:
             return model(*targets, **kwargs)
@@ -203,7 +203,7 @@ class ParallelTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.args.should_save:
-            self.optimizer.state_dict()  # the others take part in what is whole
+            self.optimizer.state_dict()  # a collective: the other ranks take part
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_best_model(self) -> None:

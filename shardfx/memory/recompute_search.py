@@ -298,7 +298,7 @@ class _Problem:
     def __init__(self, kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int]) -> None:
         self.number: dict[tuple[str, OpGroup, int], int] = {}
         self.upper: list[float] = [inf]
-        self.whole: list[int] = [0]
+        self.integrality: list[int] = [0]
         self.peak = 0
         self._rows: list[dict[int, float]] = []
         self._least: list[float] = []
@@ -312,7 +312,7 @@ class _Problem:
         if key not in self.number:
             self.number[key] = len(self.upper)
             self.upper.append(most)
-            self.whole.append(1)
+            self.integrality.append(1)
         return self.number[key]
 
     def _row(self, row: dict[int, float], least: float) -> None:
@@ -354,7 +354,7 @@ class _Problem:
         matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self.upper)))
         return milp(
             cost,
-            integrality=self.whole,
+            integrality=self.integrality,
             bounds=Bounds(0, self.upper),
             constraints=LinearConstraint(matrix, [least - ROUNDING for least in self._least], inf),
             options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},

@@ -54,7 +54,7 @@ class MemoryLayout:
 
     @staticmethod
     def of(tensor: torch.Tensor, part: bool) -> MemoryLayout:
-        """How an input lies; a ``part`` of it as the whole would, without the gaps that it has as a part."""
+        """How an input lies; a ``part`` of it as the full input would, without the gaps that it has as a part."""
         dims = dim_order_of(tensor)
         if dims or tensor.stride() == strides_of(tensor.shape):
             return MemoryLayout(dims)
@@ -148,7 +148,7 @@ class InputQueries:
         types: Mapping[str, object],
         trainable: Callable[[], Collection[str]],
     ) -> InputFacts:
-        """What the tensors of a call answer, which are given whole where they are of these types."""
+        """What the tensors of a call answer, which are passed in full where they are of these types."""
         layouts = frozenset[tuple[str, MemoryLayout]]()
         if self.memory:
             parts = {name: TensorType(tuple(each.shape), each.dtype) != types[name] for name, each in tensors.items()}
@@ -486,7 +486,7 @@ class CallReader:
 
 
 def inputs_of(call: ModuleCall, step: ProgramRunner) -> dict[str, object]:
-    """What programs depend on of a call's inputs; a rank's own part of an input counts as the whole."""
+    """What programs depend on of a call's inputs; a rank's own part of an input counts as the global input."""
     expected = {g.name: g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
     found = {}
     for name, leaf in call.leaves.items():
@@ -500,7 +500,7 @@ def inputs_of(call: ModuleCall, step: ProgramRunner) -> dict[str, object]:
 
 
 def model_results(compiled: Compiled, step: ProgramRunner, local: bool, results: Results) -> Any:
-    """The model's own results, as it arranges them: whole, or (``local``) of a local batch this rank's part.
+    """The model's own results, as it arranges them: global, or (``local``) of a local batch this rank's part.
 
     Raises:
         Error: the model gives something that holds tensors in a way that is not known.
@@ -510,7 +510,7 @@ def model_results(compiled: Compiled, step: ProgramRunner, local: bool, results:
     if unknown is not None:
         raise unknown.error("pm(...)")
     outputs = [o for o in step.graph.outputs if o.kind is OutputKind.RESULT]
-    given = iter([results[o.kind, o.name][0] if local else step.whole(o, results[o.kind, o.name]) for o in outputs])
+    given = iter([results[o.kind, o.name][0] if local else step.full(o, results[o.kind, o.name]) for o in outputs])
     leaves = [next(given) if leaf == "tensor" else leaf for leaf in captured.result_leaves]
     return pytree.tree_unflatten(leaves, captured.result_tree)
 

@@ -1,7 +1,7 @@
-"""Whether steps on shards are steps on whole tensors: an optimizer is run on both, on small copies of its parameters.
+"""Whether steps on shards equal steps on full tensors: an optimizer is run on both, on small copies of its parameters.
 
-    parameter 4096 x 1024, sharded 8 x 1      ->      256 x 64 as a whole, and as 8 shards of 32 x 64
-    parameter 16, sharded 2                    ->      16 as a whole, and 2 shards of 8
+    parameter 4096 x 1024, sharded 8 x 1      ->      256 x 64 in full, and as 8 shards of 32 x 64
+    parameter 16, sharded 2                    ->      16 in full, and 2 shards of 8
 
 Each copy has the parameter's own number of dims, shards and (as far as it can) ratio of its sides; a parameter of up to
 ``MOST`` elements has its own shape. Copies of one kind are tried once, all kinds and groups together: what an optimizer
@@ -48,7 +48,7 @@ OF_TORCH = ("defaults", "state", "param_groups", "step")
 
 @dataclass(frozen=True)
 class Layout:
-    """A parameter's whole shape, and the number of its shards along each dim."""
+    """A parameter's global shape, and the number of its shards along each dim."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ class ParameterKind:
 
 @dataclass(frozen=True)
 class Trial:
-    """How far apart shards and whole tensors are, relative to what the steps changed (0: by rounding alone), of which
+    """How far apart shards and full tensors are, relative to what the steps changed (0: by rounding alone), of which
     parameter and after how many steps; or why nobody knows."""
 
     apart: float = 0.0
@@ -111,7 +111,7 @@ class Trial:
             return f"steps of small copies: {self.failed}"
         return (
             f"after {self.steps} {'step' if self.steps == 1 else 'steps'} of small copies, weights of shards and of "
-            f"whole tensors are {self.apart:.2g} apart, relative to their change"
+            f"full tensors are {self.apart:.2g} apart, relative to their change"
         )
 
 
@@ -181,7 +181,7 @@ def _try(
     slopes = [(one + 0.5) * other.abs() for _, one, other in drawn]
     runs = [_Run(optimizer, options, groups, starts, sharded, with_closure) for sharded in (False, True)]
     for number in range(STEPS + 1):
-        # in the last step one element of each gradient is infinite: who skips it, skips whole tensors
+        # in the last step one element of each gradient is infinite: who skips it, skips full tensors
         overflow = number == STEPS or runs[0].gradients > GRADIENTS
         late = number - STEPS + len(LATE)
         scale = 1.0 if overflow else SCALES[number % len(SCALES)] if late < 0 else LATE[late]
@@ -217,7 +217,7 @@ def _seed(device: torch.device, seed: int) -> None:
 
 
 class _Run:
-    """An optimizer of copies, as a whole or in shards."""
+    """An optimizer of copies, in full or in shards."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Options of ``torch.compile``, and whether whole steps are recorded as CUDA graphs."""
+    """Options of ``torch.compile``, and whether full steps are recorded as CUDA graphs."""
 
     of_torch: Mapping[str, Any]
     cuda_graphs: bool = False
@@ -66,7 +66,7 @@ class CompileOptions:
         if self.cuda_graphs:
             for expected, got, remedy in self._unfit(compiled, device, virtual):
                 raise Error(
-                    "this plan has no whole step that can be recorded as a CUDA graph",
+                    "this plan has no full step that can be recorded as a CUDA graph",
                     where="pm.compile(cuda_graphs=True)",
                     expected=expected,
                     got=got,

@@ -158,7 +158,7 @@ def leaves(wanted: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 def gradients(
     step: ProgramRunner, call: ModuleCall, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
 ) -> list[torch.Tensor | None]:
-    """The gradients of all that want one; an input's is whole, as the input is unless ``local``."""
+    """The gradients of all that want one; an input's is global, as the input is unless ``local``."""
     grads: list[torch.Tensor | None] = []
     for name, shards in wanted.items():
         made = results.get((OutputKind.GRADIENT, name))
@@ -166,7 +166,7 @@ def gradients(
             grads += [None] * len(shards)
         elif name in call.leaves and not local:
             output = next(o for o in step.graph.outputs if (o.kind, o.name) == (OutputKind.GRADIENT, name))
-            grads.append(step.whole(output, made))
+            grads.append(step.full(output, made))
         else:
             grads += made
     return grads
@@ -188,7 +188,7 @@ def check_step(
     loss_with_grads: Collection[str],
     has_targets: bool,
 ) -> None:
-    """A call may be a whole step: the parameters that want a gradient are those that the optimizer was planned for, and
+    """A call may be a full step: the parameters that want a gradient are those that the optimizer was planned for, and
     nobody waits for their gradients.
 
     Raises:
@@ -339,9 +339,9 @@ def reject_part() -> None:
     raise Error(
         "the results of pm(...) are this rank's part, and how a loss of them counts is not known",
         where="backward() through pm(...)",
-        expected="inputs of the global batch, whose results are whole on every rank",
+        expected="inputs of the global batch, whose results are replicated on every rank",
         got="this rank's own part of them",
-        remedy="pass the whole batch; or give pm the loss: use pm(x, y)",
+        remedy="pass the global batch; or give pm the loss: use pm(x, y)",
     )
 
 
@@ -352,7 +352,7 @@ def refuse(above: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Any:
         where="backward() through pm(..., with_results=True)",
         expected="the loss alone to be differentiated",
         got="a gradient of the results",
-        remedy="say the whole loss in Hints(loss=...); or use pm(x) and a loss of its results",
+        remedy="say the full loss in Hints(loss=...); or use pm(x) and a loss of its results",
     )
 
 

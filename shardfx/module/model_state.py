@@ -73,7 +73,7 @@ class ModelState:
                     setattr(shard, mark, value)
 
     def shape(self, name: str) -> torch.Size:
-        """The whole shape of a stored parameter."""
+        """The global shape of a stored parameter."""
         return torch.Size(self._given(name).value.shape)
 
     def layouts(self) -> dict[str, Layout]:
@@ -86,8 +86,8 @@ class ModelState:
             )
         return found
 
-    def is_whole(self, name: str) -> bool:
-        """Whether every rank holds the whole of a stored parameter."""
+    def is_replicated(self, name: str) -> bool:
+        """Whether a stored parameter is replicated on every rank."""
         spec = self._given(name).value.spec
         return spec is not None and not spec.axes
 
@@ -119,7 +119,7 @@ class ModelState:
         self._complete = True
 
     def full(self) -> dict[str, torch.Tensor]:
-        """Copies of whole parameters and buffers by the model's own names; tied ones are one tensor."""
+        """Copies of full parameters and buffers by the model's own names; tied ones are one tensor."""
         full: dict[str, torch.Tensor] = {}
         for name in self.names:
             known = self.aliases.get(name, name)
@@ -129,7 +129,7 @@ class ModelState:
         return named | self.beside | {name: module.get_extra_state() for name, module in self._saying()}
 
     def _whole(self, name: str) -> torch.Tensor:
-        return self.store.whole(name) if self.store.is_loaded(name) else self.extra[name].clone()
+        return self.store.full(name) if self.store.is_loaded(name) else self.extra[name].clone()
 
     def _saying(self) -> list[tuple[str, nn.Module]]:
         """The modules that say something of themselves in a state dict, and under which name."""
@@ -137,7 +137,7 @@ class ModelState:
         return [(name, self._skeleton.get_submodule(path)) for name, (path, _, last) in named if last == EXTRA]
 
     def filled(self, skeleton: nn.Module) -> nn.Module:
-        """A copy of the module with the weights of the moment, whole and on the CPU. All ranks call it alike."""
+        """A copy of the module with its current full weights, on the CPU. All ranks call it alike."""
         full: dict[str, torch.Tensor] = {}
         memo: dict[int, object] = {}
         for name, tensor in _tensors(skeleton):
@@ -158,7 +158,7 @@ class ModelState:
             n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)
         }
         for inp in self.compiled.after.of_kind(InputKind.BUFFER):
-            if inp.name in self.store.buffers and self.is_whole(inp.name):
+            if inp.name in self.store.buffers and self.is_replicated(inp.name):
                 known[inp.name] = self.store.shard(inp.name, 0)
         return known
 
@@ -170,10 +170,10 @@ class ModelState:
             if len(grads) == len(shards):
                 mine[name] = grads
         dtypes = self.store.said({name: grads[0].dtype for name, grads in mine.items()})
-        return {name: self.store.whole(name, mine.get(name), dtype) for name, dtype in dtypes.items()}
+        return {name: self.store.full(name, mine.get(name), dtype) for name, dtype in dtypes.items()}
 
     def load_full(self, state_dict: Mapping[str, torch.Tensor], strict: bool) -> None:
-        """Load whole tensors by the model's own names."""
+        """Load full tensors by the model's own names."""
         stored = {g.name: g.value.type for g in self.compiled.after.inputs if g.kind in STORED}
         names: dict[str, list[str]] = {name: [name] for name in stored}
         for name, known in self.aliases.items():
@@ -230,7 +230,7 @@ def check_names(
 
 
 def check_types(values: Mapping[str, object], types: Mapping[str, TensorType]) -> None:
-    """Every tensor has the whole shape that the model has, and its dtype."""
+    """Every tensor has the global shape that the model has, and its dtype."""
     for name, tensor in values.items():
         wanted = types.get(name)
         if wanted is None:
@@ -243,7 +243,7 @@ def check_types(values: Mapping[str, object], types: Mapping[str, TensorType]) -
                 where=WHERE,
                 expected=f"{tuple(wanted.shape)}, {wanted.dtype}",
                 got=f"{shape}, {dtype}",
-                remedy="pass whole tensors, such as full_state_dict() gives"
+                remedy="pass full tensors, such as full_state_dict() gives"
                 if what == "shape"
                 else f"convert it, if you mean to: state_dict[{name!r}].to({wanted.dtype})",
             )
@@ -277,7 +277,7 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
     """Refuse a state dict that says other shards than are held here.
 
     Raises:
-        Error: naming the first parameter or buffer that is another shard, is sharded in another way, or is whole where
+        Error: naming the first parameter or buffer that is another shard, is sharded in another way, or is full where
             there are shards; new tensors are to be put in the place of those that there are.
     """
     mine = dict(_tensors(module))
@@ -288,7 +288,7 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
         raise Error(
             "new tensors cannot take the place of the stored ones"
             if full is None
-            else f"{full!r} of this state dict is whole, and sharded here",
+            else f"{full!r} of this state dict is a full tensor, and sharded here",
             where="pm.load_state_dict(...)",
             expected="shards, as pm.state_dict() gives them",
             got="assign=True" if full is None else "a state dict of the model itself",
@@ -326,5 +326,5 @@ def _place(key: str, stamps: Mapping[str, tuple[str, int]]) -> tuple[str, int] |
 
 
 def _is_shard(value: object) -> bool:
-    """Whether this is no whole tensor: one of a DTensor, or (None) of a parameter that has a name for each shard."""
+    """Whether this is a shard: one of a DTensor, or (None) of a parameter that has a name for each shard."""
     return value is None or hasattr(type(value), "to_local")

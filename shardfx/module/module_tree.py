@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 STATE = frozenset(vars(nn.Module()))
 WHOLE = ("generate", "save_pretrained", "push_to_hub")
-"""Methods that want the weights of the model, whole."""
+"""Methods that want the full weights of the model."""
 AGAIN = "change the model, and parallelize it again"
 REINITIALISE = "initialise the model before parallelize; or pm.load_full_state_dict(state_dict)"
 
@@ -121,16 +121,16 @@ class ModelProxy(nn.Module):
             raise Error(
                 f"{name!r} is in {len(shards)} shards here",
                 where=f"{self.__dict__.get('_path', 'pm')} ({type(self._twin).__name__})",
-                expected=f"{', '.join(f'{own}.{name}' for own in shards)}, or the whole: pm.full_state_dict()",
-                got=f"the whole {name!r} asked for",
+                expected=f"{', '.join(f'{own}.{name}' for own in shards)}, or the full tensors: pm.full_state_dict()",
+                got=f"the full {name!r} asked for",
                 remedy="what is to change a module (a parametrization, pruning) is put on the model before parallelize",
             )
 
 
 def reject_gathered(name: str) -> NoReturn:
-    """Refuse a method that wants whole weights: always an Error."""
+    """Refuse a method that wants full weights: always an Error."""
     raise Error(
-        f"{name}() wants the model with whole weights, and here they may be shards",
+        f"{name}() wants the model with full weights, and here they may be shards",
         where=f"pm.{name}(...)",
         expected="the model itself",
         got="a parallel module",
@@ -214,7 +214,7 @@ class ProxyRoot(ModelProxy):
         raise Error(
             "a parallel module is put into a DistributedDataParallel",
             where="DistributedDataParallel(pm)",
-            expected="pm alone: its gradients are those of the whole batch",
+            expected="pm alone: its gradients are those of the global batch",
             got="a wrapper that would reduce them once more",
             remedy="leave DistributedDataParallel out, and shard the batch over the ranks by a hint",
         )

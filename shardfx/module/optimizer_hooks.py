@@ -76,13 +76,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     if found.apart or found.failed:
         kind, name = type(optimizer).__name__, found.name or _shards[shard]
         raise Error(
-            f"{kind} looks at whole tensors, and {name!r} is sharded here"
+            f"{kind} looks at full tensors, and {name!r} is sharded here"
             if found.apart
             else f"{kind} cannot be tried on shards, and {name!r} is sharded here",
             where=f"{kind}.step()",
             expected="an optimizer that works on each element alone, such as AdamW",
             got=found,
-            remedy="Hints(optimizer=...), whose step is a part of the program and sees the whole; or leave these "
+            remedy="Hints(optimizer=...), whose step is a part of the program and sees full tensors; or leave these "
             "parameters unsharded; or run under torchrun, where parameters are DTensors",
         )
     _guarded[optimizer] = []

@@ -1,7 +1,7 @@
-"""The states of an optimizer, whole and sharded: they move between plans, and to and from the model alone.
+"""Optimizer states, full and sharded: they move between plans, and to and from the model alone.
 
-A whole one is what ``optimizer.state_dict()`` of an optimizer of the model itself would be: the model's parameters in
-the place of their shards, in the same groups, and states in their parameters' whole shapes.
+A full one is what ``optimizer.state_dict()`` of an optimizer of the model itself would be: the model's parameters in
+the place of their shards, in the same groups, and states in their parameters' global shapes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def shards_of_state(state: ModelState, name: str, full: Mapping[str, Any], where
     for key, value in full.items():
         if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
             each: Sequence[Any] = state.store.sharding(name, value)
-        elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
+        elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_replicated(name):
             raise _other_shape(key, name, where, shape, value)
         else:
             each = [copy.deepcopy(value) for _ in shards]
@@ -45,7 +45,7 @@ def shards_of_state(state: ModelState, name: str, full: Mapping[str, Any], where
 
 
 def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The whole state dict of an optimizer of stored shards. Ranks call it alike.
+    """The full state dict of an optimizer of stored shards. Ranks call it alike.
 
     Raises:
         Error: only some shards of a parameter have a state, or are there; a state cannot be joined.
@@ -73,7 +73,7 @@ def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> d
 def sharding(
     state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What ``optimizer.load_state_dict`` takes, of a whole state dict. Ranks call it alike.
+    """What ``optimizer.load_state_dict`` takes, of a full state dict. Ranks call it alike.
 
     Raises:
         Error: the groups are others; a state cannot be sharded as its parameter is.
@@ -130,7 +130,7 @@ def _every(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> l
     """Of each group the parameters, as :func:`_wholes`; also those that only other processes hold.
 
     They stand in the order in which an optimizer of the model itself would have them: in the model's, if they stand
-    here as ``pm.parameters()`` gives them (the shards of some behind what is whole), and else as the user has put them.
+    here as ``pm.parameters()`` gives them (shards of some behind replicated ones), and else as the user has put them.
     """
     owners = _owners(state)
     mine = [_wholes(group["params"], owners) for group in optimizer.param_groups]
@@ -200,20 +200,20 @@ def _check_all(name: str, state: ModelState, count: int) -> None:
 
 
 def _whole_state(state: ModelState, name: str, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole state of a parameter, of its shards, which may be in other processes; nothing where it has none."""
+    """The full state of a parameter, of its shards, which may be in other processes; nothing where it has none."""
     kept: dict[str, Any] = {}
     stored: Sequence[torch.Tensor] = state.store.parameters.get(name, ())
     for key, value in shards[0].items() if shards else ():
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == stored[0].shape:
             kept[key] = value.dtype
-        elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
+        elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_replicated(name):
             raise _other_shape(key, name, SAVED, stored[0].shape, value)
         else:
             kept[key] = copy.deepcopy(value)
     kept = dict(state.store.said({name: kept} if kept else {}).get(name, {}))
     for key, dtype in kept.items():
         if isinstance(dtype, torch.dtype):
-            kept[key] = state.store.whole(name, [shard[key] for shard in shards], dtype)
+            kept[key] = state.store.full(name, [shard[key] for shard in shards], dtype)
     return kept
 
 

@@ -41,7 +41,7 @@ class ParallelModule(PlannedModule):
         loss.backward()
         optimizer.step()
 
-    ``pm(x, y)`` takes the global batch, runs forward and backward, and gives the loss of the whole batch. Under
+    ``pm(x, y)`` takes the global batch, runs forward and backward, and gives the loss of the global batch. Under
     ``torch.no_grad()`` it runs the forward only; without targets it gives the model's own results. Under ``torchrun``
     a rank may also pass its own part of each input; it then gets its own part of the results.
     """
@@ -141,7 +141,7 @@ class ParallelModule(PlannedModule):
 
     @torch._disable_dynamo  # what a model around pm, or a whole loop, is compiled to calls programs as they are
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss, with gradients ready for ``backward()``; without the loss's targets, the model's results, whole.
+        """The loss, with gradients ready for ``backward()``; without the loss's targets, the model's global results.
 
         A call of another signature than the captured one (mode, shapes, numbers, required gradients) is planned when it
         is first seen; the most recent ``Hints(max_specializations=8)`` are kept. A loss of the results may be computed
@@ -159,7 +159,7 @@ class ParallelModule(PlannedModule):
         return self
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a whole step: forward, backward, and the update of ``Hints(optimizer=...)``; gives the loss::
+        """Run a full training step: forward, backward, and the update of ``Hints(optimizer=...)``; gives the loss::
 
             for x, y in batches:
                 loss = pm.step(x, y)
@@ -175,7 +175,7 @@ class ParallelModule(PlannedModule):
     def _run_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: ProgramOptimizer | None = None
     ) -> Any:
-        """Run a call, with an ``optimizer`` a whole step."""
+        """Run a call, with an ``optimizer`` a full training step."""
         with self._peers.calling():
             check_modes("pm(...)")
             self._state.check_complete()
@@ -310,7 +310,7 @@ class ParallelModule(PlannedModule):
             return self._state.full()
 
     def load_full_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load whole parameters and buffers by the model's own names, each rank its shards.
+        """Load full parameters and buffers by the model's own names, each rank its shards.
 
         What is loaded already is written over, so that optimizers stay valid. A plan that was made of a fake or meta
         model gets its weights here. Under ``torchrun`` all ranks call it, and rank 0's tensors are loaded: the others
@@ -324,7 +324,7 @@ class ParallelModule(PlannedModule):
             self._register()
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state dict of an optimizer of ``pm.parameters()``, or of ``pm.optimizer``, with whole states, as one of
+        """The state dict of an optimizer of ``pm.parameters()``, or of ``pm.optimizer``, with full states, as one of
         the model itself would have it. Under ``torchrun`` all ranks call it.
 
         Raises:
@@ -336,7 +336,7 @@ class ParallelModule(PlannedModule):
             return joined(self._state, self._walk, optimizer)
 
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load whole states into such an optimizer, each rank its shards: those of :meth:`full_optimizer_state_dict`
+        """Load full states into such an optimizer, each rank its shards: those of :meth:`full_optimizer_state_dict`
         under any plan, or of an optimizer of the model itself. Under ``torchrun`` rank 0's tensors are loaded.
 
         Raises:
@@ -354,12 +354,12 @@ class ParallelModule(PlannedModule):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The model itself, with the whole weights of now, to save or use it as a whole::
+        """The model itself, with its current full weights, to save it or use it unsharded::
 
             with pm.gathered() as model:
                 model.save_pretrained(folder)
 
-        Under ``torchrun`` all ranks open it, and each has the whole model. Weights that are changed within stay the
+        Under ``torchrun`` all ranks open it, and each has the full model. Weights that are changed within stay the
         model's.
 
         Raises:
@@ -385,7 +385,7 @@ class ParallelModule(PlannedModule):
     @staticmethod
     def no_sync() -> AbstractContextManager[None]:
         """What scripts for ``DistributedDataParallel`` open to accumulate gradients: it does nothing, for the gradients
-        of each call are those of its whole batch, and sums of them are right."""
+        of each call are those of its global batch, and sums of them are right."""
         return nullcontext()
 
     def full_grads(self) -> dict[str, torch.Tensor]:

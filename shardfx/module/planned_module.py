@@ -235,9 +235,9 @@ class PlannedModule(ProxyRoot):
             self._peers.agree((what, *words.items()), lambda: {"runs": what, **words})
 
     def tile(self, name: str, rank: int | None = None, halo: int = 0) -> tuple[slice, ...]:
-        """The part of an input that a rank reads, as slices of the whole: its tile of an image that is sharded. ::
+        """A rank's part of an input, as slices of the global input: its tile of a sharded image. ::
 
-            window = scene[pm.tile("args.0")]  # what the whole batch would be, read in part
+            window = scene[pm.tile("args.0")]  # a part of the global batch
 
         Args:
             name: ``args.0``, ``kwargs.image``, ``targets.0``, ...
@@ -371,7 +371,7 @@ def input_value(graph: Graph, name: str, where: str) -> Value:
 
 
 def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, ...]:
-    """The slices of a whole input that a rank of a planned graph reads, with ``halo`` rows more of every dim that is
+    """The slices of a global input that a rank of a planned graph reads, with ``halo`` rows more of every dim that is
     sharded, but the first.
 
     Raises:
@@ -397,7 +397,7 @@ def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, .
                 where=f"pm.tile({name!r})",
                 expected="each dim split into one segment for each rank",
                 got=value.spec.text(value.shape),
-                remedy="give the whole input to pm(...), which shards it",
+                remedy="give the global input to pm(...), which shards it",
             )
         start, length = sharding.span(size, mesh, coords)
         more = halo if dim and sharding.axes else 0

@@ -29,7 +29,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
     are those of the plan.
 
     ``state_dict()`` has the shards of this process, for ``torch.distributed.checkpoint`` and for the same plan;
-    ``full_state_dict()`` whole states by the model's names, for any plan and for torch's own optimizers.
+    ``full_state_dict()`` full states by the model's names, for any plan and for torch's own optimizers.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -110,7 +110,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         if SCALE not in self.update.counts:
             return None
         self.begin_counts()
-        return float(self.model_state.store.whole(SCALE))
+        return float(self.model_state.store.full(SCALE))
 
     def options(self) -> dict[str, torch.Tensor]:
         """The rates of the moment, and what else is scheduled, by the names of the program's inputs.
@@ -169,16 +169,16 @@ class ProgramOptimizer(torch.optim.Optimizer):
         ``torch.distributed.checkpoint.state_dict`` has it. Under ``torchrun`` all ranks call it."""
         self.begin()
         store = self.model_state.store
-        full = {s.name: store.whole(s.name) for states in self.update.states.values() for s in states}
+        full = {s.name: store.full(s.name) for states in self.update.states.values() for s in states}
         found = {
             name: {state.key: _as_kept(full[state.name], state) for state in states}
             for name, states in self.update.states.items()
         }
-        counts = {name: float(store.whole(name)) for name in self.update.counts}
+        counts = {name: float(store.full(name)) for name in self.update.counts}
         return {"state": found, "param_groups": self.named_groups(), **({"counts": counts} if counts else {})}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load whole states by the model's own names, each rank its shards. All ranks call it; rank 0's are loaded.
+        """Load full states by the model's own names, each rank its shards. All ranks call it; rank 0's are loaded.
 
         Raises:
             Error: they are those of another model or optimizer; or differ where parameters share one.
@@ -215,7 +215,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
                 where="pm.optimizer.load_full_state_dict(...)",
                 expected=f"{type_.shape} of {type_.dtype}",
                 got=f"{tuple(value.shape)} of {value.dtype}",
-                remedy="pass whole states, as full_state_dict() gives them",
+                remedy="pass full states, as full_state_dict() gives them",
             )
         if other is not None and not torch.equal(value, other):
             raise Error(

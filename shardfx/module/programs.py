@@ -34,7 +34,7 @@ from shardfx.runtime.verify.verdict import Verdict, verify
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
 STEP: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER, OutputKind.PARAMETER, OutputKind.STATE})
-"""What a whole step gives, which stores new parameters and states."""
+"""The outputs of a full training step, which stores new parameters and states."""
 INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
 PULL: Kinds = frozenset({OutputKind.GRADIENT})
 """The outputs of the program behind given gradients of results (see :mod:`.grad_delivery`)."""
@@ -43,12 +43,12 @@ BESIDE: Kinds = frozenset({OutputKind.RESULT})
 NAMES = {
     "loss and gradients": TRAIN,
     "loss": LOSS,
-    "a whole step": STEP,
+    "a full step": STEP,
     "results": INFER,
     "gradients for given ones": PULL,
     "loss, gradients and results": TRAIN | BESIDE,
     "loss and results": LOSS | BESIDE,
-    "a whole step, and results": STEP | BESIDE,
+    "a full step, and results": STEP | BESIDE,
 }
 """The programs that a call may run."""
 RUNS = {kinds: name for name, kinds in NAMES.items()} | {
@@ -62,7 +62,7 @@ USUAL = (TRAIN, LOSS, STEP, INFER)
 
 
 def trained_kinds(compiled: Compiled) -> Kinds:
-    """The outputs of the program of training: a whole step's, where the optimizer is in the plan."""
+    """The outputs of the program of training: a full step's, where the optimizer is in the plan."""
     return TRAIN if compiled.captured.update is None else STEP
 
 
@@ -116,7 +116,7 @@ class Programs:
 
     @property
     def steps(self) -> bool:
-        """Whether a whole step can be run: an optimizer's is a part of the plan."""
+        """Whether a full training step can be run: an optimizer's is a part of the plan."""
         return self.compiled.captured.update is not None
 
     def kinds(self, training: bool | None = None) -> Kinds:

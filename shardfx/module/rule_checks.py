@@ -48,7 +48,7 @@ def check_own_rules(graph: Graph, context: Context, own: Sequence[RuleEntry]) ->
             where=f"Hints(rules=...), for {node.where}  {node.where.code}",
             expected="a rule by which the shards of each rank give what the op gives on one device",
             got=rule_text(context.cache.rule(node)),
-            remedy="mark with ! what must stay whole, or write local= (docs/writing_rules.md); see sx.check_rule",
+            remedy="mark with ! what must be replicated, or write local= (docs/writing_rules.md); see sx.check_rule",
         )
 
 
@@ -108,9 +108,9 @@ def check_rule(rule: RuleEntry, *args: Any, op: Any = None, **kwargs: Any) -> No
         raise Error(
             f"the rule of {op_name(_op_of(rule, op))} is wrong",
             where=f"check_rule({rule.text})" if rule.text else "check_rule(...)",
-            expected="what the whole op gives, of every sharded and partial sum that the rule allows",
+            expected="what the op gives on full values, of every sharded and partial sum that the rule allows",
             got="\n".join(found),
-            remedy="mark what must stay whole with !, say linear= of fewer operands, or write local=",
+            remedy="mark what must be replicated with !, say linear= of fewer operands, or write local=",
         )
 
 

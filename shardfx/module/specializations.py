@@ -35,7 +35,7 @@ from shardfx.ir.capture.python_state.python_state import PythonState
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
-from shardfx.ir.unfolding.unfold import whole
+from shardfx.ir.unfolding.unfold import unfolded
 from shardfx.module.call_signature import (
     TARGETS,
     CallSignature,
@@ -114,7 +114,7 @@ def _examples(form: CallSignature, call: ModuleCall, real: bool) -> Any:
         if isinstance(type, TensorType):
             if real and tuple(leaf.shape) != type.shape:
                 raise Error(
-                    "a call in a new form is an example of what the data decide, and must be whole",
+                    "a call in a new form is an example of what the data decide, and must be of the global batch",
                     where="pm(...)",
                     expected=f"{name} of shape {type.shape}",
                     got=f"this rank's part, of shape {tuple(leaf.shape)}",
@@ -324,7 +324,7 @@ class Specializations:
         options: Mapping[str, torch.Tensor] | None = None,
     ) -> Any:
         """Run a call on this process's ranks, these paths in training mode; the other ranks make the same call.
-        ``with_results``: the loss, and the model's results. ``options``: a whole step, with these optimizer's rates.
+        ``with_results``: the loss, and the model's results. ``options``: a full step, with these optimizer's rates.
 
         Raises:
             Error: they do not; there is no loss where one is asked for; no plan for such a call; a rank fails.
@@ -469,7 +469,7 @@ class Specializations:
         for path, module in self.skeleton.named_modules():
             module.training = path in training
         hints = replace(self.hints, args=args, targets=(), loss=None, **UNSTEPPED)
-        return whole(capture_model(self.skeleton, self.known[0][1].compiled.after.mesh, hints).graph)
+        return unfolded(capture_model(self.skeleton, self.known[0][1].compiled.after.mesh, hints).graph)
 
     def renew(self, make: Make) -> None:
         """Make all programs anew."""

@@ -23,7 +23,7 @@ from shardfx.schedules.timeline import rank_places
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage. Parameters and operations are the model's own, whole and of a whole step; bytes are of one rank."""
+    """One stage. Parameters and operations are the model's own, unsharded and of a full step; bytes are of one rank."""
 
     stage: int
     ranks: tuple[int, ...]

@@ -60,7 +60,7 @@ def _memory(report: Report) -> list[RenderableType]:
         ("states", memory.stored.get("optimizer states", 0), "the stored shards of the optimizer's"),
         ("constants", memory.stored.get("constants", 0), "tensors that the model made when it was captured"),
         ("inputs", memory.stored.get("inputs", 0), "this rank's part of the batch"),
-        ("gathered", peak.of("gathered"), "at the peak: stored parameters made whole"),
+        ("gathered", peak.of("gathered"), "at the peak: stored parameters, gathered"),
         ("fetched", peak.of("fetched"), "at the peak: what was offloaded, shortly before and while it is used"),
         ("activations", peak.of("activations"), "at the peak: made by the forward pass, kept for the backward"),
         ("gradients", peak.of("gradients"), f"at the peak; {size_text(memory.gradients)} when the step is done"),

@@ -69,7 +69,7 @@ def specs_in_iterations(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
             remedy="say which dim it is: Mesh(mb=sx.Loop(4), ...), and mb in the specs of inputs",
         )
     by = next((text for text in specs if pattern(text).fullmatch(first)), first)
-    given = as_spec(specs[by], mesh, inputs[first], by) if by in specs else Spec.whole(inputs[first])
+    given = as_spec(specs[by], mesh, inputs[first], by) if by in specs else Spec.replicated(inputs[first])
     return {**specs, by: given if axis in given.axes else _before(axis, given)}
 
 

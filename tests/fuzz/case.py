@@ -127,7 +127,7 @@ class Case:
     staged: Staged | None = None
     """Its pipeline."""
     by_user: str | None = None
-    """An optimizer that looks at whole tensors, which steps the parameters after all else."""
+    """An optimizer that looks at full tensors, which steps the parameters after all else."""
 
     def script(self) -> str:
         """The case as a program: it prints how its result differs from one device's."""
@@ -174,7 +174,7 @@ def draw(seed: int) -> Case:
 
 
 def by_user(seed: int) -> str | None:
-    """An optimizer that looks at whole tensors, in every fifth case."""
+    """An optimizer that looks at full tensors, in every fifth case."""
     rng = random.Random(f"by user {seed}")
     return rng.choice(LOOKING) if rng.random() < 0.2 else None
 

@@ -162,7 +162,7 @@ def on_ranks(pm, args, kwargs, targets):
 
 
 def stepped_by_user(model, state):
-    """The weights after a step of an optimizer that looks at whole tensors."""
+    """The weights after a step of an optimizer that looks at full tensors."""
     if BY_USER is None:
         return {}
     globals()[BY_USER](model.parameters(), lr=0.01).step()

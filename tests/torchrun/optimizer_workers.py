@@ -87,7 +87,7 @@ def torchs_optimizers_step_shards(name: str) -> None:
                 held = mine.state[p][key]
                 if isinstance(whole, Tensor) and whole.dim():
                     assert (held.placements, held.shape) == (p.placements, p.shape), (kind, path, key)
-                    assert rel_err(pm._state.store.whole(path, [held]), whole) < 1e-9, (kind, path, key)
+                    assert rel_err(pm._state.store.full(path, [held]), whole) < 1e-9, (kind, path, key)
                 else:
                     assert held == whole, (kind, path, key)
         saved = pm.full_optimizer_state_dict(mine)
@@ -97,7 +97,7 @@ def torchs_optimizers_step_shards(name: str) -> None:
 
 @worker
 def other_optimizers_step_what_is_shown(name: str) -> None:
-    """One that looks at whole tensors does so."""
+    """One that looks at full tensors does so."""
     model, pm, x, y = gated(name)
     assert steps(pm, lambda: pm(x, y), Lamb(pm.parameters())) > 0
     steps(model, lambda: F.mse_loss(model(x), y), Lamb(model.parameters()))

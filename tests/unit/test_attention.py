@@ -19,7 +19,7 @@ from shardfx.ir.ops.fused_attention import attention, attention_backward, drawn,
 from shardfx.ir.ops.traits import is_heavy, positional, with_defaults
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rulebook import default_rules
-from shardfx.ir.unfolding.unfold import whole
+from shardfx.ir.unfolding.unfold import unfolded
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -206,7 +206,7 @@ def test_repeated_blocks_draw_by_numbers_of_their_own() -> None:
     for fold in (True, False):
         captured = capture(model, Mesh(dp=2), args=(torch.randn(2, 4, 6, 8),), loss=torch.sum, fold=fold)
         assert not captured.graph.notes and bool(captured.graph.repeats) is fold
-        graph = whole(captured.graph)
+        graph = unfolded(captured.graph)
         texts[fold] = str(graph)
     assert texts[True] == texts[False]
     numbers = [with_defaults(n.op, n.args, n.kwargs)["number"] for n in attentions(graph)]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part, compound
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, compound
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh
 from shardfx.ir.ops import comm, redistribute
@@ -117,7 +117,7 @@ def test_the_steps_lead_to_the_target(case: Case) -> None:
 def test_no_detour_is_cheaper(case: Case) -> None:
     shape, source, target = case
     planner, type = Redistribution(MESH), f32(*shape)
-    middle = Spec((WHOLE,) * len(shape), target.partial)
+    middle = Spec((REPLICATED,) * len(shape), target.partial)
     detour = planner.seconds(type, source, middle) + planner.seconds(type, middle, target)
     assert planner.seconds(type, source, target) <= detour * (1 + 1e-9)
 
@@ -187,7 +187,7 @@ def test_a_fused_weight_becomes_plain() -> None:
     by_two = Mesh(tp=2)
     fused = Spec((compound([Part(3), Part(64, ("tp",))], by_two),))
     gather, sharding = Redistribution(by_two).steps(f32(192), fused, spec(by_two, "tp"))
-    assert (gather.op, gather.dim, gather.view, gather.spec) == (comm.all_gather, 1, (3, 64), Spec((WHOLE,)))
+    assert (gather.op, gather.dim, gather.view, gather.spec) == (comm.all_gather, 1, (3, 64), Spec((REPLICATED,)))
     assert (sharding.op, sharding.dim, sharding.view, sharding.spec) == (comm.shard, 0, None, spec(by_two, "tp"))
     back = Redistribution(by_two).steps(f32(192), spec(by_two, "tp"), fused)
     assert [step.op for step in back] == [comm.all_gather, comm.shard]
@@ -199,7 +199,9 @@ def test_the_slower_link_decides() -> None:
     for slow, fast in (("dp", "tp"), ("tp", "dp")):
         mesh = Mesh(dp=4, tp=4, links={slow: Link(1e9), fast: Link(1e12)})
         planner = Redistribution(mesh)
-        over_slow, over_fast = (planner.seconds(type, Spec((DimSharding((x,)),)), Spec((WHOLE,))) for x in (slow, fast))
+        over_slow, over_fast = (
+            planner.seconds(type, Spec((DimSharding((x,)),)), Spec((REPLICATED,))) for x in (slow, fast)
+        )
         assert over_slow > 100 * over_fast
 
 

@@ -56,7 +56,7 @@ def test_a_parameter_and_its_gradient(pm: sx.ParallelModule) -> None:
 def test_an_input_and_a_whole_parameter(pm: sx.ParallelModule) -> None:
     assert str(pm.explain("args.0")).splitlines()[1:] == ["  dp: shards dim 0", "      the hint 'args.0' (step 1)"]
     bias, *_ = pm.explain("layers.0.proj.bias").entries
-    assert bias.shardings == "whole on every rank" and not bias.trails
+    assert bias.shardings == "replicated on every rank" and not bias.trails
 
 
 def test_an_op_its_strategy_and_its_trail(pm: sx.ParallelModule) -> None:

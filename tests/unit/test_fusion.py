@@ -30,7 +30,9 @@ def program() -> RankProgram:
     scaled = graph.call_function(aten.mul.Tensor, (shifted, 2.0))
     second = graph.call_function(aten.mm.default, (scaled, x))
     graph.output((second, total))
-    given, scalar = (Value(TensorType(shape, torch.float32), spec=Spec.whole(len(shape))) for shape in ((64, 64), ()))
+    given, scalar = (
+        Value(TensorType(shape, torch.float32), spec=Spec.replicated(len(shape))) for shape in ((64, 64), ())
+    )
     outputs = Output(OutputKind.RESULT, "0", given), Output(OutputKind.LOSS, "loss", scalar)
     return RankProgram(0, Mesh(dp=1), graph, (Input(InputKind.ARGUMENT, "x", given),), outputs)
 
@@ -67,7 +69,7 @@ def costs_of(build: Build, *names: str) -> dict[str, float]:
     inputs = [graph.placeholder(name) for name in names]
     results = build(graph.call_function, *inputs)
     graph.output(results)
-    given = Value(TensorType((ROWS, ROWS), torch.bfloat16), spec=Spec.whole(2))
+    given = Value(TensorType((ROWS, ROWS), torch.bfloat16), spec=Spec.replicated(2))
     outputs = [Output(OutputKind.RESULT, str(at), given) for at in range(len(results))]
     rank_program = RankProgram(
         0, Mesh(dp=1), graph, tuple(Input(InputKind.ARGUMENT, name, given) for name in names), tuple(outputs)

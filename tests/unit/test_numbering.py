@@ -22,16 +22,16 @@ SHAPE = (4,)
 
 def share(made: int) -> Fact:
     """A share of a sum over all ranks; ``made`` says of which sum, by which shard."""
-    return Fact(0, Spec(Spec.whole(1).dims, (("a", "sum"), ("b", "sum"))), (("a", made), ("b", made)))
+    return Fact(0, Spec(Spec.replicated(1).dims, (("a", "sum"), ("b", "sum"))), (("a", made), ("b", made)))
 
 
-AB, BA, WHOLE = share(0), share(1), Fact(0, Spec.whole(1))
+AB, BA, WHOLE = share(0), share(1), Fact(0, Spec.replicated(1))
 
 
 def met(op: object, *known: Sequence[Fact]) -> list[Fact]:
     """What the first of the ranks knows behind a collective over all of them, of which each knew something."""
     universe = Universe(Terms([TensorType(SHAPE, torch.float64)], [Where()], ["sum"]), {}, {})
-    universe.specs[0] = [Spec.whole(1)]
+    universe.specs[0] = [Spec.replicated(1)]
     numbering = Numbering(universe, MESH)
     given = [numbering.codes(facts, rank) for rank, facts in enumerate(known)]
     got = numbering.collective(op, [("sum",)] * len(given), given, ["a", "b"])

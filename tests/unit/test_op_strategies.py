@@ -132,7 +132,7 @@ def test_every_listed_strategy_recomputes_the_result(name: str, mesh: sx.Mesh) -
     of = instance(op, args, *kwargs)
     draw = torch.Generator().manual_seed(0)
     found = sx.strategies(op, args, *kwargs, mesh=mesh)
-    assert any(not spec.is_whole for each in found for spec in each.operands)
+    assert any(not spec.is_replicated for each in found for spec in each.operands)
     for each in found[:: 1 + len(found) // 300]:
         held = shard_operands(each, of, mesh, draw)
         ranks = {rank: each.call(*shards, rank=rank) for rank, shards in held.items()}

@@ -152,7 +152,7 @@ def test_with_propagate_it_is_the_whole_pipeline() -> None:
         ([Lost()], {}, "stands before a pass that is not there"),
         (["order", "order"], {}, "'order' is given twice"),
         (["propagate", "partition"], {}, "'propagate' stands too early"),
-        (["bind-hints", "propagate"], {}, "the pipeline is not whole"),
+        (["bind-hints", "propagate"], {}, "the pipeline is incomplete"),
         (["bind-hints", "propagate", "partition"], {"bucket_mb": 1.0}, "Hints(bucket_mb=...) says nothing"),
         (["bind-hints", "propagate", "partition"], {"strict": True}, "Hints(strict=...) says nothing"),
         (["bind-hints", "propagate", "partition"], {"zero": 3}, "Hints(zero=...) says nothing"),

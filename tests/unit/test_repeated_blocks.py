@@ -312,6 +312,6 @@ def test_hint_for_each_block_is_one_hint() -> None:
 
 def test_unfolded_blocks_are_not_unfolded_again() -> None:
     graph = capture(Stack(), Mesh(dp=2), **given(True)).graph  # type: ignore[arg-type]
-    graph.input("blocks.1.up.bias").value.spec = Spec.whole(1)
+    graph.input("blocks.1.up.bias").value.spec = Spec.replicated(1)
     with pytest.raises(IrregularBlocks, match="an input is placed otherwise"):
         unfold(graph)

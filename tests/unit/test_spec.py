@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part, bounds, chunk, compound, project
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, bounds, chunk, compound, project
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Loop, Mesh
 from shardfx.ir.spec import Spec, TensorType, as_it_lies
@@ -137,7 +137,7 @@ def test_nested_axes_sharded_one_after_the_other() -> None:
 
 
 def test_a_fused_weight_is_sharded_by_heads() -> None:
-    spec = Spec((DimSharding(("b",), (Part(3), Part(6, ("b",)))), WHOLE))
+    spec = Spec((DimSharding(("b",), (Part(3), Part(6, ("b",)))), REPLICATED))
     assert spec.text((18, 4), "f32") == "f32[(3 6{b}), 4]"
     assert spec.sub_shape((18, 4)) == (3, 6, 4)
     assert spec.local_shape((18, 4), MESH, {"b": 2}) == (6, 4)
@@ -187,22 +187,22 @@ def test_a_projection_holds_the_same(found: list[Part], data: st.DataObject) -> 
 def test_projections() -> None:
     mesh = Mesh(dp=2, tp=2)
     dp, tp, both = DimSharding(("dp",)), DimSharding(("tp",)), DimSharding(("dp", "tp"))
-    assert project(dp, 8, (2, 4), mesh) == (dp, WHOLE)
+    assert project(dp, 8, (2, 4), mesh) == (dp, REPLICATED)
     assert project(both, 8, (2, 4), mesh) == (dp, tp)
-    assert project(both, 8, (4, 2), mesh) == (both, WHOLE)
+    assert project(both, 8, (4, 2), mesh) == (both, REPLICATED)
     assert project(tp, 6, (3, 2), mesh) is None
-    assert project(tp, 5, (5, 1), mesh) == (tp, WHOLE)
-    assert project(tp, 5, (1, 5), mesh) == (WHOLE, tp)
-    assert project(WHOLE, 6, (3, 2), mesh) == (WHOLE, WHOLE)
+    assert project(tp, 5, (5, 1), mesh) == (tp, REPLICATED)
+    assert project(tp, 5, (1, 5), mesh) == (REPLICATED, tp)
+    assert project(REPLICATED, 6, (3, 2), mesh) == (REPLICATED, REPLICATED)
     assert project(dp, 0, (0, 4), mesh) is None
     qkv = DimSharding(("tp",), (Part(3), Part(64, ("tp",))))
     assert compound([Part(3), Part(64, ("tp",))], mesh) == qkv
-    assert project(qkv, 192, (3, 64), mesh) == (WHOLE, tp)
-    assert project(qkv, 192, (3, 4, 16), mesh) == (WHOLE, tp, WHOLE)
-    assert project(qkv, 192, (12, 16), mesh) == (DimSharding(("tp",), (Part(3), Part(4, ("tp",)))), WHOLE)
+    assert project(qkv, 192, (3, 64), mesh) == (REPLICATED, tp)
+    assert project(qkv, 192, (3, 4, 16), mesh) == (REPLICATED, tp, REPLICATED)
+    assert project(qkv, 192, (12, 16), mesh) == (DimSharding(("tp",), (Part(3), Part(4, ("tp",)))), REPLICATED)
     assert compound([Part(2, ("dp",)), Part(4, ("tp",))], mesh) == both
     assert compound([Part(1), Part(4, ("tp",)), Part(1)], mesh) == tp
-    assert compound([Part(1), Part(1)], mesh) == WHOLE
+    assert compound([Part(1), Part(1)], mesh) == REPLICATED
 
 
 # ---- a spec checks itself ----------------------------------------------------------------------------------
@@ -214,39 +214,42 @@ def test_an_axis_is_used_once() -> None:
     with pytest.raises(Error, match="'tp' is used twice"):
         Spec((DimSharding(("tp",)),), (("tp", "sum"),))
     with pytest.raises(Error, match="'dp' is used twice"):
-        Spec((WHOLE,), (("dp", "sum"), ("dp", "max")))
+        Spec((REPLICATED,), (("dp", "sum"), ("dp", "max")))
 
 
 def test_a_reduction_is_known() -> None:
     with pytest.raises(Error, match="unknown reduction 'mean'"):
-        Spec((WHOLE,), (("dp", "mean"),))
+        Spec((REPLICATED,), (("dp", "mean"),))
 
 
 def test_the_order_of_partial_sums_means_nothing() -> None:
-    one, other = Spec((WHOLE,), (("tp", "sum"), ("dp", "max"))), Spec((WHOLE,), (("dp", "max"), ("tp", "sum")))
+    one, other = (
+        Spec((REPLICATED,), (("tp", "sum"), ("dp", "max"))),
+        Spec((REPLICATED,), (("dp", "max"), ("tp", "sum"))),
+    )
     assert one == other
     assert hash(one) == hash(other)
 
 
 def test_texts() -> None:
-    spec = Spec((DimSharding(("dp", "tp")), WHOLE), (("a", "sum"), ("b", "sum"), ("c", "max")))
+    spec = Spec((DimSharding(("dp", "tp")), REPLICATED), (("a", "sum"), ("b", "sum"), ("c", "max")))
     assert spec.text((64, 256), "f32") == "f32[64{dp,tp}, 256] +{a,b} max{c}"
     assert str(spec) == "[.{dp,tp}, .] +{a,b} max{c}"
-    assert str(Spec.whole(0)) == "[]"
+    assert str(Spec.replicated(0)) == "[]"
 
 
 def test_small_questions() -> None:
-    spec = Spec((DimSharding(("dp",)), WHOLE), (("tp", "sum"),))
+    spec = Spec((DimSharding(("dp",)), REPLICATED), (("tp", "sum"),))
     assert spec.axes == ("dp",)
     assert spec.partial_axes == ("tp",)
-    assert not spec.is_whole
-    assert Spec.whole(2).is_whole
-    assert Spec.whole(2) is Spec.whole(2)
-    assert spec.reduced() == Spec((DimSharding(("dp",)), WHOLE))
+    assert not spec.is_replicated
+    assert Spec.replicated(2).is_replicated
+    assert Spec.replicated(2) is Spec.replicated(2)
+    assert spec.reduced() == Spec((DimSharding(("dp",)), REPLICATED))
     assert spec.with_dim(1, DimSharding(("pp",))) == Spec(
         (DimSharding(("dp",)), DimSharding(("pp",))), (("tp", "sum"),)
     )
-    assert not WHOLE
+    assert not REPLICATED
     assert DimSharding(("dp",))
     kind = TensorType((2, 3), torch.bfloat16)
     assert (kind.ndim, kind.numel, kind.nbytes) == (2, 6, 12)
@@ -254,9 +257,9 @@ def test_small_questions() -> None:
 
 def test_parse() -> None:
     mesh = Mesh(dp=2, tp=2, pp=2)
-    assert Spec.parse("dp tp, -", mesh) == Spec((DimSharding(("dp", "tp")), WHOLE))
+    assert Spec.parse("dp tp, -", mesh) == Spec((DimSharding(("dp", "tp")), REPLICATED))
     assert Spec.parse("", mesh, 0) == Spec(())
-    assert Spec.parse(" - ", mesh, 1) == Spec.whole(1)
+    assert Spec.parse(" - ", mesh, 1) == Spec.replicated(1)
     with pytest.raises(Error, match="one entry per dim") as caught:
         Spec.parse("dp", mesh, 2, where="hint 'w'")
     assert caught.value.where == "hint 'w'"

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Strategy, Value, Where
 from shardfx.ir.mesh import Link, Loop, Mesh
 from shardfx.ir.ops import comm
@@ -99,7 +99,7 @@ def test_the_documented_form_reads_back() -> None:
     assert (weight.value.hint, weight.value.hinted_by) == (weight.value.spec, "layers.*")
     assert (weight.kind, weight.name) == (InputKind.PARAMETER, "layers.0.w1.weight")
     assert weight.value.type == TensorType((192, 16), torch.bfloat16)
-    assert weight.value.spec == Spec((DimSharding(("tp",), (Part(3), Part(64, ("tp",)))), WHOLE))
+    assert weight.value.spec == Spec((DimSharding(("tp",), (Part(3), Part(64, ("tp",)))), REPLICATED))
     assert bare.name == bare.value.name == "0"
     small, large = graph.of_kind(InputKind.CONSTANT)
     assert small.constant is not None
@@ -108,18 +108,21 @@ def test_the_documented_form_reads_back() -> None:
     assert large.constant is None
     _, mm, norm, reduced, added, cat = graph.nodes
     assert mm.op is aten.mm.default
-    assert (mm.outs[0].hint, mm.outs[0].hinted_by) == (Spec.whole(2), "")
+    assert (mm.outs[0].hint, mm.outs[0].hinted_by) == (Spec.replicated(2), "")
     assert norm.attrs == {"lane": 1, "a b": "x", "half": 0.5, "on": True}
-    assert [output.spec for output in graph.outputs] == [Spec((DimSharding(("dp",)), WHOLE)), None, None, None]
+    assert [output.spec for output in graph.outputs] == [Spec((DimSharding(("dp",)), REPLICATED)), None, None, None]
     assert mm.where == Where("layers.0", "/models/gpt/model.py", 42)
     assert mm.strategy == Strategy(
-        (Spec((DimSharding(("mb", "dp")), WHOLE)), Spec((WHOLE, DimSharding(("tp",), (Part(3), Part(64, ("tp",))))))),
+        (
+            Spec((DimSharding(("mb", "dp")), REPLICATED)),
+            Spec((REPLICATED, DimSharding(("tp",), (Part(3), Part(64, ("tp",)))))),
+        ),
         (mm.outs[0].spec,),  # type: ignore[arg-type]
         (("m", ("dp",)), ("n", ("tp",))),
     )
     assert [value and value.index for value in norm.results] == [0, None, 2]
     assert norm.args[2:] == ([192], mm.outs[0], mm.outs[0], None, None, [True, False, True])
-    assert norm.outs[1].spec == Spec((WHOLE,), (("dp", "sum"), ("tp", "sum")))
+    assert norm.outs[1].spec == Spec((REPLICATED,), (("dp", "sum"), ("tp", "sum")))
     assert norm.strategy is not None
     assert [str(spec) for spec in norm.strategy.operands] == ["[.{dp}, .]", "[., (3 64{tp})]", "[., .]", "[., .]"]
     assert (norm.at, norm.where) == ((1,), Where("", "/models/gpt/model.py", 7))
@@ -214,9 +217,9 @@ def test_unplaced_is_not_whole() -> None:
     graph = Graph(Mesh(tp=2), [x, y])
     assert print_graph(graph) == "mesh tp=2\nunplaced\nargument %x : f32[2]\nargument %y : f32[2]"
     assert [given.value.spec for given in there_and_back(graph).inputs] == [None, None]
-    x.value.spec = Spec.whole(1)
+    x.value.spec = Spec.replicated(1)
     assert print_graph(graph) == "mesh tp=2\nargument %x : f32[2]\nargument %y : f32[2]?"
-    assert [given.value.spec for given in there_and_back(graph).inputs] == [Spec.whole(1), None]
+    assert [given.value.spec for given in there_and_back(graph).inputs] == [Spec.replicated(1), None]
 
 
 @pytest.mark.parametrize(

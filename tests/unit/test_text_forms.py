@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Guard, Node, Output, OutputKind, Strategy, Where
 from shardfx.ir.mesh import Mesh
@@ -99,7 +99,7 @@ def test_a_node_without_results() -> None:
 
 
 def test_the_bytes_of_a_comm_op_are_a_comment() -> None:
-    x = argument("x", 1000, 1000, spec=Spec((DimSharding(("tp",)), WHOLE)))
+    x = argument("x", 1000, 1000, spec=Spec((DimSharding(("tp",)), REPLICATED)))
     node = make(comm.all_gather, (x.value,), 1000, 1000, axes=["tp"], dim=0)
     assert str(Graph(Mesh(tp=2), [x], [node])).endswith("  # 2.0 MB")
 
@@ -107,7 +107,7 @@ def test_the_bytes_of_a_comm_op_are_a_comment() -> None:
 def test_a_strategy_comes_back() -> None:
     """Of a comm op without a word; of another op by what it shardings, and what it needs where that is not there
     yet."""
-    sharding, whole = Spec((DimSharding(("tp",)), WHOLE)), Spec.whole(2)
+    sharding, whole = Spec((DimSharding(("tp",)), REPLICATED)), Spec.replicated(2)
     x = argument("x", 4, 4, spec=sharding)
     gather, relu = (
         make(comm.all_gather, (x.value,), 4, 4, axes=["tp"], dim=0),
@@ -133,11 +133,13 @@ def test_any_attribute_comes_back(attrs: dict[str, Any], made_by: str, why: str,
     graph = one_op(aten.relu.default)
     (node,) = graph.nodes
     node.attrs, node.made_by, node.why = attrs, made_by, why
-    node.outs[0].spec = graph.inputs[0].value.spec = Spec.whole(2)
-    node.outs[0].hint, node.outs[0].hinted_by = Spec((DimSharding(("tp",)), WHOLE)), why
-    node.strategy = Strategy((Spec.whole(2),), (Spec.whole(2),), (("by", ()), ("needs", ("tp",)), ("stage", ())))
+    node.outs[0].spec = graph.inputs[0].value.spec = Spec.replicated(2)
+    node.outs[0].hint, node.outs[0].hinted_by = Spec((DimSharding(("tp",)), REPLICATED)), why
+    node.strategy = Strategy(
+        (Spec.replicated(2),), (Spec.replicated(2),), (("by", ()), ("needs", ("tp",)), ("stage", ()))
+    )
     graph.inputs[0].aliases = tuple(names)
-    graph.outputs = [Output(OutputKind.LOSS, made_by, node.outs[0], Spec((WHOLE, DimSharding(("tp",)))))]
+    graph.outputs = [Output(OutputKind.LOSS, made_by, node.outs[0], Spec((REPLICATED, DimSharding(("tp",)))))]
     graph.notes = [made_by, why]
     text = print_graph(graph, reasons=True)
     for back in (parse_graph(text), graph.copy()):

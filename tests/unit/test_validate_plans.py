@@ -107,8 +107,8 @@ def test_an_op_is_not_sharded_where_its_rule_needs_the_whole() -> None:
     entry = default_rules().entry(node.op)
     rule = entry.make(node) if entry is not None else None
     assert rule is not None
-    (whole,) = rule.whole
-    with pytest.raises(Error, match="is sharded where its rule needs the whole"):
+    (whole,) = rule.replicated
+    with pytest.raises(Error, match="is sharded where its rule needs replication"):
         validate_graph(parse_graph(text.replace("SOFT", whole)), rules=default_rules())
 
 

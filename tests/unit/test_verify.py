@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfx.ir.dim_sharding import WHOLE, DimSharding, Part
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Strategy, Value, Where
 from shardfx.ir.mesh import Mesh
@@ -164,17 +164,17 @@ def test_inputs_are_inputs() -> None:
 @pytest.mark.parametrize(
     ("spec", "what", "expected", "got"),
     [
-        (Spec((WHOLE,)), "another number of dims", "2 dims, for shape (8, 4)", "1 dims, [.]"),
-        (Spec((DimSharding(("pp",)), WHOLE)), "an unknown mesh axis", "one of dp, tp", "pp"),
-        (Spec((WHOLE, WHOLE), (("pp", "sum"),)), "an unknown mesh axis", "one of dp, tp", "pp"),
+        (Spec((REPLICATED,)), "another number of dims", "2 dims, for shape (8, 4)", "1 dims, [.]"),
+        (Spec((DimSharding(("pp",)), REPLICATED)), "an unknown mesh axis", "one of dp, tp", "pp"),
+        (Spec((REPLICATED, REPLICATED), (("pp", "sum"),)), "an unknown mesh axis", "one of dp, tp", "pp"),
         (
-            Spec((DimSharding(("tp",), (Part(3), Part(2, ("tp",)))), WHOLE)),
+            Spec((DimSharding(("tp",), (Part(3), Part(2, ("tp",)))), REPLICATED)),
             "does not fit dim 0",
             "parts whose product is 8, sharded over {tp}",
             "(3 2{tp})",
         ),
         (
-            Spec((DimSharding(("dp",), (Part(4), Part(2, ("tp",)))), WHOLE)),
+            Spec((DimSharding(("dp",), (Part(4), Part(2, ("tp",)))), REPLICATED)),
             "does not fit dim 0",
             "parts whose product is 8, sharded over {dp}",
             "(4 2{tp})",
@@ -196,12 +196,12 @@ def test_a_placement_fits_its_tensor(spec: Spec, what: str, expected: str, got: 
 def test_a_placement_that_fits_one_tensor_may_not_fit_another() -> None:
     graph = chain(1)
     graph.inputs.append(argument("y", 4))
-    graph.inputs[0].value.spec = graph.inputs[1].value.spec = Spec.whole(2)
+    graph.inputs[0].value.spec = graph.inputs[1].value.spec = Spec.replicated(2)
     assert "%y has another number of dims" in refused(graph).what
 
 
 def test_a_strategy_fits_its_node() -> None:
-    graph, whole, sharding = chain(1), Spec.whole(2), Spec((DimSharding(("dp",)), WHOLE))
+    graph, whole, sharding = chain(1), Spec.replicated(2), Spec((DimSharding(("dp",)), REPLICATED))
     (node,) = graph.nodes
     node.strategy = Strategy((), (whole,))
     assert refused(graph).got == "placements of 0 operands and 1 results"
@@ -214,7 +214,7 @@ def test_a_strategy_fits_its_node() -> None:
 
 
 def test_operands_are_as_needed_once_communication_is_explicit() -> None:
-    graph, whole, sharding = chain(1), Spec.whole(2), Spec((DimSharding(("dp",)), WHOLE))
+    graph, whole, sharding = chain(1), Spec.replicated(2), Spec((DimSharding(("dp",)), REPLICATED))
     (node,) = graph.nodes
     graph.inputs[0].value.spec, node.outs[0].spec = sharding, whole
     node.strategy = Strategy((whole,), (whole,))
@@ -276,7 +276,7 @@ def test_a_comm_op_before_placement_has_axes_at_least() -> None:
 
 def large(count: int) -> Graph:
     """A chain of adds with placements, strategies and here and there a comm op."""
-    sharding, whole = Spec((DimSharding(("dp",)), WHOLE)), Spec.whole(2)
+    sharding, whole = Spec((DimSharding(("dp",)), REPLICATED)), Spec.replicated(2)
     graph = Graph(MESH, [argument("x", 8, 4)], established=frozenset({"COMM_EXPLICIT"}))
     x = value = graph.inputs[0].value
     x.spec = sharding

@@ -85,7 +85,7 @@ def test_attributes_and_methods(both: tuple[sx.ParallelModule, Net]) -> None:
     assert not hasattr(pm, "missing") and not hasattr(pm.first, "missing")
     with pytest.raises(AttributeError, match="neither a parallel module nor 'Net'"):
         _ = pm.missing
-    with pytest.raises(sx.Error, match=r"whole weights(.|\n)*pm.gathered"):
+    with pytest.raises(sx.Error, match=r"full weights(.|\n)*pm.gathered"):
         pm.generate()
     for change in (lambda: setattr(pm, "config", None), lambda: setattr(pm.drop, "p", 0.5)):
         with pytest.raises(sx.Error, match="parallelize it again"):

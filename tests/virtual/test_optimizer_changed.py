@@ -155,7 +155,7 @@ def test_a_second_optimizer_is_refused_also_before_the_first_step() -> None:
 def test_copies_have_their_shards_looked_at() -> None:
     pm = copy.deepcopy(small_plan(None, DP2, zero=3))
     pm(*batches(1)[0]).backward()
-    refused("looks at whole tensors", Lamb(pm.parameters()).step)
+    refused("looks at full tensors", Lamb(pm.parameters()).step)
 
 
 @pytest.mark.long

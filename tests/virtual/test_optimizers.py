@@ -67,7 +67,7 @@ def test_each_group_is_tried() -> None:
     pm = stepped(parallel(mlp(), sx.Mesh(tp=2), specs=TP))
     first, *rest = pm.parameters()
     Scaled([{"params": [first, *rest]}], lr=0.1).step()
-    with pytest.raises(sx.Error, match="Scaled looks at whole tensors"):
+    with pytest.raises(sx.Error, match="Scaled looks at full tensors"):
         Scaled([{"params": rest}, {"params": [first], "by_norm": True}], lr=0.1).step()
 
 

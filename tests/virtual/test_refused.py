@@ -156,7 +156,7 @@ def test_optimizers_that_look_at_whole_tensors() -> None:
     for kind in (torch.optim.Adafactor, torch.optim.AdamW, torch.optim.SGD):
         optimizer = kind(pm.parameters(), lr=1e-3)
         if kind is torch.optim.Adafactor:
-            with pytest.raises(sx.Error, match=r"Adafactor looks at whole tensors, and '0.weight' is sharded"):
+            with pytest.raises(sx.Error, match=r"Adafactor looks at full tensors, and '0.weight' is sharded"):
                 optimizer.step()
         else:
             optimizer.step()
@@ -176,7 +176,7 @@ def test_a_scaler_comes_too_late_for_float16() -> None:
 def test_state_dicts_of_the_model_and_new_tensors_are_no_shards() -> None:
     model = mlp()
     pm = parallel(model, sx.Mesh(dp=2, tp=2), specs={"args.0": "dp, -", **TP})
-    with pytest.raises(sx.Error, match=r"(?s)'0.weight' of this state dict is whole.*load_full_state_dict"):
+    with pytest.raises(sx.Error, match=r"(?s)'0.weight' of this state dict is a full tensor.*load_full_state_dict"):
         pm.load_state_dict(model.state_dict())
     with pytest.raises(sx.Error, match=r"leave assign=True out"):
         pm.load_state_dict(pm.state_dict(), assign=True)

@@ -197,7 +197,7 @@ def test_an_op_that_gathers_a_sharding_of_space_is_named() -> None:
 
 def test_strict_refuses_to_gather_a_sharding_of_space() -> None:
     given = sx.Hints(args=(image(1, 3, 12, 10),), specs=specs(MESHES["2x2"]), strict=True)
-    with pytest.raises(sx.Error, match="needs space whole") as caught:
+    with pytest.raises(sx.Error, match="needs space replicated") as caught:
         sx.parallelize(smoothed(), MESHES["2x2"], given, virtual=True)
     assert "gathered" not in str(caught.value) and "a max-pool of fixed size" in str(caught.value)
 
@@ -212,10 +212,10 @@ class Each(nn.Module):
 @pytest.mark.long
 def test_rows_that_are_each_joined_with_each_are_named() -> None:
     x, net = image(1, 3, 12, 10), nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), Each())
-    with pytest.warns(sx.ShardfxWarning, match=r"aten.bmm .* needs .* whole: shards over h are gathered"):
+    with pytest.warns(sx.ShardfxWarning, match=r"aten.bmm .* needs .* replicated: shards over h are gathered"):
         trained(net, x, MESHES["h2"])
     given = sx.Hints(args=(x,), specs=specs(MESHES["h2"]), strict=True)
-    with pytest.raises(sx.Error, match=r"aten.bmm needs space whole that is sharded over h"):
+    with pytest.raises(sx.Error, match=r"aten.bmm needs space replicated that is sharded over h"):
         sx.parallelize(net, MESHES["h2"], given, virtual=True)
 
 
@@ -240,7 +240,7 @@ def test_an_image_that_is_too_small_on_one_device_as_well(name: str, caplog: pyt
 def test_what_a_single_row_is_made_of_is_named() -> None:
     x = image(1, 3, 12, 10)
     for last in (nn.Conv2d(2, 2, (12, 3), padding=(0, 1)), nn.AvgPool2d((12, 1)), nn.Conv2d(2, 2, 9, 4)):
-        with pytest.warns(sx.ShardfxWarning, match="needs .* whole: shards over h are gathered"):
+        with pytest.warns(sx.ShardfxWarning, match="needs .* replicated: shards over h are gathered"):
             trained(nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), last), x, MESHES["h2"])
 
 

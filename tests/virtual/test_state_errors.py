@@ -71,7 +71,7 @@ def is_no_tensor(state: State) -> None:
         (lacks, ["not that of the model", "missing: bias", "strict=False"]),
         (lacks_tied, ["missing: embed.weight"]),
         (has_more, ["unexpected: head.bias"]),
-        (is_a_shard, ["'embed.weight' has the wrong shape", "(12, 8)", "(6, 8)", "whole tensors"]),
+        (is_a_shard, ["'embed.weight' has the wrong shape", "(12, 8)", "(6, 8)", "full tensors"]),
         (is_half, ["'norm.running_mean' has the wrong dtype", "torch.float32", "torch.float16", "convert"]),
         (is_whole_numbers, ["'bias' has the wrong dtype", "torch.int64"]),
         (is_no_tensor, ["'bias' has the wrong shape", "list"]),

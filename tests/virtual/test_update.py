@@ -46,7 +46,7 @@ def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
     pm = small_plan(KINDS[kind], MESHES[mesh], **FEATURES[feature])
     assert apart(pm, losses, params) < 1e-9
     verdict = pm.verify()
-    assert verdict and "a whole step" in str(verdict), verdict.why
+    assert verdict and "a full step" in str(verdict), verdict.why
 
 
 @pytest.mark.slow

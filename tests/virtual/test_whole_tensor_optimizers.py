@@ -1,4 +1,4 @@
-"""Optimizers that look at whole tensors, stepped on virtual shards: one device's weights, or an Error."""
+"""Optimizers that look at full tensors, stepped on virtual shards: one device's weights, or an Error."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_each_sharding_of_a_parameter_is_tried_as_it_is(sharding: str, kind: Any
         ours = stepped(pm, kind(pm.parameters(), lr=0.01), x)
         assert torch.allclose(ours, stepped(model, kind(model.parameters(), lr=0.01), x), rtol=1e-12, atol=1e-12)
     else:
-        with pytest.raises(sx.Error, match=r"looks at whole tensors, and 'weight' is sharded"):
+        with pytest.raises(sx.Error, match=r"looks at full tensors, and 'weight' is sharded"):
             kind(pm.parameters(), lr=0.01).step()
 
 
@@ -122,7 +122,7 @@ def test_what_only_the_instance_says_is_tried() -> None:
     pm, x = sharded()
     stepped(pm, Centring(pm.parameters()), x)
     for lr in (0.1, 1e-9):  # the difference is told from rounding by what a step changes
-        with pytest.raises(sx.Error, match="Centring looks at whole tensors"):
+        with pytest.raises(sx.Error, match="Centring looks at full tensors"):
             Centring(pm.parameters(), lr=lr, centring=True).step()
 
 
@@ -221,7 +221,7 @@ def test_what_a_script_says_of_a_parameter_is_tried() -> None:
     model, x = net("matrix")
     model.weight.normed = True  # type: ignore[assignment, union-attr]
     pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints((x,), loss=squares, specs={"weight": "tp, -"}))
-    with pytest.raises(sx.Error, match="Marked looks at whole tensors"):
+    with pytest.raises(sx.Error, match="Marked looks at full tensors"):
         Marked(pm.parameters()).step()
 
 

@@ -1,1 +1,1 @@
-"""Canonical form: what is captured in one form, whatever way a model writes it."""
+"""Canonicalization: one form for equivalent ways to write a model."""

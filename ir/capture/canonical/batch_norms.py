@@ -88,7 +88,7 @@ class NormByParts:
             where=f"Hints(batch_stats={'microbatch' if self.one_by_one else 'local'!r})",
             expected=expected,
             got=got,
-            remedy="DataLoader(drop_last=True); or the whole batch's statistics: Hints(batch_stats=None)",
+            remedy="DataLoader(drop_last=True); or the global batch's statistics: Hints(batch_stats=None)",
         )
 
     def _kept(self, old: Tensor, by_part: Tensor, momentum: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Canonical ops: what several of torch's ops say is said by one op of the graph.
+"""Canonical ops: one op of the graph for several equivalent ops of torch.
 
 aten.index(x, [arange(8), %i])             ->   aten.gather(x, 1, ...)        8 rows may be sharded, in x and in %i
 aten.index_put(x, [arange(8), %i], v, True)   ->   aten.scatter_add(x, 1, ..., v)
@@ -225,7 +225,7 @@ def _by_our_names(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> di
 
 
 def _nll(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
-    """A mean loss is the summed loss over the total weight, both of the whole batch.
+    """A mean loss is the summed loss over the total weight, both of the global batch.
 
     How many targets count follows from the targets alone: so it is known, and reduced, before the loss is.
     """

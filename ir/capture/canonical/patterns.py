@@ -1,4 +1,4 @@
-"""Rewriting by example: where the ops of one Python function stand in a graph, put those of another.
+"""Pattern rewriting by example: the ops of one Python function in a graph are replaced by those of another.
 
 >>> def pattern(x, y):
 ...     return torch.relu(x + y)
@@ -121,7 +121,7 @@ MOST_BEHIND = 16
 
 @dataclass(frozen=True)
 class Match:
-    """Where a pattern stands: the values that come in, by the names of its arguments, its nodes, and what it gives."""
+    """A match of a pattern: its input values by argument name, its nodes, and its results."""
 
     inputs: Mapping[str, Value]
     nodes: tuple[Node, ...]

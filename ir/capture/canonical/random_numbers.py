@@ -1,4 +1,4 @@
-"""Random numbers of a forward, as ops of which each rank computes its own shard, and ranks agree.
+"""Random numbers of a forward, as counter-based ops of which each rank computes its own shard.
 
     torch.rand(4, 8)   ->   a hash of the step's seed, the draw's number, and each element's place in the global tensor
 

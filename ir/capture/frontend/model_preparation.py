@@ -337,9 +337,9 @@ def reject_collective(node: Node) -> None:
         raise Error(
             "the model or its loss communicates by itself",
             where=str(node.where),
-            expected="what one device computes of the whole batch: what ranks send follows from how values are sharded",
+            expected="what one device computes of the global batch: shardings imply what ranks send",
             got=str(node.op),
-            remedy="leave torch.distributed out of forward and loss: a mean of the loss is that of the whole batch",
+            remedy="leave torch.distributed out of forward and loss: a mean of the loss is that of the global batch",
         )
 
 

@@ -1,1 +1,1 @@
-"""Ops of our own that compute."""
+"""Compute ops of our own."""

@@ -4,8 +4,8 @@
     out[g k n] = shardfx.grouped_outer(x[s k], y[s n], ends[g])      for each group the sum of x' y over its rows
 
 The rows of group ``e`` begin where those of ``e - 1`` end, at ``ends[e - 1]``, and end before ``ends[e]``. A row of no
-group gives zeros, and costs nothing. A rank may have a part of the rows and of the groups: ``ends`` is always that of
-the whole, and ``rows`` and ``groups`` say which part is local: of each sub-dim of the whole, major first, its size, and
+group gives zeros, and costs nothing. A rank may have a part of the rows and of the groups: ``ends`` is always
+global, and ``rows`` and ``groups`` say which part is local: of each global sub-dim, major first, its size, and
 the start and length of the local part; nothing where all is local.
 
 How many rows a group has is known to the device alone, and no step waits for it. Torch's grouped kernel takes such

@@ -1,4 +1,4 @@
-"""Images tile by tile: what a rank makes of the rows that it has.
+"""Tiles of images: ops on the rows of an image that a rank stores.
 
     y[n c p q], indices = shardfx.max_pool_tile(x[n c h w], kernel, stride, dilation, first, size)
     gx[n c h w]         = shardfx.max_pool_tile_backward(gy[n c p q], x, indices, at, size)

@@ -1,1 +1,1 @@
-"""What is done once for each iteration of a loop axis."""
+"""Ops of loop axes and of pipelines."""

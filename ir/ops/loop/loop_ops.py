@@ -1,4 +1,4 @@
-"""Iterations: what a rank does several times in a step, once for each iteration of a loop axis.
+"""Loop ops: iterations of a loop axis in a rank's step.
 
     total = memory.filled([8, 6], 0, torch.float32)
     iteration = loop.begin('mb', 4, [w, x, total])          what stands between is done 4 times; of what was made

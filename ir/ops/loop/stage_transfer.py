@@ -1,4 +1,4 @@
-"""From stage to stage: what one rank of a pipeline makes and another goes on with.
+"""Point-to-point transfers between pipeline stages.
 
     %5 = comm.send(%4, axes=[pp], origin=0, places=[1], tag=3)
         on a rank at pp=0     send = stage.send(mm, 1, 3, 0, 'pp2/pp@0')
@@ -64,7 +64,7 @@ MOST = 1 << 14
 
 
 class Message(NamedTuple):
-    """What a call sends or waits for: from a place of a group to another, what it is, and in which iteration."""
+    """A point-to-point message: sender and receiver in their group, its tag, and the iteration."""
 
     group: str
     origin: int

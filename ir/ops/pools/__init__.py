@@ -1,1 +1,1 @@
-"""Memory beside the device's own: the host's, and files."""
+"""Memory pools beside the device's own: host memory, and files."""

@@ -1,4 +1,4 @@
-"""The ops that put a value away and fetch it again: a copy in another pool of memory, placed as it was.
+"""Offload ops: a copy of a value to another memory pool, placed as it was, and back.
 
     %4 = memory.to_host(%3) : f32[8{dp}, 6]                   in the host's memory; %3 may be let go
     %9 = memory.to_device(%4) : f32[8{dp}, 6]                 what takes %3 later takes %9

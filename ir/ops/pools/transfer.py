@@ -1,4 +1,4 @@
-"""Copies between the device's memory and the pools beside it: the host's, and files.
+"""Copies between device memory and the pools beside it: host memory, and files.
 
     away = memory.to_host(x)                    the copy starts
     kept = memory.stored(away)                  the device waits for it: from here on x may be freed, kept fetched

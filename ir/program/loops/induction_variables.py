@@ -54,7 +54,7 @@ def with_induction_variables(made: fx.Graph, written: Written, mesh: Mesh, alike
 
 
 class _Uneven(Exception):
-    """A number of iterations that are alike is no line."""
+    """Numbers of alike iterations that are not linear in the iteration."""
 
     def __init__(self, axis: str, run: range) -> None:
         super().__init__(axis, run)
@@ -90,7 +90,7 @@ class _Merger:
             self._put(place, _plain(number, depth), depth)
 
     def _numbers(self, axes: Sequence[str], iteration: Mapping[str, int]) -> dict[Path, Number]:
-        """The numbers of all iterations of some axes, in one iteration of the others."""
+        """A number's values in all iterations of some axes, in one iteration of the others."""
         if not axes:
             return self._in_iteration(iteration)
         (axis, *others), depth = axes, len(axes) - 1
@@ -146,7 +146,7 @@ class _Merger:
         )
 
     def _put(self, place: Path, number: Number, depth: int) -> None:
-        """Write a number that is not the same in all iterations as a call, before who takes it."""
+        """Write an iteration-dependent number as a call, before its user."""
         if not isinstance(number, _Piecewise):
             return
         node, path = self.nodes[place[0]], place[1:]
@@ -191,14 +191,14 @@ class _Merger:
 
 @dataclass(frozen=True)
 class _Piecewise:
-    """Lines over the axis of that depth, the outermost being 1; the least of them that say a number."""
+    """Piecewise linear functions of the iteration of the axis at that depth (1: outermost), as few as will do."""
 
     depth: int
     lines: tuple[tuple[int, Any, Any], ...]
 
 
 def _plain(number: Number, depth: int) -> Any:
-    """A number as few lines as may be; itself, where it is the same in all iterations."""
+    """A number as the fewest linear pieces; itself, where it is the same in all iterations."""
     if not depth:
         return number
     found: list[tuple[int, Number, Number]] = []
@@ -224,7 +224,7 @@ def _each(function: Callable[..., Any], depth: int, *numbers: Number) -> Number:
 
 
 def _moved(number: Number, step: Number, count: int, depth: int) -> Number:
-    """A number so many steps further; what is no number does not grow."""
+    """A number plus so many steps; anything else is constant."""
     return _each(lambda each, by: each + by * count if _is_number(each) else each, depth, number, step)
 
 
@@ -234,7 +234,7 @@ def _is_number(arg: Any) -> bool:
 
 
 def _declare_use(loop: fx.Node, iteration: fx.Node) -> None:
-    """Iterations use the number of the iteration that they stand in."""
+    """Declare the iteration number as an operand of the calls that use it."""
     for end in (loop, *(user for user in loop.users if user.target is loop_ops.end)):
         *before, around = end.args[:3] if end is loop else end.args[:2]
         if iteration not in around:  # type: ignore[operator]

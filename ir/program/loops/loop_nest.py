@@ -153,12 +153,12 @@ class _LoopSplit:
         self.axis, self.nodes, self.looped = axis, nodes, looped
         self.wanted = wanted
         self.ending = {n for n in looped if is_looped(n, axis) and not any(varies_over(axis, v) for v in n.outs)}
-        """Where a value becomes whole over the axis."""
+        """Where a value becomes replicated over the loop axis."""
         self.count = self._earliest()
         self.loop_of = self._latest()
 
     def _earliest(self) -> int:
-        """How many loops there must be: what is collected in one is there in the next."""
+        """The minimum number of loops: results that one collects are available in the next."""
         there: dict[Value, int] = {}
         most = 0
         for node in self.nodes:
@@ -169,7 +169,7 @@ class _LoopSplit:
         return most + 1
 
     def _latest(self) -> dict[Node, int]:
-        """In which loop each value is collected: in the last that may be."""
+        """The loop in which each value is collected: the last possible one."""
         before: dict[Value, int] = {}
         found: dict[Node, int] = {}
         for node in reversed(self.nodes):
@@ -183,7 +183,7 @@ class _LoopSplit:
         return found
 
     def order(self) -> list[Node | PlannedLoop]:
-        """All of it, in order: before each loop what it needs; behind the last one the rest."""
+        """All steps, in order: before each loop what it needs; behind the last one the rest."""
         made: list[Node | PlannedLoop] = []
         done: set[Node] = set()
         for number in range(self.count):
@@ -197,7 +197,7 @@ class _LoopSplit:
         return made
 
     def _loop(self, number: int) -> PlannedLoop:
-        """What one loop collects, and all that it is made of in iterations."""
+        """One loop: what it collects, and the steps of its iterations."""
         last = number == self.count - 1
         kept = {node for node, loop in self.loop_of.items() if loop == number}
         ends: set[Value] = set()
@@ -216,7 +216,7 @@ class _LoopSplit:
         return PlannedLoop(self.axis, tuple(node for node in self.nodes if node in kept), frozenset(ends))
 
     def _before(self, nodes: Iterable[Node], done: set[Node]) -> list[Node]:
-        """What is done once, and needed by some nodes: as far as it is not done yet."""
+        """The steps outside loops that some nodes need, as far as they are not placed yet."""
         needed = {value for node in nodes for value in node.operands}
         found = []
         for node in reversed(self.nodes):
@@ -250,7 +250,7 @@ def iteration_rows(
 
 @lru_cache(maxsize=4096)
 def _equal_chunks(size: int, parts: int) -> tuple[range, ...]:
-    """Runs of chunks that are equally long: few, however many chunks there are."""
+    """Runs of equally long chunks: few, however many chunks there are."""
     ends = [i for i in range(1, parts) if chunk(size, parts, i)[1] != chunk(size, parts, i - 1)[1]]
     return tuple(range(a, b) for a, b in pairwise([0, *ends, parts]))
 
@@ -279,7 +279,7 @@ def uniform_runs(parts: Collection[Part], mesh: Mesh, coords: Mapping[str, int])
 
 
 def looped_parts(nodes: Iterable[Node], mesh: Mesh) -> set[Part]:
-    """Of the values of some nodes all that is sharded over time, each once."""
+    """The parts of some nodes' values that are sharded over loop axes, each once."""
     placed: set[tuple[tuple[int, ...], Spec]] = set()
     for node in nodes:
         values, made = (*node.operands, *node.outs), node.strategy

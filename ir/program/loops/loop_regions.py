@@ -18,13 +18,14 @@ DELIMITERS = ("opens", "unit", "closes")
 
 
 def loop_role(node: fx.Node) -> str:
-    """``opens``, ``closes``, ``unit``, ``number`` or ``collects``; empty for what is done as anywhere."""
+    """The role of a call in loops: ``opens``, ``closes``, ``unit``, ``number`` or ``collects``; empty for any other
+    call."""
     row = row_of(node.target) if node.op == "call_function" else None
     return row.loop if row is not None else ""
 
 
 def is_induction_variable(node: fx.Node) -> bool:
-    """Whether a call gives a number of an iteration."""
+    """Whether a call computes an induction variable."""
     row = row_of(node.target) if node.op == "call_function" else None
     return row is not None and row.is_number
 
@@ -46,7 +47,7 @@ def regions(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
 
 def declare_uses(graph: fx.Graph, begin: fx.Node) -> list[fx.Node]:
-    """Let the begin of the last loop of a graph name the values of before that the loop uses; gives them."""
+    """Make values from outside that the last loop of a graph uses operands of its begin; returns them."""
     nodes = list(graph.nodes)
     inside = nodes[nodes.index(begin) :]
     own = set(inside)
@@ -56,7 +57,7 @@ def declare_uses(graph: fx.Graph, begin: fx.Node) -> list[fx.Node]:
 
 
 def sibling_actions(made: Sequence[fx.Node], used: Sequence[fx.Node]) -> int | None:
-    """The depth at which a value is made and used in two actions of one loop; None: it is not."""
+    """The depth of the loop in which a value is made and used by two different actions; None if there is none."""
     for place, (there, here) in enumerate(zip(made, used, strict=False)):
         if there is not here:
             return place if loop_role(there) == loop_role(here) == "unit" else None
@@ -81,7 +82,7 @@ class ActionOrder:
 
     @staticmethod
     def of(words: Iterable[str]) -> ActionOrder:
-        """The order of some words; a ValueError names the first that is none."""
+        """The order that some words say; a ValueError names the first invalid one."""
         found = []
         for word in words:
             if not (match := re.fullmatch(r"([A-Za-z_]\w*)\.(\d+)", word)):
@@ -91,7 +92,7 @@ class ActionOrder:
 
     @cached_property
     def units(self) -> tuple[str, ...]:
-        """The actions, in the order in which they are first done."""
+        """The distinct actions, in the order in which they first run."""
         return tuple(dict.fromkeys(word.unit for word in self.words))
 
     @cached_property
@@ -103,7 +104,7 @@ class ActionOrder:
         return {}
 
     def incomplete(self, iterations: int) -> str:
-        """Which action is not done once of each of so many iterations; empty where each is."""
+        """An action that does not run exactly once in each of so many iterations; empty if there is none."""
         there = Counter(self.words)
         for unit in self.units:
             for iteration in range(iterations):
@@ -127,7 +128,7 @@ class ActionOrder:
 
     @cached_property
     def in_flight(self) -> int:
-        """The most iterations that are in flight at once."""
+        """The maximum number of iterations in flight."""
         left = Counter(word.iteration for word in self.words)
         begun, most = set[int](), 0
         for word in self.words:
@@ -139,7 +140,7 @@ class ActionOrder:
         return most
 
     def last(self, units: Sequence[str], iteration: int) -> str:
-        """The action of several that is done last of an iteration."""
+        """The last of several actions to run in an iteration."""
         return max(units, key=lambda unit: self._place[ActionStep(unit, iteration)])
 
     def __str__(self) -> str:
@@ -156,7 +157,7 @@ Iterations = tuple[tuple[str, int], ...]
 
 
 def execution_order(nodes: Sequence[fx.Node], iterations: Iterations = ()) -> Iterator[tuple[fx.Node, Iterations]]:
-    """Each call of some nodes, among which is where iterations and actions begin and end."""
+    """The execution order of some nodes, those that begin and end iterations and actions included."""
     at = 0
     while at < len(nodes):
         node = nodes[at]
@@ -178,7 +179,7 @@ def execution_order(nodes: Sequence[fx.Node], iterations: Iterations = ()) -> It
 
 
 def loop_end(nodes: Sequence[fx.Node], begin: int) -> int:
-    """The place of the end of the iterations that begin at a place."""
+    """The position of the end of the loop that begins at a position."""
     depth = 0
     for at in range(begin, len(nodes)):
         part = loop_role(nodes[at])
@@ -202,7 +203,7 @@ def _units(nodes: Sequence[fx.Node], begin: fx.Node) -> dict[str, list[fx.Node]]
 
 
 class Lifetimes:
-    """Of the calls of a program, what they let go, and what actions take of others of the same iteration."""
+    """Lifetimes of a program's values: what each call frees, and what actions use of others of the same iteration."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.inside = regions(nodes)
@@ -245,12 +246,12 @@ class Lifetimes:
         return needs[0] if len(around) == 2 and loop_role(around[1]) == "unit" else None
 
     def kept(self, value: fx.Node) -> fx.Node | None:
-        """The iterations in which a value is kept for other actions; None where it is not."""
+        """The iterations in which a value is stored for other actions; None where it is not."""
         unit = next(iter(self._takers.get(value, ())), None)
         return None if unit is None else loop_of(unit)
 
     def let_go(self, value: fx.Node, unit: fx.Node) -> list[int]:
-        """The iterations in which an action is the last that takes a value."""
+        """The iterations in which an action is the last user of a value."""
         names = tuple(action_name(each) for each in self._takers[value])
         key = loop_of(unit), names, action_name(unit)
         if key not in self._let_go:
@@ -261,11 +262,11 @@ class Lifetimes:
 
 
 def loop_of(unit: fx.Node) -> fx.Node:
-    """The iterations of which this is an action."""
+    """The loop of an action."""
     begin: fx.Node = unit.args[0]  # type: ignore[assignment]
     return begin
 
 
 def action_name(unit: fx.Node) -> str:
-    """What an action is called in the order."""
+    """The name of an action in the order."""
     return str(unit.args[1])

@@ -1,5 +1,4 @@
-"""Writing what is done in iterations: where loops begin and end, this iteration's part of inputs, and what is
-collected."""
+"""Lowering of loops: where they begin and end, each iteration's part of inputs, and collected results."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class OpenLoop:
 
 
 class LoopWriter:
-    """Writes loops into the program of a lowering."""
+    """Writes loops into a program that is being lowered."""
 
     def __init__(self, lowering: Lowering) -> None:
         self._to, self.mesh = lowering, lowering.mesh
@@ -103,7 +102,7 @@ class LoopWriter:
         return before
 
     def _give_out(self, value: Value) -> None:
-        """Write an iteration's part of an output into its place."""
+        """Write an iteration's part of an output to its place."""
         assert value.spec is not None
         to = self._to
         place = iteration_place(value.spec, value.shape, self.mesh, to.coords)
@@ -142,13 +141,13 @@ class LoopWriter:
         return [made]
 
     def _before(self, axis: str, target: Any, *args: Any) -> fx.Node:
-        """A call before the iterations of an axis."""
+        """Write a call before the iterations of an axis."""
         with self._to.fx.inserting_before(self._open[axis].begin):
             return self._to.call(target, *args)
 
 
 def fitting(number: float, dtype: torch.dtype) -> float | int:
-    """A number as elements of a dtype have it: the largest there is for infinity."""
+    """A number clamped to a dtype's range: the largest there is for infinity."""
     if dtype.is_floating_point or dtype.is_complex:
         return number
     info = torch.iinfo(dtype) if dtype is not torch.bool else None

@@ -45,7 +45,7 @@ from .loop_regions import (
 
 @dataclass
 class _ActionPart:
-    """A schedule action: its calls, what it takes, and what others take of it."""
+    """A schedule action: its calls, its inputs, and its results that others use."""
 
     name: str
     nodes: list[fx.Node]
@@ -89,7 +89,7 @@ def write_driver(
 
 
 def _not_yet(value: fx.Node, word: ActionStep, units: Mapping[str, _ActionPart]) -> NoReturn:
-    """Raise for a value that an action takes before it is made.
+    """Raise for a value that an action uses before it is made.
 
     Raises:
         Error: naming both actions.
@@ -105,7 +105,7 @@ def _not_yet(value: fx.Node, word: ActionStep, units: Mapping[str, _ActionPart])
 
 
 def _action_parts(nodes: Sequence[fx.Node]) -> dict[str, _ActionPart]:
-    """The schedule actions, with what they take and give."""
+    """The schedule actions, with their inputs and outputs."""
     inside, found = regions(nodes), dict[str, _ActionPart]()
     of: dict[fx.Node, _ActionPart] = {}
     for node in nodes[1:-1]:
@@ -157,7 +157,7 @@ def _action_graph(begin: fx.Node, axis: str, unit: _ActionPart, head: Sequence[f
 
 @dataclass
 class ActionCall:
-    """A call of an action's module: of which iteration, and its arguments beside the iteration's number."""
+    """A call of an action's module: its iteration, and its other arguments."""
 
     node: fx.Node
     module: fx.GraphModule
@@ -241,7 +241,7 @@ def read_drivers(module: fx.GraphModule) -> list[fx.Node | DriverCalls]:
 def _group(
     module: fx.GraphModule, nodes: Sequence[fx.Node], first: tuple[str, ActionCall]
 ) -> tuple[DriverCalls, list[fx.Node], set[fx.Node]]:
-    """The calls that belong to the first one, what stands between them, and all that is taken of them."""
+    """The calls grouped with the first one, those between them, and all their results that are used."""
     driven, between, members = DriverCalls(first[0], []), list[fx.Node](), set[fx.Node]()
     pending: list[fx.Node] = []
     modules: dict[str, Any] = {}
@@ -317,7 +317,7 @@ def nested(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Graph]]:
 
 
 def _loop_body(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """The body of a loop, and what of it is used behind: its results."""
+    """The body of a loop, and its results: the values used behind it."""
     begin, inside, graph = nodes[0], set(nodes), fx.Graph()
     env = body_inputs(graph, begin, begin.args[2])  # type: ignore[arg-type]
     for node in nodes[1:-1]:
@@ -328,7 +328,7 @@ def _loop_body(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
 
 
 def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], path: str = "") -> Any:
-    """Copy a module's graph, and the graphs of the modules that it calls, into one; gives what it returns.
+    """Inline a module's graph, and the graphs of the modules that it calls, into one; returns its result.
 
     ``env`` stands for its inputs (those of the outermost module become inputs of the graph), ``path`` is the module's
     in the outermost one, with a dot behind it.
@@ -447,12 +447,12 @@ def _hoist_numbers(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
 
 
 def _made_of(used: Sequence[fx.Node], head: Collection[fx.Node], inside: Collection[fx.Node]) -> bool:
-    """Whether operands are induction variables of the loop, one at least, and values of before it."""
+    """Whether operands are induction variables of the loop, at least one, and values from before it."""
     return any(each in head for each in used) and all(each in head or each not in inside for each in used)
 
 
 def _done(into: fx.Graph, begin: fx.Node, around: Sequence[fx.Node]) -> None:
-    """The end of a loop."""
+    """Write the end of a loop."""
     collected = [
         each for each in around if any(loop_role(user) == "collects" and user.args[0] is each for user in each.users)
     ]
@@ -469,5 +469,5 @@ def _not_a_call(path: str, node: fx.Node, got: str) -> Error:
 
 
 def attribute(module: fx.GraphModule, name: str) -> Any:
-    """What a module has under a dotted name."""
+    """The attribute of a module at a dotted path."""
     return operator.attrgetter(name)(module)

@@ -61,7 +61,7 @@ Steps = Sequence[Node | PlannedLoop]
 
 
 def send_early(steps: Steps, late: Collection[Node], place: int, mesh: Mesh, axis: str) -> list[Node | PlannedLoop]:
-    """The steps of a backward with those in front that other stages wait for: sends of the rank at ``place``.
+    """A backward's steps, with sends that other stages wait for moved to the front; at the rank at ``place``.
 
         B1: %1 dx   %2 dw   %3 dx   %4 dw   send %3        ->        B1: %1 dx   %3 dx   send %3   %2 dw   %4 dw
 
@@ -92,7 +92,7 @@ def _sends(node: Node, place: int) -> bool:
 
 
 def _deferrable(steps: Steps, late: Collection[Node]) -> list[int]:
-    """The places of what may be done behind all of these steps, the last of them first: nothing that stays needs it."""
+    """The positions of steps that may be deferred behind all of these, the last first: no other step needs them."""
     needed: set[Value] = set()
     found = []
     for at in reversed(range(len(steps))):
@@ -105,14 +105,14 @@ def _deferrable(steps: Steps, late: Collection[Node]) -> list[int]:
 
 
 def _deferred(places: Sequence[int], moved: Sequence[int], behind: int) -> list[int]:
-    """The places, some of them behind one."""
+    """The positions, some of them moved to the end."""
     away = set(moved)
     stay = [at for at in places[: behind + 1] if at not in away]
     return [*stay, *sorted(moved), *places[behind + 1 :]]
 
 
 class _LiveBytes:
-    """What an iteration holds during steps, of what they use and make."""
+    """Live bytes of an iteration during steps, of the values that they use and make."""
 
     def __init__(self, steps: Steps, mesh: Mesh, axis: str) -> None:
         uses = [{_source(value) for value in _operands([step])} for step in steps]
@@ -128,7 +128,7 @@ class _LiveBytes:
             self._fresh.append(sum(nbytes.get(value, 0) for value in fresh))
 
     def most(self, places: Sequence[int]) -> int:
-        """The bytes that are there at most while the steps are done in the order of some places."""
+        """Peak live bytes while the steps run in the order of some positions."""
         dying, seen = [0] * len(places), set[Value]()
         for at in reversed(range(len(places))):
             for value in self._uses[places[at]] - seen:
@@ -155,7 +155,7 @@ def _operands(steps: Iterable[Node | PlannedLoop]) -> list[Value]:
 
 
 def _source(value: Value) -> Value:
-    """What a value is a view of."""
+    """The value of which a value is a view."""
     while value.node is not None and is_view(value.node):
         value = value.node.operands[0]
     return value
@@ -168,7 +168,7 @@ OUT = "O"
 def rank_actions(
     steps: Sequence[Node | PlannedLoop], graph: Graph, coords: Mapping[str, int]
 ) -> list[Node | PlannedLoop]:
-    """What of all steps the rank at ``coords`` does, in the order of its row."""
+    """The steps of the rank at ``coords``, in the order of its row."""
     if graph.pipeline is None:
         return list(steps)
     found: list[Node | PlannedLoop] = []
@@ -188,20 +188,20 @@ def rank_actions(
 def local_ends(
     graph: Graph, inputs: Sequence[Input], outputs: Sequence[Output], coords: Mapping[str, int]
 ) -> tuple[list[Input], list[Output]]:
-    """Those of some inputs and outputs that the rank at ``coords`` holds, and gives."""
+    """Those of some inputs and outputs that the rank at ``coords`` stores, and returns."""
     here = [inp for inp in inputs if graph.is_here(inp.at, coords)]
     return here, [output for output in outputs if graph.is_here(stages_of(output.value), coords)]
 
 
 def runs_here(node: Node, graph: Graph, coords: Mapping[str, int]) -> bool:
-    """Whether the rank at ``coords`` has a part in a node: of a send also where its value comes from."""
+    """Whether the rank at ``coords`` takes part in a node: for a send also where its value comes from."""
     return graph.is_here(node.at, coords) or (
         node.op is comm.send and any(graph.is_here(stages_of(value), coords) for value in node.operands)
     )
 
 
 def stages_of(value: Value) -> tuple[int, ...]:
-    """The stages in which a value is made; none: in all."""
+    """The stages in which a value is made; none: all."""
     return value.node.at if value.node is not None else ()
 
 
@@ -243,12 +243,12 @@ def weight_gradients(steps: Sequence[Node | PlannedLoop], place: int) -> set[Nod
 
 
 def is_halved(pipeline: Pipelined) -> bool:
-    """Whether the backward of some iteration is done in halves."""
+    """Whether the backward of some iteration is split in halves."""
     return any(action.kind == "I" for action in pipeline.schedule)
 
 
 def row_of_actions(pipeline: Pipelined, place: int) -> list[tuple[str, int]]:
-    """The actions of a row, each with its iteration; where some of a backward are halves, a whole one is both of
+    """The actions of a row, each with its iteration; where some backwards are split in halves, a full one is both of
     them."""
     halved, found = is_halved(pipeline), list[tuple[str, int]]()
     for kind, stage, iteration in pipeline.schedule.rows[place]:
@@ -277,7 +277,7 @@ class _RankActions:
         self._units = {node: self._unit(node) for node in nodes}
 
     def written(self) -> PlannedLoop:
-        """The loop in actions."""
+        """The loop, split into actions."""
         there = set(self._units.values())
         words = [
             *row_of_actions(self.pipeline, self.place),
@@ -322,7 +322,7 @@ class _RankActions:
                     )
 
     def _unit(self, node: Node) -> str:
-        """In which action a node is done: of several stages of this rank, in the first."""
+        """The action that runs a node: of several stages of this rank, that of the first."""
         if node.op is comm.send:
             if node.kwargs["origin"] != self.place:
                 return "R" + self._sender(node)
@@ -331,7 +331,7 @@ class _RankActions:
         return self._named(here, self._phase(node, here), node in self._late)
 
     def _sender(self, node: Node) -> str:
-        """The action that sends."""
+        """The action of a send."""
         (maker,) = (value.node for value in node.operands)
         assert maker is not None
         stages = [stage for stage in maker.at if self.pipeline.homes[stage] == node.kwargs["origin"]]
@@ -342,7 +342,7 @@ class _RankActions:
         return Phase.BACKWARD if any((node, stage) in self.behind for stage in stages) else node.phase
 
     def _taker(self, node: Node) -> str:
-        """The action before which a value must have come."""
+        """The action that needs a received value."""
         (value,) = node.operands
         assert value.node is not None
         origin, here = value.node.at[0], self._here(node.at)
@@ -365,7 +365,7 @@ class _RankActions:
 
 
 class _Receives:
-    """What a rank receives, from each other one in the order in which that sends."""
+    """A rank's receives, from each peer in the order of its sends."""
 
     def __init__(self, pipeline: Pipelined) -> None:
         self._pipeline = pipeline
@@ -375,7 +375,7 @@ class _Receives:
         self._queues: dict[int, list[tuple[str, int]]] = {}
 
     def expect(self, unit: str, origin: int, sender: str) -> None:
-        """What an action of another place sends is received in an action of this one."""
+        """Expect a receive, in an action of this rank, of what an action of another place sends."""
         self._origin[unit] = origin
         self._units.setdefault(origin, {})[sender] = unit
 

@@ -39,7 +39,7 @@ REDUCTION: dict[Any, tuple[str, float]] = {collect: (reduce, first) for reduce, 
 
 
 class NotALoop(Exception):
-    """The loops of a program are not those of its plan: what is wrong, and at which node."""
+    """The loops of a program differ from those of its plan: how, and at which node."""
 
     def __init__(self, what: str, node: fx.Node) -> None:
         super().__init__(what)
@@ -48,7 +48,7 @@ class NotALoop(Exception):
 
 @dataclass
 class IterationOutput:
-    """An iteration's part of an output, where it lies in what the rank gives, and who puts it there."""
+    """An iteration's part of an output: its place in the rank's result, and which call puts it there."""
 
     x: Any
     place: dict[int, tuple[int, int]]
@@ -162,7 +162,7 @@ class _Unrolling:
         self.env[node] = self._make(node, target or node.target, given, named)
 
     def _shard(self, node: fx.Node) -> None:
-        """An iteration's own rows of an input."""
+        """An iteration's shard of an input."""
         args: Any = node.args
         source, dim, start, length = args
         if not isinstance(source, fx.Node) or source not in self.taken or not self._reaches(source):
@@ -220,7 +220,7 @@ class _Unrolling:
         return fx.map_arg(arg, known)
 
     def _reaches(self, used: fx.Node) -> bool:
-        """Whether a value may be used here: it was made in iterations that are not over."""
+        """Whether a value may be used here: the iterations that made it have not ended."""
         made = self.inside[used][: len(self.inside[used]) - len(self.left.get(used, ()))]
         return made == tuple(self.open[: len(made)])
 
@@ -239,11 +239,11 @@ class _Unrolling:
         if not self._reaches(used):
             raise NotALoop(f"{used.name} is used behind its iterations, which do not collect it", node)
         if used in self.taken and (missing := self._loop_axes_of(used) - self.taken[used]):
-            what = f"{used.name} holds what all iterations of {', '.join(sorted(missing))} have, and is used whole"
+            what = f"{used.name} holds what all iterations of {', '.join(sorted(missing))} have, and is used unsharded"
             raise NotALoop(what, node)
 
     def _origin(self, node: fx.Node) -> fx.Node:
-        """The input that a slice is taken of."""
+        """The input of which a slice is taken."""
         while node.op != "placeholder":
             node = node.args[0]  # type: ignore[assignment]
         return node
@@ -299,7 +299,7 @@ class _Unrolling:
         return made
 
     def _summed(self, node: fx.Node, memory: fx.Node, x: Any, collected: list[fx.Node]) -> fx.Node:
-        """What so many ranks would reduce."""
+        """The sum over so many ranks."""
         reduce, first = REDUCTION.get(node.target, REDUCTION[loop_ops.add])
         source: Any = memory.args[0] if memory.target is memory_ops.part else memory
         planned = node.meta.get("shardfx")
@@ -316,7 +316,7 @@ class _Unrolling:
 
     def _fits(self, node: fx.Node, memory: fx.Node, planned: Value) -> None:
         """Memory for a sum has the shape of what is summed; a part of a buffer may be strided."""
-        spec = planned.spec or Spec.whole(planned.type.ndim)
+        spec = planned.spec or Spec.replicated(planned.type.ndim)
         local = held_shape(spec, planned.shape, self.program.mesh, self.program.rank)
         if memory.target is memory_ops.part:
             shards, _, asked = self._number(memory.args[1:], node)
@@ -349,7 +349,7 @@ class _Unrolling:
             raise NotALoop(f"{node.name} puts parts of several axes together", node)
 
     def _leaves(self, node: fx.Node) -> bool:
-        """Whether a node is an output that is sharded over time."""
+        """Whether a node is an output that is sharded over a loop axis."""
         value: Any = self.program.result().args[0]
         return any(
             result is node
@@ -376,7 +376,7 @@ class _Unrolling:
         return self._make(node, pack.unpack_gathered, (wait, per, [length_ for _, length_ in rows], dim, full))
 
     def _rows(self, node: fx.Node, loop: fx.Node, iteration: int) -> tuple[int, int]:
-        """Where another iteration puts its part."""
+        """The rows into which another iteration writes its part."""
 
         def number(used: fx.Node) -> Any:
             if used is loop:

@@ -1,1 +1,1 @@
-"""Rules of ops that compute."""
+"""Rules of compute ops."""

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def forward(node: Node) -> Template:
-    """Keys are whole; queries may be sharded, unless each sees the keys before it."""
+    """Keys are replicated; queries may be sharded, unless each sees the keys before it."""
     return _form(node, "Q, b h t! e!, b h t! v!, M, -> O, L", "2>0")
 
 
@@ -32,8 +32,8 @@ def backward(node: Node) -> Template:
 
 
 def _form(node: Node, form: str, linear: str) -> Template:
-    """Of an op without a seed the last operand is left out. Where one is given, a rank draws a box of the whole, which
-    heads that share a key head are not."""
+    """The template, without the last operand for an op without a seed. With one, a rank draws a box of the full mask,
+    which heads that share a key head are not."""
     heads = "(h r)" if draw_slot(node) is None else "(h r!)"
     tensors = {"Q": f"b {heads} s!causal e!", "O": f"b {heads} s v!", "L": f"b {heads} s", "M": f"~b {heads} s t"}
     for letter, dims in tensors.items():
@@ -44,7 +44,7 @@ def _form(node: Node, form: str, linear: str) -> Template:
 
 
 def attention_local(emit: Emit) -> Any:
-    """Dropout draws for where in the whole ``[b, h, s, t]`` this rank's queries and keys stand."""
+    """Dropout draws for where in the global ``[b, h, s, t]`` this rank's queries and keys stand."""
     slot, args = draw_slot(emit.node), list(emit.args)
     if slot is not None:
         q = emit.node.operands.index(argument(emit.node, "q"))

@@ -30,7 +30,7 @@ def geometry(node: Node, x: Shape, w: Shape, y: Shape) -> list[Slide]:
 
 def forms(node: Node, space: int, *, bias: bool = False) -> tuple[str, str, str]:
     """The dims of input, weight and output: n, g groups, ci and co channels within a group, kernel and space: ``X`` of
-    the image, ``Y`` of the windows over it. With a ``bias`` inside, or groups, ci is whole."""
+    the image, ``Y`` of the windows over it. With a ``bias`` inside, or groups, ci is replicated."""
     ci = "ci!" if bias or argument(node, "groups") > 1 else "ci"
     transposed = argument(node, "transposed")
     channels = f"(g {ci}) co" if transposed else f"(g co) {ci}"
@@ -52,7 +52,7 @@ def convolution_backward(node: Node) -> ShardingRule:
     """The gradient of x is a sum over co, that of w a sum over n, that of the bias does not know ci.
 
     The one is linear in w, the other in x. The gradient of w alone is a sum over the places of the kernel, which may be
-    sharded; with another one beside it space is whole. The gradient of a bias alone is a sum over all places.
+    sharded; with another one beside it space is replicated. The gradient of a bias alone is a sum over all places.
     """
     y, x, w = (value.shape for value in node.operands)
     slides, wanted = geometry(node, x, w, y), list(argument(node, "output_mask"))
@@ -93,7 +93,7 @@ def expand_convolution_backward(
 
 
 def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A convolution, padded at the border of the whole; of a transposed one what goes beyond its rows is cropped."""
+    """A convolution, padded at the global border; of a transposed one what goes beyond its rows is cropped."""
     x, w, bias, stride, padding, dilation, transposed, more, groups = args
     space, sharding, padding, more = _space(emit, leaders, padding, more)
     ranges = []

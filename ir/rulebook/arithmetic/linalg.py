@@ -1,4 +1,4 @@
-"""Linear algebra: matrices are whole, the dims before them are a batch; the columns of a right-hand side may be
+"""Linear algebra: matrices are replicated, the dims before them are a batch; the columns of a right-hand side may be
 sharded.
 
 Products: a sharding of the summed dim leaves a partial sum; with a bias inside, the op is decomposed first. Those by
@@ -49,7 +49,7 @@ def trilinear(node: Node) -> str:
 
 
 def columns(form: str, node: Node) -> str:
-    """In the norms 0 and 1 a distance is a sum over the columns ``k``; in others they are whole."""
+    """In the norms 0 and 1 a distance is a sum over the columns ``k``; in others they are replicated."""
     return form if argument(node, "p") in (0, 1) else form.replace("k", "k!")
 
 
@@ -67,7 +67,7 @@ def distance_gradient(form: str, node: Node) -> Template:
 
 BIAS = "0&1|0&2"
 SUMMED = f"{BIAS}|0*k"
-"""With a bias inside the summed dims are whole, for each rank would add the bias; unless that is a partial sum, too."""
+"""With a bias the summed dims are replicated, as each rank would add the bias; unless that is a partial sum, too."""
 
 
 def expand_with_bias(
@@ -81,9 +81,9 @@ def expand_with_bias(
 
 
 def by_group(emit: Emit) -> Any:
-    """The rank's rows and groups, for the ends are those of the whole."""
+    """The rank's rows and groups, for the ends are global ones."""
     groups = emit.operand_shard(1, 0) if emit.node.op is grouped_mm else emit.result_shard(0, 0)
-    stored = [[] if each.is_whole else each.numbers for each in (emit.operand_shard(0, 0), groups)]
+    stored = [[] if each.is_full else each.numbers for each in (emit.operand_shard(0, 0), groups)]
     return emit.call(emit.node.op, *emit.args[:3], *stored)
 
 

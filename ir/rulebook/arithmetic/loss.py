@@ -77,7 +77,7 @@ def nll_local(emit: Emit) -> Any:
     x = emit.node.operands[at]
     dim = 1 if x.type.ndim > 1 else 0
     shard = emit.operand_shard(at, dim)
-    if shard.is_whole:
+    if shard.is_full:
         return emit.call(emit.node.op, *emit.args)
     target, weight, reduction, ignore, *total = emit.args[at + 1 :]
     target = target if total else checked(emit, target, x.shape[dim], ignore)  # the backward's was seen before

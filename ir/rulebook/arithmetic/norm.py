@@ -1,4 +1,4 @@
-"""Normalisations. The normalised dims are whole; where a sharding of them is wanted the op is decomposed."""
+"""Normalisations. The normalised dims are replicated; where a sharding of them is wanted the op is decomposed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expand_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Batch normalisation over the whole batch, which may lie in shards: statistics are in float32 at least.
+    """Batch normalisation over the global batch, which may be sharded: statistics are in float32 at least.
 
     What is then done to each element is the kernel that takes its statistics as given. In evaluation nothing is in the
     way of the op.
@@ -102,7 +102,7 @@ def batch_backward(form: str, node: Node) -> Template:
 
 
 def rows_backward(form: str, node: Node, linear: str) -> Template:
-    """Gradients of weight and bias alone are sums of elements, of which none is whole."""
+    """Gradients of weight and bias alone are sums of elements, of which none is replicated."""
     if argument(node, "output_mask")[0]:
         return template(form, linear)
     return template(form.replace("!", ""), f"{linear}|3>1|1&2>1")
@@ -153,7 +153,7 @@ RULES: tuple[RuleEntry, ...] = (
         local=group_norm_share,
         expand=True,
     ),
-    # In training all of n and space is one statistic, and whole; by running statistics, which stay, it is pointwise.
+    # In training all of n and space is one statistic, and replicated; by running statistics it is pointwise.
     packed(
         aten._native_batch_norm_legit_functional.default,
         partial(affine, BATCH, reduce=SAME),

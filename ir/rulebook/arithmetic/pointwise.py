@@ -94,24 +94,24 @@ def created(node: Node) -> str:
 
 
 def arange_local(emit: Emit) -> Any:
-    """This rank's part of a range: a box of the whole, for how many steps one of floats has depends on rounding."""
+    """This rank's box of the full range: the number of steps of a range of floats depends on rounding."""
     return box_of(emit, emit.call(emit.node.op, *emit.args, **emit.kwargs), [emit.result_shard(0, 0)])
 
 
 def new_empty_local(emit: Emit) -> Any:
-    """The strides are those of the whole, and what is written there does not ask for them."""
+    """The strides are those of the full tensor, and what is written there does not ask for them."""
     return emit.call(aten.new_empty.default, emit.args[0], list(emit.result_shape(0)), **emit.kwargs)
 
 
 def dropout_local(emit: Emit) -> Any:
-    """The mask is drawn by the box of the whole that the rank has: replicas agree, shards differ."""
+    """The mask is drawn by the rank's box of the full tensor: replicas agree, shards differ."""
     x, p, seed, number, _ = emit.args
     box = [emit.result_shard(0, d).first for d in range(len(emit.result_shape(0)))]
     return emit.call(dropout, x, p, seed, number, box)
 
 
 MADE = rule((), "-> d..!", reduce=SAME)
-"""What depends on where in the result one is, and is cheap, every rank makes as a whole, and takes its part of it: all
+"""What depends on where in the result one is, and is cheap, every rank computes replicated, and takes its shard: all
 ops without tensors that have no other rule (``tril_indices``, ``hann_window``)."""
 
 RULES: tuple[RuleEntry, ...] = (

@@ -1,7 +1,7 @@
-"""Pooling, and what else works on the last dims as an image.
+"""Pooling, and other ops whose last dims are an image.
 
 Where windows stand side by side, ``h`` is ``(p a)`` of the input, and ``p`` may be sharded. Where they overlap, a rank
-needs the rows that its own reach. Elsewhere these dims are whole.
+needs the rows that its own reach. Elsewhere these dims are replicated.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def averaged(node: Node) -> ShardingRule:
 
 def averaged_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """The windows of a rank, of the rows that they reach (or its rows of the gradient, of the windows that they are
-    in): sums without padding, and a window at the border is divided by as many rows as it has of the whole."""
+    in): sums without padding, and a window at the border is divided by as many rows as the full image has there."""
     node, (tile, made), back = emit.node, tiles(emit), len(emit.node.operands) > 1
     dims, lead = slides(node, *ends(node, back)), node.operands[0].type.ndim - len(tile.at)
     ranges = read_rows(emit, dims, made, tile) if back else read_rows(emit, dims, tile, made)

@@ -89,9 +89,9 @@ def vector_norm(node: Node) -> Template:
 DOWN = "d.. k@dim -> d.. 1@dim, ..."
 """Over the dims that an argument names, all if it names none, is reduced; ``keepdim`` leaves dims of size one."""
 DOWN_WHOLE = "d.. k@dim! -> d.. 1@dim, ..."
-"""The same where they must be whole."""
+"""The same where they must be replicated."""
 ALONG = "d.. k@dim!, ... -> d.. k@dim, ..."
-"""The dims that the argument names are whole, the others pass."""
+"""The dims that the argument names are replicated, the others pass."""
 RESIZED = "d.. k@dim! -> d.. o@dim!, ..."
 """The same, with other sizes of them in the results."""
 

@@ -98,7 +98,7 @@ def kind_of(node: Node) -> str:
 
 
 def resized(node: Node, x: Shape, y: Shape) -> list[SpatialDim]:
-    """How the last dims of an image become those of another; whole where rows are smoothed, where a scale is given that
+    """How the last dims of an image become those of another; replicated where rows are smoothed, where the ``scale``
     is not that of the sizes (of 21 rows 10, each two rows behind the one before), or means and nearest rows are not
     those of blocks."""
     kind, space = kind_of(node), len(x)
@@ -173,7 +173,7 @@ def padded_constant(node: Node) -> ShardingRule:
 
 
 def padded_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows: those of x that it has, and padding at the border of the whole. It is the same op on every rank
+    """A rank's rows: those of x that it has, and padding at the global border. It is the same op on every rank
     that has some, so that the proof knows its result, which may be ``x`` itself."""
     x, _, *value = args
     ranges = []

@@ -1,11 +1,11 @@
-"""Lookups: embedding, gather, index; what is in a table, and where in a sorted one. Writing where an index says.
+"""Lookups (embedding, gather, index, isin, searchsorted), and their gradients: scatter, index_put.
 
 Where the dim that is looked up is sharded, each rank finds what lies in its own range and gives nothing for the
 rest: the sum over the ranks is the answer. That is the vocabulary-parallel embedding of Megatron-LM
 (Shoeybi et al., 2019), here for every op of the kind.
 
-The dims that are written to are whole. Where values are *added*, the index may be sharded all the same: each rank adds
-what it has, the first one to the tensor and the others to zeros, and the sum over the ranks is the answer. So
+The dims that are written to are replicated. Where values are *added*, the index may be sharded all the same: each rank
+adds its own, the first one to the tensor and the others to zeros, and the sum over the ranks is the answer. So
 the gradient of a lookup may be sharded as the lookup is.
 """
 
@@ -42,11 +42,11 @@ class Indexed(NamedTuple):
 
 
 def indexed(node: Node, letter: str, mark: str = "") -> Indexed | None:
-    """Indexed dims are whole, those of the indices (which are broadcast) may be sharded; None for masks.
+    """Indexed dims are replicated, those of the indices (which are broadcast) may be sharded; None for masks.
 
     Args:
         letter: of the dims of x.
-        mark: ``!`` where the dims of the indices are whole.
+        mark: ``!`` where the dims of the indices are replicated.
     """
     indices = argument(node, "indices")
     at = [i for i, index in enumerate(indices) if index is not None]
@@ -68,7 +68,7 @@ def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
         x = emit.node.operands[0]
         dim = 0 if rows else at_dim(emit, x)
         shard = emit.operand_shard(0, dim) if x.shape else None
-        if shard is None or shard.is_whole:
+        if shard is None or shard.is_full:
             return emit.call(emit.node.op, *emit.args, **emit.kwargs)
         if shard.length == 0:
             return nothing(emit, emit.args[0])
@@ -82,7 +82,7 @@ def embedding_backward_local(emit: Emit) -> Any:
     """The gradient of the rank's own rows."""
     shard = emit.result_shard(0, 0)
     grad, index, _, padding, scale = emit.args[:5]
-    if shard.is_whole:
+    if shard.is_full:
         return emit.call(emit.node.op, *emit.args)
     if shard.length == 0:
         return nothing(emit, grad)
@@ -110,7 +110,7 @@ def gather(node: Node) -> ShardingRule | str:
 
 
 def index_tensor(node: Node) -> str | None:
-    """``x[i, j]``: indexed dims are whole, the dims of the (broadcast) index and the other dims may be sharded."""
+    """``x[i, j]``: indexed dims are replicated, the dims of the (broadcast) index and the other dims may be sharded."""
     found = indexed(node, "x")
     return f"{found.table}, {found.indices} -> {words(found.result)}" if found is not None else None
 
@@ -141,7 +141,7 @@ EXTREMES = {"amax": "max", "amin": "min"}
 
 
 def scatter(node: Node) -> ShardingRule | Template:
-    """``x[d..], index[i, d..], src[i, d..] -> y[d..]``: the scattered dim of x is whole, i is if nothing is added."""
+    """``x[d..], index[i, d..], src[i, d..] -> y[d..]``: x's scattered dim is replicated, and i if nothing is added."""
     x, index, *src = (value.shape for value in node.operands)
     if not x:
         return replicated(node, together(node))
@@ -206,8 +206,8 @@ def index_write(node: Node) -> Template:
 
 
 def index_put(node: Node) -> ShardingRule | Template:
-    """``x[i!, d..], index[n..], values[n.., d..] -> y[i!, d..]``; n is whole if nothing is added. A mask ``[n..]`` may
-    choose the values, where each dim has an index."""
+    """``x[i!, d..], index[n..], values[n.., d..] -> y[i!, d..]``; n is replicated if nothing is added. A mask ``[n..]``
+    may choose the values, where each dim has an index."""
     indices, values = argument(node, "indices"), node.operands[-1].shape
     linear = f"0&{len(given_tensors(node)) - 1}{'|0*i' if adds(node) else ''}"
     masks = [i for i, each in enumerate(indices) if each is not None and each.type.dtype is torch.bool]
@@ -223,7 +223,7 @@ def index_put(node: Node) -> ShardingRule | Template:
 
 
 def masked(node: Node, at: int) -> str:
-    """``x[.., mask, ..] = v``: v has one value for all that is masked, or the masked dims are whole."""
+    """``x[.., mask, ..] = v``: v has one value for all that is masked, or the masked dims are replicated."""
     x, values = (node.operands[i].type.ndim for i in (0, -1))
     mask = argument(node, "indices")[at].type.ndim
     dims = [f"d{i}" for i in range(x)]
@@ -244,7 +244,7 @@ def added(emit: Emit) -> Any:
 
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.embedding.default, "v d, n.. -> n.. d", linear="0", local=own_part(1, rows=True)),
-    # Where gradients are divided by how often an index occurs, n is whole.
+    # Where gradients are divided by how often an index occurs, n is replicated.
     rule(
         aten.embedding_dense_backward.default,
         "n..!scale_grad_by_freq d, n.. -> v d",

@@ -1,7 +1,7 @@
-"""Parts of tensors, and tensors of parts: slice, select, split, cat, stack, and their gradients; elements elsewhere.
+"""Slices and concatenation: slice, select, split, cat, stack, and their gradients; roll, flip, pad.
 
 A part that is one of the equal blocks of a dim keeps the shardings within the block: ``(c! k) -> k``. Of other slices a
-rank needs the rows that its own are. Elsewhere the dim is whole.
+rank needs the rows that its own are. Elsewhere the dim is replicated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardfx.ir.rules.windows import seeing
 
 aten = torch.ops.aten
 
-WHOLE, BLOCKS, PART = "d.. k@dim!", "d.. (c! k)@dim", "d.. k@dim"
+REPLICATED, BLOCKS, PART = "d.. k@dim!", "d.. (c! k)@dim", "d.. k@dim"
 BLOCK_OF = "d.. (k c!)@dim"
 REST, ROWS = "d.. o@dim!", "d.. o@dim"
 
@@ -52,14 +52,14 @@ def _ends(node: Node) -> tuple[Value, Value]:
 
 
 def slice_(node: Node) -> str | ShardingRule:
-    """Of a tensor a part; or into zeros a part is written. Its rows are every so many of the whole, further on."""
+    """A slice of a tensor, or a slice written into zeros: every step-th row of the full dim, from an offset on."""
     large, small = _ends(node)
     dim, back = argument(node, "dim"), large is not node.operands[0]
     forms = [BLOCKS, PART]
     if small.shape[dim] == large.shape[dim]:
         forms = [PART, PART]
     elif 0 in small.shape:
-        forms = [WHOLE, REST]
+        forms = [REPLICATED, REST]
     elif not _aligned(*(asked := _range(node, large.shape[dim])), large.shape[dim]):
         start, _, step = asked
         made = template(f"{ROWS} -> {PART}" if back else f"{PART} -> {ROWS}", "0", moves_only=True)(node)
@@ -116,7 +116,7 @@ def _shards(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, st
     if len(sizes) == 1 and 0 not in sizes:
         return ", ".join([PART] * len(shapes)), BLOCKS
     own = (f"d.. p{i}@dim!" if len(shape) == ndim else f"p{i}!" for i, shape in enumerate(shapes))
-    return ", ".join(own), WHOLE
+    return ", ".join(own), REPLICATED
 
 
 def split(node: Node) -> str:
@@ -149,7 +149,7 @@ def slice_scatter(node: Node) -> Template:
     start, end, step = (argument(node, name) for name in ("start", "end", "step"))
     if size % step == 0 and 0 <= (start or 0) < step and (end is None or end >= size):  # one of each ``step`` elements
         return template(f"{BLOCK_OF}, {PART} -> {BLOCK_OF}", "0&1", moves_only=True)
-    return template(f"{WHOLE}, {REST} -> {WHOLE}", "0&1", moves_only=True)
+    return template(f"{REPLICATED}, {REST} -> {REPLICATED}", "0&1", moves_only=True)
 
 
 # ---- elsewhere: repetition, diagonals, windows, images whose edges meet ----------------------------------------------
@@ -209,19 +209,19 @@ DIAGONAL, PLANE = "d.. q!", "d.. i@dim1! j@dim2!"
 
 RULES: tuple[RuleEntry, ...] = (
     moves((aten.slice.Tensor, aten.slice_backward), slice_, local=slice_local),
-    moves(aten.narrow_copy, f"{WHOLE} -> {REST}"),
-    moves(aten.select.int, f"{WHOLE} -> d.."),
-    moves(aten.select_backward, f"d.. -> {WHOLE}", shape_arg=1),
-    moves((aten.unbind, aten.unbind_copy), f"{WHOLE} -> d.., ..."),
-    rule(aten.stack, f"d.., ... -> {WHOLE}", linear="&", moves_only=True),
+    moves(aten.narrow_copy, f"{REPLICATED} -> {REST}"),
+    moves(aten.select.int, f"{REPLICATED} -> d.."),
+    moves(aten.select_backward, f"d.. -> {REPLICATED}", shape_arg=1),
+    moves((aten.unbind, aten.unbind_copy), f"{REPLICATED} -> d.., ..."),
+    rule(aten.stack, f"d.., ... -> {REPLICATED}", linear="&", moves_only=True),
     moves(
         (aten.split.Tensor, aten.split_with_sizes, aten.unsafe_split.Tensor, aten.split_with_sizes_copy),
         split,
         local=split_local,
     ),
     rule(aten.cat, cat, linear="&", moves_only=True),
-    # The dim that is written to is whole.
-    rule(aten.select_scatter, f"{WHOLE}, d.. -> {WHOLE}", linear="0&1", moves_only=True),
+    # The dim that is written to is replicated.
+    rule(aten.select_scatter, f"{REPLICATED}, d.. -> {REPLICATED}", linear="0&1", moves_only=True),
     rule(aten.slice_scatter, slice_scatter, moves_only=True),
     moves(aten.flip, "d.. k@dims! -> d.. k@dims"),
     moves(aten.rot90, rotated),

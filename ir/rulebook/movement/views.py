@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def common_factors(a: Sequence[int], b: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
-    """The dims of two shapes of one size, as products of common factors; those that don't nest are whole."""
+    """The dims of two shapes of one size, as products of common factors; those that don't nest are replicated."""
     sides = (("x", a), ("y", b))
     ends = [list(itertools.accumulate(shape, operator.mul)) for shape in (a, b)]
     dims: list[list[Dim]] = [[(f"{x}{d}",) if size != 1 else () for d, size in enumerate(shape)] for x, shape in sides]

@@ -122,7 +122,7 @@ class Deduction:
                 rule.passes(kind, group, along.get(axis, "")) is None for axis, (kind, group) in partial.items()
             ):
                 continue
-            full = [(axis, f) for axis, f in used if f in rule.whole and self.mesh.extent(every[f].axes) > 1]
+            full = [(axis, f) for axis, f in used if f in rule.replicated and self.mesh.extent(every[f].axes) > 1]
             groups = [(f, partial[axis][1] if axis in partial else frozenset()) for axis, f in full]
             if any(rule.together(*each) is None for each in groups):
                 continue

@@ -257,14 +257,14 @@ class Rank:
             raise Failed(self.fault(what, node, name))
 
     def _spec(self, output: Output) -> Spec:
-        """The placement that an output must have: a gradient or buffer that of its input, a loss or guard whole."""
+        """The required placement of an output: its input's for a gradient or buffer; replicated for a loss or guard."""
         if output.kind in (OutputKind.GRADIENT, OutputKind.BUFFER):
             stored = next((g.value.spec for g in self.proof.after.inputs if g.name == output.name), None)
             if stored is not None:
                 return stored
         spec = output.value.spec
         assert spec is not None
-        return Spec.whole(output.value.type.ndim) if output.kind.leaves_whole else spec
+        return Spec.replicated(output.value.type.ndim) if output.kind.leaves_replicated else spec
 
     def _fits(self, actual: Spec, wanted: Spec, output: Output) -> bool:
         if actual.partial or actual == wanted:

@@ -60,7 +60,7 @@ class Source:
 
 @dataclass
 class Numbering:
-    """Numbers for the elements of terms: the number of their sources above, the place in the whole below."""
+    """Numbers for the elements of terms: the number of their sources above, the global index below."""
 
     universe: Universe
     mesh: Mesh
@@ -87,7 +87,7 @@ class Numbering:
         return self.number(source.added(axes) for source in self.sources[number - 1])
 
     def box(self, shape: tuple[int, ...], spec: Spec, rank: int) -> Elements:
-        """The places, in a whole of this shape, of what a rank holds: one object for ranks that hold the same."""
+        """The global indices of a rank's elements of this shape: one object for ranks that hold the same."""
         if rank not in self._coords:
             self._coords[rank] = self.mesh.coords(rank)
         coords = self._coords[rank]
