@@ -53,7 +53,7 @@ def in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def as_module(options: Mapping[str, Any]) -> Write:
     """Programs as one module each."""
-    return lambda program, forms: ProgramSource("", compiler(options)(program.module()), (), (), "")
+    return lambda program, forms: ProgramSource("", compiler(options)(program.module()), (), "")
 
 
 def in_segments(options: Mapping[str, Any]) -> Write:
@@ -114,4 +114,4 @@ def segmented(program: RankProgram, compiled: Callable[[fx.GraphModule], Any], f
             origin[env[node]] = node
     source = write_source(replace(program, graph=graph), forms)
     lines = tuple(None if node is None else origin[node] for node in source.lines)
-    return replace(source, lines=lines, nodes=tuple(origin[node] for node in source.nodes))
+    return replace(source, lines=lines)

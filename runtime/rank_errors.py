@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -10,25 +9,18 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 
-SHOWN = 4
-"""So many of the other ranks are listed."""
 
-
-def failed(rank: int, node: fx.Node | None, error: Exception, others: Sequence[str] = ()) -> Error:
+def failed(rank: int, node: fx.Node | None, error: Exception) -> Error:
     """The error for a rank whose program raised; one that is an :class:`Error` already stays what it is."""
     if isinstance(error, Error):
         return error
-    more = [f"and {len(others) - SHOWN} ranks more"] if len(others) > SHOWN else []
-    lines = [f"{type(error).__name__}: {str(error).strip()[:800]}", *others[:SHOWN], *more]
-    made = Error(
+    return Error(
         "a rank's program failed",
         where=place(rank, node),
         expected="every rank's program to come to its end",
-        got=f"\n  {'':<10}".join(lines),
+        got=f"{type(error).__name__}: {str(error).strip()[:800]}",
         remedy="all ranks are ended; mend the line that is named, or what goes into it",
     )
-    made.__cause__ = error
-    return made
 
 
 def place(rank: int, node: fx.Node | None) -> str:

@@ -2,13 +2,13 @@
 
 A scheduler runs the coroutines of all ranks up to their next collective, checks that the members of a group ask for
 the same thing, does it, and goes on. A group whose members disagree, or that never comes together, is reported by rank,
-node and source line instead of hanging; and so is a rank whose program raises, with what the others wait in.
+node and source line instead of hanging; and so is a rank whose program raises.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -105,13 +105,12 @@ def run(
     """Run one program per rank to its end; gives what each returns.
 
     Raises:
-        Error: a rank's program raises (the first node of the plan that does so, if several do); members of a group
-            ask for different collectives, or wait for one that never comes.
+        Error: a rank's program raises; members of a group ask for different collectives, or wait for one that never
+            comes.
     """
     calls: dict[int, RankCoroutine] = {rank: source(*inputs[rank]) for rank, source in sources.items()}
     results: dict[int, Sequence[Tensor]] = {}
     waiting: dict[int, Asked] = {}
-    failures: dict[int, Exception] = {}
     mail: Mailbox[Tensor] = Mailbox()
 
     def advance(rank: int, reply: list[Tensor] | None) -> None:
@@ -119,8 +118,8 @@ def run(
             waiting[rank] = calls[rank].send(reply)  # type: ignore[arg-type]
         except StopIteration as stop:
             results[rank] = stop.value
-        except Exception as error:  # whatever a kernel raises; the others go on to where they need this rank
-            failures[rank] = error
+        except Exception as error:  # whatever a kernel raises
+            raise failed(rank, sources[rank].node_of(error), error) from error
 
     for rank in calls:
         advance(rank, None)
@@ -148,11 +147,7 @@ def run(
                 advance(member, reply)
             progressed = True
         if waiting and not progressed:
-            if not failures:
-                raise _deadlock(waiting, mesh)
-            break
-    if failures:
-        raise _first(failures, sources, waiting)
+            raise _deadlock(waiting, results)
     if left := mail.left():
         raise Error(
             "nobody receives what a rank sends", where=str(left), expected="a receive for each send", got="none"
@@ -205,17 +200,6 @@ class Mailbox(Generic[T]):
         return next((sent[0][0] for sent in self._sent.values() if sent), None)
 
 
-def _first(
-    failures: Mapping[int, Exception], sources: Mapping[int, ProgramSource], waiting: Mapping[int, Asked]
-) -> Error:
-    """The failure at the first node of the plan; of several ranks there, the first."""
-    at = {rank: sources[rank].node_of(error) for rank, error in failures.items()}
-    rank = min(failures, key=lambda rank: (sources[rank].position(at[rank]), rank))
-    others = [f"rank {other} waits in {waiting[other][0]}" for other in sorted(waiting)]
-    others += [f"rank {other} failed too" for other in sorted(failures) if other != rank]
-    return failed(rank, at[rank], failures[rank], others)
-
-
 def _check(group: Sequence[int], asked: Sequence[Asked]) -> None:
     """Raise where members of a group ask for different collectives, or for one that it cannot do.
 
@@ -259,21 +243,12 @@ def unfit(op: str, asked: Sequence[Sequence[Any]], ranks: int) -> str:
     return ""
 
 
-def _deadlock(waiting: Mapping[int, Asked], mesh: Mesh) -> Error:
-    lines = []
-    for rank in sorted(waiting)[:4]:
-        request = waiting[rank][0]
-        group = members(mesh, request.group, rank)
-        if request.message:
-            missing = [group[request.of_rank(group.index(rank)).origin]]
-        else:
-            missing = [m for m in group if m not in waiting or waiting[m][0].group != request.group]
-        lines.append(f"rank {rank} waits in {request} for ranks {missing}")
+def _deadlock(waiting: Mapping[int, Asked], ended: Collection[int]) -> Error:
     return Error(
         "deadlock: no group of ranks comes together",
-        where="; ".join(lines),
+        where="; ".join(f"rank {rank} waits in {waiting[rank][0]}" for rank in sorted(waiting)[:4]),
         expected="every rank of a group in the same collective",
-        got=f"{len(waiting)} ranks waiting",
+        got=f"{len(waiting)} ranks waiting; at their ends: {sorted(ended)[:8]}",
         remedy="every rank of a group must run the same collectives in the same order",
     )
 

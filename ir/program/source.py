@@ -89,7 +89,6 @@ class ProgramSource:
 
     text: str
     start: Callable[..., Any]
-    nodes: tuple[fx.Node, ...]
     lines: tuple[fx.Node | None, ...]
     file: str
 
@@ -104,11 +103,6 @@ class ProgramSource:
                 line = trace.tb_lineno
             trace = trace.tb_next
         return self.lines[line - 1] if line is not None and line <= len(self.lines) else None
-
-    def position(self, node: fx.Node | None) -> int:
-        """The number of planned ops before a node: the same on all ranks."""
-        made = [each.meta.get("shardfx") for each in self.nodes[: self.nodes.index(node)]] if node is not None else []
-        return len({id(op) for op in made})
 
 
 def write_source(program: RankProgram, forms: CallOverrides | None = None, watch: Watch | None = None) -> ProgramSource:
@@ -151,7 +145,7 @@ class _SourceWriter:
         text, file = "\n".join(self.lines) + "\n", f"<shardfx program {next(_number)}>"
         linecache.cache[file] = (len(text), None, text.splitlines(True), file)
         exec(compile(text, file, "exec"), self.scope)
-        return ProgramSource(text, self.scope["program"], self.nodes, tuple(self.owners), file)
+        return ProgramSource(text, self.scope["program"], tuple(self.owners), file)
 
     def _call(self, node: fx.Node, part: str) -> None:
         self._add(node, self._statement(node))
