@@ -146,7 +146,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     assert dist.get_world_size() == {size}, "start {size} processes"
     for name, ranks in json.loads((FOLDER / "groups.json").read_text()):
-        group = dist.new_group(ranks) if ranks == sorted(ranks) else dist.new_group(ranks, sort_ranks=False)
+        group = dist.new_group(ranks, sort_ranks=ranks == sorted(ranks))
         if RANK in ranks:
             _register_process_group(name, group)
     sys.path.insert(0, str(FOLDER))

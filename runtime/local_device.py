@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardfx.ir.errors import Error
 
@@ -41,10 +40,6 @@ def local_device(asked: str | torch.device | None, weights: torch.device, real: 
 
 def _index(kind: str) -> int:
     """The device of this rank among those of its machine."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    bound = world.bound_device_id if world is not None else None
-    if bound is not None and bound.type == kind:
-        return int(bound.index)
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     module: Any = torch.get_device_module(kind)
@@ -55,30 +50,24 @@ def check_device(device: torch.device) -> None:
     """Check that the device is there.
 
     Raises:
-        Error: this build of torch does not serve it, there is none, or fewer than its index says.
+        Error: torch cannot use it, for the reason that it gives.
     """
-    kind = device.type
-    if kind == "cpu":
-        return
     try:
-        module: Any = torch.get_device_module(kind)
-        count = int(module.device_count()) if module.is_available() else 0
-    except RuntimeError:  # no module of torch serves this type
-        count = 0
-    if count <= (device.index or 0):
+        torch.empty(0, device=device)
+    except (AssertionError, ImportError, RuntimeError) as error:
         raise Error(
             f"there is no device {str(device)!r} here",
             where="Hints(device=...), or the device of the model's weights",
-            expected="a device of this machine: " + ", ".join(["cpu", *(f"{kind}:{i}" for i in range(count))]),
-            got=f"{str(device)!r}; torch.{kind}.device_count() is {count}",
-            remedy="Hints(device=...) of one of these, and one process for each; or a model on meta, to plan without "
-            "running: report, memory, timeline",
-        )
+            expected="a device of this machine",
+            got=str(error).strip().partition("\n")[0],
+            remedy="Hints(device=...) of one that torch finds, and one process for each; or a model on meta, to plan "
+            "without running: report, memory, timeline",
+        ) from error
 
 
 def as_current(device: torch.device) -> AbstractContextManager[Any]:
     """Within, ``device`` is the one on which programs allocate, for they name its type alone."""
-    if device.type == "cpu" or device.index is None:
+    if device.type == "cpu":
         return nullcontext()
     context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
     return context

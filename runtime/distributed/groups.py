@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -206,14 +207,14 @@ def leave_groups() -> None:
 def device_mesh(mesh: Mesh, device_type: str, axes: Sequence[str]) -> DeviceMesh:
     """The torch ``DeviceMesh`` of a mesh, or the part of it along some axes in which this rank is: one for all plans of
     a job, for it makes process groups of its own."""
-    key = (mesh, device_type)
-    if key not in _device_meshes or _device_meshes[key][0] is not dist.group.WORLD:
-        _device_meshes[key] = (dist.group.WORLD, mesh.to_device_mesh(device_type))
-    made = _device_meshes[key][1]
+    made = _device_mesh(mesh, device_type, dist.group.WORLD)
     return made if len(axes) == len(mesh.space) else made[tuple(axes)]
 
 
-_device_meshes: dict[tuple[Mesh, str], tuple[Any, DeviceMesh]] = {}
+@cache
+def _device_mesh(mesh: Mesh, device_type: str, world: Any) -> DeviceMesh:
+    """That of all axes, in a job whose group of all ranks is ``world``."""
+    return mesh.to_device_mesh(device_type)
 
 
 def find_group(name: str) -> dist.ProcessGroup | None:
@@ -233,7 +234,7 @@ def _timeout() -> timedelta:
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A group whose members count as listed: torch sorts them unless told otherwise."""
-    options: dict[str, Any] = {"timeout": _timeout(), "backend": shm.NAME if asks_for_shm() else None}
-    if list(ranks) == sorted(ranks):
-        return dist.new_group(list(ranks), **options)  # type: ignore[no-any-return]
-    return dist.new_group(list(ranks), sort_ranks=False, **options)  # type: ignore[no-any-return]
+    backend = shm.NAME if asks_for_shm() else None
+    ordered = list(ranks) == sorted(ranks)
+    made: dist.ProcessGroup = dist.new_group(list(ranks), _timeout(), backend, sort_ranks=ordered)
+    return made

@@ -30,9 +30,9 @@ from shardfx.ir.errors import Error
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-RENEWS = frozenset("copy_ zero_ fill_".split())
-"""What these write replaces the previous content."""
-MOVES = RENEWS | frozenset("_to_copy masked_fill masked_fill_ detach_ cat stack set_ lift_fresh _unsafe_view".split())
+MOVES = frozenset(
+    "copy_ zero_ fill_ _to_copy masked_fill masked_fill_ detach_ cat stack set_ lift_fresh _unsafe_view".split()
+)
 """Ops that are not tagged as pointwise, and compute nothing of several elements."""
 
 
@@ -141,11 +141,11 @@ def _follow(name: str, pointwise: bool, tensors: list[Tensor], targets: list[Ten
     Raises:
         Error: a parameter was written into that depends on some of its shards alone.
     """
-    facts = combined(tensors[1:] if name in RENEWS else tensors, pointwise or name in MOVES)
+    facts = combined(tensors, pointwise or name in MOVES)
     for target in targets:
         if isinstance(target, ShardGradient):
-            before = frozenset() if name in RENEWS else target.facts.depends
-            target.facts.depends = _incomplete(before | combined([], True, facts, Facts(target.facts.own)).depends)
+            known = combined([target], True, facts)
+            target.facts.depends = known.depends
         elif isinstance(target, nn.Parameter):
             check(facts, "a parameter written in place")
     if targets or not (facts.own or facts.depends):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,22 +19,6 @@ from shardfx.runtime.rendezvous import Request, run
 
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
-
-
-@contextmanager
-def one_at_a_time(ranks: int) -> Iterator[None]:
-    """The scope of a run. Several virtual ranks run one after another, on small tensors, for which threads within an op
-    gain nothing; the number of threads is the process's."""
-    with _running:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1 if ranks > 1 else threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-
-
-_running = threading.RLock()
 
 
 class VirtualEngine:
@@ -74,7 +56,7 @@ class VirtualEngine:
             sources[rank] = self._sources[program]
         for rank, watcher in watchers.items():
             watcher.inputs(programs[rank].inputs, inputs[rank])
-        with torch.no_grad(), one_at_a_time(len(programs)):
+        with torch.no_grad():
             return run(sources, inputs, self.mesh)
 
 

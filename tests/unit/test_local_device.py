@@ -11,14 +11,12 @@ from torch import nn
 
 import shardfx as sx
 from shardfx.runtime.distributed import groups
-from shardfx.runtime.local_device import check_device, local_device
+from shardfx.runtime.local_device import local_device
 
 CPU, META, X = torch.device("cpu"), torch.device("meta"), torch.zeros(4, 8)
 
 
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
 
 
 @pytest.mark.parametrize(
@@ -42,18 +40,10 @@ def test_device_follows_hint_then_weights_then_local_rank(
     assert local_device(asked, torch.device(weights), real) == torch.device(found)
 
 
-def test_device_without_a_gpu_is_an_error_before_planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_gpu(monkeypatch)
-    with pytest.raises(sx.Error, match=r"no device 'cuda' here(.|\n)*expected: +a device of this machine: cpu\n"):
+@NO_GPU
+def test_device_without_a_gpu_is_an_error_before_planning() -> None:
+    with pytest.raises(sx.Error, match=r"no device 'cuda' here(.|\n)*got: +(Torch not compiled|Found no NVIDIA)"):
         sx.parallelize(nn.Linear(8, 8), sx.Mesh(dp=2), sx.Hints((X,), device="cuda"), virtual=True)
-
-
-def test_device_index_beyond_the_last_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_device(torch.device("cuda:1"))
-    with pytest.raises(sx.Error, match=r"no device 'cuda:2' here(.|\n)*cuda:0, cuda:1\n"):
-        check_device(torch.device("cuda:2"))
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cuda:x"])
@@ -62,9 +52,9 @@ def test_unknown_device_is_an_error(kind: str) -> None:
         sx.Hints((X,), device=kind)
 
 
+@NO_GPU
 @pytest.mark.long
-def test_meta_model_is_planned_for_a_gpu_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_gpu(monkeypatch)
+def test_meta_model_is_planned_for_a_gpu_without_one() -> None:
     hints = sx.Hints((X,), device="cuda", machine="h100-dgx", specs={"args.0": "dp, -"})
     pm = sx.parallelize(nn.Linear(8, 8, device="meta"), sx.Mesh(dp=2), hints, virtual=True)
     assert pm.report().time.total == pytest.approx(pm.timeline().step) and pm.memory().peak
