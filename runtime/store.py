@@ -10,6 +10,8 @@ from torch import nn
 
 from shardfx.ir.graph import Graph, Input, InputKind
 from shardfx.ir.ops.pools.transfer import arrived, finish, settled
+from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_tensors, stepped_groups
+from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec, with_dim_order
 
 from .local_device import check_device
@@ -51,7 +53,11 @@ class Shown(Protocol):
 
 
 class Store:
-    """The state of a plan: the shards of parameters, buffers and states that the ranks of this process store."""
+    """The state of a plan: the shards of parameters, buffers and states that the ranks of this process store.
+
+    Args:
+        rank: the one rank of this process; None: all ranks are here.
+    """
 
     parameters: dict[str, list[nn.Parameter]]
     buffers: dict[str, list[Tensor]]
@@ -60,13 +66,26 @@ class Store:
     trained_elsewhere: frozenset[str] = frozenset()
     """The parameters that want a gradient, of those that only other processes store."""
 
-    def __init__(self, graph: Graph, device: torch.device) -> None:
-        self.graph, self.mesh, self.device = graph, graph.mesh, device
+    def __init__(self, graph: Graph, device: torch.device, rank: int | None = None) -> None:
+        self.graph, self.mesh, self.device, self._rank = graph, graph.mesh, device, rank
         self.parameters, self.buffers, self.states = {}, {}, {}
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         self._states = graph.of_kind(InputKind.STATE)
         self._given: dict[str, Input] = {given.name: given for given in (*self._inputs, *self._states)}
         self._loaded: set[str] = set()
+        self._layouts = {name: Shards.of(spec_of(g), g.value.shape, graph.mesh) for name, g in self._given.items()}
+        self._numbers = {name: self._stored(given) for name, given in self._given.items()}
+        """Of each value the numbers of the shards that are stored here, in the order of their tensors."""
+        self._stepped = [] if rank is None else stepped_groups(graph)
+        self._places: dict[str, list[Tensor]] = {}
+        """Memory for states that are yet to be made."""
+
+    def _stored(self, inp: Input) -> Sequence[int]:
+        layout = self._layouts[inp.name]
+        if self._rank is None:
+            return range(layout.count)
+        here = self.graph.is_here(inp.at, self.mesh.coords(self._rank))
+        return [layout.by_rank[self._rank]] if here else []
 
     def handed_out(self, scale: Tensor | float) -> None:
         """Gradients that were computed, times ``scale``, go to parameters: which other processes do alike."""
@@ -145,15 +164,21 @@ class Store:
 
     def is_here(self, name: str) -> bool:
         """Whether a rank of this process stores a shard."""
-        return True
+        return bool(self._numbers[name])
 
     def shard(self, name: str, rank: int) -> Tensor:
-        """The shard of a parameter, buffer or state on a rank, plain and local."""
-        raise NotImplementedError
+        """The shard of a parameter, buffer or state on a rank of this process, plain and local; ranks that hold the
+        same share one tensor."""
+        place = self._numbers[name].index(self._layouts[name].by_rank[rank])
+        return self._plain(self._held(name)[place]).detach()
 
     def stamps(self) -> Mapping[str, tuple[str, int]]:
         """Of all that is stored how it is placed, and the number of the shard in this process; -1 for all."""
-        return {name: (str(given.value.spec), -1) for name, given in self._given.items()}
+        return {
+            name: (str(self._given[name].value.spec), -1 if self._rank is None else numbers[0])
+            for name, numbers in self._numbers.items()
+            if numbers
+        }
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Store the new content of a buffer, parameter or state, once for each distinct shard."""
@@ -163,8 +188,14 @@ class Store:
 
     def full(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The global tensor of a parameter or buffer, or of ``shards`` that are sharded like it (its gradient): a copy.
-        ``dtype`` is that of the shards, to processes that store none."""
-        raise NotImplementedError
+        ``dtype`` is that of the shards, to processes that store none. All ranks call it alike."""
+        given = self._given[name]
+        if given.pool:
+            finish(self.device)
+        shards = own_shards if own_shards is not None else self._held(name)
+        plain = [self._plain(shard.detach()) for shard in shards]
+        joined = self.assemble(spec_of(given), given.value.shape, plain)
+        return joined.clone() if joined.data_ptr() == plain[0].data_ptr() else joined
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
         """The norm of gradients of parameters, in the shards that are here, as one vector: each element of the global
@@ -192,18 +223,6 @@ class Store:
         """Rank 0's global tensor, of which each process gives its own."""
         return full
 
-    def _split(self, inp: Input, full: Tensor) -> list[Tensor]:
-        """The shards that are here of a global tensor."""
-        raise NotImplementedError
-
-    def _parameter_memory(self) -> Mapping[str, Sequence[Tensor]]:
-        """Memory for the shards of parameters that lie next to others."""
-        raise NotImplementedError
-
-    def _state_memory(self, inp: Input) -> Mapping[str, Sequence[Tensor]]:
-        """Memory for the shards of a state, where it lies next to others."""
-        return {}
-
     def _wrapped(self, name: str, shard: Tensor) -> Tensor:
         """A buffer, or a tensor of a parameter's shape, as it is shown."""
         return shard
@@ -220,6 +239,35 @@ class Store:
         """Write shards into those that are stored."""
         for old, new in zip(stored, own_shards, strict=True):
             self._plain(old.detach()).copy_(new)
+
+    def _split(self, inp: Input, full: Tensor) -> list[Tensor]:
+        """The shards that are here of a global tensor."""
+        return [self._layouts[inp.name].sharding(full, number) for number in self._numbers[inp.name]]
+
+    def _parameter_memory(self) -> dict[str, list[Tensor]]:
+        """Memory for the shards of parameters that are gathered, or stepped, together."""
+        stepped = [together for together in self._stepped if together[0].kind is InputKind.PARAMETER]
+        return self._contiguous([*contiguous_parameters(self.graph.nodes, self.graph.inputs), *stepped])
+
+    def _state_memory(self, inp: Input) -> dict[str, list[Tensor]]:
+        """Memory for the shards of states that are stepped together, made with the first one."""
+        if inp.name not in self._places:
+            self._places |= self._contiguous([each for each in self._stepped if inp in each])
+        return {inp.name: self._places.pop(inp.name)} if inp.name in self._places else {}
+
+    def _contiguous(self, groups: Iterable[Sequence[Input]]) -> dict[str, list[Tensor]]:
+        """Memory for the shards of each group that are here, those of one rank one behind the other."""
+        found: dict[str, list[Tensor]] = {}
+        for group in groups:
+            names = [inp.name for inp in group if self._numbers[inp.name]]
+            if self._rank is None and len({self._layouts[name].by_rank for name in names}) > 1:
+                continue  # a shard lies next to those of one rank, and others hold it, too
+            for numbers in zip(*(self._numbers[name] for name in names), strict=True):
+                shapes = [self._layouts[name].local_shapes[n] for name, n in zip(names, numbers, strict=True)]
+                places = contiguous_tensors(shapes, group[0].value.type.dtype, self.device)
+                for name, place in zip(names, places, strict=True):
+                    found.setdefault(name, []).append(place)
+        return found
 
     def _placed(self, name: str, own_shards: Sequence[Tensor], memory: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
         """Copies in the memory, and in the order, of a stored value."""

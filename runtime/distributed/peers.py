@@ -293,7 +293,7 @@ class Peers:
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Note a step of an optimizer in the history of each store whose parameters it updates."""
     for store in _stores:
-        mine = store.stepped_by_all()
+        mine = {id(shard) for shards in store.parameters.values() for shard in shards}
         groups = [g for g in optimizer.param_groups if any(id(p) in mine for p in g["params"])]
         if groups and store.is_staged:  # of other parameters each, perhaps not as often
             store.history["an optimizer stepped"] = 1
@@ -307,12 +307,12 @@ register_optimizer_step_post_hook(_note_step)
 
 def _settings(group: Mapping[str, Any]) -> str:
     """The options of a group of parameters that are switched on."""
-    plain, found = (bool, int, float, str), []
+    found = []
     for name, value in group.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
             value = value.item()
         each = value if isinstance(value, tuple) else (value,)
-        if value is not False and all(isinstance(number, plain) for number in each):
+        if value is not False and all(isinstance(number, (int, float, str)) for number in each):
             found.append(f"{name} {value!r}")
     return ", ".join(found)
 

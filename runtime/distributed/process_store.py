@@ -5,14 +5,13 @@ Parameters are DTensors (see :mod:`.dtensor_shard`), so that optimizers, ``clip_
 without the axis of stages. Where a plan shards none of them they are plain tensors: each rank that holds one has the
 whole, and nothing is to be asked of the others. (Some plain, some DTensors would not do: ``foreach``
 optimizers, norms and averages take no mixture; so buffers are as parameters are.) What is asked of all ranks
-(``load``, ``whole``, ``assemble``) must be called on all of them.
+(``load``, ``full``, ``assemble``) must be called on all of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any, TypeVar
 
@@ -20,11 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardfx.ir.graph import Graph, Input, InputKind, OutputKind
+from shardfx.ir.graph import Graph, Input
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.pools.transfer import finish
-from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_tensors, stepped_groups
-from shardfx.ir.shards import Shards, local_shard
+from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
 from shardfx.runtime.store import Store, norm_of, spec_of, with_strides_of
 
@@ -43,26 +40,23 @@ class ProcessStore(Store):
     """This process's shards."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
-        super().__init__(graph, device)
-        self.rank, self._coords = dist.get_rank(), self.mesh.coords(dist.get_rank())
+        super().__init__(graph, device, dist.get_rank())
+        self.rank = dist.get_rank()
         self.is_staged = graph.pipeline is not None
         self.history: Counter[str] = Counter()
         """What this rank did to parameters since all ranks last made a call together, and how often."""
         self._writes_before: int | None = None
         self._shardings = any(spec_of(inp).axes for inp in self._inputs)
-        self._here = {given.name for given in self._given.values() if graph.is_here(given.at, self._coords)}
+        self._replicated = [g.name for g in self._inputs if not (self.is_staged or spec_of(g).axes)]
         self._shards: dict[str, DTensorShard] = {}
-        self._stepped = stepped_groups(graph)
-        self._places: dict[str, list[Tensor]] = {}
-        """Memory for states that are yet to be made."""
         stages = "" if graph.pipeline is None else graph.pipeline.axis
         axes: dict[str, Any] = {axis.name: axis.size for axis in self.mesh.space if axis.name != stages}
         if axes:
             along, shown_on = Mesh(**axes), device_mesh(self.mesh, device.type, [*axes])
-            for given in (each for each in self._given.values() if each.name in self._here):
-                type_ = given.value.type
+            for given in (each for name, each in self._given.items() if self.is_here(name)):
+                type_, coords = given.value.type, self.mesh.coords(self.rank)
                 self._shards[given.name] = DTensorShard.of(
-                    spec_of(given), type_.shape, type_.dtype, along, shown_on, self._coords
+                    spec_of(given), type_.shape, type_.dtype, along, shown_on, coords
                 )
 
     def _holders(self, inp: Input) -> list[int]:
@@ -73,41 +67,10 @@ class ProcessStore(Store):
         """Whether there is content to be loaded: whether rank 0 has it, for it is rank 0's that counts."""
         return mine if is_dry_run() else tell_all(mine)[0]
 
-    def _parameter_memory(self) -> dict[str, list[Tensor]]:
-        """Of those that are gathered, or stepped, together."""
-        stepped = [together for together in self._stepped if together[0].kind is InputKind.PARAMETER]
-        return self._contiguous([*contiguous_parameters(self.graph.nodes, self.graph.inputs), *stepped])
-
-    def _state_memory(self, inp: Input) -> dict[str, list[Tensor]]:
-        """Of those that are stepped together, made with the first one."""
-        if inp.name not in self._places:
-            self._places |= self._contiguous([each for each in self._stepped if inp in each])
-        return {inp.name: self._places.pop(inp.name)} if inp.name in self._places else {}
-
-    def _contiguous(self, groups: Sequence[Sequence[Input]]) -> dict[str, list[Tensor]]:
-        """Memory for inputs of each group that are here, one behind the other."""
-        found: dict[str, list[Tensor]] = {}
-        for group in groups:
-            here = [given for given in group if given.name in self._here]
-            shapes = [spec_of(given).local_shape(given.value.shape, self.mesh, self._coords) for given in here]
-            places = contiguous_tensors(shapes, here[0].value.type.dtype, self.device) if here else []
-            found |= {given.name: [place] for given, place in zip(here, places, strict=True)}
-        return found
-
     # ---- the history that ranks compare at each call
 
-    @cached_property
-    def _everywhere(self) -> list[str]:
-        """The parameters and buffers of which every rank holds a shard, or the whole."""
-        return [g.name for g in self._inputs if len(self._holders(g)) == self.mesh.size]
-
-    @cached_property
-    def _replicated(self) -> list[str]:
-        """Those that every rank holds whole."""
-        return [name for name in self._everywhere if not spec_of(self._given[name]).axes]
-
     def _writes(self) -> int:
-        """The number of writes into parameters that every rank holds whole."""
+        """The number of writes into parameters that every rank stores replicated."""
         shards = [self.parameters[name][0] for name in self._replicated if name in self.parameters]
         return sum(DTensorShard.unwrap(each)._version for each in shards)
 
@@ -116,15 +79,6 @@ class ProcessStore(Store):
         written = 0 if self._writes_before is None else self._writes() - self._writes_before
         text = "; ".join(f"{what}, {times} times" if times > 1 else what for what, times in self.history.items())
         return ({WRITTEN: f"{written} times"} if written else {}) | ({DONE: text} if text else {})
-
-    def stepped_by_all(self) -> Collection[int]:
-        """The ``id`` of parameters of which all ranks hold a shard; of stages, if each trains some, its own."""
-        names = self._everywhere
-        if self.is_staged:
-            trained = {output.name for output in self.graph.outputs if output.kind is OutputKind.GRADIENT}
-            training = set[int]().union(*(self._holders(g) for g in self._inputs if g.name in trained))
-            names = list(self.parameters) if len(training) == self.mesh.size else []
-        return {id(self.parameters[name][0]) for name in names if name in self.parameters}
 
     def loaded(self, values: Mapping[str, Tensor]) -> None:
         """Note that a state dict of shards, or a part of one, is loaded: all ranks are to do that."""
@@ -138,7 +92,7 @@ class ProcessStore(Store):
         """Note a backward of ``scale`` times the loss."""
         known = not isinstance(scale, Tensor) or (scale.device.type == "cpu" and scale.numel() == 1)
         times = f" of {float(scale)} times the loss" if known else ""
-        shards = [self.parameters[name][0] for name in self._everywhere if name in self.parameters]
+        shards = [] if self.is_staged else [shard for shards in self.parameters.values() for shard in shards]
         added = "added to gradients" if any(each.grad is not None for each in shards) else "with no gradients before"
         self.history[f"a backward{times}, {added}"] += 1
 
@@ -148,9 +102,6 @@ class ProcessStore(Store):
         self._writes_before = self._writes()
 
     # ---- what is stored
-
-    def is_here(self, name: str) -> bool:
-        return name in self._here
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
         if not self.is_staged or is_dry_run():
@@ -163,17 +114,6 @@ class ProcessStore(Store):
     def to(self, device: torch.device) -> None:
         """Move what is stored: to where it is, for the process group serves one kind of device."""
         assert device.type == self.device.type
-
-    def shard(self, name: str, rank: int) -> Tensor:
-        return DTensorShard.unwrap(self._held(name)[0]).detach()
-
-    def stamps(self) -> Mapping[str, tuple[str, int]]:
-        """How each is placed, and which shard this rank has."""
-        found = {}
-        for given in (each for each in self._given.values() if each.name in self._here):
-            shards = Shards.of(spec_of(given), given.value.shape, self.mesh)
-            found[given.name] = str(given.value.spec), shards.by_rank[self.rank]
-        return found
 
     def as_gradient(self, name: str, shard: Tensor, number: int) -> Tensor:
         return self._wrapped(name, shard)
@@ -208,18 +148,10 @@ class ProcessStore(Store):
             dist.broadcast(sent, 0)
         return sent
 
-    def _split(self, inp: Input, full: Tensor) -> list[Tensor]:
-        return [local_shard(full, spec_of(inp), self.mesh, self.rank)] if inp.name in self._here else []
-
     def full(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The global tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
-        given, mine = self._given[name], None
-        if given.pool:
-            finish(self.device)
-        if name in self._here:
-            shards = own_shards if own_shards is not None else self._held(name)
-            mine = self.assemble(spec_of(given), given.value.shape, [DTensorShard.unwrap(shards[0].detach())])
-        pipeline = self.graph.pipeline
+        """The same, from the ranks of the first stage that stores it."""
+        given, pipeline = self._given[name], self.graph.pipeline
+        mine = super().full(name, own_shards) if self.is_here(name) else None
         places = pipeline.places(given.at) if pipeline is not None else ()
         if pipeline is None or len(places) == self.mesh[pipeline.axis].size:
             assert mine is not None
@@ -244,7 +176,7 @@ class ProcessStore(Store):
     def _is_first(self, name: str) -> bool:
         """Whether this rank is the first one that holds its shard."""
         inp = self._given[name]
-        by_rank = Shards.of(spec_of(inp), inp.value.shape, self.mesh).by_rank
+        by_rank = self._layouts[name].by_rank
         return next(rank for rank in self._holders(inp) if by_rank[rank] == by_rank[self.rank]) == self.rank
 
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:

@@ -171,7 +171,7 @@ def test_saved_programs_compute_the_same_alone(mesh: sx.Mesh, hints: dict[str, A
         assert rel_err(results["loss:loss"], loss) < 1e-12
         for name, shards in pm._state.store.parameters.items():
             if f"gradient:{name}" in results:  # else another stage's
-                grad = shards[pm._state.store._shards[name].by_rank[rank]].grad
+                grad = shards[pm._state.store._layouts[name].by_rank[rank]].grad
                 assert rel_err(results[f"gradient:{name}"], grad) < 1e-12
 
 

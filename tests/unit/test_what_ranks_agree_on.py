@@ -19,10 +19,8 @@ class Stored:
     """A store of parameters of which all ranks hold a shard."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.history, self._model, self.is_staged = Counter[str](), model, False
-
-    def stepped_by_all(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self._model.named_parameters()}
+        self.history, self.is_staged = Counter[str](), False
+        self.parameters = {name: [parameter] for name, parameter in model.named_parameters()}
 
 
 def test_steps_of_optimizers_are_noted_with_their_rates(monkeypatch: pytest.MonkeyPatch) -> None:
