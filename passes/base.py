@@ -46,11 +46,11 @@ class RuleCache:
     _strategies: dict[object, Strategy] = field(default_factory=dict)
 
     def rule(self, node: Node) -> ShardingRule:
-        """The rule of a node; one by which nothing is sharded, where there is none."""
+        """The rule of a node; a replicated one, where there is none."""
         return self.known(node).rule
 
     def known(self, node: Node) -> KnownRule:
-        """The rule of a node, and where it comes from."""
+        """The rule of a node, and its source."""
         key = alike(node)
         if key not in self._rules:
             entry = self.book.entry(node.op)
@@ -64,7 +64,7 @@ class RuleCache:
     def strategy(
         self, rule: ShardingRule, shardings: Mapping[str, DimSharding], partial: Mapping[str, Any] | None = None
     ) -> Strategy:
-        """The strategy of one of these rules (see :func:`shardfx.ir.rules.strategy.strategy`)."""
+        """The strategy by one of these rules (see :func:`shardfx.ir.rules.strategy.strategy`)."""
         key = (id(rule), tuple(shardings.items()), tuple(partial.items()) if partial else None)
         found = self._strategies.get(key)
         if found is None:
@@ -133,12 +133,12 @@ class Pass(NamedPass):
     repeats: ClassVar[bool] = False
 
     def run(self, graph: Graph, context: Context) -> bool:
-        """Change ``graph`` (through a Rewriter); says whether it did."""
+        """Transform ``graph`` (through a Rewriter); returns whether it changed."""
         raise NotImplementedError
 
 
 def check_requires(each: NamedPass, established: Collection[str], before: Sequence[str], kind: str = "pass") -> None:
-    """Raise if a pass stands before one that establishes what it requires; ``before`` has the names of those before it.
+    """Raise if a pass precedes one that establishes its requirements; ``before`` has the names of those before it.
 
     Raises:
         Error: naming the pass, what it lacks, and which passes stand before it.
@@ -154,7 +154,7 @@ def check_requires(each: NamedPass, established: Collection[str], before: Sequen
 
 
 def derived(graph: Graph, values: Iterable[Value], every: bool = False) -> set[Value]:
-    """Some values, and all that is made of any of them; of nothing else, where ``every`` operand is to be one."""
+    """Some values, and all that depend on any of them, or, with ``every``, on nothing else."""
     found = set(values)
     for node in graph.nodes:
         operands = set(node.operands)

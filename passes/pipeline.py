@@ -48,12 +48,12 @@ def may_leave_out(passes: Sequence[Pass]) -> bool:
 
 
 def is_full_pipeline(given: Iterable[Pass]) -> bool:
-    """Whether somebody's passes are a whole pipeline: ``propagate`` is among them."""
+    """Whether a user's passes are a full pipeline: ``propagate`` is among them."""
     return any(isinstance(each, Propagate) for each in given)
 
 
 def arrange(built_in: Sequence[Pass], given: Sequence[Pass]) -> tuple[Pass, ...]:
-    """The pipeline: the built-in passes, and somebody's own each in its slot.
+    """The pipeline: the built-in passes, and the user's own, each in its slot.
 
     Raises:
         Error: something is no pass, a slot is next to a pass that is not there, a built-in pass is given twice.
@@ -79,7 +79,7 @@ def arrange(built_in: Sequence[Pass], given: Sequence[Pass]) -> tuple[Pass, ...]
 
 
 def _slot(each: Pass, line: Sequence[Pass]) -> int:
-    """Where a pass is put into the line: behind those that have the same slot already."""
+    """The index at which a pass is inserted: behind those that have the same slot already."""
     names = [other.name for other in line]
     near = each.after or each.before
     if near not in names:
@@ -96,7 +96,7 @@ def _slot(each: Pass, line: Sequence[Pass]) -> int:
 
 
 def check_order(passes: Iterable[Pass], established: Iterable[str] = (), wanted: Iterable[str] = ()) -> None:
-    """Every pass's requirements are established by an earlier one, or were before; and so is what is ``wanted``.
+    """Check that each pass's requirements are established by an earlier one, or before; and so is what is ``wanted``.
 
     Raises:
         Error: naming the pass, what it lacks, and which passes stand before it.
@@ -127,7 +127,7 @@ def run_passes(
 
 
 def steps(graph: Graph, passes: Iterable[Pass], context: Context, each_validated: bool = True) -> Iterator[Pass]:
-    """Run ``passes`` over ``graph`` one by one; gives each when it has run and the graph was found well formed.
+    """Run ``passes`` over ``graph`` one by one; yields each when it has run and the graph was validated.
 
     Where not ``each_validated``, it is validated behind the last one, and behind somebody's own: enough to know that
     something is wrong, and not which pass did it.
@@ -158,7 +158,7 @@ def steps(graph: Graph, passes: Iterable[Pass], context: Context, each_validated
 
 
 def _blamed(each: Pass, error: Exception, ran: Sequence[str]) -> PassError:
-    """What a pass raised, with the pass's name and the line of its file."""
+    """An error that a pass raised, with the pass's name and the line of its file."""
     own = getattr(sys.modules.get(type(each).__module__), "__file__", None)
     frames = traceback.extract_tb(error.__traceback__)
     line = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])

@@ -1,4 +1,4 @@
-"""parallelize: the front door."""
+"""The entry point: :func:`parallelize`."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def parallelize(
 
 
 def _within_budget(compiled: Compiled, place: ExecutionTarget) -> Compiled:
-    """What hints leave open is chosen so that the plan fits into what a rank may hold."""
+    """Choose what hints leave open so that the plan fits into the memory budget."""
     predictor = MemoryPredictor(place)
     chosen = with_fitting_schedule(
         fitted(staged(with_fastest_reduction(compiled, predictor), predictor), predictor), predictor
@@ -153,7 +153,7 @@ def _within_budget(compiled: Compiled, place: ExecutionTarget) -> Compiled:
 
 
 def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: Mesh | None = None) -> Graph:
-    """The captured program of ``model``, its loss and its backward, before any pass: ``print`` shows it.
+    """Capture ``model``, its loss and its backward as a graph, before any pass: ``print`` shows it.
 
     Args:
         model: as for :func:`parallelize`.
@@ -174,7 +174,7 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
 
 
 def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> ExecutionTarget:
-    """All ranks in this process, or this process as one of them.
+    """The execution target: all ranks in this process, or this process as one of them.
 
     Raises:
         Error: a device that is not there, for a model with weights, or for a rank of a job.

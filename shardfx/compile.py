@@ -1,4 +1,4 @@
-"""From a model, a mesh and hints to a plan: capture, then the pipeline of passes that the hints ask for."""
+"""Compilation of a model, a mesh and hints to a plan: capture, then the pipeline of passes that the hints ask for."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ OPTIONS = {
 
 
 def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
-    """The built-in passes that hints have something to say of; none, where they are not asked for."""
+    """The built-in passes that hints configure; None for those that they do not ask for."""
     axes = (hints.zero_axis,) if isinstance(hints.zero_axis, str) else tuple(hints.zero_axis)
     away = tuple(left for each in offloads(hints) for left in each.without("rows"))
     tables = tuple(TableRows(each.modules, each.min_numel) for each in offloads(hints) if "rows" in each.whats)
@@ -117,14 +117,14 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
 
 
 def offloads(hints: Hints) -> tuple[Offload, ...]:
-    """What hints offload, as passes: words together, with the options that are usual."""
+    """The offload passes that hints ask for, with default options."""
     words: tuple[Any, ...] = tuple(each for each in hints.offload if isinstance(each, str))
     usual = (Offload(words),) if words else ()
     return (*usual, *(each for each in hints.offload if isinstance(each, Offload)))
 
 
 def check_offload(hints: Hints) -> None:
-    """What hints offload is there.
+    """Check that the values which hints offload exist.
 
     Raises:
         Error: the plan is for inference, has no optimizer in it, or a folder is none.
@@ -164,7 +164,7 @@ def default_rank_passes(hints: Hints, device: str = "cpu") -> tuple[RankPass, ..
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Passes and proofs make many small objects and few garbage cycles: walking them takes a third of the time."""
+    """Disable garbage collection, a third of the time: passes and proofs make many small objects, and few cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -196,7 +196,7 @@ def capture_model(
 
 
 def batch_parts(mesh: Mesh, hints: Hints) -> BatchParts:
-    """The parts, each with statistics of its own, into which hints shard the batch: the leading dims of inputs.
+    """The parts of the batch with statistics of their own, by the hints: the leading dims of inputs.
 
     Raises:
         Error: iterations are to have their own, and are no contiguous ranges of the batch.
@@ -248,7 +248,7 @@ def compile_model(
 
 
 def as_checkpointed(captured: Captured, hints: Hints) -> Hints:
-    """The hints; where they do not say what is recomputed, with what the model's own code checkpoints."""
+    """The hints; where they say nothing of recomputation, with the checkpoints of the model's own code."""
     asked = captured.checkpointed if hints.loss is not None else ()
     if hints.recompute is not None or not asked or is_full_pipeline(as_passes(hints.passes)):
         return hints
@@ -267,7 +267,7 @@ def plan_graph(
     passes: tuple[Pass, ...],
     on_pass: Callable[[Pass, Graph], None] | None = None,
 ) -> tuple[Graph, Context]:
-    """A copy of the captured graph after the passes, and what they share.
+    """Plan a copy of the captured graph; returns it with the passes' context.
 
     Equal blocks are planned once. Where a hint tells them apart, or they come out planned apart, all of them are
     planned, and a note says so; and so they are where somebody's own pass, or ``on_pass``, is to see them.
@@ -295,14 +295,14 @@ def plan_graph(
 
 
 def replanned(compiled: Compiled, hints: Hints) -> Compiled:
-    """The same captured model, planned under other hints."""
+    """Plan the same captured model again under other hints."""
     passes = default_passes(hints)
     graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, passes)
     return Compiled(hints, compiled.captured, graph, context, passes)
 
 
 def own_constants(graph: Graph) -> Graph:
-    """The same graph with constants of its own: what a pass writes into them is not written into the captured ones."""
+    """The same graph with copies of its constants, so that passes do not write into the captured ones."""
     for inp in graph.inputs:
         if inp.constant is not None and not without_content(inp.constant):
             inp.constant = inp.constant.clone()
@@ -310,7 +310,7 @@ def own_constants(graph: Graph) -> Graph:
 
 
 def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
-    """What the passes begin with."""
+    """The initial context of the passes."""
     hints = as_said(hints)
     each = hints.reduce == "each" or (hints.reduce == "auto" and hints.zero >= 2)
     specs = specs_in_iterations(graph.mesh, hints)

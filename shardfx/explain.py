@@ -46,7 +46,7 @@ class Trails:
         self.reasons, self.rules, self.printer = graph.reasons, rules, Printer(graph)
 
     def follow(self, value: Value, axis: str, dim: int | None) -> Iterator[Because]:
-        """Why ``value`` is sharded over ``axis`` on ``dim`` (None: why it is a partial sum over it), link by link."""
+        """Why ``value`` is sharded over ``axis`` on ``dim`` (None: why it is a partial sum), as a chain of reasons."""
         before = NEVER
         seen: set[tuple[Value, int | None]] = set()
         while (value, dim) not in seen:
@@ -76,13 +76,13 @@ class Trails:
             value = near
 
     def _made(self, node: Node | None) -> str:
-        """Why a value is placed as it is that nobody decided on."""
+        """The reason of a placement that nobody decided on."""
         if node is None:  # a state
             return "the optimizer's step, which keeps it as its parameter is stored"
         return f"{node.op} makes it so: {node.why}" if isinstance(node.op, OwnOp) else "its op makes it so"
 
     def _decided(self, value: Value, axis: str, dim: int | None) -> str:
-        """All that brought an axis to a dim of a value by themselves: a hint, and ``zero``."""
+        """All original causes of an axis on a dim of a value: a hint, and ``zero``."""
         brought = (d for d in self.reasons.of(value) if d.dim == dim and axis in d.sharding.axes)
         made = (d for d in brought if not d.op or self._carrier(d, axis) is None)
         return ", and ".join(dict.fromkeys(f"{each.how} (step {each.step})" for each in made))
@@ -97,7 +97,7 @@ class Trails:
         return next((each for each in made.carriers if each.axis == axis), next(iter(made.carriers), None))
 
     def _operand(self, value: Value, axis: str, dim: int | None) -> tuple[Value, int | None] | None:
-        """The operand that is sharded over the axis where the value's node computes with it, or is partial over it."""
+        """The operand of the value's node that is sharded over the axis, or partial over it."""
         node = value.node
         if node is None:
             return None
@@ -123,7 +123,7 @@ class Trails:
         return next(iter([*decided, *found]), None)
 
     def source(self, copy: Value) -> Value:
-        """The operand of a comm node that a result of it is made from."""
+        """The operand of a comm node from which a result of it is made."""
         assert copy.node is not None
         operands = copy.node.operands
         return operands[copy.index if len(operands) > 1 else 0]
@@ -137,7 +137,7 @@ class Trails:
 
 
 def _at(op: str, where: Where) -> str:
-    """The op, and the module that it is called in."""
+    """The op, and the module in which it is called."""
     return f"{op} @ {where.module}" if where.module else op
 
 
@@ -155,7 +155,7 @@ class Trail:
     because: tuple[Because, ...]
 
     def lines(self, brief: bool) -> list[str]:
-        """As it is printed: the links back to the hint, a long middle left out; ``brief`` gives the last one
+        """The printed lines: the links back to the hint, a long middle left out; ``brief`` returns the last one
         alone."""
         links = [str(link) for link in self.because]
         if brief and links:
@@ -181,7 +181,7 @@ class Entry:
     communication: tuple[str, ...] = ()
 
     def text(self, brief: bool = False) -> str:
-        """As it is printed; ``brief``: one line for each axis."""
+        """The printed text; ``brief``: one line for each axis."""
         lines = [self.shardings] if self.shardings else []
         for trail in self.trails:
             lines += trail.lines(brief)
@@ -251,7 +251,7 @@ class _Explainer:
         )
 
     def _module(self, name: str, within: list[Node], stored: list[Input]) -> Explanation:
-        """A module with few ops is explained in full; of a large one its own ops, and what modules are inside."""
+        """Entries of a module: in full if it has few ops; else its own ops, and the modules inside."""
         own, inside = within, []
         if len(within) + len(stored) > MOST_ENTRIES:
             own = [node for node in within if node.where.module == name]
@@ -291,7 +291,8 @@ class _Explainer:
         return Entry(title, self._shardings(node), self._trails(value or node.outs[0]), tuple(lines))
 
     def _line(self, node: Node) -> str:
-        """The node as the graph's text has it, without strategy and source; of many collectives as one the number."""
+        """The node's line in the graph's text, without strategy and source; a bucketed collective as one of a
+        number."""
         if isinstance(node.op, OwnOp) and len(node.operands) > MOST_USERS:
             count, axes = len(node.operands), ", ".join(node.kwargs["axes"])
             return f"%{node.name} and {count - 1} more = {node.op}({count} values, axes=[{axes}])"
@@ -336,7 +337,7 @@ class _Explainer:
     # ---- communication --------------------------------------------------------------------------------------
 
     def _after(self, value: Value) -> Iterator[str]:
-        """The communication that the value's users need, and who they are."""
+        """The communication that the value's users need, and those users."""
         for node in self.users.get(value, ()):
             if isinstance(node.op, OwnOp):
                 for copy in node.outs:

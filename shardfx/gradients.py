@@ -1,5 +1,4 @@
-"""Gradients: those that would be lost (of weights that the loss does not reach, and in float16), and those of results,
-from which others are pulled back."""
+"""Checks of gradients (missing ones, and float16), and the VJP of a model's results."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def gradients_of(graph: Graph) -> set[str]:
 
 
 def check_gradients(model: nn.Module, compiled: Compiled) -> None:
-    """Warn of trainable parameters that no gradient comes to, and say so in the plan's notes.
+    """Warn of trainable parameters without a gradient, and note them in the plan.
 
     Raises:
         Error: there is a loss, and it depends on nothing that may be trained.
@@ -55,7 +54,7 @@ def check_gradients(model: nn.Module, compiled: Compiled) -> None:
 
 
 def check_stepped(model: nn.Module, compiled: Compiled) -> None:
-    """Warn of trainable parameters that have a gradient, and no optimizer of those in the hints; and note them."""
+    """Warn of trainable parameters that have a gradient, but no optimizer among those of the hints; and note them."""
     update = compiled.captured.update
     if update is None:
         return
@@ -78,7 +77,7 @@ def _warn(compiled: Compiled, text: str) -> None:
 
 
 def check_scale(hints: Hints) -> None:
-    """A scale of the loss that adapts does so in the optimizer's step.
+    """Check that a dynamic loss scale has an optimizer in the program, whose step adapts it.
 
     Raises:
         Error: there is none in the program.
@@ -99,7 +98,7 @@ def check_scale(hints: Hints) -> None:
 
 
 def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]]) -> None:
-    """Refuse gradients in float16: they are made before ``backward()``, so that a scale of the loss comes too late.
+    """Refuse gradients in float16: they are computed before ``backward()``, so that a scale of the loss comes too late.
 
     Raises:
         Error: the plan was made under such an ``autocast``, or has such gradients.
@@ -122,12 +121,12 @@ def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]])
 
 
 def product(out: Any, *tensors: torch.Tensor) -> torch.Tensor:
-    """The loss of a plan for given gradients of the results: their product with the results, which is pulled back."""
+    """The VJP loss of a plan: the inner product of the results with their gradients."""
     leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor) and is_pulled(leaf.dtype)]
     sums = [(result * above.conj()).sum() for result, above in zip(leaves, tensors, strict=True)]
     return torch.stack([(each.real if each.is_complex() else each).to(torch.float32) for each in sums]).sum()
 
 
 def is_pulled(dtype: torch.dtype) -> bool:
-    """Whether results of a dtype may have a gradient."""
+    """Whether results of a dtype are differentiable."""
     return dtype.is_floating_point or dtype.is_complex

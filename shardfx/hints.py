@@ -1,4 +1,4 @@
-"""What the user says about a plan: example inputs, the loss, and how a few values are sharded."""
+"""Hints, the user's input to a plan: example inputs, the loss, and how a few values are sharded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?B?")
 
 @dataclass(frozen=True)
 class Hints:
-    """Everything that :func:`shardfx.parallelize` wants to know besides the model and the mesh.
+    """The options of :func:`shardfx.parallelize`, besides the model and the mesh.
 
     Args:
         args, kwargs: example inputs of the model, of the *global* batch; fake tensors will do.

@@ -1,4 +1,4 @@
-"""``sx.strategies``: what the rule of an op offers on a mesh, as data that can be run."""
+"""``sx.strategies``: the strategies of an op on a mesh by its rule, as data that can be run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OpStrategy:
     _entry: RuleEntry = field(repr=False, compare=False)
 
     def call(self, *shards: torch.Tensor, rank: int = 0) -> Any:
-        """What one rank runs: from its shards of the tensor operands, its shard of the result; a tuple of several.
+        """The local call of a rank: from shards of the tensor operands to its shard of the result; a tuple of several.
 
         Args:
             shards: of the local shapes that ``operands`` say; a term of the sum where one is partial.

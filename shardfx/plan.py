@@ -1,4 +1,4 @@
-"""The decisions of a plan, as a file that can be read, compared, kept and given back.
+"""The decisions of a plan as a JSON file, to be compared, kept, and passed as hints.
 
     >>> pm.plan.save("plan.json")
     >>> plan = Plan.load("plan.json")
@@ -144,13 +144,13 @@ class PlannedSpecs(dict[str, Spec]):
 
     @property
     def said(self) -> dict[str, Any]:
-        """What hints said to come to the plan, by pattern."""
+        """The hints from which the plan came, by pattern."""
         said = self.plan.said
         return dict(self) if said is None else {text: _read(hint, self.plan.mesh) for text, hint in said.items()}
 
 
 def as_said(hints: Hints) -> Hints:
-    """The hints with what those of a plan say in place of the plan."""
+    """The hints with a plan's in place of the plan."""
     if not isinstance(hints.specs, PlannedSpecs):
         return hints
     return replace(hints, specs=hints.specs.said, strategies={**hints.specs.plan.hinted_strategies, **hints.strategies})
@@ -158,7 +158,7 @@ def as_said(hints: Hints) -> Hints:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided: everything else follows from it, the model and the hints' other options.
+    """The decisions of a plan: all else follows from them, the model, and the hints' other options.
 
     ``inputs`` and ``hinted`` are placements as text, by name; ``hinted_strategies`` the hints on ops; ``strategies``
     the shardings of each op's factors, by the op's key: phase, module, op, and its number among those alike. ``said``
@@ -178,11 +178,11 @@ class Plan:
 
     @property
     def specs(self) -> PlannedSpecs:
-        """Hints that bring this plan about again."""
+        """Hints that reproduce this plan."""
         return PlannedSpecs(self)
 
     def check(self, graph: Graph) -> None:
-        """Raise if the plan is not one for this captured graph, on its mesh.
+        """Raise if the plan is not for this captured graph, on its mesh.
 
         Raises:
             Error: another mesh; or another model, or other shapes of inputs.
@@ -208,7 +208,7 @@ class Plan:
         )
 
     def differences(self, graph: Graph) -> list[str]:
-        """The ops of a planned graph that are sharded otherwise than here, and inputs stored otherwise, in words."""
+        """Differences to a planned graph, in words: ops sharded otherwise, and inputs stored otherwise."""
         there = {key: shardings_text(node) for key, node in node_keys(graph).items() if node.strategy is not None}
         stored = _stored(graph)
         pairs = [
@@ -219,7 +219,7 @@ class Plan:
         return [f"{key}: {planned} in the plan, {found} here" for key, planned, found in pairs if planned != found]
 
     def check_planned(self, compiled: Compiled) -> None:
-        """Raise if a model that was given this plan did not get it.
+        """Raise if a model that was given this plan was planned otherwise.
 
         Raises:
             Error: an op is sharded, or an input stored, otherwise than here.
@@ -241,7 +241,7 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write the plan as JSON; gives the path."""
+        """Write the plan as JSON; returns the path."""
         axes = [(axis, axis.link) for axis in self.mesh.axes]
         content = {
             "format": FORMAT,
@@ -266,7 +266,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan.
+        """Read a plan from its JSON file.
 
         Raises:
             Error: there is no such file; it is cut short, of another version, or no plan at all.
@@ -292,12 +292,12 @@ def make_plan(compiled: Compiled) -> Plan:
 
 
 def _stored(graph: Graph) -> dict[str, str]:
-    """How each input is stored, as text."""
+    """The stored placement of each input, as text."""
     return {g.name: _text(g.value, g.value.spec) for g in graph.inputs if not g.kind.is_of_optimizer}
 
 
 def _said(compiled: Compiled) -> dict[str, str]:
-    """What hints say of values, by pattern: text as they have it, an exact spec as the graph's text has it."""
+    """Hints of values, by pattern: text as the user wrote it, an exact spec as the graph's text has it."""
     graph, given = compiled.before, as_said(compiled.hints)
     sizes = {each.name: each.value.shape for each in graph.inputs}
     sizes |= {name: sizes[known] for name, known in graph.aliases.items() if known in sizes}
@@ -313,7 +313,7 @@ def _said(compiled: Compiled) -> dict[str, str]:
 
 
 def _read(text: str, mesh: Mesh) -> str | Spec:
-    """A hint as ``_said`` writes it."""
+    """Read a hint that ``_said`` wrote."""
     return parse_spec(text, mesh)[1] if text.startswith("[") else text
 
 
@@ -334,7 +334,7 @@ def _hinted(compiled: Compiled) -> dict[str, str]:
 
 
 def _pinned(graph: Graph) -> dict[str, str]:
-    """What hints on ops say, as ``Hints(strategies=...)`` takes it."""
+    """Hints on ops, as ``Hints(strategies=...)`` takes them."""
     pins = (node.pin for node in graph.nodes if node.pin is not None)
     return {pin.by: factors_text(pin.shardings) for pin in pins}
 
@@ -379,6 +379,6 @@ def version() -> str:
 
 
 def some(names: Sequence[str], count: int = 3) -> str:
-    """A few of the names."""
+    """A few of the names, for messages."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return (", ".join(names[:count]) or "nothing") + more

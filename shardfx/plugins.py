@@ -1,4 +1,4 @@
-"""What installed packages bring: passes (entry points ``shardfx.passes``), op rules (``shardfx.rules``) and ops that
+"""Plug-ins from installed packages: passes (entry points ``shardfx.passes``), op rules (``shardfx.rules``) and ops that
 are not torch's (``shardfx.ops``).
 
 In the ``pyproject.toml`` of a plugin::
@@ -45,7 +45,7 @@ T = TypeVar("T", Pass, RankPass)
 
 @dataclass(frozen=True)
 class PassInfo:
-    """A pass that there is: where it comes from, and the class; or the error that it is instead."""
+    """An available pass: its origin, and its class; or the error on import."""
 
     name: str
     origin: str
@@ -60,7 +60,7 @@ def _entry_points(group: str) -> tuple[EntryPoint, ...]:
 
 
 def refresh() -> None:
-    """Forget what was found: packages were installed or removed while this process runs."""
+    """Clear the cache of plug-ins: packages were installed or removed while this process runs."""
     _entry_points.cache_clear()
     _plugin_rules.cache_clear()
     unregister(*(row for rows in _registered.values() for row in rows))
@@ -79,7 +79,7 @@ def all_passes() -> list[PassInfo]:
 
 
 def find_pass(name: str) -> type[Pass]:
-    """The pass of a name.
+    """Find a pass by name.
 
     Raises:
         Error: there is none, there are two, or the plugin that has it cannot be used.
@@ -88,7 +88,7 @@ def find_pass(name: str) -> type[Pass]:
 
 
 def find_rank_pass(name: str) -> type[RankPass]:
-    """The rank pass of a name, likewise."""
+    """Find a rank pass by name."""
     return _find(name, RankPass, RANK_BUILT_IN, RANK_PASSES, "Hints(rank_passes=...)")
 
 
@@ -118,12 +118,12 @@ def _find(name: str, base: type[T], built_in: Mapping[str, type[T]], group: str,
 
 
 def as_passes(given: Iterable[Pass | str]) -> tuple[Pass, ...]:
-    """Passes that are given as instances, or as text."""
+    """Passes from instances or text."""
     return tuple(parse_pass(each, find_pass) if isinstance(each, str) else each for each in given)
 
 
 def as_rank_passes(given: Iterable[RankPass | str]) -> tuple[RankPass, ...]:
-    """Rank passes that are given as instances, or as text.
+    """Rank passes from instances or text.
 
     Raises:
         Error: one is neither.
@@ -141,8 +141,8 @@ def as_rank_passes(given: Iterable[RankPass | str]) -> tuple[RankPass, ...]:
 
 
 def all_rules(given: Iterable[RuleEntry] = (), discover: bool = True) -> RuleBook:
-    """The built-in rules, and those of installed plugins beside them; a plugin's rule wins, and one that is ``given``
-    over both. The rule of an op that has none is discovered, unless it is not to be.
+    """The rule book: built-in rules, those of installed plugins, which win, and ``given`` ones, which win over both.
+    The rule of an op without one is discovered, unless disabled.
 
     Raises:
         Error: a plugin's rules cannot be had: to leave them out in silence would be another plan.
@@ -153,7 +153,7 @@ def all_rules(given: Iterable[RuleEntry] = (), discover: bool = True) -> RuleBoo
 
 
 def plugin_rules() -> list[tuple[RuleEntry, str]]:
-    """The rules of installed plugins, each with the distribution that it is of.
+    """The rules of installed plugins, each with its distribution.
 
     Raises:
         Error: a plugin's rules cannot be had.
@@ -205,7 +205,7 @@ def _load_pass(point: EntryPoint, base: type[T], built_in: Mapping[str, type[T]]
 
 
 def _load_rows(point: EntryPoint, kinds: tuple[type, ...], what: str) -> Sequence[Any]:
-    """What an entry point for a tuple of rows gives, or for a function that makes one."""
+    """The rows of an entry point: a tuple, or a function that makes one."""
     rows = _load(point)
     if callable(rows):
         try:

@@ -1,4 +1,4 @@
-"""The passes of a plan run again, one by one: for pictures, diffs, and to name the pass that broke a plan."""
+"""Reruns of a plan's passes, one by one: for pictures, diffs, and to name the pass that broke a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boxes that are drawn of a graph, at one level of detail."""
+"""Boxes of a graph's picture, at one level of detail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SNIPPET = 5
 
 
 class BoxKind(Enum):
-    """What a box stands for."""
+    """The kind of thing that a box represents."""
 
     OP = "op"
     VIEW = "view"
@@ -94,7 +94,7 @@ class Box:
 
 @dataclass(eq=False)
 class Edge:
-    """Values that go from one box to another. Both ends are leaves."""
+    """An edge between two leaf boxes, for values that flow along it."""
 
     source: Box
     target: Box
@@ -116,7 +116,7 @@ class Lane:
 
 @dataclass(eq=False)
 class Picture:
-    """All that is drawn of a graph."""
+    """The picture of a graph: lanes of boxes and edges."""
 
     graph: Graph
     lanes: list[Lane]

@@ -1,4 +1,4 @@
-"""The finest picture of a graph that has at most so many boxes, with its edges.
+"""Level of detail: the finest picture of a graph with at most so many boxes, and its edges.
 
     every op                       a small graph
     ops, with views hidden         a view or transpose is drawn as part of the op that uses it

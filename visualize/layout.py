@@ -39,7 +39,7 @@ LANE_HEADER = 52.0
 
 
 class BoxSize(NamedTuple):
-    """The size of a leaf: its body, and behind it (seen along the flow) the tags of the values that leave it."""
+    """The size of a leaf box: its body, and behind it (seen along the flow) the tags of its outgoing values."""
 
     width: float
     body: float
@@ -57,7 +57,7 @@ class PlacedBox:
 
 @dataclass(eq=False)
 class DotBox:
-    """A box to be placed. ``ins`` and ``outs`` are places on its upper and lower side where lines may end."""
+    """A box for Graphviz. ``ins`` and ``outs`` are places on its upper and lower side where lines may end."""
 
     width: float
     height: float
@@ -189,7 +189,7 @@ def _free_height(lane: LaneLayout, y: float) -> float:
 
 @dataclass(eq=False)
 class _Level:
-    """The inside of a module or lane, laid out, its upper left corner at (0, 0)."""
+    """The laid-out inside of a module or lane, its upper left corner at (0, 0)."""
 
     width: float
     height: float

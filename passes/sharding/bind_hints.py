@@ -53,7 +53,7 @@ class BindHints(Pass):
 
 
 def store(graph: Graph, parameters: Iterable[Value], context: Context, exact: Container[Value]) -> None:
-    """Split the hints of parameters into how each is stored (a fused one by its parts), and how it computes.
+    """Split the hints of parameters into stored placements (of a fused one by its parts), and compute placements.
 
     Args:
         exact: those that are stored as hinted, by parts or not.
@@ -80,7 +80,7 @@ def store(graph: Graph, parameters: Iterable[Value], context: Context, exact: Co
 
 
 def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: Context) -> bool:
-    """Hint a value on behalf of a pass that stands before ``propagate``; False if it has a hint, which is kept.
+    """Hint a value on behalf of a pass before ``propagate``; False if it has a hint, which stands.
 
     Args:
         spec: as in ``Hints(specs=...)``: text such as ``"tp, -"``, a :class:`Spec`, or DTensor placements.
@@ -102,7 +102,7 @@ def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: Context
 
 
 def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]]:
-    """What the user's hints say of each value.
+    """The user's hint of each value.
 
     Raises:
         Error: a pattern matches nothing, two hints disagree, an axis is unknown or used twice, ...
@@ -141,7 +141,7 @@ def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]
 
 
 def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
-    """A user's spec of any of its forms, checked against the mesh and the number of dims."""
+    """A user's spec in any of its forms, as a :class:`Spec`, checked against the mesh and the number of dims."""
     where = f"hint {name!r}"
     if isinstance(hint, str):
         spec = Spec.parse(hint, mesh, ndim, where=where)
@@ -161,7 +161,8 @@ def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
 
 
 def _from_placements(args: Sequence[Any], mesh: Mesh, ndim: int, where: str) -> Spec:
-    """DTensor placements, one per axis of ranks, as a spec, without importing DTensor, which most hints do not need."""
+    """A spec from DTensor placements, one per axis of ranks; DTensor itself is not imported, as most hints have
+    none."""
     if len(args) != len(mesh.space):
         expected = f"{len(mesh.space)} placements, for {', '.join(a.name for a in mesh.space)}"
         raise Error("there is not one placement per mesh axis", where=where, expected=expected, got=len(args))
@@ -182,7 +183,7 @@ def fused_layout(
     rules: RuleCache,
     users: Mapping[Value, list[Node]],
 ) -> DimSharding:
-    """How a dim is stored for which a hint says ``sharding``; ``axes`` are those of it that shard ops.
+    """The stored sharding of a dim whose hint is ``sharding``; ``axes`` are those of it that shard ops.
 
     Follows the dim to the first op that splits it (a split, a view); where the plain sharding does not survive that,
     but one of a part does, each rank stores its share of every part: ``3 * 64`` rows of q, k and v sharded over heads
@@ -211,7 +212,7 @@ def fused_layout(
 def _follow(
     value: Value, dim: int, rules: RuleCache, users: Mapping[Value, list[Node]]
 ) -> tuple[tuple[str, ...], ShardingRule, Value, int] | None:
-    """The next forward value that has the dim, its place there, and its factors on the way."""
+    """The next forward value that has the dim, its index there, and its factors on the way."""
     for node in users[value]:
         if node.phase is not Phase.FORWARD:
             continue

@@ -41,7 +41,7 @@ class Conflicts:
     planner: Redistribution
 
     def resolve(self, node: Node, with_results: bool) -> tuple[dict[str, DimSharding], tuple[Refused, ...]]:
-        """The sharding of each factor, conflicts settled; and what was rejected, in words."""
+        """The sharding of each factor, conflicts settled; and the rejected ones, in words."""
         pins = pinned(node)
         found = {factor: each for factor, each in self._proposals(node, with_results).items() if factor not in pins}
         if not found and not pins:
@@ -66,7 +66,7 @@ class Conflicts:
         return {f: c for f, c in shardings.items() if c.axes}, tuple(rejected)
 
     def _proposals(self, node: Node, with_results: bool) -> dict[str, list[Proposal]]:
-        """For each factor that may be sharded, how the node's tensors are sharded on it."""
+        """The shardings of each shardable factor by the node's tensors."""
         state = self.state
         rule, mesh = state.rules[node], state.mesh
         found: dict[str, list[Proposal]] = {}
@@ -89,7 +89,7 @@ class Conflicts:
         return found
 
     def _best(self, node: Node, factor: str, options: list[Proposal], rejected: list[Refused]) -> DimSharding:
-        """The sharding of one factor: all that the tensors have of it, where they agree."""
+        """The sharding of one factor: the union of its tensors' shardings, where they agree."""
         size, best = self.state.rules[node].sizes[factor], options[0]
         for option in options[1:]:
             if option.sharding == best.sharding:
@@ -107,8 +107,8 @@ class Conflicts:
     def _settle(
         self, node: Node, axis: str, factors: list[str], shardings: FactorShardings, found: dict[str, list[Proposal]]
     ) -> str:
-        """Which of the factors gets the axis: the one that was pinned in the forward, one of a parameter's hint, else
-        the cheapest by bytes moved."""
+        """The factor that gets a contested axis: one pinned in the forward, one of a parameter's hint, else the
+        cheapest by bytes moved."""
         state, mesh = self.state, self.state.mesh
         having = {f: [c.value for c in found[f] if axis in c.sharding.axes] for f in factors}
         followed = [f for f, values in having.items() if any(state.follows(node, v, axis) for v in values)]

@@ -40,7 +40,7 @@ class Decomposer:
         """Of a node that is a part: the ops that were decomposed to it, of which none is decomposed again."""
 
     def can(self, node: Node) -> bool:
-        """Whether there is a decomposition, and the node is not already what is left of one: so there is an end."""
+        """Whether the node has a decomposition, and is not itself the remainder of one: so decomposing terminates."""
         entry = self._book.entry(node.op)
         return node.op not in self._parts_of.get(node, ()) and entry is not None and bool(entry.expand)
 
@@ -50,7 +50,7 @@ class Decomposer:
         return list(dict.fromkeys(each.target for each in nodes if each.op == "call_function"))
 
     def apply(self, graph: Graph, nodes: list[Node]) -> list[Decomposed]:
-        """Replace the nodes; gives of each what replaces it."""
+        """Replace the nodes; returns the replacement of each."""
         rewriter = Rewriter(graph)
         decomposed = [self._replace(graph, node, rewriter) for node in nodes]
         rewriter.apply()

@@ -43,7 +43,7 @@ class Propagation:
     """What replaces a value now."""
 
     def seed(self, seeds: Iterable[Seed]) -> None:
-        """Start from these values."""
+        """Start from these seeds."""
         for seed in seeds:
             self.state.shardings[seed.value] = list(seed.spec.dims)
             if seed.closed:
@@ -56,14 +56,14 @@ class Propagation:
                     self._note(ShardingDecision(seed.value, dim, sharding, f"by {seed.name}", hint))
 
     def take_over(self, old: Value, new: Value) -> None:
-        """``new`` replaces ``old`` from now on: it is sharded alike, for the same reasons."""
+        """Transfer the sharding of ``old`` and its reasons to ``new``, which replaces it."""
         if old in self.state.shardings:
             self.decisions[new] = self.decisions.pop(old, [])
         self.swapped[old] = new
         self.state.take_over(old, new)
 
     def reasons(self) -> Reasons:
-        """The decisions, of what stands in the graph now."""
+        """The decisions for values of the current graph."""
 
         def now(value: Value) -> Value:
             while value in self.swapped:
@@ -73,7 +73,7 @@ class Propagation:
         return Reasons(self.decisions).moved(now)
 
     def run(self, start: Iterable[Value] | None = None) -> None:
-        """Hand shardings on until nothing changes, from all values that have one, or from ``start``."""
+        """Propagate shardings to a fixpoint, from all values that have one, or from ``start``."""
         state = self.state
         users, gradients = state.graph.users(), state.gradients()
         order = {node: i for i, node in enumerate(state.nodes)}
@@ -123,7 +123,7 @@ class Propagation:
         level: int,
         refused: tuple[Refused, ...],
     ) -> bool:
-        """Give ``value`` the shardings that it does not have yet; says whether it changed."""
+        """Add the missing shardings to ``value``; returns whether it changed."""
         rule, current, changed = self.state.rules[node], self.state.of(value), False
         for d, dim in enumerate(dims):
             if all(axis in current[d].axes for f in dim if f in shardings for axis in shardings[f].axes):
@@ -155,8 +155,8 @@ class Propagation:
     def _longer(
         self, value: Value, d: int, dim: Dim, shardings: Mapping[str, DimSharding], rule: ShardingRule
     ) -> DimSharding | None:
-        """The sharding of a value's dim with what there is more in those of its factors; None where that is nothing, or
-        does not fit to what the value has."""
+        """The sharding of a value's dim, extended by those of its factors; None where nothing is added, or it does not
+        fit the value's own."""
         mesh, current = self.state.mesh, self.state.of(value)
         parts = project(current[d], value.shape[d], rule.dim_sizes(dim), mesh)
         if parts is None:
@@ -169,7 +169,7 @@ class Propagation:
         return sharding if fresh and not fresh & used and set(current[d].axes) <= set(sharding.axes) else None
 
     def _follow(self, gradient: Value, parameter: Value) -> bool:
-        """A gradient is sharded as its parameter is, where that comes from a pin; says whether it changed."""
+        """Shard a gradient as its parameter is, where that comes from a pin; returns whether it changed."""
         state = self.state
         axes = [axis for sharding in state.of(parameter) for axis in sharding.axes]
         by_pin = all(state.origin_of(parameter, axis).pinned is not None for axis in axes)
@@ -185,7 +185,7 @@ class Propagation:
         return True
 
     def _origin(self, value: Value, node: Node, axis: str, factor: str) -> list[Value]:
-        """Remember which hint an axis of a value came from; gives the tensors that it came from."""
+        """Record the hint from which an axis of a value came; returns the tensors that it came from."""
         state = self.state
         if node.pin is not None and axis in pinned(node).get(factor, REPLICATED).axes:
             state.origin[value, axis] = HintOrigin(node.pin.by, operator=True, pinned=node.where)
@@ -197,7 +197,7 @@ class Propagation:
         return [v for v in having if v is not value]
 
     def _carriers(self, node: Node, axis: str, factor: str, having: Iterable[Value]) -> Iterator[Carrier]:
-        """The first tensor that was sharded over the axis on the factor for a reason, and its dim."""
+        """The first tensor that is sharded over the axis on the factor with a reason, and its dim."""
         dims = {value: dims for value, dims, _ in self.state.tensors(node)}
         kin = self.state.rules[node].kin(factor)
         for value in having:

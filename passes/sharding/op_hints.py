@@ -30,7 +30,7 @@ FACTOR = re.compile(r"\s*([^\s{}]+)\s*\{([^{}]*)\}")
 
 
 def pin_nodes(graph: Graph, context: Context) -> bool:
-    """Write ``context.strategies`` onto the nodes that they name; says whether there were any.
+    """Write ``context.strategies`` onto the nodes that they name, as pins; returns whether there were any.
 
     Raises:
         Error: a hint names nothing, says nothing that can be read, asks what the op's rule forbids, or two disagree.
@@ -62,7 +62,7 @@ def _disagree(one: Pin, two: Pin, node: Node) -> Error:
 def _named(
     graph: Graph, text: str, said: FactorAxes, context: Context, decomposer: Decomposer
 ) -> Iterator[tuple[Node, str]]:
-    """The nodes that a hint names, and the op where that is a part of the node's."""
+    """The nodes that a hint names, and the op where it is a part of the node's."""
     path, op = (part.strip() for part in text.partition(":")[::2])
     matches = pattern(path).fullmatch
     forward = [node for node in graph.nodes if node.phase is Phase.FORWARD and not is_own(node)]
@@ -93,13 +93,13 @@ def _named(
 
 
 def names_of(op: Any) -> set[str]:
-    """By which names a hint may call an op: ``aten.add.Tensor``, ``aten.add``, ``add``."""
+    """The names of an op in hints: ``aten.add.Tensor``, ``aten.add``, ``add``."""
     parts = op_name(op).split(".")
     return {".".join(parts), ".".join(parts[:2]), ".".join(parts[1:2])}
 
 
 def parse_factors(text: object, where: str) -> FactorAxes:
-    """``n{dp tp} m{}`` as axes by factor; commas between axes will do too.
+    """Parse ``n{dp tp} m{}`` to axes by factor; commas between axes will do too.
 
     Raises:
         Error: it is no such text.

@@ -17,20 +17,20 @@ from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 
 
 def pinned(node: Node) -> dict[str, DimSharding]:
-    """The sharding of the factors that are pinned, replicated ones too."""
+    """The pinned shardings of factors, replicated ones too."""
     if node.pin is None or node.pin.op:
         return {}
     return {factor: DimSharding(axes) for factor, axes in node.pin.shardings}
 
 
 def needs_decomposition(node: Node, rule: ShardingRule) -> bool:
-    """Whether a pin asks for something that only parts of the op can do."""
+    """Whether a pin can only be satisfied by parts of the op."""
     pin = node.pin
     return pin is not None and (bool(pin.op) or any(axes and f in rule.replicated for f, axes in pin.shardings))
 
 
 def check_names(pin: Pin, mesh: Mesh, where: str) -> None:
-    """Raise if a pin names a factor or an axis twice, or an axis that is none of the mesh.
+    """Raise if a pin names a factor or an axis twice, or an unknown axis.
 
     Raises:
         Error: naming it.
@@ -47,7 +47,7 @@ def check_names(pin: Pin, mesh: Mesh, where: str) -> None:
 
 
 def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, decomposes: bool = False) -> None:
-    """Raise if a node cannot be sharded as it is pinned. ``decomposes``: the op may still be decomposed.
+    """Raise if a node's pin cannot be satisfied. ``decomposes``: the op may still be decomposed.
 
     Raises:
         Error: there is no such factor, axis or shard; the factor must be replicated. It prints the op's rule.
@@ -75,7 +75,7 @@ def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, decomposes: bool = Fal
 
 
 def pin_parts(pin: Pin, node: Node, parts: Sequence[Node], rules: Mapping[Node, ShardingRule], mesh: Mesh) -> None:
-    """Pin the parts of a decomposed node of which the pin is said.
+    """Pin those parts of a decomposed node that the pin is about.
 
     Raises:
         Error: no part can be sharded so.

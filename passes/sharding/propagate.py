@@ -73,7 +73,7 @@ class Propagate(Pass):
         graph.rename()
 
     def _report_missing(self, graph: Graph, context: Context) -> None:
-        """Say once per op that its rule was discovered, or that it has none."""
+        """Report, once per op, that its rule was discovered, or that it has none."""
         known = {node: context.cache.known(node) for node in graph.nodes}
         for node in _first_of_each_op(node for node, found in known.items() if found.source == "discovered"):
             rule = rule_text(known[node].rule)
@@ -94,7 +94,7 @@ class Propagate(Pass):
 
 
 def _decompose(graph: Graph, decomposer: Decomposer, propagation: Propagation) -> None:
-    """Decompose ops that cannot be sharded as wanted, and hand on what that lets through, as long as there is any."""
+    """Decompose ops that cannot be sharded as wanted, and propagate further, as long as there are any."""
     state = propagation.state
     while blocked := [node for node in state.nodes if decomposer.can(node) and _is_blocked(node, state)]:
         around = [value for node in blocked for value in node.operands]
@@ -112,7 +112,7 @@ def _decompose(graph: Graph, decomposer: Decomposer, propagation: Propagation) -
 
 
 def _is_blocked(node: Node, state: ShardingState) -> bool:
-    """Whether some operand is sharded on a factor that the op needs replicated, or somebody wants it sharded."""
+    """Whether the wanted sharding of some operand, or of a pin, is on a factor that the op needs replicated."""
     rule = state.rules[node]
     if needs_decomposition(node, rule):
         return True
@@ -132,7 +132,7 @@ def _first_of_each_op(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _settled(state: ShardingState, conflicts: Conflicts) -> dict[Node, dict[str, DimSharding]]:
-    """Settle every node's strategy in order, now that all is known; open values take what is made of them."""
+    """Settle every node's strategy in order, after propagation; open values take the resulting placement."""
     settled: dict[Node, dict[str, DimSharding]] = {}
     for node in state.nodes:
         shardings, _ = conflicts.resolve(node, with_results=True)
@@ -145,7 +145,7 @@ def _settled(state: ShardingState, conflicts: Conflicts) -> dict[Node, dict[str,
 
 
 def scattered(made: Spec, preferred: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
-    """How an open value is stored: as it is made, but a partial sum may be scattered as is preferred."""
+    """The stored placement of an open value: as it is made, but a partial sum may be scattered as is preferred."""
     waiting = set(made.partial_axes)
     result = []
     for sharding, wished in zip(made.dims, preferred, strict=True):

@@ -41,7 +41,7 @@ class Seed:
 
     @property
     def by_pass(self) -> bool:
-        """Whether a pass says so, and no hint of the user."""
+        """Whether the seed is a pass's, and no user's hint."""
         return self.name.startswith(BY_PASS)
 
 
@@ -63,7 +63,7 @@ def seeds_of(graph: Graph) -> list[Seed]:
 
 
 def stored_by_hints(graph: Graph) -> Iterator[ShardingDecision]:
-    """Why parameters are stored over data axes, which are no part of their seeds."""
+    """Reasons of parameters' stored placements over data axes, which are no part of their seeds."""
     for value in (inp.value for inp in graph.of_kind(InputKind.PARAMETER)):
         if value.hint is not None and value.spec is not None:
             seed = Seed(value, value.hint, value.hinted_by)
@@ -74,18 +74,18 @@ def stored_by_hints(graph: Graph) -> Iterator[ShardingDecision]:
 
 
 def data_axes(graph: Graph) -> set[str]:
-    """The axes that shard the leading dim of an input of the model, by the hints."""
+    """The data axes: those that shard the leading dim of a model input, by the hints."""
     hints = (inp.value.hint for inp in graph.of_kind(InputKind.ARGUMENT) if inp.value.type.ndim)
     return {axis for hint in hints if hint is not None for axis in hint.dims[0].axes}
 
 
 def as_used(stored: Spec, data: set[str], value: Value, mesh: Mesh) -> Spec:
-    """How a parameter is placed where it is used: without the data axes."""
+    """The placement of a parameter where it is used: without the data axes."""
     return Spec(tuple(strip(sharding, data, value.shape[d], mesh) for d, sharding in enumerate(stored.dims)))
 
 
 def strip(sharding: DimSharding, axes: set[str], size: int, mesh: Mesh) -> DimSharding:
-    """The sharding without some axes."""
+    """A sharding without some axes."""
     if not axes & set(sharding.axes):
         return sharding
     return compound([Part(p.size, tuple(a for a in p.axes if a not in axes)) for p in sharding.sub(size)], mesh)
@@ -99,7 +99,7 @@ class ChunkReach:
 
     @staticmethod
     def of(graph: Graph) -> ChunkReach:
-        """What the hints of a graph say."""
+        """The chunk reach of a graph's hints."""
         given = {axis for each in graph.of_kind(InputKind.ARGUMENT) for axis in _loops(each.value, graph.mesh)}
         axes = [axis.name for axis in graph.mesh.axes if axis.loop and axis.name not in given]
         return ChunkReach({axis: _reached(graph, axis) for axis in axes})
@@ -115,7 +115,7 @@ class ChunkReach:
 
 
 def _reached(graph: Graph, axis: str) -> frozenset[str]:
-    """The modules whose output a hint shards, or one of whose ops is pinned so, and all that use what they make."""
+    """The modules whose output a hint shards, or one of whose ops is pinned so, and all that use their results."""
     forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
     found = {node.where.module for node in forward if any(axis in _loops(value, graph.mesh) for value in node.outs)}
     for node in forward:

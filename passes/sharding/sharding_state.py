@@ -63,7 +63,7 @@ class ShardingState:
         self.changed_graph()
 
     def changed_graph(self) -> None:
-        """The graph was changed: new nodes get rules, operands are looked up anew."""
+        """Refresh after a change of the graph: rules of new nodes, operands."""
         self._tensors.clear()
         self.nodes = [node for node in self.graph.nodes if node.phase is not Phase.UPDATE]
         for node in self.nodes:
@@ -71,14 +71,14 @@ class ShardingState:
                 self.rules[node] = self.cache.rule(node)
 
     def feeds(self, sharding: DimSharding, size: int) -> bool:
-        """Whether a dim may be sharded so: every rank gets something, or it is sharded over axes of space alone, and
-        there is something to be shared. A rank may have nothing of a small map, where its tile is empty."""
+        """Whether a sharding of a dim is useful: no shard is empty, or it is sharded over axes of space alone, where a
+        rank's tile of a small map may be empty; and there is something to be shared."""
         parts = [part for part in sharding.sub(size) if smallest(part.size, part.axes, self.mesh) == 0]
         return all(part.size > 1 and self.space.issuperset(part.axes) for part in parts)
 
     @cached_property
     def space(self) -> frozenset[str]:
-        """The axes that shard an image."""
+        """The axes of space, which shard an image."""
         return frozenset(space_axes(self.graph))
 
     def tensors(self, node: Node) -> list[NodeTensor]:
@@ -93,7 +93,7 @@ class ShardingState:
         return found
 
     def take_over(self, old: Value, new: Value) -> None:
-        """``new`` replaces ``old`` from now on: it is sharded alike."""
+        """Transfer the sharding of ``old`` to ``new``, which replaces it."""
         if old in self.shardings:
             self.shardings[new] = self.shardings.pop(old)
         if old in self.closed:
@@ -103,7 +103,7 @@ class ShardingState:
                 self.origin[new, axis] = self.origin.pop((old, axis))
 
     def of(self, value: Value) -> list[DimSharding]:
-        """The sharding of each dim; the list may be changed."""
+        """The sharding of each dim of a value; the list may be changed."""
         found = self.shardings.get(value)
         if found is None:
             found = self.shardings[value] = [REPLICATED] * value.type.ndim
@@ -123,8 +123,8 @@ class ShardingState:
         return found
 
     def of_closed(self, value: Value, shardings: Mapping[str, DimSharding], node: Node) -> dict[str, DimSharding]:
-        """Of the shardings of a node's factors, what may be said of a closed value: what it has, and in which
-        iterations it is made, into which the hints split inputs."""
+        """The part of a node's factor shardings that applies to a closed value: its own, and loop axes that the hints
+        split inputs into."""
         have = {axis for sharding in self.of(value) for axis in sharding.axes}
         others = {axis for axis in self.mesh.names if axis not in have | self.loops}
         sizes = self.rules[node].sizes
@@ -132,15 +132,15 @@ class ShardingState:
 
     @cached_property
     def loops(self) -> frozenset[str]:
-        """The loop axes into whose iterations the hints split inputs."""
+        """The loop axes over which the hints split inputs."""
         return frozenset(each.name for each in self.mesh.axes if each.loop and each.name not in self.chunks.modules)
 
     def loops_of(self, sharding: DimSharding, size: int) -> DimSharding:
-        """What of the sharding of a factor says in which iterations a value is made."""
+        """The loop axes in the sharding of a factor."""
         return strip(sharding, set(self.mesh.names) - self.loops, size, self.mesh)
 
     def having(self, node: Node, axis: str, factor: str) -> list[Value]:
-        """The tensors of a node that are sharded on a factor over an axis."""
+        """The tensors of a node that are sharded over an axis on a factor."""
         found, kin = [], self.rules[node].kin(factor)
         for value, dims, _ in self.tensors(node):
             shardings = self.shardings.get(value, ())

@@ -29,8 +29,8 @@ WORTH_SHARDING = 0.01
 
 
 def share_compute(graph: Graph, axes: Iterable[str], propagation: Propagation) -> bool:
-    """Shard by rows, over these (data) axes, the products that their ranks all compute, where they can be; says whether
-    it did."""
+    """Shard by rows, over these (data) axes, products that would be redundant on their ranks, where possible; returns
+    whether any was."""
     resolve = propagation.conflicts.resolve
     flops = {node: flops_of(node) for node in propagation.state.nodes if is_heavy(node)}
     parameters = derived(graph, (inp.value for inp in graph.of_kind(InputKind.PARAMETER)), every=True)
@@ -54,8 +54,8 @@ def share_compute(graph: Graph, axes: Iterable[str], propagation: Propagation) -
 def _by_rows(
     node: Node, axis: str, shardings: Mapping[str, DimSharding], propagation: Propagation, parameters: set[Value]
 ) -> Seed | None:
-    """The node's result sharded over the axis too, along the first of its dims that no parameter has and that feeds
-    all ranks."""
+    """The node's result sharded over the axis too, along its first dim that no parameter has and whose shards are not
+    empty."""
     state = propagation.state
     rule, value = state.rules[node], node.outs[0]
     dims = rule.results[value.index]

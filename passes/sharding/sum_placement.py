@@ -77,7 +77,7 @@ class Reassociate(Pass):
 
 
 def _fixed(graph: Graph) -> set[Value]:
-    """Values that are reduced in any case: outputs, and those with a hint."""
+    """Values that must be reduced: outputs, and those with a hint."""
     return {output.value for output in graph.outputs} | {value for value in graph.values() if value.hint is not None}
 
 
@@ -102,7 +102,7 @@ def _terms(node: Node, users: dict[Value, list[Node]], kept: Container[Value], i
 
 
 def _partial(value: Value, context: Context) -> tuple[tuple[str, str], ...]:
-    """Over what a value is partial where it is made; seen through ops that only move elements."""
+    """The axes over which a value is partial where it is made; seen through ops that only move elements."""
     maker = value.node
     while maker is not None and len(maker.operands) == 1 and context.cache.rule(maker).moves_only:
         value = maker.operands[0]
@@ -113,7 +113,7 @@ def _partial(value: Value, context: Context) -> tuple[tuple[str, str], ...]:
 
 
 def _rebuild(root: Node, groups: list[list[Value]], rewriter: Rewriter) -> Value:
-    """The sum of the groups' sums, in the place of ``root``; its adds are computed as that was."""
+    """Rebuild the sum in the place of ``root`` from the groups' sums; its adds are computed as that was."""
 
     def total(values: Sequence[Value]) -> Value:
         found = values[0]
@@ -162,8 +162,8 @@ class _Sums:
         return any(changed)
 
     def _needed(self, value: Value) -> Spec:
-        """How a value is placed when it is reduced: as its hint says; as it is made, but scattered as the first user
-        that wants its partial sum so; or, where it is replicated, as all its users want it."""
+        """The placement of a value after its reduction: as its hint says; as it is made, but scattered as the first
+        user that wants its partial sum so; or, where it is replicated, as all its users want it."""
         made = value.spec
         assert made is not None
         if value.hint is not None:
@@ -176,7 +176,7 @@ class _Sums:
         return needs[0] if len(set(needs)) == 1 and not made.axes else made
 
     def _axis(self, axis: str) -> bool:
-        """Find the values that may be partial over ``axis``, and split the graph that they form."""
+        """Build the flow graph of values that may be partial over ``axis``, and find its minimum cut."""
         reach: dict[Value, str] = {}
         passing, joining = Groups(), Groups()
         for node in self.graph.nodes:
@@ -224,7 +224,7 @@ class _Sums:
         return group if self._may_be_partial(node, axis, group) else None
 
     def _may_be_partial(self, node: Node, axis: str, group: frozenset[int]) -> bool:
-        """Whether operands may be partial over an axis: by nothing infinite are they multiplied; and iterations of
+        """Whether operands may be partial over an axis: they are multiplied by nothing infinite; and iterations of
         loops around those of the axis do not meet before the node, for then those within them have met, too."""
         mesh = self.graph.mesh
         around = {each.name for each in mesh.axes[: mesh.order(axis)] if each.loop} if mesh[axis].loop else set()
@@ -299,7 +299,7 @@ class _Sums:
         return found
 
     def _report_early(self) -> None:
-        """Say of what is reduced before a node that is to be passed."""
+        """Report values that are reduced before a node that could have taken partial sums."""
 
         def of_batch(node: Node) -> frozenset[int]:
             return frozenset(i for i, value in enumerate(node.operands) if value in self.of_batch)
@@ -320,13 +320,13 @@ class _Sums:
 
 
 def _needs(node: Node, value: Value) -> list[Spec]:
-    """How a node needs one of its operands."""
+    """The placement of one of its operands that a node needs."""
     assert node.strategy is not None
     return [need for operand, need in zip(node.operands, node.strategy.operands, strict=True) if operand is value]
 
 
 def _add_capacity(flow: nx.DiGraph, a: object, b: object, seconds: float) -> None:
-    """An edge of at least this capacity; an integer, so that the sharding is exact."""
+    """Add an edge of at least this capacity; an integer, so that the minimum cut is exact."""
     capacity = int(seconds * 1e12)
     if flow.has_edge(a, b):
         capacity += flow[a][b].get("capacity", 0)

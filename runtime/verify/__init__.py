@@ -1,4 +1,4 @@
-"""Proof that the ranks' programs compute what the model computes; :mod:`.verdict` is its end, and the way in.
+"""Proof that the ranks' programs compute what the model computes; :mod:`.verdict` is the entry point.
 
 ``verdict``          the answer of ``pm.verify()``
 ``interface``        inputs, constants and outputs of a plan are those of the captured graph

@@ -1,4 +1,4 @@
-"""Calls of torch's functions and of Python's operators in a program that somebody changed, as ATen calls.
+"""Conversion of calls of torch's functions and Python's operators, in a program that a user changed, to ATen calls.
 
 product = operator.matmul(x, w)                 product = aten.mm.default(x, w)
 sum = operator.add(product, bias)        ->     sum = aten.add.Tensor(product, bias)

@@ -1,4 +1,4 @@
-"""What a rank's program does besides the model's ops: data movement, collectives and messages."""
+"""Data movement in rank programs, beside the model's ops: packing, collectives and messages."""
 
 from __future__ import annotations
 

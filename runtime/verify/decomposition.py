@@ -35,12 +35,12 @@ TOLERANCE = 1e-9
 
 
 class Unjustified(Exception):
-    """A decomposition that is not the op, or that cannot be made."""
+    """A decomposition that differs from the op, or cannot be traced."""
 
 
 @dataclass(frozen=True)
 class _Alike:
-    """A node apart from its graph, equal to those that are alike and draw the same random numbers."""
+    """A structural key of a node: equal for nodes that are alike and draw the same random numbers."""
 
     key: Hashable
     node: Node = field(compare=False)

@@ -34,7 +34,7 @@ class Fault:
 
 
 class Failed(Exception):
-    """Carries a fault."""
+    """An exception with a fault."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.what)

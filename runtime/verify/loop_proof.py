@@ -72,8 +72,7 @@ def _on(graph: Graph, mesh: Mesh) -> Graph:
 
 
 class _Unrolled:
-    """The programs of a request, iteration by iteration: of the planned graph, and of the same with iterations as
-    ranks.
+    """The unrolled programs of a request, for the planned graph and for the same with iterations as ranks.
 
     Raises:
         Failed: ranks do not meet, or do not send and receive, in one order.
@@ -131,7 +130,7 @@ class _Unrolled:
 
 
 class _Used(Mapping[int, RankProgram]):
-    """Programs in the place of the plan's, iteration by iteration, each written when it is asked for."""
+    """A user's programs, unrolled: in the place of the plan's, iteration by iteration, each written on demand."""
 
     def __init__(self, of: _Unrolled) -> None:
         own = {rank: of.rank_of(rank) for rank in range(of.iterations.mesh.size if of.changed else 0)}

@@ -241,7 +241,7 @@ def _spec(value: Value) -> Spec:
 
 @dataclass(frozen=True)
 class Counterexample:
-    """Looks for numbers that refute a plan, where a proof did not come to its end."""
+    """The search for numbers that refute a plan, where a proof is incomplete."""
 
     before: Graph
     after: Graph

@@ -1,4 +1,4 @@
-"""The programs of a plan, proven or run on random numbers; :mod:`.verdict` gives the answer."""
+"""Verification of a plan's programs, by proof or on random numbers; :mod:`.verdict` gives the answer."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def _leads_to(program: RankProgram, name: str) -> str:
 
 
 class Misread(TypeError):
-    """A kernel does not take the memory layout of an operand, so that it may compute something else of it."""
+    """A kernel that does not support the memory layout of an operand, so that it may compute wrong numbers."""
 
 
 class LayoutChecks(FakeCalls):

@@ -1,4 +1,4 @@
-"""The answer of ``pm.verify()``."""
+"""The verdict of ``pm.verify()``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .plan_proof import PlanProof, ProgramRequest, Task
 
 
 class Status(StrEnum):
-    """What a verification came to."""
+    """The outcome of a verification."""
 
     PROVEN = "proven"
     REFUTED = "refuted"

@@ -40,7 +40,7 @@ UNIFORM = ("aten.full", "aten.zeros", "aten.ones", "aten.expand")
 
 
 class NotLocal(Exception):
-    """Rows do not follow from a window of the scene: why, in words."""
+    """Rows that do not follow from a window of the scene: why, in words."""
 
 
 class SceneRows(NamedTuple):
@@ -109,7 +109,7 @@ Parts = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class NonLocalValue:
-    """A value that is not made of a window of the scene alone: the node that made it so, and why."""
+    """A value that depends on more than a window of the scene: the node that made it so, and why."""
 
     node: Node | None
     why: str
@@ -119,7 +119,7 @@ Known = tuple[Parts, ...] | NonLocalValue
 
 
 class LayerRows(NamedTuple):
-    """A node, and for each dim of the scene the rows of its (first) result."""
+    """The rows of a node's (first) result, for each dim of the scene."""
 
     node: Node
     rows: Mapping[int, SceneRows]
@@ -196,7 +196,7 @@ def not_local(node: Node | None, why: str) -> Error:
 
 
 class _Follower:
-    """What is known of each value, node by node."""
+    """Follows the dims of a scene through a graph, node by node."""
 
     def __init__(self, rules: RuleBook, known: dict[Value, Known], more: Mapping[int, int]) -> None:
         self._rules, self._known, self._more = rules, known, more

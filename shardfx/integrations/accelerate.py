@@ -29,7 +29,7 @@ from shardfx.module.parallel_module import ParallelModule
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class WholeOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+class FullStateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """An optimizer of a parallel module; its state dict is the full one. Under ``torchrun`` all ranks ask for it."""
 
     pm: ParallelModule
@@ -170,7 +170,7 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
         owner = next((pm for pm, _ in self._parallel if any(id(p) in ids for p in pm.parameters())), None)
         made = super().prepare_optimizer(optimizer, device_placement)
         if owner is not None:
-            made.__class__, made.pm = WholeOptimizer, owner
+            made.__class__, made.pm = FullStateOptimizer, owner
         return made
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:

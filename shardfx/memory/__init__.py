@@ -1,1 +1,1 @@
-"""What a rank holds, and whether that is as much as it may."""
+"""Memory of a rank, predicted and compared with its budget."""

@@ -1,4 +1,4 @@
-"""Memory budget of a rank: does a plan fit, what would make it fit, and the choices that a budget decides.
+"""Memory budget of a rank: whether a plan fits, what would make it fit, and the choices that a budget decides.
 
 Two of them are made here: with ``Hints(reduce="auto")`` whether gradients of micro-batches are reduced once or in each
 iteration, and with ``Pipeline(schedule="auto")`` how many micro-batches are in flight (by bisection).

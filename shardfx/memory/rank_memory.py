@@ -1,4 +1,4 @@
-"""What a rank holds while it runs a step: at its peak, call by call, by category, and where in the model it was made.
+"""Memory of a rank in a step: the peak, by call, by category, and by module.
 
 >>> memory = pm.memory()
 >>> memory.peak, memory.by_category["activations"]

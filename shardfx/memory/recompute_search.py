@@ -85,7 +85,7 @@ def fitted(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
 
 @dataclass
 class RecomputeSearch:
-    """For a plan that fits into a budget, of one that keeps all.
+    """The search for a plan that fits into a budget, from one that stores all activations.
 
     ``parts``: the modules of each segment, where they are several. ``said``: how good the last plan that was found is;
     ``least``: what those that were tried hold at the least.
@@ -293,7 +293,7 @@ def least_peak(kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int]) 
 
 
 class _Problem:
-    """The variables and the rows of the program; ``peak`` is the variable of what is held at most."""
+    """The mixed integer program: variables and rows; ``peak`` is the variable of the peak memory."""
 
     def __init__(self, kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int]) -> None:
         self.number: dict[tuple[str, OpGroup, int], int] = {}

@@ -61,7 +61,7 @@ def staged(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
 
 
 class StageSearch:
-    """The splits that were planned, and what was learnt of them."""
+    """The search over splits: those planned so far, and what their memory and time tell."""
 
     def __init__(self, compiled: Compiled, predictor: MemoryPredictor, budget: int) -> None:
         assert compiled.after.pipeline is not None

@@ -54,7 +54,7 @@ class MemoryLayout:
 
     @staticmethod
     def of(tensor: torch.Tensor, part: bool) -> MemoryLayout:
-        """How an input lies; a ``part`` of it as the full input would, without the gaps that it has as a part."""
+        """The memory layout of an input; a ``part`` of it as the full input's, without the gaps that a part has."""
         dims = dim_order_of(tensor)
         if dims or tensor.stride() == strides_of(tensor.shape):
             return MemoryLayout(dims)
@@ -65,7 +65,7 @@ class MemoryLayout:
         return MemoryLayout(order, strides)
 
     def example(self, type: TensorType, like: torch.Tensor | None) -> torch.Tensor:
-        """A tensor that lies so: with the content of ``like``, or without any."""
+        """A tensor of this layout: with the content of ``like``, or without any."""
         strides = self.strides or strides_of(type.shape, self.dims)
         if like is None:
             return torch.empty_strided(type.shape, strides, dtype=type.dtype, device="meta")
@@ -79,7 +79,7 @@ class MemoryLayout:
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What the code asks, and what the tensors of a call answer; nothing where it does not ask.
+    """Queries of the code about tensors, and the answers for a call; empty where it has none.
 
     ``trainable``: the parameters and inputs with ``requires_grad``; ``layouts``: of inputs that are not contiguous;
     ``same``: inputs that are one tensor with an earlier one, and which.
@@ -97,7 +97,7 @@ class InputFacts:
         return found | {f"requires_grad of {name}": "yes" for name in sorted(self.trainable)}
 
     def differences(self, other: InputFacts) -> Iterator[str]:
-        """In what another call answers otherwise, in words."""
+        """The differences to another call's answers, in words."""
         mine, theirs = self.words, other.words
         usual = {"memory": "contiguous", "tensor": "another one", "requires_grad": "no"}
         for subject in sorted(mine.keys() | theirs.keys()):
@@ -105,7 +105,7 @@ class InputFacts:
                 yield f"{subject} is {theirs.get(subject, usual[subject.split()[0]])}, for which the code asks"
 
     def examples(self) -> ExampleInputs:
-        """Tensors that answer alike."""
+        """Example tensors with equal answers."""
         return ExampleInputs(dict(self.layouts), dict(self.same), {})
 
 
@@ -121,7 +121,7 @@ class ExampleInputs:
     made: dict[str, torch.Tensor]
 
     def make(self, name: str, type: TensorType, like: torch.Tensor | None, wants: bool) -> torch.Tensor:
-        """One, with the content of ``like`` or without any."""
+        """An example tensor, with the content of ``like`` or without any."""
         first = self.same.get(name, name)
         if first not in self.made:
             self.made[first] = self.layouts.get(name, MemoryLayout()).example(type, like).requires_grad_(wants)
@@ -130,7 +130,7 @@ class ExampleInputs:
 
 @dataclass(frozen=True)
 class InputQueries:
-    """What code asks, by what it names."""
+    """Queries of code about its inputs, by the names that it uses."""
 
     gradients: bool
     memory: bool
@@ -138,7 +138,7 @@ class InputQueries:
 
     @staticmethod
     def of(named: Collection[str]) -> InputQueries:
-        """What code asks that names these."""
+        """The queries of code that names these."""
         gradients, memory = (not each.isdisjoint(named) for each in (ASKS_FOR_GRADIENTS, ASKS_HOW_IT_LIES))
         return InputQueries(gradients, memory, asks_which(named))
 
@@ -148,7 +148,7 @@ class InputQueries:
         types: Mapping[str, object],
         trainable: Callable[[], Collection[str]],
     ) -> InputFacts:
-        """What the tensors of a call answer, which are passed in full where they are of these types."""
+        """The answers of a call's tensors, which are passed in full where they are of these types."""
         layouts = frozenset[tuple[str, MemoryLayout]]()
         if self.memory:
             parts = {name: TensorType(tuple(each.shape), each.dtype) != types[name] for name, each in tensors.items()}
@@ -170,7 +170,7 @@ NO_PART = (vars(torch.Tensor)["__torch_function__"].__func__, torch._C._disabled
 
 
 def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse inputs that are no plain tensors with content, and a call within what programs have no part in.
+    """Refuse inputs that are no plain tensors with content, and calls within contexts that programs do not support.
 
     Raises:
         Error: one of ``torch.func``; or an input with a tangent, which would be lost; a fake one, a sparse one, one of
@@ -212,7 +212,7 @@ def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_modes(where: str) -> None:
-    """Refuse a script's modes that see each function of the model, of which a program calls none, and a trace.
+    """Refuse Python modes (of torch functions or dispatch) and traces, which would not see the model's functions.
 
     Raises:
         Error: naming one.
@@ -247,7 +247,7 @@ def check_modes(where: str) -> None:
 
 
 def _check_class(name: str, kind: type[torch.Tensor]) -> None:
-    """Refuse a class of tensors whose code would have a part in each function that is called with one.
+    """Refuse a tensor subclass whose code would take part in each function that is called with one.
 
     Of installed ones those that only wrap (``tv_tensors``) have the values of plain ones."""
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
@@ -267,7 +267,7 @@ def _check_class(name: str, kind: type[torch.Tensor]) -> None:
 
 
 def _check_hooks(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse hooks on saved tensors that give back others, tried on what comes in."""
+    """Refuse hooks on saved tensors that return other tensors, tried on the inputs."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or hooks[0].__module__ in OF_TORCH:
         return
@@ -331,7 +331,7 @@ class ObjectInput:
 
 
 def attributes(thing: object) -> tuple[tuple[str, Hashable], ...]:
-    """What an object or a container holds, as text."""
+    """The attributes of an object, or the content of a container, as text."""
     fields = CONTENTS.fields(thing)
     if isinstance(fields, str):
         return (("", fields),)
@@ -343,7 +343,7 @@ CONTENTS = ValueReader()
 
 @dataclass(frozen=True)
 class CallSignature:
-    """What programs are made for: another call signature needs other programs.
+    """The signature of a call: another one needs other programs.
 
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
@@ -362,7 +362,7 @@ class CallSignature:
     asked: InputFacts = NO_FACTS
 
     def serves(self, other: CallSignature) -> bool:
-        """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
+        """Whether programs for this signature serve a call of another: one without targets, or with fewer gradients."""
         same = all(name in self.inputs and self.inputs[name] == given for name, given in other.inputs.items())
         left = [name for name in self.inputs if name not in other.inputs]
         rest = all(name.startswith(TARGETS) for name in left)
@@ -374,16 +374,16 @@ class CallSignature:
 
     @property
     def trainable(self) -> frozenset[str]:
-        """What has ``requires_grad`` where programs are captured for this form."""
+        """The names of trainable tensors when programs for this signature are captured."""
         return self.gradients | self.asked.trainable
 
     @property
     def key(self) -> Hashable:
-        """The same for equal forms."""
+        """A hashable key, equal for equal signatures."""
         return frozenset(self.inputs.items()), self.gradients, self._around
 
     def words(self) -> dict[str, str]:
-        """The form by subject; equal forms have the same words in every process."""
+        """The signature by subject, in words that are the same in every process."""
         found = {name: _text_of(given) for name, given in self.inputs.items()}
         found |= {"gradients of results": "given"} if self.pulls else {}
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
@@ -393,7 +393,7 @@ class CallSignature:
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
     def difference(self, other: CallSignature) -> str:
-        """In which way another form differs, in words."""
+        """The difference to another signature, in words."""
         found = ["gradients of its results are given"] if other.pulls and not self.pulls else []
         for name, given in other.inputs.items():
             if self.inputs.get(name) != given and not (other.pulls and name.startswith(TARGETS)):
@@ -422,7 +422,7 @@ def _text_of(value: object) -> str:
 
 
 def input_key(leaf: object) -> object:
-    """What programs depend on of an input: a tensor's type, any other leaf itself."""
+    """The key of an input that programs depend on: a tensor's type, any other leaf itself."""
     if isinstance(leaf, torch.Tensor):
         return TensorType(tuple(leaf.shape), leaf.dtype)
     return (type(leaf).__name__, repr(leaf)) if isinstance(leaf, PLAIN) else ObjectInput(leaf, attributes(leaf))
@@ -431,7 +431,7 @@ def input_key(leaf: object) -> object:
 def first_signature(
     hints: Hints, training: frozenset[str], trainable: Mapping[str, bool], asks: InputQueries
 ) -> CallSignature:
-    """What the first programs are made for: the example inputs, and the model as it was."""
+    """The signature of the first programs: that of the example inputs, and of the model as it was."""
     named = leaf_names(hints.args, hints.kwargs, hints.targets)
     wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     wanting |= {name for name, wants in trainable.items() if wants}
@@ -442,7 +442,7 @@ def first_signature(
 
 
 def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:
-    """The kinds of device for which ``torch.autocast`` is on, and its dtypes. What is captured has the casts in it."""
+    """The enabled ``torch.autocast`` contexts: kinds of device and dtypes. Captured graphs have their casts."""
     kinds = ("cpu", "cuda")
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
@@ -486,7 +486,7 @@ class CallReader:
 
 
 def inputs_of(call: ModuleCall, step: ProgramRunner) -> dict[str, object]:
-    """What programs depend on of a call's inputs; a rank's own part of an input counts as the global input."""
+    """The facts of a call's inputs that programs depend on; a rank's own part counts as the global input."""
     expected = {g.name: g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
     found = {}
     for name, leaf in call.leaves.items():
@@ -500,7 +500,7 @@ def inputs_of(call: ModuleCall, step: ProgramRunner) -> dict[str, object]:
 
 
 def model_results(compiled: Compiled, step: ProgramRunner, local: bool, results: Results) -> Any:
-    """The model's own results, as it arranges them: global, or (``local``) of a local batch this rank's part.
+    """The model's own results, in its own structure: global, or (``local``) of a local batch this rank's part.
 
     Raises:
         Error: the model gives something that holds tensors in a way that is not known.
@@ -522,7 +522,7 @@ def program_tensors(step: ProgramRunner, call: ModuleCall) -> list[tuple[Input, 
 
 
 def passing_of(step: ProgramRunner, call: ModuleCall) -> Passed:
-    """How a rank was given its inputs: one that is its own part tells."""
+    """How a rank's inputs were passed, as global ones or its own part: one that is its part tells."""
     found = [_passing_of(step, given, tensor) for given, tensor in program_tensors(step, call)]
     return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
 

@@ -1,4 +1,4 @@
-"""Whether steps on shards equal steps on full tensors: an optimizer is run on both, on small copies of its parameters.
+"""Trial of an optimizer on shards: its steps on small copies of parameters, sharded and full, must be equal.
 
     parameter 4096 x 1024, sharded 8 x 1      ->      256 x 64 in full, and as 8 shards of 32 x 64
     parameter 16, sharded 2                    ->      16 in full, and 2 shards of 8
@@ -62,7 +62,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What an optimizer may go by of a parameter, in a small copy; ``name`` is that of one such parameter."""
+    """Properties of a parameter that an optimizer may depend on, in a small copy; ``name`` is that of one such."""
 
     shape: tuple[int, ...]
     counts: tuple[int, ...]
@@ -72,7 +72,7 @@ class ParameterKind:
 
     @staticmethod
     def of(parameter: Tensor) -> ParameterKind:
-        """That of a parameter, which may be a shard, or not sharded at all."""
+        """The kind of a parameter, which may be a shard, or not sharded at all."""
         layout = _layouts.get(parameter) or Layout("", tuple(parameter.shape), (1,) * parameter.dim())
         counts, shape = list(layout.counts), list(layout.shape)
         while math.prod(counts) > SHARDS:
@@ -126,12 +126,12 @@ _seen: WeakKeyDictionary[Optimizer, dict[Hashable, Trial]] = WeakKeyDictionary()
 
 
 def lay_out(parameter: Tensor, layout: Layout) -> None:
-    """Say how a parameter, or a shard of it, is sharded."""
+    """Record the sharding of a parameter, or of a shard of it."""
     _layouts[parameter] = layout
 
 
 def tried(optimizer: Optimizer, with_closure: bool = False) -> Trial:
-    """What steps of an optimizer do to shards. It is tried anew where an option changes; a number, only where it
+    """The trial of an optimizer's steps on shards. It is repeated where an option changes; for a number, only where it
     becomes 0 or ceases to be (a rate that is warmed up)."""
     options = _options(optimizer)
     key, known = (_kind(options), with_closure), _seen.setdefault(optimizer, {})
@@ -145,7 +145,7 @@ def _options(optimizer: Optimizer) -> Options:
 
 
 def _kind(value: object) -> Hashable:
-    """What is the same for numbers that are of one kind."""
+    """A key of an option value: numbers of one kind share it."""
     if type(value) in (int, float):
         return type(value), value == 0
     if isinstance(value, dict):
@@ -267,7 +267,7 @@ class _Run:
 
 
 def _own(optimizer: Optimizer) -> dict[str, Any]:
-    """What an instance says in plain data: options that are no defaults of a group."""
+    """The attributes of an instance in plain data: options that are no defaults of a group."""
     own = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH and "hooks" not in name}
     return {name: value for name, value in own.items() if all(isinstance(v, PLAIN) for v in tree_leaves(value))}
 

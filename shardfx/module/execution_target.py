@@ -40,7 +40,7 @@ class CompileOptions:
     cuda_graphs: bool = False
 
     def check(self, compiled: Compiled, device: torch.device, virtual: bool) -> None:
-        """Look whether a plan can be compiled so, on a device.
+        """Check that a plan can be compiled so, on a device.
 
         Raises:
             Error: it cannot, with the reason.
@@ -74,7 +74,7 @@ class CompileOptions:
                 )
 
     def _unfit(self, compiled: Compiled, device: torch.device, virtual: bool) -> Iterator[tuple[str, str, str]]:
-        """Why steps cannot be recorded: what is expected, what there is, what to do."""
+        """The reason why steps cannot be recorded as CUDA graphs: expected, got, remedy."""
         without, after = "pm.compile() without cuda_graphs", compiled.after
         if not torch.cuda.is_available():
             yield "a CUDA device", "torch.cuda.is_available() is False", without
@@ -106,8 +106,8 @@ class ExecutionTarget:
     device: torch.device
 
     def device_by(self, convert: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> torch.device:
-        """The device to which a conversion of tensors (what ``pm.to(...)`` does to each) brings these ranks, which
-        hold tensors of some dtypes.
+        """The device to which a conversion of tensors (that of ``pm.to(...)``) moves these ranks, whose tensors have
+        some dtypes.
 
         Raises:
             Error: it makes another dtype of them, which is another plan.
@@ -127,7 +127,7 @@ class ExecutionTarget:
         return device
 
     def moved(self, device: torch.device) -> ExecutionTarget:
-        """The same ranks on another device.
+        """The same target on another device.
 
         Raises:
             Error: the device holds no numbers; a real rank's process group is for one kind of device.
@@ -160,7 +160,7 @@ class ExecutionTarget:
         return ProcessStore(graph, self.device)
 
     def make_engine(self, graph: Graph, write: Write = write_source) -> Engine:
-        """An engine that runs the programs of a planned graph, as ``write`` makes them."""
+        """An engine for the programs of a planned graph, which ``write`` makes."""
         if self.virtual:
             return VirtualEngine(graph.mesh, self.device, write)
         from shardfx.runtime.distributed.process_engine import ProcessEngine
@@ -168,7 +168,7 @@ class ExecutionTarget:
         return ProcessEngine(graph, self.device, write)
 
     def make_peers(self) -> Peers:
-        """The other ranks, to a parallel module that is to be planned. All of them call it alike."""
+        """The peers of this rank, for a module that is to be planned. A collective call."""
         return Peers(alone=self.virtual or is_dry_run())
 
     def make_compiled(self, graph: Graph, options: CompileOptions) -> Engine:
@@ -180,11 +180,11 @@ class ExecutionTarget:
 
     @property
     def transport(self) -> Transport:
-        """How what is under way is carried, where ranks are on several machines."""
+        """The transport of messages, where ranks are on several machines."""
         return PLAIN if self.virtual else Transport(ahead=AHEAD)
 
     @property
     def transport_here(self) -> Transport:
-        """How it is among these ranks, as far as that is known yet."""
+        """The transport among these ranks, as far as it is known yet."""
         found = share_memory()
         return PLAIN if found and all(found) and not by_stream(self.device) else self.transport

@@ -50,7 +50,7 @@ def _backward(
 
 
 class DeliverGradients(torch.autograd.Function):
-    """A loss whose gradients are there already: ``backward`` hands them out, and keeps none.
+    """An autograd function of a loss with precomputed gradients: ``backward`` hands them out, and keeps none.
 
     A gradient that nobody else holds becomes ``parameter.grad`` itself; one that is held would be copied.
     """
@@ -59,14 +59,14 @@ class DeliverGradients(torch.autograd.Function):
     def forward(
         ctx: Any, loss: torch.Tensor, grads: list[torch.Tensor | None], note: Note, *parameters: torch.Tensor
     ) -> torch.Tensor:
-        """The loss as it is, and the gradients of ``parameters`` kept for ``backward``."""
+        """The loss unchanged, with the gradients of ``parameters`` saved for ``backward``."""
         ctx.grads, ctx.note, ctx.one = grads, note, None
         return loss.clone()
 
     @staticmethod
     @torch._disable_dynamo
     def backward(ctx: Any, *above: torch.Tensor) -> Any:
-        """The kept gradients, times that of the loss.
+        """The saved gradients, times that of the loss.
 
         Raises:
             Error: they were handed out before; or are to have gradients again.
@@ -102,7 +102,7 @@ def _multiply(grads: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
 
 
 def _kept_for_later() -> bool:
-    """Whether this backward was asked to retain the graph."""
+    """Whether this backward has ``retain_graph=True``."""
     known = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return known is None or bool(known())
 
@@ -110,7 +110,7 @@ def _kept_for_later() -> bool:
 def deliver_gradients(
     loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: Sequence[torch.Tensor], note: Note
 ) -> torch.Tensor:
-    """The loss, whose ``backward()`` gives ``grads`` to ``parameters``, and notes what they are multiplied by.
+    """A loss whose ``backward()`` gives ``grads`` to ``parameters``, and records their factor.
 
     Its own ``backward()`` multiplies by nothing, and reads nothing to know that: it is an attribute of this tensor,
     which is saved and pickled without it.
@@ -125,7 +125,7 @@ def deliver_gradients(
 
 
 def tensors_with_grad(store: Store, call: ModuleCall | None = None) -> dict[str, list[torch.Tensor]]:
-    """The parameters, in the shards that are here, and the inputs of a call that want a gradient.
+    """The local shards of trainable parameters, and the inputs of a call that require a gradient.
 
     Raises:
         Error: some shards of a parameter do, and some do not.
@@ -149,8 +149,8 @@ def tensors_with_grad(store: Store, call: ModuleCall | None = None) -> dict[str,
 
 
 def leaves(wanted: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The tensors that want a gradient. Where only those of other processes do, one that gets none: a backward begins
-    on all ranks alike."""
+    """The tensors that require a gradient. Where only other processes have some, one that gets none, so that a backward
+    begins on all ranks alike."""
     tensors = [tensor for shards in wanted.values() for tensor in shards]
     return tensors or [torch.zeros((), requires_grad=True) for _ in list(wanted)[:1]]
 
@@ -158,7 +158,7 @@ def leaves(wanted: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 def gradients(
     step: ProgramRunner, call: ModuleCall, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
 ) -> list[torch.Tensor | None]:
-    """The gradients of all that want one; an input's is global, as the input is unless ``local``."""
+    """The gradients of all tensors that require one; an input's is global, as the input is unless ``local``."""
     grads: list[torch.Tensor | None] = []
     for name, shards in wanted.items():
         made = results.get((OutputKind.GRADIENT, name))
@@ -175,7 +175,7 @@ def gradients(
 def loss_with_grads(
     step: ProgramRunner, call: ModuleCall, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
 ) -> torch.Tensor:
-    """The loss, with its gradients ready for all that want one."""
+    """The loss, with gradients ready for all tensors that require one."""
     grads = gradients(step, call, local, wanted, results)
     tensors = leaves(wanted)
     given = grads or [None for _ in tensors]
@@ -228,7 +228,7 @@ def check_step(
 def vjp_call(
     call: ModuleCall, form: CallSignature, tensors: Sequence[torch.Tensor], wanted: frozenset[str]
 ) -> tuple[ModuleCall, CallSignature]:
-    """The call, and what it needs, with the gradients of its results as targets."""
+    """The VJP call: the call with the gradients of its results as targets."""
     named = {f"{TARGETS}{i}": tensor for i, tensor in enumerate(tensors)}
     inputs = {**form.inputs, **{name: input_key(tensor) for name, tensor in named.items()}}
     call = replace(call, targets=tuple(tensors), leaves={**call.leaves, **named}, has_targets=True)
@@ -237,7 +237,7 @@ def vjp_call(
 
 @dataclass(frozen=True)
 class ForwardSnapshot:
-    """What a forward went out from, so that it can be done again."""
+    """The inputs and buffers of a forward, so that it can be run again."""
 
     tensors: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
@@ -245,7 +245,7 @@ class ForwardSnapshot:
 
     @staticmethod
     def of(step: ProgramRunner, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None) -> ForwardSnapshot:
-        """The versions of these tensors, and copies of the buffers that the forward writes."""
+        """A snapshot: the versions of these tensors, and copies of the buffers that the forward writes."""
         written = {output.name for output in step.graph.outputs if output.kind is OutputKind.BUFFER}
         copies: dict[int, torch.Tensor] = {}
         buffers = {}
@@ -256,7 +256,7 @@ class ForwardSnapshot:
         return ForwardSnapshot(tuple(tensors), tuple(version(t) for t in tensors), RunStart(seed, buffers))
 
     def check(self) -> None:
-        """Raise where something was written into what the forward used.
+        """Raise if tensors that the forward used were modified.
 
         Raises:
             Error: a parameter or an input has changed since.
@@ -273,11 +273,11 @@ class ForwardSnapshot:
 
 
 class ResultVjp(torch.autograd.Function):
-    """The results of a forward, whose gradients are pulled back by ``pull``."""
+    """An autograd function of a forward's results, whose VJP is ``pull``."""
 
     @staticmethod
     def forward(ctx: Any, pull: Callable[..., Any], results: list[torch.Tensor], *tensors: torch.Tensor) -> Any:
-        """The results, as outputs of what ``tensors`` are inputs of."""
+        """The results, as outputs of an autograd node with inputs ``tensors``."""
         ctx.pull = pull
         return tuple(each.clone() if each._is_view() else each for each in results)
 
@@ -293,7 +293,7 @@ class ResultVjp(torch.autograd.Function):
 
 
 def reject_second(what: str, above: Sequence[torch.Tensor | None]) -> None:
-    """Refuse gradients of gradients, and many at once.
+    """Refuse double backward and batched gradients.
 
     Raises:
         Error: the backward that is running was asked for ``create_graph``, or is of a batch of gradients.
@@ -318,13 +318,13 @@ def reject_second(what: str, above: Sequence[torch.Tensor | None]) -> None:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for many, to a ``vmap``."""
+    """Whether a tensor is batched by ``vmap``."""
     inside = torch._C._functorch
     return inside.is_batchedtensor(tensor) or inside.is_legacy_batchedtensor(tensor)
 
 
 def attach(out: Any, pull: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """The model's results, with a gradient that ``pull`` gives to ``tensors``."""
+    """The model's results, whose backward calls ``pull`` for the gradients of ``tensors``."""
     leaves, tree = pytree.tree_flatten(out)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and is_pulled(leaf.dtype)]
     if places:
@@ -335,7 +335,7 @@ def attach(out: Any, pull: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
 
 
 def reject_part() -> None:
-    """Refuse to pull back what only this rank knows: always an Error."""
+    """Refuse a backward through results that only this rank has: always an Error."""
     raise Error(
         "the results of pm(...) are this rank's part, and how a loss of them counts is not known",
         where="backward() through pm(...)",
@@ -346,7 +346,7 @@ def reject_part() -> None:
 
 
 def refuse(above: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Any:
-    """What pulls back results that came beside a loss: always an Error."""
+    """Refuse a backward through results that came beside a loss: always an Error."""
     raise Error(
         "results that came beside a loss have no gradient",
         where="backward() through pm(..., with_results=True)",
@@ -357,7 +357,7 @@ def refuse(above: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Any:
 
 
 def reject_without_loss(trains: bool) -> None:
-    """Refuse ``with_results`` where a call gives results anyway.
+    """Refuse ``with_results`` where a call returns results anyway.
 
     Raises:
         Error: there is no loss in this call.

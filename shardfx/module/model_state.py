@@ -34,7 +34,7 @@ NUMBER = "@"
 
 
 class ModelState:
-    """Names of the model, and the store that holds what they name.
+    """The model's parameters and buffers by name, in a store.
 
     ``extra`` are the parameters and buffers that no program uses.
     """
@@ -66,7 +66,7 @@ class ModelState:
         self._mark()
 
     def _mark(self) -> None:
-        """What a script's attributes say of a parameter, its shards say."""
+        """Copy a script's attributes on a parameter to its shards."""
         for name, shards in self.store.parameters.items():
             for mark, value in self._marks.get(name, {}).items():
                 for shard in shards:
@@ -95,7 +95,7 @@ class ModelState:
         return next(inp for inp in self.compiled.after.inputs if inp.name == name)
 
     def lacking(self) -> list[str]:
-        """The parameters and buffers that there is no content for: the model was fake, or on meta."""
+        """The parameters and buffers without content: the model was fake, or on meta."""
         inputs = self.compiled.after.inputs
         return [g.name for g in inputs if g.kind in STORED and not self.store.is_loaded(g.name)]
 
@@ -132,7 +132,7 @@ class ModelState:
         return self.store.full(name) if self.store.is_loaded(name) else self.extra[name].clone()
 
     def _saying(self) -> list[tuple[str, nn.Module]]:
-        """The modules that say something of themselves in a state dict, and under which name."""
+        """The modules with extra state, and its keys in a state dict."""
         named = ((name, name.rpartition(".")) for name in self.beside)
         return [(name, self._skeleton.get_submodule(path)) for name, (path, _, last) in named if last == EXTRA]
 
@@ -151,7 +151,7 @@ class ModelState:
         return copied(skeleton, memo)
 
     def known_inputs(self) -> dict[str, torch.Tensor]:
-        """Whole inputs whose content is known: real example inputs, and buffers that are not sharded."""
+        """Global inputs of known content: real example inputs, and buffers that are not sharded."""
         hints = self.compiled.hints
         named = leaf_names(hints.args, hints.kwargs, hints.targets)
         known = {
@@ -163,7 +163,7 @@ class ModelState:
         return known
 
     def full_grads(self) -> dict[str, torch.Tensor]:
-        """Whole gradients by the model's own names."""
+        """Full gradients by the model's own names."""
         mine = {}
         for name, shards in self.store.parameters.items():
             grads = [p.grad for p in shards if p.grad is not None]
@@ -208,7 +208,7 @@ def _tensors(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple
 def check_names(
     given: Collection[str], model: Collection[str], needed: Mapping[str, Sequence[str]], known: Collection[str]
 ) -> None:
-    """All names that the plan needs are given, and none that the model has not.
+    """Check that all names which the plan needs are passed, and no unknown ones.
 
     Args:
         given: the state dict's names.
@@ -230,7 +230,7 @@ def check_names(
 
 
 def check_types(values: Mapping[str, object], types: Mapping[str, TensorType]) -> None:
-    """Every tensor has the global shape that the model has, and its dtype."""
+    """Check that every tensor has the model's global shape and dtype."""
     for name, tensor in values.items():
         wanted = types.get(name)
         if wanted is None:
@@ -253,13 +253,13 @@ STAMP, SHARD = "shardfx", "shardfx_shard"
 
 
 def stamp_state_dicts(root: nn.Module) -> None:
-    """Have the state dicts of a parallel module say what they hold, and look at those that come in."""
+    """Stamp the state dicts of a parallel module with the shards that they hold, and check stamps on load."""
     root.register_state_dict_post_hook(put_stamps)
     root.register_load_state_dict_pre_hook(check_stamps)
 
 
 def put_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Say in a state dict, and on what is in it, which shards it holds, in words that may be saved."""
+    """Stamp a state dict, and the tensors in it, with the shards that it holds, in picklable words."""
     stamps = module._store.stamps()
     local_metadata[STAMP] = {name: list(each) for name, each in stamps.items()}
     live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -274,7 +274,7 @@ def put_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[s
 
 
 def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
-    """Refuse a state dict that says other shards than are held here.
+    """Check the stamps of a state dict against the shards of this module.
 
     Raises:
         Error: naming the first parameter or buffer that is another shard, is sharded in another way, or is full where
@@ -316,7 +316,7 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
 
 
 def _place(key: str, stamps: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
-    """How the parameter or buffer of a key is placed, and which of its shards the key is; None: it is neither."""
+    """The placement of the parameter or buffer of a key, and the index of the key's shard; None: it is neither."""
     path = key.split(".")
     name = ".".join(part for part in path if not part.startswith(NUMBER))
     if name not in stamps:

@@ -59,7 +59,7 @@ class ModelProxy(nn.Module):
         return found.__get__(self, kind) if hasattr(type(found), "__get__") else found
 
     def __getitem__(self, index: Any) -> Any:
-        """As the twin's class has it: a part of a list or a dict of modules."""
+        """Indexing as in the twin's class: a part of a list or a dict of modules."""
         if isinstance(index, slice) and isinstance(self._twin, (nn.Sequential, nn.ModuleList)):
             return nn.ModuleList(list(self)[index])
         return self._as_twin("__getitem__", index)
@@ -83,7 +83,7 @@ class ModelProxy(nn.Module):
         return True
 
     def _as_twin(self, name: str, *args: Any) -> Any:
-        """What the twin's class does in the place of an operator.
+        """An operator as the twin's class defines it.
 
         Raises:
             TypeError: nothing.
@@ -97,7 +97,7 @@ class ModelProxy(nn.Module):
         return [*super().__dir__(), *dir(self._twin)]  # type: ignore[no-untyped-call]
 
     def apply(self, fn: Any) -> NoReturn:
-        """It is no module of its class, and its parameters may be shards: always an Error."""
+        """Not supported, as it is no module of its class, and its parameters may be shards: always an Error."""
         self._refuse("apply() cannot do to shards what it does to a model", getattr(fn, "__name__", fn), REINITIALISE)
 
     def _refuse(self, what: str, got: object = None, remedy: str = AGAIN) -> NoReturn:
@@ -110,7 +110,7 @@ class ModelProxy(nn.Module):
         )
 
     def _reject_in_shards(self, name: str) -> None:
-        """No AttributeError: ``getattr(module, "weight", None)`` would say that there is none.
+        """Raise an Error, no AttributeError: ``getattr(module, "weight", None)`` would say that there is none.
 
         Raises:
             Error: it is a parameter or a buffer that is sharded.
@@ -148,25 +148,25 @@ class ProxyModule(ModelProxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """That of the module, to whoever asks; ``type(part)`` is this one."""
+        """The class of the original module; ``type(part)`` is the proxy's."""
         twin = self.__dict__.get("_twin")
         return ProxyModule if twin is None else type(twin)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """It cannot be called: always an Error."""
+        """Not supported: always an Error."""
         self._refuse("a module of a parallel module is called on its own", remedy="call the whole module")
 
     def train(self, mode: bool = True) -> ProxyModule:
-        """As the module itself does it."""
+        """The module's own ``train``."""
         train_as(self, self._twin, mode)
         return self
 
     def get_extra_state(self) -> Any:
-        """What the module says of itself in a state dict."""
+        """The module's own extra state."""
         return self._twin.get_extra_state()
 
     def set_extra_state(self, state: Any) -> None:
-        """What it said is what the module is told."""
+        """Set the module's own extra state."""
         self._twin.set_extra_state(state)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -190,7 +190,7 @@ class ProxyModule(ModelProxy):
 
 
 def train_as(part: nn.Module, twin: nn.Module, mode: bool) -> None:
-    """Bring a module and those in it into the modes into which ``twin.train(mode)`` brings the twin's."""
+    """Set the training modes of a module and its submodules to those that ``twin.train(mode)`` gives the twin's."""
     modes = [(path, module.training) for path, module in part.named_modules(remove_duplicate=False)]
     others = dict(twin.named_modules(remove_duplicate=False))
     for path, training in modes:
@@ -202,11 +202,11 @@ def train_as(part: nn.Module, twin: nn.Module, mode: bool) -> None:
 
 
 class ProxyRoot(ModelProxy):
-    """The root of such a tree: what would change the model, or carry its programs elsewhere, is an error."""
+    """The root of a proxy tree: changes of the model, or wrappers of its programs, are an error."""
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What ``DistributedDataParallel`` asks for first.
+        """The parameters and buffers that ``DistributedDataParallel`` must ignore: an Error, as it must not wrap this.
 
         Raises:
             Error: always; it would reduce gradients that are reduced already.
@@ -221,8 +221,8 @@ class ProxyRoot(ModelProxy):
 
     @property
     def module(self) -> nn.Module:
-        """What a wrapper such as ``DistributedDataParallel`` has under this name: here it is the module itself, unless
-        the model has one of its own."""
+        """The module itself, as a wrapper such as ``DistributedDataParallel`` has it under this name, unless the model
+        has one of its own."""
         own = self._modules.get("module")
         return self if own is None else own
 
@@ -248,14 +248,14 @@ class ProxyRoot(ModelProxy):
 
 
 def watch(state: ModelState) -> None:
-    """Have optimizers of what is stored looked at, and step what it shows."""
+    """Hook optimizers of stored shards, so that they step local shards."""
     update = state.compiled.captured.update
     stepped = {n for group in update.groups for n in group.names} if update else ()
     watch_optimizers(state.store, state.layouts(), stepped)
 
 
 class ProxyTree:
-    """The model's modules under ``root``, and what is stored in them."""
+    """The proxy tree of the model's modules under ``root``, and the stored tensors in it."""
 
     def __init__(self, root: ProxyRoot, model: nn.Module, twin: nn.Module) -> None:
         self.root, self.twin = root, twin
@@ -295,7 +295,7 @@ class ProxyTree:
         return frozenset(path for path, module in self.paths if module.training)
 
     def train(self, mode: bool) -> None:
-        """Have the model's own ``train`` say which module comes into which mode."""
+        """Set training modes through the model's own ``train``."""
         train_as(self.root, self.twin, mode)
 
     def register(self, state: ModelState) -> None:
@@ -322,7 +322,7 @@ class ProxyTree:
         self._children = {path: _inside(part) for path, part in self.paths}
 
     def _places(self, name: str, holder: ModelProxy, count: int) -> list[ModelProxy]:
-        """The modules that hold the shards of a parameter: its own; or one for each shard, which looks like it."""
+        """The modules that hold the shards of a parameter: its own; or a proxy for each shard."""
         if count == 1:
             return [holder]
         twin = self.twin.get_submodule(name.rpartition(".")[0])
@@ -332,7 +332,7 @@ class ProxyTree:
         return [cast(ModelProxy, holder._modules.setdefault(own, part)) for own, part in made]
 
     def check(self) -> None:
-        """Raise if somebody put another tensor in the place of a stored one, or changed what is watched.
+        """Raise if somebody replaced a stored tensor, or changed watched state.
 
         Raises:
             Error: naming it.
@@ -383,5 +383,5 @@ class ProxyTree:
 
 
 def _inside(part: ModelProxy) -> dict[str, nn.Module | None]:
-    """What a module holds: the modules in it, and the names of its own tensors."""
+    """The contents of a module: its submodules, and the names of its own tensors."""
     return {**part._modules, **dict.fromkeys((*part._parameters, *part._buffers))}

@@ -37,8 +37,8 @@ Tensor = torch.Tensor
 
 
 def watch_optimizers(store: Store, layouts: Mapping[str, Layout], stepped: Collection[str] = ()) -> None:
-    """Look at the steps of optimizers of a store's parameters: of shards, which are sharded by ``layouts``; of
-    DTensors, whose local shards are stepped; and of what the program steps (the names ``stepped``)."""
+    """Hook optimizers of a store's parameters: of shards, which are sharded by ``layouts``; of DTensors, whose local
+    shards are stepped; and of what the program steps (the names ``stepped``)."""
     for name, shards in store.parameters.items():
         _stepped.update(dict.fromkeys(shards if name in stepped else (), True))
         shown = store.shown(name)
@@ -101,7 +101,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _take_plain(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer see plain gradients, which were not changed shard by shard.
+    """Give an optimizer plain gradients, which were not changed shard by shard.
 
     Raises:
         Error: one was, or only some shards of a parameter have a gradient.
@@ -123,7 +123,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where an optimizer steps parameters that a program steps.
+    """Raise if an optimizer steps parameters that the program steps.
 
     Raises:
         Error: it does.
@@ -145,11 +145,11 @@ _twins: WeakKeyDictionary[torch.optim.Optimizer, LocalOptimizer] = WeakKeyDictio
 
 
 class _OtherPlacement(Exception):
-    """Something is not shown as its parameter is."""
+    """A tensor that is placed otherwise than its parameter."""
 
 
 class LocalOptimizer:
-    """Does the steps of an optimizer on plain shards. Parameters that show none are the optimizer's own."""
+    """Steps an optimizer on local shards. Parameters that are not sharded are the optimizer's own."""
 
     def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
         self.optimizer = object.__new__(kind)
@@ -158,7 +158,7 @@ class LocalOptimizer:
         self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the twin to where the optimizer is.
+        """Copy the optimizer's options and states to the twin.
 
         Raises:
             _OtherPlacement: it cannot be.
@@ -174,7 +174,7 @@ class LocalOptimizer:
         self.optimizer.__dict__.update({**optimizer.__dict__, "param_groups": groups, "state": self._state})
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer what a step left: states, as their parameters are, and options."""
+        """Copy the twin's states and options back after a step, states placed as their parameters are."""
         for p, (shown, shard, own) in self._known.items():
             own.grad = None
             for key, new in self._state.pop(own, {}).items():
@@ -198,7 +198,7 @@ class LocalOptimizer:
 
 
 def _shard(shown: Shown, tensor: Tensor) -> Tensor:
-    """The shard that is shown.
+    """The local shard of a shown parameter.
 
     Raises:
         _OtherPlacement: it is placed otherwise.
@@ -210,12 +210,12 @@ def _shard(shown: Shown, tensor: Tensor) -> Tensor:
 
 
 def _plain(shown: Shown, value: Any) -> Any:
-    """What an optimizer keeps of a parameter, of its shard."""
+    """An optimizer state of a parameter, as one of its shard."""
     return _shard(shown, value) if isinstance(value, Tensor) else value
 
 
 def _as_shown(shown: Shown, shard: Tensor, value: Any) -> Any:
-    """What an optimizer keeps of a shard, of its parameter: an element for each of its own."""
+    """An optimizer state of a shard, as one of its parameter."""
     alike = isinstance(value, Tensor) and value.dim() and value.shape == shard.shape
     return shown.wrap(value) if alike else value
 
@@ -234,7 +234,7 @@ def _begin_local_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
 
 
 def _may(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is known to do the same to a tensor and to its shards, and is done at once."""
+    """Whether an optimizer's step is known to be elementwise, so that it may run on shards."""
     if torch.compiler.is_compiling() or optimizer._optimizer_step_pre_hooks:
         return False
     own = type(optimizer).step.__module__.startswith("torch.optim.")
@@ -258,13 +258,13 @@ _taken: list[Any] = []
 
 
 def gradients_here(store: Store) -> dict[str, list[Tensor]]:
-    """The gradients of this process, sharded."""
+    """The sharded gradients in this process."""
     every = {name: [plain(p.grad) for p in shards if p.grad is not None] for name, shards in store.parameters.items()}
     return {name: grads for name, grads in every.items() if grads}
 
 
 def clip(total: Tensor, grads: Mapping[str, Sequence[Tensor]], max_norm: float) -> None:
-    """Scale gradients whose norm is too large, as torch does it."""
+    """Clip gradients by norm, as torch does."""
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     with torch.no_grad():
         for grad in (grad for shards in grads.values() for grad in shards):
@@ -272,7 +272,7 @@ def clip(total: Tensor, grads: Mapping[str, Sequence[Tensor]], max_norm: float) 
 
 
 def watch_norms(store: Store, norm: Norm) -> None:
-    """Let torch take norms of gradients of these parameters by ``norm``, a method of what owns them."""
+    """Have torch compute norms of these parameters' gradients by ``norm``, a method of their owner."""
     owner = weakref.WeakMethod(norm)
     _staged.update({shard: (owner, name) for name, shards in store.parameters.items() for shard in shards})
     if not _taken:

@@ -45,7 +45,7 @@ def shards_of_state(state: ModelState, name: str, full: Mapping[str, Any], where
 
 
 def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The full state dict of an optimizer of stored shards. Ranks call it alike.
+    """The full state dict of an optimizer of stored shards. A collective call.
 
     Raises:
         Error: only some shards of a parameter have a state, or are there; a state cannot be joined.
@@ -61,7 +61,7 @@ def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> d
             stored = [given["state"][index] for index in ids if index in given["state"]]
             if stored:
                 _check_all(name, state, len(stored))
-            if made := _whole_state(state, name, stored) if name else stored[:1] and stored[0]:
+            if made := _full_state(state, name, stored) if name else stored[:1] and stored[0]:
                 states[first + i] = made
         group = {**packed, "params": list(range(first, first + len(wholes)))}
         if "param_names" in packed:
@@ -73,7 +73,7 @@ def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> d
 def sharding(
     state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What ``optimizer.load_state_dict`` takes, of a full state dict. Ranks call it alike.
+    """The sharded argument of ``optimizer.load_state_dict``, from a full state dict. A collective call.
 
     Raises:
         Error: the groups are others; a state cannot be sharded as its parameter is.
@@ -97,7 +97,7 @@ def sharding(
 
 
 def by_number(full: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict by the model's names as torch's own optimizers have it: parameters are numbers, group by group."""
+    """A state dict by the model's names as torch's optimizers have it: parameters are numbers, group by group."""
     numbers = {name: i for i, name in enumerate(name for group in full["param_groups"] for name in group["params"])}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in full["param_groups"]]
     states = {numbers[name]: state for name, state in full["state"].items() if state}
@@ -105,7 +105,7 @@ def by_number(full: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(names: Sequence[Sequence[str]], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict whose parameters are numbers by the ``names`` that the groups have; one by names as it is.
+    """A numbered state dict by the ``names`` of its groups; one by names as it is.
 
     Raises:
         Error: the groups are others.
@@ -122,18 +122,18 @@ def by_name(names: Sequence[Sequence[str]], values: Mapping[str, Any]) -> Mappin
 
 
 def _owners(state: ModelState) -> dict[int, str]:
-    """The name of the parameter that each shard is of."""
+    """The parameter name of each shard."""
     return {id(shard): name for name, shards in state.store.parameters.items() for shard in shards}
 
 
 def _every(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, list[int]]]]:
-    """Of each group the parameters, as :func:`_wholes`; also those that only other processes hold.
+    """The parameters of each group, as :func:`_members`; also those that only other processes hold.
 
     They stand in the order in which an optimizer of the model itself would have them: in the model's, if they stand
     here as ``pm.parameters()`` gives them (shards of some behind replicated ones), and else as the user has put them.
     """
     owners = _owners(state)
-    mine = [_wholes(group["params"], owners) for group in optimizer.param_groups]
+    mine = [_members(group["params"], owners) for group in optimizer.param_groups]
     said = state.store.said({name: number for number, wholes in enumerate(mine) for name, _ in wholes if name})
     every = mine
     if not all(state.store.is_here(name) for name in said):
@@ -152,13 +152,13 @@ def _every(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> l
 
 
 def _rises(walked: Mapping[str, int], wholes: Sequence[tuple[str, list[int]]]) -> bool:
-    """Whether parameters stand as they are walked, and what is not the model's behind them."""
+    """Whether parameters are in the order of the model, and those that are not the model's behind them."""
     places = [walked.get(name, len(walked)) for name, _ in wholes]
     return places == sorted(places)
 
 
-def _wholes(params: Sequence[torch.Tensor], owners: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """The parameters of a group: name ("" for one that is not the model's), and where its shards stand."""
+def _members(params: Sequence[torch.Tensor], owners: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """The parameters of a group: name ("" for one that is not the model's), and the positions of its shards."""
     places: dict[tuple[str, int], list[int]] = {}
     for i, tensor in enumerate(params):
         name = owners.get(id(tensor), "")
@@ -199,8 +199,8 @@ def _check_all(name: str, state: ModelState, count: int) -> None:
         )
 
 
-def _whole_state(state: ModelState, name: str, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The full state of a parameter, of its shards, which may be in other processes; nothing where it has none."""
+def _full_state(state: ModelState, name: str, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The full state of a parameter from those of its shards, some in other processes; empty where it has none."""
     kept: dict[str, Any] = {}
     stored: Sequence[torch.Tensor] = state.store.parameters.get(name, ())
     for key, value in shards[0].items() if shards else ():
@@ -221,8 +221,8 @@ WHERE = "parallelize(..., optimizer=...)"
 
 
 def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
-    """Have optimizers step the stored shards in the place of the model's own parameters: options of groups stay, and
-    states are sharded as the parameters are. Parameters that are not the model's stay as they are.
+    """Make optimizers of the model's own parameters step the stored shards: options of groups stay, and states are
+    sharded as the parameters are. Parameters that are not the model's stay as they are.
 
     Raises:
         Error: there are no weights yet; a state has another shape than its parameter, which is sharded.
@@ -260,7 +260,7 @@ def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
 
 
 def _move_group(group: dict[str, Any], shards: dict[nn.Parameter, list[nn.Parameter]]) -> None:
-    """Put the shards in the place of the parameters, in the same list: some optimizers hold it, too."""
+    """Replace the parameters by their shards, in the same list: some optimizers share it."""
     params, names = [], []
     for i, p in enumerate(group["params"]):
         there = shards.get(p, [p])

@@ -80,7 +80,7 @@ class ParallelModule(PlannedModule):
             carry_over(optimizer, model, self._state)
 
     def _watch_model(self, model: nn.Module, watch: SourceModelWatch | None) -> None:
-        """Have each call look whether the model that this one was made of is as it was."""
+        """Have each call check that the source model is unchanged."""
         self._tree.watched.append(SourceModelCheck(model, self._variants.names))
         if watch is not None:
             ranks = range(self.mesh.size) if self._this_rank is None else (self._this_rank,)
@@ -116,7 +116,7 @@ class ParallelModule(PlannedModule):
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
-        """``pm.to(device)``, ``pm.cuda()``: the plan stays, its programs are made anew for the other kind of device.
+        """``pm.to(device)``, ``pm.cuda()``: the plan is kept; programs are lowered again for the new kind of device.
 
         Raises:
             Error: another dtype, which is another plan; a device that this rank's process group does not serve; or
@@ -154,7 +154,7 @@ class ParallelModule(PlannedModule):
         return self._run_call(args, kwargs)
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """As ``model.train(mode)`` does it, also where the model's own ``train`` leaves some modules as they are."""
+        """Set the training mode as ``model.train(mode)`` does, also where that leaves some modules as they are."""
         self._tree.train(mode)
         return self
 
@@ -192,7 +192,7 @@ class ParallelModule(PlannedModule):
 
     @contextmanager
     def _together(self, what: str, anew: bool = False) -> Iterator[None]:
-        """What all ranks are asked for; ``anew``: it loads all that is stored."""
+        """Agree with all ranks on an operation; ``anew``: it loads all that is stored."""
         with self._peers.calling():
             self._peers.agree(what, lambda: {"runs": what}, anew=anew)
             yield
@@ -213,7 +213,7 @@ class ParallelModule(PlannedModule):
         return total
 
     def _norm(self, grads: Mapping[str, Sequence[torch.Tensor]], kind: float) -> torch.Tensor:
-        """The norm of gradients, of which each rank gives its own."""
+        """The global norm of gradients, from each rank's own."""
         with self._together("the norm of gradients"):
             return self._store.norm(grads, kind)
 
@@ -229,7 +229,7 @@ class ParallelModule(PlannedModule):
         return self._optimizer
 
     def _in_program(self, optimizer: object, where: str) -> ProgramOptimizer | None:
-        """The optimizer in the program, if that is the one that is given; None: it is one of torch's own.
+        """The optimizer in the program, if it is the one passed; None: it is one of torch's own.
 
         Raises:
             Error: it is in the program of another plan, or none at all.
@@ -250,8 +250,8 @@ class ParallelModule(PlannedModule):
     # ---- the programs ---------------------------------------------------------------------------------------
 
     def use(self, modules: Mapping[int, fx.GraphModule], *, proven: bool = True) -> None:
-        """Prove programs that somebody changed, then run them, each in the place of that of its rank, in calls of the
-        form that was captured and of the kind that ``rank_module`` shows; others run as planned, with a warning. ::
+        """Prove modified programs, then run them, each in the place of that of its rank, in calls of the captured
+        signature and of the kind that ``rank_module`` shows; others run as planned, with a warning. ::
 
             changed = pm.rank_module(1)
             ...
@@ -305,7 +305,7 @@ class ParallelModule(PlannedModule):
     # ---- state ----------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole parameters and buffers by the model's own names, tied ones under each of their names."""
+        """Full parameters and buffers by the model's own names, tied ones under each of their names."""
         with self._together("full_state_dict()"):
             return self._state.full()
 
@@ -384,11 +384,11 @@ class ParallelModule(PlannedModule):
 
     @staticmethod
     def no_sync() -> AbstractContextManager[None]:
-        """What scripts for ``DistributedDataParallel`` open to accumulate gradients: it does nothing, for the gradients
-        of each call are those of its global batch, and sums of them are right."""
+        """A no-op for scripts that accumulate gradients with ``DistributedDataParallel``: the gradients of each call
+        are those of its global batch, and sums of them are right."""
         return nullcontext()
 
     def full_grads(self) -> dict[str, torch.Tensor]:
-        """Whole gradients by the model's own names; parameters without one are left out."""
+        """Full gradients by the model's own names; parameters without one are left out."""
         with self._together("full_grads()"):
             return self._state.full_grads()

@@ -52,7 +52,7 @@ from shardfx.schedules.timeline import PlanTimeline, plan_timeline, write_record
 
 
 class PlannedModule(ProxyRoot):
-    """A model with its plan, as far as one only looks at it."""
+    """A planned model, for inspection."""
 
     _compiled: Compiled
     _peers: Peers
@@ -72,21 +72,21 @@ class PlannedModule(ProxyRoot):
 
     @property
     def _programs(self) -> Programs:
-        """Those of the call signature that the model was captured for."""
+        """The programs of the call signature for which the model was captured."""
         return self._variants.known[0][1]
 
     @property
     def captured(self) -> Graph:
-        """The program as it was captured."""
+        """The captured graph, before all passes."""
         return self._compiled.before
 
     @property
     def planned(self) -> Graph:
-        """The program after all passes."""
+        """The planned graph, after all passes."""
         return self._compiled.after
 
     def rank_module(self, rank: int, *, training: bool | None = None) -> RankModule:
-        """The program that a rank runs, also of one that this process is not, as a ``GraphModule``.
+        """The program of a rank, of this process or another, as a ``GraphModule``.
 
         Inputs are the rank's own shards, in the order of the placeholders; results are the loss, gradients and new
         buffers (or, where there is no loss, the model's results). ``str(pm.rank_program(rank))`` is its text.
@@ -97,7 +97,7 @@ class PlannedModule(ProxyRoot):
             return self._programs.module(rank, kinds).tell(lambda: values(self._programs.running(rank, kinds)))
 
     def rank_program(self, rank: int, *, training: bool | None = None) -> RankProgram:
-        """The program that a rank runs: its ``graph``, its text (``str``), what goes in and comes out."""
+        """The program of a rank: its ``graph``, its text (``str``), its inputs and outputs."""
         with no_collection():
             return self._programs.running(rank, self._programs.kinds(training))
 
@@ -129,11 +129,11 @@ class PlannedModule(ProxyRoot):
 
     @property
     def plan(self) -> Plan:
-        """The decisions: saved as JSON, compared, and given back as ``Hints(specs=plan.specs)``."""
+        """The plan: its decisions, saved as JSON, compared, and passed back as ``Hints(specs=plan.specs)``."""
         return make_plan(self._compiled)
 
     def report(self, machine: Machine | str | None = None) -> Report:
-        """What the plan costs: ``.memory``, ``.communication``, ``.time``, ``.warnings``.
+        """The cost report of the plan: ``.memory``, ``.communication``, ``.time``, ``.warnings``.
 
         Memory and time are those of the program that rank 0 runs, on the machine that the hints name, or another one
         (``"h100-dgx"``). ``.stages`` and ``.timing`` are those of a pipeline, with what :meth:`record` measured.
@@ -169,13 +169,13 @@ class PlannedModule(ProxyRoot):
 
     @property
     def schedule(self) -> Schedule | None:
-        """What each rank does for which stage and iteration, in which order; None of a plan without stages."""
+        """The pipeline schedule: the actions of each rank in order; None for a plan without stages."""
         return self.planned.pipeline.schedule if self.planned.pipeline is not None else None
 
     def timeline(self, machine: Machine | str | None = None, *, training: bool | None = None) -> PlanTimeline:
-        """What each rank does when in a step, predicted from the cost of its program: on the stream on which it
-        computes, and on one for each of its links. Communication is hidden where the rank computes meanwhile, and
-        exposed where it waits::
+        """The predicted timeline of a step, from the cost of its programs: for each rank its compute stream, and one
+        stream for each of its links. Communication is hidden where the rank computes meanwhile, and exposed where it
+        waits::
 
             timeline = pm.timeline()
             print(timeline.step, timeline.bubble, timeline.exposed, timeline.hidden)
@@ -215,16 +215,16 @@ class PlannedModule(ProxyRoot):
 
     @property
     def _this_rank(self) -> int | None:
-        """The rank that this process is; None where all ranks are virtual, in this process."""
+        """The rank of this process; None where all ranks are virtual, in this process."""
         return None if self._target.virtual else dist.get_rank()
 
     @property
     def _rule_book(self) -> RuleBook:
-        """The op rules by which it was planned."""
+        """The rule book of the plan."""
         return self._compiled.context.rules
 
     def _agree_on(self, what: str, words: Mapping[str, str]) -> None:
-        """All ranks are about to do the same, said in words by subject; all of them call it. ::
+        """Agree with all ranks on an operation, in words by subject; a collective call. ::
 
             pm._agree_on("reading", {"seed": "0"})
 
@@ -270,7 +270,7 @@ class PlannedModule(ProxyRoot):
             return self._variants.trace(args, self._tree.training)
 
     def explain(self, name: str) -> Explanation:
-        """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are sharded as they are, back to the hints.
+        """Explain why a parameter, ``args.N``, a module's ops or a value (``%12``) are sharded so, back to the hints.
 
         Raises:
             Error: nothing has this name.
@@ -316,7 +316,7 @@ class PlannedModule(ProxyRoot):
 
     @contextmanager
     def _watching(self, watch: Probe) -> Iterator[None]:
-        """Have calls within looked at."""
+        """Probe calls within this context."""
         before, self._watch = self._watch, watch
         try:
             yield
@@ -352,7 +352,7 @@ GIVEN = (InputKind.ARGUMENT, InputKind.TARGET)
 
 
 def input_value(graph: Graph, name: str, where: str) -> Value:
-    """The value of an argument or a target.
+    """The graph value of an argument or a target.
 
     Raises:
         Error: no input has this name.

@@ -58,7 +58,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self._began = False
 
     def step(self, closure: Any = None) -> NoReturn:
-        """The step is a part of the program: always an Error."""
+        """Not supported, as the step is a part of the program: always an Error."""
         raise Error(
             "the optimizer's step is a part of the program",
             where="pm.optimizer.step()",
@@ -68,14 +68,14 @@ class ProgramOptimizer(torch.optim.Optimizer):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProgramOptimizer:
-        """That of a copy of the module: torch's own copies leave out what they do not know."""
+        """The optimizer of a copied module: torch's own copies leave out what they do not know."""
         made = memo[id(self)] = type(self).__new__(type(self))
         copied = {name: value for name, value in self.__dict__.items() if name != "state"}
         made.__dict__.update(copy.deepcopy(copied, memo), state=self.state)
         return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are those of the program.
+        """Not supported, as groups are those of the program.
 
         Raises:
             Error: always, once they are there.
@@ -85,7 +85,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def begin(self) -> None:
-        """Make the states, if they are not there. All ranks call it alike."""
+        """Initialize the states, if they do not exist. A collective call."""
         if self._began:
             return
         store = self.model_state.store
@@ -98,22 +98,22 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self._began = True
 
     def begin_counts(self) -> None:
-        """Make the states that are no parameter's, if they are not there: a scale of the loss is read in every call."""
+        """Initialize the states that are no parameter's, if missing: a scale of the loss is read in every call."""
         for name, count in self.update.counts.items():
             if not self.model_state.store.is_loaded(name):
                 self.model_state.store.begin(name, count.start)
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied by in the next step, where that adapts (:class:`shardfx.LossScale`); else None.
-        Under ``torchrun`` all ranks ask it."""
+        """The current dynamic loss scale (:class:`shardfx.LossScale`), of the next step; None without one. Under
+        ``torchrun`` all ranks ask it."""
         if SCALE not in self.update.counts:
             return None
         self.begin_counts()
         return float(self.model_state.store.full(SCALE))
 
     def options(self) -> dict[str, torch.Tensor]:
-        """The rates of the moment, and what else is scheduled, by the names of the program's inputs.
+        """The current rates and other scheduled options, by the names of the program's inputs.
 
         Raises:
             Error: another option was changed, which the program has as it was.
@@ -132,7 +132,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
     # ---- states ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of this process, sharded (under ``torchrun`` DTensors), by the model's names; and the groups."""
+        """The sharded states of this process (under ``torchrun`` DTensors), by the model's names; and the groups."""
         self.begin()
         store = self.model_state.store
         finish(store.device)
@@ -140,7 +140,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         return {"state": shards, "param_groups": self.named_groups(), "placed": self._placed()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, of the same plan and optimizer.
+        """Load a :meth:`state_dict` of the same plan and optimizer.
 
         Raises:
             Error: it is of another one.
@@ -165,7 +165,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self._set_options(options)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Whole states by the model's own names: ``{"state": {name: {"exp_avg": ...}}, "param_groups": [...]}``, as
+        """Full states by the model's own names: ``{"state": {name: {"exp_avg": ...}}, "param_groups": [...]}``, as
         ``torch.distributed.checkpoint.state_dict`` has it. Under ``torchrun`` all ranks call it."""
         self.begin()
         store = self.model_state.store
@@ -234,7 +234,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         ]
 
     def _options_of(self, state_dict: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """The options of each group that are saved, by the names of its parameters; none where none are."""
+        """The saved options of each group, by the names of its parameters; none where none are."""
         given = state_dict.get("param_groups", ())
         return options_by_name(self.update.groups, given, where) if given else []
 
@@ -272,7 +272,7 @@ def _shapes(shards: Collection[Any]) -> list[tuple[int, ...]]:
 
 
 def _as_kept(value: torch.Tensor, state: OptimizerState) -> Any:
-    """A state as the optimizer itself keeps it."""
+    """A state in the form of the optimizer itself."""
     if isinstance(state.kept, torch.dtype):
         return value.to(state.kept)
     return state.kept(value.item())

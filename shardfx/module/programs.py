@@ -62,12 +62,12 @@ USUAL = (TRAIN, LOSS, STEP, INFER)
 
 
 def trained_kinds(compiled: Compiled) -> Kinds:
-    """The outputs of the program of training: a full step's, where the optimizer is in the plan."""
+    """The output kinds of the training program: a full step's, where the optimizer is in the plan."""
     return TRAIN if compiled.captured.update is None else STEP
 
 
 def usual_kinds(compiled: Compiled) -> Kinds:
-    """The outputs of the program that is meant where nobody says which: of training, where there is a loss."""
+    """The default output kinds: of training, where there is a loss."""
     trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs)
     return trained_kinds(compiled) if trains else INFER
 
@@ -75,7 +75,7 @@ def usual_kinds(compiled: Compiled) -> Kinds:
 def program_of(
     context: RankContext, rank: int, kinds: Kinds, rules: RuleBook, passes: Sequence[RankPass]
 ) -> RankProgram:
-    """The program of a rank of the context's graph: lowered, and changed by rank passes.
+    """Lower the program of a rank from the context's graph, and run the rank passes.
 
     What somebody's own pass leaves is validated behind each pass; what built-in ones leave, at the end.
     """
@@ -86,7 +86,7 @@ def program_of(
 
 
 class Programs:
-    """What runs for one compiled model, on a store."""
+    """The rank programs of one compiled model, on a store."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class Programs:
         """Ranks that run programs which nobody has proven."""
 
     def of(self, compiled: Compiled) -> Programs:
-        """The programs of another plan, to be looked at."""
+        """The programs of another plan, for inspection."""
         return Programs(compiled, self.device, self.rank_passes, self.step.store, self.step.make_engine)
 
     @property
     def trains(self) -> bool:
-        """Whether there is a loss."""
+        """Whether the model has a loss."""
         return any(output.kind is OutputKind.LOSS for output in self.compiled.after.outputs)
 
     @property
@@ -120,18 +120,18 @@ class Programs:
         return self.compiled.captured.update is not None
 
     def kinds(self, training: bool | None = None) -> Kinds:
-        """The outputs of the program that is meant: of training, where there is a loss, with the optimizer's step."""
+        """The default output kinds: of training, where there is a loss, with the optimizer's step."""
         return usual_kinds(self.compiled) if training is None else trained_kinds(self.compiled) if training else INFER
 
     def program(self, rank: int, kinds: Kinds) -> RankProgram:
-        """The plan's own program of a rank."""
+        """The planned program of a rank."""
         size = self.compiled.after.mesh.size
         if not (isinstance(rank, int) and 0 <= rank < size):
             raise Error(f"no rank {rank} on this mesh", where="rank_module(...)", expected=f"0 .. {size - 1}", got=rank)
         return self.made(self.compiled.after, rank, kinds)
 
     def made(self, graph: Graph, rank: int, kinds: Kinds) -> RankProgram:
-        """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
+        """Lower ``graph`` for a rank, and run the rank passes."""
         context = RankContext(graph, self.device)
         with no_collection():
             made = program_of(context, rank, kinds, self.compiled.context.rules, self.rank_passes)
@@ -139,18 +139,18 @@ class Programs:
         return made
 
     def running(self, rank: int, kinds: Kinds) -> RankProgram:
-        """The program that runs on a rank: the plan's own, or what somebody put in its place."""
+        """The program that runs on a rank: the planned one, or the user's replacement."""
         return self.step.changed.get((rank, kinds)) or self.program(rank, kinds)
 
     def module(self, rank: int, kinds: Kinds) -> RankModule:
-        """What runs on a rank, as a ``GraphModule``."""
+        """The program that runs on a rank, as a ``GraphModule``."""
         changed = self.step.changed.get((rank, kinds))
         return changed.module() if changed is not None else self.program(rank, kinds).into_module()
 
     def verify(
         self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]
     ) -> Verdict:
-        """Whether the programs compute what the model computes: all that a call may run."""
+        """Verify the programs of all kinds of calls against the model."""
         compiled, shapes = self.compiled, {g.name: g.value.shape for g in self.compiled.before.inputs}
         with nullcontext() if run else no_collection():  # what runs makes tensors
             verdict = verify(
@@ -171,7 +171,7 @@ class Programs:
         return with_rules(verdict, compiled.after, compiled.context)
 
     def _asked(self, modules: Mapping[int, fx.GraphModule]) -> list[ProgramRequest]:
-        """The programs that a call may run; ``modules`` are in the place of some of those that are meant."""
+        """The programs to verify; ``modules`` replace some of the default ones."""
         there = {output.kind for output in self.compiled.before.outputs}
         meant = self.kinds()
         found = []
@@ -186,7 +186,7 @@ class Programs:
         return found
 
     def use(self, modules: Mapping[int, fx.GraphModule], proven: bool, known: Mapping[str, torch.Tensor]) -> None:
-        """Run ``modules`` from now on, in the place of the programs of their ranks.
+        """Run ``modules`` from now on, in the place of their ranks' programs.
 
         Raises:
             Error: they do not compute what the model computes (unless ``proven`` is False).
@@ -208,7 +208,7 @@ class Programs:
             self.step.put(rank, kinds, program)
 
     def say_unused(self, programs: Programs, kinds: Kinds) -> None:
-        """Warn where somebody put programs in, and a call runs others."""
+        """Warn where a call does not run the user's programs."""
         if self.step.changed and (programs is not self or kinds != self.kinds()):
             warnings.warn(
                 f"programs that pm.use(...) put in are for {RUNS[self.kinds()]} as it was captured; this call (of "
@@ -234,19 +234,19 @@ class Programs:
         return folder
 
     def warnings(self) -> list[str]:
-        """What is to be said of the programs: notes of rank passes, and which of them nobody has proven."""
+        """Warnings about the programs: notes of rank passes, and unproven ones."""
         unproven = [
             f"rank {rank} runs an unproven program (pm.use(..., proven=False))" for rank in sorted(self.unproven)
         ]
         return [*self.notes, *unproven]
 
     def compile_with(self, make_engine: Callable[[], Engine], user: Sequence[RankPass]) -> None:
-        """From now on programs whose memory torch.compile plans, run by another engine."""
+        """Run the programs by another engine from now on, with memory planned by ``torch.compile``."""
         self.rank_passes = (*built_in(self.device, compiled=True), *user)
         self.step.renew(make_engine)
 
     def reject_changed(self, device: torch.device) -> None:
-        """Raise where somebody's programs would have to run on another kind of device.
+        """Raise where the user's programs would have to run on another kind of device.
 
         Raises:
             Error: naming their ranks.

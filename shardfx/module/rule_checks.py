@@ -37,7 +37,7 @@ ASSUMPTIONS = (
 
 
 def check_own_rules(graph: Graph, context: Context, own: Sequence[RuleEntry]) -> None:
-    """Execute what a plan shards by the rules of ``Hints(rules=...)``.
+    """Execute the strategies of a plan that come from ``Hints(rules=...)``.
 
     Raises:
         Error: one is wrong. It names the op, its sharding, and the two numbers.
@@ -53,7 +53,7 @@ def check_own_rules(graph: Graph, context: Context, own: Sequence[RuleEntry]) ->
 
 
 def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
-    """The verdict on a planned graph, with what executing its rules says: a wrong rule makes it false."""
+    """The verdict on a planned graph, combined with the execution of its rules: a wrong rule makes it false."""
     if not verdict:
         return verdict
     found = _checked(graph, context)
@@ -132,7 +132,7 @@ def _op_of(rule: RuleEntry, op: Any) -> Any:
 
 
 def refutations(rule: RuleEntry, of: Instance) -> list[str]:
-    """What is wrong with a rule, on one call; found in a process of its own."""
+    """Counterexamples to a rule, on one call; found in a subprocess."""
     try:
         return isolated(lambda: wrong_trials(rule, of), SECONDS)
     except Lost as lost:

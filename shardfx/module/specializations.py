@@ -70,13 +70,13 @@ from shardfx.runtime.verify.verdict import Verdict, together
 
 
 class Build(Protocol):
-    """Plans a model for hints, behind the calls that there are plans for."""
+    """Plans a model under hints, after calls of other signatures."""
 
     def __call__(self, model: nn.Module, hints: Hints, behind: Sequence[EarlierCapture] = ()) -> Compiled: ...
 
 
 def earlier_capture(form: CallSignature, compiled: Compiled) -> EarlierCapture:
-    """The call of which a plan was captured."""
+    """The call for which a plan was captured."""
     hints, keeps = compiled.hints, compiled.captured.keeps
     return EarlierCapture(hints.args, hints.kwargs, hints.targets, hints.loss, form.training, form.trainable, keeps)
 
@@ -86,7 +86,7 @@ UNSTEPPED: dict[str, Any] = {"optimizer": None, "clip_grad_norm": None}
 
 
 def hints_of_signature(hints: Hints, ours: Mapping[str, Spec], form: CallSignature, call: ModuleCall) -> Hints:
-    """The user's hints, for the inputs of a call; ``ours`` is how the first plan stores parameters and buffers."""
+    """The user's hints, with the inputs of a call; ``ours`` is how the first plan stores parameters and buffers."""
     hints = as_said(hints)
     specs = {**hints.specs, **ours}
     args, kwargs, targets = _examples(form, call, hints.guard)
@@ -131,13 +131,13 @@ READ = "what the code reads: "
 
 
 class ReplanWarnings:
-    """The values for which programs were planned, of what differed alone."""
+    """Warnings about repeated planning: the values for which programs were planned that differ in one number alone."""
 
     def __init__(self) -> None:
         self._values: dict[str, set[object]] = {}
 
     def see(self, form: CallSignature, known: Iterable[CallSignature]) -> None:
-        """A form was planned beside those that are known; warns where it is another one in the same number again."""
+        """Record a signature that was planned; warns if it differs again from known ones in the same number alone."""
         for other in known:
             for name, (theirs, mine) in only_numbers_differ(form, other).items():
                 values = self._values.setdefault(name, {theirs})
@@ -150,7 +150,7 @@ class ReplanWarnings:
 
 @contextmanager
 def naming_call(first: CallSignature, form: CallSignature) -> Iterator[None]:
-    """Errors within are of a call of a form that was planned anew: they say how it differs from the first one."""
+    """Add to errors within how a call's signature, for which a plan is made, differs from the first one."""
     try:
         yield
     except Error as error:
@@ -160,7 +160,7 @@ def naming_call(first: CallSignature, form: CallSignature) -> Iterator[None]:
 
 
 def only_numbers_differ(form: CallSignature, other: CallSignature) -> Mapping[str, tuple[object, object]]:
-    """The numbers in which two forms differ, theirs and its own, if they differ in nothing else."""
+    """The numbers in which two signatures differ, theirs and its own, if they differ in nothing else."""
     names = [name for name in {**other.inputs, **form.inputs} if form.inputs.get(name) != other.inputs.get(name)]
     pairs = {name: (other.inputs.get(name), form.inputs.get(name)) for name in names}
     around = replace(form, inputs={}, state=0, changed=()) == replace(other, inputs={}, state=0, changed=())
@@ -191,23 +191,23 @@ def _said(name: str, value: object) -> str:
 
 
 class AgreedStates:
-    """The numbers of states, as ranks say them."""
+    """The numbers of Python states, agreed between ranks."""
 
     def __init__(self) -> None:
         self._said: dict[int, int] = {}
         self._times = 0
 
     def said(self, form: CallSignature) -> CallSignature:
-        """The form, with the number that all ranks say."""
+        """The signature, with the state number agreed on by all ranks."""
         return replace(form, state=self._said[form.state]) if form.state in self._said else form
 
     def own(self, form: CallSignature) -> int:
-        """This rank's number for a form's state."""
+        """This rank's number for a signature's state."""
         return next((own for own, said in self._said.items() if said == form.state), form.state)
 
     def join(self, own: int) -> None:
-        """All ranks were found to be in states of other numbers, this one in its ``own``; no rank has programs for the
-        number that they say from now on."""
+        """Agree on a new state number where ranks are in states of different ones, this one in its ``own``; no rank has
+        programs for it yet."""
         self._times += 1
         self._said[own] = -self._times
 
@@ -218,7 +218,7 @@ def stored_specs(graph: Graph) -> Mapping[str, Spec]:
 
 
 def reject_stored_otherwise(first: Graph, other: Graph) -> None:
-    """Refuse a plan whose programs do not find what they need where the first plan of a module stores it.
+    """Refuse a plan whose stored placements differ from those of the module's first plan.
 
     Raises:
         Error: naming a parameter, buffer or state, and both places.
@@ -243,7 +243,7 @@ def reject_stored_otherwise(first: Graph, other: Graph) -> None:
 
 
 def _places(inp: Input, graph: Graph) -> frozenset[int]:
-    """The coordinates along the axis of stages at which an input is held."""
+    """The coordinates along the axis of stages at which an input is stored."""
     return frozenset(graph.pipeline.places(inp.at) if graph.pipeline is not None else ())
 
 
@@ -260,7 +260,7 @@ Wanted = Mapping[str, list[torch.Tensor]]
 
 
 class CallContext(NamedTuple):
-    """What a call is made with."""
+    """The context of a call: other ranks, the maker of programs, a probe, and whether its batch is local."""
 
     peers: Peers
     make: Make
@@ -283,29 +283,29 @@ class Specializations:
         """The first one, then the others, the one used last at the end."""
 
     def begin(self, form: CallSignature, programs: Programs, fill: Fill) -> None:
-        """The first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
+        """Set the first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
         self.known, self.fill = [(form, programs)], fill
         self._surroundings.settle(0)
 
     @property
     def names(self) -> CodeNames:
-        """What the code of the model and its loss names."""
+        """The names in the code of the model and its loss."""
         return self._surroundings.names
 
     @property
     def asks(self) -> InputQueries:
-        """What the code asks of tensors beside their types."""
+        """The queries of the code about tensors beside their types."""
         return InputQueries.of(self.names.named)
 
     @property
     def all(self) -> list[Programs]:
-        """All programs there are."""
+        """All specializations."""
         return [programs for _, programs in self.known]
 
     def verify(
         self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]
     ) -> Verdict:
-        """Whether all programs compute what the model computes; ``modules`` are in the place of some of the first."""
+        """Verify all programs; ``modules`` are in the place of some of the first."""
         first, programs = self.known[0]
         found = [programs.verify(modules, run, known)]
         for form, programs in self.known[1:]:
@@ -394,7 +394,7 @@ class Specializations:
         return loss, attach(out, refuse, tensors) if tensors else out
 
     def _alike(self, step: ProgramRunner, call: ModuleCall, key: Hashable, peers: Peers, local: bool) -> ModuleCall:
-        """The call, whose inputs are the same where they should: compared, or (if the hints say so) made so."""
+        """The call, with inputs that must be equal on all ranks: compared, or (if the hints say so) broadcast."""
 
         def given() -> list[RankInput]:
             return rank_inputs(step, call, local)
@@ -407,8 +407,8 @@ class Specializations:
     def _onwards(
         self, programs: Programs, call: ModuleCall, form: CallSignature, around: CallContext, wanted: Wanted
     ) -> Any:
-        """The model's results, whose gradients come back to ``wanted``. Where random numbers are drawn, forward and
-        backward are programs of one plan, for ranks draw by what they hold."""
+        """The model's results, with a VJP to ``wanted``. Where random numbers are drawn, forward and backward are
+        programs of one plan, for ranks draw by what they hold."""
         peers, make, watch, local = around
         asked = frozenset(wanted)
         if programs.step.draws(INFER) and not local:
@@ -440,7 +440,7 @@ class Specializations:
         return attach(out, pull, tensors)
 
     def serving(self, form: CallSignature, call: ModuleCall, peers: Peers, make: Make) -> Programs:
-        """The programs for a call; planned on all ranks, if there are none."""
+        """The programs for a call; planned on all ranks, if missing."""
         if (programs := self._known_for(form)) is not None:
             return programs
         first, ours = self.known[0][0], self.known[0][1].compiled.after
@@ -457,11 +457,11 @@ class Specializations:
         return made
 
     def _known_for(self, form: CallSignature) -> Programs | None:
-        """The programs for a form, if there are some."""
+        """The known programs for a signature, if any."""
         return next((programs for known, programs in self.known if known.serves(form)), None)
 
     def _used(self, programs: Programs) -> None:
-        """These are the ones used last, on all ranks."""
+        """Mark programs as the most recently used, on all ranks."""
         self.known[1:] = sorted(self.known[1:], key=lambda known: known[1] is programs)
 
     def trace(self, args: tuple[Any, ...], training: frozenset[str]) -> Graph:
@@ -472,7 +472,7 @@ class Specializations:
         return unfolded(capture_model(self.skeleton, self.known[0][1].compiled.after.mesh, hints).graph)
 
     def renew(self, make: Make) -> None:
-        """Make all programs anew."""
+        """Lower all programs again."""
         self.known = [(form, make(programs.compiled)) for form, programs in self.known]
 
     def _plan(self, first: Graph, form: CallSignature, call: ModuleCall) -> Compiled:
@@ -500,6 +500,6 @@ class Specializations:
 
 
 def _pulled(programs: Programs) -> list[Output]:
-    """The results that may have a gradient."""
+    """The differentiable results."""
     outputs = [o for o in programs.step.graph.outputs if o.kind is OutputKind.RESULT]
     return [o for o in outputs if is_pulled(o.value.type.dtype)]

@@ -43,7 +43,7 @@ _quiet: list[None] = []
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Within, models may be read whatever became of them."""
+    """Disable the checks: within, models may be read whatever became of them."""
     _quiet.append(None)
     try:
         yield
@@ -112,12 +112,12 @@ class SourceModelWatch:
 
 
 def _version_of(parameters: Mapping[str, list[Any]]) -> int:
-    """How many times something was written into any of these."""
+    """The number of in-place writes to any of these."""
     return sum(version(p) for shards in parameters.values() for p in shards)
 
 
 def watch_original(model: nn.Module, store: Store) -> SourceModelWatch | None:
-    """Watch a model that is parallel from now on, if there are weights that it may fall behind."""
+    """Watch a source model from now on, if it has weights that may become stale."""
     if not store.parameters:
         return None
     watch = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, SourceModelWatch)), None)
@@ -132,7 +132,7 @@ def watch_original(model: nn.Module, store: Store) -> SourceModelWatch | None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer that was made before ``parallelize`` has the model's parameters, which get no gradient."""
+    """Check an optimizer's step: one made before ``parallelize`` has the model's parameters, which get no gradient."""
     old = [p for group in optimizer.param_groups for p in group["params"] if p in _originals]
     if not old:
         return
@@ -155,13 +155,13 @@ HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backw
 
 
 class ValueText(NamedTuple):
-    """What stands for a value with tensors or modules in it, which is not to be kept."""
+    """A stand-in for a value with tensors or modules in it, which must not be kept alive."""
 
     said: str
 
 
 class ModuleSnapshot(NamedTuple):
-    """What a module was; it is not kept."""
+    """A snapshot of a module, which does not keep it alive."""
 
     path: str
     module: weakref.ref[nn.Module]
@@ -173,7 +173,7 @@ class ModuleSnapshot(NamedTuple):
 
 
 class SourceModelCheck:
-    """What a model was.
+    """A snapshot of the source model, to detect changes.
 
     Args:
         names: what its code names.
@@ -201,7 +201,7 @@ class SourceModelCheck:
         return (n for n in self._names.of(module, vars(module).keys() - STATE) if n not in set_there)
 
     def check(self) -> None:
-        """Raise if the model is not what it was.
+        """Raise if the model has changed.
 
         Raises:
             Error: naming the module, and what is other in it.
@@ -253,14 +253,14 @@ class SourceModelCheck:
 
 
 def _hook_ids(module: nn.Module) -> list[int]:
-    """The numbers of a script's hooks."""
+    """The ids of a script's hooks."""
     own = vars(module)
     hooks = [pair for kind in HOOK_DICTS for pair in (own.get(kind) or {}).items()]
     return [key for key, hook in hooks if type(hook) is not SourceModelWatch and is_users(hook)]
 
 
 def _ties(model: nn.Module) -> list[int] | None:
-    """For each parameter the number of the first that is the same one; None, where the model has no content now."""
+    """For each parameter the index of the first identical one (tied); None, where the model has no content now."""
     first: dict[int, int] = {}
     every: list[Any] = [p for module in model.modules() for p in module._parameters.values()]
     if any(p is not None and p.is_meta for p in every):
@@ -289,7 +289,7 @@ GRADIENT_HOOKS, ACCUMULATED_HOOKS = attrgetter("_backward_hooks"), attrgetter("_
 
 
 class SourceWeightsCheck:
-    """What a model's weights were when they last were those of a parallel module of it.
+    """A snapshot of a source model's weights when they last were those of a parallel module of it.
 
     Args:
         graph: the plan by which ``state`` holds them.
@@ -314,7 +314,7 @@ class SourceWeightsCheck:
         return made
 
     def check(self) -> None:
-        """Raise if the weights were changed, and are not those of the parallel module.
+        """Raise if the weights have changed, and are not those of the parallel module.
 
         Raises:
             Error: naming the first one; or a parameter that was frozen, or given a hook.
@@ -348,8 +348,8 @@ class SourceWeightsCheck:
         return parameters, parameters + buffers
 
     def _content(self, tensors: Sequence[Any]) -> list[object]:
-        """Which tensors there are, how often each was written into, where it lies; and two elements, for what is
-        written by ``p.data`` counts nowhere."""
+        """A fingerprint of tensors: which there are, versions, addresses, and two elements, as writes by ``p.data``
+        count nowhere."""
         plain = [*compress(tensors, self._plain)]
         found: list[object] = [*map(id, tensors), *map(WRITTEN, plain), *map(torch.Tensor.data_ptr, plain)]
         some = [each for each in (*plain[:1], *plain[-1:]) if each.numel() and each.device.type == "cpu"]
@@ -379,7 +379,7 @@ class SourceWeightsCheck:
         )
 
     def _others(self, model: nn.Module) -> Iterator[str]:
-        """The names of weights that are not those of the parallel module."""
+        """The names of weights that differ from the parallel module's."""
         state = self._state
         full = {
             state.aliases.get(name, name): (name, tensor.detach())
@@ -416,11 +416,11 @@ class SourceWeightsCheck:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same, NaN where NaN is."""
+    """Whether two tensors are equal, NaN where NaN is."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has memory, and a number of writes into it."""
+    """Whether it has storage, and a version counter."""
     known = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
     return known and not tensor.is_meta and not tensor.is_inference()

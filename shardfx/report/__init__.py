@@ -1,1 +1,1 @@
-"""What a plan costs, in tables."""
+"""Cost reports of plans, in tables."""

@@ -14,7 +14,7 @@ WIDTH = 110
 
 
 def render(what: RenderableType, width: int = WIDTH) -> str:
-    """What rich would show, as plain text without colours."""
+    """Render a table as plain text, without colours."""
     from rich.console import Console  # imported where it is used: plans and steps need no rich
 
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""What a plan costs, as data: memory of a rank, communication by axis and kind with its causes, an estimate of time."""
+"""Cost figures of a plan, as data: memory of a rank, communication by axis and kind with its causes, time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cause:
-    """What implied a collective: the node that made the value, its module, and in words what it is."""
+    """The cause of a collective: the node that made the value, its module, and in words what it is."""
 
     node: str
     module: str
@@ -44,13 +44,13 @@ class CommRow:
 
 @dataclass(frozen=True)
 class Communication:
-    """What one rank sends in one step."""
+    """The communication of one rank in one step."""
 
     rows: tuple[CommRow, ...] = ()
 
     @property
     def calls(self) -> int:
-        """How many collectives a rank starts in a step."""
+        """The number of collectives that a rank starts in a step."""
         return sum(row.calls for row in self.rows)
 
     @property
@@ -60,11 +60,11 @@ class Communication:
 
     @property
     def seconds(self) -> float:
-        """The links' time for all of it, one after the other."""
+        """Seconds of the links for all of it, one after the other."""
         return sum(row.seconds for row in self.rows)
 
     def over(self, axis: str) -> float:
-        """The bytes that are sent over groups in which ``axis`` takes part."""
+        """The bytes sent in groups that include ``axis``."""
         return sum(row.nbytes for row in self.rows if axis in row.axes)
 
 
@@ -90,18 +90,17 @@ class Estimate:
 
     @property
     def carrying(self) -> float:
-        """Seconds of what is offloaded and fetched, by the machine's link to its other memory."""
+        """Seconds of offloading and fetching, by the machine's link to its other memory."""
         return self.cost.copying(self.machine)
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication, and of what is offloaded and fetched, that no computing hides, on the rank that has
-        most of them."""
+        """Seconds of exposed communication and offloading, on the rank that has most of them."""
         return self.timeline.exposed
 
     @property
     def hidden(self) -> float:
-        """Seconds of it on that rank that go on while it computes."""
+        """Seconds of hidden communication and offloading on that rank."""
         return self.timeline.hidden
 
     @property
@@ -112,7 +111,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Timing:
-    """What ranks do when: predicted, and as it was measured last."""
+    """Timelines of ranks: predicted, and as last measured."""
 
     predicted: PlanTimeline
     measured: Recording | None = None
@@ -121,7 +120,7 @@ class Timing:
 
     @property
     def as_measured(self) -> float:
-        """The seconds that are predicted of what a measurement takes: of virtual ranks the work of all of them."""
+        """The predicted seconds that a measurement compares with: of virtual ranks the work of all of them."""
         seen = self.predicted
         rows = seen.places or seen.schedule.ranks
         return sum(seen.busy[row] for row in rows) if self.virtual else seen.step
@@ -129,7 +128,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Report:
-    """What a plan costs; ``str(report)`` is a few tables."""
+    """The costs of a plan; ``str(report)`` is a few tables."""
 
     mesh: Mesh
     ops: tuple[int, int]

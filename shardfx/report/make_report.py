@@ -97,8 +97,8 @@ def comm_rows(
 def causes_of(
     node: Node, total: float, mesh: Mesh, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]
 ) -> list[Cause]:
-    """What each value that a comm node moves is: a parameter, a gradient, the loss, or what an op made; and its share
-    of the bytes that the node sends in a step."""
+    """The causes of a comm node, for each value that it moves: a parameter, a gradient, the loss, or the op that made
+    it; and its share of the bytes that the node sends in a step."""
     values = list(zip(node.operands, node.outs, strict=True))
     sizes = [operand.local_bytes(mesh) for operand, _ in values]
     full = sum(sizes) or 1
@@ -109,7 +109,7 @@ def causes_of(
 
 
 def what(operand: Value, result: Value, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]) -> str:
-    """In words, what a value is whose placement changes."""
+    """A value whose placement changes, in words."""
     source = first(operand)
     if source in inputs:
         return f"{inputs[source]} is stored sharded"
@@ -124,7 +124,7 @@ def what(operand: Value, result: Value, inputs: Mapping[Value, str], outputs: Ma
 
 
 def first(value: Value) -> Value:
-    """The value before any communication, views and transposes: what an op made, or an input."""
+    """The value before any communication, views and transposes: an op's result, or an input."""
     value = source_of(value)
     while value.node is not None and gives_alias(value.node.op) and len(value.node.operands) == 1:
         value = source_of(value.node.operands[0])

@@ -81,7 +81,7 @@ def _shortened(modules: Iterable[str]) -> Iterator[str]:
 
 
 def is_of_rank(node: Node, graph: Graph, rank: int) -> bool:
-    """Whether a rank does a node; of a send, whether it sends."""
+    """Whether a rank runs a node; of a send, whether it sends."""
     coords = graph.mesh.coords(rank)
     if node.op is comm.send:
         (axis,) = node.kwargs["axes"]

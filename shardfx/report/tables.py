@@ -1,4 +1,4 @@
-"""A report as tables on a terminal."""
+"""Tables of a report on a terminal."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _memory(report: Report) -> list[RenderableType]:
 
 
 def _holders(peak: Peak) -> list[RenderableType]:
-    """Who holds most at the peak, those alike in repeated layers as one."""
+    """The largest storages at the peak, those alike in repeated layers merged."""
     alike: dict[tuple[str, str], list[int]] = {}
     for stored in peak.items:
         node = stored.node
@@ -118,12 +118,12 @@ def _holders(peak: Peak) -> list[RenderableType]:
 
 
 def starred(name: str) -> str:
-    """A name with its numbers as stars, so that those of repeated layers are one."""
+    """A name with its numbers as stars, so that those of repeated layers are equal."""
     return re.sub(r"(?<![^. ])\d+(?![^. ])", "*", name)
 
 
 def times(count: int) -> str:
-    """How often: nothing for once."""
+    """A count in words: nothing for once."""
     return f" ({count}x)" if count > 1 else ""
 
 
@@ -145,7 +145,7 @@ def _communication(report: Report) -> RenderableType:
 
 
 def _tiles(report: Report) -> list[RenderableType]:
-    """What tiles of images cost by layer, those alike in repeated layers as one."""
+    """Costs of image tiles by layer, those alike in repeated layers merged."""
     if not report.tiles:
         return []
     alike: dict[str, list[TileRow]] = {}
@@ -168,7 +168,7 @@ def _tiles(report: Report) -> list[RenderableType]:
 
 
 def _causes(row: CommRow) -> Text:
-    """The causes of a row, those alike in repeated layers as one, what sends most first."""
+    """The causes of a row, those alike in repeated layers merged, the most bytes first."""
     alike: dict[str, list[Cause]] = {}
     for cause in row.causes:
         module = "" if " of " in cause.what and cause.what.startswith(("gradient", "new")) else cause.module
@@ -214,7 +214,7 @@ SHOWN = 12
 
 
 def stage_tables(report: Report) -> list[RenderableType]:
-    """The stages, the schedule, and what a step takes; nothing of a plan that has no stages and was not measured."""
+    """Tables of stages, schedule and step time; empty for a plan that has no stages and was not measured."""
     made: list[RenderableType] = []
     if report.stages:
         made += [_stages(report), ""]

@@ -1,4 +1,4 @@
-"""A simulated schedule to look at: as a picture, and as a trace for Perfetto."""
+"""Pictures of simulated schedules, and traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardfx.runtime.recording import Recording
 
 
 class StreamEvent(NamedTuple):
-    """Something on a stream of a rank."""
+    """An interval on a stream of a rank."""
 
     span: Span
     stream: str

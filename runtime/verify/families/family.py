@@ -18,7 +18,7 @@ from .varying import Diverged, Together, Varying, leaves
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Ranks, and the one program that was written for all of them."""
+    """Ranks that share one program, up to the numbers that differ by rank."""
 
     together: Together
     program: HasGraph

@@ -1,4 +1,4 @@
-"""The ops of the planned graph, each alone: its code takes operands as placed to results as placed, on every rank.
+"""Proof of single ops: the code of each planned op maps operands as placed to results as placed, on every rank.
 
 Ops that are equal (types, placements, arguments: those of 80 equal blocks) are taken once. The code of each is written
 at once (:mod:`.varying`) for all ranks with equal shards (:mod:`.equal_shards`: where every sharding is even, these are

@@ -1,4 +1,4 @@
-"""Numbers that differ by rank, so that the code which writes programs runs once for many ranks.
+"""Numbers that differ by rank, so that lowering runs once for many ranks.
 
     rank = Together([0, 1, 2, 3]).rank()      rank % 2            0, 1, 0, 1
                                               rank // 2 - rank // 2   0: a number like any other
@@ -26,7 +26,7 @@ MARK = re.compile("⟨(\\d+)⟩")
 
 
 class Diverged(BaseException):
-    """Ranks branch differently. No ``Exception``: code that writes programs converts those to its own errors."""
+    """Control flow that diverges between ranks. No ``Exception``: lowering converts those to its own errors."""
 
     def __init__(self, parts: Sequence[Sequence[int]]) -> None:
         super().__init__(f"{len(parts)} ways")
@@ -34,7 +34,7 @@ class Diverged(BaseException):
 
 
 class Together:
-    """Ranks for which one program is written."""
+    """Ranks that are lowered together, to one program."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
@@ -86,7 +86,7 @@ def _comparison(do: Callable[[Any, Any], Any]) -> Any:
 
 
 class Varying:
-    """A number that differs between the ranks for which a program is written."""
+    """A number that differs between the ranks of one program."""
 
     __slots__ = ("_numbers", "together", "values")
 

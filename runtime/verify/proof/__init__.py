@@ -1,4 +1,4 @@
-"""Static verification: what does every node of every rank's program store, and is that what the model says?
+"""Static verification: abstract interpretation of every rank's program, compared with the model.
 
 All ranks are interpreted in lock-step, without numbers. A tensor of a rank is known by *facts*: it is box B of term t
 of the captured graph, perhaps a share of a sum over some axes. A fact about an op's result follows from facts about its

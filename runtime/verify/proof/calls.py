@@ -1,4 +1,4 @@
-"""The calls of one rank's program: which op of the model is each this rank's version of, by the rules of ops?
+"""Matching of a rank program's calls with ops of the model, of which each is this rank's version by the rules.
 
 A rule writes one call for an op, or several, of which the last has the op's result. What follows from a call is known
 by what is known of the tensors that go in (:class:`.deduction.Fact`).
@@ -46,7 +46,7 @@ Results = list[list["Fact | None"]]
 
 @dataclass
 class Known:
-    """What is known of one fx node on one rank: facts, numbered elements, several results, or why nothing is."""
+    """The abstract value of a node on one rank: facts, numbered elements, several results, or why nothing is known."""
 
     facts: list[Fact] | None = None
     codes: Elements | None = None
@@ -101,7 +101,7 @@ class Proof:
 
 @dataclass
 class CallDeduction:
-    """What follows from the calls of one rank's program. ``facts`` says what is known of a node's tensor."""
+    """The abstract transfer function of one rank's calls. ``facts`` has the abstract value of a node's tensor."""
 
     proof: Proof
     rank: int

@@ -51,7 +51,7 @@ def interpret(
 
 @dataclass
 class LockStep:
-    """All interpreted ranks up to their next collective; it is done where a group has come together; and so on."""
+    """Interprets ranks in lock-step: each up to its next collective, which runs once all of its group are there."""
 
     proof: Proof
     ranks: Mapping[int, Rank]

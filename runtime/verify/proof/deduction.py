@@ -1,4 +1,4 @@
-"""From a rank's shards of an op's operands to those of its results, and how its own call then reads.
+"""Deduction from a rank's shards of an op's operands to those of its results, and the expected local call.
 
 A :class:`Fact` is "this tensor is box ``spec`` of ``term``". From the facts of the operands the op's sharding rule says
 which factors are sharded, and from those what the result is; what the operands do not say (an ``expand``, an
@@ -44,7 +44,7 @@ rank's ``share @ s`` and another's ``s @ share`` are shares of two sums.
 
 @dataclass(frozen=True)
 class Fact:
-    """A tensor of one rank is the box ``spec`` (at the rank's coordinates) of ``term``."""
+    """A fact: a tensor of one rank is the box ``spec`` (at the rank's coordinates) of ``term``."""
 
     term: int
     spec: Spec
@@ -214,7 +214,7 @@ def _partial(specs: Sequence[Spec]) -> dict[str, tuple[str, frozenset[int]]] | N
 
 @dataclass(frozen=True)
 class ExpectedCall:
-    """A call that a rank's program should have."""
+    """An expected call of a rank's program."""
 
     op: Any
     args: tuple[Any, ...]
@@ -228,7 +228,7 @@ class ExpectedCall:
 
 @dataclass
 class Expected(Emit):
-    """Notes the calls that a rule's ``local`` function writes."""
+    """Records the calls that a rule's ``local`` function writes."""
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """The call that the rule writes, as data; one that gives its operand back is that operand."""

@@ -1,4 +1,4 @@
-"""Numbered elements, in the size of their pattern: what :mod:`.numbering` executes communication and packing on.
+"""Tensors of element numbers, as compact strided patterns, on which :mod:`.numbering` executes data movement.
 
 A tensor of numbers is its shape and, in row-major order, the *runs* that its elements are: nests of loops
 

@@ -1,4 +1,4 @@
-"""The abstract interpretation of one rank's program: which box of which term does every node hold?
+"""Abstract interpretation of one rank's program: each node's value is a box of a term.
 
 :class:`Rank` walks the program once, and stops at collectives, which need the other ranks
 (:mod:`.collective_matching`).
@@ -38,7 +38,7 @@ Ask = Generator[Asked, Known, None]
 
 
 class HasGraph(Protocol):
-    """What there is to interpret: a GraphModule, or its graph alone."""
+    """A program to interpret: a GraphModule, or its graph alone."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -47,7 +47,7 @@ class HasGraph(Protocol):
 
 @dataclass(frozen=True)
 class Written:
-    """A program's graph; ``own`` are calls of one rank in the place of some of its calls."""
+    """A program's graph; ``own`` are calls of one rank that replace some of its calls."""
 
     graph: fx.Graph
     own: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Written:
 
 @dataclass
 class Rank:
-    """The interpretation of one rank's program."""
+    """The abstract interpreter of one rank's program."""
 
     proof: Proof
     rank: int

@@ -1,4 +1,4 @@
-"""Communication and packing, executed on element numbers instead of elements.
+"""Communication and packing, executed symbolically on element numbers.
 
 Packing, joining, sharding and exchanging only move elements, so they can be run on tensors that hold, for each element,
 *which* element of which term it is. What such a tensor then is, is read off it: nothing about offsets, orders or
@@ -32,16 +32,16 @@ ZERO = 0
 
 
 class Wrong(Exception):
-    """A move that is not what its name says of these elements."""
+    """Data movement that does not do what its op says, on these elements."""
 
 
 class Impossible(Wrong):
-    """A collective that cannot be done, whatever the elements are."""
+    """A collective that is invalid, whatever the elements are."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What numbered elements may be elements of: a term, and the sums of which they are shares."""
+    """A source of numbered elements: a term, and the sums of which they are shares."""
 
     term: int
     partial: tuple[tuple[str, str], ...]
@@ -60,7 +60,7 @@ class Source:
 
 @dataclass
 class Numbering:
-    """Numbers for the elements of terms: the number of their sources above, the global index below."""
+    """Numbers of the elements of terms: the source in the high bits, the global index in the low ones."""
 
     universe: Universe
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""Are two graphs the same function of their inputs? Values as terms: an op applied to terms, each application once.
+"""Equivalence of graphs by hash-consed terms: values are ops applied to terms, each application once.
 
 Two graphs are the same function if their outputs are the same terms. Communication is nothing (a value is the same
 whichever ranks have it; that the ranks' programs keep to that is proven of these), sums are sets of what they add, and
@@ -142,7 +142,7 @@ def call_key(node: Node, key: Callable[[Value], Hashable]) -> Hashable:
 
 @dataclass
 class Universe:
-    """All terms of a plan, the nodes of the planned program that make them, and what its outputs must be."""
+    """All terms of a plan, the planned nodes that make them, and the terms that its outputs must be."""
 
     terms: Terms
     of: dict[Value, int]
