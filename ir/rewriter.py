@@ -62,8 +62,8 @@ class Rewriter:
             node.phase, node.where, node.at = like.phase, like.where, like.at
         if phase is not None:
             node.phase = phase
-        given = types if isinstance(types, list) else [types]
-        node.results = [None if t is None else Value(t, node, i) for i, t in enumerate(given)]
+        result_types = types if isinstance(types, list) else [types]
+        node.results = [None if t is None else Value(t, node, i) for i, t in enumerate(result_types)]
         return node
 
     def call(
@@ -107,17 +107,17 @@ class Rewriter:
         Raises:
             Error: there is no such op, the value is not placed, or the op cannot start from where it is.
         """
-        given = GRAPH_OPS.get(op if "." in op else f"comm.{op}") if isinstance(op, str) else op
-        if given is None:
+        row = GRAPH_OPS.get(op if "." in op else f"comm.{op}") if isinstance(op, str) else op
+        if row is None:
             raise Error(f"there is no comm op {op!r}", expected=f"one of {', '.join(GRAPH_OPS)}", got=op)
-        node = self.make(given, values, [value.type for value in values], kwargs=keywords)
+        node = self.make(row, values, [value.type for value in values], kwargs=keywords)
         _stand_like(node, like)
         needs = []
         for value, result in zip(values, node.outs, strict=True):
             if value.spec is None:
-                raise Error(f"{given} of a value without placement", where=repr(value), remedy="run behind propagate")
+                raise Error(f"{row} of a value without placement", where=repr(value), remedy="run behind propagate")
             needs.append(value.spec)
-            result.spec = given.place(value.spec, value.shape, self.graph.mesh, **keywords)
+            result.spec = row.place(value.spec, value.shape, self.graph.mesh, **keywords)
         gives = tuple(result.spec for result in node.outs if result.spec is not None)
         node.strategy = Strategy(tuple(needs), gives)
         node.why = why or f"{needs[0]} becomes {gives[0]}"

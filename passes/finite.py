@@ -80,11 +80,11 @@ class Factors:
     def keeps_finite(self, node: Node, free: frozenset[int]) -> bool:
         """Whether all tensors of a node are finite, but for operands of ``free`` numbers."""
         slots, number = EXAMINED.get(base_name(node)), -1
-        for slot, given in enumerate(given_tensors(node)):
-            number += isinstance(given, Value)
-            if given is None or (isinstance(given, Value) and number in free):
+        for slot, operand in enumerate(given_tensors(node)):
+            number += isinstance(operand, Value)
+            if operand is None or (isinstance(operand, Value) and number in free):
                 continue
-            if (slots is None or slot in slots) and not self._is_finite(given):
+            if (slots is None or slot in slots) and not self._is_finite(operand):
                 return False
         return True
 
@@ -115,8 +115,8 @@ def _floats(node: Node) -> Iterator[float]:
     """The numbers among the arguments of a node, in lists as well."""
     todo: list[Any] = [*node.args, *node.kwargs.values()]
     while todo:
-        given = todo.pop()
-        if isinstance(given, (list, tuple)):
-            todo += given
-        elif isinstance(given, float):
-            yield given
+        value = todo.pop()
+        if isinstance(value, (list, tuple)):
+            todo += value
+        elif isinstance(value, float):
+            yield value

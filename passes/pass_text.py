@@ -79,13 +79,13 @@ def check_options(each: Any, where: str = "", **least: int) -> None:
     """
     hints, kind = get_type_hints(type(each)), type(each).__name__
     for name in (option.name for option in fields(each)):
-        given = getattr(each, name)
-        if not fits(given, hints[name]) or (name in least and given is not None and given < least[name]):
+        value = getattr(each, name)
+        if not fits(value, hints[name]) or (name in least and value is not None and value < least[name]):
             raise Error(
                 f"{kind}({name}=...) is of another kind",
                 where=where or f"{kind}({name}=...)",
                 expected=_named(hints[name]) + (f", {least[name]} or more" if name in least else ""),
-                got=f"{given!r:.100} of type {type(given).__name__}",
+                got=f"{value!r:.100} of type {type(value).__name__}",
                 remedy=f"see help({type(each).__module__}.{kind})",
             )
 

@@ -47,23 +47,23 @@ def may_leave_out(passes: Sequence[Pass]) -> bool:
     return set(kinds[: kinds.index(UnfoldRepeats)]) <= set(ORDER[: ORDER.index(UnfoldRepeats)])
 
 
-def is_full_pipeline(given: Iterable[Pass]) -> bool:
+def is_full_pipeline(passes: Iterable[Pass]) -> bool:
     """Whether a user's passes are a full pipeline: ``propagate`` is among them."""
-    return any(isinstance(each, Propagate) for each in given)
+    return any(isinstance(each, Propagate) for each in passes)
 
 
-def arrange(built_in: Sequence[Pass], given: Sequence[Pass]) -> tuple[Pass, ...]:
+def arrange(built_in: Sequence[Pass], custom: Sequence[Pass]) -> tuple[Pass, ...]:
     """The pipeline: the built-in passes, and the user's own, each in its slot.
 
     Raises:
         Error: something is no pass, a slot is next to a pass that is not there, a built-in pass is given twice.
     """
-    for each in given:
+    for each in custom:
         if not isinstance(each, Pass):
             raise Error("this is not a pass", where=WHERE, expected="a shardfx.Pass, such as MyPass()", got=repr(each))
-    if is_full_pipeline(given):
-        return tuple(given)
-    own = [each for each in given if each.name in BUILT_IN]
+    if is_full_pipeline(custom):
+        return tuple(custom)
+    own = [each for each in custom if each.name in BUILT_IN]
     names = [each.name for each in own if not each.repeats]
     for name in names:
         if names.count(name) > 1:
@@ -72,7 +72,7 @@ def arrange(built_in: Sequence[Pass], given: Sequence[Pass]) -> tuple[Pass, ...]
     for each in own:
         later = ORDER[ORDER.index(BUILT_IN[each.name]) + 1 :]
         line.insert(next((at for at, other in enumerate(line) if isinstance(other, later)), len(line)), each)
-    for each in given:
+    for each in custom:
         if each.name not in BUILT_IN:
             line.insert(_slot(each, line), each)
     return tuple(line)

@@ -23,24 +23,24 @@ def place_update(graph: Graph, cache: RuleCache, stored: Mapping[str, Spec]) -> 
     """
     parameters = {inp.name: inp for inp in graph.of_kind(InputKind.PARAMETER)}
     seen: dict[Value, Spec] = {}
-    for name, given in parameters.items():
-        spec = stored.get(name) or given.value.spec
+    for name, inp in parameters.items():
+        spec = stored.get(name) or inp.value.spec
         assert spec is not None
-        seen[given.value] = spec
+        seen[inp.value] = spec
     for output in graph.outputs:
         if output.kind is OutputKind.GRADIENT and output.name in parameters:
             seen[as_made(output.value)] = seen[parameters[output.name].value]
     made = {output.name: output.value for output in graph.outputs if output.kind is OutputKind.STATE}
     odd: dict[Value, Value] = {}
     """New contents of states of another shape."""
-    for given in graph.inputs:
-        if given.kind.is_of_optimizer:
-            owner = parameters.get(given.name.rpartition(".")[0])
-            like = owner.value if owner is not None and owner.value.shape == given.value.shape else None
-            spec = seen[like] if like is not None else Spec.replicated(given.value.type.ndim)
-            given.value.spec = seen[given.value] = spec
-            if like is None and given.kind is InputKind.STATE and given.name in made and given.value.type.ndim:
-                odd[given.value] = made[given.name]
+    for inp in graph.inputs:
+        if inp.kind.is_of_optimizer:
+            owner = parameters.get(inp.name.rpartition(".")[0])
+            like = owner.value if owner is not None and owner.value.shape == inp.value.shape else None
+            spec = seen[like] if like is not None else Spec.replicated(inp.value.type.ndim)
+            inp.value.spec = seen[inp.value] = spec
+            if like is None and inp.kind is InputKind.STATE and inp.name in made and inp.value.type.ndim:
+                odd[inp.value] = made[inp.name]
     _place(graph, cache, seen)
     for value, new in odd.items():  # as their new content comes out, and then all once more
         assert new.spec is not None

@@ -92,8 +92,8 @@ class OutcomeCache:
         signatures = [TensorSignature.of(each) for each in operands]
         with _disable_current_modes(), self.mode:
             fakes = [torch.empty_strided(f.shape, f.strides, dtype=f.dtype, device=f.device) for f in signatures]
-            given = iter(fakes)
-            asked = tree_map_only(torch.Tensor, lambda _: next(given), (args, dict(kwargs)))
+            remaining = iter(fakes)
+            asked = tree_map_only(torch.Tensor, lambda _: next(remaining), (args, dict(kwargs)))
             out = func(*asked[0], **asked[1])
         if [TensorSignature.of(each) for each in fakes] != signatures:
             raise UnknownOrigin(f"{func} changes the shape of its operand in place")

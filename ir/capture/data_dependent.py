@@ -268,11 +268,11 @@ def _set(asked: DataGuards, func: Any, tensor: Tensor, index: Any, value: Any) -
 
 def _repeat(asked: DataGuards, func: Any, input: Tensor, repeats: Any = None, dim: Any = None, **kwargs: Any) -> Any:
     counts = input if repeats is None else repeats
-    given = () if repeats is None else (repeats,) if dim is None else (repeats, dim)
+    options = () if repeats is None else (repeats,) if dim is None else (repeats, dim)
     if kwargs.get("output_size") is None and isinstance(counts, Tensor):
         size = counts.numel() if repeats is None else input.numel() if dim is None else input.shape[dim]
         kwargs["output_size"] = asked.decide(counts.reshape(-1).expand(size).sum())
-    return func(input, *given, **kwargs)
+    return func(input, *options, **kwargs)
 
 
 def _bincount(asked: DataGuards, func: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:

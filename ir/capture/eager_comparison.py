@@ -126,8 +126,8 @@ class EagerReference:
             exact = self._captured(graph, drawn, ReproducibleRun(torch.float64))
             mode = ReproducibleRun(torch.float64)
             own = copied(self._program, {})._apply(mode.cast)  # `to` would make complex parameters real
-            given = [mode.cast(each.detach()).requires_grad_(each.requires_grad) for each in self._given]
-            expected = self._eager(own, given, mode)
+            inputs = [mode.cast(each.detach()).requires_grad_(each.requires_grad) for each in self._given]
+            expected = self._eager(own, inputs, mode)
             coarse = self._captured(graph, drawn, ReproducibleRun(torch.float32))
             perturbed = [self._captured(graph, drawn, ReproducibleRun(torch.float64, seed)) for seed in (1, 2)]
         except Exception:  # of code that takes no other precision

@@ -67,11 +67,11 @@ def write_graph(
 def exported_of(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
     """The program as torch exports it; the Python state of the model's code is restored."""
     around, known = PythonState(program.model, program.loss), len(program.assigned.names)
-    given = tuple(map(without_overlap, tensors)) if program.guard else tensors
+    inputs = tuple(map(without_overlap, tensors)) if program.guard else tensors
     with with_real_tensors() if program.guard else nullcontext(), state_restored(around), transforms_refused():
         program.exported, program.found = True, partial(StateSnapshot, around)  # torch itself puts some of it back
         try:
-            made: torch.fx.GraphModule = torch.export.export(program, given, strict=False).module(check_guards=False)
+            made: torch.fx.GraphModule = torch.export.export(program, inputs, strict=False).module(check_guards=False)
         finally:
             program.exported, program.found = False, None
     return made if len(program.assigned.names) == known else exported_of(program, tensors)

@@ -194,8 +194,8 @@ class CallPair:
 
     def _outcome(self, call: ProgramCall, name: str) -> CallOutcome:
         """The results and gradients of a call."""
-        program, given, _ = call
-        fakes = [fake_like(each, self._mode) for each in given]
+        program, inputs, _ = call
+        fakes = [fake_like(each, self._mode) for each in inputs]
         self.terms.give({f"{name} input {number}": each for number, each in enumerate(fakes)})
         was, program.exported = program.exported, True
         try:
@@ -349,17 +349,17 @@ def reject_hidden_state_between(call: ProgramCall, forms: Sequence[EarlierCaptur
         if not form.keeps and not program.results.keeps:
             continue
         leaves, tree = pytree.tree_flatten((form.args, dict(form.kwargs), form.targets))
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         around = PythonState(program.model, form.loss if form.loss is not None else program.loss)
         further = (
             TraceResults(),
             program.guard,
             program.compute,
             program.by_example,
-            one_where_asked(given, around.names.named),
+            one_where_asked(tensors, around.names.named),
         )
         other = ModelAndLoss(program.model, tree, leaves, form.loss, len(form.targets), *further)
-        earlier = ProgramCall(other, given, form)
+        earlier = ProgramCall(other, tensors, form)
         if form.keeps:
             reject_hidden_state(call, around, earlier, trained)
             if program.loss is not None and not trained:  # now there is something that changes between its calls
@@ -437,11 +437,11 @@ def _through(call: ProgramCall, names: Collection[str], mode: FakeTensorMode) ->
     for name, leaf in begins.items():
         history = leaf.clone()
         own.update({other: history for other, each in own.items() if each is own[name]})
-    given = [fake_like(each, mode) for each in call.given]
-    trained = [each for each in {id(each): each for each in (*own.values(), *given)}.values() if each.is_leaf]
+    fakes = [fake_like(each, mode) for each in call.given]
+    trained = [each for each in {id(each): each for each in (*own.values(), *fakes)}.values() if each.is_leaf]
     inputs = [*begins.values(), *(each for each in trained if each.requires_grad)]
     with _reparametrize_module(program, own):
-        loss = program(*given)[0]
+        loss = program(*fakes)[0]
         if not loss.requires_grad:
             return None
         found = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -449,7 +449,7 @@ def _through(call: ProgramCall, names: Collection[str], mode: FakeTensorMode) ->
         if reached is None:
             return None
         try:
-            torch.autograd.grad(program(*given)[0], inputs, allow_unused=True)
+            torch.autograd.grad(program(*fakes)[0], inputs, allow_unused=True)
         except RuntimeError as error:
             return reached, f"{type(error).__name__} in the second backward: {str(error).splitlines()[0]}"
         return reached, ALL_CALLS.format(reached.removeprefix(MODEL))

@@ -109,13 +109,13 @@ def _cov(
     aweights: Tensor | None = None,
 ) -> Any:
     """``torch.cov``, which in torch asks for the content of the divisor."""
-    given = [each for each in (fweights, aweights) if each is not None]
+    weights = [each for each in (fweights, aweights) if each is not None]
     rows = input if input.ndim == 2 else input.reshape(1, -1)
-    if input.ndim > 2 or input.dtype == torch.bool or any(each.shape != rows.shape[1:] for each in given):
+    if input.ndim > 2 or input.dtype == torch.bool or any(each.shape != rows.shape[1:] for each in weights):
         return func(input, correction=correction, fweights=fweights, aweights=aweights)  # which says what is wrong
-    for each in given:
+    for each in weights:
         asked.wants(each.detach() < 0, "cov, whose weights are none below 0,")
-    weight = given[0] if len(given) == 1 else given[0] * given[1] if given else None
+    weight = weights[0] if len(weights) == 1 else weights[0] * weights[1] if weights else None
     total = torch.full((), rows.shape[1], device=input.device) if weight is None else weight.sum()
     if weight is not None:
         asked.wants(total.detach() == 0, "cov, whose weights are not all 0,")

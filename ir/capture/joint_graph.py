@@ -142,10 +142,10 @@ class _ProgramRun:
         node.meta["desc"] = desc
         self.writer.stand_for(abstract, node, writable=isinstance(desc, BufferAOTInput))
 
-    def module(self, module: fx.GraphModule, given: Sequence[Any], noting: bool = True) -> Any:
+    def module(self, module: fx.GraphModule, operands: Sequence[Any], noting: bool = True) -> Any:
         """The results of a graph module; inner modules have the source location of their call."""
         env: dict[fx.Node, Any] = {}
-        arguments = iter(given)
+        arguments = iter(operands)
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(arguments)
@@ -361,12 +361,12 @@ class CallWriter(TorchDispatchMode):
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            if not isinstance(given, Tensor):
-                raise NotFunctional(f"{func} writes into a {type(given).__name__}")
-            if id(given) in self._viewed or (id(given) not in self._writable and not self._made_here(given)):
+            operand = args[number] if number < len(args) else kwargs.get(argument.name)
+            if not isinstance(operand, Tensor):
+                raise NotFunctional(f"{func} writes into a {type(operand).__name__}")
+            if id(operand) in self._viewed or (id(operand) not in self._writable and not self._made_here(operand)):
                 raise NotFunctional(f"{func}: what it writes into is seen elsewhere")
-            found.append(given)
+            found.append(operand)
         return found
 
     def _made_here(self, tensor: Tensor) -> bool:

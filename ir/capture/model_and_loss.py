@@ -166,8 +166,8 @@ class ModelAndLoss(nn.Module):
     def _run(self, tensors: tuple[torch.Tensor, ...], decisions: DataGuards) -> tuple[torch.Tensor, ...]:
         for name, tensor in stored(self.model).items() if self._marks else ():
             vars(tensor).update(self._marks.get(name, {}))  # those that are traced are others
-        given = iter([tensors[first] for first in self._one] or tensors)
-        leaves = [next(given) if leaf is TensorLeaf else leaf for leaf in self._leaves]
+        remaining = iter([tensors[first] for first in self._one] or tensors)
+        leaves = [next(remaining) if leaf is TensorLeaf else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)
         args, kwargs = self.compute.inputs((args, kwargs))
         out = self.compute.results(self.model(*args, **kwargs))

@@ -145,8 +145,8 @@ def record(
     model: nn.Module, tensors: Sequence[torch.Tensor], forward: Forward, lists: Sequence[str], outcomes: OutcomeCache
 ) -> OpTrace:
     """The trace of a model, which runs on abstract tensors and is not changed."""
-    given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    stored = {name: outcomes.abstract(tensor) for name, tensor in given.items()}
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    stored = {name: outcomes.abstract(tensor) for name, tensor in state.items()}
     inputs = [outcomes.abstract(tensor) for tensor in tensors]
     trace = OpTrace(stored, inputs, outcomes)
     handles = [

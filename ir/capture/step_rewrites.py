@@ -50,8 +50,8 @@ def compare_rewrites(
         Error: something is not what torch makes.
     """
     trained = {output.name for output in graph.outputs if output.kind is OutputKind.GRADIENT}
-    given = [each for each in graph.of_kind(InputKind.PARAMETER) if each.name in trained]
-    kinds: list[Kind] = list(dict.fromkeys((each.value.type.dtype, bool(each.value.shape)) for each in given))
+    parameters = [each for each in graph.of_kind(InputKind.PARAMETER) if each.name in trained]
+    kinds: list[Kind] = list(dict.fromkeys((each.value.type.dtype, bool(each.value.shape)) for each in parameters))
     loss = next((output.value.type.dtype for output in graph.outputs if output.kind is OutputKind.LOSS), torch.float32)
     checks: dict[str, Callable[[], None]] = {}
     if kinds and (step.scale is not None or step.clip is not None):
@@ -223,12 +223,12 @@ def _casts(kinds: Sequence[Kind], compute: MixedPrecision) -> None:
     runs: list[RunOutputs] = []
     for run in (program, partial(_plain_casts, model, own)):
         model.zero_grad()
-        given = x.detach().clone().requires_grad_()
-        loss, result = run(given)
+        leaf = x.detach().clone().requires_grad_()
+        loss, result = run(leaf)
         loss.backward()
-        assert given.grad is not None
+        assert leaf.grad is not None
         grads = {f"gradient {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-        runs.append({"loss": loss.detach(), "result 0": result, "gradient args.0": given.grad, **grads})
+        runs.append({"loss": loss.detach(), "result 0": result, "gradient args.0": leaf.grad, **grads})
     _check("casts", runs[0], runs[1])
 
 

@@ -115,14 +115,14 @@ def capture(
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
     """
-    given = (model, mesh, args, dict(kwargs or {}), loss, targets, fold)
+    arguments = (model, mesh, args, dict(kwargs or {}), loss, targets, fold)
     further = (optimizer, clip, scheduled, batch_parts, compute, behind)
     try:
-        return _capture(*given, guard, *further)
+        return _capture(*arguments, guard, *further)
     except DataDependent as error:
         if guard:
             raise
-        return _settled(partial(_capture, *given, True, *further, real=False), error)
+        return _settled(partial(_capture, *arguments, True, *further, real=False), error)
 
 
 def _settled(capture: Callable[[], Captured], error: DataDependent) -> Captured:
@@ -197,7 +197,7 @@ def _capture(
         scale = compute.loss_scale if compute is not None else None
         if fold:
             with state_restored(around):
-                short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
+                short = find_repeats(traced, tensors, lambda model, inputs: program(model)(*inputs), aliases)
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
         wanted = ProgramNames(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")

@@ -140,7 +140,7 @@ class ValueNumbering(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = self._several(args), self._several(kwargs)
+        known = self._several(args), self._several(kwargs)
         order = [id(each) for each in filter(is_tensor, tree_leaves((args, kwargs)))]
         draw = None
         if draws(func):
@@ -155,7 +155,7 @@ class ValueNumbering(TorchDispatchMode):
                     first = each if first is None else first
                     if said.alias_info.is_write:
                         memory = self._memory(each)
-                        memory.term = self._term(OpTerm(func, *given, order.index(id(each)), memory.term, draw))
+                        memory.term = self._term(OpTerm(func, *known, order.index(id(each)), memory.term, draw))
         for number, each in enumerate(filter(is_tensor, tree_leaves(out))):
             if _key(each) in self._memories:
                 continue  # it is that of an operand
@@ -163,7 +163,7 @@ class ValueNumbering(TorchDispatchMode):
                 self.stands_for(each, first)
             else:
                 self._memories[_key(each)] = StorageTerm(
-                    _kept(each), self._term(OpTerm(func, *given, number, None, draw))
+                    _kept(each), self._term(OpTerm(func, *known, number, None, draw))
                 )
         return out
 

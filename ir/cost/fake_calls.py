@@ -151,9 +151,9 @@ class FakeCalls:
             return fakes[-1]
 
         with self._mode:
-            given, named = map_nest(args, fake, TensorLayout), map_nest(dict(kwargs), fake, TensorLayout)
+            positional, named = map_nest(args, fake, TensorLayout), map_nest(dict(kwargs), fake, TensorLayout)
             with _AllocationProbe(fakes) as watch:
-                out = target(*given, **named)
+                out = target(*positional, **named)
         owners = {f.untyped_storage()._cdata: i for i, f in enumerate(fakes)}
         fresh: dict[int, int] = {}
 

@@ -160,9 +160,9 @@ class Machine:
     # ---- from where -----------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, given: Machine | str | None) -> Machine:
+    def of(cls, machine: Machine | str | None) -> Machine:
         """A machine as hints give it: itself, a name or path, or None for the round figures."""
-        return given if isinstance(given, Machine) else cls.load(DEFAULT if given is None else given)
+        return machine if isinstance(machine, Machine) else cls.load(DEFAULT if machine is None else machine)
 
     @classmethod
     def load(cls, name: str | Path) -> Machine:

@@ -182,15 +182,13 @@ def _replayed(
     walk = _Replay(program.mesh, parameters, transport, fakes)
     walk.iteration, walk.inside_of = at, regions(program.graph.nodes)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
-    for node, given in places.items():
-        assert given.value.spec is not None
-        shape = held_shape(given.value.spec, given.value.shape, walk.mesh, program.rank)
-        walk.give(
-            node, TensorLayout.dense(shape, given.value.type.dtype, given.dim_order), given.pool.partition(":")[0]
-        )
-    nodes = {given.value: node for node, given in places.items()}
+    for node, inp in places.items():
+        assert inp.value.spec is not None
+        shape = held_shape(inp.value.spec, inp.value.shape, walk.mesh, program.rank)
+        walk.give(node, TensorLayout.dense(shape, inp.value.type.dtype, inp.dim_order), inp.pool.partition(":")[0])
+    nodes = {inp.value: node for node, inp in places.items()}
     for together in contiguous_parameters(program.planned().values(), program.inputs):
-        walk.make_contiguous(nodes[given.value] for given in together)
+        walk.make_contiguous(nodes[inp.value] for inp in together)
     for node in program.graph.nodes:
         if node.op == "placeholder":
             continue
@@ -274,8 +272,8 @@ class _Replay:
             self.costs.append(NOTHING)
             self.inside.append(0)
             return
-        given = [map_nest(nest, lambda tensor: tensor.layout, StoredTensor) for nest in (args, kwargs)]
-        made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
+        layouts = [map_nest(nest, lambda tensor: tensor.layout, StoredTensor) for nest in (args, kwargs)]
+        made = self._adjoined(node, operands) or self._fakes.made(node.target, *layouts)
         pool = pool_ops.pool_of_row(row, any(tensor.storage.pool for tensor in operands))
         got = row is not None and row.message == "receives"
         fresh = [Storage(n, at, at, planned, kept=is_memory(node), pool=pool, message=got) for n in made.fresh]

@@ -235,11 +235,11 @@ def observes(function: Function) -> Function:
             return made
 
         with torch.inference_mode(False):  # else copies have no version
-            given = (
+            copied = (
                 pytree.tree_map_only(torch.Tensor, copy, (x, *args)),
                 pytree.tree_map_only(torch.Tensor, copy, kwargs),
             )
-            function(*given[0], **given[1])
+            function(*copied[0], **copied[1])
         if any(made._version != version for made, version in copies):
             code = getattr(function, "__code__", None)
             raise Error(

@@ -118,8 +118,8 @@ def _entry(op: Any, findings: Callable[[Node], Findings]) -> RuleEntry:
         for sharding in findings(emit.node).shardings:
             t, d, _ = sharding.ends[0]
             length, size = emit.operand_shape(t)[d], emit.node.operands[t].shape[d]
-            given = dict(tree_flatten_with_path(args)[0])
-            args = replaced(args, {at: given[at] * length // size for at in sharding.sized})
+            leaves = dict(tree_flatten_with_path(args)[0])
+            args = replaced(args, {at: leaves[at] * length // size for at in sharding.sized})
             share *= length / size if sharding.places[-1] == "mean" else 1.0
         made = emit.call(op, *args, **emit.kwargs)
         return made if share == 1 else emit.call(torch.ops.aten.mul.Tensor, made, share)

@@ -103,8 +103,8 @@ def not_finite(of: Instance) -> Iterator[Instance]:
 
 def beyond(of: Instance) -> Iterator[Instance]:
     """An instance on numbers larger than all among its arguments: what is linear is so there, too."""
-    given = map(abs, numbers((of.node.args, *of.node.kwargs.values())))
-    bound = max([1.0, *(each for each in given if each < 1e9)])
+    magnitudes = map(abs, numbers((of.node.args, *of.node.kwargs.values())))
+    bound = max([1.0, *(each for each in magnitudes if each < 1e9)])
     generator = torch.Generator().manual_seed(0)
     drawn = [
         of_dtype(both_signs, tuple(t.shape), t.dtype, generator) * 8 * bound if is_float(t) else t for t in of.tensors

@@ -118,8 +118,8 @@ def split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generato
     if kind in ("max", "min"):
         return split_max(tensor, count, kind, generator)
     if kind == "product":
-        given = [torch.rand(tensor.shape, dtype=tensor.dtype, generator=generator) for _ in range(count - 1)]
-        others = [each * 0.9 + 0.55 for each in given]
+        factors = [torch.rand(tensor.shape, dtype=tensor.dtype, generator=generator) for _ in range(count - 1)]
+        others = [each * 0.9 + 0.55 for each in factors]
         return [tensor / math.prod(others), *others]
     return [term * (count if kind == "avg" else 1) for term in split_sum(tensor, count, generator)]
 
@@ -154,12 +154,12 @@ def outcomes(
             if same(reduce(parts, "sum"), full, scale):
                 found.add("sum")
             if full.is_floating_point() or full.is_complex():
-                weighted = [part * (given / size) for part, given in zip(parts, lengths, strict=True)]
+                weighted = [part * (share / size) for part, share in zip(parts, lengths, strict=True)]
                 found |= {"mean"} if same(reduce(weighted, "sum"), full, scale) else set()
         found |= {kind for kind in ("max", "min") if not full.is_complex() and same(reduce(parts, kind), full)}
         return frozenset(found)
     for d, length in enumerate(full.shape):
-        fits = all(part.shape[d] * size == length * given for part, given in zip(parts, lengths, strict=True))
+        fits = all(part.shape[d] * size == length * share for part, share in zip(parts, lengths, strict=True))
         others = {part.shape[:d] + part.shape[d + 1 :] for part in (*parts, full)}
         if fits and len(others) == 1 and same(torch.cat(list(parts), d), full):
             found.add(d)

@@ -232,8 +232,8 @@ def _fake_results(
         pairs = zip(shapes, node.operands, strict=True)
         args, kwargs = bind(node, [torch.empty(s, dtype=v.type.dtype, device=device) for s, v in pairs])
         results = as_results(perform(entry, Executor(node, mesh, coords, args, kwargs)))
-    given = itertools.zip_longest(results[: len(node.results)], node.results)
-    return ["no tensor" if r is None else f"{r.dtype} of {list(r.shape)}" for r, v in given if v is not None]
+    both = itertools.zip_longest(results[: len(node.results)], node.results)
+    return ["no tensor" if r is None else f"{r.dtype} of {list(r.shape)}" for r, v in both if v is not None]
 
 
 def _coords(made: Strategy, mesh: Mesh) -> Iterator[Coords]:

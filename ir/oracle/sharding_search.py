@@ -102,8 +102,8 @@ class Oracle:
                 swapped[i] = ~tensor
             elif len(self.of.tensors) == 1:
                 swapped[i] = torch.zeros_like(tensor)
-            given = None if torch.equal(swapped[i], tensor) else self.of.attempt(swapped)
-            if given is not None and all(map(same, self.of.keep(given), self.results)):
+            result = None if torch.equal(swapped[i], tensor) else self.of.attempt(swapped)
+            if result is not None and all(map(same, self.of.keep(result), self.results)):
                 found.append(i)
         return frozenset(found)
 
@@ -221,10 +221,10 @@ class Oracle:
         found = []
         for k, tensors in enumerate(zip(*shards, strict=True)):
             change = {place: self._numbers[place] * chunk(size, count, k)[1] // size for place in sized}
-            given = of.attempt(tensors, change, op)
-            if given is None:
+            results = of.attempt(tensors, change, op)
+            if results is None:
                 return None
-            found.append(of.keep(given))
+            found.append(of.keep(results))
         return found
 
     def _sized(self, size: int) -> Iterator[tuple[Place, ...]]:
@@ -302,8 +302,8 @@ def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown) -> bool:
     """
     ones = {i: torch.ones_like(of.tensors[i]) for i in group}
     zero = {i: torch.zeros_like(of.tensors[i]) for i in group}
-    for given, full, each in zip(_run(of, zero) or (), of.kept, shown, strict=False):
-        if not (same(given, full) if KEPT in each else given is not None and not bool((given != 0).any())):
+    for result, full, each in zip(_run(of, zero) or (), of.kept, shown, strict=False):
+        if not (same(result, full) if KEPT in each else result is not None and not bool((result != 0).any())):
             return False
     for alone in group if len(group) > 1 else ():
         half = zero | {alone: ones[alone] / 2}
@@ -319,8 +319,8 @@ def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown) -> bool:
 
 def _holds(of: Instance, group: frozenset[int], a: Tensors, b: Tensors, shown: Shown, exact: bool = False) -> bool:
     """Whether the results of two terms are as they were shown to be; ``exact``: however small they are."""
-    given = (_run(of, a), _run(of, b), _run(of, {i: a[i] + b[i] if i in group else each for i, each in a.items()}))
-    for x, y, full, each in zip(*(results or () for results in given), shown, strict=False):
+    runs = (_run(of, a), _run(of, b), _run(of, {i: a[i] + b[i] if i in group else each for i, each in a.items()}))
+    for x, y, full, each in zip(*(results or () for results in runs), shown, strict=False):
         scale = 0.0 if exact else magnitude(t for t in (x, y) if t is not None)
         if not (same(x, full) and same(y, full) if KEPT in each else same(_sum(x, y), full, scale)):
             return False
@@ -340,8 +340,8 @@ def _with(tensor: torch.Tensor, number: float) -> torch.Tensor:
 
 def _run(of: Instance, changed: Tensors) -> Results | None:
     """The results with some operands replaced; None if the op does not take them."""
-    given = of.attempt([changed.get(i, t) for i, t in enumerate(of.tensors)])
-    return None if given is None else of.keep(given)
+    result = of.attempt([changed.get(i, t) for i, t in enumerate(of.tensors)])
+    return None if result is None else of.keep(result)
 
 
 def _shows(tensor: torch.Tensor | None) -> bool:

@@ -59,8 +59,8 @@ def small_instance(node: Node) -> Instance | None:
 def _ways_by_multiples(node: Node) -> Iterator[SizeMap]:
     """Maps from the node's sizes to small ones, the most faithful first."""
     sizes = {s for value in node.operands for s in value.shape}
-    given = {n for n in numbers((node.args, *node.kwargs.values())) if isinstance(n, int) and n > 1}
-    divisors = {n for n in given if n in sizes or any(s % n == 0 for s in sizes)}
+    integers = {n for n in numbers((node.args, *node.kwargs.values())) if isinstance(n, int) and n > 1}
+    divisors = {n for n in integers if n in sizes or any(s % n == 0 for s in sizes)}
     for free, fixed in ((sizes | divisors, set()), (sizes - divisors, divisors)):
         found = small_sizes(free, fixed)
         if found is not None:

@@ -196,10 +196,10 @@ class Execution:
             assert full is not None
             parts: dict[int, torch.Tensor] = {}
             for rank, results in ranks.items():
-                given = results[i] if i < len(results) else None
-                if given is None:
+                result = results[i] if i < len(results) else None
+                if result is None:
                     return f"rank {rank} has no result {i}"
-                parts[rank] = given
+                parts[rank] = result
             if undefined:
                 full, parts = torch.zeros_like(full), {rank: torch.zeros_like(part) for rank, part in parts.items()}
             if why := difference(parts, full, spec, self.mesh, bound):
@@ -253,12 +253,12 @@ def at_offset(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor at an offset in a larger storage, as values of programs may be."""
     if not tensor.numel():
         return tensor
-    given = tensor.resolve_conj().resolve_neg()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(given.shape, given.stride(), strict=True))
-    fill = 1 if given.dtype is torch.bool else 0xFF  # NaN, or -1, for what reads beside its operand
-    storage = torch.full(((span + 2 * OFFSET) * given.itemsize,), fill, dtype=torch.uint8).view(given.dtype)
-    storage[OFFSET : OFFSET + span] = given.as_strided((span,), (1,))
-    return storage.as_strided(given.shape, given.stride(), OFFSET)
+    source = tensor.resolve_conj().resolve_neg()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+    fill = 1 if source.dtype is torch.bool else 0xFF  # NaN, or -1, for what reads beside its operand
+    storage = torch.full(((span + 2 * OFFSET) * source.itemsize,), fill, dtype=torch.uint8).view(source.dtype)
+    storage[OFFSET : OFFSET + span] = source.as_strided((span,), (1,))
+    return storage.as_strided(source.shape, source.stride(), OFFSET)
 
 
 @dataclass

@@ -190,8 +190,8 @@ def renewed(program: RankProgram, kinds: Container[InputKind] = WRITTEN) -> dict
     """The inputs of some kinds that a program updates, each with its new content: they may be overwritten."""
     places = (node for node in program.graph.nodes if node.op == "placeholder")
     inputs = {inp.name: node for node, inp in zip(places, program.inputs, strict=False) if inp.kind in kinds}
-    given = program.result().args[0]
-    results = given if isinstance(given, (list, tuple)) else [given]
+    returned = program.result().args[0]
+    results = returned if isinstance(returned, (list, tuple)) else [returned]
     return {
         inputs[output.name]: result
         for output, result in zip(program.outputs, results, strict=False)

@@ -157,15 +157,15 @@ class _ProgramReader:
         if kind not in [each.value for each in InputKind]:
             line.fail("parameter, buffer, argument, target, constant or seed", kind)
         name, key = line.take("value", "a value such as %w")[1:], json.loads(line.take("string", "its name in quotes"))
-        given = self.inputs.get((InputKind(kind), key))
+        inp = self.inputs.get((InputKind(kind), key))
         line.expect(":")
         said, line.at = line.text[line.start :].strip(), len(line.text)
         line.next()
-        if given is None or _type(given.value) != said:
-            have = "no such input" if given is None else _type(given.value)
+        if inp is None or _type(inp.value) != said:
+            have = "no such input" if inp is None else _type(inp.value)
             raise Error("this program is one of another plan", where=f"line {line.number}", expected=have, got=said)
         self.env[name] = self.graph.create_node("placeholder", name, (), {}, name)
-        self.takes.append(given)
+        self.takes.append(inp)
 
     def _call(self, line: TextLine) -> None:
         name = line.next()[1:]

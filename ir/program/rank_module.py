@@ -193,8 +193,8 @@ def _restore(
         return env[arg.name] if isinstance(arg, _Ref) else arg
 
     for op, name, target, args, kwargs, meta in calls:
-        given, named = fx.node.map_aggregate(args, node_of), fx.node.map_aggregate(kwargs, node_of)
-        env[name] = graph.create_node(op, _target(op, target), given, named, name)
+        positional, named = fx.node.map_aggregate(args, node_of), fx.node.map_aggregate(kwargs, node_of)
+        env[name] = graph.create_node(op, _target(op, target), positional, named, name)
         env[name].meta.update(meta)
     module = RankModule.of(graph, comments, constants, rank)
     return module.train(training)

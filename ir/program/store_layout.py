@@ -30,7 +30,7 @@ def contiguous_parameters(nodes: Iterable[Node], inputs: Iterable[Input]) -> lis
         if node.op is not all_gather or len(node.operands) == 1:
             continue
         together = tuple(stored[value] for value in node.operands if value in stored)
-        names = {given.name for given in together}
+        names = {inp.name for inp in together}
         if len(names) == len(node.operands) and not names & placed:
             found.append(together)
             placed |= names
@@ -47,7 +47,7 @@ def stepped_groups(graph: Graph) -> list[tuple[Input, ...]]:
     for inp in graph.of_kind(InputKind.STATE):
         parameter, _, key = inp.name.rpartition(".")
         owned.setdefault(parameter, {})[key] = inp
-    placed = {given.name for together in contiguous_parameters(graph.nodes, graph.inputs) for given in together}
+    placed = {inp.name for together in contiguous_parameters(graph.nodes, graph.inputs) for inp in together}
     made = {_as_made(o.value): o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT and o.name in inputs}
     found = []
     for node in graph.nodes:

@@ -401,8 +401,8 @@ class _ProgramCheck:
                     got="other memory" if slot is None else f"element {slot[1][1]} of {slot[1][0]} shards of {slot[0]}",
                 )
             at += slot[1][2]
-        given = flat.args if isinstance(flat, fx.Node) else ()
-        size = memory_ops.shape_asked(flat.target, given) if given else None
+        joined = flat.args if isinstance(flat, fx.Node) else ()
+        size = memory_ops.shape_asked(flat.target, joined) if joined else None
         if isinstance(size, (list, tuple)) and len(size) == 1 and size[0] != at * shards:
             self._fail(f"{node.name} joins {at} elements of each shard", node, expected=f"all {size[0]} of {flat}")
 
@@ -456,7 +456,7 @@ class _ProgramCheck:
 
 def _reads_too(node: fx.Node, into: fx.Node) -> bool:
     """Whether a call also reads its destination as another operand, not element by element."""
-    given: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), given.append)
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), operands.append)
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
-    return given.count(into) > 1 and torch.Tag.pointwise not in tags
+    return operands.count(into) > 1 and torch.Tag.pointwise not in tags

@@ -177,11 +177,11 @@ def rule(
             made = read(made)
         return made(node) if isinstance(made, Template) else made
 
-    given = ops if isinstance(ops, tuple) else (ops,)
+    targets = ops if isinstance(ops, tuple) else (ops,)
     text = form if isinstance(form, str) else _name(form)
     follow = tuple((name, parse_tensor(dims)) for name, dims in (sized or {}).items())
     made = read(form) if isinstance(form, str) else make
-    return RuleEntry(given, made, text, shape_arg, follow, local, expand, free, contiguous, rows=rows)
+    return RuleEntry(targets, made, text, shape_arg, follow, local, expand, free, contiguous, rows=rows)
 
 
 def _name(form: Any) -> str:

@@ -229,8 +229,8 @@ def as_placed(
             continue
         for d, dim in enumerate(dims):
             projected = project(spec.dims[d], value.shape[d], rule.dim_sizes(dim), mesh)
-            for stored, given in zip(dim, projected or (), strict=False):
-                factor, sharding = wished(rule, stored, given)
+            for stored, own in zip(dim, projected or (), strict=False):
+                factor, sharding = wished(rule, stored, own)
                 if (
                     sharding.axes
                     and factor not in rule.replicated

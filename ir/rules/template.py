@@ -91,8 +91,8 @@ def parse_linear(text: str) -> tuple[Linear, ...]:
 
 def _linear(text: str) -> Linear:
     left, arrow, made = text.partition(">")
-    given, _, along = left.partition("*")
-    operands, results = (frozenset(int(i) for i in side.split("&") if side) for side in (given, made))
+    partial, _, along = left.partition("*")
+    operands, results = (frozenset(int(i) for i in side.split("&") if side) for side in (partial, made))
     return Linear(operands, results if arrow else None, frozenset(along.split()))
 
 
@@ -200,15 +200,15 @@ class Binding:
         """How many dims ``h*2`` stands for, and the dims that an argument names."""
 
     def _holds(self, called: str, value: str) -> bool:
-        given = self.arguments.get(called)
-        return not called or (str(given) == value if value else bool(given))
+        found = self.arguments.get(called)
+        return not called or (str(found) == value if value else bool(found))
 
     def _places(self, at: str, ndim: int) -> list[int]:
         """The dims that an argument (or a number) names."""
-        given = self.arguments[at] if at in self.arguments else int(at)
-        if given is None or given == ():
+        value = self.arguments[at] if at in self.arguments else int(at)
+        if value is None or value == ():
             return list(range(ndim))
-        return [d % ndim for d in (given if isinstance(given, tuple) else (given,))] if ndim else []
+        return [d % ndim for d in (value if isinstance(value, tuple) else (value,))] if ndim else []
 
     def counts(self, tensor: Tensor, shape: Shape) -> list[int]:
         """How many dims of a tensor each word stands for."""
@@ -252,8 +252,8 @@ class Binding:
             return int(many)
         if many in self.fixed:
             return self.fixed[many]
-        given = self.arguments[many]
-        return len(given) if isinstance(given, tuple) else int(given)
+        value = self.arguments[many]
+        return len(value) if isinstance(value, tuple) else int(value)
 
     def dims(self, tensor: Tensor, shape: Shape, counts: Sequence[int]) -> Dims:
         """The factors of each dim of a tensor."""
@@ -325,11 +325,11 @@ def bind(
     Raises:
         Error: the tensors do not fit the words.
     """
-    given = [(operands[min(i, len(operands) - 1)], s) for i, s in enumerate(key.operands) if not isinstance(s, bool)]
+    shapes = [(operands[min(i, len(operands) - 1)], s) for i, s in enumerate(key.operands) if not isinstance(s, bool)]
     made = [(results[min(i, len(results) - 1)], s) for i, s in enumerate(key.results) if s is not None]
-    tensors = given + made
+    tensors = shapes + made
     if (0,) in key.results or (0,) in key.operands[1:]:
-        some = bool(given) and 0 not in given[0][1]
+        some = bool(shapes) and 0 not in shapes[0][1]
         absent = Tensor((TemplateWord((LEFT_OUT,)),))
         no_vector = [not t.broadcast and sum(not word.many for word in t.words) > 1 for t, _ in tensors]
         tensors = [
@@ -340,10 +340,10 @@ def bind(
     bound = [binding.dims(*each, n) for each, n in zip(tensors, counts, strict=True)]
     binding.solve([pair for dims, (_, s) in zip(bound, tensors, strict=True) for pair in zip(dims, s, strict=True)])
     stored = [binding.held(dims, shape) for dims, (_, shape) in zip(bound, tensors, strict=True)]
-    rest = iter(stored[len(given) :])
+    rest = iter(stored[len(shapes) :])
     placed = tuple([None if s is None else next(rest) for s in key.results])
     sizes = {f: binding.sizes[f] for dims in stored for dim in dims for f in dim}
-    return tuple(stored[: len(given)]), placed, sizes, frozenset(binding.replicated & sizes.keys())
+    return tuple(stored[: len(shapes)]), placed, sizes, frozenset(binding.replicated & sizes.keys())
 
 
 @functools.lru_cache(maxsize=8192)
@@ -357,14 +357,14 @@ def _rule(template: Template, key: Key) -> ShardingRule:
     there = {i for i, shape in enumerate(key.results) if shape is not None}
     for group, said, letters in template.groups:
         asked = set(range(len(key.operands))) if group is ALL else group
-        given = frozenset(position[i] for i in asked if i in position)
+        operands_of_group = frozenset(position[i] for i in asked if i in position)
         made = said if said is None else said & there
         along = frozenset(f for f in sizes if f.rstrip(string.digits) in letters)
         stops = numbers.union(*(key.barred[i] for i in (there if made is None else made)))
-        if not (along and len(given) == len(asked) if letters else given):
+        if not (along and len(operands_of_group) == len(asked) if letters else operands_of_group):
             continue
         if made == frozenset() or not stops & asked:  # what adds a number is not linear in the rest
-            linear.append(Linear(given, made, along))
+            linear.append(Linear(operands_of_group, made, along))
     moves = template.moves_only
     if template.identity and all(n == 1 for f, n in sizes.items() if f.rstrip(string.digits) == template.identity):
         moves, linear = True, [] if 0 in key.barred[0] else [Linear(frozenset({0}), frozenset({0}))]
@@ -380,9 +380,9 @@ def barred(node: Node, slots: Sequence[Any]) -> tuple[frozenset[int], ...]:
     result's dtype are not those of the rounded sum, and numbers that are infinite make NaN of terms of two signs."""
     if any(isinstance(each, float) and not math.isfinite(each) for each in (*node.args, *node.kwargs.values())):
         return (frozenset(range(len(slots))),) * len(node.results)
-    given = [(i, each.type.dtype) for i, each in enumerate(slots) if isinstance(each, Value)]
+    dtypes = [(i, each.type.dtype) for i, each in enumerate(slots) if isinstance(each, Value)]
     return tuple(
-        frozenset(i for i, dtype in given if not keeps_precision(dtype, value.type.dtype)) if value else frozenset()
+        frozenset(i for i, dtype in dtypes if not keeps_precision(dtype, value.type.dtype)) if value else frozenset()
         for value in node.results
     )
 

@@ -202,10 +202,10 @@ class _Reader:
         type, spec = read_type(line, self.scope)
         value = Value(type, spec=spec)
         self.scope.define(line, token, value)
-        given = Input(kind, value.name, value)
+        inp = Input(kind, value.name, value)
         read_attributes(VALUE, value, line, self.scope)
-        read_attributes(INPUT, given, line, self.scope)
-        self.inputs.append(given)
+        read_attributes(INPUT, inp, line, self.scope)
+        self.inputs.append(inp)
 
     def _output(self, line: TextLine) -> None:
         kinds = [kind.value for kind in OutputKind]

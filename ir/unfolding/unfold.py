@@ -91,7 +91,7 @@ class _Unfolding(BlocksAround):
         twins = []
         own = self.own_inputs(repeat.around[1])
         for row, index in enumerate(repeat.left_out):
-            inputs = {given.value: replace(given.value) for given in own}
+            inputs = {inp.value: replace(inp.value) for inp in own}
             near = (index - 1, index, index + 1)
             twins.append(BlockTwin(repeat, near, rows[row : row + 3], self.places, inputs))
         for twin in twins:
@@ -172,7 +172,7 @@ class _Unfolding(BlocksAround):
 
         for inp in self.graph.inputs:
             inp.aliases = tuple(_spread(inp.aliases, own, twins, BlockTwin.name))
-        self.graph.inputs = _spread(self.graph.inputs, lambda given: own(given.name), twins, give)
+        self.graph.inputs = _spread(self.graph.inputs, lambda inp: own(inp.name), twins, give)
         self.graph.outputs = _spread(self.graph.outputs, lambda output: own(output.name), twins, give_back)
 
 

@@ -68,7 +68,7 @@ def check_types(node: Node, wrong: Complaint) -> None:
     if (offset := storage_offset(node.op, node.args, node.kwargs)) is not None:
         what = f"{op_name(node.op)} has a storage offset, which is no property of a value"
         wrong.fail(what, node, "storage_offset None, of a slice where the view starts later", offset)
-    given = [None if value is None else value.type for value in node.results]
+    actual = [None if value is None else value.type for value in node.results]
     opinions: list[str | list[TensorType | None]] = []
     for device in DEVICES:
         try:
@@ -79,10 +79,10 @@ def check_types(node: Node, wrong: Complaint) -> None:
             opinions.append(f"{type(error).__name__}: {error}".splitlines()[0])
             continue
         made = found if isinstance(found, list) else [found]
-        if len(made) == len(given) and all(a is None or a == b for a, b in zip(given, made, strict=True)):
+        if len(made) == len(actual) and all(a is None or a == b for a, b in zip(actual, made, strict=True)):
             return
         opinions.append([*made])
-    _refuse(node, given, opinions[0], wrong)
+    _refuse(node, actual, opinions[0], wrong)
 
 
 def _refuse(

@@ -105,8 +105,8 @@ def matching_ops(nodes: Iterable[Node], ops: str | Iterable[str], *, where: str)
     return found
 
 
-def _as_tuple(given: str | Iterable[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _as_tuple(patterns: str | Iterable[str]) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def _no_match(text: str, what: str, known: Iterable[str], where: str) -> Error:

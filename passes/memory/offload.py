@@ -138,7 +138,7 @@ class Offload(Pass):
 
     def _stored(self, graph: Graph, what: str) -> int:
         found = [inp for inp in graph.of_kind(STORED[what]) if inp.value.type.ndim and not inp.pool]
-        large = [given for given in found if given.value.type.numel >= self.min_numel]
+        large = [inp for inp in found if inp.value.type.numel >= self.min_numel]
         if large:
             if what == OPTIMIZER:
                 update_early(graph, large)
@@ -233,8 +233,8 @@ class _Fetches:
 
     def _instead(self, rewriter: Rewriter, value: Value, anchor: Node) -> Value:
         if value in self.inputs and value not in self.fetched:
-            given = self.inputs[value]
-            away = given.value if given is not None else None
+            inp = self.inputs[value]
+            away = inp.value if inp is not None else None
             if away is None:
                 put = rewriter.after(self.graph.nodes[self.uses.end_of(value)], self.pool.put(rewriter, value))
                 away = put.outs[0]
@@ -254,25 +254,25 @@ def _store_in_pool(graph: Graph, pool: Offload, stored: Sequence[Input]) -> None
     """What is fetched for the forward."""
     updates = updates_of(graph, [inp for inp in stored if inp.kind is InputKind.STATE])
     starts = _starts(updates, uses, pool.prefetch)
-    ends = {given.name: update.nodes[-1] for update in updates for given in update.states}
-    for given in (*starts, *(inp for inp in stored if inp not in starts)):
-        given.pool = f"{pool.to}:{pool.directory}" if pool.directory else pool.to
-        by_phase = {phase: [n for n in users[given.value] if n.phase is phase] for phase in Phase}
+    ends = {inp.name: update.nodes[-1] for update in updates for inp in update.states}
+    for inp in (*starts, *(inp for inp in stored if inp not in starts)):
+        inp.pool = f"{pool.to}:{pool.directory}" if pool.directory else pool.to
+        by_phase = {phase: [n for n in users[inp.value] if n.phase is phase] for phase in Phase}
         if by_phase[Phase.FORWARD]:  # the backward takes that as well, and views of it, until it is given its own
             by_phase[Phase.FORWARD] += by_phase.pop(Phase.BACKWARD)
         for phase, mine in by_phase.items():
             if mine:
                 place = uses.ahead(mine[0], pool.prefetch)
-                if phase is Phase.UPDATE and given in starts:
-                    place = min(starts[given], uses.places[mine[0]])
-                value = pool.fetch(rewriter, given.value, mine[0], place)
-                rewriter.replace(given.value, value, users=mine)
+                if phase is Phase.UPDATE and inp in starts:
+                    place = min(starts[inp], uses.places[mine[0]])
+                value = pool.fetch(rewriter, inp.value, mine[0], place)
+                rewriter.replace(inp.value, value, users=mine)
                 if phase is Phase.FORWARD:
-                    forward[value] = given
-        for output in outputs.get(given.name, ()):
+                    forward[value] = inp
+        for output in outputs.get(inp.name, ()):
             if (made := output.value.node) is not None:
                 away = pool.put(rewriter, output.value)
-                rewriter.after(max(made, ends.get(given.name, made), key=uses.places.__getitem__), away)
+                rewriter.after(max(made, ends.get(inp.name, made), key=uses.places.__getitem__), away)
                 rewriter.replace(output.value, away.outs[0], users=[output])
     rewriter.apply()
     graph.rename()

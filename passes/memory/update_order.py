@@ -43,11 +43,11 @@ def updates_of(graph: Graph, states: Iterable[Input]) -> list[ParameterUpdate]:
     """The updates that take some states, in the order of the graph."""
     found: dict[str, ParameterUpdate] = {}
     owners: dict[Value, str | None] = {inp.value: inp.name for inp in graph.of_kind(InputKind.PARAMETER)}
-    for given in states:
-        owner = owners[given.value] = given.name.rpartition(".")[0]
+    for inp in states:
+        owner = owners[inp.value] = inp.name.rpartition(".")[0]
         update = found.setdefault(owner, ParameterUpdate())
-        update.states.append(given)
-        update.nbytes += given.value.local_bytes(graph.mesh)
+        update.states.append(inp)
+        update.nbytes += inp.value.local_bytes(graph.mesh)
     for node in graph.nodes:
         names = {owners[value] for value in node.operands if value in owners} if node.phase is Phase.UPDATE else set()
         if names:

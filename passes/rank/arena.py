@@ -91,5 +91,5 @@ class Arena(RankPass):
 def _takes_tensors(node: fx.Node) -> bool:
     """Whether tensors stand where an op takes such, and no numbers."""
     schema: Any = node.target._schema  # type: ignore[union-attr]
-    given = zip(schema.arguments, node.args, strict=False)
-    return all(isinstance(arg, fx.Node) for argument, arg in given if str(argument.type) == "Tensor")
+    pairs = zip(schema.arguments, node.args, strict=False)
+    return all(isinstance(arg, fx.Node) for argument, arg in pairs if str(argument.type) == "Tensor")

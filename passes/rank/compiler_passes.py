@@ -64,25 +64,25 @@ class AttentionLayout(RankPass):
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         taken = [
-            (call, given)
+            (call, operand)
             for call in program.graph.nodes
             for at in QUERIES_AND_KEYS.get(call.target, ())
-            if isinstance(given := call.args[at], fx.Node) and is_elementwise(_dense(given))
+            if isinstance(operand := call.args[at], fx.Node) and is_elementwise(_dense(operand))
         ]
         known, copies = values(program) if taken else {}, dict[fx.Node, fx.Node]()
-        for call, given in taken:
-            x = known[given.name]
+        for call, operand in taken:
+            x = known[operand.name]
             if x.dim() == 4 and not x.transpose(1, 2).is_contiguous():
-                value = _dense(given)
+                value = _dense(operand)
                 if value not in copies:
-                    transposed = call_after(given, aten.transpose.int, given, 1, 2)
+                    transposed = call_after(operand, aten.transpose.int, operand, 1, 2)
                     dense = call_after(
                         transposed, aten.clone.default, transposed, memory_format=torch.contiguous_format
                     )
                     copies[value] = call_after(dense, aten.transpose.int, dense, 1, 2)
-                call.replace_input_with(given, copies[value])
-                if not given.users:
-                    program.graph.erase_node(given)
+                call.replace_input_with(operand, copies[value])
+                if not operand.users:
+                    program.graph.erase_node(operand)
         return bool(copies)
 
 
@@ -132,8 +132,8 @@ class WriteBack(RankPass):
         if any(output.guard is not None for output in program.outputs):
             return False
         share, end = Aliasing(program.graph.nodes), program.result()
-        given = zip(program.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
-        places = {each.name: node for node, each in given if not each.pool}
+        pairs = zip(program.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+        places = {each.name: node for node, each in pairs if not each.pool}
         results: list[Any] = list(end.args[0])  # type: ignore[arg-type]
         changed = False
         for i, (output, result) in enumerate(zip(program.outputs, results, strict=True)):

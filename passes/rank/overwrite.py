@@ -71,7 +71,7 @@ class _Overwriting:
 
     def run(self) -> bool:
         inputs = dict(zip(self.program.graph.find_nodes(op="placeholder"), self.program.inputs, strict=True))
-        self.values = {node: given.value for node, given in inputs.items() if node in self.renewed}
+        self.values = {node: inp.value for node, inp in inputs.items() if node in self.renewed}
         changed = self._put()
         for node in self.program.graph.nodes:
             planned = planned_node(node)

@@ -236,8 +236,8 @@ class _Packing:
         recipes = sorted(recipes, key=self._place_in_buckets)
         tensors = [column for recipe in recipes for column in recipe.columns]
         fused = run_of(first.calls, first.gives)
-        given = (first.calls, first.gives, len(recipes), tensors, first.scalars, *([fused] if fused else ()))
-        made = graph.call_function(segment, given)
+        args = (first.calls, first.gives, len(recipes), tensors, first.scalars, *([fused] if fused else ()))
+        made = graph.call_function(segment, args)
         origins = [node.meta["shardfx"] for each in recipes for node in (*each.inlined, *each.nodes)]
         made.meta.update({"shardfx": origins[0], ORIGINS: origins})
         self.order.append(made)
@@ -301,15 +301,15 @@ def _recipe(
                 group, kind = (columns, "c") if values[used].shape else (scalars, "s")
                 refs[used] = SegmentRef(kind, len(group))
                 group.append(used)
-        target, given = node.target, node.kwargs
+        target, named = node.target, node.kwargs
         if number < len(inlined):  # its result has memory of its own
-            target, given = FUNCTIONAL.get(target, target), {key: arg for key, arg in given.items() if key != "out"}
+            target, named = FUNCTIONAL.get(target, target), {key: arg for key, arg in named.items() if key != "out"}
         target = COPY if target is memory_ops.write else target
         args, kwargs = (
-            [refs[a] if isinstance(a, fx.Node) else a for a in each] for each in (node.args, given.values())
+            [refs[a] if isinstance(a, fx.Node) else a for a in each] for each in (node.args, named.values())
         )
-        calls.append(call_text(target, args, dict(zip(given, kwargs, strict=True))))
-        into = given.get("out") if target is not COPY else node.args[0]
+        calls.append(call_text(target, args, dict(zip(named, kwargs, strict=True))))
+        into = named.get("out") if target is not COPY else node.args[0]
         home[node] = home.get(into, into) if isinstance(into, fx.Node) else node
         refs[node] = SegmentRef("r", number)
         last[home[node]] = node

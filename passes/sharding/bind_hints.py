@@ -111,7 +111,7 @@ def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]
     names = {name: known for name, known in graph.aliases.items() if known in inputs}
     modules = module_outputs(graph)
     bound: dict[Value, tuple[Spec, str]] = {}
-    for text, given in context.specs.items():
+    for text, hint in context.specs.items():
         matches = pattern(text).fullmatch
         hits = {names[n]: inputs[names[n]].value for n in names if matches(n)}
         values = list(hits.values()) or [v for m, vs in modules.items() if matches(m) for v in vs]
@@ -125,9 +125,9 @@ def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]
                 remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_parameters()",
             )
         for value in values:
-            spec = as_spec(given, graph.mesh, value.type.ndim, text)
+            spec = as_spec(hint, graph.mesh, value.type.ndim, text)
             other, by = bound.get(value, (spec, text))
-            is_exact, was_exact = isinstance(given, Spec), isinstance(context.specs[by], Spec)
+            is_exact, was_exact = isinstance(hint, Spec), isinstance(context.specs[by], Spec)
             if other != spec and is_exact == was_exact:
                 raise Error(
                     f"two hints disagree on {value!r}",

@@ -77,8 +77,8 @@ class Conflicts:
             for d, dim in enumerate(dims):
                 if not shardings[d].axes:
                     continue
-                for each, given in zip(dim, factor_shardings(shardings[d], dim, rule, state), strict=True):
-                    factor, sharding = wished(rule, each, given)
+                for each, own in zip(dim, factor_shardings(shardings[d], dim, rule, state), strict=True):
+                    factor, sharding = wished(rule, each, own)
                     for axis in sharding.axes:
                         rows = factor in rule.leaders and mesh[axis].loop  # iterations do not exchange halos
                         if rows or not state.chunks.has(node, axis):
@@ -131,10 +131,10 @@ class Conflicts:
         total = 0.0
         for value, need in zip(node.operands, made.operands, strict=True):
             total += self.planner.seconds(value.type, self.state.spec(value), need)
-        for value, given in zip(node.outs, made.results, strict=True):
+        for value, gives in zip(node.outs, made.results, strict=True):
             spec = self.state.spec(value)
-            if given != spec:
-                total += self.planner.seconds(value.type, given, spec if spec.axes else given.reduced())
+            if gives != spec:
+                total += self.planner.seconds(value.type, gives, spec if spec.axes else gives.reduced())
         return total
 
 

@@ -58,13 +58,13 @@ class Decomposer:
 
     def _replace(self, graph: Graph, node: Node, rewriter: Rewriter) -> Decomposed:
         traced = self._trace(node)
-        made, given = splice(traced, node.operands, like=node, mesh=graph.mesh)
+        made, results = splice(traced, node.operands, like=node, mesh=graph.mesh)
         ops = self._parts_of.get(node, frozenset()) | {node.op}
         for each in made:
             each.why = f"part of {op_name(node.op)}, decomposed because it cannot be sharded as wanted"
             rewriter.before(node, each)
             self._parts_of[each] = ops
-        swapped = [(o, n) for o, n in zip(node.results, given, strict=False) if o is not None and n is not None]
+        swapped = [(o, n) for o, n in zip(node.results, results, strict=False) if o is not None and n is not None]
         for old, new in swapped:
             rewriter.replace(old, new)
         rewriter.erase(node)

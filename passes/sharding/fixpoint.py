@@ -107,8 +107,8 @@ class Propagation:
                 later = node.phase is not Phase.FORWARD and (value.node is None or value.node.phase is Phase.FORWARD)
                 if later or (value in state.closed and value.node is None):
                     continue
-                given = state.of_closed(value, shardings, node) if value in state.closed else shardings
-                if self._extend(value, dims, given, node, level, refused):
+                known = state.of_closed(value, shardings, node) if value in state.closed else shardings
+                if self._extend(value, dims, known, node, level, refused):
                     touch(value)
                     for gradient in gradients.get(value, ()):
                         if self._follow(gradient, value):

@@ -36,8 +36,8 @@ def pin_nodes(graph: Graph, context: Context) -> bool:
         Error: a hint names nothing, says nothing that can be read, asks what the op's rule forbids, or two disagree.
     """
     decomposer = Decomposer(context.rules)
-    for text, given in context.strategies.items():
-        said = parse_factors(given, f"{WHERE}: {text!r}")
+    for text, hint in context.strategies.items():
+        said = parse_factors(hint, f"{WHERE}: {text!r}")
         for node, op in _named(graph, text, said, context, decomposer):
             pin = Pin(said, text, op)
             check_names(pin, graph.mesh, str(node.where))

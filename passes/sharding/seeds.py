@@ -100,8 +100,8 @@ class ChunkReach:
     @staticmethod
     def of(graph: Graph) -> ChunkReach:
         """The chunk reach of a graph's hints."""
-        given = {axis for each in graph.of_kind(InputKind.ARGUMENT) for axis in _loops(each.value, graph.mesh)}
-        axes = [axis.name for axis in graph.mesh.axes if axis.loop and axis.name not in given]
+        shared = {axis for each in graph.of_kind(InputKind.ARGUMENT) for axis in _loops(each.value, graph.mesh)}
+        axes = [axis.name for axis in graph.mesh.axes if axis.loop and axis.name not in shared]
         return ChunkReach({axis: _reached(graph, axis) for axis in axes})
 
     def has(self, node: Node, axis: str) -> bool:

@@ -45,9 +45,9 @@ class Assignment:
             if node.phase is Phase.UPDATE:
                 self.at[node] = tuple(sorted(self._meeting(node, made))) or (0,)
         self._spread(graph.nodes)
-        given = {output.value for output in graph.outputs}
+        results = {output.value for output in graph.outputs}
         for each in graph.inputs:  # weights that nothing uses
-            if each.kind in OF_WEIGHTS and not self.inputs[each.value] and each.value not in given:
+            if each.kind in OF_WEIGHTS and not self.inputs[each.value] and each.value not in results:
                 self.inputs[each.value] = self._of_module(each.name.rpartition(".")[0])
 
     def of(self, value: Value) -> At:
@@ -117,10 +117,10 @@ class Assignment:
 
     def _spread(self, nodes: list[Node]) -> None:
         """Give copied nodes, and inputs, the stages of what uses them."""
-        given = {output.value for output in self.graph.outputs}
+        results = {output.value for output in self.graph.outputs}
         for node in reversed(nodes):
             if node in self._copied:
-                leaves = any(value in given for value in node.outs)
+                leaves = any(value in results for value in node.outs)
                 self.at[node] = self._union(node.outs) or (self._of_module(node.where.module) if leaves else ())
         for each in self.graph.inputs:
             self.inputs[each.value] = self._union([each.value])

@@ -95,9 +95,9 @@ def _decomposed(of: _Alike, decomposition: Any) -> torch.fx.GraphModule | None:
     except (Unjustified, Error, *DOES_NOT_RUN):
         return None
     results = next(each for each in traced.graph.nodes if each.op == "output").args[0]
-    given = types_of([each and each.meta["val"] for each in results])
+    types = types_of([each and each.meta["val"] for each in results])
     calls = [each.target for each in traced.graph.nodes if isinstance(each.target, torch._ops.OpOverload)]
-    same = given == [v and v.type for v in of.node.results] and not any(call._schema.is_mutable for call in calls)
+    same = types == [v and v.type for v in of.node.results] and not any(call._schema.is_mutable for call in calls)
     return traced if same else None
 
 

@@ -78,10 +78,10 @@ class _Unrolled:
         Failed: ranks do not meet, or do not send and receive, in one order.
     """
 
-    def __init__(self, given: ProgramRequest, looped: Graph, iterations: Graph) -> None:
-        self.given, self.looped, self.iterations, self.mesh = given, looped, iterations, looped.mesh
-        self.changed = given.changed(looped)
-        self._own = cache(lambda rank: given.program(looped, rank))
+    def __init__(self, request: ProgramRequest, looped: Graph, iterations: Graph) -> None:
+        self.given, self.looped, self.iterations, self.mesh = request, looped, iterations, looped.mesh
+        self.changed = request.changed(looped)
+        self._own = cache(lambda rank: request.program(looped, rank))
         self._fault = cache(malformed)
         self._check_order()
 
@@ -105,9 +105,9 @@ class _Unrolled:
             return
         own = tuple(rank for rank in range(self.mesh.size) if rank not in self.changed)
         found = families(lambda rank: self.given.program(self.looped, rank), [own] if own else [])
-        given = [Family(Together([rank]), program) for rank, program in self.changed.items()]
+        alone = [Family(Together([rank]), program) for rank, program in self.changed.items()]
         faults = [*filter(None, map(malformed, self.changed.values()))]
-        fault = faults[0] if faults else out_of_order([*given, *found], self.mesh)
+        fault = faults[0] if faults else out_of_order([*alone, *found], self.mesh)
         if fault is not None:
             raise Failed(fault)
 

@@ -96,10 +96,10 @@ def compare(
             what = f"the program returns {len(results)} values, not {len(ends[rank][1])}"
             return Fault(what, rank=rank), counts
     for output in outputs:
-        for rank, (_, given) in ends.items():
-            if output not in given:
+        for rank, (_, ins) in ends.items():
+            if output not in ins:
                 continue
-            value = got[rank][given.index(output)]
+            value = got[rank][ins.index(output)]
             wanted = local_shard(expected[output.kind, output.name], _spec(output.value), mesh, rank)
             error_size = distance(value, wanted)
             if not error_size <= TOLERANCE:
@@ -224,9 +224,9 @@ def draw_masks(after: Graph) -> Draw:
     return draw
 
 
-def _widened(given: P) -> P:
+def _widened(program: P) -> P:
     """A program or a graph in float64."""
-    made = given.copy()
+    made = program.copy()
     for node in made.nodes if isinstance(made, Graph) else made.graph.nodes:
         node.args, node.kwargs = widened(tuple(node.args)), widened(dict(node.kwargs))
     return made

@@ -75,7 +75,7 @@ class NormByParts:
             raise self._refused("has one value per channel", more, f"{self.parts} parts of {rows} rows")
         beside = x.reshape(self.parts, each, channels, *rest).transpose(0, 1)
         beside = beside.reshape(each, self.parts * channels, *rest)
-        own = [None if given is None else given.repeat(self.parts) for given in (weight, bias, mean, var)]
+        own = [None if tensor is None else tensor.repeat(self.parts) for tensor in (weight, bias, mean, var)]
         out: Tensor = aten.batch_norm.default(beside, *own, training, *how)
         for kept, new in zip((mean, var), own[2:], strict=True):
             if kept is not None and new is not None:

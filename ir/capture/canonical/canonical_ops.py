@@ -45,8 +45,8 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
         return builder.env[source][index]  # type: ignore[index]
     args = torch.fx.map_arg(node.args, builder.env.__getitem__)
     args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
-    given = torch.fx.map_arg(node.kwargs, builder.env.__getitem__)
-    kwargs = {name: arg for name, arg in given.items() if name not in OF_A_DEVICE}
+    named = torch.fx.map_arg(node.kwargs, builder.env.__getitem__)
+    kwargs = {name: arg for name, arg in named.items() if name not in OF_A_DEVICE}
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Error(f"{target} is not an op of torch", where=str(builder.where))

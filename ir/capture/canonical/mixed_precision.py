@@ -83,13 +83,13 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         for name in ("dtype", "reduce_dtype", "output_dtype"):
-            given = getattr(self, name)
-            if given is not None and given not in DTYPES:
+            value = getattr(self, name)
+            if value is not None and value not in DTYPES:
                 raise Error(
-                    f"{given} is nothing to compute in" if isinstance(given, torch.dtype) else "this is no dtype",
+                    f"{value} is nothing to compute in" if isinstance(value, torch.dtype) else "this is no dtype",
                     where=f"{WHERE}: {name}",
                     expected=f"one of {', '.join(map(str, DTYPES))}",
-                    got=f"{given!r}",
+                    got=f"{value!r}",
                     remedy="mixed_precision=torch.bfloat16 casts parameters and inputs, and keeps master weights",
                 )
         patterns = (self.keep,) if isinstance(self.keep, str) else self.keep
@@ -130,9 +130,9 @@ class MixedPrecision:
             )
 
     @staticmethod
-    def of(given: MixedPrecision | torch.dtype | None) -> MixedPrecision | None:
+    def of(option: MixedPrecision | torch.dtype | None) -> MixedPrecision | None:
         """The MixedPrecision of a hint."""
-        return MixedPrecision(given) if isinstance(given, torch.dtype) else given
+        return MixedPrecision(option) if isinstance(option, torch.dtype) else option
 
     @property
     def sums(self) -> torch.dtype:

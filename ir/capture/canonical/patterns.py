@@ -174,10 +174,10 @@ class Pattern:
         traced = fx.symbolic_trace(self.function)
         self.inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
         (output,) = (node for node in traced.graph.nodes if node.op == "output")
-        given = output.args[0]
-        self.outputs = list(given) if isinstance(given, (list, tuple)) else [given]
+        returned = output.args[0]
+        self.outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         if not all(isinstance(node, fx.Node) and node.op != "placeholder" for node in self.outputs):
-            raise Error("a pattern gives what it does not compute", where=name_of(self.function), got=str(given))
+            raise Error("a pattern gives what it does not compute", where=name_of(self.function), got=str(returned))
 
     def match(self, node: Node) -> Match | None:
         """The match whose first output ``node`` makes, if there is one."""
@@ -230,9 +230,9 @@ class Pattern:
         node, operands = value.node, _operands(call)
         if node is None:
             return
-        for given in (node.operands, list(dict.fromkeys(node.operands))):
-            if len(given) == len(operands):
-                yield from self._ops(call, tuple(each.type for each in given), node)
+        for values in (node.operands, list(dict.fromkeys(node.operands))):
+            if len(values) == len(operands):
+                yield from self._ops(call, tuple(each.type for each in values), node)
         if call not in self.one_op:
             near = tuple(dict.fromkeys(each.type for each in _behind(value)))
             known = (bound.get(each) for each in operands)
@@ -261,8 +261,8 @@ class Pattern:
             except REFUSED:
                 made = ()
             results = made if isinstance(made, (list, tuple)) else [made]
-            given = (TensorType(tuple(t.shape), t.dtype) for t in results if isinstance(t, torch.Tensor))
-            self.gives[call, types] = tuple(dict.fromkeys(given))
+            result_types = (TensorType(tuple(t.shape), t.dtype) for t in results if isinstance(t, torch.Tensor))
+            self.gives[call, types] = tuple(dict.fromkeys(result_types))
         return self.gives[call, types]
 
     def _ops(self, call: fx.Node, types: tuple[TensorType, ...], like: Node) -> Iterator[_Ops]:
@@ -389,11 +389,11 @@ def splice(
     """
     builder = GraphBuilder(mesh)
     builder.where, builder.phase = like.where, like.phase
-    given = iter(values)
+    remaining = iter(values)
     results: Any = None
     for each in traced.graph.nodes:
         if each.op == "placeholder":
-            builder.env[each] = next(given)
+            builder.env[each] = next(remaining)
         elif each.op == "call_function":
             builder.env[each] = convert_call(builder, each)
         elif each.op == "get_attr":

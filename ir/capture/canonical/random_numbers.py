@@ -75,8 +75,8 @@ def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     """Attention carries a dropout probability that is mostly zero."""
     for i, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[i] if i < len(args) else kwargs.get(argument.name, 0.0)
-            return bool(given == 0.0)
+            value = args[i] if i < len(args) else kwargs.get(argument.name, 0.0)
+            return bool(value == 0.0)
     return False
 
 

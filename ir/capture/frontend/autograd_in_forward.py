@@ -129,8 +129,8 @@ class OwnGradients:
         """Replace each such op of an exported program by the call that it stands for."""
         for node in exported.graph.nodes:
             if node.target is own_gradient:
-                given, _, number = node.args
-                node.target, node.args = self.calls[number], (given,)
+                source, _, number = node.args
+                node.target, node.args = self.calls[number], (source,)
         if self.calls:
             exported.graph.eliminate_dead_code()
             exported.recompile()

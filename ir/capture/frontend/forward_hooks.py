@@ -60,10 +60,10 @@ class WatchedHooks:
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             before = {name: id(value) for name, value in vars(module).items()}
-            given = hook(module, *args, **kwargs)
+            result = hook(module, *args, **kwargs)
             changed = before != {name: id(value) for name, value in vars(module).items()}
-            self._seen[key] = self._seen.get(key, False) or given is not None or changed
-            return given
+            self._seen[key] = self._seen.get(key, False) or result is not None or changed
+            return result
 
         return watched
 

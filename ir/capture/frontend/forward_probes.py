@@ -122,16 +122,16 @@ def _reentrant(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
 
 def _module(function: Any) -> nn.Module | None:
     """The module that a function is the call of."""
-    given: tuple[Any, ...] = ()
+    args: tuple[Any, ...] = ()
     while isinstance(function, partial):
-        function, given = function.func, (*function.args, *given)
+        function, args = function.func, (*function.args, *args)
     if isinstance(function, nn.Module):
         return function
     owner, method = getattr(function, "__self__", None), getattr(function, "__func__", None)
     if isinstance(owner, nn.Module):
         return owner if method in (type(owner).__call__, nn.Module.__call__, type(owner).forward) else None
     forward = getattr(function, "__name__", "") == "forward"  # partial(forward, self), as transformers has it
-    return given[0] if forward and given and isinstance(given[0], nn.Module) else None
+    return args[0] if forward and args and isinstance(args[0], nn.Module) else None
 
 
 class AssignedBuffers:
@@ -176,20 +176,20 @@ class AssignedBuffers:
                     module._buffers.update(filled)
                     module._parameters.update(own)
         held_as = defaultdict[int, set[int]](set)
-        for was, given in found.values():
-            held_as[id(was)].add(id(given))
-        for name, (was, given) in found.items():
-            if given is copies.get(was, was):
-                if was in leaves and given is not None and given.requires_grad:
+        for was, value in found.values():
+            held_as[id(was)].add(id(value))
+        for name, (was, value) in found.items():
+            if value is copies.get(was, was):
+                if was in leaves and value is not None and value.requires_grad:
                     self.names.add(name)
                     self.with_history.add(name)
-            elif given is not was:
-                _check(name.removeprefix("model."), was, given, len(held_as[id(was)]) == 1)
+            elif value is not was:
+                _check(name.removeprefix("model."), was, value, len(held_as[id(was)]) == 1)
                 self.names.add(name)
         with torch.no_grad():
             # Several may have changed places, and one may be a view of what it is written into.
-            for was, given in [(was, given.clone()) for given, was in now if given is not None]:
-                was.copy_(given)
+            for was, value in [(was, value.clone()) for value, was in now if value is not None]:
+                was.copy_(value)
 
 
 def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool) -> None:

@@ -170,12 +170,12 @@ class _UpdateWriter:
     def _step(self, group: OptimizerGroup, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> StepVariant:
         like = parameters[names[0]]
         found = recipe(self.small, group.number, names)
-        given = dict(group.optimizer.state.get(like, {}))
+        state = dict(group.optimizer.state.get(like, {}))
         try:
-            kept, later = self.traces.step(group, like.shape, like.dtype, given, found.options)
+            kept, later = self.traces.step(group, like.shape, like.dtype, state, found.options)
             first = None
             if found.once:
-                _, first = self.traces.step(group, like.shape, like.dtype, given, found.options, first=True)
+                _, first = self.traces.step(group, like.shape, like.dtype, state, found.options, first=True)
         except Exception as error:  # whatever the user's own code raises
             raise refusal(group, error) from error
         return StepVariant(found, later, first, kept, shared_states(later) if first is None else {})
@@ -190,7 +190,7 @@ class _UpdateWriter:
         written: dict[str, Value],
     ) -> None:
         """Emit the step of one parameter."""
-        given, later = self.inputs[name].value, step.later
+        parameter, later = self.inputs[name].value, step.later
         states, ins = [], []
         for key in later.names:
             first = written.get(key) if key in agreed else None
@@ -201,14 +201,14 @@ class _UpdateWriter:
                 shared.aliases = (*shared.aliases, label)
                 value = first
             else:
-                dim_order = self.inputs[name].dim_order if type.shape == given.type.shape else ()
+                dim_order = self.inputs[name].dim_order if type.shape == parameter.type.shape else ()
                 value = self.builder.input(InputKind.STATE, label, type, dim_order=dim_order)
                 if key in agreed:
                     written[key] = value
             ins.append(value)
             states.append(OptimizerState(key, value.name, step.recipe.starts[key], _kept(step.kept[key])))
         self.states[name] = tuple(states)
-        before = [given, self.trained[name], *numbers, *ins]
+        before = [parameter, self.trained[name], *numbers, *ins]
         new = self._apply(name, group, later, before, {*agreed})
         if step.first is not None:
             began = self._apply(name, group, step.first, before, set())

@@ -59,9 +59,9 @@ def _recipe(small: OptimizerTrial, group: OptimizerGroup, names: Sequence[str], 
     """A recipe that does what the optimizer does, if there is one."""
     states = group.optimizer.state
     like = small.named[names[0]]
-    given = dict(states.get(like, {}))
-    _, later = small.traces.step(group, like.shape, like.dtype, given, options)
-    known = {name: _content(value, like, group) for name, value in given.items() if name in later.names}
+    state = dict(states.get(like, {}))
+    _, later = small.traces.step(group, like.shape, like.dtype, state, options)
+    known = {name: _content(value, like, group) for name, value in state.items() if name in later.names}
     numbers = [v for v in group.options.values() if isinstance(v, float)]
     choices: list[Start] = [0.0, 1.0, "parameter", *dict.fromkeys(v for v in numbers if v not in (0.0, 1.0))]
     orders = [[known[name]] if name in known else choices for name in later.names]
@@ -71,7 +71,7 @@ def _recipe(small: OptimizerTrial, group: OptimizerGroup, names: Sequence[str], 
         apart = _apart(small, group, names, starts, later)
         if not apart:
             return Recipe(options, starts)
-    first = small.traces.step(group, like.shape, like.dtype, given, options, first=True)[1] if not given else None
+    first = small.traces.step(group, like.shape, like.dtype, state, options, first=True)[1] if not state else None
     starts = dict.fromkeys(later.names, 0.0)
     if first is None or (apart := _apart(small, group, names, starts, later, first)):
         raise not_alone(group, f"after {len(SHARES)} steps of small parameters its traced form is elsewhere: {apart}")
@@ -92,9 +92,9 @@ def _apart(
         states = [initial_content(starts[key], later.shapes[key], later.dtypes[key], p) for key in later.names]
         for i, numbers in enumerate(small.numbers[group.number]):
             module = first.module if first is not None and i == 0 else later.module
-            given = [torch.tensor(number, dtype=torch.float64) for number in numbers.values()]
+            values = [torch.tensor(number, dtype=torch.float64) for number in numbers.values()]
             try:
-                p, *states = module(p.clone(), small.grads[i][name].clone(), given, [s.clone() for s in states])
+                p, *states = module(p.clone(), small.grads[i][name].clone(), values, [s.clone() for s in states])
             except RuntimeError as error:  # of a state that begins otherwise: a factorization of what is no number
                 return f"{error} in step {i + 1}"
             want, kept = small.after[i][name]

@@ -75,8 +75,8 @@ class OptimizerGroup:
     @property
     def options(self) -> dict[str, Any]:
         """The group's options, without its parameters."""
-        given = self.optimizer.param_groups[self.index]
-        return {name: value for name, value in given.items() if name not in ("params", "param_names")}
+        group = self.optimizer.param_groups[self.index]
+        return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
     @property
     def kind(self) -> str:

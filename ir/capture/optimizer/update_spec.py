@@ -124,18 +124,18 @@ def inputs_of(
                 got=f"{numbers[each.name]!r}",
                 remedy="a number next to it, such as 1e-12; or parallelize again with other options",
             )
-    return {given: torch.tensor(numbers[name], dtype=torch.float64) for name, given in made.inputs.items()}
+    return {input_name: torch.tensor(numbers[name], dtype=torch.float64) for name, input_name in made.inputs.items()}
 
 
 def options_by_name(
-    groups: Sequence[UpdateGroup], given: Sequence[Mapping[str, Any]], where: str
+    groups: Sequence[UpdateGroup], saved: Sequence[Mapping[str, Any]], where: str
 ) -> list[dict[str, Any]]:
     """The options that saved groups have for each of ours, whatever their order: by the names of the parameters.
 
     Raises:
         Error: a group says nothing of some of ours, or several of them say different things.
     """
-    said = {name: group for group in given for name in group.get("params", ())}
+    said = {name: group for group in saved for name in group.get("params", ())}
     found = []
     for number, made in enumerate(groups):
         theirs: list[dict[str, Any]] = []

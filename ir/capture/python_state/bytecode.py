@@ -291,22 +291,22 @@ def _call(found: Reached, stack: list[Symbol], each: dis.Instruction, behind: li
     """Interpret a call; returns whether it is of one of ASKS."""
     exact = each.opname == "CALL"
     count = (each.arg or 0) if exact else 0
-    given = _pop(stack, count) if exact else []
+    args = _pop(stack, count) if exact else []
     below = _pop(stack, 2 if exact else max(0, 1 - dis.stack_effect(each.opcode, each.arg)))
     stack.append(UNKNOWN)
     callee = next((symbol for symbol in reversed(below) if symbol.name), UNKNOWN)
     name = callee.name
-    if exact and not given and callee.chain:
+    if exact and not args and callee.chain:
         found.called.add(callee.chain)
-    if name == "attrgetter" and not (exact and all(isinstance(one.text, str) for one in given)):
+    if name == "attrgetter" and not (exact and all(isinstance(one.text, str) for one in args)):
         found.others = True
     if name == "globals":
         found.globals |= not _by_text(behind)
     if name not in ASKS or _by_text(behind):
         return int(name in ASKS and len(callee.chain) == 1)
-    said = name.startswith("getattr") and len(given) > 1 and isinstance(given[1].text, str)
-    if not said and not (exact and not given):  # vars() alone is what the code holds itself
-        found.by_name_of(given[0] if given else UNKNOWN)
+    said = name.startswith("getattr") and len(args) > 1 and isinstance(args[1].text, str)
+    if not said and not (exact and not args):  # vars() alone is what the code holds itself
+        found.by_name_of(args[0] if args else UNKNOWN)
     return len(callee.chain) == 1
 
 

@@ -247,7 +247,7 @@ def _fusions(kernel: FusedKernel, match: _Match) -> list[Fusion]:
         elif each.name == "lr":
             kwargs["lr"] = match.names["lr"]
         elif not each.has_default_value():
-            given = kernel.fixed.get(each.name)
-            kwargs[each.name] = float(numbers[each.name]) if given is None else given
+            fixed = kernel.fixed.get(each.name)
+            kwargs[each.name] = float(numbers[each.name]) if fixed is None else fixed
     scalars = tuple(match.names[name] for name in ("lr", "state_steps") if name in match.names)
     return [Fusion(frozenset(match.computed), call_text(kernel.op, args, kwargs), scalars)]

@@ -88,10 +88,10 @@ def addmm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def index_add(total: Tensor, grad: Tensor, places: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
     """The sum over the iterations so far, and the gradient of a table by that of what was looked up at some places; the
     arguments are those of ``aten.embedding_dense_backward``. Only the rows of these places are touched."""
-    given = grad.reshape(-1, total.shape[1])
+    added = grad.reshape(-1, total.shape[1])
     if padding >= 0:
-        given = given.masked_fill((places == padding).reshape(-1, 1), 0.0)
-    return total.index_add_(0, places.reshape(-1), given)
+        added = added.masked_fill((places == padding).reshape(-1, 1), 0.0)
+    return total.index_add_(0, places.reshape(-1), added)
 
 
 def maximum(most: Tensor, x: Tensor) -> Tensor:

@@ -204,9 +204,9 @@ class _LoopSplit:
         for node in reversed(self.nodes):
             if node not in self.looped or node in self.ending:
                 continue
-            given = {v for v in node.outs if v in self.wanted and varies_over(self.axis, v)} if last else set()
-            ends |= given
-            if given:
+            leaving = {v for v in node.outs if v in self.wanted and varies_over(self.axis, v)} if last else set()
+            ends |= leaving
+            if leaving:
                 kept.add(node)
         needed = {value for node in kept for value in node.operands}
         for node in reversed(self.nodes):

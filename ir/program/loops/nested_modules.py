@@ -73,11 +73,11 @@ def write_driver(
     there: dict[tuple[fx.Node, int], fx.Node] = {}
     for word in order.words:
         unit = units[word.unit]
-        given = [
+        args = [
             there.get((each, word.iteration)) or env.get(each) or _not_yet(each, word, units) for each in unit.takes
         ]
         name = f"{word.unit.lower()}_{word.iteration}"
-        call = made.create_node("call_module", modules[word.unit], (word.iteration, *given), name=name)
+        call = made.create_node("call_module", modules[word.unit], (word.iteration, *args), name=name)
         for place, each in enumerate(unit.gives):
             handed_on = any(each in other.takes for other in units.values())
             if not handed_on and word != last[word.unit]:
@@ -307,8 +307,8 @@ def nested(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Graph]]:
         found[name], left = _loop_body(nodes[at : end + 1])
         around: Sequence[fx.Node] = node.args[2]
         unit = made.get_attr(name)
-        given = (unit, *node.args[:2], *(env[each] for each in around))
-        call = made.create_node("call_function", loop_ops.repeat, given, name=node.name)
+        args = (unit, *node.args[:2], *(env[each] for each in around))
+        call = made.create_node("call_function", loop_ops.repeat, args, name=node.name)
         for number, each in enumerate(left):
             env[each] = made.create_node("call_function", operator.getitem, (call, number), name=each.name)
             env[each].meta = dict(each.meta)
@@ -362,8 +362,8 @@ def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pat
             env[node] = args[0][args[1]]
         elif node.op == "call_module" and isinstance(called := attribute(module, str(node.target)), fx.GraphModule):
             inputs = [each for each in called.graph.nodes if each.op == "placeholder"]
-            given = [*args, *(kwargs[str(each.target)] for each in inputs[len(args) :])]
-            env[node] = inlined(into, called, dict(zip(inputs, given, strict=True)), f"{path}{node.target}.")
+            operands = [*args, *(kwargs[str(each.target)] for each in inputs[len(args) :])]
+            env[node] = inlined(into, called, dict(zip(inputs, operands, strict=True)), f"{path}{node.target}.")
         elif node.op in ("placeholder", "get_attr", "call_function"):
             env[node] = into.node_copy(node, env.__getitem__)
             env[node].meta = {key: each for key, each in node.meta.items() if key != "val"}
@@ -397,15 +397,15 @@ def _inline_driver(into: fx.Graph, driven: DriverCalls, env: dict[fx.Node, Any],
     begin = into.call_function(loop_ops.begin, (driven.axis, count, [], str(driven.order)))
     made: dict[str, Sequence[Any]] = {}
     for name, call in models.items():
-        given = []
+        args = []
         for source in (driven.source(call, each, by_node) for each in call.given):
             if isinstance(source, tuple):
-                given.append(_result(made, source, call.node, path))
+                args.append(_result(made, source, call.node, path))
             else:
-                given.append(fx.map_arg(source, env.__getitem__))
+                args.append(fx.map_arg(source, env.__getitem__))
         inputs = [each for each in call.module.graph.nodes if each.op == "placeholder"]
         into.call_function(loop_ops.action, (begin, name))
-        known = dict(zip(inputs, [begin, *given], strict=True))
+        known = dict(zip(inputs, [begin, *args], strict=True))
         results = inlined(into, call.module, known, f"{path}{call.node.target}.")
         made[name] = results if isinstance(results, (tuple, list)) else (results,)
     for call in driven.calls:

@@ -155,11 +155,11 @@ class _Unrolling:
     def _copied(self, node: fx.Node, target: Any = None, args: Any = None) -> None:
         args = node.args if args is None else args
         fx.map_arg((args, node.kwargs), lambda used: self._usable(used, node))
-        given, named = fx.map_arg((args, node.kwargs), self.env.__getitem__)
+        operands, named = fx.map_arg((args, node.kwargs), self.env.__getitem__)
         row = row_of(node.target)
         if row is not None and row.group is not None:
-            given = (*given[: row.group], self._group(node, str(given[row.group])), *given[row.group + 1 :])
-        self.env[node] = self._make(node, target or node.target, given, named)
+            operands = (*operands[: row.group], self._group(node, str(operands[row.group])), *operands[row.group + 1 :])
+        self.env[node] = self._make(node, target or node.target, operands, named)
 
     def _shard(self, node: fx.Node) -> None:
         """An iteration's shard of an input."""
@@ -284,11 +284,11 @@ class _Unrolling:
 
     def _added(self, node: fx.Node) -> Any:
         """What a call adds to what is collected, or puts there: an operand, or what it does itself."""
-        row, given = row_of(node.target), node.args[1]
+        row, operand = row_of(node.target), node.args[1]
         if row is None or row.adds is None:
-            if isinstance(given, fx.Node):
-                self._usable(given, node)
-            return self.env[given] if isinstance(given, fx.Node) else None
+            if isinstance(operand, fx.Node):
+                self._usable(operand, node)
+            return self.env[operand] if isinstance(operand, fx.Node) else None
         target, args, kwargs = row.adds(node.args, node.kwargs)
         fx.map_arg((args, kwargs), lambda used: self._usable(used, node))
         given, named = fx.map_arg((args, kwargs), self.env.__getitem__)

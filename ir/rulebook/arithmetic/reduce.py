@@ -69,8 +69,8 @@ def _two_passes(
 def mean_share(emit: Emit) -> Any:
     """A rank's term of a mean: the mean of what it has, by its share of the elements."""
     made = emit.call(emit.node.op, *emit.args, **emit.kwargs)
-    x, given = emit.node.operands[0], argument(emit.node, "dim") if emit.node.op is aten.mean.dim else None
-    dims = range(x.type.ndim) if not given else [d % x.type.ndim for d in given]
+    x, dim = emit.node.operands[0], argument(emit.node, "dim") if emit.node.op is aten.mean.dim else None
+    dims = range(x.type.ndim) if not dim else [d % x.type.ndim for d in dim]
     local, full = (math.prod(shape[d] for d in dims) for shape in (emit.operand_shape(0), x.shape))
     return made if local == full else emit.call(aten.mul.Tensor, made, local / full)
 

@@ -153,8 +153,8 @@ def scatter(node: Node) -> ShardingRule | Template:
     full |= {own[i] for i in range(len(index)) if i != dim or other}
     part = [f"d{i}" if each else own[i] for i, each in enumerate(shared)]
     values = []
-    for given in src:
-        fits = [size == index[i] for i, size in enumerate(given)]
+    for operand in src:
+        fits = [size == index[i] for i, size in enumerate(operand)]
         values.append([part[i] if each else f"s{i}!" for i, each in enumerate(fits)])
         full |= {part[i] for i, each in enumerate(fits) if not each}
     tensors = [words((f"d{i}" for i in range(len(x))), full), words(part, full), *(words(v, full) for v in values)]
@@ -218,8 +218,8 @@ def index_put(node: Node) -> ShardingRule | Template:
     if found is None or len(values) > len(found.result) or (where and found.kept):
         return replicated(node)
     made = f"~{words(found.result)}"
-    given = f"{made}, {found.indices}" if where else found.indices
-    return template(f"{found.table}, {given}, {made} -> {found.table}", linear)
+    chosen = f"{made}, {found.indices}" if where else found.indices
+    return template(f"{found.table}, {chosen}, {made} -> {found.table}", linear)
 
 
 def masked(node: Node, at: int) -> str:
@@ -233,8 +233,8 @@ def masked(node: Node, at: int) -> str:
     if not each:
         full[at] = "1"
     entire = set(dims[at : at + mask]) if each else set()
-    given = ", ".join(["~"] * at + [words(dims[at : at + mask], entire)])
-    return f"{words(dims, entire)}, {given}, ~{words(full)} -> {words(dims, entire)}"
+    mask_dims = ", ".join(["~"] * at + [words(dims[at : at + mask], entire)])
+    return f"{words(dims, entire)}, {mask_dims}, ~{words(full)} -> {words(dims, entire)}"
 
 
 def added(emit: Emit) -> Any:

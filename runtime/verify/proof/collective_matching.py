@@ -39,7 +39,7 @@ def interpret(
     ``inputs`` and ``outputs`` are those of all programs, in order: each has what is of its rank's stages.
     """
     ends = {r: local_ends(proof.after, inputs, outputs, proof.after.mesh.coords(r)) for r in modules}
-    ranks = {r: Rank(proof, r, modules[r], given) for r, (given, _) in ends.items()}
+    ranks = {r: Rank(proof, r, modules[r], ins) for r, (ins, _) in ends.items()}
     try:
         LockStep(proof, ranks).run()
         for r, rank in ranks.items():

@@ -116,18 +116,18 @@ def make_run(base: int, loops: Iterable[tuple[int, int]]) -> StridedRun:
 
 def joined(runs: Iterable[StridedRun]) -> tuple[StridedRun, ...]:
     """The same numbers in fewer runs. A run has one source only."""
-    given = list(runs)
+    remaining = list(runs)
     while True:
         found: list[StridedRun] = []
-        for run in given:
+        for run in remaining:
             both = _both(found[-1], run) if found else None
             if both is None:
                 found.append(run)
             else:
                 found[-1] = both
-        if len(found) == len(given):
+        if len(found) == len(remaining):
             return tuple(found)
-        given = found
+        remaining = found
 
 
 def _both(a: StridedRun, b: StridedRun) -> StridedRun | None:

@@ -75,11 +75,11 @@ class Rank:
 
     def run(self) -> Ask:
         """Interpret the program; yields at collectives."""
-        given = iter(self.inputs)
+        remaining = iter(self.inputs)
         for node in self.module.graph.nodes:
             self.proof.nodes += 1
             if node.op == "placeholder":
-                self.items[node] = self._input(node, next(given, None))
+                self.items[node] = self._input(node, next(remaining, None))
             elif node.op == "output":
                 self.result = node
             elif node.op == "call_function":
@@ -231,10 +231,10 @@ class Rank:
     def outputs(self, outputs: Sequence[Output]) -> None:
         """Check what the program returns."""
         assert self.result is not None
-        given = self.result.args[0]
-        if not isinstance(given, (tuple, list)) or len(given) != len(outputs):
-            raise Failed(self.fault(f"the program returns {given}, not {len(outputs)} values", self.result))
-        for output, node in zip(outputs, given, strict=True):
+        returned = self.result.args[0]
+        if not isinstance(returned, (tuple, list)) or len(returned) != len(outputs):
+            raise Failed(self.fault(f"the program returns {returned}, not {len(outputs)} values", self.result))
+        for output, node in zip(outputs, returned, strict=True):
             name = f"{output.kind.value} {output.name}"
             if not isinstance(node, fx.Node):
                 raise Failed(self.fault(f"the program returns {node!r}", self.result, name))
