@@ -67,10 +67,10 @@ def default_passes(hints: Hints) -> tuple[Pass, ...]:
 
         [str(each) for each in default_passes(Hints(args=(x,), bucket_mb=1))]    # ["bind-hints", "propagate{...}", ...]
     """
-    given = as_passes(hints.passes)
+    custom = as_passes(hints.passes)
     asked = _asked(hints)
-    passes = arrange([each for name, kind in BUILT_IN.items() for each in asked.get(name, (kind(),))], given)
-    if is_full_pipeline(given):
+    passes = arrange([each for name, kind in BUILT_IN.items() for each in asked.get(name, (kind(),))], custom)
+    if is_full_pipeline(custom):
         for each in fields(hints):
             if each.name in OPTIONS and getattr(hints, each.name) != each.default:
                 raise Error(
@@ -99,8 +99,8 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
     tables = tuple(TableRows(each.modules, each.min_numel) for each in offloads(hints) if "rows" in each.whats)
     auto = hints.recompute == "auto"  # which a plan without it decides, and what activations are offloaded
     asked = None if auto else hints.recompute
-    given = (asked,) if isinstance(asked, (str, Recompute)) else tuple(asked or ())
-    names = tuple(each for each in given if isinstance(each, str))
+    requested = (asked,) if isinstance(asked, (str, Recompute)) else tuple(asked or ())
+    names = tuple(each for each in requested if isinstance(each, str))
     again = (Recompute(names if len(names) > 1 else names[0]),) if names else ()
     return {
         "propagate": (Propagate(strict=hints.strict),),
@@ -109,7 +109,7 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
         "pipeline": () if hints.pipeline is None else (hints.pipeline,),
         "rematerialize-gathers": (RematerializeGathers(),) if hints.zero == 3 else (),
         "rematerialize-casts": (RematerializeCasts(),) if hints.mixed_precision is not None and hints.zero < 3 else (),
-        "recompute": (*again, *(each for each in given if isinstance(each, Recompute))),
+        "recompute": (*again, *(each for each in requested if isinstance(each, Recompute))),
         "table-rows": tables,
         "iterations": (Loops(fetch=hints.zero == 3, strict=hints.strict),),
         "offload": tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
@@ -154,11 +154,11 @@ def default_rank_passes(hints: Hints, device: str = "cpu") -> tuple[RankPass, ..
     Raises:
         Error: a rank pass is not known, or is none.
     """
-    ours, given = built_in(device), as_rank_passes(hints.rank_passes)
-    own = {each.name: each for each in given}
+    ours, custom = built_in(device), as_rank_passes(hints.rank_passes)
+    own = {each.name: each for each in custom}
     names = {each.name for each in ours}
-    behind = [each for each in given if each.name not in names and not isinstance(each, Arena)]
-    arena = [each for each in given if isinstance(each, Arena)] or ([Arena()] if hints.arena else [])
+    behind = [each for each in custom if each.name not in names and not isinstance(each, Arena)]
+    arena = [each for each in custom if isinstance(each, Arena)] or ([Arena()] if hints.arena else [])
     return (*(own.get(each.name, each) for each in ours), *behind, *arena)  # who knows what the others need
 
 
@@ -205,11 +205,11 @@ def batch_parts(mesh: Mesh, hints: Hints) -> BatchParts:
         return ONE
     axes: dict[str, None] = {}
     for name, leaf in leaf_names(hints.args, hints.kwargs, ()):
-        for text, given in (
+        for text, hint in (
             specs_in_iterations(mesh, hints).items() if isinstance(leaf, torch.Tensor) and leaf.ndim else ()
         ):
             if pattern(text).fullmatch(name):
-                axes |= dict.fromkeys(as_spec(given, mesh, leaf.ndim, text).dims[0].axes)
+                axes |= dict.fromkeys(as_spec(hint, mesh, leaf.ndim, text).dims[0].axes)
     if hints.batch_stats == "local":
         return BatchParts(mesh.extent(axes))
     iterations = [axis for axis in axes if mesh[axis].loop]
@@ -278,7 +278,7 @@ def plan_graph(
         context = new_context(hints, graph, rules)
         why = why_whole(graph, context.specs) or why_whole(graph, context.strategies)
         context.specs, context.strategies = (
-            of_those_there(graph, given) for given in (context.specs, context.strategies)
+            of_those_there(graph, specs) for specs in (context.specs, context.strategies)
         )
         if not why:
             try:

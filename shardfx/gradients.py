@@ -36,12 +36,12 @@ def check_gradients(model: nn.Module, compiled: Compiled) -> None:
     trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs)
     if not trains or gradients_of(compiled.after) >= set(trainable):
         return
-    given = gradients_of(compiled.before)  # what a pass drops is for the proof to say
-    lacking = [name for name in trainable if name not in given]
+    received = gradients_of(compiled.before)  # what a pass drops is for the proof to say
+    lacking = [name for name in trainable if name not in received]
     if not lacking:
         return
     names = some(lacking, SHOWN)
-    if not given:
+    if not received:
         raise Error(
             "no trainable parameter gets a gradient",
             where="Hints(loss=...)",
@@ -59,8 +59,8 @@ def check_stepped(model: nn.Module, compiled: Compiled) -> None:
     if update is None:
         return
     stepped = {name for group in update.groups for name in group.names}
-    trainable, given = _trainable(model, compiled), gradients_of(compiled.before)
-    left = [name for name in trainable if name in given and name not in stepped]
+    trainable, received = _trainable(model, compiled), gradients_of(compiled.before)
+    left = [name for name in trainable if name in received and name not in stepped]
     if left:
         names = some(left, SHOWN)
         _warn(compiled, f"{len(left)} of {len(trainable)} trainable parameters have no optimizer: {names}")

@@ -298,12 +298,12 @@ def _stored(graph: Graph) -> dict[str, str]:
 
 def _said(compiled: Compiled) -> dict[str, str]:
     """Hints of values, by pattern: text as the user wrote it, an exact spec as the graph's text has it."""
-    graph, given = compiled.before, as_said(compiled.hints)
+    graph, hints = compiled.before, as_said(compiled.hints)
     sizes = {each.name: each.value.shape for each in graph.inputs}
     sizes |= {name: sizes[known] for name, known in graph.aliases.items() if known in sizes}
     sizes |= {path: values[-1].shape for path, values in module_outputs(graph).items() if path not in sizes}
     found = {}
-    for text, hint in specs_in_iterations(graph.mesh, given).items():
+    for text, hint in specs_in_iterations(graph.mesh, hints).items():
         matcher = pattern(text)
         shape = next(shape for name, shape in sizes.items() if matcher.fullmatch(name))
         spec = as_spec(hint, graph.mesh, len(shape), text)

@@ -104,7 +104,7 @@ def redundancies(graph: Graph) -> Iterator[Redundancy]:
 def _lost(nodes: Iterable[Node], axis: str, graph: Graph) -> frozenset[Node]:
     """Those of some ops that the hints shard over an axis, unevenly or in vain: they are made of an argument that is
     sharded over it (sums over it apart), or of what is gathered over it. The border rows of tiles do not count."""
-    behind = {given.value for given, _, _ in _sharded_arguments(graph, axis)}
+    behind = {inp.value for inp, _, _ in _sharded_arguments(graph, axis)}
     for node in graph.nodes:
         is_sum = is_comm(node) and axis in node.kwargs["axes"] and node.op is not comm.all_gather
         if not is_sum and any(value in behind for value in node.operands):
@@ -182,10 +182,10 @@ def _gather_before(node: Node, axis: str) -> Node | None:
 def _hint(found: Redundancy, compiled: Compiled) -> str:
     """What to write to have the axis shard more."""
     axis, graph = found.axis, compiled.after
-    for given, dim, sharding in _sharded_arguments(graph, axis.name):
-        parts, size = graph.mesh.extent(sharding.axes), given.value.shape[dim]
+    for inp, dim, sharding in _sharded_arguments(graph, axis.name):
+        parts, size = graph.mesh.extent(sharding.axes), inp.value.shape[dim]
         if size % parts:
-            return f"a multiple of {parts} in place of {size} as dim {dim} of {given.name}"
+            return f"a multiple of {parts} in place of {size} as dim {dim} of {inp.name}"
     nodes = [node for node in found.by_node if node in found.lost or not found.lost]
     node = max([each for each in nodes if each.phase is Phase.FORWARD] or nodes, key=found.by_node.__getitem__)
     strategy = dict(node.strategy.shardings) if node.strategy is not None else {}

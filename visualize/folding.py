@@ -224,8 +224,8 @@ def _signature(graph: FoldedGraph, module: ModuleTree) -> Hashable:
         """A value by its place in the block, or as an input of the block; with type and placement."""
         place: Hashable = inside.get(value)
         if place is None:
-            given = graph.inputs.get(value)
-            kind = given.kind if given is not None and given.kind not in ENDS else None
+            inp = graph.inputs.get(value)
+            kind = inp.kind if inp is not None and inp.kind not in ENDS else None
             place = outside.setdefault(value, len(outside)), kind
         return place, value.type, value.spec
 

@@ -185,8 +185,8 @@ class RankMemory:
         """What is there at a call."""
         mesh = self.program.mesh
         here = [inp for inp in self.program.inputs if not inp.pool]
-        for holder, given in zip(self.given, here, strict=True):
-            yield PeakStorage(holder.nbytes, spec_of([given.value], holder.nbytes, mesh))
+        for holder, inp in zip(self.given, here, strict=True):
+            yield PeakStorage(holder.nbytes, spec_of([inp.value], holder.nbytes, mesh))
         for storage in self.footprint.there(call):
             values = storage.node.outs if storage.node is not None else ()
             yield PeakStorage(storage.nbytes, spec_of(values, storage.nbytes, mesh))

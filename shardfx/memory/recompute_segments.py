@@ -293,33 +293,33 @@ Sizes = dict[Modules, int]
 
 def segmentations(course: SegmentedStep) -> Iterator[tuple[Modules, ...]]:
     """The modules of longer segments, in several ways."""
-    live, given = _live_units(course)
+    live, outgoing = _live_units(course)
     seen = set()
-    for runs in (*_lean(live, given), *(_even(live, count) for count in COUNTS)):
+    for runs in (*_lean(live, outgoing), *(_even(live, count) for count in COUNTS)):
         parts = tuple(tuple(chain.from_iterable(run)) for run in runs)
         if len(parts) > 1 and any(len(each) > 1 for each in parts) and parts not in seen:
             seen.add(parts)
             yield parts
 
 
-def _lean(live: Sizes, given: Sizes) -> Iterator[list[list[Modules]]]:
+def _lean(live: Sizes, outgoing: Sizes) -> Iterator[list[list[Modules]]]:
     """The split that holds least, and some that hold more in fewer segments."""
-    low, high = 0.0, float(sum(live.values()) + sum(given.values()))
+    low, high = 0.0, float(sum(live.values()) + sum(outgoing.values()))
     least = high
     while least - low > high / 1000:
         middle = (low + least) / 2
-        low, least = (low, middle) if _runs_within(live, given, middle) else (middle, least)
-    yield from (_runs_within(live, given, least * slack) for slack in SLACK)
+        low, least = (low, middle) if _runs_within(live, outgoing, middle) else (middle, least)
+    yield from (_runs_within(live, outgoing, least * slack) for slack in SLACK)
 
 
-def _runs_within(live: Sizes, given: Sizes, limit: float) -> list[list[Modules]]:
+def _runs_within(live: Sizes, outgoing: Sizes, limit: float) -> list[list[Modules]]:
     """The longest segments that hold no more while they are recomputed, beside what those before them gave, so that the
     first are longer than the last; none: there are no such."""
     found: list[list[Modules]] = [[]]
     before = stored = 0
     for unit, nbytes in live.items():
         if found[-1] and before + stored + nbytes > limit:
-            before, stored = before + given[found[-1][-1]], 0
+            before, stored = before + outgoing[found[-1][-1]], 0
             found.append([])
         if before + nbytes > limit:
             return []
@@ -356,7 +356,7 @@ def _live_units(course: SegmentedStep) -> tuple[Sizes, Sizes]:
         path, module = course.segment_at(node.where.module), node.where.module
         if path not in large or module not in outer:  # what an outer one does itself lies around the others
             units[node] = module if path in large else path
-    live, given = dict.fromkeys(units.values(), 0), dict.fromkeys(units.values(), 0)
+    live, outgoing = dict.fromkeys(units.values(), 0), dict.fromkeys(units.values(), 0)
     for node, unit in units.items():
         live[unit] += nbytes[node]
     open_, passed = set[str](), set[Value]()
@@ -365,7 +365,7 @@ def _live_units(course: SegmentedStep) -> tuple[Sizes, Sizes]:
             maker = units.get(value.node, unit) if value.node is not None else unit
             if maker != unit and value not in passed:
                 passed.add(value)
-                given[maker] += value.local_bytes(mesh)
+                outgoing[maker] += value.local_bytes(mesh)
                 if value not in course.needed:
                     open_.add(maker)
     together: list[list[str]] = [[]]
@@ -374,4 +374,4 @@ def _live_units(course: SegmentedStep) -> tuple[Sizes, Sizes]:
         if unit not in open_:
             together.append([])
     groups = [tuple(each) for each in together if each]
-    return {each: sum(map(live.__getitem__, each)) for each in groups}, {each: given[each[-1]] for each in groups}
+    return {each: sum(map(live.__getitem__, each)) for each in groups}, {each: outgoing[each[-1]] for each in groups}

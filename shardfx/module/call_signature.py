@@ -363,7 +363,7 @@ class CallSignature:
 
     def serves(self, other: CallSignature) -> bool:
         """Whether programs for this signature serve a call of another: one without targets, or with fewer gradients."""
-        same = all(name in self.inputs and self.inputs[name] == given for name, given in other.inputs.items())
+        same = all(name in self.inputs and self.inputs[name] == fact for name, fact in other.inputs.items())
         left = [name for name in self.inputs if name not in other.inputs]
         rest = all(name.startswith(TARGETS) for name in left)
         return same and rest and self._around == other._around and other.gradients <= self.gradients
@@ -384,7 +384,7 @@ class CallSignature:
 
     def words(self) -> dict[str, str]:
         """The signature by subject, in words that are the same in every process."""
-        found = {name: _text_of(given) for name, given in self.inputs.items()}
+        found = {name: _text_of(fact) for name, fact in self.inputs.items()}
         found |= {"gradients of results": "given"} if self.pulls else {}
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
@@ -395,9 +395,9 @@ class CallSignature:
     def difference(self, other: CallSignature) -> str:
         """The difference to another signature, in words."""
         found = ["gradients of its results are given"] if other.pulls and not self.pulls else []
-        for name, given in other.inputs.items():
-            if self.inputs.get(name) != given and not (other.pulls and name.startswith(TARGETS)):
-                found.append(f"{name} is {_text_of(given)}, not {_text_of(self.inputs.get(name))}")
+        for name, fact in other.inputs.items():
+            if self.inputs.get(name) != fact and not (other.pulls and name.startswith(TARGETS)):
+                found.append(f"{name} is {_text_of(fact)}, not {_text_of(self.inputs.get(name))}")
         if self.training != other.training:
             modes = sorted(self.training ^ other.training)
             more = f" and {len(modes) - 1} more" if len(modes) > 1 else ""
@@ -462,16 +462,16 @@ class CallReader:
         Raises:
             Error: there are others than the model was captured with.
         """
-        given = args[: self._count], dict(kwargs), args[self._count :]
-        leaves, tree = pytree.tree_flatten(given)
+        nests = args[: self._count], dict(kwargs), args[self._count :]
+        leaves, tree = pytree.tree_flatten(nests)
         names = next((names for known, names in self._known if known == tree), None)
         if names is None:
-            names = [name for name, _ in leaf_names(*given)]
-            self._check(names, bool(given[2]))
+            names = [name for name, _ in leaf_names(*nests)]
+            self._check(names, bool(nests[2]))
             self._known = [(tree, names), *self._known[:KNOWN]]
         named = dict(zip(names, leaves, strict=True))
         check_call({name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)})
-        return ModuleCall(*given, named, bool(given[2]) or not self._targets)
+        return ModuleCall(*nests, named, bool(nests[2]) or not self._targets)
 
     def _check(self, names: Sequence[str], has_targets: bool) -> None:
         needed = [name for name in self._wanted if has_targets or not name.startswith(TARGETS)]
@@ -491,11 +491,11 @@ def inputs_of(call: ModuleCall, step: ProgramRunner) -> dict[str, object]:
     found = {}
     for name, leaf in call.leaves.items():
         found[name] = input_key(leaf)
-        given = expected.get(name)
-        if given is None or not isinstance(leaf, torch.Tensor) or leaf.dtype != given.value.type.dtype:
+        fact = expected.get(name)
+        if fact is None or not isinstance(leaf, torch.Tensor) or leaf.dtype != fact.value.type.dtype:
             continue
-        if tuple(leaf.shape) != given.value.shape and tuple(leaf.shape) in step.local_shapes(given):
-            found[name] = TensorType(given.value.shape, leaf.dtype)
+        if tuple(leaf.shape) != fact.value.shape and tuple(leaf.shape) in step.local_shapes(fact):
+            found[name] = TensorType(fact.value.shape, leaf.dtype)
     return found
 
 
@@ -510,8 +510,8 @@ def model_results(compiled: Compiled, step: ProgramRunner, local: bool, results:
     if unknown is not None:
         raise unknown.error("pm(...)")
     outputs = [o for o in step.graph.outputs if o.kind is OutputKind.RESULT]
-    given = iter([results[o.kind, o.name][0] if local else step.full(o, results[o.kind, o.name]) for o in outputs])
-    leaves = [next(given) if leaf == "tensor" else leaf for leaf in captured.result_leaves]
+    remaining = iter([results[o.kind, o.name][0] if local else step.full(o, results[o.kind, o.name]) for o in outputs])
+    leaves = [next(remaining) if leaf == "tensor" else leaf for leaf in captured.result_leaves]
     return pytree.tree_unflatten(leaves, captured.result_tree)
 
 
@@ -523,7 +523,7 @@ def program_tensors(step: ProgramRunner, call: ModuleCall) -> list[tuple[Input, 
 
 def passing_of(step: ProgramRunner, call: ModuleCall) -> Passed:
     """How a rank's inputs were passed, as global ones or its own part: one that is its part tells."""
-    found = [_passing_of(step, given, tensor) for given, tensor in program_tensors(step, call)]
+    found = [_passing_of(step, inp, tensor) for inp, tensor in program_tensors(step, call)]
     return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
 
 
@@ -539,10 +539,10 @@ def rank_inputs(step: ProgramRunner, call: ModuleCall, local: bool) -> list[Rank
     (rank,) = step.ranks
     space = [axis.name for axis in step.graph.mesh.space]
     found = []
-    for given, tensor in program_tensors(step, call):
-        shards, full = step.shards(given), _passing_of(step, given, tensor) is Passed.WHOLE or not local
+    for inp, tensor in program_tensors(step, call):
+        shards, full = step.shards(inp), _passing_of(step, inp, tensor) is Passed.WHOLE or not local
         shard, part = shards.by_rank[rank], tuple(shards.local_shapes[shards.by_rank[rank]])
-        sharding = given.value.spec.axes if given.value.spec is not None and not full else ()
+        sharding = inp.value.spec.axes if inp.value.spec is not None and not full else ()
         axes = tuple(axis for axis in space if axis not in sharding)
-        found.append(RankInput(given.name, tensor, given.value.shape, part, -1 if full else shard, axes))
+        found.append(RankInput(inp.name, tensor, inp.value.shape, part, -1 if full else shard, axes))
     return found

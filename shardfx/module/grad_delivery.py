@@ -45,8 +45,8 @@ def _backward(
     self = loss()
     own = gradient is None and self is not None and self.grad_fn is node
     own = own and not (self._backward_hooks or self.retains_grad)  # type: ignore[union-attr]
-    given = node.one if own else gradient
-    torch.Tensor.backward(copy if self is None else self, given, *args, **kwargs)  # type: ignore[no-untyped-call]
+    grad = node.one if own else gradient
+    torch.Tensor.backward(copy if self is None else self, grad, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class DeliverGradients(torch.autograd.Function):
@@ -178,8 +178,8 @@ def loss_with_grads(
     """The loss, with gradients ready for all tensors that require one."""
     grads = gradients(step, call, local, wanted, results)
     tensors = leaves(wanted)
-    given = grads or [None for _ in tensors]
-    return deliver_gradients(results[OutputKind.LOSS, "loss"][0], given, tensors, step.store.handed_out)
+    ready = grads or [None for _ in tensors]
+    return deliver_gradients(results[OutputKind.LOSS, "loss"][0], ready, tensors, step.store.handed_out)
 
 
 def check_step(

@@ -181,15 +181,15 @@ class ModelState:
                 names[known].append(name)
         if strict:
             wanted = {self.aliases.get(name, name) for name in self.names} | set(self.lacking())
-            needed = {name: given for name, given in names.items() if name in wanted}
+            needed = {name: keys for name, keys in names.items() if name in wanted}
             needed |= {name: [name] for name in self.extra if name in self.names}
             check_names(state_dict, self.names, needed, [*self.aliases, *self.extra, *self.beside])
         extra = {name: TensorType(tuple(tensor.shape), tensor.dtype) for name, tensor in self.extra.items()}
         check_types(state_dict, extra | {n: stored[k] for n, k in self.aliases.items() if k in stored} | stored)
         full = {
-            k: next(state_dict[n] for n in given if n in state_dict)
-            for k, given in names.items()
-            if any(n in state_dict for n in given)
+            k: next(state_dict[n] for n in keys if n in state_dict)
+            for k, keys in names.items()
+            if any(n in state_dict for n in keys)
         }
         self.store.load(full, self.trainable)
         self._mark()

@@ -287,17 +287,17 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     known = {id(p.grad): staged for p, staged in _staged.items() if p.grad is not None}
-    owner = next((known[id(grad)][0]() for grad in given if id(grad) in known), None)
+    owner = next((known[id(grad)][0]() for grad in grads if id(grad) in known), None)
     if owner is None:
-        made: Tensor = _taken[0](given, norm_type, error_if_nonfinite, foreach)
+        made: Tensor = _taken[0](grads, norm_type, error_if_nonfinite, foreach)
         return made
     mine: dict[str, list[Tensor]] = {}
-    for grad in given:
+    for grad in grads:
         if id(grad) in known:
             mine.setdefault(known[id(grad)][1], []).append(grad)
-    rest = [grad for grad in given if id(grad) not in known]
+    rest = [grad for grad in grads if id(grad) not in known]
     total: Tensor = owner(mine, float(norm_type))
     if rest:
         total = torch.linalg.vector_norm(torch.stack([total, _taken[0](rest, norm_type).to(total)]), norm_type)

@@ -50,15 +50,15 @@ def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> d
     Raises:
         Error: only some shards of a parameter have a state, or are there; a state cannot be joined.
     """
-    given = optimizer.state_dict()
+    saved = optimizer.state_dict()
     every = _every(state, walk, optimizer)
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
-    for wholes, packed in zip(every, given["param_groups"], strict=True):
+    for wholes, packed in zip(every, saved["param_groups"], strict=True):
         first = sum(len(each["params"]) for each in groups)
         for i, (name, places) in enumerate(wholes):
             ids = [packed["params"][place] for place in places]
-            stored = [given["state"][index] for index in ids if index in given["state"]]
+            stored = [saved["state"][index] for index in ids if index in saved["state"]]
             if stored:
                 _check_all(name, state, len(stored))
             if made := _full_state(state, name, stored) if name else stored[:1] and stored[0]:
@@ -67,7 +67,7 @@ def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> d
         if "param_names" in packed:
             group["param_names"] = [name or packed["param_names"][places[0]] for name, places in wholes]
         groups.append(group)
-    return {**given, "state": states, "param_groups": groups}
+    return {**saved, "state": states, "param_groups": groups}
 
 
 def sharding(
@@ -78,14 +78,14 @@ def sharding(
     Raises:
         Error: the groups are others; a state cannot be sharded as its parameter is.
     """
-    given = _every(state, walk, optimizer)
-    sizes, theirs = [len(wholes) for wholes in given], [len(group["params"]) for group in full["param_groups"]]
+    members = _every(state, walk, optimizer)
+    sizes, theirs = [len(wholes) for wholes in members], [len(group["params"]) for group in full["param_groups"]]
     if sizes != theirs:
         raise _other_groups(sizes, theirs)
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
     own = optimizer.state_dict()["param_groups"]
-    for wholes, group, mine in zip(given, full["param_groups"], own, strict=True):
+    for wholes, group, mine in zip(members, full["param_groups"], own, strict=True):
         for index, (name, places) in zip(group["params"], wholes, strict=True):
             if index in full["state"]:
                 state_of_parameter = full["state"][index]

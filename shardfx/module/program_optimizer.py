@@ -146,11 +146,11 @@ class ProgramOptimizer(torch.optim.Optimizer):
             Error: it is of another one.
         """
         self.begin()
-        store, given = self.model_state.store, state_dict.get("state", {})
+        store, saved = self.model_state.store, state_dict.get("state", {})
         where = "pm.optimizer.load_state_dict(...)"
         if state_dict.get("placed") != self._placed():
-            raise _other_states(where, _few(self._placed()), _few(state_dict.get("placed") or given))
-        new = {name: tensors if isinstance(tensors, list) else [tensors] for name, tensors in given.items()}
+            raise _other_states(where, _few(self._placed()), _few(state_dict.get("placed") or saved))
+        new = {name: tensors if isinstance(tensors, list) else [tensors] for name, tensors in saved.items()}
         wanted, have = ({name: _shapes(tensors) for name, tensors in each.items()} for each in (store.states, new))
         if have != wanted:
             apart = [name for name in {**wanted, **have} if wanted.get(name) != have.get(name)]
@@ -184,15 +184,15 @@ class ProgramOptimizer(torch.optim.Optimizer):
             Error: they are those of another model or optimizer; or differ where parameters share one.
         """
         self.begin()
-        given = state_dict.get("state", {})
+        saved = state_dict.get("state", {})
         wanted = {name: {state.key for state in states} for name, states in self.update.states.items() if states}
-        have = {name: set(states) for name, states in given.items() if states}
+        have = {name: set(states) for name, states in saved.items() if states}
         if have != wanted:
             raise _other_states("pm.optimizer.load_full_state_dict(...)", _few(wanted), _few(have))
         new: dict[str, torch.Tensor] = {}
         for name, states in self.update.states.items():
             for state in states:
-                value = torch.as_tensor(given[name][state.key])
+                value = torch.as_tensor(saved[name][state.key])
                 self._check(name, state, value, new.get(state.name))
                 new[state.name] = value
         options = self._options_of(state_dict, "pm.optimizer.load_full_state_dict(...)")
@@ -235,8 +235,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
 
     def _options_of(self, state_dict: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         """The saved options of each group, by the names of its parameters; none where none are."""
-        given = state_dict.get("param_groups", ())
-        return options_by_name(self.update.groups, given, where) if given else []
+        saved = state_dict.get("param_groups", ())
+        return options_by_name(self.update.groups, saved, where) if saved else []
 
     def _set_options(self, options: Iterable[Mapping[str, Any]]) -> None:
         for group, new in zip(self.param_groups, options, strict=False):

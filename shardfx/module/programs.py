@@ -181,8 +181,8 @@ class Programs:
             if not (usual or self.step.has_run(kinds)) or lacks:
                 continue
             used = {rank: program for (rank, its), program in self.step.changed.items() if its == kinds}
-            given = modules if kinds == meant else {}
-            found.append(ProgramRequest(name, kinds, partial(self.made, kinds=kinds), used, given))
+            replaced = modules if kinds == meant else {}
+            found.append(ProgramRequest(name, kinds, partial(self.made, kinds=kinds), used, replaced))
         return found
 
     def use(self, modules: Mapping[int, fx.GraphModule], proven: bool, known: Mapping[str, torch.Tensor]) -> None:

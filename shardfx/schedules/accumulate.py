@@ -50,9 +50,9 @@ def specs_in_iterations(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
     if not axis:
         return hints.specs
     specs, found = dict(hints.specs), False
-    for text, given in hints.specs.items():
+    for text, hint in hints.specs.items():
         ndim = next((dims for name, dims in inputs.items() if pattern(text).fullmatch(name)), None)
-        spec = as_spec(given, mesh, ndim, text) if ndim is not None else None
+        spec = as_spec(hint, mesh, ndim, text) if ndim is not None else None
         if spec is not None and spec.dims[0].axes and axis not in spec.axes:
             specs[text], found = _before(axis, spec), True
     if found:
@@ -81,8 +81,8 @@ def _unsaid(mesh: Mesh, hints: Hints, inputs: Mapping[str, int]) -> str:
     if time not in mesh.names or not mesh[time].loop:
         return ""  # or it is no axis of micro-batches, which the pass will say
     said = (
-        as_spec(given, mesh, dims, text)
-        for text, given in hints.specs.items()
+        as_spec(hint, mesh, dims, text)
+        for text, hint in hints.specs.items()
         for name, dims in inputs.items()
         if pattern(text).fullmatch(name)
     )
