@@ -68,17 +68,17 @@ class ShardingDecision:
 
     @property
     def values(self) -> Iterator[Value]:
-        """All values of which it speaks."""
+        """All values that the decision refers to."""
         yield self.value
         yield from (each.value for each in self.carriers)
         yield from (each.value for each in self.refused if each.value is not None)
 
     def down(self, name: Callable[[Value], str]) -> str:
-        """What was rejected, in words."""
+        """The rejected alternatives, in words."""
         return ", ".join(text + (f" of {name(value)}" if value is not None else "") for text, value in self.refused)
 
     def moved(self, change: Callable[[Value], Value]) -> ShardingDecision:
-        """The same of other values; its causes are still the old ones."""
+        """The same decision about other values; its causes are still the old ones."""
         return replace(
             self,
             value=change(self.value),
@@ -110,7 +110,7 @@ class Reasons:
 
     @property
     def values(self) -> Iterator[Value]:
-        """All values of which they speak."""
+        """All values that the decisions refer to."""
         return (value for each in self for value in each.values)
 
     def __bool__(self) -> bool:
@@ -126,7 +126,7 @@ class Reasons:
             self._later.append(change)
 
     def moved(self, change: Callable[[Value], Value]) -> Reasons:
-        """The same of the values of another graph, when somebody asks."""
+        """The same decisions about the values of another graph, mapped lazily."""
         found = Reasons()
         if self:
             found._made = dict(self._made)

@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
     @property
     def length(self) -> float:
-        """How long."""
+        """The duration."""
         return self.end - self.start
 
 
@@ -70,11 +70,11 @@ class Simulation:
 
     @cached_property
     def step(self) -> float:
-        """From the start of the first action to the end of the last."""
+        """The step time: from the start of the first action to the end of the last."""
         return max(span.end for span in self.spans.values())
 
     def segments(self, action: Action) -> tuple[Span, ...]:
-        """From when to when an action is done: it may be interrupted by others."""
+        """The intervals of an action, which others may interrupt."""
         return (self.spans[action],)
 
     @cached_property

@@ -84,7 +84,7 @@ def said(word: str, name: str, what: str, quotes: bool = True, **options: Any) -
 
 
 def source(**options: Any) -> Attribute[Any]:
-    """Where in the user's code a subject comes from."""
+    """The source location of a subject in the user's code."""
 
     def read(subject: Any, line: TextLine, scope: ReadScope) -> None:
         subject.where = read_where(line, scope)

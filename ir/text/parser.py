@@ -113,7 +113,7 @@ class _Reader:
             line.fail("the end of the line")
 
     def pipelined(self) -> Pipelined | None:
-        """Where the graph's stages lie, if it has some."""
+        """The pipeline stages of the graph, if it has some."""
         if not self.pipeline:
             return None
         axis, time = (*self.pipeline, "")[:2]

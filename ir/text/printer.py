@@ -122,7 +122,7 @@ class Printer:
         return write_attributes(line, OUTPUT, output, self.scope)
 
     def use(self, value: Value) -> str:
-        """What a value is called where it is used; a value that the graph does not define has a name in ``<>``."""
+        """The name of a value where it is used; a value that the graph does not define has a name in ``<>``."""
         return self.scope.use(value)
 
     def type(self, value: Value) -> str:

@@ -76,7 +76,7 @@ class ReasonReader:
         self.made.append(made)
 
     def reasons(self) -> Reasons:
-        """All that was read.
+        """The decisions that were read.
 
         Raises:
             Error: a decision is behind one that is not there.

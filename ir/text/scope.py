@@ -26,7 +26,7 @@ def quoted(name: str, bare: re.Pattern[str]) -> str:
 
 
 def unquoted(text: str) -> str:
-    """What :func:`quoted` wrote."""
+    """The inverse of :func:`quoted`."""
     return str(json.loads(text)) if text.startswith('"') else text
 
 
@@ -40,7 +40,7 @@ class PrintScope:
         self.numbers: dict[ShardingDecision, int] = {}
 
     def use(self, value: Value) -> str:
-        """What a value is called where it is used; a value that the graph does not define has a name in ``<>``."""
+        """The name of a value where it is used; a value that the graph does not define has a name in ``<>``."""
         return self.tokens.get(value) or f"%<{value.name or '?'}>"
 
 
@@ -89,7 +89,7 @@ def checked(line: TextLine, make: Callable[[], T]) -> T:
 
 
 def _value_tokens(graph: Graph) -> dict[Value, str]:
-    """What each value is called: the inputs by name, the rest by name if all have one of their own, else by number."""
+    """The name of each value: of inputs by name, of the rest by name if all have one of their own, else by number."""
     tokens: dict[Value, str] = {}
     for inp in graph.inputs:
         bare = BARE_VALUE.fullmatch(inp.name) and not inp.name.isdigit()

@@ -112,7 +112,7 @@ def _by_phase(calls: Sequence[fx.Node], stage: int) -> dict[fx.Node, Purpose]:
 
 
 def _split_point(planned: Sequence[Node | None], late: Callable[[Phase], bool]) -> int:
-    """Where calls are split best: most in front of it are of early phases, most behind it of late ones."""
+    """The best split of calls into phases: most in front of it are of early phases, most behind it of late ones."""
     gains = [*accumulate((0 if node is None else -1 if late(node.phase) else 1 for node in planned), initial=0)]
     return max(range(len(gains)), key=gains.__getitem__)
 

@@ -119,7 +119,7 @@ class _RankClock:
 
     @property
     def left(self) -> int:
-        """How many tasks are left."""
+        """The number of remaining tasks."""
         return len(self.row) - self.at
 
     def run(self, mail: Mail) -> bool:
@@ -166,7 +166,7 @@ class _RankClock:
         return True
 
     def _over(self, link: str, what: str, seconds: float) -> float:
-        """When a transfer is done that begins now, or when the link is free."""
+        """The end of a transfer that starts now, or when the link is free."""
         start = max(self.now, self.free.get(link, 0.0))
         self.free[link] = start + seconds
         self.transfers.append(LinkTransfer(link, what, Span(start, start + seconds)))

@@ -56,7 +56,7 @@ def link_of(call: fx.Node) -> str:
 
 
 def call_label(call: fx.Node) -> str:
-    """What a call starts, in words: the kind, the value in the planned graph, the module."""
+    """A label of a call: the kind, the value in the planned graph, the module."""
     row, planned = row_of(call.target), call.meta.get("shardfx")
     kind = row.name.rpartition(".")[2].rstrip("_") if row is not None else str(call.target)
     where = f" {planned.where.module}" if isinstance(planned, Node) and planned.where.module else ""
@@ -73,7 +73,7 @@ def moves_only(call: fx.Node) -> bool:
 
 
 def stream_order(calls: Iterable[fx.Node]) -> list[Event]:
-    """What a rank does, call by call in the order in which it is done, without what only moves."""
+    """The events of a rank, call by call in execution order, without calls that only move elements."""
     made = []
     for call in calls:
         row = row_of(call.target)

@@ -84,11 +84,11 @@ class BlocksAround:
         return list(zip(ahead, back, behind, gone, strict=True))
 
     def _of(self, nodes: Iterable[Node], index: int) -> list[Node]:
-        """Those of the nodes that say that they belong to a block."""
+        """The nodes that belong to a block."""
         return [node for node in nodes if self.repeat.within(node.where.module) == index]
 
     def _kind(self, node: Node) -> str:
-        """What nodes at the same place of two blocks have in common, as a text."""
+        """A key of nodes: equal for nodes at the same place of two blocks."""
         where = node.where
         module = self.repeat.moved(where.module, self.repeat.around[0])
         return repr((node.phase.value, str(node.op), module, where.line, [v.type for v in node.outs]))
@@ -124,7 +124,7 @@ class BlocksAround:
         return [*(getattr(value, name) for name in SEEN), value.hinted_by]
 
     def _moved_on(self, value: Value) -> list[Any]:
-        """What is seen of a value of a, as b has it."""
+        """The counterpart in b of what is seen of a value of a."""
         return [*self._seen(value)[:-1], self.next.name(value.hinted_by)]
 
     def _alike(self, one: Node, other: Node) -> bool:
@@ -173,7 +173,7 @@ class BlocksAround:
                     self.refuse("what one of them makes is used otherwise by the one before", node)
 
     def _runs(self) -> list[NodeRun]:
-        """Those of a behind the backward."""
+        """The runs of a's nodes behind the backward."""
         a, b = self.a[BEHIND], self.b[BEHIND]
         found = runs_of(self.graph.nodes, dict(zip(a, b, strict=True))) if a else []
         if found is None or not in_order(found, self._like_beside):

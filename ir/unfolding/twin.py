@@ -44,12 +44,12 @@ class BlockTwin:
         return dict(zip(self.repeat.around, self.blocks, strict=False))
 
     def name(self, name: str) -> str:
-        """What a module or parameter of ``a`` or of its neighbours is called here."""
+        """The name of the counterpart of a module or parameter of ``a`` or of its neighbours."""
         index = self.repeat.within(name)
         return name if index not in self._numbers else self.repeat.moved(name, self._numbers[index])
 
     def value(self, value: Value) -> Value:
-        """What stands here for a value; itself, if that is none of the blocks'."""
+        """The counterpart of a value; itself, if it is none of the blocks'."""
         if value.node is None:
             return self.inputs.get(value, value)
         node = self.node(value.node)
@@ -60,7 +60,7 @@ class BlockTwin:
         return found
 
     def node(self, node: Node) -> Node:
-        """What stands here for a node; itself, if that is none of the blocks'."""
+        """The counterpart of a node; itself, if it is none of the blocks'."""
         at = self.places.get(node)
         return node if at is None else self.rows[1 + at.delta][at.part][at.place] or node
 

@@ -70,7 +70,7 @@ class Definitions:
             self.wrong.fail(what, output, belongs or "the device's memory", lies or "the device's memory")
 
     def _pools(self, node: Node, operands: list[Value]) -> None:
-        """What lies beside the device is fetched; else all that a node takes lies there, and what it gives, too."""
+        """Check memory pools: offloaded values are fetched before use; a node's operands and results share one pool."""
         own = node.op if isinstance(node.op, OwnOp) else None
         carries = own is not None and (bool(own.pool) or own.fetches)
         there = own.fetches if own is not None and carries else all(value in self.away for value in operands)
@@ -154,7 +154,7 @@ EVERYWHERE = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GUARD)
 
 
 def check_stages(graph: Graph, wrong: Complaint) -> None:
-    """What a node takes is there where it runs: made there, or sent; outputs are where they belong."""
+    """Check stages: a node's operands are made or sent where it runs; outputs are where they belong."""
     if graph.pipeline is not None:
         _Stages(graph, graph.pipeline, wrong).check()
 

@@ -34,7 +34,7 @@ class Complaint:
     after: str | None
 
     def name(self, value: Value) -> str:
-        """What the text of the graph calls a value."""
+        """The name of a value in the graph's text."""
         return Printer(self.graph).use(value)
 
     def fail(self, what: str, place: Node | Input | Output, expected: object, got: object) -> NoReturn:

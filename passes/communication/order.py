@@ -75,7 +75,7 @@ class _Places:
         return self.at.get(node, self.now[node])
 
     def _ready(self, value: Value, chain: list[Node]) -> float:
-        """Where the last op stands that computes a value, behind the views between, which go into ``chain``."""
+        """The position of the last op that computes a value, behind the views between, which go into ``chain``."""
         node = value.node
         if node is None:
             return -1.0

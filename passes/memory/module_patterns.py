@@ -82,12 +82,12 @@ def joined(graph: Graph, of: Mapping[Node, str], into: Mapping[str, str]) -> dic
 
 
 def successive(modules: Sequence[str], together: int) -> dict[str, str]:
-    """Of each module, in their order, the first of the ``together`` ones among which it stands."""
+    """For each module, in their order, the first of the ``together`` ones to which it belongs."""
     return {path: modules[at - at % together] for at, path in enumerate(modules)}
 
 
 def matching_ops(nodes: Iterable[Node], ops: str | Iterable[str], *, where: str) -> list[Node]:
-    """Those nodes whose ops patterns name: ``"aten.mm"``, or with a module ``"layers.*.mlp:aten.mm"``, ``":aten.mm"``
+    """The nodes whose ops patterns name: ``"aten.mm"``, or with a module ``"layers.*.mlp:aten.mm"``, ``":aten.mm"``
     being the model's own.
 
     Raises:

@@ -96,11 +96,11 @@ class Offload(Pass):
 
     @property
     def whats(self) -> tuple[What, ...]:
-        """What is offloaded, in words."""
+        """The offloaded kinds of values, in words."""
         return (self.what,) if isinstance(self.what, str) else tuple(self.what)
 
     def without(self, what: str) -> tuple[Offload, ...]:
-        """The same without one of the words; none, where it is the only one."""
+        """The same pass without one of the words; none, where it is the only one."""
         left = tuple(each for each in self.whats if each != what)
         return (replace(self, what=left),) if left else ()
 
@@ -151,7 +151,7 @@ class Offload(Pass):
         return rewriter.comm(to_host if self.to == "host" else to_disk, value, why="offloaded", **folder)
 
     def fetch(self, rewriter: Rewriter, away: Value, user: Node, place: int) -> Value:
-        """What is fetched for its first user, before the node at ``place``."""
+        """Fetch a value for its first user, before the node at ``place``; returns it."""
         back = rewriter.comm(to_device, away, like=user, why=f"fetched for {user.name}")
         if away.node is not None:
             back.where = away.node.where
@@ -190,7 +190,7 @@ class _Uses:
                     self.needed.setdefault(value, i)
 
     def source(self, value: Value) -> Value:
-        """What a value is a view of; itself, if it is none."""
+        """The value of which a value is a view; itself, if it is none."""
         return self.shown.get(value, value)
 
     def of_parameters(self) -> set[Value]:

@@ -88,7 +88,7 @@ class Recompute(Pass):
         return Recomputation(graph, again.__contains__, _Slices(graph, self.shard_saved, of_regions).of).run()
 
     def _kept(self, graph: Graph, of: dict[Node, str]) -> set[Value]:
-        """What is not recomputed: what leaves a module, or the graph, and what the options say."""
+        """The values that are not recomputed: those that leave a module, or the graph, and those by the options."""
         kept = {output.value for output in graph.outputs}
         for node in graph.nodes:
             if node.phase is Phase.FORWARD:
@@ -161,7 +161,7 @@ class Recomputation:
         return changed
 
     def _recomputed(self, wanted: Value, anchor: Node, rewriter: Rewriter) -> Value:
-        """What replaces ``wanted`` at ``anchor``: copies that are missing are made just before it."""
+        """The replacement of ``wanted`` at ``anchor``: copies that are missing are made just before it."""
         places = self._places(anchor)
         todo = [wanted]  # a walk, for a chain may go through many nodes
         while todo:
@@ -183,7 +183,7 @@ class Recomputation:
         return self._there(wanted, places) or wanted
 
     def _there(self, value: Value, places: frozenset[int]) -> Value | None:
-        """What replaces a value wherever it is needed; None: nothing yet."""
+        """The replacement of a value wherever it is needed; None: nothing yet."""
         return next((made for at, made in self._made.get(value, ()) if places <= at), None)
 
     def _note(self, value: Value, places: frozenset[int], made: Value) -> None:
@@ -239,7 +239,7 @@ class _Slices:
     _gathered: dict[Value, Value] = field(default_factory=dict, init=False)
 
     def of(self, rewriter: Rewriter, value: Value, anchor: Node) -> Value:
-        """What replaces ``value`` at ``anchor``."""
+        """The replacement of ``value`` at ``anchor``."""
         dim = self._dim(value) if value in self.values else None
         if dim is None or value.node is None or not _is_of_forward(value) or value in self._outputs:
             return value

@@ -95,7 +95,7 @@ class TableRows(Pass):
 
 
 def _source(value: Value) -> Value:
-    """What a value was before it was cast, gathered or viewed otherwise."""
+    """The source of a value, before casts, gathers and views."""
     while value.node is not None and _only_moves(value.node):
         value = value.node.operands[value.index if len(value.node.operands) > 1 else 0]
     return value

@@ -108,7 +108,7 @@ def _ready(graph: Graph, now: Mapping[Node, int]) -> dict[Node, float]:
 
 
 def _final(graph: Graph, now: Mapping[Node, int]) -> dict[Value, float]:
-    """Of gradients that ranks reduce: where they are final."""
+    """The positions where gradients that ranks reduce are final."""
     reduced: dict[Value, Node] = {}
     for node in graph.nodes:
         for value in node.operands if node.phase is Phase.UPDATE else ():

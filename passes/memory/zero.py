@@ -73,7 +73,7 @@ class Zero(Pass):
         return changed or bool(stored)
 
     def _say(self, graph: Graph, value: Value) -> None:
-        """That a value is stored sharded over the axes, where a hint says so as well."""
+        """Note that a value is stored sharded over the axes, where a hint says so as well."""
         for dim, sharding in enumerate(value.spec.dims if value.spec is not None else ()):
             if axes := tuple(axis for axis in self.axes if axis in sharding.axes):
                 graph.reasons.add(ShardingDecision(value, dim, DimSharding(axes), f"zero={self.level}"))

@@ -35,7 +35,7 @@ class FullStateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     pm: ParallelModule
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole states, as an optimizer of the model itself has them."""
+        """Full states, as an optimizer of the model itself has them."""
         return self.pm.full_optimizer_state_dict(self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
     # ---- saving -----------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Whole tensors. Under ``torchrun`` all ranks call it, and so ``save_model`` and ``save_state``."""
+        """Full tensors. Under ``torchrun`` all ranks call it, and so ``save_model`` and ``save_state``."""
         if isinstance(model, ParallelModule):
             return model.full_state_dict()
         return super().get_state_dict(model, unwrap)

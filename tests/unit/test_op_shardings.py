@@ -155,7 +155,7 @@ def test_rows_then_columns_gather_between() -> None:
     equal(biased, sx.Mesh(x=4), shardings, x)
 
 
-def test_a_pin_wins_over_a_parameter_and_keeps_factors_whole() -> None:
+def test_a_pin_wins_over_a_parameter_and_keeps_factors_replicated() -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 8, dtype=torch.float64)
     pm = equal(Product(), sx.Mesh(x=2), {":mm": "m{x} n{} k{}"}, x, {"weight": "-, x"})

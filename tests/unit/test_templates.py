@@ -49,13 +49,13 @@ def test_a_word(text: str, call: tuple[object, ...], says: str) -> None:
     assert rule_text(made(text, *call)) == says
 
 
-def test_a_factor_is_whole_by_an_argument() -> None:
+def test_a_factor_is_replicated_by_an_argument() -> None:
     text, call = "d.. k@dim!keepdim -> d.. 1@dim", (aten.sum.dim_IntList, f(2, 3, 4), [0])
     assert rule_text(made(text, *call, True)) == "k0! d0 d1 -> 1 d0 d1"
     assert rule_text(made(text, *call, False)) == "k0 d0 d1 -> d0 d1"
 
 
-def test_a_factor_is_whole_by_the_value_of_an_argument() -> None:
+def test_a_factor_is_replicated_by_the_value_of_an_argument() -> None:
     args = (f(4, 5), torch.tensor([0, 1, 2, 3]), None)
     text = "n!reduction=1 c, n, c -> , "
     assert rule_text(made(text, aten.nll_loss_forward.default, *args, 1, -100)) == "n! c, n! -> , "

@@ -212,7 +212,7 @@ def test_any_placement_comes_back(cases: list[tuple[tuple[int, ...], Spec]], dty
     assert [(i.value.type, i.value.spec) for i in back.inputs] == [(v.type, v.spec) for v in values]
 
 
-def test_unplaced_is_not_whole() -> None:
+def test_unplaced_is_not_replicated() -> None:
     x, y = argument("x", 2), argument("y", 2)
     graph = Graph(Mesh(tp=2), [x, y])
     assert print_graph(graph) == "mesh tp=2\nunplaced\nargument %x : f32[2]\nargument %y : f32[2]"

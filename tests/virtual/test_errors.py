@@ -133,7 +133,7 @@ def test_an_op_without_a_rule_under_strict_names_the_users_line() -> None:
     fails("no sharding rule", "shardfx_tests.mystery", "test_errors.py", strict=True, **hints)
 
 
-def test_an_op_without_a_rule_is_computed_whole_with_a_warning() -> None:
+def test_an_op_without_a_rule_is_computed_replicated_with_a_warning() -> None:
     with pytest.warns(sx.ShardfxWarning, match="no sharding rule for shardfx_tests.mystery"):
         pm = make(model=Mysterious(), loss=None, targets=())
     assert torch.equal(pm(X), mystery(X) + 1)
