@@ -16,12 +16,15 @@ import torch
 from shardfx.ir.program.store_layout import choose_buffer
 
 Tensor = torch.Tensor
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors share the storage at an address."""
 
 
 @dataclass
 class _Lent:
     flat: Tensor
     storage: Any
+    address: int
     alone: int
     used: bool = True
 
@@ -51,7 +54,7 @@ class MemoryPool:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
         """As :func:`shardfx.ir.ops.memory_ops.empty`: memory that nobody holds."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        free = [each for each in self._kept if _use_count(each.storage) == each.alone]
+        free = [each for each in self._kept if _use_count(each.address) == each.alone]
         choice = choose_buffer(nbytes, [each.flat.numel() for each in free])
         if choice.drop is not None:
             self._kept = [each for each in self._kept if each is not free[choice.drop]]
@@ -62,15 +65,10 @@ class MemoryPool:
             own = self._make if nbytes else None
             flat = torch.empty(nbytes, dtype=torch.uint8, device=device) if own is None else own(nbytes)
             storage = flat.untyped_storage()
-            lent = _Lent(flat, storage, _use_count(storage))
+            lent = _Lent(flat, storage, storage._cdata, _use_count(storage._cdata))
             self._kept.append(lent)
         return lent.flat[:nbytes].view(dtype).view(shape)
 
     def arena(self, nbytes: int, device: str = "cpu") -> Tensor:
         """As :func:`shardfx.ir.ops.memory_ops.arena`: the same in each step, for nothing in it leaves the program."""
         return self.empty([nbytes], torch.uint8, device)
-
-
-def _use_count(storage: Any) -> int:
-    """How many tensors share a storage."""
-    return int(torch._C._storage_Use_Count(storage._cdata))

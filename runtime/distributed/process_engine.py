@@ -19,10 +19,10 @@ from shardfx.runtime.compiled_programs import Write
 from shardfx.runtime.engine import Probe, RankPrograms, RankTensors, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 
+from . import shm
 from . import stage_transport as messages
 from .groups import axes_of, by_stream, is_dry_run, make_groups, share_memory
 from .peer_failure import ended, ending_together, exchange
-from .shm import shared_bytes
 
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
@@ -107,9 +107,9 @@ class ProcessEngine:
     def _forms(self, program: RankProgram) -> CallOverrides:
         """How this backend does what a program asks for."""
         share = not self._by_stream and any(share_memory())
-        pool = self._pools.setdefault(program, MemoryPool(shared_bytes if share else None))
+        pool = self._pools.setdefault(program, MemoryPool(shm.shared_bytes if share else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
         instead |= {stage_transfer.send: self._outbox.send, c10d.wait_tensor.default: wait}
         inbox = self._inboxes.setdefault(program, messages.Inbox(self._by_stream))
         instead[stage_transfer.receive] = inbox.receive
-        return CallOverrides(instead)
+        return CallOverrides(instead | (shm.DIRECT if share else {}))

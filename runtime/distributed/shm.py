@@ -25,12 +25,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from itertools import accumulate, count
-from typing import Any
+from select import select
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 
+from shardfx.ir.ops import memory_ops
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.rendezvous import REDUCTIONS
 
@@ -115,8 +119,8 @@ class SocketLink:
 
     def __init__(self, connection: socket.socket, rank: int, timeout: float) -> None:
         connection.setblocking(True)
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
+        waits = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, waits)
         self._socket, self.rank, self._timeout = connection, rank, timeout
         self._heard: dict[tuple[int, int], deque[tuple[int, int]]] = {}
         self._known: set[int] = set()
@@ -128,18 +132,27 @@ class SocketLink:
     def tell(self, word: LinkWord, number: int, where: tuple[SharedFile, int] | None = None) -> None:
         """Send a word about something of a number, and where it lies. One who has ended needs it no more."""
         with suppress(OSError, LinkError):
-            while self._read(socket.MSG_DONTWAIT):  # so that no two wait for one another to read
-                pass
             for gone in forgotten[self._forgotten :]:
                 self._forgotten += 1
                 if gone in self._known:
                     self._known.remove(gone)
-                    self._socket.sendall(MESSAGE.pack(LinkWord.FREED, 0, gone, 0, 0))
+                    self._send(MESSAGE.pack(LinkWord.FREED, 0, gone, 0, 0))
             segment, offset = where or (NOTHING, 0)
             files = [segment.file] if where is not None and segment.number not in self._known else []
             self._known.update(segment.number for _ in files)
-            message = MESSAGE.pack(word, number, segment.number, segment.nbytes, offset)
-            socket.send_fds(self._socket, [message], files)
+            self._send(MESSAGE.pack(word, number, segment.number, segment.nbytes, offset), files)
+
+    def _send(self, message: bytes, files: Sequence[int] = ()) -> None:
+        """Send a message; where the buffer is full read meanwhile, so that no two wait for one another to read."""
+        along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file)) for file in files]
+        while True:
+            try:
+                self._socket.sendmsg([message], along, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                ready = self._read(socket.MSG_DONTWAIT) or any(select(*[[self._socket]] * 2, [], self._timeout))
+                if not ready:
+                    raise LinkError(f"Timed out waiting {self._timeout:g} s for rank {self.rank}") from None
 
     def hear(self, word: LinkWord, number: int) -> tuple[int, int]:
         """Wait for a message; gives the segment and the byte that it names. A :class:`LinkError`: it does not come."""
@@ -475,6 +488,67 @@ for _name in (
     setattr(ShmGroup, _name, _by_gloo(_name))
 
 open_groups: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
+
+
+# ---- the collectives of a program, called without torch's dispatcher
+
+c10d = torch.ops._c10d_functional
+
+
+class StartedCollective(NamedTuple):
+    """A collective, and its result once it was waited for."""
+
+    work: Any
+    out: Tensor
+
+    def wait(self) -> Tensor:
+        """The result."""
+        self.work.wait()
+        return self.out
+
+
+def _all_reduce(group: ShmGroup, x: Tensor, op: str) -> StartedCollective:
+    return StartedCollective(group.allreduce([x], _options(dist.AllreduceOptions, op)), x)
+
+
+def _all_gather(group: ShmGroup, x: Tensor, size: int, *, out: Tensor | None = None) -> StartedCollective:
+    out = x.new_empty([x.shape[0] * size, *x.shape[1:]]) if out is None else out
+    return StartedCollective(group.all_gather_single(out, x), out)
+
+
+def _reduce_scatter(group: ShmGroup, x: Tensor, op: str, size: int) -> StartedCollective:
+    out = x.new_empty([x.shape[0] // size, *x.shape[1:]])
+    return StartedCollective(group.reduce_scatter_single(out, x, _options(dist.ReduceScatterOptions, op)), out)
+
+
+@cache
+def _options(kind: Callable[[], Any], op: str) -> Any:
+    made = kind()
+    made.reduceOp = getattr(dist.ReduceOp, op.upper())
+    return made
+
+
+def _direct(op: Callable[..., Any], start: Callable[..., StartedCollective]) -> Callable[..., Any]:
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = _resolve_process_group(args[-1])
+        if not isinstance(group, ShmGroup) or torch._C._len_torch_dispatch_stack():  # which may count collectives
+            return op(x, *args, **kwargs)
+        return start(group, x, *args[:-1], **kwargs)
+
+    return call
+
+
+DIRECT: dict[Any, Callable[..., Any]] = {
+    c10d.all_reduce.default: lambda x, *args: DIRECT[memory_ops.all_reduce_](x.clone(), *args),
+    memory_ops.all_reduce_: _direct(memory_ops.all_reduce_, _all_reduce),
+    c10d.all_gather_into_tensor.default: _direct(c10d.all_gather_into_tensor, _all_gather),
+    memory_ops.all_gather_into: _direct(memory_ops.all_gather_into, _all_gather),
+    c10d.reduce_scatter_tensor.default: _direct(c10d.reduce_scatter_tensor, _reduce_scatter),
+}
+"""What calls these ops with less work of the processor."""
+
+
+# ---- the backend
 
 
 def _create(options: Any, _: Any) -> Any:
