@@ -9,6 +9,7 @@ Inductor's own, for the least memory.
 
 from __future__ import annotations
 
+import math
 import operator
 from itertools import accumulate
 from typing import Any
@@ -97,5 +98,5 @@ def _nbytes(node: fx.Node) -> int:
     """The bytes of a value; 0 where sizes are symbolic, of which nothing may be asked."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in value.shape):
-        return value.nbytes
+        return math.prod(value.shape) * value.itemsize  # its strides may be symbolic
     return 0

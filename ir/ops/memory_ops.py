@@ -69,9 +69,7 @@ def part(flat: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor
     seen = list(shape) if shards == 1 else [shards, shape[0] // shards, *shape[1:]]
     if is_compiling():
         return flat.new_empty(seen)
-    strides, step = list(seen), 1
-    for dim in reversed(range(len(seen))):
-        strides[dim], step = step, step * max(seen[dim], 1)
+    strides = [torch.Size(seen[i + 1 :]).numel() for i in range(len(seen))]
     if shards > 1:
         strides[0] = flat.numel() // shards
     return flat.as_strided(seen, strides, flat.storage_offset() + offset)

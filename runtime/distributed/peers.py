@@ -295,9 +295,11 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for store in _stores:
         mine = {id(shard) for shards in store.parameters.values() for shard in shards}
         groups = [g for g in optimizer.param_groups if any(id(p) in mine for p in g["params"])]
-        if groups and store.is_staged:  # of other parameters each, perhaps not as often
+        if not groups or (store.is_staged and not store.all_train):
+            continue
+        if store.is_staged:  # of other parameters each, perhaps not as often
             store.history["an optimizer stepped"] = 1
-        elif groups:
+        else:
             settings = dict.fromkeys(map(_settings, groups))
             store.history[f"{type(optimizer).__name__} stepped with " + ", and with ".join(settings)] += 1
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import inf
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardfx.ir.graph import Graph, Input
+from shardfx.ir.graph import Graph, Input, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
@@ -79,6 +80,12 @@ class ProcessStore(Store):
         written = 0 if self._writes_before is None else self._writes() - self._writes_before
         text = "; ".join(f"{what}, {times} times" if times > 1 else what for what, times in self.history.items())
         return ({WRITTEN: f"{written} times"} if written else {}) | ({DONE: text} if text else {})
+
+    @cached_property
+    def all_train(self) -> bool:
+        """Whether every rank has parameters to train: there are stages that are frozen."""
+        trained = {output.name for output in self.graph.outputs if output.kind is OutputKind.GRADIENT}
+        return len(set[int]().union(*(self._holders(g) for g in self._inputs if g.name in trained))) == self.mesh.size
 
     def loaded(self, values: Mapping[str, Tensor]) -> None:
         """Note that a state dict of shards, or a part of one, is loaded: all ranks are to do that."""
