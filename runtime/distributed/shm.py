@@ -150,8 +150,8 @@ class SocketLink:
                 self._socket.sendmsg([message], along, socket.MSG_DONTWAIT)
                 return
             except BlockingIOError:
-                ready = self._read(socket.MSG_DONTWAIT) or any(select(*[[self._socket]] * 2, [], self._timeout))
-                if not ready:
+                mine = [self._socket]
+                if not self._read(socket.MSG_DONTWAIT) and not any(select(mine, mine, [], self._timeout)):
                     raise LinkError(f"Timed out waiting {self._timeout:g} s for rank {self.rank}") from None
 
     def hear(self, word: LinkWord, number: int) -> tuple[int, int]:

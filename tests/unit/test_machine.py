@@ -128,7 +128,7 @@ def test_formulas_of_communication() -> None:
     assert comm.all_reduce.sent(100.0, 4) == Sent(4.0, 150.0)
     assert comm.all_gather.sent(100.0, 4) == comm.reduce_scatter.sent(100.0, 4) == Sent(2.0, 75.0)
     assert comm.shard.sent(100.0, 4) == comm.all_gather.sent(100.0, 1) == Sent(0.0, 0.0)
-    assert comm.all_gather.whole_of(25.0, 4) == comm.all_reduce.whole_of(100.0, 4) == 100.0
+    assert comm.all_gather.full_bytes_of(25.0, 4) == comm.all_reduce.full_bytes_of(100.0, 4) == 100.0
     for name in ("all_gather_into_tensor_out", "c10d.all_gather_into", "all_gather_into_tensor_coalesced"):
         assert comm.row_of_collective(name) is comm.all_gather
     assert comm.row_of_collective("c10d.all_reduce_") is comm.all_reduce

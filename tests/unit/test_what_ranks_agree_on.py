@@ -19,7 +19,7 @@ class Stored:
     """A store of parameters of which all ranks hold a shard."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.history, self.is_staged = Counter[str](), False
+        self.history, self.is_staged, self.all_train = Counter[str](), False, True
         self.parameters = {name: [parameter] for name, parameter in model.named_parameters()}
 
 
