@@ -29,10 +29,10 @@ help: ## show this list
 demo: $(READY) ## parallelize a model, prove it, draw it
 	$(BIN)/shardfx demo $(ARGS)
 
-test: $(READY) ## the quick tests of all tiers (unit, virtual, torchrun)
+test: $(READY) ## the quick tests (unit, virtual)
 	$(PYTEST) -m "not slow and not long" $(ARGS)
 
-test-long: $(READY) ## those that take half a second or more, and are not slow
+test-long: $(READY) ## those that take half a second or more (torchrun too), and are not slow
 	$(PYTEST) -m "long and not slow" $(ARGS)
 
 test-all: $(READY) ## every test, the slow ones too

@@ -1,4 +1,4 @@
-"""Tiers are folders: a test in tests/unit has the marker ``unit``, and so on."""
+"""Tiers are folders: a test in tests/unit has the marker ``unit``, and so on; those of real processes are ``long``."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if TESTS in item.path.parents and (tier := item.path.relative_to(TESTS).parts[0]) in TIERS:
             item.add_marker(tier)
+            if tier == "torchrun":  # processes take seconds to start
+                item.add_marker("long")
 
 
 def pytest_collection_finish() -> None:

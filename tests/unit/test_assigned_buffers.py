@@ -126,6 +126,7 @@ def for_this_call(module: Inner, x: Tensor) -> Tensor:
 HELD = [follows, changes_places, turned, queued, read_before, registered, for_this_call]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", HELD)
 def test_what_is_put_in_a_buffers_place_is_what_it_then_holds(how: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)

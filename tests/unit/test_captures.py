@@ -66,6 +66,7 @@ def test_equal_captures_are_made_once(captures: list[Captured]) -> None:
     assert first.captured is not second.captured
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "other",
     [

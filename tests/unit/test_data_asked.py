@@ -41,6 +41,7 @@ def called(guard: bool) -> None:
     pm(x, nn.Transformer.generate_square_subsequent_mask(3))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("guard", [False, True])
 def test_a_model_of_torchs_own_is_named_by_torchs_own_line(guard: bool) -> None:
     """Whether the mask is the causal one: nothing is asked in code of the user's."""

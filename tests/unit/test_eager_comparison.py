@@ -189,6 +189,7 @@ class Attends(nn.Module):
         return self.out(self.norm(made.transpose(1, 2)).amax(2)).relu()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
     x, y = torch.randn(6, 5, 8, dtype=dtype), torch.randn(6, 4, dtype=dtype)

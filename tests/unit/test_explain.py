@@ -59,6 +59,7 @@ def test_an_input_and_a_whole_parameter(pm: sx.ParallelModule) -> None:
     assert bias.shardings == "replicated on every rank" and not bias.trails
 
 
+@pytest.mark.long
 def test_an_op_its_strategy_and_its_trail(pm: sx.ParallelModule) -> None:
     """The projection adds up over its sharded input; that shard comes from the heads, and they from q, k and v."""
     entry = only(pm, op_of(pm, "layers.0.proj", "aten.mm"))
@@ -163,6 +164,7 @@ STORED: dict[str, tuple[dict[str, Any], str, str, list[str]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", STORED)
 def test_who_decided_how_a_parameter_is_stored(by: str) -> None:
     """A hint, ``zero``, a pass, or two of them; of no input it is an op."""

@@ -178,6 +178,7 @@ FUNCTIONAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("of", FUNCTIONAL)
 def test_functional_program_equals_aotautograd(of: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

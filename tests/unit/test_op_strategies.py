@@ -123,6 +123,7 @@ def same_but_for(axes: Collection[str], mesh: sx.Mesh, rank: int, other: int) ->
     return all(mesh.coords(rank)[axis] == mesh.coords(other)[axis] for axis in mesh.names if axis not in axes)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("mesh", MESHES, ids=repr)
 @pytest.mark.parametrize("name", CASES)

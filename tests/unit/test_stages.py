@@ -204,6 +204,7 @@ DEADLOCK = "F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1"
 PATTERNS = ("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "head")
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "what", "got"),

@@ -82,6 +82,7 @@ def test_step_that_is_right_is_no_assumption(asked: str) -> None:
     assert pm.verify().checked["parts of the step compared with torch"] == count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("asked", "owner", "name", "wrong", "said"), WRONG)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.one_in(2)

@@ -55,6 +55,7 @@ ASKED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("fails", [False, True])
 def test_is_compiling_is_answered_as_in_eager_where_the_traces_differ(asked: str, fails: bool) -> None:

@@ -68,6 +68,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_file_is_sound(name: str) -> None:
     graph = GRAPHS[name]()
@@ -163,6 +164,7 @@ def test_placements_are_written_in_the_colours_of_their_axes() -> None:
     assert "32{dp}, 64 +{tp}" in texts(root)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [300, 100, 60])
 @pytest.mark.parametrize(("equal", "nested"), [(True, True), (False, True), (True, False)])
 def test_there_are_never_more_boxes_than_asked_for(limit: int, equal: bool, nested: bool) -> None:

@@ -124,6 +124,7 @@ def cubed(x: torch.Tensor) -> torch.Tensor:
     return (x**3).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "function",
     [

@@ -187,6 +187,7 @@ def test_a_distribution_that_validates_its_arguments() -> None:
         pm(x, -scale)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "function",
     [

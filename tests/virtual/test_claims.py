@@ -46,6 +46,7 @@ def test_what_changes_nothing_is_proven(name: str) -> None:
     assert verdict, verdict.why
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_node_is_named_with_numbers(name: str) -> None:
     pm = planned(ChangesFirst(WRONG[name]))

@@ -32,6 +32,7 @@ class Turned(nn.Module):
         return self.of(torch.complex(x, 2 - x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OF)
 def test_what_is_made_of_complex_numbers_in_shards(name: str) -> None:
     model, x = Turned(OF[name]), torch.rand(4, 8, dtype=torch.float64) + 0.5

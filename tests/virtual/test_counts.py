@@ -44,6 +44,7 @@ def test_a_megatron_block_has_two_all_reduces_forward_and_two_backward(name: str
     assert set(counts) == {("comm.all_reduce", "forward"), ("comm.all_reduce", "backward")}
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["gpt_fused", "gpt_separate", "llama", "hf_bert"])
 def test_with_the_sequence_hint_they_become_pairs_of_the_same_bytes(name: str) -> None:

@@ -163,6 +163,7 @@ def rule_of(made: Node) -> ShardingRule | None:
     return entry.make(made) if entry is not None else None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("made", "text", "linear"),
     [
@@ -184,6 +185,7 @@ def test_values_that_are_rare_are_tried() -> None:
     assert rule_of(node(ops.first_nonzero.default, (6, 4))) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", [ops.noisy, ops.counting, ops.failing, ops.careless, ops.waiting])
 def test_what_cannot_be_told_has_no_rule(op: object) -> None:
     assert rule_of(big(op.default, ((6, 4),), (6, 4))) is None  # type: ignore[attr-defined]
@@ -247,6 +249,7 @@ def test_an_index_is_drawn_over_all_that_it_may_be() -> None:
     assert rule is not None and rule_text(rule) == "b! a, c! -> d! a"
 
 
+@pytest.mark.long
 def test_work_apart_is_limited() -> None:
     assert isolated(lambda: 3) == 3
     with pytest.raises(Lost, match="SIGABRT"):

@@ -192,6 +192,7 @@ def test_what_a_model_checkpoints_is_recomputed(which: str, count: int) -> None:
     assert not [each for each in kept._compiled.passes if each.name == "recompute"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_within_another_one(reentrant: bool) -> None:
     def within(layer: nn.Sequential, x: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ ADDED: dict[str, Added] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ADDED)
 def test_what_is_added_to_a_partial_sum_is_reduced_once(name: str) -> None:
     torch.manual_seed(0)

@@ -94,6 +94,7 @@ def test_an_example_given_twice_is_two_inputs() -> None:
     assert torch.allclose(pm(X[0], other), nn.functional.mse_loss(model(X[0]), other))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda"])
 def test_the_graph_names_no_device(device: str) -> None:
     """Planned on fake tensors of a device that need not be there."""

@@ -192,6 +192,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", MUTANTS)
 def test_damaged_iterations_are_refused(damage: Callable[[fx.Graph], None]) -> None:
     pm = plan(make("mlp3"), sx.Mesh(dp=2), grad_accumulation=4)

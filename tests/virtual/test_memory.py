@@ -297,6 +297,7 @@ def test_parameters_are_offloaded_where_nothing_else_fits() -> None:
 # ---- mistakes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hints", "what"),
     [

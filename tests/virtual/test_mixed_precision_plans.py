@@ -72,6 +72,7 @@ def test_gathers_are_of_casts(zero: int, times: int) -> None:
         assert "torch.bfloat16" in text and pm.verify()
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize(

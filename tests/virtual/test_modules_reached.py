@@ -97,6 +97,7 @@ def change(options: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCALE_HERE", 3.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_module_has_that_code_reaches_when_it_runs(
     way: Any, options: ModuleType, monkeypatch: pytest.MonkeyPatch

@@ -425,6 +425,7 @@ def test_other_calls_fetch_what_lies_elsewhere(tmp_path: Path) -> None:
     assert "import transfer" in code and "transfer.to_device(" in code and (tmp_path / "transfer.py").exists()
 
 
+@pytest.mark.long
 def test_that_nothing_is_large_enough_is_said() -> None:
     pm = blocks(optimizer=adamw, offload=("optimizer",))
     assert pm.memory().host == 0 and any("nothing of optimizer is offloaded" in note for note in pm.planned.notes)

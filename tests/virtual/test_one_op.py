@@ -136,6 +136,7 @@ SQUARES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SQUARES)
 def test_a_value_may_be_two_operands_that_are_sharded_in_two_ways(name: str) -> None:
     torch.manual_seed(0)
@@ -209,6 +210,7 @@ OF_NOTHING: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OF_NOTHING)
 def test_what_is_made_of_nothing_needs_no_rule(name: str) -> None:
     """Every rank makes it whole and takes its part: nothing is said of it, and ``strict`` has nothing against it."""
@@ -304,6 +306,7 @@ OF_ONE_TERM: dict[str, tuple[Any, float]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OF_ONE_TERM)
 def test_what_a_product_takes_zero_times_is_not_looked_at(name: str) -> None:
     """Of what is infinite it would be NaN, where the sum is decomposed because the product's inner dim is sharded."""

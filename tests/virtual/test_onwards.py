@@ -40,6 +40,7 @@ def before(model: nn.Module, head: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x + 0.1 * grad.sign()), Y)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [mlp, normed])
 @pytest.mark.parametrize("loss", [behind, two_terms, before])

@@ -95,6 +95,7 @@ def check(op: Op, specs: dict[str, str]) -> None:
     assert pm.verify().status != "refuted"
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", SPECIAL.values(), ids=SPECIAL)
 def test_no_partial_sum_is_multiplied_by_what_may_be_infinite(op: Op) -> None:
@@ -107,6 +108,7 @@ def test_a_sum_is_cast_and_not_its_terms(op: Op) -> None:
     check(lambda y: op(y.detach() * 3).double().sum() + y.sum(), SHARDING_SUM)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("specs", [SHARDING_ROWS, SHARDING_COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("op", CASTS.values(), ids=CASTS)
@@ -114,6 +116,7 @@ def test_casts_of_sharded_values(op: Op, specs: dict[str, str]) -> None:
     check(lambda y: op(y.detach() * 3).double().sum() + y.sum(), specs)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("specs", [SHARDING_SUM, SHARDING_ROWS, SHARDING_COLUMNS], ids=["sum", "rows", "columns"])
 @pytest.mark.parametrize("op", MEMORY.values(), ids=MEMORY)

@@ -147,6 +147,7 @@ def test_undamaged_ones_are_proven() -> None:
         assert pm.verify(modules={rank: pm.rank_module(rank)})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", MUTANTS)
 def test_damaged_stages_are_refused(damage: Callable[[fx.Graph], None]) -> None:
     assert refused(three_stages(), 1, damage)

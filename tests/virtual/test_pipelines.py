@@ -262,6 +262,7 @@ def test_results_evaluation_and_buffers_are_those_of_iterations_alone() -> None:
 # ---- memory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_a_rank_holds_what_a_run_holds(name: str) -> None:
     case = make("mlp3")

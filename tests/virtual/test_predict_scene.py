@@ -286,6 +286,7 @@ class Flips(nn.Module):
         return x.flip(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NOT_LOCAL)
 def test_what_is_not_local_is_named(name: str) -> None:
     make, said = NOT_LOCAL[name]

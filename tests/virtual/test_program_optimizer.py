@@ -237,6 +237,7 @@ def test_a_copy_steps_on_its_own() -> None:
     refused("have an optimizer in the program", torch.optim.SGD(other.parameters(), lr=0.1).step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad_hook"])
 def test_hooks_that_a_step_would_not_call_are_refused(kind: str) -> None:
     pm = small_plan(KINDS["AdamW"], DP2)

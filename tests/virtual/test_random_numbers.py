@@ -61,6 +61,7 @@ def drawn(pm: sx.ParallelModule, seed: int) -> torch.Tensor:
     return out
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_drawn(name: str) -> None:

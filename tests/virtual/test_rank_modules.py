@@ -181,6 +181,7 @@ def test_a_module_of_another_plan_is_an_error() -> None:
         planned(sx.Mesh(dp=2)).use({7: other})
 
 
+@pytest.mark.long
 def test_a_module_of_modules_is_proven_run_and_priced() -> None:
     pm, reference = planned(sx.Mesh(dp=2)), planned(sx.Mesh(dp=2))
     halves = {}

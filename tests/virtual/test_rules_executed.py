@@ -15,6 +15,7 @@ from tests.wrong.rules import COLUMNS, ROWS, WRONG, Calls, by_fours, numbered, o
 aten = torch.ops.aten
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_an_error_at_planning(name: str) -> None:
     with pytest.raises(sx.Error, match=r"the rule of .* is wrong, shard(?:ed|ing) .*\{r\}") as caught:

@@ -73,6 +73,7 @@ AMONG: dict[str, dict[tuple[int, int], float]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_gradient_of_a_product_is_chosen_by_its_numbers(name: str) -> None:
     """The plan is made for numbers without zeros, and a trace has one formula."""

@@ -174,6 +174,7 @@ def test_rows_of_files_are_not_fetched() -> None:
         rows(to="disk")
 
 
+@pytest.mark.long
 def test_that_no_table_is_large_enough_is_said() -> None:
     pm, *_ = looked(offload=("rows",))
     assert any("no rows are offloaded" in note for note in pm.planned.notes) and not pm.memory().host

@@ -56,6 +56,7 @@ def test_without_gradients_only_the_forward_runs() -> None:
     assert rel_err(loss, case.loss(case.model(*case.args), *case.targets)) < 1e-9
 
 
+@pytest.mark.long
 def test_frozen_parameters_get_no_gradient() -> None:
     case = make("mlp3")
     case.model.fc1.weight.requires_grad_(False)

@@ -36,6 +36,7 @@ QUICK = [*((kind, "zero 1", "dp2tp2") for kind in OFTEN), *(("AdamW", feature, "
 EVERY = [(kind, feature, mesh) for kind in KINDS for feature in FEATURES for mesh in ("dp2", "dp2tp2")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "feature", "mesh"),
     [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY if each not in QUICK)],

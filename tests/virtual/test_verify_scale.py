@@ -36,6 +36,7 @@ def boxes_of(pm: sx.ParallelModule) -> list[int]:
     return [len(box) for box in alike.boxes]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     "name", ["mlp3@dp2tp2", "dropout_mlp@dp2tp2", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES)]
