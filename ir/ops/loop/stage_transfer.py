@@ -5,13 +5,13 @@
         on a rank at pp=1     receive = stage.receive([4, 8], torch.float32, 'cpu', 0, 3, 0, 'pp2/pp@0')
                               wait = c10d.wait_tensor(receive)
 
-A send does not wait: what was sent is kept until it has arrived, by the engine or (in a saved program) here, and nobody
-writes there. Between two ranks what is sent first is received first; ``tag`` and ``iteration`` say what it is, so that
-nothing is taken for something else. Needs torch alone.
+A send does not wait: its buffer is kept until it has arrived, by the engine or (in a saved program) here. Between two
+ranks messages keep their order; ``tag`` and ``iteration`` identify them. Needs torch alone.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,9 +28,10 @@ Tensor = torch.Tensor
 def send(x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
     """Send to the rank at a place of a group, without waiting until it receives."""
     if not isinstance(x, FakeTensor):
-        SENT[:] = [(work, kept) for work, kept in SENT if not work.is_completed()]
         x = x.contiguous()
         SENT.append((dist.isend(x, group=peers(group), group_dst=to, tag=number(tag, iteration)), x))
+        if len(SENT) > 256:
+            SENT.popleft()[0].wait()
 
 
 def receive(
@@ -56,8 +57,8 @@ def number(tag: int, iteration: int) -> int:
     return iteration * MOST + tag
 
 
-SENT: list[tuple[Any, Tensor]] = []
-"""What was sent and may not have arrived: memory that must stay."""
+SENT: deque[tuple[Any, Tensor]] = deque()
+"""Sends in flight, each with its buffer."""
 
 MOST = 1 << 14
 """More than a graph has values that go from stage to stage."""
