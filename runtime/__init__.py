@@ -1,4 +1,4 @@
-"""How programs run, and the proof that they are the model: the names that a writer of engines or rank passes needs
+"""The runtime: engines, stores and verification; re-exports the names that a writer of engines or rank passes needs
 (docs/writing_passes.md)."""
 
 from .engine import Engine, Probe, RankProbe

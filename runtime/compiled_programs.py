@@ -1,4 +1,4 @@
-"""Programs through ``torch.compile``: as one module, or as segments between what ranks do together.
+"""Programs through ``torch.compile``: as one module, or as segments between collectives and messages.
 
     x = c10d.wait_tensor(receive)              received: as it is
     h = aten.addmm(b, x, w)
@@ -6,10 +6,10 @@
     stage.send(y, 1, 0, iteration, ...)             sent: as it is
 
 A real rank runs its program as one module, collectives and all; real ranks with stages of a pipeline or offloaded
-values, and virtual ranks, run segments, and a driver in Python. What ranks do together is done as an engine does it
-(:class:`shardfx.ir.program.source.CallOverrides`), and so is what depends on the number of an iteration: a segment is
-the same module in each iteration of its loop. Copies between memories stand alone, too, for ``torch.compile`` would
-plan that memory as any other.
+values, and virtual ranks, run segments, and a driver in Python. Communication is done as an engine does it
+(:class:`shardfx.ir.program.source.CallOverrides`), and so are calls that depend on an induction variable: a segment is
+the same module in each iteration of its loop. Copies between memories are outside segments, too, for ``torch.compile``
+would plan that memory as any other.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 
 c10d = torch.ops._c10d_functional
 Write = Callable[[RankProgram, CallOverrides], ProgramSource]
-"""Makes of a program what an engine runs."""
+"""A function that writes a program's source, with the overrides of an engine."""
 
 
 def compiler(options: Mapping[str, Any]) -> Callable[[fx.GraphModule], Any]:
-    """What runs a module: ``torch.compile`` with some options."""
+    """A function that compiles a module by ``torch.compile`` with some options."""
     given = in_order(options)
     return lambda module: torch.compile(module, **given)
 
@@ -52,18 +52,18 @@ def in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def as_module(options: Mapping[str, Any]) -> Write:
-    """Programs as one module each."""
+    """A writer that compiles each program as one module."""
     return lambda program, forms: ProgramSource("", compiler(options)(program.module()), (), "")
 
 
 def in_segments(options: Mapping[str, Any]) -> Write:
-    """Programs as segments."""
+    """A writer that compiles each program in segments."""
     return lambda program, forms: segmented(program, compiler(options), forms)
 
 
 def stands_alone(node: fx.Node) -> bool:
-    """Whether a call is no part of a segment: a collective, a copy between memories or its wait, one that depends on
-    the number of an iteration, or one that begins or ends a loop."""
+    """Whether a call is outside segments: a collective, a copy between memories or its wait, one that depends on an
+    iteration number, or the begin or end of a loop."""
     if loop_role(node) in DELIMITERS:
         return True
     row = row_of(node.target) if node.op == "call_function" else None
@@ -73,14 +73,14 @@ def stands_alone(node: fx.Node) -> bool:
 
 
 def segmented(program: RankProgram, compiled: Callable[[fx.GraphModule], Any], forms: CallOverrides) -> ProgramSource:
-    """The source of a program whose segments are modules that ``compiled`` runs; of a segment that raises, its first
-    call is named."""
+    """The source of a program with its segments compiled by ``compiled``; an error in a segment names its first
+    call."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     origin: dict[fx.Node, fx.Node] = {}
     segment: list[fx.Node] = []
 
     def close() -> None:
-        """Make a module of the calls since the last one that stands alone."""
+        """End the current segment: compile the calls since the last one outside segments as a module."""
         if not segment:
             return
         inside, body, local = set(segment), fx.Graph(), dict[fx.Node, fx.Node]()

@@ -1,12 +1,12 @@
-"""CUDA graphs: a whole step (forward, backward, update) is recorded once and launched as one.
+"""CUDA graphs: a full step (forward, backward, update) is captured once, and launched as one graph.
 
     step 1, 2    warm-up       inputs are copied to static memory, and the program runs on a side stream
     step 3       capture       the program is recorded, then replayed
     step 4, ...  replay        inputs are copied to static memory, and the graph is replayed
 
-Parameters, states and buffers are read and written in the store; once they have moved, the graph is recorded anew.
-What else a program takes, a learning rate and a seed too, is copied to static tensors; and what it gives is cloned, for
-the next replay writes over it. All graphs of a device share one memory pool: nothing in it outlives a replay.
+Parameters, states and buffers are read and written in place, in the store; if their addresses change, the graph is
+captured anew. All other inputs, learning rates and seeds too, are copied to static tensors; and results are cloned, as
+the next replay overwrites them. All graphs of a device share one memory pool: nothing in it outlives a replay.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .engine import Engine, Probe, RankPrograms, RankTensors
 
 Tensor = torch.Tensor
 Work = Callable[[], Sequence[Tensor]]
-"""Calls that launch work on a device; gives tensors that this writes."""
+"""A function that launches kernels on a device; it returns the tensors that they write."""
 WARM_UP = 2
-"""Steps that run before one is captured: the first compiles and tunes kernels, the second only launches them."""
+"""The number of warm-up steps before capture: the first compiles and tunes kernels, the second only launches them."""
 GIVEN = (InputKind.ARGUMENT, InputKind.TARGET, InputKind.OPTION, InputKind.SEED)
-"""The inputs that are others in each step."""
+"""The kinds of inputs that change from step to step, and are copied to static memory."""
 
 
 class CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` that is recorded on ``stream``, and allocates from ``pool``."""
+    """A ``torch.cuda.CUDAGraph`` that is captured on ``stream``, and allocates from ``pool``."""
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
         self._stream, self._pool = stream, pool
         self._graph, self._results = torch.cuda.CUDAGraph(), tuple[Tensor, ...]()
 
     def warm_up(self, work: Work) -> Sequence[Tensor]:
-        """Run it on the stream of the capture, so that libraries have their workspaces of that stream."""
+        """Run the work eagerly on the capture stream, so that libraries allocate their workspaces of that stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -51,25 +51,25 @@ class CudaGraph:
         return results
 
     def capture(self, work: Work) -> None:
-        """Record it; nothing is executed. Other threads (NCCL's watchdog, data loaders) may call CUDA meanwhile."""
+        """Capture it; nothing is executed. Other threads (NCCL's watchdog, data loaders) may call CUDA meanwhile."""
         with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode="thread_local"):
             self._results = tuple(work())
 
     def replay(self) -> Sequence[Tensor]:
-        """Launch it on the current stream; gives the tensors that it writes, the same each time."""
+        """Launch the graph on the current stream; returns its static output tensors."""
         self._graph.replay()
         return self._results
 
 
 @cache
 def cuda_graphs(device: torch.device) -> Callable[[], CudaGraph]:
-    """Makes graphs of one device, which share a stream and a memory pool."""
+    """A factory of graphs of one device, which share a stream and a memory pool."""
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
     return lambda: CudaGraph(stream, pool)
 
 
 class GraphedStep:
-    """One program as a graph: its static inputs, and where in memory the rest of its inputs was."""
+    """One program as a CUDA graph: its static inputs, and the addresses of its other inputs."""
 
     def __init__(self, program: RankProgram, tensors: Sequence[Tensor], device: torch.device, graph: CudaGraph) -> None:
         self._graph, self._runs = graph, 0
@@ -82,14 +82,14 @@ class GraphedStep:
         self._addresses = self._in_place(tensors)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether what is read and written in place is still there."""
+        """Whether the tensors that are read and written in place have the addresses that were captured."""
         return self._in_place(tensors) == self._addresses
 
     def _in_place(self, tensors: Sequence[Tensor]) -> list[int]:
         return [tensor.data_ptr() for tensor, static in zip(tensors, self._static, strict=True) if static is None]
 
     def run(self, tensors: Sequence[Tensor], work: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Do the step.
+        """Run one step: warm-up, capture and replay, or replay.
 
         Raises:
             Error: it cannot be captured.
@@ -123,7 +123,7 @@ class GraphedStep:
 
 
 class GraphEngine:
-    """Runs whole steps of an engine of one rank as graphs that ``make_graph`` makes, and everything else as it does."""
+    """An engine of one rank that runs full steps as graphs by ``make_graph``, and all else by the engine it wraps."""
 
     def __init__(self, engine: Engine, make_graph: Callable[[], CudaGraph]) -> None:
         self.device = engine.device
@@ -132,7 +132,7 @@ class GraphEngine:
         self.ranks, self.prepare, self.seed = engine.ranks, engine.prepare, engine.seed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphEngine:
-        """That of a copy of the module, which lies elsewhere."""
+        """The engine of a copied module: its tensors have other addresses, so it starts without graphs."""
         return GraphEngine(copy.deepcopy(self._engine, memo), self._make_graph)
 
     def run(self, programs: RankPrograms, inputs: RankTensors, watch: Probe | None = None) -> RankTensors:

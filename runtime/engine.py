@@ -1,8 +1,8 @@
 """Engines run rank programs, and nothing else: all ranks in this process, or this process's own.
 
-An engine says only *how* a call is done: which memory stands behind ``memory.empty``, how a backend reduces and
-scatters. What is called, in which order and on which memory, is the program's. An engine is made at the first call of
-a plan, and keeps no state of the model: that is the store's (:mod:`.store`).
+An engine only implements calls: the allocator behind ``memory.empty``, a backend's reductions and scatters. The
+program decides what is called, in which order and on which memory. An engine is made at the first call of a plan, and
+keeps no state of the model: that is the store's (:mod:`.store`).
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from shardfx.ir.program.rank_program import RankProgram
 Tensor = torch.Tensor
 RankPrograms = Mapping[int, RankProgram]
 RankTensors = Mapping[int, Sequence[Tensor]]
-"""What each rank is given, or returns."""
+"""The inputs, or the results, of each rank."""
 
 
 class RankProbe(Protocol):
-    """Looks at one rank's program while it runs."""
+    """A probe of one rank's program."""
 
     def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
-        """What goes in."""
+        """Called with the program's inputs before its first call."""
 
     def __call__(self, node: fx.Node, result: Any, operands: tuple[Any, ...]) -> None:
-        """What a call made of its operands. A collective's result is there at its wait."""
+        """Called after each call with its result and operands. A collective's result is there at its wait."""
 
 
 class Probe(Protocol):
-    """Looks at programs while they run: a search for NaNs, a measurement."""
+    """A probe of running programs: a search for NaNs, a measurement."""
 
     def watch(self, rank: int) -> RankProbe:
-        """One for each rank."""
+        """The probe of one rank."""
 
 
 class Engine(Protocol):
-    """Runs programs."""
+    """The interface of an engine, which runs rank programs."""
 
     device: torch.device
 
@@ -49,13 +49,13 @@ class Engine(Protocol):
         """The ranks that run in this process."""
 
     def prepare(self) -> None:
-        """What the processes of a job do together before their first run; again it does nothing."""
+        """Set up what the processes of a job share, such as process groups, before the first run; idempotent."""
 
     def seed(self) -> Tensor:
         """A step's seed, the same on all ranks; ``torch.manual_seed`` makes it reproducible."""
 
     def run(self, programs: RankPrograms, inputs: RankTensors, watch: Probe | None = None) -> RankTensors:
-        """Run one program for each of ``ranks``; gives what each returns.
+        """Run one program for each of ``ranks``; returns the results of each.
 
         Raises:
             Error: a program raises, or members of a group ask for different collectives.
@@ -68,7 +68,7 @@ def seed_tensor() -> Tensor:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor where programs run: itself, if it is there. From a CPU to a GPU nothing waits.
+    """A tensor on the device of programs: itself, if it is there. Copies from CPU to GPU do not synchronize.
 
     A number goes along with the kernel that writes it. All else is copied into pinned memory of our own before this
     returns, and on from there by the device: the caller may write over a batch at once, also over a pinned one.

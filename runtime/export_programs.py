@@ -1,4 +1,4 @@
-"""RankPrograms as files: one readable Python file per rank, which runs under ``torchrun`` with nothing but torch.
+"""Export of rank programs: one readable Python file per rank, which runs under ``torchrun`` with nothing but torch.
 
 folder/rank0.py     forward(...), as generated, with module paths and source lines
 folder/rank0.pt     its shards of parameters and buffers, constants, and the example inputs (weights only)
@@ -29,7 +29,7 @@ from shardfx.runtime.distributed.groups import axes_of
 
 
 def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state: Mapping[str, torch.Tensor]) -> None:
-    """Write one rank's program, and what it starts from."""
+    """Write one rank's program, and its shards, constants and example inputs."""
     code = "\n\n\n".join(functions(program.module(), "forward"))
     files = own_files(program.graph)
     for file, source in files.items():
@@ -55,7 +55,7 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
 
 
 def functions(module: fx.GraphModule, name: str) -> list[str]:
-    """The code of a module as a function, behind those of the modules that it calls for iterations and units."""
+    """The code of a module as a function, after those of its submodules for iterations and units."""
     code, found = module.graph.python_code("self").src.strip("\n"), []
     for target in dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op in ATTRIBUTE_OPS):
         unit = getattr(module, target, None)
@@ -66,7 +66,7 @@ def functions(module: fx.GraphModule, name: str) -> list[str]:
 
 
 def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
-    """Write what all ranks share."""
+    """Write the files that all ranks share: helpers, process groups and ``run.py``."""
     mesh = graph.mesh
     groups: dict[str, tuple[int, ...]] = {}
     for axes in axes_of(graph):
@@ -83,8 +83,8 @@ RELATIVE = re.compile(r"^from \.+(?:\w+\.)*(\w+) import", re.MULTILINE)
 
 
 def own_files(graph: fx.Graph) -> dict[str, str]:
-    """The files of ours that a program needs beside it, by what they are called there: those which define what it
-    calls, and what these import."""
+    """The source files of shardfx that a program needs, by their names in the export: those that define its callees,
+    and their imports."""
     called = {node.target for node in graph.nodes if node.op == "call_function"}
     rows = [row.function for row in map(row_of, called) if row is not None and inspect.isfunction(row.function)]
     found = [pack.__file__, memory_ops.__file__, *(SOURCES[op] for op in called if op in SOURCES)]

@@ -1,10 +1,10 @@
-"""A pass of Inductor for whole training steps: values that are stored once.
+"""An Inductor pass for full training steps: materialize values that many kernels would recompute.
 
 Inductor runs it on the graph of a compiled program (``post_grad_custom_post_pass``), which is functional but for the
-``copy_`` into inputs at its end. A value of the forward that the backward reads is no output, as it is of a forward
-graph, so Inductor would compute it again in each kernel that reads it. Where loading the value takes fewer bytes than
-loading what it is computed from, it is stored once. The order of kernels, updates of parameters among them, is
-Inductor's own, for the least memory.
+``copy_`` into inputs at its end. An activation that the backward reads is no output here, as it is of a forward graph,
+so Inductor would recompute it in each kernel that reads it. Where loading the value takes fewer bytes than loading the
+operands of that computation, it is materialized. The order of kernels, updates of parameters among them, is Inductor's
+own, for the least memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardfx.ir.cost.fusion import is_computed, is_elementwise
 aten, prims = torch.ops.aten, torch.ops.prims
 WRITE = aten.copy_.default
 LOWERED = {prims.convert_element_type.default, aten.gather.default, aten.embedding.default}
-"""Elementwise for Inductor, beside the ops of programs (``is_elementwise``)."""
+"""Ops that Inductor lowers elementwise, beside those of ``is_elementwise``."""
 SOFTMAX = torch._inductor.inductor_prims.prepare_softmax_online
 """The maxima and sums of a softmax, which Inductor computes in one reduction."""
 STORED = "inductor_realize_to_strides"
@@ -32,7 +32,7 @@ STORED = "inductor_realize_to_strides"
 
 
 class WholeStep(CustomGraphPass):
-    """Stores values that many kernels read."""
+    """The pass: marks values to be materialized, where Inductor would inline them into many kernels."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Mark the elementwise values that take fewer bytes to load in each kernel than to compute there."""
@@ -58,7 +58,7 @@ class WholeStep(CustomGraphPass):
                 loads[node] = {node}
 
     def uuid(self) -> Any:
-        """By which Inductor's cache of compiled graphs knows this pass."""
+        """The key of this pass in Inductor's cache of compiled graphs."""
         return get_hash_for_files((__file__,))
 
 
@@ -67,25 +67,25 @@ OPTIONS: dict[str, Any] = {
     "score_fusion_memory_threshold": 1024,
     "post_grad_custom_post_pass": WholeStep(),
 }
-"""Options of Inductor for whole steps. Products of weights' gradients stay where the backward has them: in a graph
-without autograd it would move each in front of the update, its only user, and keep all activations until then. Updates
-share no kernel for the few bytes of their rates."""
+"""Options of Inductor for full steps. Weight-gradient matmuls keep their order in the backward: in a graph without
+autograd it would move each in front of the update, its only user, and keep all activations until then. Updates are not
+fused for the few bytes of their rates."""
 
 
 def _is_stored(node: fx.Node) -> bool:
-    """Whether a value is stored in any case, for a call that is no part of a kernel of Inductor's reads it."""
+    """Whether a value is materialized in any case, as a call outside Inductor's kernels reads it."""
     return any(_is_stored(user) if _is_view(user) else _is_opaque(user) for user in node.users)
 
 
 def _is_inlined(node: fx.Node) -> bool:
-    """Whether Inductor computes a value where it is used."""
+    """Whether Inductor inlines the computation of a value into its users."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         return False
     return is_elementwise(node) or node.target in LOWERED or _is_view(node)
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    """Whether a call is no part of a kernel that Inductor generates: products, attention, collectives."""
+    """Whether a call is outside the kernels that Inductor generates: products, attention, collectives."""
     inside = _is_inlined(node) or is_computed(node) or node.target in (SOFTMAX, WRITE, operator.getitem)
     return node.op == "call_function" and not inside
 
@@ -95,7 +95,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _nbytes(node: fx.Node) -> int:
-    """The bytes of a value; 0 where sizes are symbolic, of which nothing may be asked."""
+    """The bytes of a value; 0 where sizes are symbolic, which must not be read."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in value.shape):
         return math.prod(value.shape) * value.itemsize  # its strides may be symbolic

@@ -39,7 +39,7 @@ def local_device(asked: str | torch.device | None, weights: torch.device, real: 
 
 
 def _index(kind: str) -> int:
-    """The device of this rank among those of its machine."""
+    """The index of this rank's device on its machine."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     module: Any = torch.get_device_module(kind)
@@ -47,7 +47,7 @@ def _index(kind: str) -> int:
 
 
 def check_device(device: torch.device) -> None:
-    """Check that the device is there.
+    """Check that the device is available.
 
     Raises:
         Error: torch cannot use it, for the reason that it gives.
@@ -66,7 +66,7 @@ def check_device(device: torch.device) -> None:
 
 
 def as_current(device: torch.device) -> AbstractContextManager[Any]:
-    """Within, ``device`` is the one on which programs allocate, for they name its type alone."""
+    """A context in which ``device`` is the current one: programs name device types alone when they allocate."""
     if device.type == "cpu":
         return nullcontext()
     context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)

@@ -1,8 +1,8 @@
-"""What stands behind ``memory.empty`` in an engine: memory that stays between steps.
+"""The memory pool behind ``memory.empty`` in an engine: a caching allocator whose buffers persist between steps.
 
-It is lent to whoever asks for about as many bytes (:mod:`shardfx.ir.program.store_layout`) and taken back when nobody
-holds it, as torch does on a GPU. What a step hands out (gradients) are views of it; where somebody still holds one,
-the next step gets other memory. A footprint counts on it (:mod:`shardfx.ir.cost.footprint`).
+A request of about as many bytes reuses a buffer (:mod:`shardfx.ir.program.store_layout`) once its reference count says
+that it is free, as torch does on a GPU. Results of a step (gradients) are views of buffers; while one is referenced,
+the next step gets other memory. Predicted footprints rely on this reuse (:mod:`shardfx.ir.cost.footprint`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardfx.ir.program.store_layout import choose_buffer
 
 Tensor = torch.Tensor
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""How many tensors share the storage at an address."""
+"""The use count of the storage at an address."""
 
 
 @dataclass
@@ -30,10 +30,10 @@ class _Lent:
 
 
 class MemoryPool:
-    """Memory of one program.
+    """The memory pool of one program.
 
     Args:
-        make: makes so many bytes of it, at least one; None: as torch does.
+        make: the allocator of buffers of at least one byte; None: torch's.
     """
 
     def __init__(self, make: Callable[[int], Tensor] | None = None) -> None:
@@ -42,17 +42,17 @@ class MemoryPool:
 
     @property
     def memory(self) -> list[Tensor]:
-        """All of it."""
+        """All buffers of the pool."""
         return [each.flat for each in self._kept]
 
     def next_step(self) -> None:
-        """Let go of what the last step did not ask for."""
+        """Free the buffers that the last step did not use."""
         self._kept = [each for each in self._kept if each.used]
         for each in self._kept:
             each.used = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-        """As :func:`shardfx.ir.ops.memory_ops.empty`: memory that nobody holds."""
+        """As :func:`shardfx.ir.ops.memory_ops.empty`: a buffer without references, else a new one."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         free = [each for each in self._kept if _use_count(each.address) == each.alone]
         choice = choose_buffer(nbytes, [each.flat.numel() for each in free])
@@ -70,5 +70,5 @@ class MemoryPool:
         return lent.flat[:nbytes].view(dtype).view(shape)
 
     def arena(self, nbytes: int, device: str = "cpu") -> Tensor:
-        """As :func:`shardfx.ir.ops.memory_ops.arena`: the same in each step, for nothing in it leaves the program."""
+        """As :func:`shardfx.ir.ops.memory_ops.arena`: the same each step, as nothing in it escapes the program."""
         return self.empty([nbytes], torch.uint8, device)

@@ -1,7 +1,7 @@
-"""NaN debugging: every result of every node is looked at, and the first that holds a NaN or an inf is named.
+"""NaN debugging: a probe checks every result of every node, and names the first with a NaN or an inf.
 
-What counts is where it was *made*: by a node whose operands are finite. An infinity that a program writes down itself
-(``masked_fill(mask, -inf)``, a mask in a buffer) is meant, and so is what comes of it, unless that is a NaN.
+The node at fault is the one that *makes* it from finite operands. An infinity that a program contains as a constant
+(``masked_fill(mask, -inf)``, a mask in a buffer) is intended, and so are results of it, unless they are NaNs.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ REMEDY = "guard that line against such operands (an eps, a clamp, a mask), or lo
 
 @dataclass(frozen=True)
 class NanDebug:
-    """What is looked for: NaN, and with ``inf`` also infinities that were made from finite numbers."""
+    """The probe: finds NaNs, and with ``inf`` also infinities that were made from finite numbers."""
 
     inf: bool = True
 
     def watch(self, rank: int) -> NanProbe:
-        """A fresh look at one rank's program."""
+        """A fresh probe of one rank's program."""
         return NanProbe(rank, self.inf)
 
 
 class NanProbe:
-    """Looks at one rank's program while it runs."""
+    """The NaN probe of one rank's program."""
 
     def __init__(self, rank: int, inf: bool) -> None:
         self.rank, self.inf = rank, inf
         self._seen: dict[fx.Node, Contents] = {}
-        """What collectives were given: its memory may be written over by now."""
+        """The contents of collectives' operands, whose memory may be overwritten before the wait."""
 
     def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
         """Raise if a parameter, a buffer or an argument contains NaN already, or a parameter an infinity."""
@@ -96,7 +96,7 @@ class NanProbe:
 
 
 class Contents(NamedTuple):
-    """How many NaNs and infinities there are, and in words what is: ``float64[4, 3] from -1.2 to 3.4, 2 NaN``."""
+    """The number of NaNs and infinities, and a summary in words: ``float64[4, 3] from -1.2 to 3.4, 2 NaN``."""
 
     nans: int
     infs: int
@@ -104,7 +104,7 @@ class Contents(NamedTuple):
 
     @staticmethod
     def of(nested: Any) -> Contents:
-        """Those of the floating-point tensors of a nest."""
+        """The contents of the floating-point tensors of a nest."""
         nans, infs, texts = 0, 0, []
         for tensor in _floats(nested):
             counts = {"NaN": int(tensor.isnan().sum()), "inf": int(tensor.isinf().sum())}

@@ -1,4 +1,4 @@
-"""What is said when a rank's program does not come to its end."""
+"""Error messages of rank programs that raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring steps: when each rank did what of its program, by a probe that looks at every call.
+"""Measured timelines of steps: the start and end of each rank's actions, by a probe of every call.
 
     with pm.record("step.json") as recording:
         pm(x, y).backward()
@@ -31,33 +31,33 @@ Row = tuple[tuple[Action, Span], ...]
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step: for each rank its actions in the order in which it did them, in seconds of one clock."""
+    """The timeline of one step: the actions of each rank in execution order, in seconds of one clock."""
 
     rows: Mapping[int, Row]
     span: Span
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which ranks do none of their actions: 0 .. 1, over all ranks."""
+        """The bubble fraction of the step: the share in which ranks run no action, 0 .. 1, over all ranks."""
         busy = sum(span.length for row in self.rows.values() for _, span in row)
         return 1 - busy / (self.span.length * len(self.rows))
 
 
 @dataclass
 class Recording:
-    """Measured steps."""
+    """A recording of measured steps."""
 
     steps: list[MeasuredStep] = field(default_factory=list)
     _open: list[dict[int, _Recorder]] = field(default_factory=list)
 
     @property
     def step(self) -> float:
-        """The seconds of a step, from the first rank's start to the last one's end: the median."""
+        """The median duration of a step in seconds, from the first rank's start to the last one's end."""
         return median(step.span.length for step in self.steps)
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which ranks do nothing: the median."""
+        """The median bubble fraction of a step."""
         return median(step.bubble for step in self.steps)
 
     def watch(self, rank: int) -> _Recorder:
@@ -68,7 +68,7 @@ class Recording:
         return made
 
     def rows(self) -> list[tuple[dict[int, Row], Span]]:
-        """What the ranks of this process did, step by step."""
+        """The timeline rows of this process's ranks, by step."""
         found = []
         for step in self._open:
             done = {rank: each for rank, each in step.items() if each.stamps}
@@ -78,7 +78,7 @@ class Recording:
         return found
 
     def close(self, everybody: Sequence[Sequence[tuple[Mapping[int, Row], Span]]]) -> None:
-        """Put together what the processes of a job measured, step by step; all times count from the first start."""
+        """Merge the measurements of a job's processes, by step; times count from the first start."""
         first = min((span.start for mine in everybody for _, span in mine), default=0.0)
         for parts in zip(*everybody, strict=True):
             rows = {rank: _since(first, row) for mine, _ in parts for rank, row in mine.items()}
@@ -91,21 +91,21 @@ def _since(first: float, row: Row) -> Row:
 
 
 class _Recorder:
-    """One rank's clock in one step."""
+    """The recorder of one rank in one step."""
 
     def __init__(self) -> None:
         self.start = 0.0
         self.stamps: list[tuple[fx.Node, float]] = []
-        """Each call, and when it was done."""
+        """Each call, and its end time."""
         self._cuda = False
 
     def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
-        """The step begins."""
+        """Start the clock of the step."""
         self._cuda = any(tensor.is_cuda for tensor in tensors)
         self.start = self._now()
 
     def __call__(self, node: fx.Node, result: Any, operands: tuple[Any, ...]) -> None:
-        """A call is done."""
+        """Record the end of a call."""
         self.stamps.append((node, self._now()))
 
     def _now(self) -> float:
@@ -114,7 +114,7 @@ class _Recorder:
         return time.time()  # one clock of all processes
 
     def row(self) -> Row:
-        """What was done for which action, from when to when."""
+        """The time span of each action."""
         calls = [node for node in self.stamps[0][0].graph.nodes if node.op == "call_function"]
         of, main = purposes(calls), main_loop(calls)
         axis = main.args[0] if main is not None else None

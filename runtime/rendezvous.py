@@ -1,8 +1,8 @@
-"""Ranks meet at their collectives, or it is said why not.
+"""A scheduler of virtual ranks: matches them at collectives, and diagnoses mismatches and deadlocks.
 
-A scheduler runs the coroutines of all ranks up to their next collective, checks that the members of a group ask for
-the same thing, does it, and goes on. A group whose members disagree, or that never comes together, is reported by rank,
-node and source line instead of hanging; and so is a rank whose program raises.
+It runs the coroutines of all ranks up to their next collective, checks that the members of a group request the same
+one, executes it, and goes on. A group whose members disagree, or that never meets, is reported by rank, node and source
+line instead of hanging; and so is a rank whose program raises.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Request:
-    """What a rank asks of its group: the collective (``all_reduce``) and its arguments behind the tensor."""
+    """A rank's request to its group: the collective (``all_reduce``) and its arguments after the tensor."""
 
     op: str
     args: tuple[Any, ...]
@@ -39,11 +39,11 @@ class Request:
     node: str
     where: str
     message: str = ""
-    """``sends`` or ``receives``, where not all of the group meet."""
+    """``sends`` or ``receives``, for point-to-point messages."""
 
     @staticmethod
     def of(node: fx.Node) -> Request | None:
-        """What a call asks for; None if it is no collective."""
+        """The request of a call; None if it is no collective."""
         row = row_of(node.target) if node.op == "call_function" else None
         if row is None or row.group is None:
             return None
@@ -54,18 +54,18 @@ class Request:
         return Request(name, args, str(node.args[row.group]), node.name, where, row.message)
 
     def of_iteration(self, numbers: Mapping[str, int]) -> Request:
-        """The same with numbers in the place of calls for them, which each iteration has of its own."""
+        """The same request with the induction variables of one iteration substituted."""
         args = fx.node.map_aggregate(self.args, lambda arg: numbers[arg.name] if isinstance(arg, fx.Node) else arg)
         return replace(self, args=args)
 
     def of_rank(self, place: int) -> Message:
-        """The message that the rank at a place of the group sends, or waits for."""
+        """The message that the rank at a place of the group sends or receives."""
         other, tag, iteration = self.args[-3:]
         origin, to = (place, other) if self.message == "sends" else (other, place)
         return Message(self.group, origin, to, tag, iteration)
 
     def same(self, other: Request) -> bool:
-        """Whether two ranks ask for the same; in an exchange each has its own sizes."""
+        """Whether two requests match; in an all-to-all each rank has its own sizes."""
         return self.op == other.op and (self.op == "all_to_all_single" or self.args == other.args)
 
     def __str__(self) -> str:
@@ -81,13 +81,13 @@ REDUCTIONS: dict[Any, Callable[..., Tensor]] = {
 }
 Asked = tuple[Request, Tensor, Tensor | None]
 RankCoroutine = Generator[Asked, list[Tensor], Sequence[Tensor]]
-"""A rank under way: it yields what it asks for, the tensor that it sends, and the memory for what it gets. It takes
-that out of the list that it is sent, so that nobody else holds it while the rank goes on."""
+"""A running rank: it yields its request, the tensor that it sends, and the memory for its result. It pops the result
+from the list that is sent to it, so that no other reference remains."""
 
 
 @lru_cache(maxsize=4096)
 def members(mesh: Mesh, group: str, rank: int) -> tuple[int, ...]:
-    """The ranks of the group of that name in which ``rank`` is, in the group's order.
+    """The members of a rank's group of that name, in the group's order.
 
     Raises:
         Error: the mesh has no such group, or the rank is not in it.
@@ -102,7 +102,7 @@ def members(mesh: Mesh, group: str, rank: int) -> tuple[int, ...]:
 def run(
     sources: Mapping[int, ProgramSource], inputs: Mapping[int, Sequence[Tensor]], mesh: Mesh
 ) -> dict[int, Sequence[Tensor]]:
-    """Run one program per rank to its end; gives what each returns.
+    """Run one program per rank to its end; returns the results of each.
 
     Raises:
         Error: a rank's program raises; members of a group ask for different collectives, or wait for one that never
@@ -156,7 +156,7 @@ def run(
 
 
 def _passed(message: Message, asked: Asked, mail: Mailbox[Tensor]) -> list[Tensor]:
-    """What a rank goes on with that sends, or receives; nothing where nothing has come yet."""
+    """The reply to a rank that sends or receives; empty where no message has arrived yet."""
     request, given, _ = asked
     if request.message == "sends":
         mail.put(message, given)
@@ -165,7 +165,7 @@ def _passed(message: Message, asked: Asked, mail: Mailbox[Tensor]) -> list[Tenso
 
 
 class Mailbox(Generic[T]):
-    """What was sent and not received yet: between two places of a group, first in, first out."""
+    """Messages in flight: a FIFO queue for each pair of places of a group."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[str, int, int], deque[tuple[Message, T]]] = {}
@@ -175,7 +175,7 @@ class Mailbox(Generic[T]):
         self._sent.setdefault(message[:3], deque()).append((message, content))
 
     def has(self, message: Message) -> bool:
-        """Whether a message is the next one to be received.
+        """Whether a message is the next in its queue.
 
         Raises:
             Error: it is another one.
@@ -196,12 +196,12 @@ class Mailbox(Generic[T]):
         return self._sent[message[:3]].popleft()[1]
 
     def left(self) -> Message | None:
-        """Something that was sent and not received."""
+        """A message that was never received."""
         return next((sent[0][0] for sent in self._sent.values() if sent), None)
 
 
 def _check(group: Sequence[int], asked: Sequence[Asked]) -> None:
-    """Raise where members of a group ask for different collectives, or for one that it cannot do.
+    """Raise where members of a group request different collectives, or an invalid one.
 
     Raises:
         Error: they do.
@@ -223,7 +223,7 @@ def _check(group: Sequence[int], asked: Sequence[Asked]) -> None:
 
 
 def unfit(op: str, asked: Sequence[Sequence[Any]], ranks: int) -> str:
-    """Why a group of so many ranks cannot do what its members ask for; empty where it can.
+    """The reason why a collective is invalid on a group of so many ranks; empty where it is valid.
 
     Args:
         op: the collective, as a :class:`Request` names it.
@@ -257,7 +257,7 @@ def _deadlock(waiting: Mapping[int, Asked], ended: Collection[int]) -> Error:
 
 
 def perform(requests: Sequence[Request], tensors: Sequence[Tensor], into: Sequence[Tensor | None]) -> list[Tensor]:
-    """Do a collective on the tensors of a group's members; each result goes where its rank wants it."""
+    """Execute a collective on the tensors of a group's members, into the memory that each rank provides, if any."""
     made = _results(requests, tensors)
     return [new if at is None else at.copy_(new.view(at.shape)) for new, at in zip(made, into, strict=True)]
 
@@ -274,7 +274,7 @@ def _results(requests: Sequence[Request], tensors: Sequence[Tensor]) -> list[Ten
 
 
 def reduce(tensors: Sequence[Tensor], kind: str) -> Tensor:
-    """Reduce in the order of the ranks."""
+    """Reduce tensors in rank order."""
     total = tensors[0].clone()
     for other in tensors[1:]:
         REDUCTIONS[kind](total, other, out=total)

@@ -1,4 +1,4 @@
-"""Programs, a store and an engine as one call: inputs by name in, the distinct shards of every output back."""
+"""Execution of a step: inputs by name, through a store's shards and an engine, to the distinct shards of outputs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Kinds = frozenset[OutputKind]
 Inputs = Mapping[str, torch.Tensor]
 Results = dict[tuple[OutputKind, str], list[torch.Tensor]]
 STORED = (InputKind.PARAMETER, InputKind.BUFFER)
-"""What is the model's own."""
+"""The kinds of inputs that are the model's own."""
 HELD = (*STORED, InputKind.STATE)
-"""What a store holds."""
+"""The kinds of inputs whose shards are in the store."""
 
 
 class RunStart(NamedTuple):
-    """What a run starts from in place of the store's: a seed, and buffers by name and rank."""
+    """Overrides of a run's start: a seed, and buffers by name and rank, in place of the store's."""
 
     seed: torch.Tensor | None
     buffers: Mapping[tuple[str, int], torch.Tensor]
@@ -41,8 +41,8 @@ class RunStart(NamedTuple):
 
 @dataclass(frozen=True)
 class _StepInputs:
-    """What a run starts from: what is passed, what replaces the store's, the owner of each shard that is written over
-    by name and number, and the shards of inputs, which ranks share."""
+    """The inputs of a run: passed tensors, overrides of the store's, the owner of each shard that is overwritten, by
+    name and number, and the shards of inputs, which ranks share."""
 
     inputs: Inputs
     start: RunStart
@@ -52,7 +52,7 @@ class _StepInputs:
 
 @dataclass
 class ProgramRunner:
-    """The programs of one planned graph on a store.
+    """Runs the programs of one planned graph on a store.
 
     Args:
         graph: planned.
@@ -66,7 +66,7 @@ class ProgramRunner:
     store: Store
     make_engine: Callable[[], Engine]
     changed: dict[tuple[int, Kinds], RankProgram] = field(default_factory=dict)
-    """Programs that somebody put in the place of the plan's own."""
+    """A user's programs, which replace the plan's own."""
     _engine: Engine | None = None
     _programs: dict[Kinds, dict[int, RankProgram]] = field(default_factory=dict)
     _drawing: dict[Kinds, bool] = field(default_factory=dict)
@@ -74,18 +74,18 @@ class ProgramRunner:
     _shards: dict[tuple[type, str, str], Shards] = field(default_factory=dict)
     _constants: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     _written: WeakKeyDictionary[RankProgram, frozenset[str]] = field(default_factory=WeakKeyDictionary)
-    """The names of what is stored that a program may write over."""
+    """The names of stored values that a program may overwrite."""
 
     @property
     def engine(self) -> Engine:
-        """What runs the programs, ready to; made when first asked for, by all ranks alike."""
+        """The engine, prepared; made on first access, which all ranks make alike."""
         made = self._unprepared()
         made.prepare()
         return made
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks of this process; no other process is asked."""
+        """The ranks of this process; communicates with no other process."""
         return self._unprepared().ranks
 
     def _unprepared(self) -> Engine:
@@ -101,7 +101,7 @@ class ProgramRunner:
         return self._programs[kinds]
 
     def has_run(self, kinds: Kinds) -> bool:
-        """Whether programs for these outputs were asked for here."""
+        """Whether this process has made the programs for these outputs."""
         return kinds in self._programs
 
     def put(self, rank: int, kinds: Kinds, program: RankProgram) -> None:
@@ -110,12 +110,12 @@ class ProgramRunner:
         self._programs.pop(kinds, None)
 
     def renew(self, make_engine: Callable[[], Engine]) -> None:
-        """Another engine and new programs from now on."""
+        """Replace the engine, and discard the programs."""
         self.make_engine, self._engine = make_engine, None
         self._programs.clear()
 
     def draws(self, kinds: Kinds) -> bool:
-        """Whether a run needs a seed, the same on all ranks."""
+        """Whether a run draws random numbers, and so needs a seed that is the same on all ranks."""
         if kinds not in self._drawing:  # asked of the whole graph: all ranks draw together
             self._drawing[kinds] = any(given.kind is InputKind.SEED for given in select(self.graph, kinds)[0])
         return self._drawing[kinds]
@@ -125,18 +125,18 @@ class ProgramRunner:
         return self.engine.seed() if self.draws(kinds) else None
 
     def on_device(self, number: int) -> torch.Tensor:
-        """A number that was drawn as a seed, where programs run."""
+        """A seed as a tensor on the engine's device."""
         return torch.full((), number, dtype=torch.int64, device=self.engine.device)
 
     def run(self, kinds: Kinds, inputs: Inputs, watch: Probe | None = None, kept: RunStart | None = None) -> Results:
-        """Run the ranks of this process on global inputs, or on this rank's own part of each; what is new content of
-        what is stored is kept.
+        """Run the ranks of this process on global inputs, or on this rank's shard of each; commit new content of stored
+        values.
 
-        Gives the distinct shards of every output (under ``torchrun`` this rank's own). ``kept`` is what an earlier run
-        went out from, where this one is to do the same.
+        Returns the distinct shards of every output (under ``torchrun`` this rank's own). ``kept`` is the start of an
+        earlier run, to be replayed.
 
         Raises:
-            Error: a guard does not hold: the model would do something else for these inputs. Nothing is stored.
+            Error: a guard fails: the model would take another path for these inputs. Nothing is stored.
         """
         programs, engine = self.programs(kinds), self.engine
         start = RunStart(self.seed(kinds), {}) if kept is None else kept
@@ -156,7 +156,7 @@ class ProgramRunner:
             return self._kept(programs, outs)
 
     def _kept(self, programs: Mapping[int, RankProgram], outs: Mapping[int, Sequence[torch.Tensor]]) -> Results:
-        """The distinct shards of what ranks gave; new content of what is stored goes there."""
+        """The distinct shards of the ranks' results; new content of stored values is committed."""
         results: Results = {}
         made: dict[Output, dict[int, torch.Tensor]] = {}
         for rank in sorted(outs):
@@ -179,7 +179,7 @@ class ProgramRunner:
         return self.store.assemble(output.value.spec, output.value.shape, own_shards)
 
     def shards(self, of: Input | Output) -> Shards:
-        """Which ranks hold which shards of an input or output."""
+        """The shard layout of an input or output: the shard number of each rank."""
         key = type(of), of.kind, of.name
         if key not in self._shards:
             assert of.value.spec is not None
@@ -187,8 +187,8 @@ class ProgramRunner:
         return self._shards[key]
 
     def _given(self, program: RankProgram, rank: int, run: _StepInputs) -> list[torch.Tensor]:
-        """What a rank starts from: ranks that hold the same share one tensor. Where some of them write over it, its
-        owner has the store's, and the others copies."""
+        """The input tensors of a rank: ranks with equal shards share one tensor. Where some of them overwrite it, its
+        owner gets the store's, and the others copies."""
         made = [self._shard(each, rank, run) for each in program.inputs]
         copied: dict[torch.dtype, list[int]] = {}
         for place, each in enumerate(program.inputs if run.owners else ()):
@@ -206,7 +206,7 @@ class ProgramRunner:
         return made
 
     def _owners(self, programs: Mapping[int, RankProgram]) -> Mapping[tuple[str, int], int]:
-        """Of each shard that is written over, the first rank that does so: what it makes of it is kept."""
+        """The owner of each shard that is overwritten: the first rank that does so, whose result is kept."""
         found: dict[tuple[str, int], int] = {}
         for rank in sorted(programs):
             renewed = self._renewed(programs[rank])
@@ -216,7 +216,7 @@ class ProgramRunner:
         return found
 
     def _shard(self, inp: Input, rank: int, run: _StepInputs) -> torch.Tensor:
-        """What a rank starts from of one input."""
+        """A rank's shard of one input."""
         name, kept = inp.name, run.start
         if inp.kind in HELD:
             return kept.buffers[name, rank] if (name, rank) in kept.buffers else self.store.shard(name, rank)
@@ -236,7 +236,7 @@ class ProgramRunner:
         return known[name, which]
 
     def _renewed(self, program: RankProgram) -> frozenset[str]:
-        """The names of what is stored that a program may write over."""
+        """The names of stored values that a program may overwrite."""
         if program not in self._written:
             results: Any = program.result().args[0]
             pairs = zip(program.outputs, results, strict=True)
@@ -250,14 +250,14 @@ class ProgramRunner:
         return len(self.ranks) > 1 or self.graph.mesh.size == 1
 
     def local_shapes(self, inp: Input) -> set[tuple[int, ...]]:
-        """The shapes that a rank of this process may pass for an input beside the global one."""
+        """The local shapes that a rank of this process may pass for an input, beside the global one."""
         if self._is_alone:
             return set()
         shards = self.shards(inp)
         return {shards.local_shapes[shards.by_rank[rank]] for rank in self.ranks}
 
     def rank_inputs(self, rank: int, program: RankProgram, inputs: Inputs) -> dict[str, torch.Tensor]:
-        """What a rank's program starts from, by input name, as far as it is known here."""
+        """The inputs of a rank's program by name, as far as they are known here."""
         finish(self.engine.device)
         run, found = _StepInputs(inputs, RunStart(torch.zeros((), dtype=torch.int64), {}), {}), {}
         for given in program.inputs if rank in self.engine.ranks else ():
@@ -269,7 +269,7 @@ class ProgramRunner:
 
 
 def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None:
-    """Raise where a watched value is another than for the example that the program was captured with.
+    """Raise where a guarded value differs from that of the example with which the program was captured.
 
     Raises:
         Error: naming the model's line, and both values.

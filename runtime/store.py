@@ -1,4 +1,4 @@
-"""Stores hold the shards of parameters, buffers and an optimizer's states; all programs of a plan work on one."""
+"""Stores of shards of parameters, buffers and optimizer states; all programs of a plan share one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 def version(tensor: Tensor) -> int:
-    """Another number after each time that something was written into a tensor, or into the one that it wraps."""
+    """The version counter of a tensor, or of the one that it wraps: incremented by each write."""
     local = getattr(tensor, "_local_tensor", None)
     return tensor._version + (local._version if local is not None else 0)
 
 
 def norm_of(tensors: Sequence[Tensor], kind: float, device: torch.device) -> Tensor:
-    """The norm of some tensors as one vector, in float64."""
+    """The norm of tensors concatenated as one vector, in float64."""
     norms = [torch.linalg.vector_norm(tensor, kind).to(device, torch.float64) for tensor in tensors]
     return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros((), dtype=torch.float64)
 
@@ -40,16 +40,16 @@ def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 class Shown(Protocol):
-    """How the shard of a parameter is shown where it is not itself a parameter: in a tensor of another kind."""
+    """The user-facing view of a parameter's shard as another type of tensor, such as a DTensor."""
 
     def wrap(self, shard: Tensor) -> Tensor:
-        """A tensor of that kind, in the shard's memory."""
+        """A tensor of that type that shares the shard's memory."""
 
     def parameter(self, shard: Tensor, trained: bool) -> nn.Parameter:
-        """A parameter of that kind, in the shard's memory."""
+        """A parameter of that type that shares the shard's memory."""
 
     def plain(self, tensor: Tensor) -> Tensor | None:
-        """The shard that is shown as ``tensor``; None: it is placed otherwise."""
+        """The shard behind such a ``tensor``; None: it is placed otherwise."""
 
 
 class Store:
@@ -62,9 +62,9 @@ class Store:
     parameters: dict[str, list[nn.Parameter]]
     buffers: dict[str, list[Tensor]]
     states: dict[str, list[Tensor]]
-    """Of an optimizer, once there is one."""
+    """The shards of optimizer states, once there is an optimizer."""
     trained_elsewhere: frozenset[str] = frozenset()
-    """The parameters that want a gradient, of those that only other processes store."""
+    """The names of trainable parameters that only other processes store."""
 
     def __init__(self, graph: Graph, device: torch.device, rank: int | None = None) -> None:
         self.graph, self.mesh, self.device, self._rank = graph, graph.mesh, device, rank
@@ -75,10 +75,10 @@ class Store:
         self._loaded: set[str] = set()
         self._layouts = {name: Shards.of(spec_of(g), g.value.shape, graph.mesh) for name, g in self._given.items()}
         self._numbers = {name: self._stored(given) for name, given in self._given.items()}
-        """Of each value the numbers of the shards that are stored here, in the order of their tensors."""
+        """The numbers of the shards of each value that are stored here, in the order of their tensors."""
         self._stepped = [] if rank is None else stepped_groups(graph)
         self._places: dict[str, list[Tensor]] = {}
-        """Memory for states that are yet to be made."""
+        """Preallocated memory of states that are yet to be made."""
 
     def _stored(self, inp: Input) -> Sequence[int]:
         layout = self._layouts[inp.name]
@@ -88,28 +88,27 @@ class Store:
         return [layout.by_rank[self._rank]] if here else []
 
     def handed_out(self, scale: Tensor | float) -> None:
-        """Gradients that were computed, times ``scale``, go to parameters: which other processes do alike."""
+        """Note that gradients times ``scale`` are delivered to parameters, which other processes have to do alike."""
 
     def loaded(self, values: Mapping[str, Tensor]) -> None:
-        """A state dict of shards is loaded, with these names."""
+        """Note that a state dict of shards with these names is loaded."""
 
     def is_loaded(self, name: str) -> bool:
         """Whether there is content for a parameter, buffer or state, here or in another process."""
         return name in self._loaded
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
-        """What processes say of what they store, by name; of what several store the first one says it. All ranks call
-        it alike."""
+        """Merge, by name, entries of all processes about the values that they store; of several, the first one's
+        counts. All ranks call it alike."""
         return mine
 
     def has_weights(self, mine: bool) -> bool:
-        """Whether a model's weights are there to be loaded, of which this process knows of its own. All ranks call it
-        alike."""
+        """Whether a model's weights are available for loading; ``mine``: in this process. All ranks call it alike."""
         return mine
 
     def load(self, full: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
-        """Shard global parameters and buffers into the stored shards; what is stored already is written over. Rank 0's
-        count, and all ranks call it."""
+        """Shard global parameters and buffers into the stored shards, overwriting them. Rank 0's values count, and all
+        ranks call it."""
         check_device(self.device)
         finish(self.device)
         memory = {} if self.parameters else self._parameter_memory()
@@ -131,7 +130,7 @@ class Store:
                 self.trained_elsewhere |= {name}
 
     def begin(self, name: str, start: float | str) -> None:
-        """Make a state of an optimizer: one number everywhere, or a copy of the parameter of the name ``start``."""
+        """Initialize an optimizer state: one number everywhere, or a copy of the parameter of the name ``start``."""
         inp = self._given[name]
         dtype = inp.value.type.dtype
         if isinstance(start, str):
@@ -159,7 +158,7 @@ class Store:
         return [self._wrapped(name, each.to(self.device, copy=True)) for each in own_shards]
 
     def to(self, device: torch.device) -> None:
-        """Move what is stored; parameters stay the same objects."""
+        """Move the stored tensors; parameters stay the same objects."""
         raise NotImplementedError
 
     def is_here(self, name: str) -> bool:
@@ -173,7 +172,7 @@ class Store:
         return self._plain(self._held(name)[place]).detach()
 
     def stamps(self) -> Mapping[str, tuple[str, int]]:
-        """Of all that is stored how it is placed, and the number of the shard in this process; -1 for all."""
+        """The spec of each stored value, and the number of its shard in this process; -1 if it has all."""
         return {
             name: (str(self._given[name].value.spec), -1 if self._rank is None else numbers[0])
             for name, numbers in self._numbers.items()
@@ -211,7 +210,7 @@ class Store:
         raise NotImplementedError
 
     def shown(self, name: str) -> Shown | None:
-        """How a parameter's shard is shown; None: the parameter is the shard."""
+        """The user-facing view of a parameter's shard; None: the parameter is the shard."""
         return None
 
     def _held(self, name: str) -> Sequence[Tensor]:
@@ -220,43 +219,43 @@ class Store:
     # ---- what differs between all ranks in one process and one of them
 
     def _of_rank_0(self, inp: Input, full: Tensor) -> Tensor:
-        """Rank 0's global tensor, of which each process gives its own."""
+        """Rank 0's global tensor, where each process passes its own."""
         return full
 
     def _wrapped(self, name: str, shard: Tensor) -> Tensor:
-        """A buffer, or a tensor of a parameter's shape, as it is shown."""
+        """The user-facing view of a buffer, or of a tensor of a parameter's shape."""
         return shard
 
     def _as_state(self, name: str, shard: Tensor) -> Tensor:
-        """A state, as it is shown."""
+        """The user-facing view of an optimizer state."""
         return shard
 
     def _plain(self, tensor: Tensor) -> Tensor:
-        """The memory of a stored tensor."""
+        """The plain local tensor behind a stored one."""
         return tensor
 
     def _write(self, stored: Iterable[Tensor], own_shards: Sequence[Tensor]) -> None:
-        """Write shards into those that are stored."""
+        """Copy shards into the stored ones."""
         for old, new in zip(stored, own_shards, strict=True):
             self._plain(old.detach()).copy_(new)
 
     def _split(self, inp: Input, full: Tensor) -> list[Tensor]:
-        """The shards that are here of a global tensor."""
+        """This process's shards of a global tensor."""
         return [self._layouts[inp.name].sharding(full, number) for number in self._numbers[inp.name]]
 
     def _parameter_memory(self) -> dict[str, list[Tensor]]:
-        """Memory for the shards of parameters that are gathered, or stepped, together."""
+        """Contiguous memory for the shards of parameters that are gathered, or stepped, together."""
         stepped = [together for together in self._stepped if together[0].kind is InputKind.PARAMETER]
         return self._contiguous([*contiguous_parameters(self.graph.nodes, self.graph.inputs), *stepped])
 
     def _state_memory(self, inp: Input) -> dict[str, list[Tensor]]:
-        """Memory for the shards of states that are stepped together, made with the first one."""
+        """Contiguous memory for the shards of states that are stepped together, allocated with the first one."""
         if inp.name not in self._places:
             self._places |= self._contiguous([each for each in self._stepped if inp in each])
         return {inp.name: self._places.pop(inp.name)} if inp.name in self._places else {}
 
     def _contiguous(self, groups: Iterable[Sequence[Input]]) -> dict[str, list[Tensor]]:
-        """Memory for the shards of each group that are here, those of one rank one behind the other."""
+        """Contiguous memory for this process's shards of each group, those of one rank side by side."""
         found: dict[str, list[Tensor]] = {}
         for group in groups:
             names = [inp.name for inp in group if self._numbers[inp.name]]
@@ -270,7 +269,7 @@ class Store:
         return found
 
     def _placed(self, name: str, own_shards: Sequence[Tensor], memory: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
-        """Copies in the memory, and in the order, of a stored value."""
+        """Copies of shards in the memory, and with the dim order, of a stored value."""
         if name in memory:
             return [place.copy_(shard) for place, shard in zip(memory[name], own_shards, strict=True)]
         inp = self._given[name]
@@ -278,6 +277,6 @@ class Store:
 
 
 def spec_of(inp: Input) -> Spec:
-    """The spec of what is stored."""
+    """The spec of a stored value."""
     assert inp.value.spec is not None
     return inp.value.spec

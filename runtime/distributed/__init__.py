@@ -1,1 +1,1 @@
-"""This process as one rank, on torch.distributed."""
+"""Real ranks: this process is one rank, on torch.distributed."""

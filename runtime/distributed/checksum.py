@@ -1,4 +1,4 @@
-"""A number for the content of a tensor: equal for equal bits in the same order, on any device."""
+"""Checksums of tensors: equal for equal bits in the same order, on any device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank's shard of a parameter lives in torch: as a ``DTensor`` of the model's global shape.
+"""A rank's shard of a parameter as a ``DTensor`` of the model's global shape.
 
 =======  =========================  ================================================================================
 plain    ``64{dp}``, ``64{dp,tp}``  the shard is one box of the whole: a DTensor, and nothing more to say
@@ -42,11 +42,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class DTensorShard:
-    """Makes a rank's shard of one value a DTensor, and gives it back; both share the shard's memory."""
+    """Converts a rank's shard of one value to a DTensor and back; both share the shard's memory."""
 
     template: Any
     boxes: tuple[Box, ...] | None = None
-    """Of a shard that is several boxes, or guarded."""
+    """The boxes of a shard that is several, or guarded."""
     guarded: bool = False
 
     @staticmethod
@@ -87,7 +87,7 @@ class DTensorShard:
         return made  # type: ignore[no-any-return]
 
     def plain(self, tensor: Tensor) -> Tensor | None:
-        """The shard that is shown as ``tensor``, which is the shard itself where it is plain; None: it is placed
+        """The plain shard behind ``tensor``, which is the shard itself where it is plain; None: it is placed
         otherwise."""
         if not isinstance(tensor, DTensor):
             return tensor
@@ -103,7 +103,7 @@ class DTensorShard:
 
 
 def _boxes(local_runs: Sequence[Sequence[Span]]) -> tuple[Box, ...]:
-    """All combinations of the runs of each dim."""
+    """The boxes of a shard: all combinations of the runs of each dim."""
     columns = []
     for spans in local_runs:
         ats = itertools.accumulate((length for _, length in spans), initial=0)
@@ -142,7 +142,7 @@ def placements(spec: Spec, shape: Sequence[int], mesh: Mesh) -> tuple[Placement,
 
 
 def runs(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> list[Span]:
-    """The consecutive rows of a dim that a rank holds, in the order in which it holds them."""
+    """The contiguous row ranges of a rank's shard of a dim, in the shard's order."""
     result = [(0, 1)]
     for part in sharding.sub(size):
         start, length = bounds(part.size, part.axes, mesh, coords)

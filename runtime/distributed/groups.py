@@ -1,8 +1,8 @@
 """Process groups by the names that programs use.
 
-A program says ``all_reduce(x, 'sum', 'dp2.tp2/tp@0')``: :meth:`Mesh.group_name` made that name, and here it gets its
+A program calls ``all_reduce(x, 'sum', 'dp2.tp2/tp@0')``: :meth:`Mesh.group_name` made that name, and here it gets its
 process group. Every rank makes every group, in the same order, its own and the others', as ``new_group`` demands.
-What is made stays registered with torch until ``destroy_process_group``, so a second plan on the same mesh finds it.
+Groups remain registered with torch until ``destroy_process_group``, so a second plan on the same mesh reuses them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launched(ranks: int) -> bool:
-    """Whether this process is one of a job: that is initialised, or was started by ``torchrun``.
+    """Whether this process belongs to a job, one that is initialised, or was started by ``torchrun``.
 
     A job of one process is one rank of a mesh of one; of a larger mesh (``ranks``) it has all, as virtual ones.
     """
@@ -46,12 +46,12 @@ def launched(ranks: int) -> bool:
 
 
 def is_dry_run() -> bool:
-    """Whether this process runs one rank alone, on torch's ``fake`` process group: what others send is missing."""
+    """Whether this process runs one rank alone, on torch's ``fake`` process group, without its peers' data."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
 def by_stream(device: torch.device) -> bool:
-    """Whether what is sent goes on by itself, on streams of the process groups, and only a stream waits for it."""
+    """Whether communication is asynchronous on streams of the process groups, so that only a stream waits for it."""
     return device.type != "cpu" or is_dry_run()
 
 
@@ -61,7 +61,7 @@ def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def check_size(mesh: Mesh) -> None:
-    """The processes of this job are the ranks of ``mesh``.
+    """Check that the processes of this job are the ranks of ``mesh``.
 
     Raises:
         Error: the job has another number of processes than the mesh has ranks.
@@ -82,7 +82,7 @@ def check_size(mesh: Mesh) -> None:
 
 
 def initialise(device: torch.device) -> None:
-    """Join the job that ``torchrun`` started, unless that is done already, with ``device`` as this process's current.
+    """Join the job that ``torchrun`` started, unless that is done already, and set ``device`` as the current device.
 
     Raises:
         Error: the process group does not serve the device.
@@ -97,12 +97,12 @@ def initialise(device: torch.device) -> None:
 
 
 def asks_for_shm() -> bool:
-    """Whether groups of programs share memory where their ranks are on one machine: that of all ranks does."""
+    """Whether groups of programs on one machine use shared memory, as the group of all ranks does."""
     return set(backends().values()) == {shm.NAME}
 
 
 def check_backend(kind: str) -> None:
-    """The process group of all ranks serves the type of device. Gloo takes CUDA tensors and crashes on some
+    """Check that the process group of all ranks serves the type of device. Gloo takes CUDA tensors and crashes on some
     collectives of them; of torch's groups with "shm" it is the only backend.
 
     Raises:
@@ -123,7 +123,7 @@ def check_backend(kind: str) -> None:
 
 
 def axes_of(graph: Graph) -> list[Axes]:
-    """The sets of axes of ranks over which a graph talks, each once, in an order that is the same on all ranks."""
+    """The distinct sets of rank axes over which a graph communicates, in an order that is the same on all ranks."""
     over = {tuple(n.kwargs["axes"]) for n in graph.nodes if isinstance(n.op, OwnOp) and n.kwargs.get("axes")}
     return sorted(axes for axes in over if not any(graph.mesh[axis].loop for axis in axes))
 
@@ -146,22 +146,22 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]], suffix: str = "") -> 
 
 
 def shares_memory(group: str) -> bool:
-    """Whether the ranks of a group do their collectives through shared memory."""
+    """Whether the collectives of a group go through shared memory."""
     return isinstance(_made.get(group), shm.ShmGroup)
 
 
 def share_memory() -> list[bool]:
-    """Of each group of programs that was made, whether its ranks do: the same on all of them."""
+    """For each group of programs that was made, whether it uses shared memory: the same on all ranks."""
     return [shares_memory(name) for name, group in _made.items() if name != CPU_GROUP and group.size() > 1]
 
 
 _made: dict[str, dist.ProcessGroup] = {}
 CPU_GROUP = "shardfx/cpu"
-"""All ranks, to tell one another what no device is to wait for."""
+"""The group of all ranks on the CPU, for metadata that no device has to wait for."""
 
 
 def _register(name: str, made: dist.ProcessGroup) -> None:
-    """Let programs find a group by this name, which may have been another's."""
+    """Register a group under a name that programs use, which may have been another group's."""
     if find_group(name) is not None:
         _unregister_process_group(name)  # type: ignore[arg-type]
     _register_process_group(name, made)  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def make_cpu_group() -> None:
 
 
 def the_cpu_group() -> dist.ProcessGroup:
-    """That group.
+    """The CPU group of all ranks.
 
     Raises:
         Error: a rank failed, and this one left its groups; or the job is over.
@@ -195,7 +195,7 @@ def the_cpu_group() -> dist.ProcessGroup:
 
 
 def leave_groups() -> None:
-    """Leave all groups that were made here: whoever waits in one is ended at once, before any time-out."""
+    """Abort all groups that were made here: ranks that wait in one are ended at once, before any time-out."""
     for name, made in list(_made.items()):
         del _made[name]
         if find_group(name) is made:
@@ -205,15 +205,15 @@ def leave_groups() -> None:
 
 
 def device_mesh(mesh: Mesh, device_type: str, axes: Sequence[str]) -> DeviceMesh:
-    """The torch ``DeviceMesh`` of a mesh, or the part of it along some axes in which this rank is: one for all plans of
-    a job, for it makes process groups of its own."""
+    """The torch ``DeviceMesh`` of a mesh, or this rank's submesh along some axes: one for all plans of a job, as it
+    makes process groups of its own."""
     made = _device_mesh(mesh, device_type, dist.group.WORLD)
     return made if len(axes) == len(mesh.space) else made[tuple(axes)]
 
 
 @cache
 def _device_mesh(mesh: Mesh, device_type: str, world: Any) -> DeviceMesh:
-    """That of all axes, in a job whose group of all ranks is ``world``."""
+    """The device mesh of all axes, in a job whose group of all ranks is ``world``."""
     return mesh.to_device_mesh(device_type)
 
 
@@ -226,14 +226,14 @@ def find_group(name: str) -> dist.ProcessGroup | None:
 
 
 def _timeout() -> timedelta:
-    """How long the job's own group waits: other groups wait 30 minutes unless they are told."""
+    """The time-out of the job's own group; other groups have 30 minutes unless one is passed."""
     world: Any = dist.group.WORLD
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return getattr(options, "_timeout", default_pg_timeout)
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group whose members count as listed: torch sorts them unless told otherwise."""
+    """A process group with its members in the listed order: torch sorts them unless told otherwise."""
     backend = shm.NAME if asks_for_shm() else None
     ordered = list(ranks) == sorted(ranks)
     made: dist.ProcessGroup = dist.new_group(list(ranks), _timeout(), backend, sort_ranks=ordered)

@@ -1,8 +1,8 @@
-"""Failure of real ranks: one whose program raises leaves its groups, so that nobody waits for it.
+"""Failure handling of real ranks: one whose program raises leaves its groups, so that no peer waits for it.
 
 A rank whose collective breaks (a peer has failed or ended, or the time-out of the process group is up: ten minutes
 where shardfx joined the job) raises an error with its collective, and leaves its groups, too. On NCCL the watchdog of
-torch ends ranks. Who waits where is said by ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` and torch's flight recorder.
+torch ends ranks. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` and torch's flight recorder show which rank waits where.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @contextmanager
 def ending_together(what: str = "") -> Iterator[None]:
-    """The scope of a collective of all ranks (``what`` names it): if it breaks, an error says who is missing."""
+    """The scope of a collective of all ranks: if it breaks, the error says that a rank is missing in ``what``."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
@@ -36,7 +36,7 @@ def ending_together(what: str = "") -> Iterator[None]:
 
 
 def exchange(mine: Sequence[int], what: str) -> list[list[int]]:
-    """All-gather as many numbers of 64 bits from every CPU rank; by rank."""
+    """All-gather 64-bit numbers, equally many from each rank, on the CPU; by rank."""
     group = the_cpu_group()
     with ending_together(what):
         every = torch.empty(dist.get_world_size() * len(mine), dtype=torch.int64)
@@ -53,7 +53,7 @@ def tell_all(mine: T) -> list[T]:
 
 
 def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
-    """Leave the groups, as this rank's program has ended; gives the error to raise: its own, or that a peer is gone."""
+    """Leave the groups after this rank's failure; returns the error to raise: its own, or that a peer is gone."""
     rank, row = dist.get_rank(), row_of(node.target) if node is not None else None
     if is_dry_run():
         return failed(rank, node, error)
@@ -78,6 +78,6 @@ def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
 
 
 def _is_broken(error: Exception) -> bool:
-    """Whether a backend lost a peer, or waited too long: these raise no type of their own."""
+    """Whether an error is a lost peer or a time-out of a backend, for which there is no exception type."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("gloo" in text or "connection" in text or "timed out" in text)

@@ -12,7 +12,7 @@ rates of the optimizer                                                        ev
 inputs that several ranks pass alike, by a checksum                           calls 1, 2, 4, 8, ...; ``check_inputs``
 ============================================================================  ======================================
 
-Where digests differ, ranks exchange what they stand for, and all raise the same error; nothing was run.
+Where digests differ, ranks exchange the texts behind them, and all raise the same error; nothing was run.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _stores: WeakSet[ProcessStore] = WeakSet()
 
 
 Words = Callable[[], Mapping[str, str]]
-"""A description of what a rank is about to do, by subject; called where ranks differ."""
+"""A function that describes a rank's next call, by subject; called only where ranks differ."""
 Subjects = Mapping[str, Sequence[str]]
-"""The lines of a plan by subject."""
+"""The lines of a plan's description, by subject."""
 AROUND = "what the code reads beside its inputs"
 
 
 class OtherSurroundings(Error):
-    """Ranks make the same call, but their code reads other values beside its inputs than at earlier calls."""
+    """Ranks make the same call, but the values that their code reads beside its inputs have changed on some."""
 
 
 class Passed(IntEnum):
@@ -91,12 +91,12 @@ RankInputs = Callable[[], Sequence[RankInput]]
 
 
 FAILED = max(Passed) + 1
-"""In the place of how inputs are passed: this rank cannot make the call."""
+"""Sent in place of :class:`Passed`: this rank cannot make the call."""
 
 
 class Peers:
-    """The other processes of a job, for one parallel module, or one that is yet to be planned; ``alone``: there are
-    none, all ranks are in this process, or it is a dry run."""
+    """The peers of this process, for one parallel module, or one yet to be planned; ``alone``: there are none, as all
+    ranks are in this process, or it is a dry run."""
 
     def __init__(self, alone: bool) -> None:
         self._alone, self._lock = alone, threading.RLock() if alone else _lock
@@ -107,7 +107,7 @@ class Peers:
         self._copies = itertools.count(1)
         self._store: ProcessStore | None = None
         self._agreed = self._together = False
-        """Whether ranks were told of this call, and all make it."""
+        """Whether this call was announced to all ranks, and whether all make it."""
         self._digests: dict[Hashable, int] = {}
         self._seen: Counter[Hashable] = Counter()
 
@@ -117,15 +117,14 @@ class Peers:
         return made
 
     def holds(self, store: Store) -> None:
-        """Note the store; steps of optimizers of its parameters are noted from now on."""
+        """Set the store; from now on, optimizer steps on its parameters are recorded in its history."""
         if isinstance(store, ProcessStore) and not self._alone:
             self._store = store
             _stores.add(store)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """The scope of a call; those of other threads follow. What is raised before :meth:`agree` is told to the other
-        ranks."""
+        """The scope of a call; calls of other threads wait. Errors before :meth:`agree` are sent to the other ranks."""
         with self._lock:
             self._agreed = self._together = False
             try:
@@ -147,8 +146,8 @@ class Peers:
         rates: Mapping[str, torch.Tensor] | None = None,
         anew: bool = False,
     ) -> tuple[bool, int | None]:
-        """Check that all ranks are about to do the same, of which ``key`` is the local and ``words`` the common text.
-        Gives whether inputs are passed as shards, and the number that rank 0 drew.
+        """Check that all ranks make the same call, of which ``key`` is the local and ``words`` the common description.
+        Returns whether inputs are passed as shards, and the number that rank 0 drew.
 
         Args:
             passed: how this rank's inputs are passed.
@@ -179,7 +178,7 @@ class Peers:
         return Passed.PART in ways, None if drawn == NO_DRAW else drawn
 
     def _other_calls(self, mine: Mapping[str, str]) -> Error:
-        """Ranks make other calls, or did something else to parameters before this one."""
+        """The error of ranks whose calls differ, or whose parameters were treated differently before this one."""
         every = tell_all({**mine, "module": f"parallel module {self.number}"})
         if not {*_differ(every)} <= {WRITTEN, DONE}:
             return disagreement(
@@ -249,7 +248,7 @@ class Peers:
                 )
 
     def firsts(self, mesh: Mesh, inputs: RankInputs) -> Mapping[str, torch.Tensor]:
-        """Broadcast inputs that should be the same on several ranks from the first of these; by name."""
+        """Broadcast inputs that should be the same on several ranks from the first of these; returned by name."""
         given = [each for each in ([] if self._alone else inputs()) if mesh.extent(each.axes) > 1]
         make_groups(mesh, sorted({each.axes for each in given}))
         found = {}
@@ -308,7 +307,7 @@ register_optimizer_step_post_hook(_note_step)
 
 
 def _settings(group: Mapping[str, Any]) -> str:
-    """The options of a group of parameters that are switched on."""
+    """The enabled options of a parameter group."""
     found = []
     for name, value in group.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":

@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 
 def wait(started: Any) -> Tensor:
-    """The result of a collective, or a message to this rank."""
+    """Wait for a collective, or a message to this rank; returns its result."""
     done: Tensor = c10d.wait_tensor(started) if isinstance(started, Tensor) else started.wait()
     return done
 
@@ -48,7 +48,7 @@ class ProcessEngine:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """This process's own."""
+        """This process's rank."""
         return [self.rank]
 
     def prepare(self) -> None:
@@ -62,7 +62,7 @@ class ProcessEngine:
             self._ready = True
 
     def seed(self) -> Tensor:
-        """Rank 0's draw. All ranks draw, so that generators that start alike stay alike."""
+        """A step's seed, drawn by rank 0. All ranks draw, so that generators that start alike stay alike."""
         seed = on_device(seed_tensor(), self.device)
         with ending_together("the broadcast of the step's seed"):
             dist.broadcast(seed, 0)
@@ -99,13 +99,13 @@ class ProcessEngine:
         return {self.rank: results}
 
     def source(self, program: RankProgram) -> ProgramSource:
-        """The function that runs for a program, written once."""
+        """The executable source of a program, generated once."""
         if program not in self._sources:
             self._sources[program] = self._write(program, self._forms(program))
         return self._sources[program]
 
     def _forms(self, program: RankProgram) -> CallOverrides:
-        """How this backend does what a program asks for."""
+        """The overrides of a program's calls for this backend."""
         share = not self._by_stream and any(share_memory())
         pool = self._pools.setdefault(program, MemoryPool(shm.shared_bytes if share else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}

@@ -2,10 +2,9 @@
 
 Parameters are DTensors (see :mod:`.dtensor_shard`), so that optimizers, ``clip_grad_norm_`` and
 ``torch.distributed.checkpoint`` work as they do elsewhere; of a pipeline, those of this rank's stages, on the mesh
-without the axis of stages. Where a plan shards none of them they are plain tensors: each rank that holds one has the
-whole, and nothing is to be asked of the others. (Some plain, some DTensors would not do: ``foreach``
-optimizers, norms and averages take no mixture; so buffers are as parameters are.) What is asked of all ranks
-(``load``, ``full``, ``assemble``) must be called on all of them.
+without the axis of stages. Where a plan shards none of them they are plain tensors: each rank stores them replicated,
+and no communication is needed. (Parameters are all DTensors or all plain, and buffers likewise: ``foreach`` optimizers,
+norms and averages take no mixture.) Collective methods (``load``, ``full``, ``assemble``) must be called on all ranks.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ WRITTEN, DONE = "parameters were written into since the last call", "done since 
 
 
 class ProcessStore(Store):
-    """This process's shards."""
+    """The store of this process's shards."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         super().__init__(graph, device, dist.get_rank())
         self.rank = dist.get_rank()
         self.is_staged = graph.pipeline is not None
         self.history: Counter[str] = Counter()
-        """What this rank did to parameters since all ranks last made a call together, and how often."""
+        """Counts of this rank's backwards, optimizer steps and loads since the last call of all ranks."""
         self._writes_before: int | None = None
         self._shardings = any(spec_of(inp).axes for inp in self._inputs)
         self._replicated = [g.name for g in self._inputs if not (self.is_staged or spec_of(g).axes)]
@@ -65,7 +64,7 @@ class ProcessStore(Store):
         return [rank for rank in range(self.mesh.size) if self.graph.is_here(inp.at, self.mesh.coords(rank))]
 
     def has_weights(self, mine: bool) -> bool:
-        """Whether there is content to be loaded: whether rank 0 has it, for it is rank 0's that counts."""
+        """Whether rank 0 has weights to load: its values count."""
         return mine if is_dry_run() else tell_all(mine)[0]
 
     # ---- the history that ranks compare at each call
@@ -76,19 +75,19 @@ class ProcessStore(Store):
         return sum(DTensorShard.unwrap(each)._version for each in shards)
 
     def done(self) -> dict[str, str]:
-        """What was done to parameters since all ranks last made a call together, in words by subject."""
+        """The history of parameters since the last call of all ranks, in words by subject."""
         written = 0 if self._writes_before is None else self._writes() - self._writes_before
         text = "; ".join(f"{what}, {times} times" if times > 1 else what for what, times in self.history.items())
         return ({WRITTEN: f"{written} times"} if written else {}) | ({DONE: text} if text else {})
 
     @cached_property
     def all_train(self) -> bool:
-        """Whether every rank has parameters to train: there are stages that are frozen."""
+        """Whether every rank has trainable parameters: stages may be frozen."""
         trained = {output.name for output in self.graph.outputs if output.kind is OutputKind.GRADIENT}
         return len(set[int]().union(*(self._holders(g) for g in self._inputs if g.name in trained))) == self.mesh.size
 
     def loaded(self, values: Mapping[str, Tensor]) -> None:
-        """Note that a state dict of shards, or a part of one, is loaded: all ranks are to do that."""
+        """Note that a state dict of shards, or a part of one, is loaded, which all ranks have to do."""
         if all(name in values for name in self.stamps()):
             self.forget_history()
         count = "some" if self.is_staged else str(len(values))  # of stages a rank may hold more than another
@@ -104,7 +103,7 @@ class ProcessStore(Store):
         self.history[f"a backward{times}, {added}"] += 1
 
     def forget_history(self) -> None:
-        """All ranks did the same."""
+        """Clear the history, as all ranks did the same."""
         self.history.clear()
         self._writes_before = self._writes()
 
@@ -119,15 +118,15 @@ class ProcessStore(Store):
         return {inp.name: found[inp.name] for inp in self.graph.inputs if inp.name in found}
 
     def to(self, device: torch.device) -> None:
-        """Move what is stored: to where it is, for the process group serves one kind of device."""
+        """Check that ``device`` is of the current type, the one that the process group serves."""
         assert device.type == self.device.type
 
     def as_gradient(self, name: str, shard: Tensor, number: int) -> Tensor:
         return self._wrapped(name, shard)
 
     def _wrapped(self, name: str, shard: Tensor) -> Tensor:
-        """A gradient or a buffer as parameters are: a DTensor, where some parameter is sharded, in the strides of the
-        parameter, which kernels of optimizers rely on, and torch sees to for plain tensors."""
+        """A gradient or buffer as a DTensor, if parameters are: in the strides of the parameter, which optimizer
+        kernels rely on, and torch sees to for plain tensors."""
         if not self._shardings:
             return shard
         if name in self.parameters:
@@ -138,7 +137,7 @@ class ProcessStore(Store):
         return self._shards[name].wrap(shard) if spec_of(self._given[name]).axes else shard
 
     def shown(self, name: str) -> DTensorShard | None:
-        """As a DTensor, where some parameter is sharded."""
+        """The DTensor view, where some parameter is sharded."""
         return self._shards[name] if self._shardings else None
 
     def _plain(self, tensor: Tensor) -> Tensor:
@@ -156,7 +155,7 @@ class ProcessStore(Store):
         return sent
 
     def full(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The same, from the ranks of the first stage that stores it."""
+        """The global tensor, from the ranks of the first stage that stores it."""
         given, pipeline = self._given[name], self.graph.pipeline
         mine = super().full(name, own_shards) if self.is_here(name) else None
         places = pipeline.places(given.at) if pipeline is not None else ()
@@ -172,7 +171,7 @@ class ProcessStore(Store):
         return made
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
-        """The norm of all ranks' shards: of those that several ranks hold the first one counts its own."""
+        """The norm over all ranks' shards; replicated shards are counted by the first rank that has them."""
         mine = [DTensorShard.unwrap(shards[0]) for name, shards in grads.items() if self._is_first(name)]
         total, largest = norm_of(mine, kind, self.device).to(self.device), kind == inf
         total = total if largest else total**kind
@@ -181,7 +180,7 @@ class ProcessStore(Store):
         return total if largest else total ** (1 / kind)
 
     def _is_first(self, name: str) -> bool:
-        """Whether this rank is the first one that holds its shard."""
+        """Whether this rank is the first of those that have its shard."""
         inp = self._given[name]
         by_rank = self._layouts[name].by_rank
         return next(rank for rank in self._holders(inp) if by_rank[rank] == by_rank[self.rank]) == self.rank

@@ -6,11 +6,11 @@
     smaller ones, gathers, ...    each rank copies its tensor into a slot: READY; the others read it: TAKEN
     a message                     a copy in a slot: SENT; the sender goes on; the receiver reads it: TAKEN
 
-It takes a fifth of the processor time of gloo, which sends through sockets (``python -m benchmarks.collectives``).
-Reductions are in the order of the ranks: results are the same on all. A collective is done by those that wait for it,
-and with it those of its group that were started before. Control messages go over Unix sockets, the file of a segment
-along with the first message that names it. A process that ends closes its sockets, which the others notice at once.
-Gloo does the rest: objects, other layouts, groups of several machines. CUDA tensors have no part in it.
+It takes a fifth of the CPU time of gloo, which sends through sockets (``python -m benchmarks.collectives``).
+Reductions are in rank order: results are the same on all ranks. A collective runs lazily, in its ``wait``, after those
+of its group that were started before. Control messages go over Unix sockets, the file descriptor of a segment along
+with the first message that names it. A process that ends closes its sockets, which its peers notice at once. Gloo does
+the rest: objects, other layouts, groups over several machines. CUDA tensors are not supported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAME = "shm"
 
 @dataclass(eq=False)
 class SharedFile:
-    """A shared file that is mapped here."""
+    """A shared-memory segment, mapped into this process."""
 
     number: int
     file: int
@@ -55,14 +55,14 @@ class SharedFile:
 
 NOTHING = SharedFile(0, -1, 0)
 _segments: dict[int, SharedFile] = {}
-"""By the address at which each is mapped."""
+"""The segments of this process, by mapped address."""
 _segment_numbers = count(1)
 forgotten: list[int] = []
-"""The numbers of segments that were freed."""
+"""The numbers of freed segments, in order."""
 
 
 def shared_bytes(nbytes: int) -> Tensor:
-    """Shared memory of so many bytes, at least one; its file ends with the last tensor in it."""
+    """Allocate a shared-memory segment of at least one byte; its file is closed when its last tensor is freed."""
     file = os.memfd_create("shardfx")
     try:
         os.posix_fallocate(file, 0, nbytes)
@@ -76,7 +76,7 @@ def shared_bytes(nbytes: int) -> Tensor:
 
 
 def segment_of(x: Tensor) -> tuple[SharedFile, int] | None:
-    """The segment in which a tensor lies, and at which byte; None: it lies elsewhere."""
+    """The segment of a tensor and its byte offset there; None if it is not in shared memory."""
     address = x.untyped_storage().data_ptr()
     return (_segments[address], x.data_ptr() - address) if address in _segments else None
 
@@ -96,12 +96,12 @@ def _forget(address: int) -> None:
 MESSAGE = struct.Struct("=QQQQQ")
 FILES = socket.CMSG_SPACE(struct.calcsize("i"))
 CONNECT = 10.0
-"""Seconds that a process has to connect."""
+"""The connection time-out in seconds."""
 
 
 class LinkWord(IntEnum):
-    """What a message says: a tensor of a collective is there, or a bucket that is reduced in place; one that is sent
-    is; a segment was read; it was freed."""
+    """The type of a control message: a collective's operand is ready; a bucket is ready to be reduced in place; a
+    point-to-point message was sent; a slot was read; a segment was freed."""
 
     READY = 0
     SHARED = 1
@@ -115,7 +115,7 @@ class LinkError(RuntimeError):
 
 
 class SocketLink:
-    """The connection to another rank of a group."""
+    """The control connection to another rank of a group."""
 
     def __init__(self, connection: socket.socket, rank: int, timeout: float) -> None:
         connection.setblocking(True)
@@ -124,13 +124,13 @@ class SocketLink:
         self._socket, self.rank, self._timeout = connection, rank, timeout
         self._heard: dict[tuple[int, int], deque[tuple[int, int]]] = {}
         self._known: set[int] = set()
-        """The segments whose files were sent."""
+        """The segments whose file descriptors the peer has."""
         self.memory: dict[int, Tensor] = {}
-        """The segments of the other rank, as far as they were named."""
+        """The peer's segments that are mapped here, by number."""
         self._forgotten = len(forgotten)
 
     def tell(self, word: LinkWord, number: int, where: tuple[SharedFile, int] | None = None) -> None:
-        """Send a word about something of a number, and where it lies. One who has ended needs it no more."""
+        """Send a control message about a numbered collective, and its location. A closed connection is ignored."""
         with suppress(OSError, LinkError):
             for gone in forgotten[self._forgotten :]:
                 self._forgotten += 1
@@ -143,7 +143,7 @@ class SocketLink:
             self._send(MESSAGE.pack(word, number, segment.number, segment.nbytes, offset), files)
 
     def _send(self, message: bytes, files: Sequence[int] = ()) -> None:
-        """Send a message; where the buffer is full read meanwhile, so that no two wait for one another to read."""
+        """Send a message; while the socket's buffer is full, read, so that two ranks cannot deadlock."""
         along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file)) for file in files]
         while True:
             try:
@@ -155,7 +155,7 @@ class SocketLink:
                     raise LinkError(f"Timed out waiting {self._timeout:g} s for rank {self.rank}") from None
 
     def hear(self, word: LinkWord, number: int) -> tuple[int, int]:
-        """Wait for a message; gives the segment and the byte that it names. A :class:`LinkError`: it does not come."""
+        """Wait for a message; returns the segment and byte offset in it. Raises :class:`LinkError` if none arrives."""
         while (found := self._heard.get((word, number))) is None:
             if not self._read():
                 raise LinkError(f"Timed out waiting {self._timeout:g} s for rank {self.rank}")
@@ -165,20 +165,20 @@ class SocketLink:
         return first
 
     def has_heard(self, word: LinkWord, number: int) -> bool:
-        """Whether a message is there by now."""
+        """Whether a message has arrived; does not block."""
         while (word, number) not in self._heard:
             if not self._read(socket.MSG_DONTWAIT):
                 return False
         return True
 
     def close(self) -> None:
-        """Leave: the other rank notices it."""
+        """Close the connection, which the peer notices."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _read(self, flags: int = 0) -> bool:
-        """Take one message in, if one comes in time."""
+        """Read one message; False if none arrives in time."""
         try:
             message, along, _, _ = self._socket.recvmsg(MESSAGE.size, FILES, flags)
         except BlockingIOError:
@@ -200,8 +200,8 @@ class SocketLink:
 
 
 def connect(gather: Callable[[Any], list[Any]], place: int, ranks: Sequence[int], timeout: float) -> list[SocketLink]:
-    """Connect the members of a group, which all call it, to one another, in their order; none where they are not all
-    on one machine. ``gather`` gives what each of them gives, in their order."""
+    """Connect all members of a group, which all call it; returns the links in the group's order, or none where they are
+    not all on one machine. ``gather`` all-gathers an object."""
     links: dict[int, SocketLink] = {}
     with socket.socket(socket.AF_UNIX) as door:
         here = _machine()
@@ -229,12 +229,12 @@ def connect(gather: Callable[[Any], list[Any]], place: int, ranks: Sequence[int]
 
 
 def _user(connection: socket.socket) -> int:
-    """The user whose process is at the other end."""
+    """The user ID of the peer process."""
     return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
 
 
 def _machine() -> str:
-    """The same text in processes that can share memory; empty where none can."""
+    """An identifier of the machine, equal in processes that can share memory; empty where none can."""
     try:
         shared_bytes(1)
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -246,13 +246,13 @@ def _machine() -> str:
 # ---- the process group
 
 LARGE = 1 << 20
-"""What has so many bytes and lies in shared memory is not copied; its all-reduce is shared out, on all ranks alike."""
+"""From this many bytes, tensors in shared memory are not copied; all ranks share the work of their all-reduce."""
 BLOCK = 1 << 18
-"""So many bytes are reduced at a time, which stay in the cache of a processor."""
+"""The block size of reductions in bytes, which fits a processor's cache."""
 
 
 def is_read(copy: Tensor, readers: list[SocketLink]) -> bool:
-    """Whether all have read what lies in shared memory; who has is no reader any more."""
+    """Whether all readers have read a copy in shared memory; removes those that have."""
     (segment, _) = segment_of(copy) or (NOTHING, 0)
     for link in [link for link in readers if link.has_heard(LinkWord.TAKEN, segment.number)]:
         link.hear(LinkWord.TAKEN, segment.number)
@@ -261,8 +261,8 @@ def is_read(copy: Tensor, readers: list[SocketLink]) -> bool:
 
 
 class ShmWork(dist.Work):
-    """A collective, or a receive, into ``out``, done when it is waited for, after those before it in the ``queue``;
-    without ``finish`` it is done."""
+    """The handle of a collective or receive into ``out``, which runs when it is waited for, after those before it in
+    the ``queue``; without ``finish`` it is complete."""
 
     def __init__(self, finish: Callable[[], object] | None, queue: deque[ShmWork], out: Tensor) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class ShmWork(dist.Work):
             queue.append(self)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Do this rank's part, and that of what was started before."""
+        """Run this rank's part, and that of handles started before it."""
         while self._finish is not None:
             first = self._queue.popleft()
             assert first._finish is not None
@@ -283,7 +283,7 @@ class ShmWork(dist.Work):
         return self._finish is None
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """The result, waited for."""
+        """A completed future of the result; waits for it."""
         self.wait()
         made: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         made.set_result([self._out])
@@ -292,7 +292,7 @@ class ShmWork(dist.Work):
 
 class ShmGroup(dist.ProcessGroup):
     """A process group of ranks on one machine: ``links`` to the other members, in their order, and ``gloo`` for all
-    that it does not do itself."""
+    unsupported calls."""
 
     def __init__(self, links: Sequence[SocketLink], gloo: Any) -> None:
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
@@ -303,13 +303,13 @@ class ShmGroup(dist.ProcessGroup):
         self._numbers = count()
         self._pool = MemoryPool(shared_bytes)
         self._unread: list[tuple[Tensor, list[SocketLink]]] = []
-        """Copies that others have not read yet, and who has not: they are used again once nobody refers to them."""
+        """Copies that peers have not read yet, and those peers; a copy's memory is reused once it has no references."""
         self._queue: deque[ShmWork] = deque()
         open_groups.add(self)
 
     @property
     def memory(self) -> list[Tensor]:
-        """What is mapped of other ranks, and kept for what is sent: the memory of no program."""
+        """The memory of this group's transport, which belongs to no program: peers' mapped segments, and copies."""
         seen = [each for link in self._links for each in link.memory.values()]
         return [*seen, *self._pool.memory]
 
@@ -325,7 +325,7 @@ class ShmGroup(dist.ProcessGroup):
     # The names that torch calls here, from Python and from below ``_c10d_functional``.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        """Reduce over a tensor in place."""
+        """All-reduce a tensor in place."""
         fold = self._fold_of(tensors, opts)
         if fold is None or len(tensors) > 1 or not tensors[0].is_contiguous():
             return self._gloo.allreduce(tensors, opts)
@@ -344,11 +344,11 @@ class ShmGroup(dist.ProcessGroup):
         return self._start(x, x, finish, where, word=LinkWord.SHARED)
 
     def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
-        """Gather several tensors."""
+        """All-gather several tensors."""
         return [self.all_gather_single(out, x) for x, out in zip(tensors, outs, strict=True)][-1]
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
-        """Gather a tensor of all ranks into one."""
+        """All-gather a tensor of each rank into one."""
 
         def finish(parts: list[Tensor]) -> None:
             for to, part in zip(out.view(self._count, x.numel()), parts, strict=True):
@@ -357,13 +357,13 @@ class ShmGroup(dist.ProcessGroup):
         return self._start(x, out, finish)
 
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
-        """Reduce over tensors, and scatter each."""
+        """Reduce-scatter several tensors."""
         if self._fold_of(tensors, opts) is None:
             return self._gloo.reduce_scatter_tensor_coalesced(outs, tensors, opts)
         return [self.reduce_scatter_single(out, x, opts) for x, out in zip(tensors, outs, strict=True)][-1]
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
-        """Reduce over a tensor, and scatter it."""
+        """Reduce-scatter a tensor."""
         fold = self._fold_of([x], opts)
         if fold is None:
             return self._gloo.reduce_scatter_tensor_coalesced([out], [x], opts)
@@ -377,7 +377,7 @@ class ShmGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> Any:
-        """Exchange rows; no numbers: equally many with each rank."""
+        """All-to-all of rows; without split sizes, equally many to each rank."""
         row, even = x.shape[1:].numel(), [x.shape[0] // self._count] * self._count
         sizes = [[rows * row for rows in each or even] for each in (sent, received)]
 
@@ -390,14 +390,14 @@ class ShmGroup(dist.ProcessGroup):
         return self._start(x, out, finish, starts=starts)
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
-        """Send a copy of a tensor, and go on."""
+        """Send a copy of a tensor, without blocking."""
         link = self._of[to]
         assert link is not None, "a rank sends to itself"
         link.tell(LinkWord.SENT, tag, segment_of(self._copied(tensors[0], [link])))
         return ShmWork(None, deque(), tensors[0])
 
     def recv(self, tensors: list[Tensor], origin: int, tag: int = 0) -> Any:
-        """Receive a tensor: of one tag, what was sent first."""
+        """Receive a tensor: messages of one tag arrive in the order in which they were sent."""
         (out,), link = tensors, self._of[origin]
         assert link is not None, "a rank receives from itself"
 
@@ -417,7 +417,7 @@ class ShmGroup(dist.ProcessGroup):
     # ---- what they are made of
 
     def _fold_of(self, tensors: Sequence[Tensor], opts: Any) -> Callable[[Sequence[Tensor], Tensor], None] | None:
-        """The function that reduces tensors of one shape, in their order, into another; None: gloo does it."""
+        """The reduction of tensors of one shape, in their order, into another; None if gloo has to do it."""
         op = opts.reduceOp.op.name.lower() if opts is not None else "sum"
         function = REDUCTIONS.get(op)
         for x in tensors:
@@ -477,7 +477,7 @@ class ShmGroup(dist.ProcessGroup):
 
 
 def _by_gloo(name: str) -> Any:
-    """A method that is gloo's: torch's own would hold Python's lock, which gloo's threads need to free tensors."""
+    """A method that calls gloo's: torch's own would hold the GIL, which gloo's threads need to free tensors."""
     return lambda self, *args, **kwargs: getattr(self._gloo, name)(*args, **kwargs)
 
 
@@ -496,7 +496,7 @@ c10d = torch.ops._c10d_functional
 
 
 class StartedCollective(NamedTuple):
-    """A collective, and its result once it was waited for."""
+    """A handle of a collective, and its result."""
 
     work: Any
     out: Tensor
@@ -545,7 +545,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     memory_ops.all_gather_into: _direct(memory_ops.all_gather_into, _all_gather),
     c10d.reduce_scatter_tensor.default: _direct(c10d.reduce_scatter_tensor, _reduce_scatter),
 }
-"""What calls these ops with less work of the processor."""
+"""Direct implementations of these ops, without the CPU overhead of torch's dispatcher."""
 
 
 # ---- the backend

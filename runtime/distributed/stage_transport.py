@@ -1,10 +1,9 @@
-"""Messages between the stages of a pipeline on real ranks.
+"""Point-to-point messages between the stages of a pipeline on real ranks.
 
-Through shared memory a message leaves at once. On gloo it is stored until it has arrived, and a step of a rank ends
-when all it sent has. On NCCL messages from one rank to another follow one another on a stream, in the order of the
-programs, and only the stream on which a rank computes waits for them; so that of two ranks that send to one another
-neither waits behind its own send, messages to higher and to lower stages have a process group each (:data:`FORTH`,
-:data:`BACK`).
+Through shared memory a send completes at once. On gloo its buffer is live until it has arrived, and a step of a rank
+ends when all its sends have. On NCCL, messages from one rank to another are ordered on a stream, as in the programs,
+and only the compute stream of a rank waits for them. Messages to higher and to lower stages have a process group each
+(:data:`FORTH`, :data:`BACK`), so that two ranks that send to one another do not deadlock, each behind its own send.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from .groups import shares_memory
 
 Tensor = torch.Tensor
 AHEAD = 2
-"""So many messages are received before they are asked for: where they travel only when their receiver is ready."""
+"""The number of receives posted ahead of their use: where messages travel only when their receiver is ready."""
 FORTH, BACK = "/forth", "/back"
-"""Behind the name of a group: those of the same ranks in which messages go to higher places, and to lower ones."""
+"""Suffixes of group names: the groups of the same ranks for messages to higher places, and to lower ones."""
 
 
 Sent = tuple[dist.Work, Tensor]
 
 
 class Receipt(NamedTuple):
-    """A message under way to this rank."""
+    """A posted receive."""
 
     into: Tensor
     work: dist.Work
 
     def wait(self) -> Tensor:
-        """What was sent."""
+        """The received tensor, after a wait."""
         self.work.wait()
         return self.into
 
 
 Asked = tuple[Sequence[int], torch.dtype, str, int, int, int, str]
-"""What is received: shape, dtype, device, from which place of the group, tag, iteration, group."""
+"""A receive request: shape, dtype, device, source place in the group, tag, iteration, group."""
 
 
 def _started(asked: Asked, by_stream: bool) -> Receipt:
@@ -62,14 +61,14 @@ def _started(asked: Asked, by_stream: bool) -> Receipt:
 
 
 def one_way(group: str, origin: int, to: int) -> dist.ProcessGroup:
-    """The process group in which a rank sends to another by a stream."""
+    """The process group for messages in one direction, from one rank to another, on a stream."""
     found: dist.ProcessGroup = peers(group + (FORTH if origin < to else BACK))
     return found
 
 
 def check_messages(graph: Graph, device: torch.device) -> None:
-    """A process group that is bound to a device has one stream for all that its ranks send to one another: two of them
-    may wait for one another.
+    """Refuse stages on a process group bound to a device: it has one stream for all point-to-point messages of its
+    ranks, two of which may wait for one another.
 
     Raises:
         Error: stages are to send in such a group.
@@ -87,8 +86,8 @@ def check_messages(graph: Graph, device: torch.device) -> None:
 
 
 class Inbox:
-    """What a program receives. Each of its runs receives the same, in the same order: from the second one on, some
-    messages are under way ahead of the one that is asked for.
+    """The receives of a program. Each run receives the same, in the same order: from the second run on, some receives
+    are posted ahead of the one requested.
 
     Args:
         by_stream: received on streams, as on NCCL.
@@ -101,7 +100,7 @@ class Inbox:
         self._under_way: deque[Receipt] = deque()
 
     def begin(self) -> None:
-        """A run begins."""
+        """Begin a run: post its first receives."""
         self._known, self._at = bool(self._every), 0
         self._under_way.clear()
         for asked in self._every[:AHEAD]:
@@ -110,7 +109,7 @@ class Inbox:
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, iteration: int, group: str
     ) -> Receipt:
-        """Start to receive (:func:`shardfx.ir.ops.loop.stage_transfer.receive`), if that is not under way."""
+        """Post a receive (:func:`shardfx.ir.ops.loop.stage_transfer.receive`), if that is not done yet."""
         asked = (shape, dtype, device, origin, tag, iteration, group)
         if shares_memory(group) and not self._by_stream:
             return _started(asked, False)
@@ -124,8 +123,8 @@ class Inbox:
 
 
 class Outbox:
-    """What this rank has sent, until it has arrived. On streams what is computed behind the step waits for that. Gloo
-    says it only to one who waits: a thread does, and releases what has arrived."""
+    """Sends of this rank that are in flight. On streams, work after the step waits for them. Gloo reports completion
+    only to one who waits: a thread does, and releases what has arrived."""
 
     def __init__(self, by_stream: bool = False) -> None:
         self._by_stream = by_stream
@@ -134,7 +133,7 @@ class Outbox:
         self._failed: list[RuntimeError] = []
 
     def send(self, x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
-        """Start to send (:func:`shardfx.ir.ops.loop.stage_transfer.send`)."""
+        """Start a send (:func:`shardfx.ir.ops.loop.stage_transfer.send`)."""
         sent = x.contiguous()
         if self._by_stream:
             work = dist.isend(sent, group=one_way(group, peers(group).rank(), to), group_dst=to)
@@ -150,11 +149,11 @@ class Outbox:
             self._thread.put((work, sent))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Outbox:
-        """An empty one: what is under way is this one's."""
+        """An empty outbox: sends in flight are this one's."""
         return Outbox(self._by_stream)
 
     def empty(self) -> None:
-        """Return when all has arrived, or a stream waits for that."""
+        """Wait until all sends have completed, or make a stream wait for that."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -164,12 +163,12 @@ class Outbox:
             raise self._failed[0]
 
     def forget(self) -> None:
-        """Forget all, for those who were to get it are gone."""
+        """Drop all sends in flight, as their receivers are gone."""
         self._sent, self._thread, self._failed = [], None, []
 
 
 def _arrive(sent: Queue[Sent], failed: list[RuntimeError]) -> None:
-    """Wait for one message after the other."""
+    """The thread that waits for sends, one after the other."""
     while True:
         work, stored = sent.get()
         try:

@@ -1,1 +1,1 @@
-"""All ranks in this process."""
+"""Virtual ranks: all ranks in this process."""

@@ -1,7 +1,7 @@
-"""Gradients of shards that know what they were computed from.
+"""A tensor subclass for gradients of shards, which tracks the shards that a value depends on.
 
 On virtual ranks ``p.grad`` is a shard's gradient, a plain tensor. Its norm is the shard's: a script that divides each
-gradient by its norm does something else there than on one device. Whether it does is followed through the ops on these
+gradient by its norm computes something else than on one device. Such dependences are tracked through the ops on these
 gradients (torch's own tag says which are pointwise):
 
     norm = p.grad.norm()               depends on this shard alone
@@ -10,8 +10,8 @@ gradients (torch's own tag says which are pointwise):
     total = stack(all norms).norm()    depends on all shards of each parameter: one device's norm
     p.grad.div_(total)                 right
 
-A number that was read (``norm.item()``) counts for what is done next to gradients of the same parameter, until that of
-each shard was read.
+A number that Python reads (``norm.item()``) is taken as an operand of later ops on gradients of the same parameter,
+until one of each shard was read.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ aten = torch.ops.aten
 MOVES = frozenset(
     "copy_ zero_ fill_ _to_copy masked_fill masked_fill_ detach_ cat stack set_ lift_fresh _unsafe_view".split()
 )
-"""Ops that are not tagged as pointwise, and compute nothing of several elements."""
+"""Ops that are not tagged as pointwise, yet combine no elements."""
 
 
 @dataclass(eq=False)
 class Sharded:
-    """A parameter in several shards; ``read`` are those of which a number was read."""
+    """A parameter in several shards; ``read`` are those of which a number was read (``.item()``)."""
 
     name: str
     count: int
@@ -51,13 +51,13 @@ Shard = tuple[Sharded, int]
 
 @dataclass(eq=False)
 class Facts:
-    """Whose elements a tensor has, and on which shards it depends as a whole. Views share them."""
+    """The provenance of a tensor: the shards whose elements it has, and those it depends on. Views share it."""
 
     own: frozenset[Shard] = frozenset()
     depends: frozenset[Shard] = frozenset()
 
     def read(self) -> None:
-        """Note that a number of it is known outside."""
+        """Note that a number of it was read by Python."""
         for sharded, number in self.depends | self.own:
             sharded.read.add(number)
             if len(sharded.read) == sharded.count:
@@ -65,7 +65,7 @@ class Facts:
 
 
 class ShardGradient(Tensor):
-    """A gradient of a shard, or what was computed of one."""
+    """A gradient of a shard, or a tensor computed from one."""
 
     facts: Facts
 
@@ -136,7 +136,7 @@ def _places(args: Any) -> Iterator[list[Any]]:
 
 
 def _follow(name: str, pointwise: bool, tensors: list[Tensor], targets: list[Tensor], made: Any) -> Any:
-    """What an op gave, with its facts; those of what it wrote into are renewed.
+    """An op's result, with its facts; those of tensors that it writes to are updated.
 
     Raises:
         Error: a parameter was written into that depends on some of its shards alone.
@@ -154,7 +154,7 @@ def _follow(name: str, pointwise: bool, tensors: list[Tensor], targets: list[Ten
 
 
 def combined(tensors: Iterable[Tensor], pointwise: bool, *more: Facts) -> Facts:
-    """The facts of what is computed of tensors."""
+    """The facts of a value that is computed from tensors."""
     known = [*more, *(each.facts for each in tensors if isinstance(each, ShardGradient))]
     own = frozenset(shard for each in known for shard in each.own)
     depends = frozenset(shard for each in known for shard in each.depends)
@@ -165,7 +165,7 @@ def combined(tensors: Iterable[Tensor], pointwise: bool, *more: Facts) -> Facts:
 
 
 def _incomplete(shards: frozenset[Shard]) -> frozenset[Shard]:
-    """Without those of parameters of which there are all."""
+    """The shards without those of parameters all of whose shards are among them."""
     numbers: dict[Sharded, set[int]] = {}
     for sharded, number in shards:
         numbers.setdefault(sharded, set()).add(number)
@@ -176,7 +176,7 @@ def _incomplete(shards: frozenset[Shard]) -> frozenset[Shard]:
 
 
 def check(facts: Facts, where: str) -> None:
-    """Raise if something depends on some shards of a parameter alone.
+    """Raise if a value depends on some shards of a parameter, but not on all.
 
     Raises:
         Error: it does.

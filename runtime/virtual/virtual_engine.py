@@ -1,4 +1,4 @@
-"""All ranks in this process, in lock-step, deterministic."""
+"""The engine of virtual ranks: all in this process, in lock-step, deterministic."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class VirtualEngine:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """All of them."""
+        """All ranks of the mesh."""
         return range(self.mesh.size)
 
     def prepare(self) -> None:
-        """Nothing: all is here."""
+        """Does nothing: there are no other processes."""
 
     def seed(self) -> Tensor:
         """A step's seed."""
         return on_device(seed_tensor(), self.device)
 
     def run(self, programs: RankPrograms, inputs: RankTensors, watch: Probe | None = None) -> RankTensors:
-        """Run all programs to their ends; gives what each returns."""
+        """Run all programs to their ends; returns the results of each."""
         sources, watchers = {}, {}
         for rank, program in programs.items():
             pool = self._pools.setdefault(program, MemoryPool())
@@ -65,6 +65,6 @@ def _here(x: Tensor) -> Tensor:
 
 
 def _overrides(pool: MemoryPool) -> CallOverrides:
-    """How virtual ranks do what they do together: a generator asks for it; memory is that of a pool."""
+    """The overrides of collectives, which generators yield to the scheduler, and of memory, which comes from a pool."""
     instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
     return CallOverrides(instead | {c10d.wait_tensor.default: _here}, Request.of)

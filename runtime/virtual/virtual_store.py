@@ -46,7 +46,7 @@ class VirtualStore(Store):
         return Shards.of(spec, shape, self.mesh).join(own_shards)
 
     def as_gradient(self, name: str, shard: Tensor, number: int) -> Tensor:
-        """The shard; where there are several, it knows what it is computed from."""
+        """The shard; where a parameter has several, as a :class:`ShardGradient`, which tracks its dependences."""
         shards = self.parameters[name]
         if len(shards) == 1:
             return shard
