@@ -1,4 +1,4 @@
-"""Amounts of work: what a call, a node or a program computes, touches and sends. They add, and multiply by a count.
+"""Costs: the compute, memory traffic and communication of a call, node or program. They add, and scale by a count.
 
 >>> step = 80 * block + head
 >>> step.flops, step.sent["tp",].nbytes, step.seconds(machine, mesh)
@@ -23,7 +23,7 @@ Axes = tuple[str, ...]
 
 
 class Work(NamedTuple):
-    """The work of one call: FLOPs, bytes read and written, the dtype, and the op's name, or that it is a view."""
+    """The work of one call: FLOPs, bytes read and written, the dtype, and its kind (the op's name, or a view)."""
 
     flops: float
     touched: float
@@ -31,15 +31,15 @@ class Work(NamedTuple):
     kind: str = ""
 
     def seconds(self, machine: Machine) -> float:
-        """How long it takes."""
+        """The time of the call on a machine."""
         return machine.seconds(self.kind, self.flops, self.touched, self.dtype)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The work of calls by count, what is sent over which axes, and copied between the device and which other memory.
+    """The work of calls by count, the communication by axes, and the copies between the device and other memories.
 
-    Work is not summed up, because some calls are bound by compute and others by memory.
+    Work is not summed up, as some calls are bound by compute and others by memory.
     """
 
     work: Mapping[Work, float] = field(default_factory=dict)
@@ -48,25 +48,25 @@ class Cost:
 
     @property
     def flops(self) -> float:
-        """Operations of all calls."""
+        """The FLOPs of all calls."""
         return sum(work.flops * count for work, count in self.work.items())
 
     @property
     def touched(self) -> float:
-        """Bytes that all calls read and write."""
+        """The bytes that all calls read and write."""
         return sum(work.touched * count for work, count in self.work.items())
 
     @property
     def nbytes(self) -> float:
-        """Bytes that a rank sends, over all axes."""
+        """The bytes that a rank sends, over all axes."""
         return sum(sent.nbytes for sent in self.sent.values())
 
     def __add__(self, other: Cost) -> Cost:
-        """Both, one after the other."""
+        """The sum of two costs."""
         return total((self, other))
 
     def __mul__(self, count: float) -> Cost:
-        """The same, ``count`` times."""
+        """The cost of ``count`` repetitions."""
         return Cost(
             {work: times * count for work, times in self.work.items()},
             {axes: sent.times(count) for axes, sent in self.sent.items()},
@@ -76,20 +76,20 @@ class Cost:
     __rmul__ = __mul__
 
     def computing(self, machine: Machine) -> float:
-        """Seconds of everything but communication."""
+        """The time of all calls but communication, in seconds."""
         return sum(work.seconds(machine) * count for work, count in self.work.items())
 
     def sending(self, machine: Machine, mesh: Mesh) -> float:
-        """Seconds of communication, by the links of the mesh; those that it does not state are the machine's."""
+        """The time of communication, by the links of the mesh (by the machine's where it states none)."""
         linked = machine.connect(mesh)
         return sum(linked.link(axes).seconds(*sent) for axes, sent in self.sent.items())
 
     def copying(self, machine: Machine) -> float:
-        """Seconds of copies between the device's memory and the pools beside it."""
+        """The time of copies between the device's memory and other pools."""
         return sum(machine.pool(pool).seconds(*sent) for pool, sent in self.copied.items())
 
     def issuing(self, machine: Machine) -> float:
-        """Seconds that the host spends on all calls, where it runs ahead of the device."""
+        """The time that the host takes to issue all calls, if it runs ahead of the device."""
         calls = sum(
             count * (machine.host_view if work.kind == VIEW else machine.host_call) for work, count in self.work.items()
         )
@@ -97,8 +97,8 @@ class Cost:
         return calls + moved * machine.host_call
 
     def seconds(self, machine: Machine, mesh: Mesh) -> float:
-        """Their sum without overlap, or the host's calls, where these take longer: a bound, for choosing; the time of a
-        step is simulated in :mod:`shardfx.ir.timing`."""
+        """The total time without overlap, or the host's, if it is longer: an upper bound, for comparing choices; the
+        time of a step is simulated in :mod:`shardfx.ir.timing`."""
         device = self.computing(machine) + self.sending(machine, mesh) + self.copying(machine)
         return max(device, self.issuing(machine))
 

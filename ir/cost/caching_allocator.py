@@ -1,4 +1,4 @@
-"""The CUDA caching allocator of torch, simulated: which memory it reserves for a sequence of allocations and frees.
+"""A simulation of torch's CUDA caching allocator: the memory reserved for a sequence of allocations and frees.
 
 >>> allocator = CachingAllocator()
 >>> block = allocator.allocate(3 << 20)             # of 1 to 10 MB: a part of a segment of 20 MB
@@ -17,8 +17,8 @@ The rules are those of torch 2.11 to 2.15 in their default settings (``c10/cuda/
 - what remains of a block is split off, of a small one from 512 bytes on, of a large one above 1 MB;
 - a freed block merges with free neighbours of its segment; segments are never returned.
 
-Not in it: expandable segments, an upper limit for splitting, garbage collection, the retry that returns cached segments
-where memory runs out.
+Not simulated: expandable segments, an upper limit for splitting, garbage collection, the retry that returns cached
+segments when memory runs out.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ import bisect
 from dataclasses import dataclass
 
 UNIT = 512
-"""Sizes are multiples of it."""
+"""The granularity of block sizes."""
 SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
-"""The largest small request, and the segment for it."""
+"""The largest small request, and the size of its segments."""
 MEDIUM, MEDIUM_SEGMENT = 10 << 20, 20 << 20
-"""Requests below it share segments."""
+"""The size below which large requests share segments, and the size of these."""
 ROUND = 2 << 20
-"""Segments of larger requests are multiples of it."""
+"""The granularity of segments for larger requests."""
 NOTHING = -1
-"""The address of an allocation of no bytes."""
+"""The address of an empty allocation."""
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A part of a segment, between its neighbours there."""
+    """A block of a segment, linked to its neighbours."""
 
     address: int
     size: int
@@ -52,16 +52,16 @@ class _Block:
 
 
 class CachingAllocator:
-    """Allocations by address; ``reserved`` are the bytes of all segments, ``allocated`` those of blocks in use."""
+    """The allocator's state: ``reserved`` bytes of all segments, ``allocated`` bytes of blocks in use."""
 
     def __init__(self) -> None:
         self.reserved = self.allocated = 0
         self._blocks: dict[int, _Block] = {}
         self._pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-        """By stream and class: the free blocks, by size and address."""
+        """The free blocks by stream and class, sorted by size and address."""
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
-        """The address of a block of at least so many bytes."""
+        """Allocate a block of at least ``nbytes``; returns its address."""
         if not nbytes:
             return NOTHING
         size = -(-nbytes // UNIT) * UNIT
@@ -80,7 +80,7 @@ class CachingAllocator:
         return block.address
 
     def free(self, address: int) -> None:
-        """Give a block back."""
+        """Free a block."""
         if address == NOTHING:
             return
         block = self._blocks[address]
@@ -95,7 +95,7 @@ class CachingAllocator:
         bisect.insort(block.pool, (block.size, block.address))
 
     def _split(self, block: _Block, size: int) -> None:
-        """Let a block have this size, if what remains is worth it."""
+        """Shrink a block to a size, if the remainder is large enough to be split off."""
         left = block.size - size
         if left < UNIT if block.small else left <= SMALL:
             return
@@ -107,7 +107,7 @@ class CachingAllocator:
         bisect.insort(rest.pool, (rest.size, rest.address))
 
     def _merge(self, first: _Block, second: _Block) -> None:
-        """Make one block of two neighbours; those of them that were free are taken out of their pool."""
+        """Merge two neighbouring blocks; free ones are taken out of their pool."""
         for block in (first, second):
             if block.free:
                 del block.pool[bisect.bisect_left(block.pool, (block.size, block.address))]
@@ -120,7 +120,7 @@ class CachingAllocator:
 
 
 def segment_size(size: int) -> int:
-    """The bytes of the segment that is reserved for a request of a rounded size."""
+    """The size of the segment that is reserved for a request of a rounded size."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return MEDIUM_SEGMENT if size < MEDIUM else -(-size // ROUND) * ROUND

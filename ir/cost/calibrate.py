@@ -1,4 +1,4 @@
-"""Calibration: measured rates of this machine, the best of a few runs on a CPU, the median on CUDA, by its events."""
+"""Calibration: measured rates of this machine; the best of a few runs on a CPU, the median of timed events on CUDA."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LONG, RUNS = 0.02, 5
-"""Seconds that a run should take, and how many of them."""
+"""The target duration of a run in seconds, and the number of runs."""
 TIMED = 0.03
-"""Seconds in which the calls of a sustained run are timed."""
+"""The timed seconds of a sustained run."""
 LARGEST = 8192
-"""Rows and columns of the largest matrix that is tried."""
+"""The size of the largest matrix to measure."""
 BUSY, QUEUED = 1 << 29, 256
-"""The bytes that are copied a few times to keep a device busy, and how many small calls are made meanwhile."""
+"""The bytes copied to keep a device busy, and the number of small calls queued meanwhile."""
 CARRIED = 1 << 26
-"""The bytes that are copied to time what connects a device with the host."""
+"""The bytes copied to measure the link between device and host."""
 GATHERED = 1 << 24
-"""The bytes of each rank that are gathered to time a link."""
+"""The bytes of each rank that are gathered to measure a link."""
 GATHERS = 15
-"""So many times, for ranks may keep one another waiting."""
+"""The number of gathers to take the fastest of, as ranks may delay one another."""
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes, of memory that no cache holds."""
+    """Memory bandwidth in bytes per second: a copy of more than any cache holds, reads and writes."""
     nbytes = 1 << (28 if device.type == "cpu" else 30)
     source = torch.randn(nbytes // 4, device=device)
     target = torch.zeros_like(source)
@@ -46,8 +46,8 @@ def memory_bandwidth(device: torch.device) -> float:
 
 
 def host_link(device: torch.device, bandwidth: float, overhead: float) -> Link:
-    """What connects the device with the host's memory: copies of pinned memory, in the slower of both directions. On a
-    CPU that is a copy within memory, which reads and writes at ``bandwidth``."""
+    """The link between the device's and the host's memory: copies of pinned memory, in the slower direction. On a CPU
+    it is a copy within memory, which reads and writes at ``bandwidth``."""
     if device.type == "cpu":
         return Link(bandwidth / 2, overhead)
     pinned = torch.zeros(CARRIED, dtype=torch.uint8, pin_memory=True)
@@ -58,7 +58,7 @@ def host_link(device: torch.device, bandwidth: float, overhead: float) -> Link:
 
 
 def call_overhead(device: torch.device) -> float:
-    """Seconds that an op on next to nothing takes, in a row of them."""
+    """The time of an op on a tiny tensor, called back to back."""
     x, many = torch.zeros(8, device=device), 2000
     if device.type == "cuda":
         return on_device(x.add_, [(1.0,)] * QUEUED, device, RUNS)
@@ -71,7 +71,7 @@ def call_overhead(device: torch.device) -> float:
 
 
 def host_seconds(device: torch.device) -> tuple[float, float]:
-    """Seconds that the host spends on a call, and on a view, while the device does earlier ones; a CPU none."""
+    """The time that the host takes to issue a call, and a view, while the device runs earlier ones; 0 on a CPU."""
     if device.type != "cuda":
         return 0.0, 0.0
     x, both = torch.zeros(8, 8, device=device), list[float]()
@@ -90,8 +90,8 @@ def host_seconds(device: torch.device) -> tuple[float, float]:
 def on_device(
     call: Callable[..., object], arguments: Sequence[tuple[Any, ...]], device: torch.device, runs: int
 ) -> float:
-    """Seconds that a CUDA device takes for a call, once with each of some arguments, in the median run: queued behind
-    copies, so that the host is not in it, and with results kept, so that allocations are not."""
+    """The time of a call on a CUDA device, averaged over some arguments, in the median run: queued behind copies, so
+    that host time is hidden, and with results kept, so that allocations are not timed."""
     (source, target), times = torch.empty(2, BUSY, dtype=torch.uint8, device=device), list[float]()
     for _ in range(runs + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -109,8 +109,8 @@ def on_device(
 def sustained(
     call: Callable[..., object], arguments: Sequence[tuple[Any, ...]], device: torch.device, seconds: float, warm: float
 ) -> float:
-    """Seconds of a call on CUDA behind others of its kind that took ``warm`` seconds: at the clock that the device
-    sustains under its power limit. ``seconds`` is about what a call takes."""
+    """The time of a call on CUDA after ``warm`` seconds of such calls: at the clock that the device sustains under its
+    power limit. ``seconds`` is the approximate time of a call."""
     before, timed = (max(math.ceil(each / (seconds * len(arguments))), 1) for each in (warm, TIMED))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     kept = deque[object](maxlen=len(arguments))
@@ -125,15 +125,15 @@ def sustained(
 
 
 def _typical(call: Callable[..., object], args: tuple[Any, ...], device: torch.device) -> float:
-    """Seconds of a call: the median on CUDA, the fastest on a CPU."""
+    """The time of a call: the median on CUDA, the fastest on a CPU."""
     if device.type == "cuda":
         return on_device(call, [args], device, RUNS)
     return _fastest(lambda: call(*args), device)
 
 
 def link(device: torch.device) -> Link | None:
-    """The link between the ranks of the default process group, by a small and a large all-gather; the slowest rank
-    counts. None where there are no other ranks."""
+    """The link between the ranks of the default process group, from a small and a large all-gather on the slowest rank;
+    None without other ranks."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     assert dist.group.WORLD is not None
@@ -147,14 +147,14 @@ def link(device: torch.device) -> Link | None:
 
 
 def of_first(found: T) -> T:
-    """What the first rank found. All ranks call it together."""
+    """The first rank's value, broadcast to all ranks, which call this together."""
     said = [found]
     dist.broadcast_object_list(said)
     return said[0]
 
 
 def _gather_seconds(nbytes: int, ranks: int, group: str, device: torch.device) -> float:
-    """Seconds of the fastest of a few gathers; as many on every rank, for they wait for one another."""
+    """The time of the fastest of a few gathers; the same number on all ranks."""
     mine, times = torch.zeros(nbytes, dtype=torch.uint8, device=device), []
     full = mine.new_empty(nbytes * ranks)
     for _ in range(GATHERS + 1):
@@ -175,14 +175,14 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """The name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Seconds, once all that was called is done: by the clock, or on a CPU of one thread those that it worked."""
+    """A clock that waits for the device: wall-clock time, or CPU time of a single-threaded CPU."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
 
     def now() -> float:
@@ -193,7 +193,7 @@ def clock(device: torch.device) -> Callable[[], float]:
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of a few runs; the first one, which warms up, does not count."""
+    """The time of the fastest of a few runs, without the first one, which warms up."""
     times, now = list[float](), clock(device)
     for _ in range(RUNS + 1):
         started = now()

@@ -1,15 +1,15 @@
-"""The order in which calls run, and the live intervals of storages in it.
+"""The execution order of calls in schedule actions, and the live intervals of storages in it.
 
     calls       0   F0: 1, 2   B0: 3   4            of order F0.0 F0.1 B0.0 B0.1
     moments     0   1 2  1 2  3  3  4
 
-A storage of a schedule action is live from its moment to that of the last use in the same iteration, so as many
-iterations are live at once as the order keeps in flight. Accumulators are made at the moment at which the first
-iteration needs them. Live intervals are columns, for hundreds of iterations make hundreds of thousands:
+A storage of a schedule action is live from its allocation to its last use in the same iteration, so as many
+iterations are live at once as the order keeps in flight. Accumulators are created right before their first
+use. Live intervals are columns, as hundreds of iterations make hundreds of thousands:
 
-    which   0   1   1        storage 1 is made in two iterations
+    which   0   1   1        storage 1 is allocated in two iterations
     born    0   1   5        at these moments
-    last    9   4   8        and used last at these
+    last    9   4   8        and last used at these
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class LiveIntervals:
-    """Storages, and by column, for each time that one is made: which, when first and last, and its bytes."""
+    """Live intervals of storages, in columns, one per allocation: storage, first and last moment, bytes."""
 
     storages: tuple[Storage, ...]
     which: Numbers
@@ -46,24 +46,24 @@ class LiveIntervals:
 
     @staticmethod
     def once(storages: tuple[Storage, ...]) -> LiveIntervals:
-        """Storages that are made once, at the calls that they say."""
+        """Live intervals of storages that are allocated once, by their own calls."""
         columns = [[each.born, each.last, each.nbytes] for each in storages]
         return LiveIntervals(storages, np.arange(len(storages)), *np.array(columns, dtype=np.int64).reshape(-1, 3).T)
 
     def where(self, chosen: Any) -> LiveIntervals:
-        """Those of some lines, by a mask or by their numbers."""
+        """The rows chosen by a mask or by indices."""
         return LiveIntervals(self.storages, *(each[chosen] for each in (self.which, self.born, self.last, self.nbytes)))
 
     def of(self, chosen: Sequence[bool]) -> LiveIntervals:
-        """Those of some storages: one word for each."""
+        """The live intervals of chosen storages, by a mask of storages."""
         return self.where(np.array(chosen, dtype=bool)[self.which])
 
     def by_birth(self) -> LiveIntervals:
-        """In the order in which they are made."""
+        """The live intervals sorted by allocation."""
         return self.where(np.argsort(self.born, kind="stable"))
 
     def ahead(self, count: int) -> LiveIntervals:
-        """With memory for so many messages there before they are asked for, in the order in which they are made."""
+        """The live intervals with receive buffers allocated ``count`` messages ahead."""
         found = self.by_birth()
         (messages,) = np.nonzero(np.array([each.message for each in self.storages], dtype=bool)[found.which])
         born = found.born.copy()
@@ -71,41 +71,41 @@ class LiveIntervals:
         return replace(found, born=born)
 
     def in_use(self, moments: int) -> Numbers:
-        """The bytes that are there at each of so many moments."""
+        """The live bytes at each of ``moments``."""
         steps = np.zeros(moments + 1, dtype=np.int64)
         np.add.at(steps, self.born, self.nbytes)
         np.subtract.at(steps, self.last + 1, self.nbytes)
         return np.cumsum(steps[:-1])
 
     def at(self, moment: int) -> list[Storage]:
-        """The storages that are there at a moment, as they are then."""
+        """The storages that are live at a moment, with their intervals and bytes."""
         there = self.where((self.born <= moment) & (moment <= self.last))
         lines = zip(there.which, there.born.tolist(), there.last.tolist(), there.nbytes.tolist(), strict=True)
         return [replace(self.storages[i], born=born, last=last, nbytes=nbytes) for i, born, last, nbytes in lines]
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        """When each is made and used last, and its bytes."""
+        """First moment, last moment and bytes of each."""
         return zip(self.born.tolist(), self.last.tolist(), self.nbytes.tolist(), strict=True)
 
 
 Scope = tuple[fx.Node, ...]
-"""The schedule actions that a call stands in, by their first calls, outermost first."""
+"""The schedule actions around a call, by their first calls, outermost first."""
 
 
 class CallTimeline:
-    """The moments of a program's calls, which stand in ``scopes``; those ``made_for`` another one run once, before it
+    """The moments of a program's calls, which have these ``scopes``; those ``made_for`` another one run once, before it
     (:class:`.Lifetimes`)."""
 
     def __init__(self, scopes: Sequence[Scope], made_for: Mapping[int, int] = MappingProxyType({})) -> None:
         self.scopes, self._made_for = scopes, made_for
         self._first: dict[int, list[int]] = {}
-        """What is still to run before a call, once."""
+        """Calls still to run once before a call."""
         for call, other in made_for.items():
             self._first.setdefault(other, []).append(call)
         self.calls: list[int] = []
         """The call of each moment."""
         self._runs: list[tuple[int, tuple[int, ...]]] = []
-        """Consecutive moments: how many, and the iterations of the actions that their calls stand in."""
+        """Runs of consecutive moments: their number, and the iterations of the actions around."""
         self._run(range(len(scopes)), 0, ())
         calls = np.array(self.calls, dtype=np.int64)
         order = np.argsort(calls, kind="stable")
@@ -119,15 +119,15 @@ class CallTimeline:
         self._iteration = np.repeat(
             iterations.reshape(len(self._runs), depth), [count for count, _ in self._runs], axis=0
         )
-        """Of each moment the iterations of the actions that its call stands in."""
+        """The iterations of the actions around the call of each moment."""
         self._within = [np.zeros(len(calls), dtype=np.int64)]
-        """By how many actions around: of each moment a number for the iterations of these."""
+        """By depth: for each moment a number that identifies the iterations of so many actions around."""
         for iteration in self._iteration.T:
             self._within.append(self._within[-1] * (iteration.max() + 1) + iteration)
         self._by_iterations: dict[tuple[int, int], tuple[Numbers, Numbers]] = {}
 
     def _run(self, calls: Iterable[int], depth: int, iteration: tuple[int, ...]) -> None:
-        """Run calls that stand in so many actions around."""
+        """Run calls that are nested in ``depth`` actions."""
         for loop, some in groupby(calls, lambda call: self._loop(call, depth)):
             if loop is None:
                 for call in (call for call in some if call not in self._made_for):
@@ -155,7 +155,7 @@ class CallTimeline:
         self._runs.append((len(calls), iteration))
 
     def of(self, storages: Iterable[Storage]) -> LiveIntervals:
-        """Storages, each as often as it is made, with the moments in which it is made and used last."""
+        """The live intervals of storages, one for each time that one is allocated."""
         storages = tuple(storages)
         born = [self._at[storage.born] for storage in storages]
         last = [self._let_go(storage, at) for storage, at in zip(storages, born, strict=True)]
@@ -165,7 +165,7 @@ class CallTimeline:
         return LiveIntervals(storages, which, *(np.concatenate([*none, *each]) for each in (born, last, sizes)))
 
     def _let_go(self, storage: Storage, moments: Numbers) -> Numbers:
-        """When a storage is used last that is made at some moments."""
+        """The last uses of a storage that is allocated at some moments."""
         last = moments
         for use in (storage.last, *storage.uses.values()):
             depth = self._shared(storage.born, use)
@@ -180,7 +180,7 @@ class CallTimeline:
         return last
 
     def _sizes(self, storage: Storage, moments: Numbers) -> Numbers:
-        """The bytes of a storage that is made at some moments: in some iterations other ones than in those before."""
+        """The bytes of a storage at each of its allocations: sizes may change from an iteration on."""
         found = np.full(len(moments), storage.nbytes, dtype=np.int64)
         depths = {loop_of(action): depth for depth, action in enumerate(self.scopes[storage.born])}
         for (begin, since), nbytes in storage.sizes.items():
@@ -189,23 +189,23 @@ class CallTimeline:
         return found
 
     def _shared(self, call: int, other: int) -> int:
-        """How many loops two calls are both in."""
+        """The number of loops around both calls."""
         pairs = zip(self.scopes[call], self.scopes[other], strict=False)
         return sum(1 for _ in takewhile(lambda pair: loop_of(pair[0]) is loop_of(pair[1]), pairs))
 
 
 Since = tuple[fx.Node, int]
-"""The begin of iterations, and the first of those that are not like the ones before."""
+"""The call that opens a loop, and the first iteration whose sizes differ from those before."""
 At = Mapping[fx.Node, int]
-"""By the begin of iterations, which of them."""
+"""Iterations by the calls that open their loops."""
 FIRST: At = MappingProxyType({})
 
 
 def set_iteration_sizes(
     nodes: Iterable[fx.Node], first: Sequence[Storage], storages: Callable[[At], Sequence[Storage]]
 ) -> None:
-    """Set the sizes of storages of schedule actions in each iteration: those of the ``first``, by ``storages`` of
-    others."""
+    """Set the sizes of storages of schedule actions per iteration: those of the ``first``, and of others by
+    ``storages``."""
     pairs: list[tuple[Any, Any]] = [
         (node.args[0], node.args[1]) for node in nodes if node.target is loop_ops.piecewise_index
     ]

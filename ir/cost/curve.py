@@ -1,4 +1,4 @@
-"""Cost curves: measured seconds of a call by its amount of work, interpolated and extrapolated.
+"""Cost curves: measured time of a call by its amount of work, interpolated and extrapolated.
 
 >>> gelu = Curve(((1e4, 2e-6), (1e6, 6e-5)))        # of calls that touch so many bytes
 >>> gelu.seconds(1e3), gelu.seconds(5.05e5), gelu.seconds(2e6)
@@ -17,19 +17,19 @@ import torch
 from shardfx.ir.errors import Error
 
 VIEW, TOUCH, PRODUCT, NARROW = "view", "touch", "product", "narrow product"
-"""Kinds of calls: those that write nothing; those that no other kind is known of, without and with operations; and
-products of few columns, by the bytes that they touch."""
+"""Kinds of calls: views; calls of no other kind, without and with FLOPs; and products of few columns, by the bytes that
+they touch."""
 
 
 def of_dtype(kind: str, dtype: torch.dtype) -> str:
-    """What the curve of a kind in one dtype is called: ``"product bfloat16"``."""
+    """The name of the curve of a kind in one dtype: ``"product bfloat16"``."""
     return f"{kind} {str(dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a call by its amount: FLOPs, or the bytes that it reads and writes if it has none. Rising ``points``
-    are interpolated; below the first a call takes as long as that, behind the last in proportion."""
+    """The time of a call by its amount: FLOPs, or the bytes that it reads and writes if it has none. Rising ``points``
+    are interpolated; the time is constant below the first point, and proportional beyond the last."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -44,18 +44,18 @@ class Curve:
 
     @classmethod
     def of(cls, measured: Sequence[tuple[float, float]]) -> Curve:
-        """From measured points: what takes less than a smaller one was disturbed less, and counts for it as well."""
+        """A curve from measured points; each takes no longer than any larger one, as noise only adds time."""
         points = sorted(measured)
         least = [*accumulate((seconds for _, seconds in reversed(points)), min)]
         return cls(tuple((amount, each) for (amount, _), each in zip(points, reversed(least), strict=True)))
 
     @property
     def rate(self) -> float:
-        """The most that is done in a second, at any of the points."""
+        """The highest rate at any of the points."""
         return max((amount / seconds for amount, seconds in self.points if seconds), default=inf)
 
     def seconds(self, amount: float) -> float:
-        """Seconds of a call that does so much."""
+        """The time of a call of this amount."""
         for (a, b), (c, d) in pairwise(((0.0, self.points[0][1]), *self.points)):
             if amount <= c:
                 return b + (d - b) * (amount - a) / (c - a) if c > a else d

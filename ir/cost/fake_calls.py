@@ -30,7 +30,7 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How a tensor lies in memory."""
+    """The memory layout of a tensor: shape, strides and dtype."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,29 +38,29 @@ class TensorLayout:
 
     @classmethod
     def dense(cls, shape: Sequence[int], dtype: torch.dtype, dim_order: Sequence[int] = ()) -> TensorLayout:
-        """Dense strides; ``dim_order``: the dims from the slowest to the fastest, where not row by row."""
+        """A dense layout; ``dim_order``: the dims from the slowest to the fastest, if not row-major."""
         return cls(tuple(shape), strides_of(shape, dim_order), dtype)
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def is_dense(self) -> bool:
-        """Whether its elements are contiguous, row by row."""
+        """Whether the layout is contiguous (row-major)."""
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its distinct elements: a dim that is expanded counts once."""
+        """The bytes of distinct elements: an expanded dim counts once."""
         sizes = (size for size, stride in zip(self.shape, self.stride, strict=True) if stride or not size)
         return self.dtype.itemsize * torch.Size(sizes).numel()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A result tensor: its layout, and the number of the operand, or of the fresh memory, it lies in, at an offset."""
+    """A result tensor: its layout, and the index of its owner (an operand, or a fresh storage), at an offset."""
 
     layout: TensorLayout
     owner: int
@@ -70,8 +70,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class CallEffect:
-    """The results of a call, nested as it gives them; the bytes of ``fresh`` storages among them, the peak ``inside``
-    it, those included; its FLOPs; whether it ``writes``, into fresh memory or that of an operand."""
+    """The effect of a call: its results, nested as returned; the bytes of ``fresh`` storages among them; the peak
+    ``inside`` it, those included; its FLOPs; whether it ``writes``, to fresh memory or an operand's."""
 
     results: Any
     fresh: tuple[int, ...] = ()
@@ -81,8 +81,8 @@ class CallEffect:
 
 
 def aliased_argument(target: Any) -> int | str | None:
-    """The argument, by place or name, that a call returns (``mm.out``: ``"out"``); None: not certain. Such a call
-    allocates nothing, though on fake tensors it may seem to."""
+    """The argument, by index or name, that a call returns (``mm.out``: ``"out"``), or None if there is none for
+    certain. Such a call allocates nothing, though on fake tensors it may seem to."""
     if target is c10d.wait_tensor.default:
         return 0
     schema = target._schema if isinstance(target, torch._ops.OpOverload) else None
@@ -94,7 +94,7 @@ def aliased_argument(target: Any) -> int | str | None:
 
 
 def observed_operand(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorLayout | None:
-    """The operand that a call only looks at and gives back (what a user's pass puts in to measure): it is not run."""
+    """The operand that a call of a probe observes and returns (inserted by a user's pass): the call is not run."""
     row = row_of(target)
     if row is None or not row.shares or row.into is not None or row.plain is None:
         return None
@@ -103,19 +103,19 @@ def observed_operand(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _written(part: Any) -> frozenset[str]:
-    """The memory that an argument or a result of a schema stands for, if it is written."""
+    """The alias set of an argument or result in a schema, if it is written."""
     info = part.alias_info
     return frozenset(info.before_set) if info is not None and info.is_write else frozenset()
 
 
 class CallError(Error):
-    """A call that cannot be run, and which node it is."""
+    """A call that fails on fake tensors, and its node."""
 
     node: str = ""
 
 
 def call_error(node: fx.Node, error: Exception) -> CallError:
-    """What a call raised, with the node and the line of the model that it comes from."""
+    """The error of a call, with its node and the line of the model that it comes from."""
     made = node.meta.get("shardfx")
     said = next(iter(str(error).splitlines()), type(error).__name__)
     line = str(made.where) if isinstance(made, Node) else ""
@@ -125,14 +125,14 @@ def call_error(node: fx.Node, error: Exception) -> CallError:
 
 
 class FakeCalls:
-    """Runs calls on fake tensors, and remembers what each made of operands that lie so."""
+    """Runs calls on fake tensors; effects are cached by target and layouts."""
 
     def __init__(self) -> None:
         self._known: dict[Any, CallEffect] = {}
         self._mode = FakeTensorMode()
 
     def made(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallEffect:
-        """What a call makes; tensors among the arguments are given as :class:`TensorLayout`."""
+        """The effect of a call; tensors among the arguments are given as :class:`TensorLayout`."""
         key = (target, _key(args), _key(kwargs))
         found = self._known.get(key)
         if found is None:
@@ -170,7 +170,7 @@ class FakeCalls:
 
 
 class _AllocationProbe(TorchDispatchMode):
-    """Looks at the ops of a call: their operations, whether they write, and the fresh storages there are at once."""
+    """Observes the ops inside a call: their FLOPs, whether they write, and the peak of fresh storages."""
 
     def __init__(self, operands: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -196,7 +196,7 @@ class _AllocationProbe(TorchDispatchMode):
 
 
 def map_nest(nest: Any, with_: Callable[[Any], Any], kind: type) -> Any:
-    """The same nest of lists, tuples and dicts with everything of a kind changed."""
+    """A nest of lists, tuples and dicts with everything of a kind mapped."""
     if isinstance(nest, kind):
         return with_(nest)
     if isinstance(nest, (list, tuple)):
@@ -207,7 +207,7 @@ def map_nest(nest: Any, with_: Callable[[Any], Any], kind: type) -> Any:
 
 
 def leaves(nest: Any, kind: type) -> Iterator[Any]:
-    """Everything of a kind in a nest of lists, tuples and dicts."""
+    """The leaves of a kind in a nest of lists, tuples and dicts."""
     if isinstance(nest, kind):
         yield nest
     elif isinstance(nest, (list, tuple)):
@@ -218,7 +218,7 @@ def leaves(nest: Any, kind: type) -> Iterator[Any]:
 
 
 def _key(arg: Any) -> Any:
-    """Equal for arguments that make a call do the same."""
+    """A cache key of arguments."""
     if isinstance(arg, (list, tuple)):
         return tuple(_key(each) for each in arg)
     if isinstance(arg, dict):

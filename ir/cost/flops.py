@@ -28,12 +28,12 @@ def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *args: Any, out_val: 
 
 
 def _of_each_query_head(q: Any, k: Any, v: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of keys and values as if each query head had its own, which is what the count asks for."""
+    """The shapes of keys and values expanded to all query heads, as the count expects."""
     return tuple((t.shape[0], q.shape[1], *t.shape[2:]) for t in (k, v))
 
 
 def _grouped_mm(x: Any, w: Any, ends: Any, *ranges: Any, out_val: Any = None, **kwargs: Any) -> Any:
-    """Of a rank that has a part of the groups: as if the rows were spread evenly over them."""
+    """FLOPs of a grouped product on a rank with part of the groups, for rows spread evenly over groups."""
     return 2 * x.shape[0] * w.shape[1] * w.shape[2] * w.shape[0] // max(ends.shape[0], 1)
 
 
@@ -55,22 +55,22 @@ FLOPS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
-"""What torch's own table of flops leaves out."""
+"""FLOP formulas that torch's own table lacks."""
 
 
 CAUSAL = "causal "
-"""Before the name of attention that masks later keys: its operations are counted as if it did not."""
+"""The prefix of the kind of causal attention, whose FLOPs are counted without the mask."""
 MASKED = {attention: 4, attention_backward: 7}
-"""By kind of attention: the position of its argument ``causal``."""
+"""The index of the argument ``causal``, by attention op."""
 
 
 def formula(target: Any) -> Callable[..., Any] | None:
-    """What counts the operations of a call of ``target`` from its arguments and ``out_val``; None for one without."""
+    """The FLOP formula of ``target``, a function of its arguments and ``out_val``; None if it has none."""
     return FLOPS.get(target) or flop_registry.get(getattr(target, "overloadpacket", None))
 
 
 def flops_of(node: Node, mesh: Mesh | None = None) -> int:
-    """The operations of a node: of one device, or, on a mesh, of the rank with the largest shards."""
+    """The FLOPs of a node: on one device, or, with a mesh, on the rank with the largest shards."""
     count = formula(node.op)
     if count is None:
         return 0

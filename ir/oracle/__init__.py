@@ -1,1 +1,1 @@
-"""The oracle: valid shardings of an op, found by running it on shards. It checks rules, and finds missing ones."""
+"""The oracle: finds the valid shardings of an op by running it on shards; checks rules, and discovers missing ones."""

@@ -21,7 +21,7 @@ from .recombine import Outcome, agreed
 from .sharding_search import PARTIAL, Oracle, Placement
 
 MOST = 1500
-"""Of more placements the first ones are tried."""
+"""The maximum number of joint placements to try; further ones are skipped."""
 
 
 def joint_placements(oracle: Oracle) -> list[Placement]:
@@ -43,7 +43,7 @@ def _candidates(oracle: Oracle) -> Iterator[Placement]:
 
 
 def _outcomes(oracle: Oracle, of: Instance, each: Placement) -> tuple[frozenset[Outcome], ...] | None:
-    """What the results are of those of two ranks; None if some is nothing of the kind."""
+    """The ways in which the full results recombine from those of two ranks; None if some result does not recombine."""
     size, *others = {t.shape[d] for t, d in zip(of.tensors, each, strict=True) if isinstance(d, int)}
     if others or not oracle.fits(size, 2):
         return None
@@ -56,8 +56,8 @@ def _outcomes(oracle: Oracle, of: Instance, each: Placement) -> tuple[frozenset[
 def missing_placements(
     rule: ShardingRule | None, node: Node, valid: Iterable[Placement], ignored: Collection[int]
 ) -> list[Placement]:
-    """The valid placements, of shards and partial sums, that no strategy of a node on a mesh of one axis has, in one
-    contiguous range a rank. How operands are placed whose values do not matter is left open."""
+    """The valid placements, of shards and partial sums, that a node's strategies on a one-axis mesh lack, in contiguous
+    shards. The placement of operands whose values do not matter is left open."""
     known: set[Placement] = set()
     for made in strategies(rule, node, Mesh(a=2)) if rule is not None else ():
         dims = [next((d for d, sharding in enumerate(spec.dims) if sharding.axes), None) for spec in made.operands]
@@ -77,7 +77,7 @@ def _matters(placement: Placement, ignored: Collection[int]) -> Placement:
 
 
 def missing_sums(rule: ShardingRule | None, valid: Collection[Linear]) -> list[Linear]:
-    """The sets of operands that may be partial sums, and by the rule may not, or need not be summed, and by it must."""
+    """The linear sets of operands that the rule does not let be partial, or whose result it needlessly reduces."""
 
     def allows(each: Linear) -> bool:
         made = rule.passes("sum", each.operands) if rule is not None else None

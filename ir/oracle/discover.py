@@ -4,12 +4,12 @@
     book.entry(torch.ops.mylib.row_softmax.default).make(node)      # a b! -> a b!
 
 All one-axis shardings and partial sums that give the right result are searched (:mod:`.sharding_search`), on a small
-instance of the node (:mod:`.shrink`); those that go together are the rule, which is then checked as every other rule is
-(:mod:`.soundness`), on other values. What was found is free of sizes.
+instance of the node (:mod:`.shrink`); the compatible ones form the rule, which is then checked as every other rule is
+(:mod:`.soundness`), on other values. A discovered rule is independent of sizes.
 
-An op that cannot be told on small tensors has no rule: one that fails on them, draws random numbers, gives different
-results for the same arguments, changes its arguments, takes too long, or crashes: all of this runs in a process of its
-own (:mod:`.run_isolated`).
+No rule is discovered for an op that fails on small tensors, draws random numbers, is not deterministic, mutates its
+arguments, takes too long, or crashes: all of this runs in a subprocess
+(:mod:`.run_isolated`).
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from .shrink import small_instance
 from .soundness import refute, trials, undisturbed
 
 SECONDS = 10
-"""Of computing, for the search of one op on one class of shapes: a busy machine finds what an idle one finds."""
+"""CPU seconds for the search of one op on one class of shapes: independent of the load of the machine."""
 LONGEST_CALL = 1.0
 LONGEST_SEARCH = 90.0
-"""By the clock on the wall: of one call, and of the process in which an op is tried."""
+"""Limits in wall-clock seconds: of one call, and of the subprocess in which an op is tried."""
 REFUSED = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 @dataclass
 class Discovery:
-    """Discovers rules, each once."""
+    """Discovers rules of ops, and caches them."""
 
     _entries: dict[Any, RuleEntry | None] = field(default_factory=dict)
     _found: dict[str, Findings] = field(default_factory=dict)
 
     def entry(self, op: Any) -> RuleEntry | None:
-        """The entry of an op without a rule: its rule is discovered when it is asked for; None for what is no op of
-        torch, or none that can be told."""
+        """The entry of an op without a rule, which is discovered on demand; None if it is no op of torch, or one that
+        cannot be discovered."""
         if op not in self._entries:
             self._entries[op] = _entry(op, self.findings) if _can_be_told(op) else None
         return self._entries[op]
 
     def findings(self, node: Node) -> Findings:
-        """What was found of a node, now or before."""
+        """The findings for a node, cached by its op and shapes."""
         key = f"{describe(node)} -> {[v is not None for v in node.results]}"
         if key not in self._found:
             try:
@@ -73,14 +73,14 @@ class Discovery:
 
 
 def discovered(node: Node) -> Findings:
-    """What is found of a node on a small instance of it."""
+    """The findings for a node, on a small instance of it."""
     with undisturbed():
         of = small_instance(node)
         return search([of, *draws(of, seed=7)]) if of is not None and _steady(of) else Findings()
 
 
 def search(values: Sequence[Instance]) -> Findings:
-    """All shardings of a small instance, the first of some values, that hold on all of them."""
+    """All shardings of a small instance, the first of ``values``, that hold on all of them."""
     node = values[0].node
     oracle = Oracle(values[0], trusted=_checks(node.op))
     shardings = together(oracle.shardings().values(), [v.shape for v in (*node.operands, *node.outs)])
@@ -95,7 +95,7 @@ def search(values: Sequence[Instance]) -> Findings:
 
 
 def _holds(found: Findings, values: Sequence[Instance]) -> bool:
-    """Whether no trial of findings is refuted."""
+    """Whether no trial of the findings is refuted."""
     node = values[0].node
     rule, entry = as_rule(found, node), _entry(node.op, lambda _: found)
     return not any(
@@ -106,7 +106,7 @@ def _holds(found: Findings, values: Sequence[Instance]) -> bool:
 
 
 def _entry(op: Any, findings: Callable[[Node], Findings]) -> RuleEntry:
-    """The entry of an op, by what was found of its nodes."""
+    """The rule entry of an op, from the findings for its nodes."""
 
     def make(node: Node) -> ShardingRule | None:
         found = findings(node)
@@ -129,7 +129,7 @@ def _entry(op: Any, findings: Callable[[Node], Findings]) -> RuleEntry:
 
 
 def _steady(of: Instance) -> bool:
-    """Whether the op gives the same for the same, at once, without changing its arguments or drawing numbers."""
+    """Whether an op is deterministic, fast, and free of side effects: it mutates no argument and draws no numbers."""
     args, kwargs = bind(of.node, kept := [t.clone() for t in of.tensors])
     state = torch.get_rng_state()
     began = time.monotonic()
@@ -164,17 +164,17 @@ def _checks(op: Any) -> bool:
 
 EQUAL = "equal"
 WORDS = ("sum", "max", "min", "mean")
-"""What a result may be that is neither sharded nor the same on all ranks, the best first: one of these for all results.
-A mean is the sum of the ranks' results by their shares."""
+"""How an unsharded result that differs between ranks is reduced, in order of preference: one word for all results.
+A mean is the sum of the ranks' results weighted by their shares."""
 End = tuple[int, int] | str | None
-"""Of a tensor that is sharded a dim, and how many elements in a row are distributed together; else EQUAL or one of
-WORDS of a result, None of an operand."""
+"""The placement of a tensor: its sharded dim and the block size (elements in a row that are distributed together);
+else EQUAL or one of WORDS for a result, None for an operand."""
 
 
 @dataclass(frozen=True)
 class FoundSharding:
-    """One sharding: the place of every operand, then of every result; and the places of arguments that are sizes and
-    follow the sharding.
+    """One sharding: the placement of each operand, then of each result; and the paths of size arguments that follow the
+    sharding.
 
     ``FoundSharding(((0, 1), None, (0, 1)))``: of x[n, d] and w[d] dim 0 of x is sharded, and dim 0 of the result with
     it.
@@ -185,13 +185,13 @@ class FoundSharding:
 
     @property
     def ends(self) -> list[tuple[int, int, int]]:
-        """The tensors that are sharded: their numbers, and their places."""
+        """The sharded tensors: index, dim and block size of each."""
         return [(i, *place) for i, place in enumerate(self.places) if isinstance(place, tuple)]
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The shardings of an op that go together, and the sets of operands that may be partial sums."""
+    """The compatible shardings of an op, and the sets of operands that may be partial sums."""
 
     shardings: tuple[FoundSharding, ...] = ()
     linear: tuple[Linear, ...] = ()
@@ -201,10 +201,10 @@ class Findings:
 
 
 def together(shardings: Iterable[ValidSharding], shapes: Sequence[Sequence[int]]) -> list[FoundSharding]:
-    """Of all valid shardings those that fit in one rule: each dim is sharded one way, all results reduced one way.
+    """Select the valid shardings that fit in one rule: each dim is sharded one way, all results reduced one way.
 
-    Those of more operands, and those that leave less to be reduced, come first. ``shapes`` are those of operands, then
-    of results.
+    Those of more operands, and those with fewer results to reduce, come first. ``shapes`` are those of operands,
+    then of results.
     """
 
     def joined(sharding: ValidSharding) -> int:
@@ -231,7 +231,7 @@ def together(shardings: Iterable[ValidSharding], shapes: Sequence[Sequence[int]]
 
 
 def as_rule(found: Findings, node: Node) -> ShardingRule:
-    """The rule of a node; a sharding that its sizes do not allow is left out."""
+    """The sharding rule of a node from findings; a sharding that does not divide the node's sizes is left out."""
     names = (f"{letter}{i or ''}" for i in itertools.count() for letter in string.ascii_lowercase)
     sizes: dict[str, int] = {}
     full: set[str] = set()
@@ -272,7 +272,7 @@ def as_rule(found: Findings, node: Node) -> ShardingRule:
 
 
 def _is_precise(group: Linear, node: Node) -> bool:
-    """Whether partial sums of a group are not rounded before they are added."""
+    """Whether partial sums of a group are not rounded before they are reduced."""
     results = [v.type.dtype for v in node.outs if group.results is None or v.index in group.results]
     operands = [node.operands[i].type.dtype for i in group.operands]
     return all(keeps_precision(source, target) for source, target in itertools.product(operands, results))

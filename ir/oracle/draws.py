@@ -1,7 +1,7 @@
-"""Test values for ops: both signs, zeros and ties, integers over the full range that the op takes; in several memory
-layouts.
+"""Random test values for ops: both signs, zeros and ties, integers over the full range that the op takes; in several
+memory layouts.
 
-A rule that is right by accident of some values (positive ones, indices that do not repeat) is not right on all.
+A rule may be right by accident on some values (positive ones, distinct indices), and wrong on others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def positive(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
 
 
 def of_dtype(floats: Draw, shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator) -> Tensor:
-    """Numbers of a dtype; of complex ones both parts are drawn."""
+    """Random numbers of a dtype; of complex ones both parts are drawn."""
     if not dtype.is_complex:
         return floats(shape, draw).to(dtype)
     return torch.complex(floats(shape, draw), floats(shape, draw)).to(dtype)
@@ -48,12 +48,12 @@ def of_dtype(floats: Draw, shape: tuple[int, ...], dtype: torch.dtype, draw: tor
 
 FLOATS: tuple[Draw, ...] = (both_signs, ties_and_zeros, mostly_zeros, positive)
 Range = tuple[int, int]
-"""The least integer, and the one behind the largest."""
+"""A half-open range of integers: the least one, and the end."""
 
 
 def draws(of: Instance, seed: int = 0) -> Iterator[Instance]:
-    """The instance on other values, its own in another order among them, as far as the op takes them and gives numbers;
-    masks as given, if no others."""
+    """The instance on other values, a permutation of its own among them, as far as the op takes them and gives no NaN;
+    masks are its own, if it takes no others."""
     generator = torch.Generator().manual_seed(seed)
     span = span_of(of)
     for floats in (*FLOATS, None):
@@ -73,8 +73,8 @@ FAR = (2**53 + 1, -(2**53) - 1, 2**31 + 1, -(2**31) - 1, 2**15 + 1, -(2**15) - 1
 
 
 def extremes(of: Instance) -> Iterator[Instance]:
-    """An instance of a pointwise op on values at the ends of their range, and NaN: a rank's version that is another op
-    may differ from it there alone."""
+    """A pointwise op's instance on extreme values, and NaN: a rank's version that is another op may differ there
+    alone."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(like: Tensor, floats: tuple[float, ...]) -> Tensor:
@@ -89,8 +89,8 @@ def extremes(of: Instance) -> Iterator[Instance]:
 
 
 def not_finite(of: Instance) -> Iterator[Instance]:
-    """An instance with one number that is infinite, or NaN, in one of its operands: a rank's version may multiply by a
-    zero what the op leaves out, or add up what it does not look at."""
+    """An instance with one infinity or NaN in one of its operands: a rank's version may multiply by zero what the op
+    leaves out, or add up elements that it ignores."""
     for i, tensor in enumerate(of.tensors):
         for number, at in zip((math.inf, math.nan, -math.inf), (0.5, 1.0, 0.0), strict=True):
             if tensor.is_floating_point() and tensor.numel():
@@ -102,7 +102,7 @@ def not_finite(of: Instance) -> Iterator[Instance]:
 
 
 def beyond(of: Instance) -> Iterator[Instance]:
-    """An instance on numbers larger than all among its arguments: what is linear is so there, too."""
+    """An instance on numbers larger than all among its arguments, where a linear op must be linear too."""
     magnitudes = map(abs, numbers((of.node.args, *of.node.kwargs.values())))
     bound = max([1.0, *(each for each in magnitudes if each < 1e9)])
     generator = torch.Generator().manual_seed(0)
@@ -120,11 +120,11 @@ FORWARDS = {
     aten.adaptive_max_pool2d_backward.default: aten.adaptive_max_pool2d.default,
     aten.adaptive_max_pool3d_backward.default: aten.adaptive_max_pool3d.default,
 }
-"""Ops that take the indices that their forward gave, and mean nothing of others."""
+"""The forward of each op whose operands include the indices of its forward, and that is undefined on others."""
 
 
 def as_given(of: Instance) -> Instance:
-    """The instance on what its forward would have given it."""
+    """The instance with valid indices from the op's forward, for an op in FORWARDS."""
     forward = FORWARDS.get(of.node.op)
     if forward is None:
         return of
@@ -134,10 +134,10 @@ def as_given(of: Instance) -> Instance:
 
 
 def span_of(of: Instance) -> Range:
-    """The range of the integers that the op takes: the widest that it does not refuse.
+    """The range of the integer operands of an op: the widest that it accepts.
 
-    A kernel that does not check is asked by way of its decomposition, which may count from the end where the kernel
-    does not: of such none is negative. Without one its integers are 0 and 1, which point into every shard.
+    For a kernel that does not check its indices, the decomposition is tried; it may accept negative ones, the kernel
+    not, so none is negative. Without a decomposition they are 0 and 1, valid in every shard.
     """
     if not any(_is_integer(t) for t in of.tensors):
         return 0, 2
@@ -161,8 +161,8 @@ def _ends(like: Tensor, ends: Tensor) -> Tensor:
 
 
 def _draw(like: Tensor, floats: Draw | None, span: Range, ordered: bool, generator: torch.Generator) -> Tensor:
-    """Other values, or (without ``floats``) the same in another order; integers are shuffled, or in order, as offsets
-    are."""
+    """Random values like a tensor's, or (without ``floats``) its own permuted; integers are shuffled, or sorted, as
+    offsets are."""
     shape = tuple(like.shape)
     if is_float(like):
         if floats is None:
@@ -177,7 +177,7 @@ def _draw(like: Tensor, floats: Draw | None, span: Range, ordered: bool, generat
 
 
 def _gives_numbers(of: Instance) -> bool:
-    """Whether the op takes these values, and gives no NaN."""
+    """Whether the op accepts these values, and gives no NaN."""
     return runs(of) and not any(r is not None and r.is_floating_point() and bool(r.isnan().any()) for r in of.results)
 
 
@@ -189,13 +189,13 @@ def _is_integer(t: Tensor) -> bool:
 
 
 def permuted(t: Tensor) -> Tensor:
-    """The dims in reverse order in memory."""
+    """A copy with its dims in reverse order in memory."""
     reverse = tuple(reversed(range(t.dim())))
     return t.permute(reverse).clone(memory_format=torch.contiguous_format).permute(reverse)
 
 
 def sliced(t: Tensor) -> Tensor:
-    """Every other element of the last dim of a larger tensor, from the second on."""
+    """A strided copy: every other element of the last dim of a larger tensor, from the second on."""
     if not t.dim():
         return t
     wide = t.new_zeros((*t.shape[:-1], 2 * t.shape[-1] + 1))
@@ -203,7 +203,7 @@ def sliced(t: Tensor) -> Tensor:
 
 
 def expanded(t: Tensor) -> Tensor:
-    """Dims along which all is equal take no memory."""
+    """The tensor with stride 0 along dims on which it is constant."""
     for d in range(t.dim()):
         first = t.narrow(d, 0, 1) if t.shape[d] else t
         if t.shape[d] > 1 and torch.equal(first.expand_as(t), t):

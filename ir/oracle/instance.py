@@ -18,41 +18,41 @@ from shardfx.ir.spec import TensorType
 aten = torch.ops.aten
 Results = list[torch.Tensor | None]
 Place = tuple[Any, ...]
-"""Where an argument stands: a path into nested lists, as torch's pytrees have them."""
+"""The path of an argument in nested lists, as in torch's pytrees."""
 TRUSTING = {
     *(aten.lu_unpack, aten.linalg_lu_solve, aten.linalg_ldl_solve),
     *(aten.segment_reduce, aten._segment_reduce_backward),
 }
-"""Their kernels do not check that shapes agree: of these the batch dims of all operands together are tried."""
+"""Ops whose kernels do not check that shapes agree: only joint shardings of all operands' batch dims are tried."""
 UNCHECKED = {aten._unsafe_masked_index, aten._unsafe_masked_index_put_accumulate, aten._unsafe_index, *TRUSTING}
-"""Kernels that do not check their arguments, as most backward ones. Where an op has a decomposition, each candidate is
-tried on that first, as it does check; else indices are made 0 or 1 (they lie within every shard), and shapes must
+"""Ops whose kernels do not check their arguments, as most backward ones. For an op with a decomposition, each candidate
+is tried on that first, as it does check; else indices are made 0 or 1 (valid in every shard), and shapes must
 agree."""
 
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """A node, and a tensor for each of its operands."""
+    """An op instance: a node, and a tensor for each of its operands."""
 
     node: Node
     tensors: tuple[torch.Tensor, ...]
 
     def on(self, tensors: Sequence[torch.Tensor]) -> Instance:
-        """The same on other tensors."""
+        """The same node on other tensors."""
         return Instance(self.node, tuple(tensors))
 
     @cached_property
     def results(self) -> Results:
-        """The results on one device: one entry per result of the node."""
+        """The results on one device: one entry per result of the op."""
         return self.call(self.tensors)
 
     def keep(self, results: Results) -> Results:
-        """Those of an op's results that the node has."""
+        """The op's results that the node has (others are unused)."""
         return [r for r, v in zip(results, self.node.results, strict=False) if v is not None]
 
     @cached_property
     def kept(self) -> Results:
-        """Those of the results on one device that the node has."""
+        """The results on one device that the node has."""
         return self.keep(self.results)
 
     def call(
@@ -61,13 +61,13 @@ class Instance:
         change: Mapping[Place, Any] | None = None,
         op: Callable[..., Any] | None = None,
     ) -> Results:
-        """Run the op (or ``op`` instead) on other tensors; ``change`` replaces other arguments, by their place."""
+        """Run the op (or ``op`` instead) on other tensors; ``change`` replaces other arguments by path."""
         args, kwargs = bind(self.node, tensors)
         args = replaced(args, change) if change else args
         return as_results(call(op or self.node.op, args, kwargs))
 
     def attempt(self, *args: Any, **kwargs: Any) -> Results | None:
-        """The results of :meth:`call`; None where the op does not take these arguments."""
+        """The results of :meth:`call`; None if the op rejects these arguments."""
         try:
             return self.call(*args, **kwargs)
         except Exception:  # whatever a kernel says of its arguments
@@ -89,7 +89,7 @@ def bind(node: Node, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str,
 
 
 def replaced(args: tuple[Any, ...], change: Mapping[Place, Any]) -> tuple[Any, ...]:
-    """The arguments, with others at some places."""
+    """The arguments, with those at some paths replaced."""
     made: tuple[Any, ...] = pytree.tree_map_with_path(lambda place, arg: change.get(place, arg), args)
     return made
 
@@ -101,7 +101,7 @@ def call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def as_results(out: Any) -> Results:
-    """What an op gives, as a list with None for what is no tensor."""
+    """The output of an op as a list, with None for each that is no tensor."""
     many = out if isinstance(out, (tuple, list)) else [out]
     return [each if isinstance(each, torch.Tensor) else None for each in many]
 
@@ -127,7 +127,7 @@ def instance(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = No
 
 
 def keep_results(made: Node, node: Node) -> None:
-    """Leave out of a node's results those that another node leaves out."""
+    """Drop the results of a node that another node does not have."""
     made.results = [None if wanted is None else value for value, wanted in zip(made.results, node.results, strict=True)]
 
 
@@ -137,7 +137,7 @@ def numbers(args: Any) -> list[int | float]:
 
 
 def is_float(tensor: torch.Tensor | None) -> bool:
-    """Whether a tensor is of numbers with a point, real or complex: those that may be partial sums."""
+    """Whether a tensor's dtype is floating-point or complex: only such may be partial sums."""
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -157,7 +157,7 @@ def describe(node: Node) -> str:
 
 
 def runs(of: Instance) -> bool:
-    """Whether the op takes these tensors at all."""
+    """Whether the op accepts these tensors."""
     try:
         return of.results is not None
     except Exception:  # whatever a kernel says of its arguments

@@ -18,7 +18,7 @@ T = TypeVar("T")
 def difference(
     parts: Mapping[int, torch.Tensor], full: torch.Tensor, spec: Spec, mesh: Mesh, bound: float | None = None
 ) -> str:
-    """How the ranks' shards of a tensor, or their terms of it, differ from those of ``full``; "" if they do not."""
+    """The difference between the ranks' shards or partial values and the shards of ``full``, as text; "" if none."""
     partial = dict(spec.partial)
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.size):
@@ -36,7 +36,7 @@ def difference(
 
 
 def reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
-    """Several partial values as one."""
+    """Reduce partial values to one."""
     if len(parts) == 1:
         return parts[0]
     if kind in ("max", "min"):
@@ -52,12 +52,12 @@ def reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
 
 
 def is_float8(dtype: torch.dtype) -> bool:
-    """Whether it is a number of one byte with a point, which is stored and cast, and not computed with."""
+    """Whether a dtype is an 8-bit float, which can be stored and cast, but not computed with."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def rounding(tensors: Iterable[torch.Tensor | None]) -> float:
-    """What the least precise of some tensors may be off by, relative to their size."""
+    """The rounding tolerance of the least precise of some tensors, relative to their magnitude."""
     digits = [torch.finfo(t.dtype).eps for t in tensors if t is not None and (t.is_floating_point() or t.is_complex())]
     return min(max([*digits, 1e-16]) * 1e3, 0.05) if max(digits, default=0.0) > 1e-10 else 1e-8
 
@@ -80,7 +80,7 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None, scale: float = 1.0, bou
 
 
 def apart_at(value: torch.Tensor, full: torch.Tensor) -> str:
-    """Where two tensors of one shape are furthest apart, and the two numbers there."""
+    """The position of the largest difference of two tensors of one shape, and the two numbers there, as text."""
     value, full = wide(value), wide(full)
     off = (value - full).abs()
     off = torch.where((value == full) | (value.isnan() & full.isnan()), 0.0, off.nan_to_num(torch.inf))
@@ -90,18 +90,18 @@ def apart_at(value: torch.Tensor, full: torch.Tensor) -> str:
 
 
 def magnitude(parts: Iterable[torch.Tensor]) -> float:
-    """The size of the largest element, at least 1: sums that cancel are rounded as their terms are."""
+    """The absolute value of the largest element, at least 1: the scale of rounding errors, also of sums that cancel."""
     floats = [wide(part) for part in parts if part.is_floating_point() or part.is_complex()]
     floats = [part[part.isfinite()] for part in floats]
     return max([1.0, *(float(part.abs().max()) for part in floats if part.numel())])
 
 
 LARGEST = 1e30
-"""Terms of a sum are no larger than this, whatever the sum is: three times as much is a number in all dtypes."""
+"""The maximum magnitude of the random terms of a sum: three times as much is finite in float32 and bfloat16."""
 
 
 def split_sum(tensor: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """``count`` random tensors whose sum is ``tensor``: of both signs, large and small."""
+    """Split a tensor into ``count`` random terms of a sum: of both signs, large and small."""
     scale = min(magnitude([tensor]), LARGEST)
     noise = []
     for _ in range(count - 1):
@@ -114,7 +114,7 @@ def split_sum(tensor: torch.Tensor, count: int, generator: torch.Generator) -> l
 
 
 def split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
-    """``count`` tensors that reduce to one."""
+    """Split a tensor into ``count`` partial values that reduce to it."""
     if kind in ("max", "min"):
         return split_max(tensor, count, kind, generator)
     if kind == "product":
@@ -125,7 +125,7 @@ def split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generato
 
 
 def split_max(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
-    """``count`` tensors whose elementwise maximum (or minimum) is ``tensor``: each element is in one of them, and the
+    """Split a tensor into ``count`` partial values of a maximum (or minimum): each element is in one of them, and the
     least (or largest) of all in the others."""
     owner = torch.randint(0, count, tensor.shape, generator=generator)
     other = (tensor.amin() if kind == "max" else tensor.amax()) if tensor.numel() else tensor
@@ -133,14 +133,14 @@ def split_max(tensor: torch.Tensor, count: int, kind: str, generator: torch.Gene
 
 
 Outcome = int | str
-"""What a result is of the shards' results: joined along a dim (its number), or "sum", "max", "min", "equal", "mean" (by
-their sizes)."""
+"""How a full result recombines from the shards' results: concatenated along a dim (its index), or "sum", "max", "min",
+"equal", "mean" (weighted by their sizes)."""
 
 
 def outcomes(
     parts: Sequence[torch.Tensor], full: torch.Tensor, lengths: Sequence[int], size: int
 ) -> frozenset[Outcome]:
-    """All that ``full`` is of its parts; ``lengths`` of ``size`` are what the parts were given of the sharded dims."""
+    """All ways in which ``full`` recombines from parts; ``lengths`` are their lengths of a sharded dim of ``size``."""
     found: set[Outcome] = set()
     if any(part.dim() != full.dim() or part.dtype != full.dtype for part in parts):
         return frozenset()
@@ -167,7 +167,7 @@ def outcomes(
 
 
 def agreed(trials: Iterable[tuple[frozenset[T], ...] | None]) -> tuple[frozenset[T], ...] | None:
-    """What trials agree on, for every result; None where one gave nothing, or they agree on nothing."""
+    """The outcomes on which all trials agree, for each result; None if a trial has none, or there is no common one."""
     common: tuple[frozenset[T], ...] | None = None
     for found in trials:
         common = found if common is None or found is None else tuple(a & b for a, b in zip(common, found, strict=True))

@@ -1,6 +1,6 @@
-"""Are the rules of a plan right? Each distinct op, arguments and strategy of it is executed on small shapes, and called
-without numbers on the ranks' own shapes; once for built-in rules, whose answers are cached on disk. By hand
-(:func:`wrong_trials`) all that a rule allows of one call is executed."""
+"""Verification of a plan's rules: each distinct op, arguments and strategy is executed on small shapes, and run with
+fake tensors on the ranks' own shapes; answers for built-in rules are cached on disk. :func:`wrong_trials` executes
+all strategies that a rule allows for one call."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from .shrink import small_share, used_axes
 from .soundness import Executor, first_difference, one_line, trials, undisturbed
 
 SECONDS_EACH = 20.0
-"""For one share, in a process of its own."""
+"""The time limit of one share, which runs in a subprocess."""
 RANDOM = (dropout,)
-"""Ops whose numbers are drawn by where a rank's shard is: one device draws no such numbers."""
+"""Ops whose random numbers depend on the position of a rank's shard: one device draws others."""
 MOST_COORDS = 64
 _answered: dict[tuple[int, str], tuple[Answer, RuleEntry]] = {}
-"""What was found in this process of rules that are not built in, by the entry's id; the entry is kept alive, so that no
-other has its id."""
+"""Answers in this process for rules that are not built in, by the entry's id; the entry is kept alive, so that the id
+is not reused."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The oracle's answer for a share: what is wrong, or why it could not be executed; neither if it is right."""
+    """The oracle's answer for a share: what is wrong, or why it was not executed; both empty if it is right."""
 
     wrong: str = ""
     left_out: str = ""
@@ -50,14 +50,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class PlannedShare:
-    """One distinct op, arguments and strategy of a plan, and its rule."""
+    """A planned share: one distinct op, arguments and strategy of a plan, and its rule."""
 
     node: Node
     entry: RuleEntry
     built_in: bool
 
     def question(self, mesh: Mesh) -> str:
-        """All that the answer depends on, beside the code."""
+        """The cache key of a share: all that the answer depends on, besides the code."""
         made = self.node.strategy
         assert made is not None
         sizes = {axis: mesh[axis].size for axis in used_axes(made)}
@@ -85,11 +85,11 @@ def check_plan(
     built_in: RuleBook,
     only: Sequence[RuleEntry] | None = None,
 ) -> PlanChecked:
-    """Execute the shares of a planned graph.
+    """Check the shares of a planned graph by executing them.
 
     Args:
-        built_in: rules whose right answers are cached on disk; nobody can say whether the code behind others changed.
-        only: rules of which alone the shares are executed.
+        built_in: rules whose right answers are cached on disk; changes in the code of others would go unnoticed.
+        only: the rules to check; all by default.
     """
     asked = [(share, share.question(graph.mesh)) for share in shares(graph, rules, built_in)]
     if only is not None:
@@ -106,7 +106,7 @@ def check_plan(
 
 
 def _recalled(share: PlannedShare, question: str) -> Answer | None:
-    """What was answered before: of other rules than the built-in ones in this process, of those on this machine."""
+    """The cached answer for a share: of built-in rules from disk, of others from this process."""
     if not share.built_in:
         return _answered.get((id(share.entry), question), (None, None))[0]
     with suppress(OSError, ValueError):
@@ -115,7 +115,7 @@ def _recalled(share: PlannedShare, question: str) -> Answer | None:
 
 
 def _remember(share: PlannedShare, question: str, answer: Answer) -> None:
-    """Keep an answer, if it is a right one of a built-in rule on disk; a reader never sees half a file."""
+    """Cache an answer: of a built-in rule on disk, if it is right (the file is replaced atomically)."""
     if not share.built_in:
         _answered[id(share.entry), question] = answer, share.entry
     elif not answer.wrong:
@@ -135,7 +135,7 @@ def _file(question: str) -> Path:
 
 @cache
 def _sources() -> str:
-    """A digest of what decides whether a rule is right: the source files of ``shardfx.ir``."""
+    """A digest of all code that decides whether a rule is right: the source files of ``shardfx.ir``."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -143,7 +143,7 @@ def _sources() -> str:
 
 
 def shares(graph: Graph, rules: RuleBook, built_in: RuleBook) -> list[PlannedShare]:
-    """The distinct shares of a planned graph that are sharded, or partial, by a rule."""
+    """The distinct shares of a planned graph that are sharded, or partial, and have a rule."""
     found: dict[Any, PlannedShare | None] = {}
     for node in graph.nodes:
         if node.strategy is None:
@@ -158,7 +158,7 @@ def shares(graph: Graph, rules: RuleBook, built_in: RuleBook) -> list[PlannedSha
 
 
 def _execute(asked: Sequence[PlannedShare], mesh: Mesh) -> list[Answer]:
-    """The answers, found in a process of its own; where that is lost, each is asked alone."""
+    """The answers, computed in a subprocess; if it crashes, in one for each share."""
 
     def answers() -> list[Answer]:
         return [check_share(share.node, share.entry, mesh) for share in asked]
@@ -175,7 +175,7 @@ def _execute(asked: Sequence[PlannedShare], mesh: Mesh) -> list[Answer]:
 
 
 def check_share(node: Node, entry: RuleEntry, mesh: Mesh) -> Answer:
-    """What is wrong with a node's strategy, or with how its rule's ``local`` writes a rank's version."""
+    """Check a node's strategy, and the rank's version that its rule's ``local`` writes."""
     with undisturbed():
         wrong = fails_without_numbers(node, entry, mesh)
         if wrong:
@@ -196,14 +196,14 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh) -> Answer:
 
 @cache
 def _fake_mode() -> FakeTensorMode:
-    """One for all, since making one costs more than a call."""
+    """The shared fake mode, since creating one costs more than a call."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fails_without_numbers(node: Node, entry: RuleEntry, mesh: Mesh) -> str:
-    """Why a rank's version of a node cannot run on the rank's own shapes, or gives other shapes; or "".
+    """Why a rank's version of a node fails with fake tensors of its shapes, or gives other shapes; or "".
 
-    A dtype that depends on the device is right if the CPU's fake version gives it, or that of no device.
+    The result dtype may depend on the device: it must match that of the CPU's fake version, or of the meta device.
     """
     made = node.strategy
     assert made is not None
@@ -227,7 +227,7 @@ def fails_without_numbers(node: Node, entry: RuleEntry, mesh: Mesh) -> str:
 def _fake_results(
     node: Node, entry: RuleEntry, mesh: Mesh, coords: Coords, shapes: Sequence[tuple[int, ...]], device: str
 ) -> list[str]:
-    """Dtype and shape of what a rank makes of operands of these shapes."""
+    """Dtype and shape of a rank's results on fake operands of these shapes."""
     with _fake_mode():
         pairs = zip(shapes, node.operands, strict=True)
         args, kwargs = bind(node, [torch.empty(s, dtype=v.type.dtype, device=device) for s, v in pairs])
@@ -237,7 +237,7 @@ def _fake_results(
 
 
 def _coords(made: Strategy, mesh: Mesh) -> Iterator[Coords]:
-    """The ranks to look at: all along the axes that are used; of many the first and the last along each axis."""
+    """The coordinates to check: all along the used axes; on a large mesh the first and the last along each axis."""
     used = used_axes(made)
     every = mesh.extent(used) <= MOST_COORDS
     options = [range(n) if every else sorted({0, n - 1}) for n in (mesh[axis].size for axis in used)]
@@ -248,7 +248,7 @@ def _coords(made: Strategy, mesh: Mesh) -> Iterator[Coords]:
 # ---- rules by hand ---------------------------------------------------------------------------------------------------
 
 SECONDS = 120.0
-"""For all that a rule allows on one call."""
+"""The time limit for all that a rule allows on one call."""
 
 
 def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[str]:

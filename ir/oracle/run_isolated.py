@@ -1,4 +1,4 @@
-"""Isolated runs: work in a subprocess with a time limit, since a kernel that does not check its arguments may crash."""
+"""Isolated runs in a subprocess with a time limit, since a kernel that does not check its arguments may crash."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Lost(Exception):
 
 
 def isolated(work: Callable[[], T], seconds: float = 60.0, cpu_seconds: int | None = None) -> T:
-    """The result of ``work()``, run in a fork of this process.
+    """The result of ``work()``, run in a forked subprocess.
 
     Args:
-        work: its result can be pickled, and it computes on the CPU alone.
-        seconds: by the clock on the wall.
-        cpu_seconds: of computing: a busy machine does as much in them as an idle one.
+        work: computes on the CPU alone; its result must be picklable.
+        seconds: wall-clock limit.
+        cpu_seconds: limit of CPU time, independent of the load of the machine.
 
     Raises:
         Lost: the process ended without a result, or did not end in time.
@@ -57,7 +57,7 @@ def isolated(work: Callable[[], T], seconds: float = 60.0, cpu_seconds: int | No
 
 
 def _work_and_exit(work: Callable[[], T], writes: Connection, cpu_seconds: int | None) -> NoReturn:
-    """The fork: it works with one thread, prints nothing, and exits without cleaning up what is not its own."""
+    """Run ``work`` in the fork: one thread, no output, and an exit without cleanup of the parent's resources."""
     try:
         faulthandler.disable()
         silence = os.open(os.devnull, os.O_WRONLY)

@@ -7,7 +7,7 @@ shards' results concatenated, or their sum, maximum or minimum, or equal to each
                                   -, 1  ->  joined along 1
                                   1, 0  ->  sum
 
-Arguments that are sizes (a shape, a number of groups) follow the sharding where that is what makes it valid.
+Arguments that are sizes (a shape, a number of groups) are divided like the sharded dim if the op is then valid.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from .recombine import Outcome, agreed, magnitude, outcomes, same, split_sum
 aten = torch.ops.aten
 
 Choice = tuple[int | None, ...]
-"""For every operand the dim that is sharded, or None."""
+"""The sharded dim of each operand, or None."""
 PARTIAL = "+"
 Placement = tuple[int | str | None, ...]
-"""The same, or that an operand is a partial sum."""
+"""The placement of each operand: its sharded dim, PARTIAL for a partial sum, or None."""
 MOST = 600
 
 
 @dataclass(frozen=True)
 class ValidSharding:
-    """A valid sharding: of every operand's dim, and of each result.
+    """A valid sharding: the sharded dim of each operand, and the outcomes of each result.
 
-    ``size`` is the number of elements that may be distributed (a sharded dim is a multiple of it); ``sized`` are the
-    places of the arguments that are sizes and follow the sharding.
+    ``size`` is the number of blocks to distribute (each sharded dim is a multiple of it); ``sized`` are the paths of
+    the size arguments that follow the sharding.
     """
 
     operands: Choice
@@ -58,8 +58,8 @@ class Oracle:
     """Finds the valid shardings and the linear operands of one op instance.
 
     Args:
-        trusted: whether the op checks its arguments; if not said, torch's own do where they are known to. For one that
-            does not, only choices are tried under which shapes agree.
+        trusted: whether the op checks its arguments; by default as known of torch's own. For one that does not, only
+        candidates under which shapes agree are tried.
     """
 
     def __init__(self, of: Instance, seed: int = 0, trusted: bool | None = None) -> None:
@@ -108,7 +108,7 @@ class Oracle:
         return frozenset(found)
 
     def shardings(self) -> dict[Choice, ValidSharding]:
-        """The valid shardings of operands. Operands that are ignored are replicated where they can be."""
+        """The valid shardings of operands. Operands whose values do not matter are replicated if they can be."""
         if any(r is not None and r.numel() == 0 for r in self.results) or not self.results:
             return {}
         ignored = self.ignored()
@@ -126,7 +126,7 @@ class Oracle:
         return found
 
     def candidates(self) -> Iterator[Choice]:
-        """The choices that are tried: all, or (of many operands) those of dims of one size, for equal shapes alike."""
+        """The candidates to try: all, or (of many operands) those over dims of one size, alike for equal shapes."""
         options: list[list[int | None]] = [[None, *(d for d, s in enumerate(shape) if s > 1)] for shape in self.shapes]
         if self.packet in TRUSTING:
             batch = min(map(len, self.shapes)) - 1
@@ -146,8 +146,8 @@ class Oracle:
                     yield tuple(chosen[alike.index(shape)] for shape in self.shapes)
 
     def _agreeing(self) -> Iterator[Choice]:
-        """The choices that shard, at one place, all operands of one size there; or those whose dims before are equal
-        too."""
+        """The choices that shard, at one index, all operands of one size there; or all whose dims up to there are
+        equal."""
         found: dict[Choice, None] = {}
         for shape in self.shapes:
             for d, size in enumerate(shape):
@@ -157,7 +157,7 @@ class Oracle:
         yield from found
 
     def try_choice(self, choice: Choice) -> ValidSharding | None:
-        """The sharding of a choice, if it is valid: for some number of elements that are distributed together."""
+        """The sharding of a choice, if it is valid for some number of blocks to distribute."""
         common = math.gcd(*(shape[d] for shape, d in zip(self.shapes, choice, strict=True) if d is not None))
         for size in sorted((s for s in self._sizes if common % s == 0 and self.fits(s, 2)), reverse=True):
             trials = [
@@ -173,7 +173,7 @@ class Oracle:
         return None
 
     def fits(self, size: int, count: int) -> bool:
-        """Whether each of ``count`` shards has as much of ``size`` as every shard needs."""
+        """Whether each of ``count`` shards of ``size`` has the minimum length."""
         return chunk(size, count, count - 1)[1] >= self.least
 
     def outcomes(
@@ -185,8 +185,8 @@ class Oracle:
         sized: tuple[Place, ...] = (),
         op: Callable[..., Any] | None = None,
     ) -> tuple[frozenset[Outcome], ...] | None:
-        """What the results (of ``op`` instead) are of those of ``count`` shards; None if some result is nothing of the
-        kind."""
+        """The ways in which the results (of ``op`` instead) recombine from those of ``count`` shards; None if some
+        result does not."""
         parts = self.shard_results(of, choice, size, count, sized, op)
         if parts is None or any(len(p) != len(of.kept) or any(r is None for r in p) for p in parts):
             return None
@@ -209,7 +209,7 @@ class Oracle:
         sized: tuple[Place, ...] = (),
         op: Callable[..., Any] | None = None,
     ) -> list[Results] | None:
-        """The results of each of ``count`` shards; None if the op (or ``op``) takes none of them."""
+        """The results of each of ``count`` shards; None if the op (or ``op``) rejects one of them."""
         shards: list[Sequence[torch.Tensor]] = []
         for t, d in zip(of.tensors, choice, strict=True):
             if isinstance(d, int):
@@ -228,7 +228,7 @@ class Oracle:
         return found
 
     def _sized(self, size: int) -> Iterator[tuple[Place, ...]]:
-        """Arguments that may follow a sharding: none, an entry of a shape, one or two numbers that ``size`` divides."""
+        """Sets of size arguments that may follow a sharding: none, a shape's entry, 1 or 2 multiples of ``size``."""
         yield ()
         arguments = self.of.node.op._schema.arguments
         found = [
@@ -243,8 +243,8 @@ class Oracle:
         yield from itertools.islice(itertools.combinations((at for at in found if len(at) == 1), 2), 6)
 
     def linear(self) -> list[Linear]:
-        """The smallest sets of operands that may be partial sums together: the op is run on terms of them, and the
-        results are added."""
+        """The minimal sets of operands that may be partial sums together: those whose results on terms add up to the
+        full results."""
         of, tensors, results = self.of, self.of.tensors, self.of.kept
         numbers = [r for r, value in enumerate(of.node.results) if value is not None]
         floats = [i for i, t in enumerate(tensors) if is_float(t)]
@@ -275,10 +275,10 @@ def _is_index(tensor: torch.Tensor) -> bool:
 
 ADDED, KEPT = "added", "kept"
 LARGE = 5e3
-"""Of which the exponential, and two to the power of it, are infinite."""
+"""A number whose exponential, and two to the power of it, are infinite."""
 Tensors = dict[int, torch.Tensor]
 Shown = tuple[frozenset[str], ...]
-"""For each result whether it is the sum of the terms' results, or the same for each term."""
+"""For each result whether it is ADDED (the sum of the terms' results), or KEPT (the same for each term)."""
 
 
 def _shown(of: Instance, group: frozenset[int], generator: torch.Generator) -> Shown | None:
@@ -296,9 +296,9 @@ def _shown(of: Instance, group: frozenset[int], generator: torch.Generator) -> S
 
 
 def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown) -> bool:
-    """What ordinary numbers do not tell, as far as the op takes others: of zeros a linear op makes zeros, and of zero
-    beside one, however little it is, twice that of halves; what is not finite in a term is not finite in the sum; and
-    what terms are multiplied by is finite where others are zero, one or large.
+    """Check the laws of linearity on special values: zeros give zeros; zeros beside a one, twice the result of halves
+    (exactly); a term that is not finite, a sum that is not finite; and coefficients of terms are finite where other
+    operands are zero, one or large.
     """
     ones = {i: torch.ones_like(of.tensors[i]) for i in group}
     zero = {i: torch.zeros_like(of.tensors[i]) for i in group}
@@ -318,7 +318,7 @@ def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown) -> bool:
 
 
 def _holds(of: Instance, group: frozenset[int], a: Tensors, b: Tensors, shown: Shown, exact: bool = False) -> bool:
-    """Whether the results of two terms are as they were shown to be; ``exact``: however small they are."""
+    """Whether the results of two terms combine as shown; ``exact``: with no absolute tolerance."""
     runs = (_run(of, a), _run(of, b), _run(of, {i: a[i] + b[i] if i in group else each for i, each in a.items()}))
     for x, y, full, each in zip(*(results or () for results in runs), shown, strict=False):
         scale = 0.0 if exact else magnitude(t for t in (x, y) if t is not None)
@@ -332,20 +332,20 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _with(tensor: torch.Tensor, number: float) -> torch.Tensor:
-    """A tensor whose first element is this number."""
+    """A tensor with its first element replaced by a number."""
     changed = tensor.clone().flatten()
     changed[:1] = number
     return changed.reshape(tensor.shape)
 
 
 def _run(of: Instance, changed: Tensors) -> Results | None:
-    """The results with some operands replaced; None if the op does not take them."""
+    """The results with some operands replaced; None if the op rejects them."""
     result = of.attempt([changed.get(i, t) for i, t in enumerate(of.tensors)])
     return None if result is None else of.keep(result)
 
 
 def _shows(tensor: torch.Tensor | None) -> bool:
-    """Whether a result can show what becomes of terms: NaN, or nothing at all, would show anything."""
+    """Whether a result can reveal linearity: an empty one, or one that is not finite, would pass any check."""
     if tensor is None or tensor.numel() == 0:
         return False
     return not is_float(tensor) or bool(torch.isfinite(tensor).all())

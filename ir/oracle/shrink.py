@@ -1,13 +1,13 @@
-"""Smaller shapes for nodes, on which they can be executed: the same ops, shardings and relations of sizes.
+"""Shrinking of nodes to small shapes on which they can be executed: the same ops, shardings and relations of sizes.
 
     mm(f32[8192, 4096], f32[4096, 1024])  m{dp} n{tp} on dp=64, tp=8
     mm(f64[4, 7], f64[7, 2])              m{dp} n{tp} on dp=2, tp=2
 
 - :func:`small_instance`: a node without a rule. Equal sizes stay equal, multiples stay multiples.
-- :func:`small_share`: a planned node. The sizes of its rule's factors are made small: what is sharded evenly stays a
-  multiple of its ranks, what is not stays none, a compound dim is sharded in the same sub-dims.
+- :func:`small_share`: a planned node. The factor sizes of its rule are made small: even shardings stay even, uneven
+ones uneven, and a compound dim is sharded in the same sub-dims.
 
-Numbers among the arguments follow where they are sizes. What comes out is run: where it does not fit, it is rejected.
+Numbers among the arguments follow if they are sizes. The result is executed, and rejected if its shapes do not match.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .instance import Instance, instance, keep_results, numbers
 
 aten = torch.ops.aten
 KEPT = 5
-"""Sizes up to this stay as they are: they may mean something (three colours, two halves)."""
+"""The largest size that is never shrunk: such sizes may have a meaning (three colours, two halves)."""
 SAME_RATIO = 4
 LARGEST = 400
 MOST_ELEMENTS = 20_000
 MOST_RANKS = 8
 ROWS = 6
-"""Dims that are seen through windows keep so many rows at least."""
+"""The minimum number of rows of windowed dims."""
 SizeMap = Mapping[int, int]
 
 
@@ -47,7 +47,7 @@ SizeMap = Mapping[int, int]
 
 
 def small_instance(node: Node) -> Instance | None:
-    """A small instance of a node on random values, or None if there is none that behaves as the node does."""
+    """A small instance of a node on random values, or None if there is none that behaves like the node."""
     for sizes in _ways_by_multiples(node):
         if sum(math.prod(sizes.get(s, s) for s in v.shape) for v in (*node.operands, *node.outs)) <= MOST_ELEMENTS:
             made = _resized(node, sizes, exact=True)
@@ -57,7 +57,7 @@ def small_instance(node: Node) -> Instance | None:
 
 
 def _ways_by_multiples(node: Node) -> Iterator[SizeMap]:
-    """Maps from the node's sizes to small ones, the most faithful first."""
+    """Candidate maps from the node's sizes to small ones, the most faithful first."""
     sizes = {s for value in node.operands for s in value.shape}
     integers = {n for n in numbers((node.args, *node.kwargs.values())) if isinstance(n, int) and n > 1}
     divisors = {n for n in integers if n in sizes or any(s % n == 0 for s in sizes)}
@@ -70,7 +70,7 @@ def _ways_by_multiples(node: Node) -> Iterator[SizeMap]:
 
 
 def small_sizes(sizes: Iterable[int], fixed: Iterable[int] = ()) -> dict[int, int] | None:
-    """For each size a small one, so that one divides another where it did; None if there are none below LARGEST.
+    """Map sizes to small ones, so that one divides another where it did; None if there are none up to LARGEST.
 
     Example::
 
@@ -88,7 +88,7 @@ def small_sizes(sizes: Iterable[int], fixed: Iterable[int] = ()) -> dict[int, in
 
 
 def _same_multiples(size: int, small: int, found: SizeMap) -> bool:
-    """Whether ``small`` is a multiple of the other small sizes as ``size`` is of the others."""
+    """Whether ``small`` has the same multiples and divisors among the small sizes as ``size`` among the originals."""
     for other, other_small in found.items():
         if other < 2 or other > size:
             continue
@@ -101,10 +101,10 @@ def _same_multiples(size: int, small: int, found: SizeMap) -> bool:
 
 
 def _resized(node: Node, sizes: SizeMap, exact: bool = False) -> Instance | None:
-    """The instance of a node in other sizes, on the first values that it takes; None if it gives other shapes.
+    """The instance of a node in other sizes, on the first values that it accepts; None if its shapes do not match.
 
     Args:
-        exact: with digits, and numbers among the results, that tell a right sharding from one that is off by little.
+        exact: require high precision and non-zero results, which tell a right sharding from one that is off by little.
     """
     draw = torch.Generator().manual_seed(0)
 
@@ -137,7 +137,7 @@ def _is_coarse(dtype: torch.dtype) -> bool:
 
 
 def _fits(made: Instance, node: Node, sizes: SizeMap, exact: bool) -> bool:
-    """Whether the results have the shapes of the node's, in the small sizes, and no NaN or zeros that hide a fault."""
+    """Whether the results have the node's shapes, in small sizes, and no NaN (``exact``: no infinity, not all zero)."""
     if len(made.results) != len(node.results):
         return False
     known = dict(sizes)
@@ -161,17 +161,17 @@ def _fits(made: Instance, node: Node, sizes: SizeMap, exact: bool) -> bool:
 
 @dataclass(frozen=True)
 class SmallShare:
-    """An instance, and the strategy by which it is to be computed on a mesh."""
+    """A small instance of a planned node, with its strategy on a small mesh."""
 
     of: Instance
     made: Strategy
     mesh: Mesh
     as_it_stands: bool
-    """Whether shapes and ranks are those of the plan."""
+    """Whether shapes and shardings are those of the plan, not shrunk."""
 
 
 def small_share(node: Node, entry: RuleEntry, mesh: Mesh) -> SmallShare | None:
-    """A planned node on small shapes and few ranks, or None if there is none that behaves as the node does."""
+    """A planned node on small shapes and few ranks, or None if there is none that behaves like the node."""
     rule = entry.make(node)
     if rule is None or node.strategy is None:
         return None
@@ -220,7 +220,7 @@ def _elements(node: Node) -> int:
 def _factor_sizes(
     rule: ShardingRule, shardings: Mapping[str, DimSharding], mesh: Mesh, few: Mesh
 ) -> tuple[dict[str, int], dict[str, DimSharding]]:
-    """A small size for every factor, equal ones for equal ones, and their shardings."""
+    """Small sizes of all factors, equal for those of equal size, and their shardings."""
     need: dict[int, int] = {}
     uneven: set[int] = set()
     parted: dict[int, tuple[Part, ...]] = {}
@@ -254,8 +254,8 @@ def _factor_sizes(
 
 
 def _window_sizes(rule: ShardingRule, shardings: Mapping[str, DimSharding], mesh: Mesh, few: Mesh) -> dict[str, int]:
-    """Small sizes for factors that see others through windows, and for these: as many rows less as the one has, the
-    other has less by the window's step; so that what is left over at the end stays what it is."""
+    """Small sizes of windowed factors and of their leaders: the leader shrinks by as many rows as the other does, times
+    the window's step; so that the remainder at the end is unchanged."""
     groups: dict[tuple[int, int], list[str]] = {}
     for factor, (leader, _) in rule.windows.items():
         groups.setdefault((rule.sizes[leader], rule.sizes[factor]), []).append(factor)
@@ -277,7 +277,7 @@ def _window_sizes(rule: ShardingRule, shardings: Mapping[str, DimSharding], mesh
 
 
 def _ways_by_factors(node: Node, rule: ShardingRule, sizes: Mapping[str, int]) -> Iterator[dict[int, int]]:
-    """Maps from the node's sizes to small ones: those that are factors too, or those of dims alone."""
+    """Candidate maps from the node's sizes to small ones: of factors and dims, or of dims alone."""
     dims: dict[int, int] = {}
     places = (*rule.operands, *(dims for dims in rule.results if dims is not None))
     for value, factors_of in zip((*node.operands, *node.outs), places, strict=True):

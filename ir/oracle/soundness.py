@@ -1,7 +1,7 @@
 """Soundness of a rule: every sharding and partial sum that it allows is executed rank by rank and recombined.
 
-Each rank's call is made by :func:`shardfx.ir.rules.book.perform`, as code generation makes it: so what a rule's
-``local`` function writes is checked as well.
+Each rank's call is made by :func:`shardfx.ir.rules.book.perform`, as code generation makes it, so a rule's ``local``
+function is checked as well.
 
     >>> wrong = refutations(entry, instance(aten.mm.default, (x, w)))
     []
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 UNDEFINED = {
     *(aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.empty_permuted)
 }
-"""Ops whose values mean nothing: only their shapes are compared."""
+"""Ops whose values are uninitialized: only their shapes are compared."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RuleTrial:
 
 
 def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]) -> Iterator[RuleTrial]:
-    """Each factor in two and three shards (uneven, mostly) and in sub-dims, each linear group, some together."""
+    """Trials of a rule: each factor in 2 and 3 shards (mostly uneven) and in sub-dims, each linear group, and pairs."""
     barred = rule.replicated | (rule.windows.keys() - rule.alone)
     free = [f for f, size in rule.sizes.items() if f not in barred and size > 1 and f in rule.factors]
     for f, count in itertools.product(free, (2, 3)):
@@ -92,17 +92,17 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
 
 
 def as_two_dims(size: int, mesh: Mesh) -> DimSharding | None:
-    """A dim seen as two, both sharded, so that a rank has several contiguous ranges; None for a prime."""
+    """A compound sharding of a dim as two, both sharded, so that a rank has several segments; None for a prime."""
     inner = next((n for n in range(2, size // 2 + 1) if size % n == 0), 0)
     return compound([Part(size // inner, ("a",)), Part(inner, ("b",))], mesh) if inner else None
 
 
 def refutations(entry: RuleEntry, of: Instance, *, seed: int = 0, drawn: bool = False) -> list[str]:
-    """The trials that a rule allows of an op instance and that give another result, and what they give.
+    """The trials of a rule on an op instance whose results are wrong, with the difference.
 
     Args:
-        drawn: on other values, each trial on one of the draws. Where a result is not finite, no operand is a partial
-            sum: passes take care of that.
+        drawn: use other values, each trial on one of the draws. Partial sums are left out if a result is not finite:
+        passes take care of that.
     """
     rule, values = entry.make(of.node), list(draws(of, seed)) if drawn else [of]
     found = []
@@ -128,8 +128,8 @@ def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: RuleTrial,
 
 
 def first_difference(entry: RuleEntry, made: Strategy, of: Instance, mesh: Mesh) -> str:
-    """How a strategy of an op differs from the op on one device, on the first of several values where it does, or in
-    another memory layout of the first ones, if the kernel takes it; or "".
+    """How a strategy's results differ from the op on one device: the first difference on several values, or in another
+    memory layout of the first ones, if the kernel accepts it; or "".
 
     Raises:
         Exception: whatever a kernel says of its arguments.
@@ -149,8 +149,8 @@ def first_difference(entry: RuleEntry, made: Strategy, of: Instance, mesh: Mesh)
 
 
 def _far_out(entry: RuleEntry, of: Instance, made: Strategy) -> Iterator[Instance]:
-    """Values that are far out, where a rank's version may be wrong there alone: if it is another op, or if operands are
-    partial. Not of rules by rows: there a kernel may take a row of NaN zero times that a rank does not have."""
+    """Extreme values where a rank's version may differ, if it is another op, or if operands are partial. Not for rules
+    by rows: there a kernel may multiply by zero a row of NaN that a rank does not have."""
     if any(spec.partial for spec in made.operands):
         yield from beyond(of)
     elif entry.local is not None and torch.Tag.pointwise in getattr(of.node.op, "tags", ()):
@@ -161,7 +161,7 @@ def _far_out(entry: RuleEntry, of: Instance, made: Strategy) -> Iterator[Instanc
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ops run on the CPU, by torch alone, and the user's random numbers stay as they are."""
+    """Run ops on the CPU, without dispatch modes, and preserve the user's random state."""
     functions = torch._C.DisableTorchFunction()  # the user's default device among others
     with _disable_current_modes(), functions, torch.random.fork_rng(devices=[]):
         yield
@@ -174,7 +174,7 @@ def one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Execution:
-    """A strategy of an op instance, executed rank by rank on their operands."""
+    """The execution of a strategy of an op instance, rank by rank, on the ranks' operands."""
 
     entry: RuleEntry
     made: Strategy
@@ -183,7 +183,7 @@ class Execution:
     shards: Mapping[int, Sequence[torch.Tensor]]
 
     def difference(self) -> str:
-        """How what the ranks compute differs from the op on one device, or "".
+        """The difference between the recombined results of the ranks and the op on one device, or "".
 
         Raises:
             Exception: whatever a kernel says of its arguments.
@@ -213,7 +213,7 @@ class Execution:
 
 
 def run(entry: RuleEntry, node: Node, mesh: Mesh, rank: int, tensors: Sequence[torch.Tensor]) -> Results:
-    """What one rank computes of a node, by the node's strategy, from its operands."""
+    """Run one rank's version of a node, by the node's strategy, on the rank's operands."""
     args, kwargs = bind(node, [DENSE[entry.contiguous](at_offset(t)) for t in tensors])
     return as_results(perform(entry, Executor(node, mesh, mesh.coords(rank), args, kwargs)))
 
@@ -221,7 +221,7 @@ def run(entry: RuleEntry, node: Node, mesh: Mesh, rank: int, tensors: Sequence[t
 def shard_operands(
     made: Strategy, of: Instance, mesh: Mesh, generator: torch.Generator
 ) -> dict[int, list[torch.Tensor]]:
-    """Every rank's operands: its shards, and its terms of those that are partial."""
+    """Every rank's operands: its shards, and its terms of partial ones."""
     shards: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(mesh.size)}
     for tensor, spec in zip(of.tensors, made.operands, strict=True):
         terms: dict[tuple[int, ...], torch.Tensor] = {(): tensor}
@@ -244,13 +244,13 @@ DENSE: dict[Contiguous, Callable[[torch.Tensor], torch.Tensor]] = {
     Contiguous.ALL: torch.Tensor.contiguous,
     Contiguous.ALIGNED: aligned,
 }
-"""An operand as programs give it to a kernel."""
+"""How programs lay out an operand for a kernel in memory."""
 OFFSET = 3
-"""How many elements of a storage are before and behind an operand that is tried."""
+"""The number of storage elements before and behind an operand under test."""
 
 
 def at_offset(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor at an offset in a larger storage, as values of programs may be."""
+    """The same tensor at an offset in a larger storage, as values in programs may be."""
     if not tensor.numel():
         return tensor
     source = tensor.resolve_conj().resolve_neg()
@@ -263,7 +263,7 @@ def at_offset(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Executor(Emit):
-    """Executes the ops that a rule's ``local`` function calls."""
+    """Executes a rule's ``local`` function op by op on real tensors."""
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """The op's result on this rank's shards."""

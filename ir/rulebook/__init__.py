@@ -1,4 +1,4 @@
-"""The rules that come with shardfx, by kind of op. A plugin's rules stand beside them (see docs/writing_rules.md)."""
+"""The built-in rules, by kind of op. Plugins may add more (see docs/writing_rules.md)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CATEGORIES = {
         *(views, slices, lookup),
     )
 }
-"""The rules by kind of op, which is a file; ops that carry torch's pointwise tag, and those that make tensors of
-nothing, have theirs beside them."""
+"""The rules by kind of op (the name of their file); ops with torch's pointwise tag, and ops that create tensors, share
+one rule each besides."""
 
 BUILT_IN = tuple(entry for entries in CATEGORIES.values() for entry in entries)
 

@@ -1,4 +1,4 @@
-"""Helpers of rules: names of ops, and templates of tensors that depend on the node."""
+"""Helpers of rules: ops by name, and templates that depend on a node's tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardfx.ir.rules.template import argument as argument
 from shardfx.ir.rules.template import given_tensors as given_tensors
 
 moves = functools.partial(rule, linear="0", moves_only=True)
-"""The rule of an op that only moves the elements of its first operand about."""
+"""The rule of an op that only moves the elements of its first operand: linear, and any partial value may pass."""
 packed = functools.partial(rule, contiguous=Contiguous.ALL)
-"""The rule of an op whose kernel takes tensors of one memory layout."""
+"""The rule of an op whose kernel requires contiguous operands."""
 
 
 def ops(names: str) -> tuple[Any, ...]:
@@ -31,17 +31,17 @@ def ops(names: str) -> tuple[Any, ...]:
 
 
 def words(names: Iterable[str], full: Collection[str] = ()) -> str:
-    """The text of a tensor with a factor for each dim, some of them replicated."""
+    """The template of a tensor with one factor per dim, those in ``full`` replicated."""
     return " ".join(f"{name}!" if name in full else name for name in names)
 
 
 def at_dim(emit: Emit, tensor: Value) -> int:
-    """The dim that the node's ``dim`` names, of one of its tensors."""
+    """The dim of one of the node's tensors that its argument ``dim`` names."""
     dim: int = argument(emit.node, "dim") % max(tensor.type.ndim, 1)
     return dim
 
 
 def checked(emit: Emit, index: Any, size: int, ignored: int | None = None) -> Any:
-    """An index into a table that is sharded, found to be one: an op of torch sees that itself, of the full
+    """A range check of an index into a sharded table: torch's own op checks it against the full
     table."""
     return emit.call(pack.inside, index, size, ignored)

@@ -6,10 +6,10 @@ A rule is an einsum over *factors*, in the spirit of Shardy's::
 
 A factor that is missing from *one* result makes *that* result partial over the axes that shard the factor.
 ``linear`` says which operands may be partial sums: ``"0|1"`` one of them at a time, ``"0&1"`` both together,
-``"&"`` all; ``"0>1"``: of the results number 1 is then partial, and the others stay; ``"0>"``: no result is, for the op
-does not look at the values. An operand that is optional and not given is left out of the template. Where the template
-hangs on the node, a function of the node gives it, or a whole :class:`ShardingRule`. From a rule follow all strategies
-of an op, for any number of mesh axes: see :func:`shardfx.ir.rules.strategy.strategy`.
+``"&"`` all; ``"0>1"``: of the results only number 1 is then partial; ``"0>"``: no result is, as the op does not read
+the values. A missing optional operand is left out of the template. A function of the node may return the template,
+or a full :class:`ShardingRule`. From a rule follow all strategies of an op, for any
+number of mesh axes: see :func:`shardfx.ir.rules.strategy.strategy`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def perform(entry: RuleEntry | None, emit: Emit) -> Any:
 
 
 def sharding_leaders(entry: RuleEntry, node: Node) -> frozenset[str]:
-    """The sharded leaders of windows."""
+    """The sharded factors that lead windows, or may be sharded by themselves among windowed ones."""
     rule = entry.make(node)
     assert rule is not None and node.strategy is not None
     return (rule.leaders | rule.alone) & {factor for factor, axes in node.strategy.shardings if axes}
 
 
 def sized_args(entry: RuleEntry, emit: Emit, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with local sizes for those that ``sized`` names."""
+    """The arguments, with local sizes for those named in ``sized``."""
     rule = entry.make(emit.node)
     assert rule is not None
     changed = list(args)
@@ -89,7 +89,7 @@ def local_size(rule: ShardingRule, emit: Emit, dim: Dim) -> int:
 
 
 class Contiguous(Enum):
-    """A kernel's requirement on the memory layout of its operands: some silently compute wrong numbers for others."""
+    """A kernel's requirement on the memory layout of its operands: some compute wrong numbers for others, silently."""
 
     ANY = "any"
     LAST_DIM = "last dim"
@@ -106,19 +106,19 @@ class Contiguous(Enum):
 MakeRule = Callable[[Node], "ShardingRule | None"]
 MakeLocal = Callable[[Emit], Any]
 MakeRows = Callable[[Emit, tuple[Any, ...], frozenset[str]], Any]
-"""What one rank does: of the arguments that fit it otherwise, where these factors are sharded, which see others."""
+"""Writes a rank's call with a halo, from the node, its arguments with local sizes, and the sharded leaders."""
 
 
 @dataclass(frozen=True)
 class RuleEntry:
-    """A rule in a rule book: for which ops, and how one rank's version of a node is written.
+    """A rule in a rule book: its ops, and how one rank's version of a node is written.
 
-    ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``sized`` arguments
-    that are the sizes of dims; ``local`` writes anything else; ``free`` says that the op costs next to nothing, so that
-    it may be done once per placement that is needed of its result; ``contiguous`` which memory layout its kernel takes;
-    ``expand`` says that where a replicated factor is in the way the op may be replaced by its decomposition (True:
-    torch's own); ``rows`` writes one rank's version where what others are seen through windows by is sharded, of
-    arguments that fit it otherwise; ``discovered`` that nobody wrote it: it is found by running the op.
+    ``shape_arg`` is the index of an argument that is the result's shape, replaced by the local one; ``sized`` names
+    arguments that are sizes of dims; ``local`` writes any other version; ``free`` marks an op of negligible cost, which
+    may be repeated for each placement that its result is needed in; ``contiguous`` is the memory layout that its
+    kernel requires; ``expand`` allows its decomposition if a factor that it replicates is to be sharded
+    (True: torch's own); ``rows`` writes one rank's version if a leader of windows is sharded, from
+    arguments with local sizes; ``discovered`` marks a rule that was found by running the op.
     """
 
     ops: tuple[Any, ...]
@@ -151,13 +151,13 @@ def rule(
     contiguous: Contiguous = Contiguous.ANY,
     rows: MakeRows | None = None,
 ) -> RuleEntry:
-    """A :class:`RuleEntry` from a template such as ``"m k, k n -> m n"``, or from a function of the node that gives one
-    (or a whole :class:`ShardingRule`; None where there is no rule for this node).
+    """A :class:`RuleEntry` from a template such as ``"m k, k n -> m n"``, or from a function of the node that returns
+    one (or a full :class:`ShardingRule`; None if this node has no rule).
 
     Args:
         ops: an ``OpOverload``, an ``OpOverloadPacket`` (all its overloads), or a tuple of them.
-        identity: a factor; where it has size one, the op gives its first operand back.
-        sized: arguments that are sizes, and of which dims: ``{"group": "g"}``.
+        identity: a factor; if it has size one, the op returns its first operand.
+        sized: arguments that are sizes, by the factors of their dims: ``{"group": "g"}``.
 
     Raises:
         Error: the template cannot be read.
@@ -185,7 +185,7 @@ def rule(
 
 
 def _name(form: Any) -> str:
-    """The name of a function of nodes, or of the template that a partial one begins with."""
+    """The name of a function of nodes, or the template that a partial one binds first."""
     return str(form.args[0] if isinstance(form, functools.partial) else form.__name__)
 
 
@@ -194,10 +194,10 @@ Fallback = Callable[[Any], "RuleEntry | None"]
 
 @dataclass(frozen=True, eq=False)
 class RuleBook:
-    """The rules by op: for an overload, for all overloads of a name, (pointwise ops) by torch's tag, or (ops that make
-    a tensor of nothing) by torch's schema.
+    """The rules by op: for an overload, for all overloads of a name, for pointwise ops (by torch's tag), or for ops
+    that create tensors (by torch's schema).
 
-    What has none of these is asked of the fallback, if the book has one.
+    For any other op the fallback is asked, if the book has one.
     """
 
     by_op: Mapping[Any, RuleEntry]
@@ -206,7 +206,7 @@ class RuleBook:
     fallback: Fallback | None = None
 
     def extended(self, entries: Iterable[RuleEntry]) -> RuleBook:
-        """A new book with ``entries`` added, which win."""
+        """A new book with ``entries`` added, which take precedence."""
         return replace(self, by_op={**self.by_op, **{op: entry for entry in entries for op in entry.ops}})
 
     def with_fallback(self, fallback: Fallback) -> RuleBook:
@@ -214,7 +214,7 @@ class RuleBook:
         return replace(self, fallback=fallback)
 
     def entry(self, op: Any) -> RuleEntry | None:
-        """The entry of an op, or None where there is no rule."""
+        """The entry of an op, or None without a rule."""
         found = self.by_op.get(op)
         if found is None and isinstance(op, torch._ops.OpOverload):
             found = self.by_op.get(op.overloadpacket)
@@ -227,12 +227,12 @@ class RuleBook:
         return found
 
     def rule(self, node: Node) -> ShardingRule:
-        """The rule of a node; where there is none, a replicated one."""
+        """The rule of a node; a replicated one, where there is none."""
         entry = self.entry(node.op)
         return (entry.make(node) if entry is not None else None) or replicated(node)
 
     def as_placed(self, node: Node, mesh: Mesh) -> Strategy:
-        """The strategy of a node whose operands stay as they are placed, as far as its rule allows."""
+        """The strategy of a node that keeps its operands' placements, as far as its rule allows."""
         return as_placed(self.rule(node), node, mesh)
 
 

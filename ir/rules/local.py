@@ -1,7 +1,7 @@
-"""One rank's share of a node: its shard of every tensor, and the call of its local version.
+"""One rank's version of a node: its shard of every tensor, and the call of the local op.
 
 Code generation writes that call into a program, the oracle (:mod:`shardfx.ir.oracle`) executes it: both by
-:func:`perform`, so that what is checked is what runs.
+:func:`perform`, so that the checked code is the code that runs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ aten = torch.ops.aten
 
 
 TARGETS: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-"""A local shard of a value may not be laid out so that a view of it exists."""
+"""Ops that replace views: a local shard's strides may not allow a view."""
 
 
 class SubRange(NamedTuple):
-    """The contiguous range of a sub-dim of ``size`` elements that a rank has."""
+    """A rank's contiguous range of a sub-dim of ``size`` elements."""
 
     size: int
     start: int
@@ -40,19 +40,19 @@ class SubRange(NamedTuple):
 
 @dataclass(frozen=True)
 class DimShard:
-    """A rank's shard of a dim: a range of each of its sub-dims, major first. Of a dim that is sharded plainly, one."""
+    """A rank's shard of a dim: a range of each of its sub-dims, major first; one, if the dim is sharded plainly."""
 
     ranges: tuple[SubRange, ...]
 
     @staticmethod
     def of(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> DimShard:
-        """The shard of the rank at ``coords`` of a dim of ``size`` elements under a sharding."""
+        """The shard of a dim of ``size`` elements on the rank at ``coords``."""
         pairs = zip(sharding.sub(size), sharding.spans(size, mesh, coords), strict=True)
         return DimShard(tuple(SubRange(part.size, *span) for part, span in pairs))
 
     @property
     def first(self) -> int:
-        """The first element of the shard: different shards have different ones."""
+        """The index of the shard's first element: it differs between shards."""
         found = 0
         for each in self.ranges:
             found = found * each.size + each.start
@@ -70,7 +70,7 @@ class DimShard:
 
     @property
     def numbers(self) -> list[int]:
-        """Size, start and length of each range, as ops take them."""
+        """Size, start and length of each range, as a flat list."""
         return [number for each in self.ranges for number in each]
 
 
@@ -83,7 +83,7 @@ class NodeShard:
     coords: Coords
 
     def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
-        """The local shape of a value that is placed by a spec."""
+        """The local shape of a value with a spec."""
         return spec.local_shape(value.shape, self.mesh, self.coords)
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
@@ -103,15 +103,15 @@ class NodeShard:
         return self._dim(*self._result(result), dim)
 
     def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
-        """Start and length of this rank's one contiguous range of a dim of an operand.
+        """Start and length of this rank's contiguous range of a dim of an operand.
 
         Raises:
-            Error: the dim is sharded so that ranks have several.
+            Error: the dim is sharded so that ranks have several ranges.
         """
         return self._bounds(*self._operand(operand), dim)
 
     def result_bounds(self, result: int, dim: int) -> tuple[int, int]:
-        """The same of a dim of a result."""
+        """Start and length of this rank's contiguous range of a dim of a result."""
         return self._bounds(*self._result(result), dim)
 
     def _operand(self, operand: int) -> tuple[Value, Spec]:
@@ -140,8 +140,8 @@ class NodeShard:
 
 @dataclass
 class Emit(NodeShard):
-    """The writer that a rule's ``local`` function gets: code generation writes its calls into a program, the oracle
-    executes them."""
+    """The context of a rule's ``local`` function: code generation writes its calls into a program, the oracle executes
+    them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -159,18 +159,18 @@ def gives_list(op: Any) -> bool:
 
 
 def is_sharded(node: Node) -> bool:
-    """Whether any tensor of the node is sharded: else the op runs as it stands."""
+    """Whether any tensor of the node is sharded: otherwise the op runs unchanged."""
     assert node.strategy is not None
     return any(spec.axes for spec in (*node.strategy.operands, *node.strategy.results))
 
 
 def reshaped(emit: Emit) -> Any:
-    """A shard in its local shape, where the op would take it for something else."""
+    """A reshape of the shard to its local shape, for an op that would misread local sizes."""
     return emit.call(aten.reshape.default, emit.args[0], list(emit.result_shape(0)))
 
 
 def mine(emit: Emit, index: Any, shard: DimShard) -> tuple[Any, Any]:
-    """A global index as a local one (clamped), and whether it lies outside this rank's shard."""
+    """The local index (clamped) of a global one, and whether it lies outside this rank's shard."""
     place, outside, stride, below = None, None, 1, 1
     for i, part in reversed(list(enumerate(shard.ranges))):
         digit = emit.call(aten.floor_divide.Scalar, index, below) if below > 1 else index
@@ -195,7 +195,7 @@ def others_zero(emit: Emit, found: Any, outside: Any, *, rows: bool = False) -> 
 
 
 def box_of(emit: Emit, full: Any, shards: Sequence[DimShard]) -> Any:
-    """This rank's shard of a full tensor that it has computed; ``held`` says it of each dim."""
+    """This rank's shard of a full tensor that it has computed, by the shard of each dim."""
     ranges = [part for each in shards for part in each.ranges]
     if all(part.length == part.size for part in ranges):
         return full
@@ -212,8 +212,8 @@ def nothing(emit: Emit, like: Any) -> Any:
 
 
 def add_once(emit: Emit) -> Any:
-    """The op with its first operand added once: by the rank that has the first part of the values; others add to zeros.
-    Where it is a partial sum over the same axes, each rank adds to its own term."""
+    """The op with its first operand added once: by the rank with the first shard of the values; others add to zeros.
+    If the operand is a partial sum over the same axes, each rank adds to its own term."""
     made = emit.node.strategy
     assert made is not None
     axes = (*made.operands[0].axes, *made.operands[0].partial_axes)
@@ -231,8 +231,8 @@ def add_once(emit: Emit) -> Any:
     return emit.call(emit.node.op, once, *emit.args[1:], **emit.kwargs)
 
 
-# ---- a rank that has nothing of a factor: what it has of a result that has it is empty; its share of a sum over it is
-# zero, of a maximum what is lowest. So it follows from the rule, for every op, without its kernel
+# ---- empty shards: a rank with an empty shard of a factor has an empty shard of results with the factor, and the
+# neutral element of a reduction over it; so the rule gives the rank's results for every op, without its kernel
 
 
 def may_lack(node: Node, mesh: Mesh) -> bool:
@@ -254,8 +254,8 @@ def _may_lack(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
 
 
 def results_of_empty_shard(rule: ShardingRule | None, emit: Emit) -> Any:
-    """The call that makes a rank's results from an empty shard of a sharded factor; None where no shard is empty, or
-    where a result is not what ranks' shares make of it."""
+    """A call that creates a rank's results if its shard of a sharded factor is empty; None if no shard is empty, or if
+    a result is neither empty nor reduced."""
     lost = _lacking(rule, emit) if rule is not None else frozenset[str]()
     if rule is None or not lost or not emit.node.operands:
         return None
@@ -278,7 +278,7 @@ def results_of_empty_shard(rule: ShardingRule | None, emit: Emit) -> Any:
 
 
 def _lacking(rule: ShardingRule, emit: Emit) -> frozenset[str]:
-    """The sharded factors of which the rank's shard is empty, by the tensors that have them."""
+    """The sharded factors of which this rank's shard is empty."""
     node, found = emit.node, set[str]()
     assert node.strategy is not None
     shared = {factor for factor, axes in node.strategy.shardings if axes}

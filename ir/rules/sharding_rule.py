@@ -11,15 +11,15 @@ from shardfx.ir.dim_sharding import Window
 
 SAME = "same"
 Dim = tuple[str, ...]
-"""The factors whose product a tensor dim is, major first; () is a dim of size one."""
+"""The factors of a tensor dim, whose product it is, major first; () is a dim of size one."""
 
 
 class Linear(NamedTuple):
-    """Operands that may be partial sums together: these results are then partial sums too, the others stay as they are.
+    """A set of operands that may be partial sums together, and the results that are then partial sums too.
 
-    All results if it is not said which; none of those of an op that does not look at the values of its operand.
-    With ``along``: over the axes that shard one of these factors. So the bias of ``addmm`` is a partial sum over the
-    axes that shard the summed dim: each rank adds its own term to its own product.
+    All results by default; none if the op does not read the values of the operands. With ``along``: over the axes that
+    shard one of these factors. So the bias of ``addmm`` is a partial sum over the axes
+    that shard the summed dim: each rank adds its own term to its own product.
     """
 
     operands: frozenset[int]
@@ -50,20 +50,20 @@ class ShardingRule:
     replicated: frozenset[str] = frozenset()
     linear: tuple[Linear, ...] = ()
     reduce: str = "sum"
-    """What a result is of the shards' results where it lacks a factor that is sharded; ``same``: every rank has all of
-    it. One word for all results, or ``"min, max"``."""
+    """The reduction of a result that lacks a sharded factor; ``same``: every rank has the full result. One word for all
+    results, or ``"min, max"``."""
     moves_only: bool = False
-    """The op only moves elements about: any kind of partial value (a max too) may pass."""
+    """Whether the op only moves elements: partial values of any reduction (a max too) may pass."""
     transparent: bool = False
-    """Every sharding passes as it is: the op moves elements, or works on each alone."""
+    """Whether every sharding passes unchanged: the op moves elements, or is elementwise."""
     unread: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """The results that are made without a factor: where it is sharded every rank has all of them, and nothing is
-    summed."""
+    """The results that do not depend on a factor: if it is sharded every rank has the full result, and nothing is
+    reduced."""
     windows: Mapping[str, SeenFactor] = field(default_factory=dict)
-    """Factors of operands that are not sharded themselves: where another factor is sharded, a rank needs the rows that
-    its chunk of that one is made of."""
+    """Factors of operands seen through windows: they are sharded by their leader, of whose chunk a rank needs the rows
+    that it reads."""
     alone: frozenset[str] = frozenset()
-    """Those of them that may be sharded by themselves, too."""
+    """The windowed factors that may also be sharded by themselves."""
 
     @cached_property
     def factors(self) -> dict[str, list[tuple[bool, int, int, int]]]:
@@ -78,7 +78,7 @@ class ShardingRule:
 
     @cached_property
     def leaders(self) -> frozenset[str]:
-        """The leaders of windows: they are sharded plainly."""
+        """The leaders of windows, which are sharded plainly."""
         return frozenset(seen.leader for seen in self.windows.values())
 
     def kin(self, factor: str) -> frozenset[str]:
@@ -88,13 +88,13 @@ class ShardingRule:
 
     @cached_property
     def reductions(self) -> tuple[str, ...]:
-        """``reduce`` of each result."""
+        """The reduction of each result, from ``reduce``."""
         kinds = self.reduce.split(", ")
         return tuple(kinds * len(self.results) if len(kinds) == 1 else kinds)
 
     @cached_property
     def result_factors(self) -> tuple[frozenset[str], ...]:
-        """For each result the factors of its dims; none for a result that is no tensor."""
+        """The factors of each result's dims; none for a result that is no tensor."""
         return tuple(frozenset(f for dim in dims or () for f in dim) for dims in self.results)
 
     @cached_property
@@ -103,8 +103,8 @@ class ShardingRule:
         return frozenset[int]().union(*(each.operands for each in self.linear if each.results == frozenset()))
 
     def passes(self, kind: str, group: frozenset[int], along: str = "") -> frozenset[int] | None:
-        """The results that are partial where these operands are, by a reduction of this kind; None if the operands may
-        not be.
+        """The results that are partial if these operands are, by a reduction of this kind; None if the operands may not
+        be.
 
         Args:
             along: the factor that is sharded over the axis of the partial sums, if one is.
@@ -123,18 +123,18 @@ class ShardingRule:
         return None
 
     def together(self, factor: str, group: frozenset[int]) -> Linear | None:
-        """The operands that may be partial sums over the axes that shard a factor, by ``linear``."""
+        """The group of operands that may be partial sums over the axes that shard a factor, by ``linear``."""
         return next(
             (e for e in self.linear if factor in e.along and e.operands - self.ignored == group - self.ignored), None
         )
 
     def dim_sizes(self, dim: Dim) -> list[int]:
-        """The global sizes of the factors that make up a dim, major first."""
+        """The global sizes of a dim's factors, major first."""
         return [self.sizes[f] for f in dim]
 
 
 def rule_text(rule: ShardingRule) -> str:
-    """A rule as a template: ``a b!, a -> a b!``; ``h~p``: the rows of h that p needs."""
+    """The template of a rule: ``a b!, a -> a b!``; ``h~p``: h is seen through windows of p."""
 
     def word(factor: str) -> str:
         if factor in rule.windows:

@@ -25,18 +25,18 @@ from .sharding_rule import SAME, Dim, ShardingRule
 
 FactorShardings = Mapping[str, DimSharding]
 Partial = Mapping[str, tuple[str, frozenset[int]]]
-"""By axis the reduction, and the operands that are partial over it."""
+"""The reduction by axis, and the operands that are partial over it."""
 APPROXIMATE = "approximate"
-"""The attribute of a node by which a pass says that partial sums may pass it, though the sum is then a rounded one."""
+"""Node attribute set by a pass to let partial sums through, although the result is then a rounded sum."""
 REDUCE_AFTER = "reduce_after"
-"""The attribute of a node by which is said that partial sums pass it, if they go nowhere else: a cast to the dtype in
-which they are to be added."""
+"""Node attribute of a cast to the dtype in which partial sums are to be reduced: they pass it, if they are not used
+otherwise."""
 MOST_IGNORED = 4
-"""Of more operands whose values the op ignores, each alone and all together are partial sums."""
+"""Up to this many ignored operands all subsets are partial sums; of more, each alone and all together."""
 
 
 def sharding_of(factor: str, shardings: FactorShardings, rule: ShardingRule, mesh: Mesh) -> DimSharding:
-    """The sharding of a factor: its own, or the rows that the chunks of its leader need."""
+    """The sharding of a factor: its own, or the rows with halo that the chunks of its leader need."""
     seen = rule.windows.get(factor)
     if seen is None or factor in shardings:
         return shardings.get(factor, REPLICATED)
@@ -53,7 +53,7 @@ def sharding_of(factor: str, shardings: FactorShardings, rule: ShardingRule, mes
 
 @lru_cache(maxsize=4096)
 def _covers(made: DimSharding, size: int, window: Window, leader: DimSharding, leaders: int, mesh: Mesh) -> bool:
-    """Whether shards cover the leader's rows, the one row also that a rank has where its chunk needs none."""
+    """Whether shards cover the rows that the leader's chunks read, also for a rank whose chunk needs none."""
     for coords in mesh.along(dict.fromkeys(mesh.names, 0), leader.axes):
         (start, length), (first, count) = made.span(size, mesh, coords), leader.span(leaders, mesh, coords)
         needed, rows = window.rows(first, count, size)
@@ -63,13 +63,13 @@ def _covers(made: DimSharding, size: int, window: Window, leader: DimSharding, l
 
 
 def wishes(rule: ShardingRule, shardings: FactorShardings) -> dict[str, DimSharding]:
-    """The preferred shardings: factors seen through windows become tiles over the same axes."""
+    """The preferred shardings: factors seen through windows are tiled over the axes of their leaders."""
     seen = {f: DimSharding(shardings[each.leader].axes) for f, each in rule.windows.items() if each.leader in shardings}
     return {**shardings, **seen}
 
 
 def wished(rule: ShardingRule, factor: str, sharding: DimSharding) -> tuple[str, DimSharding]:
-    """The factor to be sharded where a tensor has a sharding of one, and how: a leader in tiles over the same axes."""
+    """The factor to shard for a tensor's sharding of one, and its sharding: a leader is tiled over the same axes."""
     seen = rule.windows.get(factor)
     if seen is None and factor not in rule.leaders:
         return factor, sharding
@@ -77,7 +77,7 @@ def wished(rule: ShardingRule, factor: str, sharding: DimSharding) -> tuple[str,
 
 
 def implied(rule: ShardingRule, factor: str, sharding: DimSharding, mesh: Mesh) -> tuple[str, DimSharding] | None:
-    """The factor whose sharding implies this one of a tensor, and how; None where there is none."""
+    """The factor whose sharding implies a tensor's sharding of another, and its sharding; None if there is none."""
     seen = rule.windows.get(factor)
     if seen is None:
         return factor, sharding
@@ -86,7 +86,7 @@ def implied(rule: ShardingRule, factor: str, sharding: DimSharding, mesh: Mesh) 
 
 
 def place(dims: tuple[Dim, ...], shardings: FactorShardings, rule: ShardingRule, mesh: Mesh) -> tuple[DimSharding, ...]:
-    """The shardings of a tensor's dims that follow from the shardings of the factors."""
+    """The shardings of a tensor's dims that result from the shardings of the factors."""
     placed = []
     for dim in dims:
         if len(dim) == 1:
@@ -99,7 +99,7 @@ def place(dims: tuple[Dim, ...], shardings: FactorShardings, rule: ShardingRule,
 
 
 def _joined(dim: Dim, shardings: FactorShardings, rule: ShardingRule, mesh: Mesh) -> DimSharding:
-    """The sharding of a dim of several factors; rows that overlap are rows of the dim where the others are of size
+    """The sharding of a dim of several factors; a halo of a factor is one of the dim if the others have size
     one."""
     parts: list[Part] = []
     for f in dim:
@@ -119,12 +119,12 @@ def strategy(rule: ShardingRule, shardings: FactorShardings, mesh: Mesh, partial
     Args:
         shardings: factor -> sharding. Over all factors, an axis at most once.
         partial: axis -> (reduction, the operands that are partial over it), one of ``rule.linear``'s groups. An axis
-            that shards a factor as well is one along which the rule lets them be.
+        may shard a factor as well, if the rule allows them ``along`` it.
 
     Raises:
-        Error: a factor that sees others through windows is not sharded plainly; rows that overlap would count twice in
-            a sum; an axis stands twice in one placement; it shards a factor, and operands are partial over it for which
-            the rule does not say so.
+        Error: a leader of windows is not sharded plainly; overlapping rows would count twice in a sum; an axis is used
+        twice in one placement; an axis shards a factor, and the rule does not allow operands to be partial
+        along it.
     """
     partial = partial or {}
     for factor in (rule.leaders | rule.alone) & shardings.keys():
@@ -165,7 +165,7 @@ def strategy(rule: ShardingRule, shardings: FactorShardings, mesh: Mesh, partial
 
 
 def _alike(sharding: DimSharding, axis: str, partial: Partial, rule: ShardingRule) -> bool:
-    """Whether operands that are read are partial alike over all axes of a factor."""
+    """Whether the operands that the op reads are partial over all axes of a factor, or over none."""
     groups = {partial[each][1] - rule.ignored if each in partial else frozenset() for each in sharding.axes}
     return groups == {partial[axis][1] - rule.ignored}
 
@@ -173,7 +173,7 @@ def _alike(sharding: DimSharding, axis: str, partial: Partial, rule: ShardingRul
 def factor_shardings(rule: ShardingRule, node: Node, mesh: Mesh) -> dict[str, DimSharding]:
     """The inverse of :func:`strategy`: the shardings of the factors.
 
-    The strategy names the axes of each factor; where they shard a sub-dim of it, that is read off a tensor that has it.
+    The strategy names the axes of each factor; if they shard a sub-dim of it, that is read off one of its tensors.
     """
     made = node.strategy
     assert made is not None
@@ -204,8 +204,8 @@ def partial_operands(made: Strategy) -> dict[str, tuple[str, frozenset[int]]]:
 
 
 def passes_partial(rule: ShardingRule, node: Node, kind: str, group: frozenset[int], along: str = "") -> bool:
-    """Whether the node maps these partial operands, over an axis that shards a factor (``along``) or none, to partial
-    results."""
+    """Whether the node maps these partial operands to partial results, over an axis that shards a factor (``along``),
+    or none."""
     if node.attrs.get(APPROXIMATE):
         return True
     return rule.passes(kind, group, along) is not None
@@ -214,10 +214,10 @@ def passes_partial(rule: ShardingRule, node: Node, kind: str, group: frozenset[i
 def as_placed(
     rule: ShardingRule, node: Node, mesh: Mesh, seen: Callable[[Value], Spec | None] = lambda value: value.spec
 ) -> Strategy:
-    """The strategy of a node that is sharded as its operands are, as far as its rule allows; ``seen`` says how they
-    are.
+    """The strategy of a node that keeps its operands' placements, as far as its rule allows; ``seen`` returns each
+    placement.
 
-    Where two operands want one axis or factor, it is sharded as the first; what is not allowed is needed replicated, or
+    On a conflict of two operands over an axis or factor, the first wins; what is not allowed has to be replicated, or
     reduced.
     """
     shardings: dict[str, DimSharding] = {}
@@ -253,7 +253,7 @@ def as_placed(
 
 
 class OnAxis(NamedTuple):
-    """The strategy of a node over one mesh axis: the factor sharded, and the operands that are partial sums."""
+    """An option for one mesh axis: the factor that it shards, and the operands that are partial sums over it."""
 
     factor: str = ""
     group: frozenset[int] = frozenset()
@@ -262,7 +262,7 @@ class OnAxis(NamedTuple):
 def strategies(rule: ShardingRule, node: Node, mesh: Mesh) -> Iterator[Strategy]:
     """All strategies of a node over the axes of ranks of a mesh, each once; the replicated one comes first.
 
-    A factor is sharded plainly, and so that each rank has some of it. Of reductions, operands are partial by sums.
+    Factors are sharded plainly, without empty shards. Partial operands are sums.
     """
     axes = [axis.name for axis in mesh.space if axis.size > 1]
     options = list(on_axis(rule, [value.type.dtype for value in node.operands]))
@@ -288,7 +288,7 @@ def strategies(rule: ShardingRule, node: Node, mesh: Mesh) -> Iterator[Strategy]
 
 
 def on_axis(rule: ShardingRule, dtypes: Sequence[torch.dtype]) -> Iterator[OnAxis]:
-    """The options of one axis, independent of the others; by the operands' dtypes, as integers are no terms of sums."""
+    """The options for one axis, independent of the others; integer operands (by their dtypes) are no partial sums."""
     numbers = {i for i, dtype in enumerate(dtypes) if dtype.is_floating_point or dtype.is_complex}
     ignored = sorted(rule.ignored & numbers)
     counts = range(len(ignored) + 1) if len(ignored) <= MOST_IGNORED else sorted({0, 1, len(ignored)})

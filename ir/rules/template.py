@@ -1,4 +1,4 @@
-"""Rule templates: ``"m k, k n -> m n"`` says of each operand, then of each result, the factor of each dim.
+"""Rule templates: ``"m k, k n -> m n"`` gives the factor of each dim, operand by operand, then result by result.
 
 m k        the dims of a tensor, in order            1     a dim of size one
 (h d)      a dim that is the product of factors      k!    a factor that needs replication
@@ -31,9 +31,9 @@ from .sharding_rule import Dim, Linear, ShardingRule
 Shape = tuple[int, ...]
 Dims = tuple[Dim, ...]
 Mark = tuple[str, str]
-"""When a factor is replicated: if the argument is true, or has this value; always, if none is named."""
+"""The condition for a factor to be replicated: an argument is true, or has a value; always, if it names none."""
 LEFT_OUT = "none"
-"""The dim of an empty vector in the place of a result (or operand) that the op leaves out."""
+"""The factor of an empty vector that stands for an omitted result (or operand)."""
 
 
 class TemplateWord(NamedTuple):
@@ -45,13 +45,13 @@ class TemplateWord(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """The words of one tensor; the first ones may be missing in one that is ``broadcast``."""
+    """The words of one tensor's dims; a ``broadcast`` one may lack the first."""
 
     words: tuple[TemplateWord, ...]
     broadcast: bool = False
 
     def factors(self, sizes: Mapping[str, int]) -> list[Dim]:
-        """The factors of each dim, for a rule of these sizes; ``h*2`` is ``h0 h1``."""
+        """The factors of each dim, for a rule with these sizes; ``h*2`` is ``h0 h1``."""
         found = []
         for factors, many, _ in self.words:
             numbers = range(int(many)) if many else ("",)
@@ -63,10 +63,10 @@ class Tensor(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A cache key: all of a node that its rule depends on.
+    """The cache key of a node's rule: all that it depends on.
 
-    ``operands`` has for each tensor argument its shape, False if none is given, True if a number is; those that are
-    ``barred`` for a result let no partial sum pass to it, whatever the op.
+    ``operands`` has for each tensor argument its shape, False if it is missing, True if it is a number; ``barred`` has
+    for each result the operands that pass no partial sum to it, whatever the op.
     """
 
     operands: tuple[Shape | bool, ...]
@@ -82,8 +82,8 @@ WORD = re.compile(r"(\([^()]*\)|\w+)(\.\.|\*\w+)?(@-?\w+)?(!(?:\w+(?:=\w+)?)?)?"
 
 
 def parse_linear(text: str) -> tuple[Linear, ...]:
-    """``"0|1&2>0|3*k"``: the sets of operands that may be partial sums together, and the results that then are; the
-    last one over the axes that shard ``k``."""
+    """Parse ``"0|1&2>0|3*k"``: the sets of operands that may be partial sums together, and the results that then are;
+    the last one over the axes that shard ``k``."""
     if text == "&":
         return (Linear(ALL),)
     return tuple(map(_linear, text.split("|"))) if text else ()
@@ -97,7 +97,7 @@ def _linear(text: str) -> Linear:
 
 
 def parse_tensor(text: str, marks: dict[str, Mark] | None = None) -> Tensor:
-    """The words of one tensor; factors that are replicated are put into ``marks``."""
+    """Parse the words of one tensor; replicated factors are added to ``marks``."""
     found = {} if marks is None else marks
     words = []
     for body, count, at, mark in WORD.findall(text):
@@ -127,16 +127,16 @@ class Template:
     moves_only: bool = False
     transparent: bool = False
     identity: str = ""
-    """A factor: where it has size one, the op gives its first operand back."""
+    """A factor; if it has size one, the op returns its first operand."""
     unread: str = ""
-    """``"ci>2"``: result number 2 is made without the factor ``ci``."""
+    """``"ci>2"``: result number 2 does not depend on the factor ``ci``."""
     operands: tuple[Tensor, ...] = field(init=False, compare=False)
     results: tuple[Tensor, ...] = field(init=False, compare=False)
     more: tuple[bool, bool] = field(init=False, compare=False)
     marks: dict[str, Mark] = field(init=False, compare=False)
     """The replicated factors: always, or by the value of an argument."""
     names: tuple[str, ...] = field(init=False, compare=False)
-    """The arguments that the template asks for."""
+    """The names of arguments in the template."""
     groups: tuple[Linear, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -158,13 +158,13 @@ class Template:
         self.__dict__.update(names=tuple(dict.fromkeys(names)), groups=parse_linear(self.linear))
 
     def __call__(self, node: Node, sizes: tuple[tuple[str, int], ...] = ()) -> ShardingRule:
-        """The rule of a node. A sum of booleans is their maximum: whether any is true.
+        """The rule of a node. A sum of booleans is their maximum.
 
         Args:
-            sizes: those of factors that do not follow from the shapes.
+            sizes: those of factors that cannot be inferred from the shapes.
 
         Raises:
-            Error: the node has other tensors than the template.
+            Error: the node's tensors do not match the template.
         """
         if self.reduce == "sum" and node.outs and all(value.type.dtype is torch.bool for value in node.outs):
             return replace(self, reduce="max")(node, sizes)
@@ -195,23 +195,23 @@ class Binding:
         self.marked = {letter for letter, mark in marks.items() if self._holds(*mark)} | {LEFT_OUT}
         self.replicated: set[str] = set()
         self.lead: dict[str, int] = {}
-        """How many dims ``n..`` stands for: of all tensors the most."""
+        """The number of dims that ``n..`` stands for: the maximum over the tensors."""
         self.fixed: dict[str, int] = {}
-        """How many dims ``h*2`` stands for, and the dims that an argument names."""
+        """The number of dims that ``h*2`` stands for, and of those that an argument names."""
 
     def _holds(self, called: str, value: str) -> bool:
         found = self.arguments.get(called)
         return not called or (str(found) == value if value else bool(found))
 
     def _places(self, at: str, ndim: int) -> list[int]:
-        """The dims that an argument (or a number) names."""
+        """The dims that an argument (or an integer) names."""
         value = self.arguments[at] if at in self.arguments else int(at)
         if value is None or value == ():
             return list(range(ndim))
         return [d % ndim for d in (value if isinstance(value, tuple) else (value,))] if ndim else []
 
     def counts(self, tensor: Tensor, shape: Shape) -> list[int]:
-        """How many dims of a tensor each word stands for."""
+        """The number of dims of a tensor that each word stands for."""
         found: list[int] = []
         slack = kept = None
         for i, (factors, many, at) in enumerate(tensor.words):
@@ -278,7 +278,7 @@ class Binding:
         return tuple([placed[d] if d in placed else next(others) for d in range(len(shape))])
 
     def solve(self, pairs: Sequence[tuple[Dim, int]]) -> None:
-        """Find the sizes of all factors: each dim's size is the product of its factors', or one, which broadcasts."""
+        """Infer the sizes of all factors: a dim's size is the product of its factors', or one, which broadcasts."""
         sizes = self.sizes
         for dim, size in pairs:
             if len(dim) == 1 and sizes.setdefault(dim[0], size) == 1:
@@ -305,7 +305,7 @@ class Binding:
         sizes.update(dict.fromkeys(ones - sizes.keys(), 1))
 
     def held(self, dims: Dims, shape: Shape) -> Dims:
-        """Dims to be sized: without factors of size one that others are multiplied with, and without broadcast ones."""
+        """The factors of each dim, without those of size one in a product, and without broadcast ones."""
         sizes = self.sizes
         return tuple(
             [
@@ -320,10 +320,10 @@ class Binding:
 def bind(
     operands: Sequence[Tensor], results: Sequence[Tensor], marks: Mapping[str, Mark], key: Key
 ) -> tuple[tuple[Dims, ...], tuple[Dims | None, ...], dict[str, int], frozenset[str]]:
-    """The dims of operands and of results in factors, the sizes of the factors, and those that are replicated.
+    """The factors of the dims of operands and of results, the sizes of the factors, and the replicated ones.
 
     Raises:
-        Error: the tensors do not fit the words.
+        Error: the tensors do not match the words.
     """
     shapes = [(operands[min(i, len(operands) - 1)], s) for i, s in enumerate(key.operands) if not isinstance(s, bool)]
     made = [(results[min(i, len(results) - 1)], s) for i, s in enumerate(key.results) if s is not None]
@@ -348,7 +348,7 @@ def bind(
 
 @functools.lru_cache(maxsize=8192)
 def _rule(template: Template, key: Key) -> ShardingRule:
-    """The rule of all nodes of the same shapes and arguments, cached."""
+    """The rule of all nodes with the same shapes and arguments, cached."""
     operands, results, sizes, full = bind(template.operands, template.results, template.marks, key)
     position = {slot: i for i, slot in enumerate(j for j, s in enumerate(key.operands) if not isinstance(s, bool))}
     numbers = {j for j, shape in enumerate(key.operands) if shape is True}
@@ -376,8 +376,8 @@ def _rule(template: Template, key: Key) -> ShardingRule:
 
 
 def barred(node: Node, slots: Sequence[Any]) -> tuple[frozenset[int], ...]:
-    """For each result the tensor arguments that may be no partial sums, whatever the op: terms that are rounded to the
-    result's dtype are not those of the rounded sum, and numbers that are infinite make NaN of terms of two signs."""
+    """The tensor arguments that may not be partial sums for each result, whatever the op: terms rounded to the result's
+    dtype do not add up to the rounded sum, and infinite factors make NaN of terms of both signs."""
     if any(isinstance(each, float) and not math.isfinite(each) for each in (*node.args, *node.kwargs.values())):
         return (frozenset(range(len(slots))),) * len(node.results)
     dtypes = [(i, each.type.dtype) for i, each in enumerate(slots) if isinstance(each, Value)]
@@ -389,7 +389,7 @@ def barred(node: Node, slots: Sequence[Any]) -> tuple[frozenset[int], ...]:
 
 @functools.cache
 def keeps_precision(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether one dtype represents all numbers of the other, but for their imaginary part."""
+    """Whether one dtype represents all numbers of the other, apart from their imaginary part."""
     if not (source.is_floating_point or source.is_complex):
         return True
     source, target = (each.to_real() if each.is_complex else each for each in (source, target))
@@ -400,14 +400,14 @@ def keeps_precision(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 template = functools.cache(Template)
-"""A template, parsed once."""
+"""The cached parser of templates."""
 
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
-# ---- what an op's schema says of the arguments of a node -------------------------------------------------------
+# ---- arguments by the schema of an op ---------------------------------------------------------------------------
 
 
 @functools.cache
@@ -417,14 +417,14 @@ def _places(op: Any) -> dict[str, tuple[int, Any]]:
 
 @functools.cache
 def _tensors(op: Any) -> tuple[tuple[int, str, bool], ...]:
-    """Place and name of the arguments that are tensors, and whether each is a list of them."""
+    """Index and name of the arguments that are tensors, and whether each is a list of them."""
     kinds = ((i, each.name, str(each.type)) for i, each in enumerate(op._schema.arguments))
     return tuple((i, name, "List" in kind) for i, name, kind in kinds if "Tensor" in kind)
 
 
 @functools.cache
 def has_argument(op: Any, name: str) -> bool:
-    """Whether the op, or another overload of it, has an argument of that name."""
+    """Whether the op, or another of its overloads, has an argument of that name."""
     packet = getattr(op, "overloadpacket", None)
     overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else [op]
     return any(name in _places(each) for each in overloads)
@@ -432,7 +432,7 @@ def has_argument(op: Any, name: str) -> bool:
 
 def argument(node: Node, *called: str) -> Any:
     """An argument by its name in the op's schema (the first of several that it has); its default if it is missing, None
-    if there is none."""
+    if the op has none of these."""
     places = _places(node.op)
     for name in called:
         if name in places:
@@ -442,7 +442,7 @@ def argument(node: Node, *called: str) -> Any:
 
 
 def given_tensors(node: Node) -> list[Any]:
-    """The arguments for all tensor parameters of the schema, in order: a value, a number in its stead, or None."""
+    """The arguments for all tensor parameters of the schema, in order: a value, a number, or None."""
     slots: list[Any] = []
     for i, name, many in _tensors(node.op):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
@@ -454,5 +454,5 @@ def given_tensors(node: Node) -> list[Any]:
 
 
 def tensor_slots(node: Node) -> list[Value | None]:
-    """The tensor arguments that the op's schema names, in its order; None for an optional one that is not given."""
+    """The tensor arguments of the schema, in its order; None for a missing optional one."""
     return [each if isinstance(each, Value) else None for each in given_tensors(node)]

@@ -1,8 +1,8 @@
 """Rules with sliding windows over a dim, and the padding and cropping of a rank's rows.
 
-For output rows [o0, o1) a convolution reads input rows [o0 s - p, (o1 - 1) s - p + d (k - 1) + 1). What there is of
-these the rank has (:class:`shardfx.ir.dim_sharding.Window`); the rest is padding, at the global border and
-nowhere else.
+For output rows [o0, o1) a convolution reads input rows [o0 s - p, (o1 - 1) s - p + d (k - 1) + 1). A rank has those
+that exist (:class:`shardfx.ir.dim_sharding.Window`); the rest is padding, at the global
+border only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 
 def seeing(rule: ShardingRule, windows: Mapping[str, tuple[str, Window]], alone: bool = False) -> ShardingRule:
-    """A rule whose factors see others through windows: ``{"h": ("p", window)}``; ``alone``: those that are seen may be
-    sharded by themselves as well."""
+    """A rule whose factors are seen through windows of others: ``{"h": ("p", window)}``; ``alone``: they may also be
+    sharded by themselves."""
     found = {factor: SeenFactor(*seen) for factor, seen in windows.items()}
     return replace(rule, windows=found, alone=frozenset(found) if alone else frozenset())
 
@@ -34,7 +34,7 @@ def down(small: int, kernel: int, stride: int, padding: int, dilation: int = 1) 
 
 
 def reverse(window: Window, rows: int) -> Window:
-    """The reverse of a window: the rows that read a row of the dim of so many ``rows``; gradients go this way."""
+    """The inverse window, for gradients: the windows that read a row of a dim of ``rows`` rows."""
     step, per = window.step, window.per
     if step == 0:
         return Window(rows, 0, 1, 0, window.size - 1)
@@ -42,7 +42,7 @@ def reverse(window: Window, rows: int) -> Window:
 
 
 class RowRange(NamedTuple):
-    """Rows ``start`` to ``end`` of a dim of a tensor, to become rows ``first`` to ``last`` (ends exclusive)."""
+    """A conversion of rows ``start`` to ``end`` of a tensor's dim to rows ``first`` to ``last`` (ends exclusive)."""
 
     dim: int
     start: int
@@ -66,17 +66,17 @@ class RowRange(NamedTuple):
 
     @property
     def reverse(self) -> RowRange:
-        """The reverse, for gradients: from the wanted rows to the rows that are there."""
+        """The inverse conversion, for gradients."""
         return RowRange(self.dim, self.first, self.last, self.start, self.end)
 
 
 def grows(ranges: Sequence[RowRange]) -> bool:
-    """Whether rows are added anywhere."""
+    """Whether any dim is padded."""
     return any(any(each.added) for each in ranges)
 
 
 def fitted(emit: Emit, x: Any, ranges: Sequence[RowRange], value: float = 0.0) -> Any:
-    """``x`` in other rows of some dims: cropped, and padded with a value."""
+    """``x`` converted to other rows of some dims: cropped, and padded with a value."""
     for each in ranges:
         begin, end = each.kept
         if end - begin != each.end - each.start:

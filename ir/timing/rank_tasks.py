@@ -7,10 +7,10 @@
     done = loop.end(...)
     sum = c10d.all_reduce(%grad, "sum", ...)     StartTask of U0
 
-Loops in schedule actions name their actions themselves. Other programs are split where the phases of the planned nodes
-are split best, for some of the backward may stand among the forward. What stands behind the loop, such as the reduction
-of its gradients, belongs to the update; what stands in front of it to no action. Every iteration is visited, in the
-order that the program says; calls that follow one another are one task.
+Loops with schedule actions name their actions. Other programs are split between forward and backward where this fits
+the phases of the planned nodes best, as some of the backward may run among the forward. Calls behind the loop, such
+as the reduction of its gradients, belong to the update; calls in front of it to no action. All iterations are
+expanded, in program order; consecutive compute is merged into one task.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from shardfx.ir.schedule.actions import KINDS
 from .stream_order import link_of, started_call
 
 BEFORE = ""
-"""Runs once, in front of the loop."""
+"""The kind of calls that run once, in front of the loop."""
 RECEIVED = "R"
-"""Receives messages of other ranks."""
+"""The kind of calls that receive messages of other ranks."""
 
 
 class Purpose(NamedTuple):
-    """A kind of action (``F``, ``B``, ``I``, ``W``, ``U``), or one of the above, and its stage."""
+    """The purpose of a call: an action kind (``F``, ``B``, ``I``, ``W``, ``U``) or one above, and its stage."""
 
     kind: str
     stage: int = 0
 
 
 def main_loop(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The first call of the loop in which most of a program's forward and backward runs; None where there is none."""
+    """The call that opens the loop in which most of a program's forward and backward runs; None if there is none."""
     inside = regions(nodes)
     if (action := next(filter(_names_action, nodes), None)) is not None:
         return inside[action][0]
@@ -63,7 +63,7 @@ def main_loop(nodes: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def purposes(nodes: Iterable[fx.Node]) -> dict[fx.Node, Purpose]:
-    """The purpose of each call, in the order of the program."""
+    """The purpose of each call, in program order."""
     calls = [node for node in nodes if node.op == "call_function"]
     loop, inside = main_loop(calls), regions(calls)
     stage = _stage(calls)
@@ -78,19 +78,19 @@ def purposes(nodes: Iterable[fx.Node]) -> dict[fx.Node, Purpose]:
 
 
 def _stage(calls: Sequence[fx.Node]) -> int:
-    """The stage of an update: the first that has actions, or that in which most runs."""
+    """The stage of an update: the first that has actions, or the one with most calls."""
     actions = [int(name[1:]) for name in map(action_name, filter(_names_action, calls)) if name[0] in KINDS]
     counts = Counter(node.at[0] for node in map(_planned, calls) if node is not None and node.at)
     return min(actions) if actions else max(counts, key=counts.__getitem__, default=0)
 
 
 def _names_action(node: fx.Node) -> bool:
-    """Whether an action of a schedule begins; other actions are segments of an interleaved iteration."""
+    """Whether a call begins an action of a schedule; other actions are segments of an interleaved iteration."""
     return loop_role(node) == "unit" and re.fullmatch(rf"R?[{''.join(KINDS)}]\d+|O", action_name(node)) is not None
 
 
 def _by_action(calls: Sequence[fx.Node]) -> dict[fx.Node, Purpose]:
-    """By the names of actions: ``F0``; ``RB1`` receives what B1 sends, and ``O`` what leaves the program."""
+    """The purpose of each call by named actions: ``F0``; ``RB1`` receives what B1 sends, ``O`` sends outputs."""
     found, now = dict[fx.Node, Purpose](), Purpose(RECEIVED)
     for node in calls:
         if _names_action(node):
@@ -101,7 +101,7 @@ def _by_action(calls: Sequence[fx.Node]) -> dict[fx.Node, Purpose]:
 
 
 def _by_phase(calls: Sequence[fx.Node], stage: int) -> dict[fx.Node, Purpose]:
-    """Forward, backward, update in sequence. What is updated before the last product of the backward is part of it."""
+    """The purpose of each call by phases in order; updates before the last product of the backward belong to it."""
     planned = [*map(_planned, calls)]
     back = _split_point(planned, lambda phase: phase is not Phase.FORWARD)
     products = [i for i, node in enumerate(planned) if node and node.phase is Phase.BACKWARD and is_heavy(node)]
@@ -125,13 +125,13 @@ def _planned(node: fx.Node) -> Node | None:
 # ---- tasks ----------------------------------------------------------------------------------------------------------
 
 Message = tuple[int, int, int, int]
-"""From one stage rank to another: these, what it is (its tag), and the micro-batch."""
+"""A message: the ranks of its two stages, its tag, and the micro-batch."""
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """A task of a rank for a purpose in a micro-batch; it takes so many seconds, of the rank or of a link. ``at``: the
-    iterations of all loops around, outermost first."""
+    """A task of a rank, its purpose and its duration in seconds, of the rank or of a link. ``at``: the iterations of
+    all loops around, outermost first."""
 
     purpose: Purpose
     seconds: float = 0.0
@@ -140,13 +140,13 @@ class RankTask:
 
 
 class ComputeTask(RankTask):
-    """Compute."""
+    """Compute on the rank itself."""
 
 
 @dataclass(frozen=True)
 class StartTask(RankTask):
-    """Start a collective, or a copy between memories, which runs over a link by itself; if not ``hidden``, the rank
-    runs it."""
+    """Start a collective, or a copy between memories, which runs asynchronously on a link; if not ``hidden``, on the
+    rank."""
 
     call: fx.Node | None = None
     link: str = ""
@@ -155,14 +155,14 @@ class StartTask(RankTask):
 
 @dataclass(frozen=True)
 class WaitTask(RankTask):
-    """Wait for what was started, or is to be received."""
+    """Wait for a started transfer, or a message."""
 
     call: fx.Node | None = None
 
 
 @dataclass(frozen=True)
 class SendTask(RankTask):
-    """Send, without waiting. If not ``hidden``, sender and receiver each take half of the seconds."""
+    """Send without waiting. If not ``hidden``, sender and receiver each spend half of the seconds."""
 
     message: Message = (0, 0, 0, 0)
     hidden: bool = True
@@ -171,14 +171,14 @@ class SendTask(RankTask):
 
 @dataclass(frozen=True)
 class ReceiveTask(RankTask):
-    """Post a receive; a wait says when the message is needed."""
+    """Post a receive; a later wait needs the message."""
 
     message: Message = (0, 0, 0, 0)
     call: fx.Node | None = None
 
 
 def rank_tasks(program: RankProgram, footprint: Footprint, machine: Machine, mesh: Mesh) -> list[RankTask]:
-    """The tasks of a rank in a step; ``footprint`` is the replay of the program, which says what its calls cost."""
+    """The tasks of a rank in a step; ``footprint`` is the replay of the program, with the costs of its calls."""
     return list(_merged(_TaskReader(program, footprint, machine, mesh).all()))
 
 
@@ -190,7 +190,7 @@ class _TaskReader:
         self.inside, self.purposes = regions(self.nodes), purposes(self.nodes)
 
     def all(self) -> Iterator[RankTask]:
-        """The tasks of the program, each as often as it runs."""
+        """The tasks of the program, one per run of a call."""
         main, known = main_loop(self.nodes), dict[fx.Node, RankTask | None]()
         for node, iterations in execution_order(self.nodes):
             if node not in known:
@@ -229,7 +229,7 @@ class _TaskReader:
 
 
 def _merged(tasks: Iterator[RankTask]) -> Iterator[RankTask]:
-    """Consecutive compute for one purpose in one micro-batch as one task."""
+    """Merge consecutive compute for one purpose in one micro-batch into one task."""
     last: RankTask | None = None
     for each in tasks:
         together = isinstance(last, ComputeTask) and isinstance(each, ComputeTask)

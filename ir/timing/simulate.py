@@ -1,9 +1,9 @@
-"""Simulation of a step: the programs of ranks side by side, each on a clock of its own.
+"""Simulation of a step: the rank programs run in parallel, each on its own clock.
 
-A rank has a stream on which it computes, and one for each of its links (each set of axes, each rank that it sends to,
-each direction between memories). Transfers over one link are sequential. A rank waits where its program does: for
-messages of other ranks, and for what it started itself and is not done yet: that much is exposed, and the rest is
-hidden behind compute. Sends do not block the sender. On a machine that does not send by itself (``Machine.hides``)
+A rank has a compute stream, and one for each of its links (each set of axes, each rank that it sends to, each direction
+between memories). Transfers over one link are sequential. A rank waits where its program does: for messages of
+other ranks, and for transfers that it started: this time is exposed, the rest is hidden behind
+compute. Sends do not block the sender. On a machine without asynchronous transfers (``Machine.hides``)
 nothing is hidden: ranks copy what they send and receive.
 """
 
@@ -32,7 +32,7 @@ class LinkTransfer(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """A wait of the compute stream, and how much of it is exposed communication; the rest is for slower ranks."""
+    """A stall of the compute stream, and the exposed communication in it; the rest is waiting for slower ranks."""
 
     what: str
     span: Span
@@ -44,13 +44,13 @@ class RankTimeline:
     """The simulated step of one rank, in seconds.
 
     Args:
-        spans: when it runs each action, in order.
-        before: what runs once, in front of the loop.
+        spans: start and end of each action, in order.
+        before: the span of calls that run once, in front of the loop.
         exposed: time waiting for communication that is not hidden; for a message, at most its transfer time.
         segments: ``spans`` without the other actions that interrupt them.
-        transfers: what goes over its links, by when they are given it.
+        transfers: the transfers over its links, in order of issue.
         stalls: its waits, in order.
-        end: when it is done.
+        end: the end of its last task.
     """
 
     spans: Mapping[Action, Span]
@@ -63,18 +63,18 @@ class RankTimeline:
 
     @property
     def links(self) -> Mapping[str, tuple[LinkTransfer, ...]]:
-        """Its transfers by link."""
+        """Transfers by link."""
         names = sorted({transfer.link for transfer in self.transfers})
         return {name: tuple(each for each in self.transfers if each.link == name) for name in names}
 
     @property
     def communication(self) -> float:
-        """Seconds of all transfers."""
+        """The total time of all transfers, in seconds."""
         return sum(transfer.span.length for transfer in self.transfers)
 
 
 def simulate_ranks(rows: Sequence[Sequence[RankTask]]) -> tuple[RankTimeline, ...]:
-    """Simulate ranks along a pipeline axis, each with its tasks."""
+    """Simulate ranks along a pipeline axis, each by its tasks."""
     ranks = [_RankClock(row) for row in rows]
     mail: Mail = {}
     while any(rank.left for rank in ranks):
@@ -100,16 +100,16 @@ NEVER = Span(0.0, 0.0)
 
 @dataclass
 class _RankClock:
-    """One rank and its progress."""
+    """The clock of one rank, and its progress."""
 
     row: Sequence[RankTask]
     now: float = 0.0
     at: int = 0
     exposed: float = 0.0
     free: dict[str, float] = field(default_factory=dict)
-    """From when a link is free."""
+    """The time from which each link is free."""
     done: dict[tuple[fx.Node, tuple[int, ...]], float] = field(default_factory=dict)
-    """When what was started in an iteration is done."""
+    """The completion time of each transfer, by its call and iteration."""
     expected: dict[fx.Node, Message] = field(default_factory=dict)
     segments: dict[Action, list[Span]] = field(default_factory=dict)
     transfers: list[LinkTransfer] = field(default_factory=list)
@@ -123,7 +123,7 @@ class _RankClock:
         return len(self.row) - self.at
 
     def run(self, mail: Mail) -> bool:
-        """Run up to the first message that was not sent yet; whether anything ran."""
+        """Run up to the first message that was not sent yet; returns whether anything ran."""
         start = self.at
         while self.left and self._do(self.row[self.at], mail):
             self.at += 1
@@ -173,7 +173,7 @@ class _RankClock:
         return start + seconds
 
     def _carry(self, link: str, what: str, seconds: float) -> None:
-        """The rank itself copies what goes over a link."""
+        """Copy what goes over a link on the compute stream, which stalls."""
         if seconds:
             self.transfers.append(LinkTransfer(link, what, Span(self.now, self.now + seconds)))
             self._wait(self.now + seconds, what)
@@ -195,7 +195,7 @@ class _RankClock:
         self.now += waits
 
     def _note(self, doing: RankTask, begin: float) -> None:
-        """Record a task as part of its action; receives are not, nor is what takes no time."""
+        """Record a task as part of its action, unless it receives, or takes no time."""
         kind, stage = doing.purpose
         if self.now == begin:
             return
@@ -210,7 +210,7 @@ class _RankClock:
         self.last = action
 
     def course(self) -> RankTimeline:
-        """The timeline of all tasks."""
+        """The timeline of all tasks so far."""
         spans = {action: Span(segments[0].start, segments[-1].end) for action, segments in self.segments.items()}
         segments = {action: tuple(each) for action, each in self.segments.items()}
         return RankTimeline(

@@ -1,4 +1,4 @@
-"""Stream order: the order in which a rank starts and waits for transfers, beside its compute.
+"""Stream order: the order of starts and waits of transfers among a rank's compute.
 
     compute                mm_3
     tp             start   all_reduce
@@ -6,8 +6,8 @@
     tp             wait    all_reduce
     compute                add_1
 
-On NCCL each group of axes is a stream of its own, and a wait holds up the stream on which the rank computes, not the
-host. So communication is hidden by what stands between its start and its wait, and by nothing else.
+On NCCL each group of axes is a stream of its own, and a wait blocks the compute stream, not the host. So
+communication is hidden by compute between its start and its wait, and by nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMPUTE = "compute"
 
 
 class Event(NamedTuple):
-    """A call, the stream that it is for, and whether it computes, or starts, sends or waits for something."""
+    """An event of a rank: a call, its stream, and whether it computes, or starts, sends or waits for a transfer."""
 
     stream: str
     does: str
@@ -35,7 +35,7 @@ class Event(NamedTuple):
 
 
 def started_call(started: Any) -> fx.Node:
-    """The call that started what is waited for."""
+    """The call that started the transfer that a wait is for."""
     while started.target is operator.getitem:
         started = started.args[0]
     made: fx.Node = started
@@ -43,7 +43,7 @@ def started_call(started: Any) -> fx.Node:
 
 
 def link_of(call: fx.Node) -> str:
-    """The link of what a call starts or sends: the axes of its group; or the direction of a copy between pools."""
+    """The link of a transfer that a call starts or sends: the axes of its group, or the direction of a copy."""
     row = row_of(call.target)
     assert row is not None
     if row.copies:
@@ -56,7 +56,7 @@ def link_of(call: fx.Node) -> str:
 
 
 def call_label(call: fx.Node) -> str:
-    """A label of a call: the kind, the value in the planned graph, the module."""
+    """The label of a call: its kind, the value in the planned graph, the module."""
     row, planned = row_of(call.target), call.meta.get("shardfx")
     kind = row.name.rpartition(".")[2].rstrip("_") if row is not None else str(call.target)
     where = f" {planned.where.module}" if isinstance(planned, Node) and planned.where.module else ""
@@ -64,7 +64,7 @@ def call_label(call: fx.Node) -> str:
 
 
 def moves_only(call: fx.Node) -> bool:
-    """Whether a call takes no time of its own worth telling: views, memory, what unpacks what came."""
+    """Whether a call takes negligible time: views, memory ops, unpacking of received values."""
     row = row_of(call.target)
     if row is not None and row.name != "update.segment":
         return row.moves or row.memory or row.shares or bool(loop_role(call))
@@ -73,7 +73,7 @@ def moves_only(call: fx.Node) -> bool:
 
 
 def stream_order(calls: Iterable[fx.Node]) -> list[Event]:
-    """The events of a rank, call by call in execution order, without calls that only move elements."""
+    """The events of a rank in execution order, without calls that only move elements."""
     made = []
     for call in calls:
         row = row_of(call.target)

@@ -21,19 +21,19 @@ aten = torch.ops.aten
 
 
 def forward(node: Node) -> Template:
-    """Keys are replicated; queries may be sharded, unless each sees the keys before it."""
+    """The forward: keys are replicated; queries may be sharded, unless the mask is causal."""
     return _form(node, "Q, b h t! e!, b h t! v!, M, -> O, L", "2>0")
 
 
 def backward(node: Node) -> Template:
-    """Linear in the gradient, and in values and result together; the gradients of keys and values (and of a mask that
-    broadcasts) are sums over the queries."""
+    """The backward: linear in the gradient, and in values and result together; the gradients of keys and values (and of
+    a broadcast mask) are sums over the queries."""
     return _form(node, "O, Q, b h t!causal e!, b h t v!, O, L, M, -> Q, b h t e, b h t v, M", "0|3&4>0&1&3")
 
 
 def _form(node: Node, form: str, linear: str) -> Template:
-    """The template, without the last operand for an op without a seed. With one, a rank draws a box of the full mask,
-    which heads that share a key head are not."""
+    """The template, without the last operand for an op without a seed. With dropout, a rank draws a box of the full
+    mask, which the query heads that share a key head do not form."""
     heads = "(h r)" if draw_slot(node) is None else "(h r!)"
     tensors = {"Q": f"b {heads} s!causal e!", "O": f"b {heads} s v!", "L": f"b {heads} s", "M": f"~b {heads} s t"}
     for letter, dims in tensors.items():
@@ -44,7 +44,7 @@ def _form(node: Node, form: str, linear: str) -> Template:
 
 
 def attention_local(emit: Emit) -> Any:
-    """Dropout draws for where in the global ``[b, h, s, t]`` this rank's queries and keys stand."""
+    """Attention with dropout drawn by the position of this rank's queries and keys in the global ``[b, h, s, t]``."""
     slot, args = draw_slot(emit.node), list(emit.args)
     if slot is not None:
         q = emit.node.operands.index(argument(emit.node, "q"))

@@ -1,5 +1,5 @@
-"""Convolution. Batch, channels and space may be sharded: of a sharding of space a rank needs the rows that its windows
-reach."""
+"""Convolution: batch, channels and space may be sharded; a rank's tile of a spatially sharded input includes the halo
+that its windows read."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ aten = torch.ops.aten
 
 
 def geometry(node: Node, x: Shape, w: Shape, y: Shape) -> list[Slide]:
-    """The dims of space of a convolution from x to y; of a transposed one y is the image, over which windows slide."""
+    """The spatial dims of a convolution from x to y; in a transposed one y is the image that windows slide over."""
     large, small = (y, x) if argument(node, "transposed") else (x, y)
     options = (spread(argument(node, name), len(x) - 2) for name in ("stride", "padding", "dilation"))
     return [Slide(*each) for each in zip(large[2:], small[2:], w[2:], *options, strict=True)]
 
 
 def forms(node: Node, space: int, *, bias: bool = False) -> tuple[str, str, str]:
-    """The dims of input, weight and output: n, g groups, ci and co channels within a group, kernel and space: ``X`` of
-    the image, ``Y`` of the windows over it. With a ``bias`` inside, or groups, ci is replicated."""
+    """The factors of input, weight and output: n, g groups, ci and co channels within a group, kernel and space: ``X``
+    of the image, ``Y`` of the windows over it. With a fused ``bias``, or groups, ci is replicated."""
     ci = "ci!" if bias or argument(node, "groups") > 1 else "ci"
     transposed = argument(node, "transposed")
     channels = f"(g {ci}) co" if transposed else f"(g co) {ci}"
@@ -39,8 +39,8 @@ def forms(node: Node, space: int, *, bias: bool = False) -> tuple[str, str, str]
 
 
 def convolution(node: Node) -> ShardingRule:
-    """``x[n (g ci) h..], w[(g co) ci k!..], b[(g co)] -> y[n (g co) p..]``: h as p needs it, or transposed. A bias that
-    is a partial sum is added by each rank to its own sum over ci."""
+    """``x[n (g ci) h..], w[(g co) ci k!..], b[(g co)] -> y[n (g co) p..]``, h seen through windows of p, or p through h
+    if transposed. A partial bias is added by each rank to its own partial sum over ci."""
     bias = len(node.operands) > 2
     space = geometry(node, node.operands[0].shape, node.operands[1].shape, node.outs[0].shape)
     x, w, y = forms(node, len(space), bias=bias)
@@ -49,10 +49,10 @@ def convolution(node: Node) -> ShardingRule:
 
 
 def convolution_backward(node: Node) -> ShardingRule:
-    """The gradient of x is a sum over co, that of w a sum over n, that of the bias does not know ci.
+    """The gradient of x is a sum over co, that of w a sum over n, that of the bias is independent of ci.
 
-    The one is linear in w, the other in x. The gradient of w alone is a sum over the places of the kernel, which may be
-    sharded; with another one beside it space is replicated. The gradient of a bias alone is a sum over all places.
+    The first is linear in w, the second in x. The gradient of w alone is a sum over the windows, which may be sharded;
+    if another gradient is wanted too, space is replicated. The gradient of a bias alone is a sum over all windows.
     """
     y, x, w = (value.shape for value in node.operands)
     slides, wanted = geometry(node, x, w, y), list(argument(node, "output_mask"))
@@ -64,7 +64,7 @@ def convolution_backward(node: Node) -> ShardingRule:
 
 
 def expand_convolution(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-    """A convolution and the bias behind it: a sharding of the summed channels is then in the way of the sum alone."""
+    """A convolution with its bias added behind it: only the convolution is then a partial sum over sharded channels."""
     y: Tensor = aten.convolution(x, w, None, *options)
     return y if bias is None else y + bias.view([1, -1, *[1] * (x.dim() - 2)])
 
@@ -72,8 +72,8 @@ def expand_convolution(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any)
 def expand_convolution_backward(
     grad: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a convolution, each by itself: that of x is a transposed one of the gradient (of a transposed
-    one a plain one), that of the bias a sum over all dims but the channels."""
+    """The gradients of a convolution as separate ops: that of x is a transposed convolution of the gradient (for a
+    transposed one a plain one), that of the bias a sum over all dims but the channels."""
     stride, padding, dilation, transposed, _, groups, (for_x, for_w, for_bias) = options
     gx = gw = gb = None
     if for_x:
@@ -93,7 +93,7 @@ def expand_convolution_backward(
 
 
 def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A convolution, padded at the global border; of a transposed one what goes beyond its rows is cropped."""
+    """A convolution, padded at the global border; the output of a transposed one is cropped to the rank's rows."""
     x, w, bias, stride, padding, dilation, transposed, more, groups = args
     space, sharding, padding, more = _space(emit, leaders, padding, more)
     ranges = []
@@ -118,7 +118,7 @@ def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str])
 
 
 def convolution_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's share of the gradient of w: of its own places, and of what these read."""
+    """A rank's term of the gradient of w: of its own windows, and the rows that they read."""
     tensors, (bias_sizes, stride, padding, dilation, transposed, more, groups, wanted) = list(args[:3]), args[3:]
     space, sharding, padding, more = _space(emit, leaders, padding, more)
     large, small = (0, 1) if transposed else (1, 0)
@@ -131,8 +131,8 @@ def convolution_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozen
 def _space(
     emit: Emit, leaders: frozenset[str], padding: Any, more: Any
 ) -> tuple[list[Slide], list[int], list[int], list[int]]:
-    """The dims of space, the numbers of those that are sharded, and both paddings, which leave these to
-    :func:`fitted`."""
+    """The spatial dims, the indices of the sharded ones, and both paddings, with 0 for these (:func:`fitted` pads
+    them)."""
     node = emit.node
     y, x, w = (node.outs[0], *node.operands[:2]) if node.op is aten.convolution.default else node.operands
     space, sharding = geometry(node, x.shape, w.shape, y.shape), sorted(int(leader[1:]) for leader in leaders)

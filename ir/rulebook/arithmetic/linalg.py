@@ -1,8 +1,8 @@
-"""Linear algebra: matrices are replicated, the dims before them are a batch; the columns of a right-hand side may be
+"""Linear algebra: matrices are replicated, their leading dims are batch dims; the columns of a right-hand side may be
 sharded.
 
-Products: a sharding of the summed dim leaves a partial sum; with a bias inside, the op is decomposed first. Those by
-group may be sharded by rows and by groups: each rank multiplies those of its rows that are in its groups.
+Matrix products: sharding the summed dim leaves a partial sum; with a fused bias, the op is decomposed first. Grouped
+products may be sharded by rows and by groups: each rank multiplies those of its rows that are in its groups.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MATRIX = "n.. i! j!"
 
 
 def sided(form: str, node: Node) -> str:
-    """One template where the system stands on the left (``A X = B``), another where it stands on the right."""
+    """Select the template for ``A X = B`` or for ``X A = B``, by the argument ``left``."""
     left, right = form.split(" | ")
     return right if argument(node, "left") is False else left
 
 
 def solve_ex(node: Node) -> str:
-    """``A X = B`` with the factorisation of A among the results, which every rank has of all columns of B."""
+    """``A X = B`` with the factorization of A among the results: replicated where columns of B are sharded."""
     a, b = (value.shape for value in node.operands)
     vectors = len(b) == 1 or b == a[:-1]
     x = "n.. j!" if vectors else "n.. k j!" if argument(node, "left") is False else "n.. j! k"
@@ -41,7 +41,7 @@ def solve_ex(node: Node) -> str:
 
 
 def trilinear(node: Node) -> str:
-    """The product of three tensors, each with dims of size one put in, summed over some dims: an einsum."""
+    """A trilinear product: an einsum of three tensors, each unsqueezed, that is summed over some dims."""
     put_in, summed = node.args[3:6], node.args[6]
     ndim = node.operands[0].type.ndim + len(put_in[0])
     operands = [words(f"d{d}" for d in range(ndim) if d not in own) for own in put_in]
@@ -49,13 +49,13 @@ def trilinear(node: Node) -> str:
 
 
 def columns(form: str, node: Node) -> str:
-    """In the norms 0 and 1 a distance is a sum over the columns ``k``; in others they are replicated."""
+    """In the norms 0 and 1 a distance is a sum over the columns ``k``; in other norms they are replicated."""
     return form if argument(node, "p") in (0, 1) else form.replace("k", "k!")
 
 
 def distance_gradient(form: str, node: Node) -> Template:
-    """In the norm 0 there is none, whatever is given; in the norm 1 it does not look at the distances; in the norm 2 it
-    is linear in the points, given the distances."""
+    """The gradient of distances: zero in the norm 0, whatever the operands; in the norm 1 independent of the distances;
+    in the norm 2 linear in the points, for fixed distances."""
     p, last = argument(node, "p"), form.partition("->")[0].count(",")
     unread = range(last + 1) if p == 0 else (last,) if p == 1 else ()
     between = ["&".join(map(str, range(1, last)))] * (p == 2)
@@ -67,21 +67,21 @@ def distance_gradient(form: str, node: Node) -> Template:
 
 BIAS = "0&1|0&2"
 SUMMED = f"{BIAS}|0*k"
-"""With a bias the summed dims are replicated, as each rank would add the bias; unless that is a partial sum, too."""
+"""With a bias the summed dims are replicated, as each rank would add the bias; unless it is a partial sum, too."""
 
 
 def expand_with_bias(
     bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """``addmm`` and ``baddbmm`` as a product and a sum, so that the product alone may be partial. What is taken zero
-    times is not looked at: infinities and NaN in it are in no result."""
+    """``addmm`` and ``baddbmm`` as a product and a sum, so that the product alone may be partial. An operand with
+    factor 0 is ignored, infinities and NaN included."""
     product = torch.matmul(a, b) if a.dim() == 2 else torch.bmm(a, b)
     product = product if alpha == 1 else product * alpha if alpha else torch.zeros_like(product)
     return product + (bias if beta == 1 else bias * beta) if beta else product
 
 
 def by_group(emit: Emit) -> Any:
-    """The rank's rows and groups, for the ends are global ones."""
+    """A grouped product, with the numbers of the rank's rows and groups, as the groups' ends are global."""
     groups = emit.operand_shard(1, 0) if emit.node.op is grouped_mm else emit.result_shard(0, 0)
     stored = [[] if each.is_full else each.numbers for each in (emit.operand_shard(0, 0), groups)]
     return emit.call(emit.node.op, *emit.args[:3], *stored)

@@ -1,5 +1,5 @@
-"""Losses as ops by themselves: of each element, whose decomposition planning sees, and of class indices. Where the
-classes are sharded, each rank counts the rows whose class it has."""
+"""Losses that are kept as one op: elementwise ones (planning sees their decomposition), and those of class indices. If
+the classes are sharded, each rank computes the rows whose class is in its shard."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ WEIGHT = {aten.binary_cross_entropy.default: "2", aten.binary_cross_entropy_with
 
 
 def loss(node: Node) -> Template:
-    """``x[d..], target[d..], ... -> each[d..]``, or the sum over all elements."""
+    """An elementwise loss: ``x[d..], target[d..], ... -> each[d..]``, or the sum over all elements."""
     return template(f"d.., ... -> {'d..' if argument(node, 'reduction') == EACH else ''}", WEIGHT.get(node.op, ""))
 
 
 def gradient(linear: str, node: Node) -> Template:
-    """``grad, x[d..], target[d..], ... -> d..``, of a gradient for each element or of one number."""
+    """The gradient of an elementwise loss, from a grad per element or a scalar: ``grad, x[d..], target -> d..``."""
     grad = "d.." if argument(node, "reduction") == EACH else ""
     return template(f"{grad}, d.., ... -> d..", linear)
 
 
 def share_of_mean(emit: Emit) -> Any:
-    """A rank's term of a mean, or the gradient of one: by its share of the elements."""
+    """A rank's term of a mean, or of the gradient of one: weighted by its share of the elements."""
     made, operands = emit.call(emit.node.op, *emit.args, **emit.kwargs), emit.node.operands
     local = math.prod(torch.broadcast_shapes(*(emit.operand_shape(i) for i in range(len(operands)))))
     full = math.prod(torch.broadcast_shapes(*(value.shape for value in operands)))
@@ -47,7 +47,7 @@ def share_of_mean(emit: Emit) -> Any:
 
 
 NOTHING = -100
-"""The index that a local loss ignores: never a class of the rank's."""
+"""The ignored index of a local loss: never a class in a rank's shard."""
 
 
 def nll(node: Node) -> Template:
@@ -63,7 +63,7 @@ def nll(node: Node) -> Template:
 
 
 def nll_backward(node: Node) -> Template:
-    """Every row on its own, given the total weight."""
+    """The gradient of the negative log likelihood: row by row, for a fixed total weight."""
     ndim = node.operands[1].type.ndim
     n, s = ("n" if ndim > 1 else "", "s.." if ndim > 2 else "")
     grad = f"{n} {s}" if node.operands[0].shape else ""
@@ -72,7 +72,7 @@ def nll_backward(node: Node) -> Template:
 
 
 def nll_local(emit: Emit) -> Any:
-    """The loss of the rows whose class is one of the rank's; forward, and backward behind a gradient."""
+    """The loss of the rows whose class is in this rank's shard, or its gradient."""
     at = len(emit.node.outs) % 2  # the place of x: the forward gives two results, the backward takes one tensor more
     x = emit.node.operands[at]
     dim = 1 if x.type.ndim > 1 else 0
@@ -88,7 +88,7 @@ def nll_local(emit: Emit) -> Any:
 
 
 ROWS = "~n..!reduction=1 c!"
-"""Every row on its own; in a mean the number of rows counts."""
+"""Rows are independent; in a mean they are replicated, as the number of rows counts."""
 BACKWARD = "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward soft_margin_loss_backward"
 FORWARD = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss"
 

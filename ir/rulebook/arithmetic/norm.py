@@ -1,4 +1,4 @@
-"""Normalisations. The normalised dims are replicated; where a sharding of them is wanted the op is decomposed."""
+"""Normalizations: the normalized dims are replicated; if they are to be sharded, the op is decomposed."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def expand_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Batch normalisation over the global batch, which may be sharded: statistics are in float32 at least.
+    """Batch normalization over the global batch, which may be sharded: statistics are at least float32.
 
-    What is then done to each element is the kernel that takes its statistics as given. In evaluation nothing is in the
-    way of the op.
+    The statistics are reduced first, and then passed to the kernel of evaluation. In evaluation the op itself can be
+    sharded.
     """
     if not training:
         op = aten._native_batch_norm_legit_functional.default
@@ -73,7 +73,7 @@ def expand_batch_norm_backward(
 
 
 def norm_of_slices(node: Node) -> str:
-    """Of tensors as large as the first, and ones with a number for each slice along ``dim``."""
+    """The dims of tensors as large as the first, and of those with one number per slice along ``dim``."""
     sizes = node.operands[0].shape
     along = int(argument(node, "dim") or 0) % len(sizes)
 
@@ -85,7 +85,7 @@ def norm_of_slices(node: Node) -> str:
 
 
 def affine(form: str, node: Node, unread: tuple[int, ...] = (), reduce: str = "sum") -> Template:
-    """Weight and bias may be partial sums together: the statistics know nothing of them. A bias alone is added once."""
+    """Weight and bias may be partial together: the statistics do not depend on them. A bias alone is added once."""
     scaled = argument(node, "weight") is not None
     training = argument(node, "training") is not False
     linear = ["1&2>0"] * scaled + [f"{i}>" for i in unread if training]
@@ -93,7 +93,7 @@ def affine(form: str, node: Node, unread: tuple[int, ...] = (), reduce: str = "s
 
 
 def batch_backward(form: str, node: Node) -> Template:
-    """The statistics of the batch, or the running ones, are not looked at. Gradients of weight and bias are sums."""
+    """The gradient does not read the batch's statistics, or the running ones. Gradients of weight and bias are sums."""
     for_x, for_weight, _ = argument(node, "output_mask")
     if not argument(node, "train", "update"):
         return template(form, f"0|2>0|5>|6>|1&3>1{'' if for_x or for_weight else '|4>'}")
@@ -102,21 +102,21 @@ def batch_backward(form: str, node: Node) -> Template:
 
 
 def rows_backward(form: str, node: Node, linear: str) -> Template:
-    """Gradients of weight and bias alone are sums of elements, of which none is replicated."""
+    """The gradients of weight and bias alone are sums over elements, so no dim is replicated."""
     if argument(node, "output_mask")[0]:
         return template(form, linear)
     return template(form.replace("!", ""), f"{linear}|3>1|1&2>1")
 
 
 def layer_norm_share(emit: Emit) -> Any:
-    """The gradients by a rank's part of the rows, also in their own dims."""
+    """The backward with the local sizes of the normalized dims, which may be sharded."""
     grad, x, dims, *rest = emit.args
     own = list(emit.operand_shape(1)[-len(dims) :])
     return emit.call(emit.node.op, grad, x, own, *rest)
 
 
 def group_norm_share(emit: Emit) -> Any:
-    """The gradients by a rank's samples, groups and places."""
+    """The backward with the local numbers of samples, channels, positions and groups."""
     (n, c, *places), groups = emit.operand_shape(1), emit.operand_shape(2)[1]
     return emit.call(emit.node.op, *emit.args[:5], n, c, math.prod(places), groups, emit.args[-1])
 

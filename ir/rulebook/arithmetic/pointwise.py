@@ -1,5 +1,5 @@
-"""Pointwise ops: one rule for all that carry ``torch.Tag.pointwise``, and a table of the linear ones; and ops that make
-values."""
+"""Pointwise ops: one rule for all that carry ``torch.Tag.pointwise``, and a table of the linear ones; and ops that
+create tensors."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ LINEAR = {
     "1": "where.ScalarSelf",
     "1&2": "where.self",
 }
-"""Which operands may be partial sums; an overload wins over its name. ``mul`` by a number is linear, by a
-tensor in each of the two. Not in the table is what is multiplied by a number that may be infinite for numbers that
-occur: ``xlogy`` by log(0), ``ldexp`` by 2 ** 5000, ``logit``'s gradient by 1 / 0, if no ``eps`` keeps it away."""
+"""The operands that may be partial sums, by op; an overload takes precedence over its packet. ``mul`` by a number is
+linear; by a tensor, in each of both. An op is left out if it multiplies by a number that may be infinite for finite
+operands: ``xlogy`` by log(0), ``ldexp`` by 2 ** 5000, ``logit``'s gradient by 1 / 0, unless ``eps`` prevents it."""
 
 _LINEAR = {op: text for text, names in LINEAR.items() for op in ops(names)}
 _FORM = "d.., ... -> d.., ..."
 
 
 def linear(node: Node) -> str:
-    """Which operands may be partial sums; a few ops are linear for some values of their other arguments."""
+    """The operands that may be partial sums; a few ops are linear for some values of their other arguments only."""
     op = node.op
     if is_neutral(op, node.args, node.kwargs):
         return "0"
@@ -64,7 +64,7 @@ def linear(node: Node) -> str:
 
 
 def pointwise(node: Node) -> Template:
-    """Every dim of the result is a factor; an operand has those of its dims that are not broadcast."""
+    """Each dim of the result is a factor; an operand has those of its dims that are not broadcast."""
     return template(_FORM, linear(node), transparent=True)
 
 
@@ -76,7 +76,7 @@ UNTAGGED = """
     _prelu_kernel _prelu_kernel_backward real rrelu_with_noise_backward rsub softplus_backward
     softshrink_backward to.dtype where zero _conj prims::div
 """
-"""Pointwise ops to which torch gives no tag."""
+"""Pointwise ops without torch's tag."""
 
 LIKE = "clone _to_copy alias detach native_dropout_backward zeros_like ones_like full_like empty_like masked_fill"
 
@@ -84,7 +84,7 @@ LIKE = "clone _to_copy alias detach native_dropout_backward zeros_like ones_like
 
 
 def created(node: Node) -> str:
-    """The result's dims, however the operands lie (``new_zeros`` needs only the dtype of its operand)."""
+    """The dims of the result, whatever those of the operands (``new_zeros`` needs only the dtype of its operand)."""
     shape = node.outs[0].shape
     operands = []
     for t, value in enumerate(node.operands):
@@ -94,25 +94,25 @@ def created(node: Node) -> str:
 
 
 def arange_local(emit: Emit) -> Any:
-    """This rank's box of the full range: the number of steps of a range of floats depends on rounding."""
+    """This rank's box of the full range, as the number of steps of a range of floats depends on rounding."""
     return box_of(emit, emit.call(emit.node.op, *emit.args, **emit.kwargs), [emit.result_shard(0, 0)])
 
 
 def new_empty_local(emit: Emit) -> Any:
-    """The strides are those of the full tensor, and what is written there does not ask for them."""
+    """An empty tensor of the local shape; its strides do not matter."""
     return emit.call(aten.new_empty.default, emit.args[0], list(emit.result_shape(0)), **emit.kwargs)
 
 
 def dropout_local(emit: Emit) -> Any:
-    """The mask is drawn by the rank's box of the full tensor: replicas agree, shards differ."""
+    """Dropout by this rank's box of the full tensor's mask: replicas agree, shards differ."""
     x, p, seed, number, _ = emit.args
     box = [emit.result_shard(0, d).first for d in range(len(emit.result_shape(0)))]
     return emit.call(dropout, x, p, seed, number, box)
 
 
 MADE = rule((), "-> d..!", reduce=SAME)
-"""What depends on where in the result one is, and is cheap, every rank computes replicated, and takes its shard: all
-ops without tensors that have no other rule (``tril_indices``, ``hann_window``)."""
+"""The rule of ops without tensor operands that have no other rule (``tril_indices``, ``hann_window``): the values
+depend on the position and are cheap, so each rank computes the full result, and takes its shard."""
 
 RULES: tuple[RuleEntry, ...] = (
     rule(ops(f"{LIKE} {UNTAGGED}"), pointwise),

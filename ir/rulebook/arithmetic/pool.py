@@ -1,7 +1,7 @@
-"""Pooling, and other ops whose last dims are an image.
+"""Pooling, and other ops on images, whose last dims are spatial.
 
-Where windows stand side by side, ``h`` is ``(p a)`` of the input, and ``p`` may be sharded. Where they overlap, a rank
-needs the rows that its own reach. Elsewhere these dims are replicated.
+Where windows are adjacent blocks, ``h`` is ``(p a)`` of the input, and ``p`` may be sharded. Where they overlap, a
+rank's tile includes the halo that its windows read. Otherwise spatial dims are replicated.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ X, Y = "n.. h*#!", "n.. p*#!"
 
 
 def largest(node: Node) -> ShardingRule:
-    """The largest element of each window."""
+    """Max pooling: the maximum of each window, and its index."""
     return spatial(node, slides(node, *ends(node)), "n.. X -> n.. Y, n.. Y")
 
 
 def largest_backward(node: Node) -> ShardingRule:
-    """A row of the gradient is made of the windows that read it; of any of them it is a term."""
+    """The gradient of max pooling: a row is a sum over the windows that read it, and linear in each."""
     return spatial(
         node, slides(node, *ends(node, back=True)), "n.. Y, n.. X, n.. Y -> n.. X", "0|1>", back=True, alone=True
     )
 
 
 def largest_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """The windows of a rank, of the rows that they reach; indices are those of the global image."""
+    """Max pooling of a rank's tile with halo; indices are those of the global image."""
     dims = slides(emit.node, *ends(emit.node))
     ranges = read_rows(emit, dims, *tiles(emit))
     dtype = emit.node.operands[0].type.dtype
@@ -50,13 +50,13 @@ def largest_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> 
 
 
 def largest_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows, of the windows that read them: those name the elements that they found."""
+    """A rank's rows of the gradient of max pooling, from the windows that read them, by their indices."""
     size = list(ends(emit.node, back=True)[0])
     return emit.call(max_pool_tile_backward, *args[:2], args[-1], tiles(emit)[1].at, size)
 
 
 def averaged(node: Node) -> ShardingRule:
-    """The mean of each window; a row of the gradient is made of the windows that it is in."""
+    """Average pooling, or its gradient, whose rows are sums over the windows that include them."""
     back = len(node.operands) > 1
     dims = slides(node, *ends(node, back), blockwise=True)
     return spatial(
@@ -65,8 +65,8 @@ def averaged(node: Node) -> ShardingRule:
 
 
 def averaged_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """The windows of a rank, of the rows that they reach (or its rows of the gradient, of the windows that they are
-    in): sums without padding, and a window at the border is divided by as many rows as the full image has there."""
+    """Average pooling of a rank's tile with halo, or a rank's rows of its gradient: sums without padding, divided at
+    the border by the number of rows that the window has in the full image."""
     node, (tile, made), back = emit.node, tiles(emit), len(emit.node.operands) > 1
     dims, lead = slides(node, *ends(node, back)), node.operands[0].type.ndim - len(tile.at)
     ranges = read_rows(emit, dims, made, tile) if back else read_rows(emit, dims, tile, made)
@@ -84,7 +84,7 @@ def averaged_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) ->
 
 
 def _counts(emit: Emit, dims: Sequence[Slide], ranges: Sequence[RowRange], options: tuple[Any, ...]) -> Any:
-    """How many rows each window has of the image, and of padding where that is counted: a sum over ones."""
+    """The number of rows of each window within the image, and within counted padding: a sum over ones"""
     more = argument(emit.node, "count_include_pad")
     pads = [each.padding * more for each in dims]
     inside = [
@@ -102,14 +102,14 @@ def _each(dims: Sequence[Slide], name: str) -> list[int]:
 
 
 def read_rows(emit: Emit, dims: Sequence[Slide], stored: Tile, places: Tile) -> list[RowRange]:
-    """What windows reach at a rank's places, of the rows of the image that it has."""
+    """The rows of the image that a rank's windows read, beside the rows that it has."""
     lead = emit.node.operands[0].type.ndim - len(dims)
     pairs = zip(dims, zip(*stored, strict=True), zip(*places, strict=True), strict=True)
     return [each.read(lead + i, *bounds) for i, (each, *bounds) in enumerate(pairs)]
 
 
 def both(names: str, form: Any, **options: Any) -> Iterator[RuleEntry]:
-    """The rules of ops on images of two and of three dims, which stand for ``#`` in names, form and options."""
+    """The rules of the 2d and 3d version of an op: ``#`` in names, form and options stands for the number of dims."""
     for space in "23":
         yield rule(
             ops(names.replace("#", space)), form.replace("#", space) if isinstance(form, str) else form, **options

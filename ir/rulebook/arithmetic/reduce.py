@@ -1,4 +1,4 @@
-"""Reductions, softmax and scans. A reduced dim that is sharded leaves a partial sum (or max, min, product)."""
+"""Reductions, softmax and scans. Sharding a reduced dim leaves a partial sum (or max, min, product)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The sum is as wide as within a kernel: of 16 bits it may be beyond their range, where the mean is not."""
+    """A mean as a sum and a quotient, accumulated in float32 as kernels do: a 16-bit sum may overflow."""
     dims = list(range(x.dim())) if not dim and dim != 0 else [dim] if isinstance(dim, int) else list(dim)
     made = x.dtype if dtype is None else dtype
     summed = torch.sum(x, dims, keepdim, dtype=torch.float32 if made in NARROW else made)
@@ -28,7 +28,7 @@ def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.
 
 
 def _first(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., torch.Tensor]:
-    """The first of the results of a decomposition."""
+    """A decomposition that returns the first result alone."""
     return lambda *args, **kwargs: function(*args, **kwargs)[0]
 
 
@@ -43,7 +43,7 @@ def _var_mean(
 def _std_mean(
     x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The squares of numbers whose deviation has the dtype's range may be beyond it."""
+    """Standard deviation and mean in float64, as squares of numbers within the dtype's range may overflow it."""
     wide = x if x.dtype == torch.float64 else x.to(torch.complex128 if x.is_complex() else torch.float64)
     var, mean = _two_passes(wide, dim, correction, keepdim)
     std = torch.sqrt(var)
@@ -53,8 +53,8 @@ def _std_mean(
 def _two_passes(
     x: torch.Tensor, dim: Any, correction: float | None, keepdim: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean, then the centred squares; both are sums, that may be partial. Kernels go through the numbers once, and
-    have no mean of what is infinite."""
+    """The mean, then the sum of centred squares: both sums may be partial. Kernels take one pass, and give NaN for the
+    mean of infinite numbers."""
     dims = list(range(x.dim())) if not dim else list(dim)
     count = math.prod(x.shape[d] for d in dims)
     mean = torch.sum(x, dims, True) / count
@@ -67,7 +67,7 @@ def _two_passes(
 
 
 def mean_share(emit: Emit) -> Any:
-    """A rank's term of a mean: the mean of what it has, by its share of the elements."""
+    """A rank's term of a mean: its local mean weighted by its share of the elements."""
     made = emit.call(emit.node.op, *emit.args, **emit.kwargs)
     x, dim = emit.node.operands[0], argument(emit.node, "dim") if emit.node.op is aten.mean.dim else None
     dims = range(x.type.ndim) if not dim else [d % x.type.ndim for d in dim]
@@ -76,24 +76,24 @@ def mean_share(emit: Emit) -> Any:
 
 
 def resized(node: Node) -> str:
-    """One or the other, by what becomes of the sizes."""
+    """The template by whether the op changes the sizes."""
     return ALONG if node.outs[0].shape == node.operands[0].shape else RESIZED
 
 
 def vector_norm(node: Node) -> Template:
-    """In the norms 0 and 1 a sum, in those of infinite order a maximum or a minimum; in others nothing of the kind."""
+    """In the norms 0 and 1 a sum, in those of infinite order a maximum or a minimum; in others replicated."""
     kind = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}.get(argument(node, "ord"))
     return template(DOWN_WHOLE) if kind is None else template(DOWN, reduce=kind)
 
 
 DOWN = "d.. k@dim -> d.. 1@dim, ..."
-"""Over the dims that an argument names, all if it names none, is reduced; ``keepdim`` leaves dims of size one."""
+"""A reduction over the dims that an argument names, or over all; ``keepdim`` leaves dims of size one."""
 DOWN_WHOLE = "d.. k@dim! -> d.. 1@dim, ..."
-"""The same where they must be replicated."""
+"""A reduction whose reduced dims must be replicated."""
 ALONG = "d.. k@dim!, ... -> d.. k@dim, ..."
-"""The dims that the argument names are replicated, the others pass."""
+"""An op along the dims that an argument names, which are replicated; other dims are batch dims."""
 RESIZED = "d.. k@dim! -> d.. o@dim!, ..."
-"""The same, with other sizes of them in the results."""
+"""An op along replicated dims that changes their sizes."""
 
 RULES: tuple[RuleEntry, ...] = (
     rule((aten.sum.dim_IntList, aten.sum.default), DOWN, linear="0", identity="k"),

@@ -1,9 +1,9 @@
-"""Interpolation and adaptive means: a row of the result is made of a few rows of the picture, which a rank needs of a
-sharded picture. Where rows are made block by block (twice as many nearest rows, means of each eight) ``h`` is ``(g a)``
-of the picture and ``(g b)`` of the result, and ``g`` may be sharded.
+"""Interpolation and adaptive means: a row of the result depends on a few rows of the image, so a rank needs a halo of a
+sharded image. Where the result is blockwise (nearest rows twice as many, means of each eight) ``h`` is ``(g a)``
+in the image and ``(g b)`` in the result, and ``g`` may be sharded.
 
-Padding: rows of the result are those of the picture, further on, and beyond the border a constant, the rows of the
-picture in a mirror, or its last one.
+Padding: the result has the rows of the image at an offset, and beyond the border a constant, the mirrored rows, or
+the last one repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .spatial_dims import SpatialDim, ends, spatial, tiles
 aten = torch.ops.aten
 
 REACH = {"linear": 1, "cubic": 2}
-"""How many rows before and behind its place a row is made of."""
+"""The number of rows before and behind its position that a row is interpolated from."""
 KINDS = {
     "linear": "upsample_linear1d upsample_bilinear2d upsample_trilinear3d",
     "cubic": "upsample_bicubic2d",
@@ -50,7 +50,7 @@ KIND_OF = {
 
 @dataclass(frozen=True)
 class BlockwiseDim(SpatialDim):
-    """A dim whose rows are made of blocks, each of its own block."""
+    """A dim that is resized block by block, each from its own block."""
 
     def words(self) -> tuple[str, str]:
         return "(g# a#!)", "(g# b#!)"
@@ -61,7 +61,7 @@ class BlockwiseDim(SpatialDim):
 
 @dataclass(frozen=True)
 class InterpolatedDim(SpatialDim):
-    """A dim of ``size`` rows, between which ``places`` lie."""
+    """A dim of ``size`` rows that is interpolated at ``places`` positions."""
 
     kind: str
 
@@ -75,14 +75,14 @@ class InterpolatedDim(SpatialDim):
 
     @property
     def step(self) -> float:
-        """How far the places of two rows of the result are apart."""
+        """The distance between two adjacent rows of the result, in rows of the image."""
         if self.kind.startswith("aligned"):
             return (self.size - 1) / (self.places - 1) if self.places > 1 else 0.0
         return self.size / self.places
 
     @property
     def down(self) -> Window:
-        """The rows of the picture that a row of the result is made of."""
+        """The window of image rows that a row of the result is interpolated from."""
         size, places, reach = self.size, self.places, REACH[self.kind.split()[-1]]
         if self.kind.startswith("aligned"):
             per = max(places - 1, 1)
@@ -92,15 +92,15 @@ class InterpolatedDim(SpatialDim):
 
 
 def kind_of(node: Node) -> str:
-    """``linear``, ``aligned cubic``: which rows, with which weights."""
+    """The kind of interpolation, such as ``linear`` or ``aligned cubic``: its rows and weights."""
     aligned = has_argument(node.op, "align_corners") and argument(node, "align_corners")
     return f"aligned {KIND_OF[node.op]}" if aligned else KIND_OF[node.op]
 
 
 def resized(node: Node, x: Shape, y: Shape) -> list[SpatialDim]:
-    """How the last dims of an image become those of another; replicated where rows are smoothed, where the ``scale``
-    is not that of the sizes (of 21 rows 10, each two rows behind the one before), or means and nearest rows are not
-    those of blocks."""
+    """The spatial dims of a resize; replicated if rows are smoothed, if the ``scale`` is not that of the sizes (10 rows
+    of 21, each two rows behind the one before), or if means or nearest rows do not form
+    blocks."""
     kind, space = kind_of(node), len(x)
     named = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[-space:]
     told = [(s, a, b) for s, a, b in zip((argument(node, name) for name in named), x, y, strict=True) if s is not None]
@@ -115,25 +115,25 @@ def resized(node: Node, x: Shape, y: Shape) -> list[SpatialDim]:
 
 
 def forward(node: Node) -> ShardingRule:
-    """``x[n.. h..] -> y[n.. p..]``, h as p needs it."""
+    """``x[n.. h..] -> y[n.. p..]``, with h seen through windows of p."""
     return spatial(node, resized(node, *ends(node)), "n.. X -> n.. Y", "0")
 
 
 def backward(node: Node) -> ShardingRule:
-    """``gy[n.. p..] -> gx[n.. h..]``, p as h needs it."""
+    """``gy[n.. p..] -> gx[n.. h..]``, with p seen through windows of h."""
     form, linear = ("n.. Y, n.. X -> n.. X", "0|1>") if len(node.operands) > 1 else ("n.. Y -> n.. X", "0")
     return spatial(node, resized(node, *ends(node, back=True)), form, linear, back=True)
 
 
 def forward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows of the result, of the rows of the image that they are made of."""
+    """A rank's rows of the result, interpolated from its tile of the image with halo."""
     (tile, made), (x, y) = tiles(emit), ends(emit.node)
     steps, kind = _steps(emit.node, x, y), kind_of(emit.node)
     return emit.call(resize_tile, args[0], tile.at, list(x), made.at, made.lengths, steps, kind)
 
 
 def backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows of the image's gradient, of the rows of the result that they are a part of."""
+    """A rank's rows of the image's gradient, from the rows of the result that depend on them."""
     (tile, made), (x, y) = tiles(emit), ends(emit.node, back=True)
     options = (made.at, list(x), made.lengths, tile.at, _steps(emit.node, x, y), kind_of(emit.node))
     return emit.call(resize_tile_backward, args[0], *options)
@@ -144,7 +144,7 @@ def _steps(node: Node, x: Shape, y: Shape) -> list[float]:
 
 
 def entries(name: str, kind: str) -> Iterator[RuleEntry]:
-    """The rules of one op and of its backward."""
+    """The rules of an op and of its backward."""
     space = next(n for n in (1, 2, 3) if f"{n}d" in name)
     follow = {"output_size": f"(g b p)*{space}"}
     op, back = getattr(aten, name).default, getattr(aten, f"{name}_backward").default
@@ -159,13 +159,13 @@ def entries(name: str, kind: str) -> Iterator[RuleEntry]:
 
 
 def before(node: Node) -> dict[int, int]:
-    """The dims that are padded, and how many rows are put before each; fewer than none are cropped."""
+    """The padded dims, and the number of rows put before each; negative ones are cropped."""
     pads, ndim = argument(node, "pad", "padding"), node.outs[0].type.ndim
     return {ndim - 1 - i: pads[2 * i] for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]}
 
 
 def padded_constant(node: Node) -> ShardingRule:
-    """Rows of the result are those of x, further on; linear if what is put in is zero."""
+    """Constant padding: the rows of x at an offset; linear if the constant is zero."""
     touched, ndim, made = before(node), node.outs[0].type.ndim, node.outs[0].shape
     x, y = words(f"d{d}" for d in range(ndim)), words(f"o{d}" if d in touched else f"d{d}" for d in range(ndim))
     found = template(f"{x} -> {y}", "" if argument(node, "value") else "0")(node)
@@ -173,8 +173,8 @@ def padded_constant(node: Node) -> ShardingRule:
 
 
 def padded_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows: those of x that it has, and padding at the global border. It is the same op on every rank
-    that has some, so that the proof knows its result, which may be ``x`` itself."""
+    """A rank's rows: those of x that it has, and padding at the global border. It is the same op on every rank that has
+    rows, so that verification recognizes its result, which may be ``x`` itself."""
     x, _, *value = args
     ranges = []
     for dim, front in before(emit.node).items():
@@ -191,14 +191,14 @@ EDGES = {"reflection": "mirrored", "replication": "repeated"}
 
 
 def edge_of(node: Node) -> str:
-    """What stands beyond the border: ``mirrored`` rows, or one ``repeated``."""
+    """The kind of padding beyond the border: ``mirrored`` rows, or one ``repeated``."""
     return next(kind for name, kind in EDGES.items() if name in str(node.op))
 
 
 def edged(node: Node) -> ShardingRule:
-    """Rows of the result are those of x, further on, and beyond the border rows of x near it; a row of the gradient is
-    made of its own in the result, and near the border of those beyond it. In a mirror what is far behind the border is
-    as far before it."""
+    """Padding by rows of x: the result has the rows of x at an offset, and beyond the border rows near it; a row of the
+    gradient is a sum of its own in the result and, near the border, of those beyond it. A mirror reverses the
+    order of rows at the border."""
     back, made = len(node.operands) > 1, node.outs[0].shape
     pads, ndim, mirror = argument(node, "padding"), len(made), edge_of(node) == "mirrored"
     found, mark = before(node), "!" if min(pads) < 0 else ""

@@ -1,9 +1,9 @@
-"""Rules of ops on images, dim by dim: what each says of a dim of space, and how a rank's tile lies in it.
+"""Rules of ops on images: the factors and windows of each spatial dim, and the position of a rank's tile.
 
-    n.. h0 h1 -> n.. p0 p1              windows overlap: of ``h`` a rank needs the rows that its ``p`` reach
-    n.. (p0 a0!) h1 -> n.. p0 p1        along dim 0 windows stand side by side
+    n.. h0 h1 -> n.. p0 p1              windows overlap: a rank needs the rows of ``h`` that its ``p`` read
+    n.. (p0 a0!) h1 -> n.. p0 p1        along dim 0 windows are adjacent
 
-``h`` is the image, ``p`` the places of windows over it; a backward goes from ``p`` to ``h``.
+``h`` is the image, ``p`` the positions of windows over it; a backward goes from ``p`` to ``h``.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from shardfx.ir.rules.windows import RowRange, down, reverse, seeing
 
 @dataclass(frozen=True)
 class SpatialDim:
-    """A dim of ``size`` rows and of ``places`` windows, none of which is sharded; ``#`` is its number among those of
-    space."""
+    """A replicated spatial dim of ``size`` rows and of ``places`` windows; ``#`` in its factors stands for its index
+    among the spatial dims."""
 
     size: int
     places: int
 
     def words(self) -> tuple[str, str]:
-        """The words of a template for the image and for the places."""
+        """The factors in a template, of the image and of the windows."""
         return "h#!", "p#!"
 
     def blocks(self) -> tuple[str, int] | None:
-        """The factor that both have where windows stand side by side, and its size."""
+        """The factor that both share if windows are adjacent, and its size."""
         return None
 
     def window(self, back: bool) -> Window | None:
-        """What a place reads of the image, or the places that read a row of it (``back``); None where it is no matter
-        of windows."""
+        """The rows of the image that a window reads, or the windows that read a row (``back``); None without
+        windows."""
         return None
 
 
 @dataclass(frozen=True)
 class Slide(SpatialDim):
-    """Windows that slide over a dim, as those of a pool or a convolution."""
+    """A dim with sliding windows, such as those of a pool or a convolution."""
 
     kernel: int
     stride: int
     padding: int
     dilation: int = 1
     blockwise: bool = True
-    """Whether the rule says so where windows stand side by side."""
+    """Whether adjacent windows are factored into blocks."""
 
     @property
     def apart(self) -> bool:
-        """Whether windows stand side by side: the patches of a vision transformer, a kernel of one."""
+        """Whether windows are adjacent blocks, as the patches of a vision transformer, or a kernel of size 1."""
         return self.blockwise and side_by_side(
             self.size, self.places, self.kernel, self.stride, self.padding, self.dilation
         )
@@ -72,18 +72,18 @@ class Slide(SpatialDim):
 
     @property
     def down(self) -> Window:
-        """What a place reads."""
+        """The window of image rows that each position reads."""
         return down(self.places, self.kernel, self.stride, self.padding, self.dilation)
 
     def read(self, dim: int, stored: tuple[int, int], places: tuple[int, int]) -> RowRange:
-        """What a kernel without padding reads at some places, of the rows of dim ``dim`` of the image that are there
-        (each of both as start and length)."""
+        """The rows of dim ``dim`` of the image that a kernel without padding reads for some windows, beside the stored
+        rows (each range as start and length)."""
         first, last = self.down.reach(*places)
         return RowRange(dim, stored[0], stored[0] + stored[1], first, last + 1)
 
 
 def side_by_side(size: int, out: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> bool:
-    """Whether every window lies in its own block of ``stride`` elements, and the blocks are all there is."""
+    """Whether each window lies in its own block of ``stride`` elements, and the blocks cover the dim."""
     return padding == 0 and dilation * (kernel - 1) + 1 <= stride and size == out * stride
 
 
@@ -94,7 +94,7 @@ def spread(value: Any, space: int, default: Sequence[int] = ()) -> list[int]:
 
 
 def slides(node: Node, x: Shape, y: Shape, blockwise: bool = False) -> list[Slide]:
-    """How the windows of a pool go from an image to a result of these sizes, dim by dim."""
+    """The windows of a pool from an image to a result of these sizes, for each spatial dim."""
     space = len(x)
     kernel = spread(argument(node, "kernel_size"), space)
     stride = spread(argument(node, "stride"), space, kernel)
@@ -105,12 +105,12 @@ def slides(node: Node, x: Shape, y: Shape, blockwise: bool = False) -> list[Slid
 
 
 def spaces_of(node: Node) -> int:
-    """How many dims the image has."""
+    """The number of spatial dims."""
     return next(n for n in (1, 2, 3) if f"{n}d" in str(node.op))
 
 
 def ends(node: Node, back: bool = False) -> tuple[Shape, Shape]:
-    """The sizes of the image and of its places; of a backward (``back``) the result and the first operand."""
+    """The sizes of the image and of its windows; of a backward (``back``) those of the result and the first operand."""
     space = spaces_of(node)
     x, y = node.operands[0].shape[-space:], node.outs[0].shape[-space:]
     return (y, x) if back else (x, y)
@@ -126,10 +126,10 @@ def spatial(
     alone: bool = False,
     unread: str = "",
 ) -> ShardingRule:
-    """The rule of an op on images: ``form`` has ``X`` for the dims of space of the image, ``Y`` for the places.
+    """The rule of an op on images: ``form`` has ``X`` for the spatial dims of the image, ``Y`` for the windows.
 
     Args:
-        alone: what is seen through windows may be sharded by itself, too.
+        alone: factors seen through windows may also be sharded by themselves.
     """
     x, y = (" ".join(each.words()[k].replace("#", str(i)) for i, each in enumerate(dims)) for k in (0, 1))
     blocks = [(i, found) for i, each in enumerate(dims) if (found := each.blocks()) is not None]
@@ -141,7 +141,7 @@ def spatial(
 
 
 class Tile(NamedTuple):
-    """Where in an image a rank's rows begin, and how many there are, dim by dim."""
+    """The position of a rank's tile in an image: start and length of each spatial dim."""
 
     at: list[int]
     lengths: list[int]

@@ -1,11 +1,11 @@
 """Lookups (embedding, gather, index, isin, searchsorted), and their gradients: scatter, index_put.
 
-Where the dim that is looked up is sharded, each rank finds what lies in its own range and gives nothing for the
-rest: the sum over the ranks is the answer. That is the vocabulary-parallel embedding of Megatron-LM
+If the dim that is looked up is sharded, each rank looks up the indices in its own range and gives zeros for the
+rest: the sum over the ranks is the result. That is the vocabulary-parallel embedding of Megatron-LM
 (Shoeybi et al., 2019), here for every op of the kind.
 
-The dims that are written to are replicated. Where values are *added*, the index may be sharded all the same: each rank
-adds its own, the first one to the tensor and the others to zeros, and the sum over the ranks is the answer. So
+The dims that are written to are replicated. If values are *added*, the index may be sharded nevertheless: each rank
+adds its own values, the first one to the tensor and the others to zeros, and the sum over the ranks is the result. So
 the gradient of a lookup may be sharded as the lookup is.
 """
 
@@ -27,13 +27,13 @@ aten = torch.ops.aten
 
 
 def untouched(node: Node) -> ShardingRule:
-    """Of an op that counts through all elements nothing is sharded, but all floats may be partial sums together."""
+    """The rule of an op that counts through all elements: replicated, but all floats may be partial sums together."""
     floats = [str(i) for i, value in enumerate(node.operands) if value.type.dtype.is_floating_point]
     return replicated(node, "&".join(floats))
 
 
 class Indexed(NamedTuple):
-    """``x[indices]``: the texts of x and of the indices, the factors of the result, the dims of x without an index."""
+    """``x[indices]``: the templates of x and of the indices, the factors of the result, the unindexed dims of x."""
 
     table: str
     indices: str
@@ -42,11 +42,11 @@ class Indexed(NamedTuple):
 
 
 def indexed(node: Node, letter: str, mark: str = "") -> Indexed | None:
-    """Indexed dims are replicated, those of the indices (which are broadcast) may be sharded; None for masks.
+    """Templates in which indexed dims are replicated, and the (broadcast) dims of the indices free; None for masks.
 
     Args:
-        letter: of the dims of x.
-        mark: ``!`` where the dims of the indices are replicated.
+        letter: the prefix of factors of x.
+        mark: ``!`` if the dims of the indices are replicated.
     """
     indices = argument(node, "indices")
     at = [i for i, index in enumerate(indices) if index is not None]
@@ -62,7 +62,7 @@ def indexed(node: Node, letter: str, mark: str = "") -> Indexed | None:
 
 
 def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
-    """The local call of an op that looks up its argument number ``at`` in one dim of its first operand."""
+    """The ``local`` function of an op that looks up its argument number ``at`` in one dim of its first operand."""
 
     def local(emit: Emit) -> Any:
         x = emit.node.operands[0]
@@ -79,7 +79,7 @@ def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
 
 
 def embedding_backward_local(emit: Emit) -> Any:
-    """The gradient of the rank's own rows."""
+    """The gradient of this rank's rows of an embedding."""
     shard = emit.result_shard(0, 0)
     grad, index, _, padding, scale = emit.args[:5]
     if shard.is_full:
@@ -116,18 +116,18 @@ def index_tensor(node: Node) -> str | None:
 
 
 def isin(node: Node) -> Template:
-    """What is in any part of a table is in it."""
+    """Membership in a table is the maximum (or, inverted, the minimum) over the shards of the table."""
     return template("d.., t.. -> d..", reduce="min" if argument(node, "invert") else "max")
 
 
 def searchsorted(node: Node) -> str:
-    """One table for all, or one for each row; a place among sorted numbers needs all of them."""
+    """One table for all, or one per row; it is replicated, as the position among sorted numbers depends on all."""
     table, x = (value.type.ndim for value in node.operands[:2])
     return "t!, d.., t! -> d.." if table == 1 and x != 1 else "d.. t!, d.. k, d.. t! -> d.. k"
 
 
 def histc(node: Node) -> str:
-    """Counts add up, if the bins do not depend on the values."""
+    """Counts are sums over the shards, unless the bins depend on the values."""
     return "d.. -> bins!" if argument(node, "min") != argument(node, "max") else "d..! -> bins!"
 
 
@@ -136,12 +136,12 @@ def histc(node: Node) -> str:
 
 ADDING = (aten.scatter_add, aten.index_add, aten._unsafe_masked_index_put_accumulate)
 REDUCED = (aten.scatter_reduce, aten.index_reduce)
-"""Ops that reduce values with what is there, by their argument ``reduce``."""
+"""Ops that reduce values with the tensor's own, by their argument ``reduce``."""
 EXTREMES = {"amax": "max", "amin": "min"}
 
 
 def scatter(node: Node) -> ShardingRule | Template:
-    """``x[d..], index[i, d..], src[i, d..] -> y[d..]``: x's scattered dim is replicated, and i if nothing is added."""
+    """``x[d..], index[i, d..], src[i, d..] -> y[d..]``: the scattered dim is replicated, and i unless values add up."""
     x, index, *src = (value.shape for value in node.operands)
     if not x:
         return replicated(node, together(node))
@@ -164,7 +164,7 @@ def scatter(node: Node) -> ShardingRule | Template:
 
 
 def adds(node: Node) -> bool:
-    """Whether values are added to what is there."""
+    """Whether values are added to the tensor's own."""
     packet = node.op.overloadpacket
     if packet in REDUCED:
         return argument(node, "reduce") == "sum" and includes_self(node)
@@ -172,18 +172,18 @@ def adds(node: Node) -> bool:
 
 
 def takes_extreme(node: Node) -> bool:
-    """Whether the largest or the smallest of the values and of what is there stays."""
+    """Whether the op takes the maximum or minimum of the values and the tensor's own."""
     return argument(node, "reduce") in EXTREMES and includes_self(node)
 
 
 def includes_self(node: Node) -> bool:
-    """Whether what is there counts among the values that are reduced."""
+    """Whether the tensor's own elements are included in the reduction."""
     return bool(argument(node, "include_self"))
 
 
 def together(node: Node, index: str = "") -> str:
-    """Tensor and values may be partial sums together, unless more than moved or added; the tensor alone, where each
-    rank adds a part of the values to it: over the axes that shard the dims of the ``index``.
+    """The operands that may be partial: tensor and values together, if they are moved or added; the tensor alone, if
+    each rank adds its own values to it: over the axes that shard the dims of the ``index``.
     """
     return "|".join(filter(None, (_together(node), f"0*{index}" if index and adds(node) else "")))
 
@@ -206,8 +206,8 @@ def index_write(node: Node) -> Template:
 
 
 def index_put(node: Node) -> ShardingRule | Template:
-    """``x[i!, d..], index[n..], values[n.., d..] -> y[i!, d..]``; n is replicated if nothing is added. A mask ``[n..]``
-    may choose the values, where each dim has an index."""
+    """``x[i!, d..], index[n..], values[n.., d..] -> y[i!, d..]``; n is replicated unless values are added. A mask
+    ``[n..]`` may select the values, if each dim has an index."""
     indices, values = argument(node, "indices"), node.operands[-1].shape
     linear = f"0&{len(given_tensors(node)) - 1}{'|0*i' if adds(node) else ''}"
     masks = [i for i, each in enumerate(indices) if each is not None and each.type.dtype is torch.bool]
@@ -223,7 +223,7 @@ def index_put(node: Node) -> ShardingRule | Template:
 
 
 def masked(node: Node, at: int) -> str:
-    """``x[.., mask, ..] = v``: v has one value for all that is masked, or the masked dims are replicated."""
+    """``x[.., mask, ..] = v``: v has one value for all masked elements, or the masked dims are replicated."""
     x, values = (node.operands[i].type.ndim for i in (0, -1))
     mask = argument(node, "indices")[at].type.ndim
     dims = [f"d{i}" for i in range(x)]
@@ -238,7 +238,7 @@ def masked(node: Node, at: int) -> str:
 
 
 def added(emit: Emit) -> Any:
-    """Values are added to one rank's tensor; the largest or smallest are taken of every rank's."""
+    """Add values to one rank's tensor; a maximum or minimum is taken of every rank's."""
     return add_once(emit) if adds(emit.node) else emit.call(emit.node.op, *emit.args, **emit.kwargs)
 
 

@@ -1,7 +1,7 @@
-"""Slices and concatenation: slice, select, split, cat, stack, and their gradients; roll, flip, pad.
+"""Slices and concatenation: slice, select, split, cat, stack, and their gradients; roll, flip, unfold, repeat.
 
-A part that is one of the equal blocks of a dim keeps the shardings within the block: ``(c! k) -> k``. Of other slices a
-rank needs the rows that its own are. Elsewhere the dim is replicated.
+A slice that is one of the equal blocks of a dim keeps shardings within the block: ``(c! k) -> k``. For other slices a
+rank needs the rows of its shard of the result. Elsewhere the dim is replicated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REST, ROWS = "d.. o@dim!", "d.. o@dim"
 
 
 def _range(node: Node, size: int) -> tuple[int, int, int]:
-    """Start, end and step of a slice of a dim of this size."""
+    """Start, end and step of a slice, within a dim of this size."""
     start, end, step = (argument(node, name) for name in ("start", "end", "step"))
     start = 0 if start is None else start
     end = size if end is None else end
@@ -46,7 +46,7 @@ def _aligned(start: int, end: int, step: int, size: int) -> bool:
 
 
 def _ends(node: Node) -> tuple[Value, Value]:
-    """What a slice is of, and the slice: in the gradient the result and the operand."""
+    """The full tensor and the slice: operand and result, in the gradient the reverse."""
     ends = (node.operands[0], node.outs[0])
     return ends if node.op is aten.slice.Tensor else ends[::-1]
 
@@ -70,7 +70,7 @@ def slice_(node: Node) -> str | ShardingRule:
 
 
 def slice_local(emit: Emit) -> Any:
-    """The part of a rank's elements that is in the slice."""
+    """The part of a slice that lies in this rank's shard."""
     large, small = _ends(emit.node)
     dim = at_dim(emit, large)
     start, end, step = _range(emit.node, large.shape[dim])
@@ -89,14 +89,14 @@ def slice_local(emit: Emit) -> Any:
 
 
 def _slice_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
-    """A rank's rows of the slice, of the rows that it has."""
+    """A rank's rows of the slice, from its rows of the operand."""
     (at, _), (first, count) = emit.operand_bounds(0, dim), emit.result_bounds(0, dim)
     begin = start + step * first - at
     return emit.call(aten.slice.Tensor, emit.args[0], dim, begin, begin + step * (count - 1) + 1, step)
 
 
 def _slice_back_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
-    """A rank's rows of what is written into zeros, of those rows of the slice that lie there."""
+    """A rank's rows of a slice written into zeros, from the rows of the slice that lie there."""
     (at, size), (first, count) = emit.operand_bounds(0, dim), emit.result_bounds(0, dim)
     begin = max(at, -((start - first) // step))
     end = min(at + size, (first + count - 1 - start) // step + 1)
@@ -111,7 +111,7 @@ def _slice_back_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
 
 
 def _shards(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, str]:
-    """The dims of shards that lie one behind the other, and of all together."""
+    """The dims of parts that are concatenated, and of the concatenation."""
     sizes = {shape[dim] if len(shape) == ndim else 0 for shape in shapes}
     if len(sizes) == 1 and 0 not in sizes:
         return ", ".join([PART] * len(shapes)), BLOCKS
@@ -120,14 +120,14 @@ def _shards(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, st
 
 
 def split(node: Node) -> str:
-    """Equal shards keep the shardings within a shard: ``(c! k) -> k, k, k``."""
+    """Equal parts keep the shardings within a part: ``(c! k) -> k, k, k``."""
     x = node.operands[0]
     shards, together = _shards([v.shape for v in node.outs], argument(node, "dim") % x.type.ndim, x.type.ndim)
     return f"{together} -> {shards}"
 
 
 def split_local(emit: Emit) -> Any:
-    """A split into the lengths that this rank has of the results."""
+    """A split into this rank's lengths of the results."""
     dim = at_dim(emit, emit.node.operands[0])
     lengths = [emit.result_shape(i)[dim] for i in range(len(emit.node.outs))]
     return emit.call(aten.split_with_sizes.default, emit.args[0], lengths, dim)
@@ -141,7 +141,7 @@ def cat(node: Node) -> str:
 
 
 def slice_scatter(node: Node) -> Template:
-    """Into a part of a tensor another one is written; where that is all of it, its own elements are not looked at."""
+    """A tensor written into a slice of another; if the slice is full, the other's elements are not read."""
     x, part = (value.shape for value in node.operands)
     if x == part:
         return template(f"{PART}, {PART} -> {PART}", "0>|1", moves_only=True)
@@ -156,7 +156,7 @@ def slice_scatter(node: Node) -> Template:
 
 
 def unfold(node: Node) -> str:
-    """The windows of a dim, whose rows stand in a new last one: where they stand side by side they may be sharded."""
+    """Windows of a dim, whose rows are in a new last one: adjacent windows may be sharded."""
     ends = node.operands[0], node.outs[0]
     if not all(each.shape for each in ends):
         return "~e! -> ~e!"
@@ -169,8 +169,8 @@ def unfold(node: Node) -> str:
 
 
 def rotated(node: Node) -> str:
-    """Of two dims that a rotation by 90 degrees exchanges the second one is reversed, so it is not sharded; by 180
-    degrees both are."""
+    """A rotation by 90 degrees exchanges two dims and reverses the second, which is replicated; by 180 degrees it
+    reverses both."""
     k, names = argument(node, "k") % 4, [f"d{i}" for i in range(node.operands[0].type.ndim)]
     i, j = (names[dim] for dim in argument(node, "dims"))
     full = {j} if k == 1 else {i} if k == 3 else {i, j} if k else set[str]()
@@ -179,7 +179,7 @@ def rotated(node: Node) -> str:
 
 
 def repeat_local(emit: Emit) -> Any:
-    """Each rank repeats what it has as often as makes its part of the result."""
+    """The local repeat counts: each rank repeats its shard to its part of the result."""
     out, x = emit.result_shape(0), emit.operand_shape(0)
     lead = len(out) - len(x)
     counts = [*out[:lead], *(a // b if b else 1 for a, b in zip(out[lead:], x, strict=True))]
@@ -187,14 +187,14 @@ def repeat_local(emit: Emit) -> Any:
 
 
 def repeat(node: Node) -> str:
-    """``d -> (r d)``: what is repeated may be sharded, and so may the repetitions."""
+    """``d -> (r d)``: the repeated dim may be sharded, and so may the repetitions."""
     x, out = node.operands[0].type.ndim, node.outs[0].type.ndim
     result = (f"(r{i} d{i})" if i >= out - x else f"d{i}" for i in range(out))
     return f"~{words(f'd{i}' for i in range(out - x, out))} -> {words(result)}"
 
 
 def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    """An image that is rolled, dim by dim."""
+    """A roll, dim by dim, as circular shifts."""
     if not dims:
         return torch.roll(x.flatten(), shifts, 0).view(x.shape)
     y = x

@@ -1,7 +1,7 @@
 """Views: reshapes, transposes, expansion.
 
 A view is written in the sub-dims that its input's and output's dims have in common, so that a sharding passes
-through it whichever way: ``[8, 128, 64] -> [1024, 64]`` is ``b t d -> (b t) d``.
+through it in both directions: ``[8, 128, 64] -> [1024, 64]`` is ``b t d -> (b t) d``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def common_factors(a: Sequence[int], b: Sequence[int]) -> tuple[list[Dim], list[
 
 
 def view(node: Node) -> ShardingRule:
-    """The rule of an op that keeps the elements in their order."""
+    """The rule of an op that keeps the order of elements."""
     return _view(node.operands[0].shape, node.outs[0].shape)
 
 
@@ -59,7 +59,7 @@ def _view(a: tuple[int, ...], b: tuple[int, ...]) -> ShardingRule:
 
 
 def transposed(node: Node) -> str:
-    """Two dims change places: those that the arguments name, or the two of a matrix."""
+    """The transposition of two dims: those that the arguments name, or the two of a matrix."""
     order = list(range(node.operands[0].type.ndim))
     i, j = (argument(node, name) or 0 for name in ("dim0", "dim1")) if len(node.args) > 1 else (0, -1)
     if order:
@@ -68,8 +68,8 @@ def transposed(node: Node) -> str:
 
 
 def strided(node: Node) -> ShardingRule | None:
-    """``as_strided`` of all elements in their order is a view; else nothing is sharded. With a storage offset it is no
-    function of its operand's values."""
+    """``as_strided`` of all elements in their order is a view; otherwise it is replicated. With a storage offset its
+    result is no function of its operand's values."""
     size, stride, offset = (argument(node, name) for name in ("size", "stride", "storage_offset"))
     if offset is not None:
         return None
@@ -79,7 +79,7 @@ def strided(node: Node) -> ShardingRule | None:
 
 
 def reread(node: Node) -> str:
-    """The bits read as another dtype: of the last dim several numbers become one, or one becomes several."""
+    """A bitcast to another dtype: several numbers of the last dim become one, or one becomes several."""
     wide, narrow = node.operands[0], node.outs[0]
     if wide.type.dtype.itemsize == narrow.type.dtype.itemsize:
         return "d.. -> d.."
