@@ -26,39 +26,39 @@ from .fake_calls import TensorLayout
 
 @dataclass(frozen=True)
 class Transport:
-    """How collectives and messages are carried.
+    """The buffering of collectives and messages by an engine.
 
     Args:
-        ahead: memory for so many messages from other stages is there before they are asked for: from the call that
-            asks for one so many before it, or from the first call on.
+        ahead: the number of messages from other stages whose buffers are allocated ahead: at the call that receives a
+        message so many before, or at the first call.
     """
 
     ahead: int = 0
 
     def early(self, intervals: LiveIntervals) -> LiveIntervals:
-        """Live intervals, with those of messages begun as early as they are."""
+        """Live intervals, with those of messages starting as early as their buffers are allocated."""
         return intervals.ahead(self.ahead) if self.ahead else intervals
 
 
 PLAIN = Transport()
-"""Nothing is there but what programs say."""
+"""Transport without buffers of its own."""
 
 
 STEPS = 3
-"""After so many steps what is kept is what the step needs."""
+"""The number of steps after which the kept buffers are in a steady state."""
 
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """A storage: its bytes, the calls in which it is made and used last, what it is for, who made it.
+    """A storage: its bytes, its first and last call, its category, and the node that allocates it.
 
     ``category`` is "gradients", "results", "new buffers", "new parameters", "new states" (live to the end), "gathered"
     (all-gathered parameters), "cast" (parameters in another dtype), "fetched" (from another memory), "activations"
     (made by the forward pass, used last by the backward), "communication" or "temporaries". ``node`` is the planned
-    node that the call was lowered from, ``used_in`` the phase of the last use. ``kept``: what ``memory.empty`` gives,
-    which engines keep and reuse, in this step or the next. ``pool`` is the memory that it lies in, where that is not
-    the device's. ``uses`` are the last calls that use it in each schedule action, ``sizes`` its bytes from some
-    iterations on. ``message``: another stage's result is received there.
+    node that the call was lowered from, ``used_in`` the phase of the last use. ``kept``: a ``memory.empty`` buffer,
+    which engines keep and reuse, in this step or the next. ``pool`` is its memory, if not the
+    device's. ``uses`` are the last calls that use it in each schedule action, ``sizes`` its bytes from some
+    iterations on. ``message``: a receive buffer for another stage's result.
     """
 
     nbytes: int
@@ -74,7 +74,7 @@ class Storage:
     message: bool = False
 
     def use(self, at: int, scope: Scope) -> None:
-        """A call uses it."""
+        """Record a use by a call."""
         self.last = at
         if scope:
             self.uses[scope] = at
@@ -91,7 +91,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class PeakItem:
-    """Something that is live at a moment: what it is for, its bytes, and the node that made it."""
+    """A part of the peak: its category, its bytes, and the node that allocates it."""
 
     category: str
     nbytes: int
@@ -100,9 +100,9 @@ class PeakItem:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most is live, beside the inputs: ``items``, the largest first.
+    """The peak of live memory, inputs apart: ``items``, the largest first.
 
-    Memory that is kept and holds nothing then is of the category "kept".
+    Kept buffers that are idle at the peak are of the category "kept".
     """
 
     nbytes: int = 0
@@ -115,7 +115,7 @@ class Peak:
 
 
 class Change(NamedTuple):
-    """Memory that is made at a moment (bytes above 0), or dropped; and its number."""
+    """An allocation at a moment (bytes above 0), or a release; and the buffer's number."""
 
     moment: int
     number: int
@@ -124,13 +124,13 @@ class Change(NamedTuple):
 
 @dataclass
 class BufferReusePool:
-    """The sizes of memory that an engine keeps, by number: what it does in a step, without the memory."""
+    """A simulation of the buffers that an engine keeps: their sizes, by number."""
 
     kept: dict[int, int] = field(default_factory=dict)
     _number: Iterator[int] = field(default_factory=count)
 
     def step(self, asked: LiveIntervals) -> list[Change]:
-        """What is made and dropped in a step that asks for these storages; behind the last call what none asked for."""
+        """The allocations and releases of a step with these buffer requests; unused buffers are dropped at its end."""
         sizes, free = dict(self.kept), sorted(self.kept)
         borrowed, used, changes = list[tuple[int, int]](), set[int](), list[Change]()
         for born, last, nbytes in asked.by_birth():
@@ -155,10 +155,10 @@ class BufferReusePool:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory and costs of a program, call by call. Inputs are not counted: they belong to the caller.
+    """Memory and costs of a program, call by call. Inputs are not counted, as they belong to the caller.
 
-    ``inside`` are the temporary bytes of a call beyond its results. ``moments`` is the order of calls in schedule
-    actions: then figures of a call are those of the moment at which most is live.
+    ``inside`` are the temporary bytes of a call beyond its results. ``moments`` is the execution order of schedule
+    actions: figures of a call are then those of its moment with most live memory.
     """
 
     calls: tuple[fx.Node, ...]
@@ -170,12 +170,12 @@ class Footprint:
 
     @cached_property
     def live(self) -> tuple[int, ...]:
-        """The live bytes at each call, its last uses included."""
+        """The live bytes at each call, including its last uses."""
         return self._at_calls(self._live)
 
     @cached_property
     def beside(self) -> tuple[int, ...]:
-        """The live bytes in other memories at each call."""
+        """The live bytes in other memory pools at each call."""
         found = np.zeros(len(self.calls), dtype=np.int64)
         np.maximum.at(found, self._calls, self._in(bool(each.pool) for each in self.storages))
         return tuple(found.tolist())
@@ -193,19 +193,19 @@ class Footprint:
         return {name: self._at_calls(self._in(each == name for each in here)) for name in names}
 
     def there(self, call: int) -> list[Storage]:
-        """The live storages at a call; of schedule actions, those of each iteration."""
+        """The live storages at a call; in schedule actions, those of each iteration."""
         return [each for each in self._made.at(int(self._fullest[call])) if not each.pool]
 
     # ---- by moment --------------------------------------------------------------------------------------------------
 
     @cached_property
     def _made(self) -> LiveIntervals:
-        """The storages by the moments in which they are made and used last."""
+        """The live intervals of the storages, by moments."""
         made = LiveIntervals.once(self.storages) if self.moments is None else self.moments.of(self.storages)
         return self.transport.early(made)
 
     def _in(self, chosen: Iterable[bool]) -> Numbers:
-        """The bytes that some of the storages hold, by moment: a word for each."""
+        """The bytes of the chosen storages, by moment; a flag for each."""
         return self._made.of([*chosen]).in_use(len(self._calls))
 
     @cached_property
@@ -233,13 +233,13 @@ class Footprint:
 
     @cached_property
     def _kept(self) -> LiveIntervals:
-        """Buffers that are kept between steps."""
+        """The live intervals of buffers that are kept between steps."""
         return self._made.of([each.kept for each in self.storages])
 
     def reserved(self, given: Iterable[int] = ()) -> int:
         """The bytes that torch's caching allocator reserves on CUDA for such steps (:mod:`.caching_allocator`), beside
         the ``given`` bytes of each tensor that is always live. Results are freed before the next step; workspaces of
-        kernels are not in it."""
+        kernels are not counted."""
         allocator, pool = CachingAllocator(), BufferReusePool()
         for nbytes in given:
             allocator.allocate(nbytes)
@@ -272,24 +272,24 @@ class Footprint:
 
     @cached_property
     def _fullest(self) -> Numbers:
-        """By call: the moment at which most is live, of those in which it is done."""
+        """The moment of each call at which most is live."""
         if self.moments is None:
             return self._calls
         order = np.lexsort((-self._live, self._calls))  # of moments with as much, the first
         return order[np.searchsorted(self._calls[order], np.arange(len(self.calls)))]
 
     def _at_calls(self, live: Numbers) -> tuple[int, ...]:
-        """What is live at each call, at its fullest moment."""
+        """The live bytes at each call, at its fullest moment."""
         return tuple(live[self._fullest].tolist())
 
     @cached_property
     def cost(self) -> Cost:
-        """What the whole program computes, touches and sends."""
+        """The total cost of the program."""
         return total(self.costs)
 
     @cached_property
     def peak(self) -> Peak:
-        """The call during which most is live: what it uses, and what it makes, is there at once."""
+        """The peak: the call with the most live memory, its operands and results included."""
         if not self.calls:
             return Peak()
         top = max(range(len(self.calls)), key=lambda i: self.live[i] + self.inside[i])
@@ -305,8 +305,8 @@ class Footprint:
 
 @dataclass(frozen=True)
 class LoopMemory:
-    """The call of a loop during which most is live: bytes that the iteration made (or all that are ``in_flight``, where
-    the loop has schedule actions), and bytes that were live before. Inputs, which belong to the caller, are in neither.
+    """The peak of a loop: bytes allocated by the iteration (or by all that are ``in_flight``, in a loop with schedule
+    actions), and bytes that were live before. Neither includes inputs, which belong to the caller.
     """
 
     axis: str
@@ -317,7 +317,7 @@ class LoopMemory:
 
 
 def loop_memory(footprint: Footprint) -> tuple[LoopMemory, ...]:
-    """Of the outermost loops over each axis those with the highest peak, in the order of the program."""
+    """The peaks of outermost loops: for each axis the loop with the highest, in program order."""
     found: dict[str, LoopMemory] = {}
     around = regions(footprint.calls[0].graph.nodes) if footprint.calls else {}
     for loop, places in groupby(range(len(footprint.calls)), lambda place: around[footprint.calls[place]][:1]):

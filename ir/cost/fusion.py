@@ -1,4 +1,4 @@
-"""Fusion by Inductor: which elementwise values are never stored, and which calls share a kernel.
+"""Fusion by Inductor: elementwise values that are never stored, and calls that share a kernel.
 
     %1 = mm(x, w)                     stored
     %2 = _to_copy(%1, float32)        computed in the kernels that load it
@@ -36,7 +36,7 @@ ELEMENTWISE = {
     aten._log_softmax_backward_data.default,
     aten.nll_loss_backward.default,
 }
-"""Ops of which Inductor computes each element where it is used, beside those that torch tags as pointwise."""
+"""Elementwise ops without torch's pointwise tag, which Inductor inlines into their users."""
 REDUCTIONS = {
     aten.sum.default,
     aten.sum.dim_IntList,
@@ -47,20 +47,20 @@ REDUCTIONS = {
     aten.nll_loss_forward.default,
     aten.embedding_dense_backward.default,
 }
-"""Ops whose kernels compute elementwise operands."""
+"""Reductions, which Inductor fuses with elementwise operands."""
 BY_DIMS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.var_mean.correction}
-"""Those of them that take the dims that they reduce."""
+"""Reductions with an argument for the reduced dims."""
 READS = 4
-"""The most tensors that a value with several users loads if it is not stored: Inductor's
+"""The maximum number of loads of an inlined value with several users: Inductor's
 ``realize_reads_threshold``."""
 Loads = set[fx.Node]
 """Values, or views of them, that a kernel loads."""
 Layouts = Callable[[fx.Node], Sequence[TensorLayout]]
-"""Of the tensors that a node gives."""
+"""The layouts of a node's result tensors."""
 
 
 def inlined_values(nodes: Sequence[fx.Node]) -> dict[fx.Node, Loads]:
-    """The values that are computed where they are used, and what each loads."""
+    """The values that are inlined into their users, and the loads of each."""
     found: dict[fx.Node, Loads] = {}
     for node in nodes:
         if is_elementwise(node) and view_source(node, None) is None:
@@ -71,12 +71,12 @@ def inlined_values(nodes: Sequence[fx.Node]) -> dict[fx.Node, Loads]:
 
 
 def kernel_loads(node: fx.Node, inside: Mapping[fx.Node, Loads]) -> Loads:
-    """What a kernel of one call loads: its operands, and those of operands that are computed ``inside`` it."""
+    """The loads of a kernel of one call: its operands, with those of inlined operands (``inside``) in their place."""
     return {each for used in node.all_input_nodes for each in inside.get(root(used), (used,))}
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The value that a node is a view of: itself, if it is none. Results of one call are values apart."""
+    """The base of a view; a node itself, if it is no view. Each result of a call is a value of its own."""
     while node.op == "call_function" and (source := view_source(node, None)) is not None:
         if node.target is operator.getitem and view_source(source, None) is None:
             break
@@ -86,19 +86,19 @@ def root(node: fx.Node) -> fx.Node:
 
 @dataclass(eq=False)
 class FusionGroup:
-    """A call that is no view, with the calls that are fused with it, and what it loads."""
+    """A kernel: fused calls and their loads."""
 
     number: int
     size: Hashable
     calls: list[fx.Node] = field(default_factory=list)
     loads: Loads = field(default_factory=set)
     stores: list[fx.Node] = field(default_factory=list)
-    """The calls whose results are used outside."""
+    """The calls whose results are used outside the kernel."""
     before: int = 0
-    """The numbers of all kernels that run before it, as bits."""
+    """The numbers of all kernels that run before it, as a bit mask."""
 
     def touched(self, layouts: Layouts) -> int:
-        """The bytes that it loads and stores: each value once, and no more of one than its views show."""
+        """The bytes that it loads and stores: each value once, and no more of one than its views cover."""
         seen: dict[fx.Node, int] = {}
         for view in self.loads:
             if maker_of(value := root(view)) not in self.calls:
@@ -120,7 +120,7 @@ def kernels(
     found: list[FusionGroup] = []
     kernel_of: dict[fx.Node, FusionGroup] = {}
     loaders: dict[fx.Node, list[FusionGroup]] = {}
-    """By value: the kernels of elementwise calls and reductions that load it."""
+    """The kernels of elementwise calls and reductions that load each value."""
     used_in: dict[fx.Node, set[int]] = {}
     for node in nodes:
         if node in inside or view_source(node, None) is not None:
@@ -162,7 +162,7 @@ def kernels(
 
 
 def _run_before(kernel: FusionGroup, makers: Iterable[FusionGroup], found: Iterable[FusionGroup]) -> None:
-    """Note that ``makers``, and what runs before them, run before a kernel, and before all behind it."""
+    """Record that ``makers`` and their predecessors run before a kernel and its successors."""
     before = kernel.before
     for each in makers:
         if each is not kernel:
@@ -175,14 +175,14 @@ def _run_before(kernel: FusionGroup, makers: Iterable[FusionGroup], found: Itera
 
 
 def maker_of(value: fx.Node) -> fx.Node:
-    """The call that a value is a result of."""
+    """The call that returns a value."""
     maker = value.args[0] if value.target is operator.getitem else value
     assert isinstance(maker, fx.Node)
     return maker
 
 
 def _ends_kernel(node: fx.Node, layouts: Layouts) -> bool:
-    """Whether a call is a reduction whose result is known at its kernel's end alone: not of rows, each on its own."""
+    """Whether a call is a reduction whose result needs the full kernel, unlike one over rows."""
     if node.target not in REDUCTIONS:
         return False
     operand, dims = (*node.args, None)[:2]
@@ -202,7 +202,7 @@ def _nbytes(layouts: Iterable[TensorLayout]) -> int:
 
 
 def drop_inlined_values(nodes: Sequence[fx.Node], storages: Callable[[fx.Node], Iterator[Storage]]) -> None:
-    """Let values that are computed where they are used hold nothing. ``storages`` are those in which a value lies."""
+    """Set the bytes of inlined values to 0, and extend the live intervals of their operands to their last uses."""
     inside = inlined_values(nodes)
     for node in reversed(nodes):
         if node not in inside:
@@ -216,7 +216,7 @@ def drop_inlined_values(nodes: Sequence[fx.Node], storages: Callable[[fx.Node], 
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls that use a value, or a view of it."""
+    """The users of a value and of its views."""
     for user in node.users:
         if user.op == "call_function" and view_source(user, None) is node:
             yield from _users(user)
@@ -225,7 +225,7 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether Inductor computes each element of a call's result where it is used."""
+    """Whether Inductor can inline a call's result into its users."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -233,5 +233,5 @@ def is_elementwise(node: fx.Node) -> bool:
 
 
 def is_computed(node: fx.Node) -> bool:
-    """Whether a kernel that Inductor writes does a call: an elementwise op or a reduction."""
+    """Whether Inductor generates the call's kernel: an elementwise op or a reduction."""
     return is_elementwise(node) or node.target in REDUCTIONS

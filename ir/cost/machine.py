@@ -25,45 +25,45 @@ from .curve import NARROW, PRODUCT, TOUCH, VIEW, Curve, of_dtype
 
 FOLDER = Path(__file__).parent / "machines"
 DEFAULT = "accelerator"
-"""Round figures of no device in particular: what counts where nobody names one."""
+"""The default machine: round figures of no device in particular."""
 
 POOLS = {"host": Link(25e9, 1e-5), "disk": Link(2e9, 1e-4)}
-"""Of machines that do not say: round figures, for PCIe 4.0 x16 (31.5 GB/s by its specification) and a drive of NVMe."""
+"""Default links to other pools: round figures, for PCIe 4.0 x16 (31.5 GB/s by specification) and an NVMe drive."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """What connects ranks whose numbers lie within one block of ``ranks`` (None: any ranks)."""
+    """The link between ranks whose numbers lie within one aligned block of ``ranks`` (None: any ranks)."""
 
     name: str
     link: Link
     ranks: int | None = None
 
     def reaches(self, span: int) -> bool:
-        """Whether groups that lie within aligned blocks of ``span`` ranks stay within it."""
+        """Whether groups within aligned blocks of ``span`` ranks stay within this level."""
         return self.ranks is None or self.ranks % span == 0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its surroundings, by rates that it reaches at best.
+    """A device, its links and memory pools, by the rates that it reaches at best.
 
     Args:
-        name: what it is called in reports.
-        flops: operations a second on matrix products, by dtype (``"bfloat16"``).
-        bandwidth: bytes a second that an op reads and writes.
-        memory: bytes of memory that a rank has.
-        links: what connects ranks, the nearest first; the last one connects all.
-        overhead: seconds that a call takes whatever it does.
-        source: where the figures come from.
-        pools: what connects the device with other memory, one way: that of its ``host``, and its ``disk``.
-        curves: seconds of calls by how much they do, where they were measured: by the name of an op (``"gelu"``), or
-            ``"product"``, ``"narrow product"``, ``"touch"`` and ``"view"`` for all others; in one dtype where it is
-            named (``"product bfloat16"``), else in float32, and in other dtypes as much more or less as their products
-            take.
-        host_call, host_view: seconds that the host spends on a call, and on a view, while the device does earlier ones;
-            0 where device and host are one.
-        hides: whether a rank computes while it sends. Ranks that copy what they send to one another themselves do not.
+        name: the name in reports.
+        flops: FLOPs per second of matrix products, by dtype (``"bfloat16"``).
+        bandwidth: bytes per second that an op reads and writes.
+        memory: bytes of device memory of a rank.
+        links: the links between ranks, the nearest first; the last one connects all.
+        overhead: the fixed time of a call, in seconds.
+        source: the origin of the figures.
+        pools: the links between the device and other memory, one way: that of its ``host``, and its ``disk``.
+        curves: measured times of calls by amount of work: by the name of an op (``"gelu"``), or ``"product"``,
+            ``"narrow product"``, ``"touch"`` and ``"view"`` for all others; in one dtype if the name has one
+            (``"product bfloat16"``), else in float32, and scaled for other dtypes by the ratio of their product rates.
+            Times are in seconds.
+        host_call, host_view: the time in which the host issues a call, and a view, while the device runs earlier ones;
+            0 if device and host are one.
+        hides: whether communication overlaps compute; not so for ranks that copy messages themselves.
     """
 
     name: str
@@ -111,11 +111,11 @@ class Machine:
                 raise Error(f"machine {self.name!r}: {what}", expected=expected, got=got)
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Operations a second in a dtype; of one that is not listed, as in the slowest."""
+        """FLOPs per second in a dtype; of an unlisted one, as of the slowest."""
         return self.flops.get(str(dtype).removeprefix("torch."), min(self.flops.values()))
 
     def seconds(self, kind: str, flops: float, touched: float, dtype: torch.dtype) -> float:
-        """Seconds of a call: measured ones of its kind (an op's name, or ``"view"``), or the longer of computing
+        """The time of a call: measured for its kind (an op's name, or ``"view"``), or the longer of computing
         ``flops``, and of reading and writing ``touched`` bytes."""
         if kind == VIEW:
             return self._measured(VIEW, 0.0, dtype) or 0.0
@@ -130,7 +130,7 @@ class Machine:
         )
 
     def _measured(self, kind: str, amount: float, dtype: torch.dtype, computes: bool = False) -> float | None:
-        """Seconds by a curve; None where there is none."""
+        """The time by a measured curve; None without one."""
         own = self.curves.get(of_dtype(kind, dtype))
         if own is not None:
             return own.seconds(amount)
@@ -139,7 +139,7 @@ class Machine:
         return curve.seconds(amount) * slower if curve is not None else None
 
     def pool(self, name: str) -> Link:
-        """What connects the device with another memory."""
+        """The link between the device and another memory."""
         return self.pools.get(name) or POOLS[name]
 
     def connect(self, mesh: Mesh, instead_of: Machine | None = None) -> Mesh:
@@ -161,12 +161,12 @@ class Machine:
 
     @classmethod
     def of(cls, machine: Machine | str | None) -> Machine:
-        """A machine as hints give it: itself, a name or path, or None for the round figures."""
+        """A machine as given in hints: itself, a name or path, or None for the default."""
         return machine if isinstance(machine, Machine) else cls.load(DEFAULT if machine is None else machine)
 
     @classmethod
     def load(cls, name: str | Path) -> Machine:
-        """A machine of known figures by its name, or one from a file."""
+        """Load a known machine by its name, or one from a file."""
         known = sorted(path.stem for path in FOLDER.glob("*.json"))
         path = FOLDER / f"{name}.json" if name in known else Path(name)
         if not path.is_file():
@@ -180,7 +180,7 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str, where: str = "") -> Machine:
-        """The inverse of :meth:`json`."""
+        """Parse the text of :meth:`json`."""
         try:
             fields = json.loads(text)
             links = [dict(level) for level in fields.pop("links")]

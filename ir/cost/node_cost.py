@@ -51,21 +51,21 @@ def node_cost(node: Node, mesh: Mesh, book: RuleBook) -> Cost:
 
 
 def _complete_results(node: Node, mesh: Mesh) -> list[Value]:
-    """The results of a node; of one that is done in iterations, those that these put together."""
+    """The results of a node; of one in a loop, those that are complete only after it."""
     axes = [{*v.spec.axes, *v.spec.partial_axes} if v.spec is not None else set[str]() for v in node.outs]
     iterations = {axis for each in axes for axis in each if mesh[axis].loop}
     return [value for value, its in zip(node.outs, axes, strict=True) if iterations <= its]
 
 
 class NodeCosts:
-    """Costs of nodes on one mesh, cached: nodes of one op, types, placements and other arguments cost the same."""
+    """Costs of nodes on one mesh, cached by op, types, placements and other arguments."""
 
     def __init__(self, mesh: Mesh, book: RuleBook) -> None:
         self._mesh, self._book = mesh, book
         self._known: dict[Any, Cost] = {}
 
     def of(self, node: Node) -> Cost:
-        """The price of a node (see :func:`node_cost`)."""
+        """The cost of a node (see :func:`node_cost`)."""
         placed = node.strategy or (tuple(v.spec for v in node.operands), tuple(v.spec for v in node.outs))
         key = (alike(node), placed)
         if key not in self._known:

@@ -27,15 +27,15 @@ from .flops import CAUSAL, formula
 
 aten = torch.ops.aten
 RING = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""The bytes of operands and results that a probe goes round among: more than a cache holds."""
+"""The bytes of operands and results in a probe's ring: more than a cache holds."""
 MOST, PASSES = 64, 5
-"""So many calls are in a round at most, and so many rounds are timed."""
+"""The maximum number of calls in a round, and the number of timed rounds."""
 ROUND = 0.1
-"""Seconds that the calls of a round take at most, unless it is one."""
+"""The maximum duration of a round of several calls, in seconds."""
 BETWEEN = 96
-"""The rows and columns of the product between two calls."""
+"""The size of the matrix product between two calls."""
 WIDTH = {"cpu": 256, "cuda": 2048}
-"""The columns of what is not square."""
+"""The number of columns of operands that are not square."""
 Clock = Callable[[], float]
 
 
@@ -47,12 +47,12 @@ class ProbeSite:
     dtype: torch.dtype = torch.float32
 
     def random(self, *shape: int) -> Tensor:
-        """Random numbers: of equal ones some devices compute faster."""
+        """Random numbers, as some devices compute faster on equal ones."""
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it is a GPU, on which sizes are those of large models."""
+        """Whether the device is a GPU, for which sizes are those of large models."""
         return self.device.type == "cuda"
 
 
@@ -136,7 +136,7 @@ def _by_vector(rows: int, at: ProbeSite) -> tuple[Any, ...]:
 
 
 def _of_heads(rows: int, at: ProbeSite) -> tuple[Any, ...]:
-    """Results of attention, which a product takes as rows."""
+    """Attention results and the shape of rows in which a product takes them."""
     return at.random(1, HEADS, rows, HEAD).transpose(1, 2), [rows, HEADS * HEAD]
 
 
@@ -176,7 +176,7 @@ class Heavy:
 
     @property
     def name(self) -> str:
-        """What its curve is called."""
+        """The name of its curve."""
         return self.kind or base_name_of(self.op)
 
 
@@ -190,14 +190,14 @@ BROADCAST: Sequence[Make] = (
     lambda rows, at: (*_rows(1)(rows, at), at.random(rows, 1)),
     lambda rows, at: tuple(x.chunk(2, -1)[0] for x in _by_vector(rows, at)),
 )
-"""Rows by a vector, by a column, and half of each row by half of a vector, as of rotary embeddings."""
+"""Broadcasts of a vector, of a column, and of half a vector to half of each row, as in rotary embeddings."""
 LENGTHS = (256, 1024, 4096, 8192)
 LONG_CALL = 2e-5
-"""Seconds from which on the time of a call on CUDA depends on the clock more than on its launch."""
+"""The duration in seconds from which a CUDA call depends more on the clock than on its launch."""
 CLOCK_SETTLES = 0.2
-"""Seconds of products until the device's clock has settled under its power limit."""
+"""Seconds of matrix products until the device's clock settles under its power limit."""
 HOT = 0.03
-"""Seconds of calls behind others that have kept the device as busy."""
+"""Seconds of warm-up after other probes that kept the device as busy."""
 HEAVY: Mapping[str, Sequence[Heavy]] = {
     "cpu": (
         Heavy(aten.mm.default, _square, (16, 32, 64, 128, 256, 512, 1024), PRODUCT),
@@ -237,7 +237,7 @@ DTYPES: Mapping[str, Sequence[torch.dtype]] = {
     "cpu": (torch.float32,),
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
-"""In which :data:`HEAVY` is measured; of others is known how fast products are."""
+"""The dtypes of :data:`HEAVY`; for others only the rate of products is known."""
 
 
 def products(device: torch.device, clock: Clock) -> dict[torch.dtype, Curve]:
@@ -284,7 +284,7 @@ def _by_bytes(op: Any, make: Make, sizes: Sequence[int], at: ProbeSite, clock: C
 
 
 def _point(heavy: Heavy, size: int, at: ProbeSite, clock: Clock) -> tuple[float, float]:
-    """How much a call of this size does, and the seconds that it takes in the median round."""
+    """The amount of work of a call of this size, and its time in the median round."""
     op, makes = heavy.op, (heavy.make, *heavy.more)
     ring = [make(size, at) for make in makes]
     amounts = [_amount(op, args) for args in ring]
@@ -301,14 +301,14 @@ def _point(heavy: Heavy, size: int, at: ProbeSite, clock: Clock) -> tuple[float,
 
 
 def _amount(op: Any, args: tuple[Any, ...]) -> tuple[float, float]:
-    """The operations of a call, or the bytes that it touches if it has none; and these bytes."""
+    """The FLOPs of a call, or the bytes that it touches if it has none; and these bytes."""
     out, count = op(*args), formula(op)
     touched = float(sum(each.nbytes for each in tree_leaves((args, out)) if isinstance(each, Tensor)))
     return (float(count(*args, out_val=out)) if count is not None else touched), touched
 
 
 def _seconds(op: Any, ring: Sequence[tuple[Any, ...]], device: torch.device, clock: Clock) -> float:
-    """Seconds of a call among all operands of a ring: in the median round, after one that warms up."""
+    """The time of a call on the operands of a ring: in the median round, after a warm-up."""
     if device.type == "cuda":
         return calibrate.on_device(op._op, ring, device, PASSES)
     between = _square(BETWEEN, ProbeSite(device))

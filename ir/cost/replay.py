@@ -37,26 +37,26 @@ from .fusion import drop_inlined_values, inlined_values, is_computed, kernels, m
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The group that a call starts a collective in; None for any other call."""
+    """The process group of a collective's call; None for any other call."""
     row = row_of(node.target)
     return str(node.args[row.group]) if row is not None and row.group is not None else None
 
 
 def is_memory(node: fx.Node) -> bool:
-    """Whether a call allocates memory without content."""
+    """Whether a call allocates uninitialized memory."""
     row = row_of(node.target)
     return row is not None and row.memory and not row.filled
 
 
 def collective_name(node: fx.Node) -> str:
-    """What programs call a collective."""
+    """The name of a collective in programs."""
     row = row_of(node.target)
     return row.name if row is not None else str(node.target)
 
 
 def kind_of(node: fx.Node) -> str:
-    """The kind of a call, for machines that measured it: ``mm``, ``gelu``, ``loop.addmm``; causal attention is
-    another kind, for its FLOPs are counted as if it was not."""
+    """The kind of a call, by which machines have curves: ``mm``, ``gelu``, ``loop.addmm``; causal attention is a kind
+    of its own, as its FLOPs are counted without the mask."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return collective_name(node)
     at = MASKED.get(node.target)
@@ -65,7 +65,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def mutated_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands that a call updates in place, as a fused optimizer step does; destinations apart."""
+    """The operands that a call mutates, as a fused optimizer step does; ``out`` arguments are not included."""
     row, target = row_of(node.target), node.target
     if row is not None:
         into = row.destination(node)
@@ -81,7 +81,7 @@ def mutated_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def before_communication(node: fx.Node, seen: set[fx.Node]) -> list[fx.Node]:
-    """The sources of a value before communication and offloading, but for those ``seen`` before."""
+    """The sources of a value before communication and offloading, without those ``seen`` already."""
     found: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
@@ -145,7 +145,7 @@ def _fused_costs(walk: _Replay) -> list[Cost]:
         return [tensor.layout for tensor in leaves(walk.values[node], StoredTensor)]
 
     def loop(node: fx.Node) -> tuple[Scope, float]:
-        """In which loop a call is, and how often it is done."""
+        """The loop of a call, and its trip count."""
         at = places[node]
         return walk.scopes[at], max(walk.costs[at].work.values(), default=1)
 
@@ -214,7 +214,7 @@ def _replayed(
 
 
 class _Replay:
-    """The state between two calls."""
+    """The state of a replay between two calls."""
 
     def __init__(
         self, mesh: Mesh, parameters: Iterable[Value], transport: Transport, fakes: FakeCalls | None = None
@@ -230,18 +230,18 @@ class _Replay:
         self._fakes = fakes or FakeCalls()
         self._costs: dict[Any, Cost] = {}
         self.inside_of: dict[fx.Node, Scope] = {}
-        """By node: the loops and actions around it."""
+        """The loops and actions around each node."""
         self.scopes: list[Scope] = []
-        """By call: the actions around it."""
+        """The actions around each call."""
         self._before_sent: set[fx.Node] = set()
         """By the result of a reduce-scatter that is an exchange: what is received."""
 
     def give(self, node: fx.Node, layout: TensorLayout, pool: str = "") -> None:
-        """An input: memory of the caller's."""
+        """Bind an input to memory of the caller's."""
         self.values[node] = StoredTensor(layout, Storage(0, 0, 0, None, pool=pool))
 
     def make_contiguous(self, nodes: Iterable[fx.Node]) -> None:
-        """Inputs that are contiguous in the caller's memory."""
+        """Bind inputs that are contiguous in the caller's memory."""
         storage, offset = Storage(0, 0, 0, None), 0
         for node in nodes:
             layout = self.values[node].layout
@@ -249,7 +249,7 @@ class _Replay:
             offset += layout.numel
 
     def call(self, node: fx.Node) -> None:
-        """One call: its operands are used, its results made."""
+        """Replay one call: use its operands, and bind its results."""
         row = row_of(node.target)
         if row is not None and row.loop in NO_TENSORS:
             self._iteration(node, row)
@@ -300,7 +300,7 @@ class _Replay:
         self.costs.append(cost * prod(trips) if trips else cost)
 
     def _iteration(self, node: fx.Node, row: LocalOp) -> None:
-        """Iterations or actions begin or end, or a number of theirs: of the first iteration, where no other is said."""
+        """Replay the start or end of a loop or action, or an induction variable: of the first iteration by default."""
         args: Any = map_nest(node.args, self.values.__getitem__, fx.Node)
         self.values[node] = int(row.function(*args)) if row.loop == "number" else self.iteration.get(node, 0)
         if row.loop == "closes":
@@ -311,7 +311,7 @@ class _Replay:
                 tensor.storage.uses |= ends
 
     def _adjoined(self, node: fx.Node, operands: list[StoredTensor]) -> CallEffect | None:
-        """What a call makes that gives its operands as one where they lie, if they are contiguous."""
+        """The effect of a call that joins its operands without a copy, if they are contiguous in memory."""
         row = row_of(node.target)
         if row is None or not row.adjoins:
             return None
@@ -323,7 +323,7 @@ class _Replay:
         return CallEffect(Result(TensorLayout.dense((end - first.offset,), first.layout.dtype), 0))
 
     def _work(self, node: fx.Node, made: CallEffect, operands: list[StoredTensor]) -> Cost:
-        """What a call computes, reads and writes; a view does nothing but being called."""
+        """The work of a call: FLOPs, bytes read and written; a view only has the overhead of a call."""
         if not made.writes or is_memory(node):
             return A_VIEW
         layouts = [tensor.layout for tensor in operands] or [result.layout for result in leaves(made.results, Result)]
@@ -334,7 +334,7 @@ class _Replay:
         return self._costs.setdefault(work, Cost({work: 1}))
 
     def _sent(self, node: fx.Node, group: str, put_in: Any) -> Cost:
-        """What a collective sends."""
+        """The cost of a collective."""
         axes, row = self.mesh.group_axes(group), row_of_collective(collective_name(node))
         n, nbytes = self.mesh.extent(axes), sum(tensor.layout.nbytes for tensor in leaves(put_in, StoredTensor))
         planned = node.meta.get("shardfx")
@@ -347,11 +347,11 @@ class _Replay:
         return self._costs[key]
 
     def storages_of(self, node: fx.Node) -> Iterator[Storage]:
-        """The memory in which a value lies."""
+        """The storages of a value."""
         return (tensor.storage for tensor in leaves(self.values[node], StoredTensor))
 
     def keep(self, node: fx.Node, category: str) -> None:
-        """An output: it lives to the end. A gradient was one before it was reduced, too."""
+        """Keep an output live to the end. The unreduced sources of a gradient are gradients, too."""
         for tensor in leaves(self.values[node], StoredTensor):
             tensor.storage.last = len(self.calls) - 1
             tensor.storage.category = tensor.storage.category or category
@@ -361,7 +361,7 @@ class _Replay:
                     tensor.storage.category = tensor.storage.category or category
 
     def footprint(self) -> Footprint:
-        """What was found."""
+        """The footprint of the replayed program."""
         for storage in self.storages:
             storage.category = self._category(storage)
         moments = CallTimeline(self.scopes, self._made_for()) if any(self.scopes) else None
@@ -369,7 +369,7 @@ class _Replay:
         return Footprint(calls, tuple(self.storages), costs, inside, moments, self.transport)
 
     def _made_for(self) -> dict[int, int]:
-        """Calls that are done when another one needs them first, and that one."""
+        """Calls that run right before the first user of their results, and that user."""
         at = {node: place for place, node in enumerate(self.calls)}
         nodes = list(self.calls[0].graph.nodes)
         return {at[node]: at[user] for node, user in Lifetimes(nodes).made_for.items()}
@@ -391,4 +391,4 @@ class _Replay:
 
 NOTHING, A_VIEW = Cost(), Cost({Work(0.0, 0.0, kind=VIEW): 1})
 NO_TENSORS = ("opens", "unit", "closes", "number")
-"""What is done in iterations, and gives no tensor."""
+"""Roles of loop calls that return no tensor."""

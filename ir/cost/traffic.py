@@ -14,7 +14,7 @@ from shardfx.ir.program.loops.loop_nest import PlannedLoop, loop_axes, loop_nest
 
 @dataclass(frozen=True)
 class Traffic:
-    """One comm node: what it does, over which axes, the bytes that a rank sends each time, and how many times."""
+    """The traffic of one comm node: its kind, its axes, the bytes that a rank sends each time, and the trip count."""
 
     name: str
     axes: tuple[str, ...]
@@ -28,30 +28,30 @@ class Traffic:
 
 
 LOOP_COMM = {"all_reduce": "sum of iterations", "all_gather": "iterations together", "slice": "an iteration's part"}
-"""By kind: what is done over a loop axis, where a rank sends nothing."""
+"""The names of comm ops over a loop axis, which send nothing, by kind."""
 
 
 def traffic(node: Node, mesh: Mesh) -> Traffic:
-    """What one rank sends for a comm node: over a loop axis, nothing."""
+    """The traffic of a comm node on one rank; over a loop axis it sends nothing."""
     axes = tuple(node.kwargs["axes"])
     nbytes = 0.0 if over_loop(node, mesh) else node.op.sends(node, mesh).nbytes
     return Traffic(comm_name(node, mesh), axes, nbytes, loop_of(node, mesh))
 
 
 def over_loop(node: Node, mesh: Mesh) -> bool:
-    """Whether a comm node is one among iterations of a rank."""
+    """Whether a comm node is over a loop axis."""
     return any(mesh[axis].loop for axis in node.kwargs["axes"])
 
 
 def comm_name(node: Node, mesh: Mesh) -> str:
-    """The kind of a comm node as it is written for people: ``all-gather``."""
+    """The name of a comm node's kind in reports: ``all-gather``."""
     kind: str = node.op.kind
     name = kind.replace("_", "-")
     return LOOP_COMM.get(kind, name) if over_loop(node, mesh) else name
 
 
 def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Traffic]]:
-    """The traffic of all comm nodes among ranks, by the axes that it goes over."""
+    """The traffic of all comm nodes between ranks, by their axes."""
     found: dict[tuple[str, ...], list[Traffic]] = {}
     for node in nodes:
         if is_comm(node) and not over_loop(node, mesh):
@@ -62,20 +62,20 @@ def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Tra
 
 @dataclass(frozen=True)
 class TripCounts:
-    """What is done in iterations: by node the axes of its iterations (the last ones, where it is done in several
-    loops), and how many times it is done in all. What is not done in iterations is not in it."""
+    """The trip counts of nodes in loops: the loop axes of each (the last ones, if it runs in several loops), and how
+    often it runs in all. Nodes outside of loops are not included."""
 
     axes: dict[Node, tuple[str, ...]] = field(default_factory=dict)
     times: Counter[Node] = field(default_factory=Counter)
 
     @staticmethod
     def of(graph: Graph) -> TripCounts:
-        """Of all nodes of a graph."""
+        """The trip counts of all nodes of a graph."""
         return TripCounts.among(graph.nodes, graph.outputs, graph.mesh)
 
     @staticmethod
     def among(nodes: Sequence[Node], outputs: Sequence[Output], mesh: Mesh) -> TripCounts:
-        """Of the nodes that some outputs need."""
+        """The trip counts of the nodes that some outputs depend on."""
         made = TripCounts()
         if loop_axes(mesh):
             for node, around in _walk(loop_nest(nodes, outputs, mesh), ()):

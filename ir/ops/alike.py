@@ -16,7 +16,7 @@ from shardfx.ir.node import draw_slot
 from .table import OwnOp
 
 PLAIN = (int, str, type(None))
-"""Constants that are equal only if they are the same; of others the key has the type too, for ``1 == 1.0 == True``."""
+"""Types of constants that are equal only if identical; the key of others has the type, as ``1 == 1.0 == True``."""
 
 
 def alike(node: Node, *, placed: bool = False) -> Hashable:
@@ -29,7 +29,7 @@ def alike(node: Node, *, placed: bool = False) -> Hashable:
 
 
 def key_of(node: Node, key: Callable[[Value], Hashable]) -> tuple[Hashable, ...]:
-    """The same with another ``key`` of what each value is taken for: by its place in a block, say."""
+    """The key of a node with ``key`` for its values, such as their position in a block."""
     args, number = node.args, draw_slot(node)
     if number is not None:  # no two nodes share it
         args = (*args[:number], *args[number + 1 :])
@@ -42,7 +42,7 @@ def key_of(node: Node, key: Callable[[Value], Hashable]) -> tuple[Hashable, ...]
 
 
 def argument_key(arg: Any, key: Callable[[Any], Hashable], kind: type = Value) -> Hashable:
-    """What an argument adds to a key: ``key`` of its values, and its constants with their types."""
+    """The key of an argument: ``key`` of its values, and constants with their types."""
     if isinstance(arg, kind):
         return key(arg)
     if type(arg) in PLAIN:
@@ -55,17 +55,17 @@ def argument_key(arg: Any, key: Callable[[Any], Hashable], kind: type = Value) -
 
 
 def type_of(value: Value) -> Hashable:
-    """A value by its type alone."""
+    """The key of a value by its type alone."""
     return value.type
 
 
 def type_and_spec(value: Value) -> Hashable:
-    """A value by its type and placement."""
+    """The key of a value by its type and placement."""
     return value.type, value.spec
 
 
 def node_keys(graph: Graph) -> dict[str, Node]:
-    """The ops by a key that stays the same however values are numbered: ``forward layers.0.wo aten.mm 0``."""
+    """The nodes by keys that do not depend on value numbering: ``forward layers.0.wo aten.mm 0``."""
     counts: dict[str, int] = {}
     keys = {}
     for node in graph.nodes:

@@ -53,8 +53,8 @@ def _collective(
     to: int = -1,
     reduce: str = "sum",
 ) -> Spec:
-    """A collective over ``axes``: what was partial over them is reduced (``reduces``); ``loses`` and ``gains`` name the
-    keyword whose dim is no longer sharded over them, or is sharded over them now (innermost)."""
+    """The effect of a collective over ``axes``: it reduces values that are partial over them (``reduces``); ``loses``
+    and ``gains`` name the keyword of the dim that is no longer, or is now, sharded over them (innermost)."""
     axes, over = tuple(axes), f"axes {{{','.join(axes)}}}"
     seen = source if view is None else on_view(shape, view, source, mesh)
     if seen is None or any(sharding.parts for i, sharding in enumerate(seen.dims) if i in (dim, to)):
@@ -87,7 +87,7 @@ def _collective(
 def _halo(
     source: Spec, shape: Sequence[int], mesh: Mesh, *, axes: Sequence[str], rows: Sequence[tuple[int, Window]]
 ) -> Spec:
-    """Some dims, sharded into one contiguous range for each rank, in other rows: those that windows reach."""
+    """The effect of a halo exchange: some dims, sharded into contiguous tiles, with the rows that windows reach."""
     shardings = [source.dims[dim] if 0 <= dim < len(source.dims) else REPLICATED for dim, _ in rows]
     if tuple(axis for sharding in shardings for axis in sharding.axes) != tuple(axes) or not all(shardings):
         dims = ", ".join(str(dim) for dim, _ in rows)
@@ -105,7 +105,7 @@ def _halo(
 def _send(
     source: Spec, shape: Sequence[int], mesh: Mesh, *, axes: Sequence[str], origin: int, places: Sequence[int], tag: int
 ) -> Spec:
-    """The same placement, elsewhere along an axis of stages."""
+    """The effect of a send: the same placement, at other coordinates on an axis of stages."""
     (axis,) = axes
     if axis in (*source.axes, *source.partial_axes) or mesh[axis].loop:
         _fail("comm.send", source, shape, f"a value that is not sharded over {{{axis}}}, an axis of ranks")
@@ -120,13 +120,13 @@ def _send(
 
 
 def bytes_away(node: Node, mesh: Mesh) -> float:
-    """The bytes that the rank which has a value sends to those that need it."""
+    """The bytes that the rank with a value sends to those that need it."""
     away = [place for place in node.kwargs["places"] if place != node.kwargs["origin"]]
     return float(len(away) * node.operands[0].local_bytes(mesh))
 
 
 def rows_sent(node: Node, mesh: Mesh) -> float:
-    """The bytes of the rows that the rank which sends most sends."""
+    """The bytes of the halo rows that the busiest rank sends."""
     source, target = node.operands[0].spec, node.outs[0].spec
     assert source is not None and target is not None
     dims = tuple(dim for dim, _ in node.kwargs["rows"])
@@ -200,7 +200,7 @@ _ENDINGS = ("_", "_out", "_coalesced", "_into", "_into_tensor", "_tensor", "_sin
 
 
 def row_of_collective(name: str) -> OwnOp | None:
-    """The op that a collective does, from its name in torch or in programs; None where the graph has no such op.
+    """The comm op of a collective, by its name in torch or in programs; None if the graph has no such op.
 
     Example::
 

@@ -31,7 +31,7 @@ c10d = torch.ops._c10d_functional
 
 
 class Site:
-    """A comm node on one rank: its first operand seen as sub-dims, and its process group."""
+    """A comm node on one rank: its first operand, viewed as sub-dims, and its process group."""
 
     def __init__(self, emit: RankEmit) -> None:
         kwargs, self.mesh = emit.node.kwargs, emit.mesh
@@ -54,11 +54,11 @@ class Site:
 
     @cached_property
     def members(self) -> list[dict[str, int]]:
-        """Where the ranks of the group stand."""
+        """The coordinates of the group's ranks."""
         return self.mesh.along(self.emit.coords, self.axes)
 
     def _on(self, spec: Spec) -> Spec:
-        """A spec of the value on its view."""
+        """A spec of the value, on its view."""
         found = on_view(self.value.shape, self.view, spec, self.mesh)
         assert found is not None, f"{spec} of {self.value} has no form on {self.view}"
         return found
@@ -68,12 +68,12 @@ class Site:
         return list(spec.local_shape(self.view, self.mesh, self.emit.coords))
 
     def lengths(self, spec: Spec, dim: int) -> list[int]:
-        """What each member of the group has of a dim."""
+        """The local length of a dim on each member of the group."""
         axes = spec.dims[dim].axes
         return [bounds(self.view[dim], axes, self.mesh, coords)[1] for coords in self.members]
 
     def alike(self, spec: Spec, dim: int) -> bool:
-        """Whether all ranks have the same of a dim, in every iteration that there is."""
+        """Whether all ranks have equal shards of a dim, in all iterations."""
         axes = spec.dims[dim].axes
         if self.view[dim] % self.mesh.extent(axes) == 0:
             return True
@@ -82,24 +82,24 @@ class Site:
         return all(bounds(self.view[dim], axes, self.mesh, at)[1] == self.largest(spec, dim) for at in everywhere)
 
     def largest(self, spec: Spec, dim: int) -> int:
-        """The largest shard of a dim that any rank of any such group has: what all pad to."""
+        """The largest shard of a dim on any rank of any such group: the padded length."""
         size: int = self.view[dim]
         for axis in spec.dims[dim].axes:
             size = chunk(size, self.mesh[axis].size, 0)[1]
         return size
 
     def rows(self, spec: Spec) -> tuple[list[int], bool]:
-        """The local sizes beside the dim, and whether what is sent needs no packing where ranks split it by a spec."""
+        """The local sizes beside the dim, and whether the operand can be sent unpacked, if ranks split it by a spec."""
         row = [size for dim, size in enumerate(self.local_view(self.source)) if dim != self.dim]
         return row, self.dim == 0 and self.alike(spec, self.dim) and self.plain
 
     def travels(self, op: Any, x: Any, shape: Sequence[int], *args: Any) -> Any:
-        """Start a collective on ``x`` and wait for it; ``shape`` is that of its result."""
+        """Start a collective on ``x`` and wait for it; ``shape`` is the shape of its result."""
         started = self.emit.call(op, x, *args, self.group, gives=shape)
         return self.emit.call(c10d.wait_tensor.default, started, gives=shape)
 
     def together(self, op: Any, shards: int, joined: int, *args: Any) -> list[Any]:
-        """Several operands as one buffer: first all shards for the first rank; back, those of ``joined`` ranks."""
+        """Send operands as one buffer: first all shards for the first rank; back come those of ``joined`` ranks."""
         emit, node = self.emit, self.emit.node
         shapes = [list(emit.shape(v, v.spec)) for v in node.outs if v.spec is not None]
         numel = sum(torch.Size(shape).numel() for shape in shapes)
@@ -110,7 +110,7 @@ class Site:
 
 
 def all_reduce(emit: RankEmit) -> list[Any]:
-    """The sum (or another reduction) of what all ranks of the group hold."""
+    """The sum (or another reduction) of the values of all ranks in the group."""
     site = Site(emit)
     if len(emit.args) > 1:
         return site.together(c10d.all_reduce.default, 1, 1, site.reduce)
@@ -118,7 +118,7 @@ def all_reduce(emit: RankEmit) -> list[Any]:
 
 
 def all_gather(emit: RankEmit) -> list[Any]:
-    """The shards of all ranks, joined. Several operands: even shards of dim 0."""
+    """The concatenated shards of all ranks. Several operands: even shards of dim 0."""
     site = Site(emit)
     if len(emit.args) > 1:
         return site.together(c10d.all_gather_into_tensor.default, 1, site.n, site.n)
@@ -143,7 +143,7 @@ def reduce_scatter(emit: RankEmit) -> list[Any]:
 
 
 def all_to_all(emit: RankEmit) -> list[Any]:
-    """Each rank sends shard k of dim ``to`` to rank k, and joins what it gets along ``dim``."""
+    """Each rank sends shard k of dim ``to`` to rank k, and concatenates the received ones along ``dim``."""
     site = Site(emit)
     mine, keep = site.local_view(site.source), site.local_view(site.target)
     send = site.lengths(site.target, site.to)
@@ -160,8 +160,8 @@ def all_to_all(emit: RankEmit) -> list[Any]:
 
 
 def halo(emit: RankEmit) -> list[Any]:
-    """The rows that this rank needs, of which others have some: each pair of ranks exchanges what they lack of one
-    another, corners too; a local slice where nobody lacks anything."""
+    """A halo exchange: each pair of ranks exchanges the rows that they need of each other, corners too; a local slice
+    if no rows are missing."""
     site, dims = Site(emit), [dim for dim, _ in emit.node.kwargs["rows"]]
     moved = RowExchange(site.source, site.target, tuple(site.view), site.mesh, emit.coords, tuple(dims))
     me = next(k for k, at in enumerate(moved.members) if all(at[axis] == emit.coords[axis] for axis in site.axes))
@@ -175,7 +175,7 @@ def halo(emit: RankEmit) -> list[Any]:
         return [x]
 
     def within(box: Box | None) -> list[list[int]]:
-        """Where a box lies in what this rank has."""
+        """The position of a box in a rank's rows."""
         if box is None:
             return [[0, 0] for _ in dims]
         return [[start - first, length] for (start, length), (first, _) in zip(box, moved.stored[me], strict=True)]
@@ -203,7 +203,7 @@ def halo(emit: RankEmit) -> list[Any]:
 
 
 def take(emit: RankEmit) -> list[Any]:
-    """A local slice: the target's bounds within what is held."""
+    """A local slice: the target's bounds in local rows."""
     site = Site(emit)
     size = site.view[site.dim]
     local = bounds(size, site.source.dims[site.dim].axes, site.mesh, emit.coords)
@@ -213,7 +213,7 @@ def take(emit: RankEmit) -> list[Any]:
 
 
 def send(emit: RankEmit) -> list[Any]:
-    """One rank's part: it sends to the others that need the value, or receives it; elsewhere there is nothing."""
+    """One rank's part of a send: it sends to the ranks that need the value, or receives it; others do nothing."""
     kwargs, node, mesh = emit.node.kwargs, emit.node, emit.mesh
     (axis,) = kwargs["axes"]
     mine, origin, places, tag = emit.coords[axis], kwargs["origin"], kwargs["places"], kwargs["tag"]
@@ -237,7 +237,7 @@ def send(emit: RankEmit) -> list[Any]:
 
 
 def iteration_number(spec: Spec, mesh: Mesh, coords: Mapping[str, int]) -> int:
-    """The number of the iteration in which a value is sent: of all loop axes that it depends on, as one."""
+    """The number of the iteration in which a value is sent: of all loop axes that it depends on, flattened."""
     iteration = 0
     for axis in mesh.axes:
         if axis.loop and (axis.name in spec.axes or axis.name in spec.partial_axes):

@@ -20,12 +20,12 @@ from torch import Tensor
 from .computing.library import Ints, define
 
 GOLDEN = -0x61C8864680B583EB
-"""2**64 over the golden ratio, as splitmix64 steps."""
+"""The increment of splitmix64: 2**64 over the golden ratio."""
 FACTORS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
 """Shifts and factors of the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators,
 2014), as signed numbers."""
 LAST = 31
-"""The shift behind these."""
+"""The last shift."""
 
 
 def mix_(x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def mix_(x: Tensor) -> Tensor:
 
 
 def keyed(seed: Tensor, *parts: int) -> Tensor:
-    """A key (0-d, int64) of a seed and integers. Seeds next to each other have keys that are far apart."""
+    """A key (0-d, int64) of a seed and integers. Adjacent seeds have unrelated keys."""
     salt = 0
     for part in parts:
         salt = salt + part & 2**64 - 1
@@ -47,7 +47,7 @@ def keyed(seed: Tensor, *parts: int) -> Tensor:
 
 
 def kept(rows: Tensor, columns: Tensor, p: float) -> Tensor:
-    """What dropout leaves (bool): each of ``rows x columns``, hashes (int64) that broadcast, with chance ``1 - p``.
+    """The dropout mask (bool) of ``rows x columns``, hashes (int64) that broadcast; True with probability ``1 - p``.
 
     A product of a hash of the row and one of the column, modulo 2**32, is uniform and independent of those beside it.
     What is added and multiplied then leaves no two rows or columns in proportion. That is three passes over the mask,
@@ -69,7 +69,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, number: int, box: Ints) -> tuple[
 
 
 def _grid(shape: torch.Size) -> tuple[int, int]:
-    """The elements of a tensor as rows and columns: as few of both together as its dims allow."""
+    """A factorization of a shape into rows and columns, with the least sum that its dims allow."""
     size = prod(shape)
     found = [(rows, size // rows) for rows in accumulate(shape[:-1], mul, initial=1) if rows]
     return min(found, key=sum)
@@ -77,5 +77,5 @@ def _grid(shape: torch.Size) -> tuple[int, int]:
 
 @define("draw(Tensor seed, int number) -> Tensor", composite="Implicit")
 def draw(seed: Tensor, number: int) -> Tensor:
-    """A number (int64) of a seed and the number of a draw."""
+    """A random number (int64) of a seed and the index of a draw."""
     return mix_(keyed(seed, number))

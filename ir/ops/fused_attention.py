@@ -37,25 +37,25 @@ Scale = float | None
 HOW = "Tensor? mask=None, bool causal=False, float? scale=None"
 DRAW = "float p=0.0, Tensor? seed=None, int number=0, int[] box=[]"
 ALIGNED = 32
-"""The rows of a logsumexp in torch's memory-efficient kernel come in so many."""
+"""The row alignment of a logsumexp in torch's memory-efficient kernel."""
 TILE = 128
-"""The queries and keys of a tile of cuDNN's kernels."""
+"""The tile size of queries and keys in cuDNN's kernels."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores are added up, and of the logsumexp."""
+    """The accumulation dtype of scores, and the dtype of the logsumexp."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def bias_of(mask: Given, dtype: torch.dtype) -> Tensor | None:
-    """A mask as something to add: 0 where it is True, -inf where it is False."""
+    """A mask as an additive bias: 0 where it is True, -inf where it is False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Given, causal: bool, scale: Scale) -> Tensor:
-    """``[b h s t]``, minus infinity where a query does not see a key."""
+    """The scores ``[b h s t]``, -inf where a query does not see a key."""
     dtype = wide(q.dtype)
     scores = (q.to(dtype) @ per_query_head(k, q).to(dtype).mT).mul_(scale_of(q, scale))
     bias = bias_of(mask, dtype)
@@ -68,17 +68,17 @@ def _scores(q: Tensor, k: Tensor, mask: Given, causal: bool, scale: Scale) -> Te
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """What scores are multiplied by."""
+    """The scaling factor of scores."""
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def per_query_head(k: Tensor, q: Tensor) -> Tensor:
-    """Keys or values with a head for each query head."""
+    """Keys or values repeated for each query head."""
     return k.repeat_interleave(q.shape[1] // k.shape[1], 1) if k.shape[1] != q.shape[1] else k
 
 
 def per_key_head(grad: Tensor, k: Tensor) -> Tensor:
-    """The gradient of keys or values from one with a head for each query head."""
+    """The gradient of keys or values, summed over the query heads that share them."""
     return grad.unflatten(1, (k.shape[1], -1)).sum(2) if k.shape[1] != grad.shape[1] else grad
 
 
@@ -118,7 +118,7 @@ def _kept(weights: Tensor, keep: Given, p: float) -> Tensor:
 
 
 def drawn(q: Tensor, k: Tensor, p: float, seed: Given = None, number: int = 0, box: Ints = ()) -> Given:
-    """What dropout leaves (bool, ``[b, h, s, t]``): each element by a hash of seed, number and its global index.
+    """The dropout mask (bool, ``[b, h, s, t]``): each element by a hash of seed, number and its global index.
 
     So ranks agree however it is sharded, and a backward that is sharded otherwise than its forward too.
     """
@@ -147,12 +147,12 @@ def _places(shape: Ints, box: Ints, device: torch.device) -> Iterator[Tensor]:
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
-    """Fused kernels want a last dim of stride one; that for the CPU gives wrong numbers for any other."""
+    """The tensors with a last dim of stride 1, which fused kernels need; the CPU's gives wrong numbers for others."""
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
 
 
 def _laid_like(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` in the memory layout of ``torch.empty_like(like)``: a copy where it is in another."""
+    """``x`` in the memory layout of ``torch.empty_like(like)``, copied if necessary."""
     strides = torch.empty_like(like, device="meta").stride()
     if all(a == b or n == 1 for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
         return x
@@ -169,7 +169,7 @@ def _rows_first(x: Tensor) -> Tensor:
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, p: float) -> str:
-    """Which kernel of torch's takes the call: ``cpu``, ``cudnn``, ``flash``, ``efficient``, or none (``""``).
+    """The kernel of torch that takes the call: ``cpu``, ``cudnn``, ``flash``, ``efficient``, or none (``""``).
 
     The answer is the same forward and backward: torch is asked as for a call that has gradients.
     """
@@ -184,7 +184,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, p: float
 
 
 def _cuda_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool) -> str:
-    """What torch would take, where that suits; of kernels for grouped heads the memory-efficient one is none."""
+    """The kernel of torch's choice, if it is suitable; for grouped heads the memory-efficient one is not."""
     cuda, groups = torch.backends.cuda, k.shape[1] != q.shape[1]
     if mask is None and (not causal or q.shape[2] == k.shape[2]):
         params = cuda.SDPAParams(q, k, v, None, 0.0, causal, groups)
@@ -212,7 +212,7 @@ def _suits_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _bias(q: Tensor, k: Tensor, mask: Given, kernel: str) -> Tensor | None:
-    """A mask as a kernel wants it: the memory-efficient one in full, by rows of a multiple of 16 in memory."""
+    """A mask as a kernel needs it: for the memory-efficient one expanded, with rows aligned to 16 in memory."""
     bias = bias_of(mask, q.dtype)
     if bias is None or kernel == "cpu":
         return bias
@@ -224,7 +224,7 @@ def _bias(q: Tensor, k: Tensor, mask: Given, kernel: str) -> Tensor | None:
 def _forward_by(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, scale: Scale, keep: Given, p: float
 ) -> tuple[Tensor, Tensor]:
-    """The forward by a kernel that takes the call."""
+    """The forward by the named kernel."""
     bias = _bias(q, k, mask, kernel) if kernel else None
     made: tuple[Any, ...]
     if kernel == "cpu":

@@ -1,4 +1,4 @@
-"""Calls of rank programs that are no ops of the model, as rows: what they alias, write and send."""
+"""The table of calls in rank programs that are no ops of the model: aliasing, destinations and communication."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _second(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _call(op: Any, start: int = 0, end: int | None = None, more: tuple[Any, ...] = ()) -> Plain:
-    """The call of another function with some of the arguments."""
+    """A plain form that calls another function with some of the arguments."""
     return lambda args, kwargs: (op, (*args[start:end], *more), {})
 
 
 def _rows(names: str, module: Any, **facts: Any) -> list[LocalOp]:
-    """Rows for functions of a module that have the same facts."""
+    """Rows for functions of a module with the same facts."""
     made = [getattr(module, name) for name in names.split()]
     return [LocalOp(f"{NAMESPACES[module]}.{each.__name__}", each, **facts) for each in made]
 
@@ -67,13 +67,13 @@ STARTS = (
         plain=_call(c10d.all_gather_into_tensor.default),
     ),
 )
-"""What starts a collective; its result is there once it was waited for."""
+"""Calls that start a collective; the result is available after a wait."""
 
 STAGES = (
     LocalOp("stage.send", stage_transfer.send, group=4, message="sends"),
     LocalOp("stage.receive", stage_transfer.receive, group=6, message="receives"),
 )
-"""From stage to stage (:mod:`.loop.stage_transfer`)."""
+"""Transfers between stages (:mod:`.loop.stage_transfer`)."""
 
 PACKING = (
     *_rows("pack unpack_gathered pack_scattered unpack_scattered", pack, shares=True, moves=True),
@@ -82,7 +82,7 @@ PACKING = (
     *_rows("dense_last aligned", pack, shares=True),
     *_rows("inside", pack, shares=True, plain=_operand),
 )
-"""What stands before and after."""
+"""Packing and unpacking for collectives."""
 
 MM_OUT = LocalOp("aten.mm.out", aten.mm.out, into="out", plain=_call(aten.mm.default, 0, 2))
 MEMORY = (
@@ -98,7 +98,7 @@ MEMORY = (
     *_rows("materialize", memory_ops, shares=True, plain=_operand),
     *_rows("own", memory_ops, plain=_operand),
 )
-"""Destinations."""
+"""Buffers and destinations."""
 
 POOLS = (
     *_rows("to_host", transfer, pool=transfer.HOST, copies=True, holds=True, plain=_operand),
@@ -107,7 +107,7 @@ POOLS = (
     *_rows("stored arrived", transfer, shares=True, fetches=True, waits=True, plain=_operand),
     *_rows("to_device", transfer, fetches=True, copies=True, plain=_operand),
 )
-"""Between the device's memory and the pools beside it."""
+"""Copies between the device's memory and other pools."""
 
 LOOP_OPS = (
     *_rows("begin", loop_ops, loop="opens"),
@@ -127,22 +127,22 @@ LOOP_OPS = (
     ),
     *_rows("write", loop_ops, into=0, loop="collects"),
 )
-"""What is done once for each iteration of a loop, and what leaves it (:mod:`.loop.loop_ops`)."""
+"""Loop calls: induction variables, actions, and accumulation (:mod:`.loop.loop_ops`)."""
 COLLECTING = {"sum": (loop_ops.add, 0.0), "max": (loop_ops.maximum, -inf), "min": (loop_ops.minimum, inf)}
-"""By reduction: what collects it over iterations, and what that begins with."""
+"""The accumulating call of each reduction, and its initial value."""
 ADDING = {row.adds((), {})[0]: row.function for row in LOOP_OPS if row.adds is not None}
-"""By op: what does it into the sum over iterations."""
+"""The accumulating form of ops, which add to a sum over iterations."""
 
 POINTWISE: tuple[Any, ...] = operator.attrgetter(
     *"abs.default add.Tensor addcdiv.default addcmul.default div.Tensor lerp.Scalar lerp.Tensor".split(),
     *"maximum.default minimum.default mul.Tensor neg.default pow.Tensor_Scalar reciprocal.default".split(),
     *"sign.default sqrt.default sub.Tensor".split(),
 )(aten)
-"""Ops of an optimizer's step whose result may lie where an operand does."""
+"""Pointwise ops of optimizer steps that may overwrite an operand."""
 
 
 def _over(op: Any) -> LocalOp:
-    """The form of an op that writes into memory which it is given: ``out``, or what torch calls it there."""
+    """The form of an op that writes into a destination: ``out``, or torch's name for it."""
 
     def named(form: Any) -> list[tuple[str, str]]:
         return [(argument.name, str(argument.type)) for argument in form._schema.arguments if not argument.is_out]
@@ -161,17 +161,17 @@ def _over(op: Any) -> LocalOp:
 
 OVER = {op: _over(op) for op in POINTWISE}
 OVERWRITING: dict[Any, Any] = {op: row.function for op, row in OVER.items()}
-"""By op the form that writes into ``out``."""
+"""The form of each op that writes into ``out``."""
 
 COMPUTED_INTO: tuple[Any, ...] = operator.attrgetter(
     *"_log_softmax.default _log_softmax_backward_data.default _softmax.default addmm.default bmm.default".split(),
     *"gelu.default gelu_backward.default nll_loss_backward.default silu.default tanh.default".split(),
     "threshold_backward.default",
 )(aten)
-"""Other ops that torch's kernels compute into memory which they are given, and do not copy there."""
+"""Other ops whose ``out`` variant computes into the destination, without a copy."""
 INTO = {op: _over(op) for op in COMPUTED_INTO}
 WITH_DESTINATION: dict[Any, LocalOp] = {aten.mm.default: MM_OUT, **OVER, **INTO}
-"""By op the row of the form that is computed into given memory."""
+"""The row of each op's form with a destination."""
 
 OTHER = (
     LocalOp("update.segment", segment, shares=True, rewrites=written_columns),
@@ -183,7 +183,7 @@ register(*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *LOOP_OPS, *OVER.values(),
 
 
 def sent_by(wait: fx.Node) -> list[fx.Node]:
-    """What a wait sets free: the operands of collectives, and the sources of copies, that have them until then."""
+    """The operands of collectives, and sources of copies, that are released by a wait."""
     row = row_of(wait.target)
     if row is None or not row.waits:
         return []
@@ -193,7 +193,7 @@ def sent_by(wait: fx.Node) -> list[fx.Node]:
 
 
 def row_of(target: Any) -> LocalOp | None:
-    """The row of a program's function; None for torch's own ops and for functions of which nothing is known."""
+    """The row of a program's function; None for torch's own ops and unknown functions."""
     if isinstance(target, torch._ops.OpOverload):
         return BY_FUNCTION.get(target._op)
     try:

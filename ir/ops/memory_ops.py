@@ -32,40 +32,40 @@ Tensor = torch.Tensor
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Memory whose content is of no interest yet."""
+    """An uninitialized buffer."""
     return torch.empty(list(shape), dtype=dtype, device=device)
 
 
 def arena(nbytes: int, device: str = "cpu") -> Tensor:
-    """Memory in which several things lie, side by side or one after the other."""
+    """An arena: memory in which buffers are placed by offsets and live intervals."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def slot(memory: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The place of a tensor in an arena, ``offset`` bytes behind its begin; what else lies there is over by then."""
+    """A tensor in an arena, ``offset`` bytes from its start; other tensors in the same place are no longer live."""
     if is_compiling():
         return memory.new_empty(list(shape), dtype=dtype)
     return memory[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(list(shape))
 
 
 def shape_asked(call: Any, arguments: Sequence[Any]) -> Any:
-    """The shape of the memory that a call gives, by its arguments."""
+    """The shape of the buffer that a call allocates, by its arguments."""
     return arguments[2 if call is slot else 0]
 
 
 def dtype_asked(call: Any, arguments: Sequence[Any]) -> Any:
-    """The dtype of the memory that a call gives, by its arguments."""
+    """The dtype of the buffer that a call allocates, by its arguments."""
     return arguments[3 if call is slot else 1]
 
 
 def filled(shape: Sequence[int], value: float, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Memory of one value everywhere: what iterations collect into."""
+    """A buffer filled with a value: an accumulator over iterations."""
     return torch.full(list(shape), value, dtype=dtype, device=device)
 
 
 def part(flat: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor:
-    """The place of a tensor in flat memory: ``offset`` elements behind the begin of each of ``shards`` ranks' parts; of
-    several, as a reduce-scatter wants them, ``[shards, rows of a shard, ...]``."""
+    """A view of a tensor in a flat buffer: ``offset`` elements from the start of each of ``shards`` ranks' parts; for
+    several, as a reduce-scatter needs them, ``[shards, rows of a shard, ...]``."""
     seen = list(shape) if shards == 1 else [shards, shape[0] // shards, *shape[1:]]
     if is_compiling():
         return flat.new_empty(seen)
@@ -76,12 +76,12 @@ def part(flat: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor
 
 
 def write(to: Tensor, x: Tensor) -> Tensor:
-    """``x``, in the memory of ``to``."""
+    """Copy ``x`` into ``to``; returns ``to``."""
     return to.copy_(x if x.shape == to.shape else x.reshape(to.shape))
 
 
 def write_part(to: Tensor, buffer: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor:
-    """A tensor whose shards stand rank by rank in ``buffer`` (:func:`.pack.part_of`), in the memory of ``to``."""
+    """Copy a tensor, sharded rank by rank in ``buffer`` (:func:`.pack.part_of`), into ``to``."""
     if is_compiling() or not to.is_contiguous():
         return write(to, part_of(buffer, shards, offset, shape))
     to.view(shards, -1).copy_(buffer.view(shards, -1).narrow(1, offset, to.numel() // shards))
@@ -89,7 +89,7 @@ def write_part(to: Tensor, buffer: Tensor, shards: int, offset: int, shape: Sequ
 
 
 def mm_shards(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
-    """A matrix product whose rows lie in several shards: ``to`` is ``[shards, rows of a shard, columns]``."""
+    """A matrix product with rows in several shards: ``to`` is ``[shards, rows of a shard, columns]``."""
     if is_compiling():
         return torch.mm(a, b)
     for rows, shard in zip(a.chunk(to.shape[0]), to, strict=True):
@@ -98,12 +98,12 @@ def mm_shards(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
 
 
 def join(flat: Tensor, values: Sequence[Tensor], shards: int) -> Tensor:
-    """Flat memory whose parts are ``values`` by now."""
+    """A flat buffer once its parts, ``values``, are written."""
     return flatten(values, shards) if is_compiling() else flat
 
 
 def adjoin(tensors: Sequence[Tensor]) -> Tensor:
-    """Several tensors as one; without a copy where they lie one behind the other already, as stored parameters may."""
+    """Tensors as one flat tensor; without a copy if they are adjacent in memory, as stored parameters may be."""
     first = tensors[0]
     if is_compiling() or isinstance(first, FakeTensor):  # which lies nowhere
         return flatten(tensors, 1)
@@ -119,7 +119,7 @@ def adjoin(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def spread(flat: Tensor, buffer: Tensor, shapes: Sequence[Sequence[int]], shards: int) -> list[Tensor]:
-    """Tensors whose shards stand rank by rank in ``buffer``, each full, one behind the other in ``flat``."""
+    """Tensors that are sharded rank by rank in ``buffer``, copied contiguously into ``flat``."""
     if is_compiling():
         return unflatten(buffer, shapes, shards)
     sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -132,7 +132,7 @@ def spread(flat: Tensor, buffer: Tensor, shapes: Sequence[Sequence[int]], shards
 
 
 def all_reduce_(x: Tensor, reduce: str, group: str) -> Tensor:
-    """Reduce ``x`` over a group where it lies."""
+    """Reduce ``x`` in place over a group."""
     functional = c10d.all_reduce if is_compiling() else c10d.all_reduce_
     result: Tensor = functional(x, reduce, group)
     return result
@@ -146,7 +146,7 @@ def all_gather_into(x: Tensor, ranks: int, group: str, *, out: Tensor) -> Tensor
 
 
 def own(x: Any) -> Any:
-    """A copy, in memory of its own: what a program gives away."""
+    """A copy with memory of its own, as an output of the program."""
     return x.clone()
 
 
@@ -156,7 +156,7 @@ def _materialize(x: Tensor) -> Tensor:
 
 
 def materialize(x: Tensor) -> Tensor:
-    """``x``, which a compiler that plans memory itself computes once: it is opaque to what would compute it again."""
+    """``x``, computed once: opaque to a compiler that would recompute it in each user."""
     return _materialize(x) if is_compiling() else x
 
 
@@ -164,7 +164,7 @@ def materialize(x: Tensor) -> Tensor:
 def no_share(
     like: Tensor, shapes: Ints, dims: Ints, dtypes: Sequence[torch.dtype], values: Sequence[float]
 ) -> list[Tensor]:
-    """The results of a rank whose shard is empty, each full of a value: of a sum zeros, of a maximum what is lowest.
+    """The results of a rank with an empty shard, each filled with the neutral element of its reduction.
 
     Most kernels refuse tensors without elements. ``shapes`` are one list, ``dims`` how many of it each result has.
     """

@@ -1,4 +1,4 @@
-"""Packing for collectives, which join and split along the first dim, in equal shards.
+"""Packing for collectives, which concatenate and split along the first dim, in equal shards.
 
 ``pack`` brings the dim in question to the front and pads it; ``unpack`` undoes that. A dim that is a compound
 is reached through a view of the local tensor as its sub-dims.
@@ -14,26 +14,26 @@ Tensor = torch.Tensor
 
 
 def dense_last(x: Tensor) -> Tensor:
-    """``x`` with a last dim of stride one: flash attention on CPU gives wrong numbers for any other."""
+    """``x`` with a last dim of stride one: flash attention on CPU gives wrong numbers for others."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x``, contiguous from an offset on that is a multiple of every dtype's size: at others torch refuses to read
-    wider numbers, as a complex number of two."""
+    """``x``, contiguous, at an offset that is a multiple of every dtype's size: at others torch refuses to reinterpret
+    it as a wider dtype, such as complex."""
     fine = x.is_contiguous() and x.storage_offset() * x.itemsize % WIDEST == 0
     return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
 WIDEST = torch.complex128.itemsize
 IDENTITY = {torch.ops.aten.contiguous.default, dense_last, aligned}
-"""What gives its operand in another memory layout at most."""
+"""Ops that return their operand unchanged, at most in another memory layout."""
 
 
 def inside(index: Tensor, size: int, ignored: int | None = None) -> Tensor:
-    """``index`` as it is; its numbers must be one of 0 .. size - 1, or the one that is ignored.
+    """``index`` unchanged, after a check that its numbers are in 0 .. size - 1, or the ignored one.
 
-    A rank that has a part of a table finds nothing for an index that no rank has: without this it would be zero.
+    A rank with a shard of a table gives zeros for indices of others: without the check an invalid one would be zero.
 
     Raises:
         IndexError: one is not (on a GPU an assertion of the device, which does not wait).
@@ -58,14 +58,14 @@ def pack(x: Tensor, view: Sequence[int], dim: int, per: int) -> Tensor:
 
 
 def unpack_gathered(x: Tensor, per: int, lengths: Sequence[int], dim: int, shape: Sequence[int]) -> Tensor:
-    """Joined shards of ``per`` rows, of which the first ``lengths[k]`` count, dim 0 back at ``dim``, as ``shape``."""
+    """Concatenated shards of ``per`` rows, each cropped to ``lengths[k]``, with dim 0 back at ``dim``, as ``shape``."""
     if any(length != per for length in lengths):
         x = torch.cat([shard[:length] for shard, length in zip(x.split(per), lengths, strict=True)])
     return x.movedim(0, dim).reshape(shape)
 
 
 def pack_scattered(x: Tensor, view: Sequence[int], dim: int, per: int, lengths: Sequence[int]) -> Tensor:
-    """The shards of ``x`` along ``dim`` joined in front, each padded to ``per`` rows."""
+    """The shards of ``x`` along ``dim`` concatenated in front, each padded to ``per`` rows."""
     x = x.reshape(view).movedim(dim, 0)
     if any(length != per for length in lengths):
         shards = []
@@ -83,12 +83,12 @@ def unpack_scattered(x: Tensor, length: int, dim: int, shape: Sequence[int]) -> 
 
 
 def pack_exchange(x: Tensor, view: Sequence[int], to: int, lengths: Sequence[int]) -> Tensor:
-    """The shards of ``x`` along dim ``to``, one for each rank, flat and one after the other."""
+    """The shards of ``x`` along dim ``to``, one per rank, flattened and concatenated."""
     return torch.cat([shard.reshape(-1) for shard in x.reshape(view).split(list(lengths), to)])
 
 
 def unpack_exchange(x: Tensor, shards: Sequence[Sequence[int]], dim: int, shape: Sequence[int]) -> Tensor:
-    """Flat received shards of the given shapes, joined along ``dim``, as ``shape``."""
+    """Flat received shards of the given shapes, concatenated along ``dim``, as ``shape``."""
     sizes = [torch.Size(p).numel() for p in shards]
     parts = [part.reshape(list(p)) for part, p in zip(x.split(sizes), shards, strict=True)]
     return torch.cat(parts, dim).reshape(shape)
@@ -128,7 +128,7 @@ def _box(x: Tensor, dims: Sequence[int], box: Sequence[Sequence[int]]) -> Tensor
 
 
 def take(x: Tensor, view: Sequence[int], dim: int, start: int, length: int, shape: Sequence[int]) -> Tensor:
-    """A local slice: what this rank keeps of a dim."""
+    """This rank's slice of a replicated dim."""
     if x.shape != tuple(view):
         x = x.reshape(view)
     x = x.narrow(dim, start, length)
@@ -143,7 +143,7 @@ def flatten(tensors: Sequence[Tensor], shards: int) -> Tensor:
 
 
 def unflatten(buffer: Tensor, shapes: Sequence[Sequence[int]], shards: int) -> list[Tensor]:
-    """The inverse of :func:`flatten`: views into the buffer where ``shards`` is 1."""
+    """The inverse of :func:`flatten`: views of the buffer if ``shards`` is 1."""
     sizes = [torch.Size(s).numel() // shards for s in shapes]
     if shards == 1:
         return [part.view(list(s)) for part, s in zip(buffer.split(sizes), shapes, strict=True)]
@@ -152,6 +152,6 @@ def unflatten(buffer: Tensor, shapes: Sequence[Sequence[int]], shards: int) -> l
 
 
 def part_of(buffer: Tensor, shards: int, offset: int, shape: Sequence[int]) -> Tensor:
-    """One tensor of what :func:`unflatten` gives: ``offset`` elements behind the begin of each rank's shard."""
+    """One tensor of :func:`unflatten`, at ``offset`` elements from the start of each rank's shard."""
     size = torch.Size(shape).numel() // shards
     return buffer.view(shards, -1).narrow(1, offset, size).reshape(list(shape))

@@ -1,4 +1,4 @@
-"""The cheapest steps from one placement to another: a shortest path over placements, costed by the mesh's links.
+"""Redistribution: the cheapest steps from one placement to another, a shortest path costed by the mesh's links.
 
 f32[64, 512] +{tp}   ->   f32[64{tp}, 512]      comm.reduce_scatter(axes=[tp], dim=0)
 """
@@ -34,15 +34,15 @@ class CommStep:
     view: tuple[int, ...] | None = None
     seconds: float = 0.0
     rows: tuple[tuple[int, Window], ...] | None = None
-    """Of a halo: the dims, and the windows through which other dims need them."""
+    """The dims of a halo, and the windows through which they are read."""
 
 
 _State = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
 EARLY = 10**9
 COLLECTED = 1.0
-"""What all iterations make together ends them: that is done where it must be, and for nothing else."""
+"""The extra cost of collecting over iterations, which ends the loop: so it is done only if necessary."""
 SLICE_SECONDS = 1e-8
-"""A local slice sends nothing; this only makes a shorter path win a tie."""
+"""The nominal cost of a local slice, which sends nothing: it breaks ties in favour of shorter paths."""
 
 
 @dataclass
@@ -51,11 +51,11 @@ class Redistribution:
 
     mesh: Mesh
     each: bool = False
-    """What iterations have shares of is reduced in each of them, and then collected."""
+    """Reduce partial values in each iteration, before they are collected."""
     _known: dict[tuple[TensorType, Spec, Spec], tuple[CommStep, ...]] = field(default_factory=dict)
 
     def steps(self, type: TensorType, source: Spec, target: Spec) -> tuple[CommStep, ...]:
-        """The cheapest steps from ``source`` to ``target``, in which nothing may be partial that is not so already."""
+        """The cheapest steps from ``source`` to ``target``, which add no partial axes."""
         if source == target:
             return ()
         key = (type, source, target)
@@ -68,7 +68,7 @@ class Redistribution:
         return sum(step.seconds for step in self.steps(type, source, target))
 
     def cost(self, op: OwnOp, axes: Sequence[str], local_bytes: float) -> float:
-        """Seconds of one collective; ``local_bytes`` of the full (gathered or unreduced) local value."""
+        """The time of one collective; ``local_bytes`` of the full (gathered or unreduced) local value."""
         ranks = self.mesh.extent(axes)
         if any(self.mesh[axis].loop for axis in axes):
             return COLLECTED if op is not shard else SLICE_SECONDS
@@ -126,7 +126,7 @@ class Redistribution:
         return found
 
     def _reached(self, sharding: DimSharding, size: int) -> bool:
-        """Whether a halo leads to a sharding, and to no other that is the same for every rank."""
+        """Whether a halo exchange through the window of a sharding results in that sharding."""
         return rows_for(sharding.axes, _window(sharding, size), size, self.mesh) == sharding
 
     def _halo(self, type: TensorType, tiles: Spec, target: Spec) -> CommStep:
@@ -142,7 +142,7 @@ class Redistribution:
         return CommStep(halo, axes, target, rows=rows, seconds=seconds)
 
     def _through_replicated(self, type: TensorType, source: Spec, target: Spec) -> tuple[CommStep, ...]:
-        """Gather the dims that differ, then shard them anew: always possible, where parts do not nest."""
+        """Gather the differing dims and shard them again: always possible, also if parts do not nest."""
         middle = Spec(
             tuple(a if a == b else REPLICATED for a, b in zip(source.dims, target.dims, strict=True)), target.partial
         )
@@ -163,7 +163,7 @@ class Redistribution:
     def _moves(
         self, state: _State, goal: _State
     ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
-        """The steps that lead nearer; over a loop axis values are collected and decomposed, and nothing else."""
+        """The steps towards the goal; over a loop axis only collecting and splitting."""
         for move in self._any_moves(state, goal):
             op, axes = move[:2]
             if not any(self.mesh[axis].loop for axis in axes) or self._over_iterations(op, axes, state, goal):
@@ -181,7 +181,7 @@ class Redistribution:
     def _any_moves(
         self, state: _State, goal: _State
     ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
-        """The steps that lead nearer: gather any minor axes; shard only what the goal shards next."""
+        """The steps towards the goal: gather any minor axes; shard only as the goal requires next."""
         dims, partial = state
 
         def put(changes: dict[int, tuple[str, ...]], left: tuple[tuple[str, str], ...] = partial) -> _State:
@@ -227,7 +227,7 @@ class Redistribution:
 
 
 def _window(sharding: DimSharding, size: int) -> Window:
-    """The window through which a rank needs what it has by a sharding: one row, or as many as there are in a block."""
+    """The window of a sharding's rows: one row, or the rows of a block."""
     if sharding.rows is not None:
         return sharding.rows
     blocks, *rest = sharding.sub(size)

@@ -25,53 +25,53 @@ from .traits import base_name, is_view, narrows
 
 
 class Sent(NamedTuple):
-    """What one rank sends: dependent messages, and bytes. They add."""
+    """The communication of one rank: dependent messages, and bytes. They add."""
 
     messages: float = 0.0
     nbytes: float = 0.0
 
     def __add__(self, other: tuple[object, ...]) -> Sent:
-        """Both, one after the other."""
+        """The sum of two sequential communications."""
         assert isinstance(other, Sent)
         return Sent(self.messages + other.messages, self.nbytes + other.nbytes)
 
     def times(self, count: float) -> Sent:
-        """The same, ``count`` times."""
+        """The communication of ``count`` repetitions."""
         return Sent(self.messages * count, self.nbytes * count)
 
 
 def sent(factor: float, ranks: int, full: float) -> Sent:
-    """What one of so many ranks sends, where (n-1)/n of ``full`` bytes go round ``factor`` times."""
+    """The communication of one of ``ranks``, if (n-1)/n of ``full`` bytes are sent ``factor`` times."""
     return Sent(factor * math.log2(ranks), factor * full * (ranks - 1) / ranks)
 
 
 def exchanged(ranks: int, nbytes: float) -> Sent:
-    """What one of so many ranks sends, where it is so many bytes that go to others; nothing if there are none."""
+    """The communication of one of ``ranks`` that sends ``nbytes`` to others; nothing if there are none."""
     return Sent(math.log2(ranks), nbytes) if nbytes else Sent()
 
 
 def is_comm(node: Node) -> bool:
-    """Whether the node moves data between ranks (or keeps a rank's share of it)."""
+    """Whether the node is communication: it moves data between ranks (or takes a rank's shard)."""
     return base_name(node).startswith("comm.")
 
 
 EACH_ITERATION = "each_iteration"
-"""The attribute of a node that is done anew in each iteration, though it is the same in all."""
+"""Node attribute: run in each iteration, though the result is the same in all."""
 
 
 def is_part(node: Node, mesh: Mesh) -> bool:
-    """Whether a comm node exchanges rows, and every rank has those that it needs: it takes a part of what it has."""
+    """Whether a halo node only takes a part of local rows, as every rank has those that it needs."""
     return node.op.rows is not None and not node.op.sends(node, mesh).nbytes
 
 
 def sends(node: Node, mesh: Mesh) -> bool:
-    """Whether a node sends something to other ranks."""
+    """Whether a node sends data to other ranks."""
     return is_comm(node) and not node.op.sends_nothing and not is_part(node, mesh)
 
 
 def loop_of(node: Node, mesh: Mesh) -> int:
-    """How many times a node is done in a step: once for each iteration of the loop axes that what it takes hangs on, or
-    of all, where it says so."""
+    """The trip count of a node in a step: one for each iteration of the loop axes of its operands, or of all, if its
+    attribute says so."""
     if node.attrs.get(EACH_ITERATION):
         return mesh.extent(axis.name for axis in mesh.axes if axis.loop)
     spec: Spec | None = node.operands[0].spec if node.operands else None
@@ -81,7 +81,7 @@ def loop_of(node: Node, mesh: Mesh) -> int:
 
 
 def fetched(graph: Graph) -> set[Value]:
-    """Stored parameters, and what the forward makes of them by gathers, casts and views alone."""
+    """Stored parameters, and values of the forward derived from them by gathers, casts and views alone."""
     found = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
     for node in graph.nodes:
         moves = is_comm(node) or is_view(node) or narrows(node)

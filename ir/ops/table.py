@@ -1,4 +1,4 @@
-"""Our own ops as rows: what a graph's ``comm.*`` and ``memory.*`` nodes are, and what only rank programs call.
+"""The table of our own ops: a graph's ``comm.*`` and ``memory.*`` nodes, and the calls of rank programs.
 
 A new op of the graph is an :class:`OwnOp`: its keywords, its effect on placements, what it sends, which op leads back,
 how one rank does it, and its shape in pictures. A new call of programs is a :class:`LocalOp`: which argument names the
@@ -25,7 +25,7 @@ from .sends import Sent, exchanged, sent
 
 
 class RankEmit(Protocol):
-    """The writer of one rank's version of a node, for a row's ``local`` (made by :mod:`shardfx.ir.program.lower`)."""
+    """The context of a row's ``local``, which writes one rank's version of a node (:mod:`shardfx.ir.program.lower`)."""
 
     node: Node
     mesh: Mesh
@@ -34,13 +34,13 @@ class RankEmit(Protocol):
 
     @property
     def device(self) -> str:
-        """What the program is for."""
+        """The device type of the program."""
 
     def call(self, op: Any, *args: Any, gives: Sequence[int] | None = None) -> Any:
-        """Write a call; ``gives`` is the shape of its result, where a later pass wants to know it."""
+        """Write a call; ``gives`` is the shape of its result, for later passes."""
 
     def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
-        """The local shape of a value that is held by a spec."""
+        """The local shape of a value with a spec."""
 
     def group(self, axes: tuple[str, ...]) -> str:
         """The name of this rank's group along some axes."""
@@ -56,7 +56,7 @@ class Keyword:
 
 
 Place = Callable[..., Spec]
-"""``place(source, shape, mesh, **keywords)``: the placement that the op makes; an Error where it cannot start there."""
+"""``place(source, shape, mesh, **keywords)``: the resulting placement; an Error if the op does not apply."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,44 +99,44 @@ class OwnOp(GraphOp):
 
     @property
     def sends_nothing(self) -> bool:
-        """Whether nothing is sent."""
+        """Whether the op sends no data."""
         return self.factor == 0.0
 
     def full_bytes(self, node: Node, mesh: Mesh) -> int:
-        """The bytes that are gathered, unreduced or exchanged, on the rank that has most."""
+        """The bytes that are gathered, unreduced or exchanged, on the rank with the most."""
         if self.rows is not None:
             return int(self.rows(node, mesh))
         values = node.operands if self.full == "operands" else node.outs
         return sum(value.local_bytes(mesh) for value in values)
 
     def full_bytes_of(self, put_in: float, ranks: int) -> float:
-        """The bytes of the full value from those that one rank puts in."""
+        """The bytes of the full value, from the bytes of one rank's operands."""
         return put_in if self.full == "operands" else put_in * ranks
 
     def sends(self, node: Node, mesh: Mesh) -> Sent:
-        """What a rank sends each time that a node of this op is done."""
+        """The communication of a rank per run of a node."""
         return self.sent(self.full_bytes(node, mesh), mesh.extent(node.kwargs.get("axes", ())))
 
     def sent(self, nbytes: float, ranks: int) -> Sent:
-        """What each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged: all of the rows
-        that others need."""
+        """The communication of each of ``ranks``, if ``nbytes`` are gathered, unreduced or exchanged: all of halo rows
+        for others."""
         return sent(self.factor, ranks, nbytes) if self.rows is None else exchanged(ranks, nbytes)
 
 
 def carried(node: Node) -> list[tuple[Value, Value]]:
-    """The operands of an own op, each with the result that is the same value, held otherwise."""
+    """The operands of an own op, each with the result that is the same value in another placement."""
     return list(zip(node.operands, node.outs, strict=True))
 
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 Plain = Callable[[Arguments, Keywords], "tuple[Any, Arguments, Keywords] | Any"]
-"""Of the arguments of a call the function, arguments and keywords of another one, or an operand."""
+"""Maps a call's arguments to an equivalent call: function, arguments and keywords; or to an operand."""
 
 
 @dataclass(frozen=True)
 class LocalOp:
-    """A call of rank programs that is no op of the model, as a row.
+    """A call of rank programs to a function that is no op of the model.
 
     Args:
         name: as programs print it, ``memory.part``.
@@ -187,12 +187,12 @@ class LocalOp:
 
     @property
     def is_number(self) -> bool:
-        """Whether its result is a number of an iteration, which lies nowhere."""
+        """Whether its result is an induction variable, which has no memory."""
         return self.loop in ("opens", "number")
 
     @property
     def starts(self) -> bool:
-        """Whether its result is there only once it was waited for."""
+        """Whether its result is available only after a wait."""
         return (self.group is not None and self.message != "sends") or self.copies
 
     def destination(self, node: fx.Node) -> fx.Node | None:

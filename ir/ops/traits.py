@@ -15,11 +15,11 @@ from shardfx.ir.registry import GRAPH_OPS
 aten = torch.ops.aten
 
 KINDS = ("attention", "shardfx.grouped_")
-"""What is in the names of ops whose arithmetic torch has no formula for."""
+"""Parts of the names of heavy ops that torch has no FLOP formula for."""
 
 
 def with_defaults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by the names of the op's schema, defaults among them."""
+    """The arguments by their names in the op's schema, with defaults."""
     names, defaults = _names_and_defaults(op)
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
@@ -32,7 +32,7 @@ def _names_and_defaults(op: Any) -> tuple[list[str], dict[str, Any]]:
 
 
 def positional(op: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Arguments by name in the order of the op's schema, without what is the default at the end."""
+    """Arguments by name in the order of the op's schema, without trailing defaults."""
     schema = list(op._schema.arguments)
     while schema and schema[-1].has_default_value():
         name, default = schema[-1].name, schema[-1].default_value
@@ -43,25 +43,25 @@ def positional(op: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 OF_MEMORY = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
-"""Ops that read the memory of a dense operand, from its first element on. Their ``storage_offset`` counts from the
-begin of the storage instead, which a value may share with others: graphs and programs leave it out."""
+"""Ops that read the memory of a dense operand from its first element on. Their ``storage_offset`` counts from the
+start of the storage, which a value may share with others: graphs and programs leave it out."""
 
 
 def storage_offset(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The offset in its storage at which a call reads memory; None where it is that of its operand, or reads none."""
+    """The storage offset at which a call reads memory; None if it is its operand's, or it reads none."""
     if getattr(op, "overloadpacket", None) not in OF_MEMORY:
         return None
     return with_defaults(op, args, kwargs)["storage_offset"]
 
 
 def base_name(node: Node) -> str:
-    """The op without namespace and overload; one of our own in full."""
+    """The op's name without namespace and overload; that of an own op in full."""
     return base_name_of(node.op)
 
 
 @cache
 def base_name_of(op: Any) -> str:
-    """The name of an op without namespace and overload: ``mm``, ``add``; one of our own in full."""
+    """The name of an op without namespace and overload: ``mm``, ``add``; that of an own op in full."""
     name = op_name(op)
     return name.split(".")[1] if isinstance(op, torch._ops.OpOverload) else name
 
@@ -79,7 +79,7 @@ def gives_alias(op: Any) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node only changes how one tensor is looked at, and shows all of it (a slice does not)."""
+    """Whether the node is a view of all elements of one tensor (a slice is not)."""
     operands, results = node.operands, node.outs
     if not gives_alias(node.op) or len(operands) != 1 or len(results) != 1:
         return False
@@ -87,17 +87,17 @@ def is_view(node: Node) -> bool:
 
 
 def is_cast(node: Node) -> bool:
-    """Whether the node gives its one tensor in another dtype."""
+    """Whether the node casts its one tensor to another dtype."""
     return node.op is torch.ops.aten._to_copy.default and node.operands[0].type.dtype is not node.outs[0].type.dtype
 
 
 def narrows(node: Node) -> bool:
-    """Whether the node gives its one tensor in a dtype of fewer bytes."""
+    """Whether the node casts its one tensor to a dtype of fewer bytes."""
     return is_cast(node) and node.outs[0].type.nbytes < node.operands[0].type.nbytes
 
 
 def uncast(value: Value) -> Value:
-    """What a value is a cast of; itself, if it is none."""
+    """The source of a cast; a value itself, if it is none."""
     while value.node is not None and is_cast(value.node):
         value = value.node.operands[0]
     return value
@@ -111,7 +111,7 @@ def is_heavy_op(op: Any) -> bool:
 
 
 def is_heavy(node: Node) -> bool:
-    """Whether most of the arithmetic is in such ops."""
+    """Whether the node's op is heavy: most FLOPs are in such ops."""
     return is_heavy_op(node.op)
 
 
@@ -121,16 +121,16 @@ def draws(op: Any) -> bool:
 
 
 COPIES = {aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default}
-"""Ops that give their operand back, in other memory at most."""
+"""Ops that return their operand unchanged, at most in other memory."""
 NEUTRAL = {
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar), 1),
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar), 0),
     **dict.fromkeys((aten.softshrink.default, aten.hardshrink.default), 0),
 }
-"""The number with which an op gives its first operand back."""
+"""The neutral number of ops, with which they return their first operand unchanged."""
 
 
 def is_neutral(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op's number is the one with which it gives its first operand back."""
+    """Whether an op's number is its neutral one, so that it returns its first operand unchanged."""
     plain = not kwargs and len(args) == 2 and isinstance(args[1], (int, float))
     return plain and not isinstance(args[0], (int, float)) and bool(args[1] == NEUTRAL.get(op))

@@ -50,7 +50,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each rank its actions in the order in which it runs them.
+    """The actions of each rank, in execution order.
 
     ``str`` gives a row a rank, and :meth:`parse` reads it; :func:`.simulation.check_schedule` checks completeness.
     """
@@ -80,7 +80,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule of a text: a row for each rank, actions with blanks between."""
+        """Parse a schedule: a line for each rank, actions separated by blanks."""
         if not isinstance(text, str):
             raise Error(
                 "this is no text of a schedule",
@@ -100,17 +100,17 @@ class Schedule:
 
     @cached_property
     def ranks(self) -> range:
-        """The numbers of the rows."""
+        """The ranks, one per row."""
         return range(len(self.rows))
 
     @cached_property
     def stages(self) -> range:
-        """The stages up to the highest that is named."""
+        """All stages, up to the highest that occurs."""
         return range(1 + max(action.stage for action in self))
 
     @cached_property
     def microbatches(self) -> range:
-        """The micro-batches up to the highest that is named."""
+        """All micro-batches, up to the highest that occurs."""
         return range(1 + max(action.microbatch for action in self))
 
     @cached_property
@@ -176,8 +176,8 @@ class Pipelined:
     """Stages on an axis of the mesh.
 
     Args:
-        axis: the axis of ranks that stages lie along.
-        microbatches: the axis of micro-batches that the schedule is of; empty where there are no micro-batches.
+        axis: the mesh axis whose ranks have the stages.
+        microbatches: the loop axis of the schedule's micro-batches; empty without micro-batches.
         schedule: a row for each coordinate of the axis.
     """
 
@@ -187,13 +187,13 @@ class Pipelined:
 
     @cached_property
     def homes(self) -> tuple[int, ...]:
-        """The coordinate that each stage lies at."""
+        """The coordinate of each stage."""
         return tuple(map(self.schedule.rank_of, self.schedule.stages))
 
     def places(self, at: Sequence[int]) -> tuple[int, ...]:
-        """The coordinates of some stages, each once, in order; of all of them for none."""
+        """The distinct coordinates of some stages, in order; of all stages for an empty sequence."""
         return tuple(sorted({self.homes[stage] for stage in at})) if at else tuple(self.schedule.ranks)
 
     def is_here(self, at: Sequence[int], coords: Mapping[str, int]) -> bool:
-        """Whether a rank has one of some stages; for none, which is everywhere, it has."""
+        """Whether a rank has one of these stages; true for an empty sequence, which means all."""
         return not at or any(self.homes[stage] == coords[self.axis] for stage in at)

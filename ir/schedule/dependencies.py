@@ -12,8 +12,8 @@ from .actions import Action, Schedule
 
 
 def check_complete(schedule: Schedule, stages: int, microbatches: int) -> None:
-    """Check that each action is of a stage and micro-batch that there are, stands once, on the rank of its stage, and
-    that none is missing: a forward and a backward (or its halves) of each micro-batch, an update of each stage or
+    """Check that each action has a valid stage and micro-batch, occurs once, on the rank of its stage, and that none is
+    missing: a forward and a backward (or its halves) of each micro-batch, an update of each stage or
     none."""
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.rows):
@@ -95,8 +95,8 @@ def dependencies(schedule: Schedule) -> Mapping[Action, tuple[Action, ...]]:
 
 
 def needs(action: Action, last: int, back: Callable[[int, int], Action]) -> tuple[Action, ...]:
-    """What ``F``, ``B``, ``I`` and ``W`` wait for: ``F`` for ``F`` of the stage before; ``B`` and ``I`` for their own
-    ``F``, and for ``B`` or ``I`` (``back``) of the stage behind, up to the ``last``; ``W`` for its ``I``."""
+    """The dependencies of ``F``, ``B``, ``I`` and ``W``: ``F`` on ``F`` of the stage before; ``B`` and ``I`` on their
+    own ``F``, and on ``B`` or ``I`` (``back``) of the stage behind, up to the ``last``; ``W`` on its ``I``."""
     kind, stage, microbatch = action
     if kind == "F":
         return (Action("F", stage - 1, microbatch),) if stage else ()

@@ -1,4 +1,4 @@
-"""Discrete simulation of a schedule: when each action starts and ends under given costs; live micro-batches."""
+"""Discrete simulation of a schedule: start and end of each action under given costs; in-flight micro-batches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .actions import KINDS, Action, Schedule
 from .dependencies import check_complete, dependencies, executable_order
 
 Costs = Mapping[str, float | Sequence[float]]
-"""Seconds, or any other unit, by kind of action: a number for all stages, or one for each."""
+"""The duration of actions by kind, in any unit: a number for all stages, or one for each."""
 COSTS: Costs = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}
-"""The costs of the papers' pictures: each half of a backward costs what a forward does."""
+"""The costs in the figures of papers: each half of a backward takes as long as a forward."""
 
 
 class Span(NamedTuple):
@@ -34,14 +34,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule, and when each of its actions starts and ends."""
+    """A schedule, and the start and end of each of its actions."""
 
     schedule: Schedule
     spans: Mapping[Action, Span]
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs = COSTS, comm: float = 0.0) -> Self:
-        """Let every rank start each action as soon as it has done those before, and has what the action needs.
+        """Simulate a schedule: each rank starts an action as soon as the one before and its dependencies are done.
 
         ``comm`` is the time of a transfer to another rank; the sender does not wait.
 
@@ -79,40 +79,40 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank how long it works."""
+        """The compute time of each rank."""
         return tuple(sum(each.length for action in row for each in self.segments(action)) for row in self.schedule.rows)
 
     @cached_property
     def bubble(self) -> float:
-        """The share of the step in which ranks do nothing: 0 .. 1, over all ranks."""
+        """The bubble: the idle share of all ranks' step time, 0 .. 1."""
         return 1 - sum(self.busy) / (self.step * len(self.busy)) if self.step else 0.0
 
     @cached_property
     def present(self) -> tuple[Span, ...]:
-        """For each rank from when to when it takes part: from its first action to the end of its last."""
+        """The active interval of each rank: from the start of its first action to the end of its last."""
         return tuple(Span(self.spans[row[0]].start, self.spans[row[-1]].end) for row in self.schedule.rows)
 
     @cached_property
     def period(self) -> float:
-        """The time of a step among many that follow at once, each rank beginning the next without the others.
+        """The time per step when steps follow at once, each rank starting the next on its own.
 
-        The longest time that a rank takes part; where the zero-bubble papers speak of a step, this is it.
+        It is the longest active interval of a rank: the step time of the zero-bubble papers.
         """
         return max(span.length for span in self.present)
 
     @cached_property
     def waits(self) -> tuple[float, ...]:
-        """For each rank how long it does nothing while it takes part."""
+        """The idle time of each rank within its active interval."""
         return tuple(span.length - busy for span, busy in zip(self.present, self.busy, strict=True))
 
     @cached_property
     def order(self) -> tuple[Action, ...]:
-        """All actions of all ranks by their ends: an order that agrees with all rows and dependencies."""
+        """All actions of all ranks, sorted by their ends: a topological order."""
         return tuple(sorted(self.spans, key=lambda action: self.spans[action].end))
 
 
 def cost_table(costs: Costs, kinds: Collection[str], stages: int) -> Mapping[str, Sequence[float]]:
-    """The cost of each of some kinds of actions at each stage."""
+    """The cost of each kind of action at each stage."""
     check_costs(costs)
     table = {}
     for kind in sorted(kinds):
@@ -173,7 +173,7 @@ def _is_time(value: object) -> bool:
 
 
 KEEPS = {"F": 1, "B": -1, "W": -1, "I": 0, "U": 0}
-"""How many micro-batches more a rank keeps for the backward when an action is done."""
+"""The change in a rank's in-flight micro-batches at the end of an action, by kind."""
 
 NUMBERS = {
     "stages": "stages",
@@ -181,12 +181,12 @@ NUMBERS = {
     "ranks": "ranks",
     "max_in_flight": "micro-batches in flight",
 }
-"""What is counted, by the option that says it."""
+"""The quantity that each integer option counts, for errors."""
 
 
 @dataclass(frozen=True)
 class ScheduleReport(Simulation):
-    """Properties of a checked schedule: live micro-batches, idle time, step time.
+    """The report of a checked schedule: in-flight micro-batches, idle time, step time.
 
     A micro-batch is *live* at a stage from its ``F`` until its ``B`` or ``W`` is done. A rank with several stages
     counts a micro-batch once for each of them.
@@ -194,12 +194,12 @@ class ScheduleReport(Simulation):
 
     @cached_property
     def live(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank and each of its actions, how many micro-batches are live while it runs."""
+        """The number of live micro-batches during each action, rank by rank."""
         return tuple(tuple(_live(row)) for row in self.schedule.rows)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """For each rank the most micro-batches that are live at a time."""
+        """The maximum number of live micro-batches of each rank."""
         return tuple(map(max, self.live))
 
     def __str__(self) -> str:
@@ -235,7 +235,7 @@ def check_schedule(schedule: Schedule, *, stages: int, microbatches: int, costs:
 
 
 def _live(row: tuple[Action, ...]) -> Iterator[int]:
-    """How many micro-batches are live while each action is done: what is given up is there until the action is done."""
+    """The number of live micro-batches during each action: one that is released is live until the action is done."""
     after = accumulate(KEEPS[action.kind] for action in row)
     return (kept - min(KEEPS[action.kind], 0) for kept, action in zip(after, row, strict=True))
 

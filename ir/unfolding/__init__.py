@@ -1,1 +1,1 @@
-"""Unfolding of repeated blocks that a graph leaves out."""
+"""Unfolding of repeated blocks that a graph contains only once."""

@@ -1,8 +1,8 @@
-"""Regularity of the blocks around a repeat: only if they are alike can more be put between them.
+"""Regularity check of the blocks around a repeat: copies can be inserted between them only if they are alike.
 
-Of ``repeat layers 2..77`` four blocks are there: ``s, a | b, e``; :mod:`.unfold` says what is asked of them, and why.
-Behind the backward a block's nodes stand in runs; copies of ``a`` stand between its run and that of ``b``, in the order
-of the blocks, or the other way round.
+Of ``repeat layers 2..77`` the graph has four blocks: ``s, a | b, e``; :mod:`.unfold` states the conditions, and why.
+Behind the backward a block's nodes form runs; copies of ``a`` go between its run and that of ``b``, in the order of
+the blocks, or reversed.
 
     squares of s, of a | b, e, the norm, steps of s, of a | b, e, gathers of e, of b | a, s
 """
@@ -23,17 +23,17 @@ from shardfx.ir.repeat import Repeat
 from .twin import BACKWARD, BEHIND, At, BlockTwin, Parts, Row
 
 COMPARED = [f.name for f in fields(Node) if f.name not in ("args", "kwargs", "results", "where")]
-"""What nodes alike have in common as it is."""
+"""The node fields that must be equal between alike nodes."""
 SEEN = [f.name for f in fields(Value) if f.name not in ("node", "index", "name", "hinted_by")]
-"""What values alike have in common as it is."""
+"""The value fields that must be equal between alike values."""
 
 
 class IrregularBlocks(Error):
-    """The blocks around those that are left out are not alike, so that nothing can be put between them."""
+    """The error for a repeat whose neighbouring blocks are not alike, so that it cannot be unfolded."""
 
 
 class BlocksAround:
-    """The blocks ``s, a, b, e`` around those that one repeat of a graph leaves out, found to be alike.
+    """The blocks ``s, a, b, e`` around one repeat of a graph, checked to be alike.
 
     Raises:
         IrregularBlocks: they are not alike.
@@ -60,8 +60,8 @@ class BlocksAround:
         self._check()
 
     def _blocks(self) -> list[Parts]:
-        """The nodes of s, a, b and e: in the forward from a block's first one to the next block's first one, in the
-        backward likewise, the other way round; from the first node of the update on those that say so."""
+        """The nodes of s, a, b and e: in the forward from a block's first node to the next block's, in the backward
+        likewise, reversed; from the first node of the update on, by the module of each."""
         around = self.repeat.around
         starts = {phase: self._starts(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         ups = [starts[Phase.FORWARD].get(i, -1) for i in around]
@@ -84,11 +84,11 @@ class BlocksAround:
         return list(zip(ahead, back, behind, gone, strict=True))
 
     def _of(self, nodes: Iterable[Node], index: int) -> list[Node]:
-        """The nodes that belong to a block."""
+        """The nodes of a block."""
         return [node for node in nodes if self.repeat.within(node.where.module) == index]
 
     def _kind(self, node: Node) -> str:
-        """A key of nodes: equal for nodes at the same place of two blocks."""
+        """A key of nodes: equal for corresponding nodes of two blocks."""
         where = node.where
         module = self.repeat.moved(where.module, self.repeat.around[0])
         return repr((node.phase.value, str(node.op), module, where.line, [v.type for v in node.outs]))
@@ -107,7 +107,7 @@ class BlocksAround:
         return [inp for inp in self.graph.inputs if self.repeat.within(inp.name) == index]
 
     def _check(self) -> None:
-        """Compare b with a, seen from one block further on."""
+        """Compare b with a, shifted by one block."""
         for inp in self.own_inputs(self.repeat.around[1]):
             like = self.given.get(self.next.name(inp.name))
             if like is None or (inp.kind, self._moved_on(inp.value)) != (like.kind, self._seen(like.value)):
@@ -124,11 +124,11 @@ class BlocksAround:
         return [*(getattr(value, name) for name in SEEN), value.hinted_by]
 
     def _moved_on(self, value: Value) -> list[Any]:
-        """The counterpart in b of what is seen of a value of a."""
+        """The counterpart in b of an operand's key in a."""
         return [*self._seen(value)[:-1], self.next.name(value.hinted_by)]
 
     def _alike(self, one: Node, other: Node) -> bool:
-        """Whether ``other`` is ``one``, a block further on."""
+        """Whether ``other`` is the counterpart of ``one`` in the next block."""
         fixed = all(getattr(one, name) == getattr(other, name) for name in COMPARED)
         kinds = ([v and self._moved_on(v) for v in one.results], [v and self._seen(v) for v in other.results])
         where = replace(one.where, module=self.next.name(one.where.module))
@@ -142,11 +142,11 @@ class BlocksAround:
         return bool(self._moved(mine) == theirs)
 
     def _moved(self, arg: Any) -> Any:
-        """Arguments of a, as b has them."""
+        """The arguments of a node of a, mapped to b."""
         return substitute(arg, self.next.value)
 
     def _beside(self, block: Parts) -> Row:
-        """The nodes of s or e at the places of a's: s may hold more (what all blocks share), e less."""
+        """The nodes of s or e that correspond to a's: s may have more (shared by all blocks), e fewer."""
 
         def aligned(nodes: Sequence[Node], others: Sequence[Node]) -> Sequence[Node | None]:
             found: list[Node | None] = [None] * len(nodes)
@@ -158,7 +158,7 @@ class BlocksAround:
         return tuple(aligned(nodes, others) for nodes, others in zip(self.a, block, strict=True))
 
     def _check_uses(self, inside: Mapping[Node, Node]) -> None:
-        """What a makes is used by its neighbours alone, and by s as b's is by a; its inputs by itself alone."""
+        """Check that a's values are used only by its neighbours, by s as b's are by a; its inputs only by itself."""
         own = {inp.value for inp in self.own_inputs(self.repeat.around[1])}
         beside = zip(self.rows[0][BACKWARD], self.a[BACKWARD], strict=True)
         near = {node: one for node, one in beside if node is not None}
@@ -181,12 +181,12 @@ class BlocksAround:
         return found
 
     def _like_beside(self, node: Node) -> list[Node]:
-        """What a has behind the backward as those blocks beside it have that a node is made of."""
+        """The counterparts in a of those operands of a node that neighbouring blocks compute behind the backward."""
         ats = [self.places[v.node] for v in node.operands if v.node in self.places]
         return [self.a[BEHIND][at.place] for at in ats if at.part == BEHIND and at.delta]
 
     def _check_outputs(self, inside: Mapping[Node, Node]) -> None:
-        """What a makes for the outside is for its own parameters and buffers, and b makes the same."""
+        """Check that a's outputs are of its own parameters and buffers, and that b has the same."""
         outputs = {(output.kind, output.name): output for output in self.graph.outputs}
         a = self.repeat.around[1]
         for output in self.graph.outputs:
@@ -199,7 +199,7 @@ class BlocksAround:
                 self.refuse("their outputs differ", output.name)
 
     def refuse(self, what: str, got: object) -> NoReturn:
-        """Raise :class:`IrregularBlocks`: ``what`` is not alike, as ``got`` shows."""
+        """Raise :class:`IrregularBlocks`: ``what`` differs, ``got`` is the difference."""
         a, b = (self.repeat.block(index) for index in self.repeat.around[1:3])
         raise IrregularBlocks(
             f"the blocks {a!r} and {b!r} are not alike: {what}",
@@ -214,14 +214,14 @@ class BlocksAround:
 
 @dataclass(frozen=True)
 class NodeRun:
-    """A run of consecutive nodes of a block; ``falls``: those of the next block stand before them."""
+    """A run of consecutive nodes of a block; ``falls``: the next block's run precedes it."""
 
     nodes: tuple[Node, ...]
     falls: bool
 
 
 def runs_of(nodes: Iterable[Node], twin: Mapping[Node, Node]) -> list[NodeRun] | None:
-    """The runs of nodes that have a twin in the next block; None, where these stand before and behind."""
+    """The runs of nodes with a twin in the next block; None, if twins both precede and follow."""
     position = {node: i for i, node in enumerate(nodes)}
     found = []
     for own, run in groupby(position, twin.__contains__):
@@ -235,10 +235,10 @@ def runs_of(nodes: Iterable[Node], twin: Mapping[Node, Node]) -> list[NodeRun] |
 
 
 def in_order(found: Sequence[NodeRun], like: Callable[[Node], Iterable[Node]]) -> bool:
-    """Whether what a node is made of in the block beside it stands in the same run, or in one before.
+    """Whether the operands of a node in the neighbouring block are in the same run, or in an earlier one.
 
     Args:
-        like: the nodes of the block itself that are like those beside it that a node is made of.
+        like: the nodes of the block itself that correspond to those operands in the neighbouring block.
     """
     number = {node: i for i, run in enumerate(found) for node in run.nodes}
     return all(number[other] <= number[node] for node in number for other in like(node))

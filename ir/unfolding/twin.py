@@ -10,11 +10,11 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.repeat import Repeat
 
 Parts = tuple[list[Node], list[Node], list[Node], list[Node]]
-"""A block's nodes: of the forward, of the backward, of what stands behind (the update, and what leaves the program),
-and those that are gone from it."""
+"""A block's nodes: forward, backward, behind the backward (the update, and sends of outputs), and removed
+ones."""
 FORWARD, BACKWARD, BEHIND, GONE = range(4)
 Row = tuple[Sequence[Node | None], ...]
-"""The nodes of a block at the places of those of ``a``; None where it has no such node."""
+"""The nodes of a block that correspond to those of ``a``; None where it has no such node."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class BlockTwin:
         return name if index not in self._numbers else self.repeat.moved(name, self._numbers[index])
 
     def value(self, value: Value) -> Value:
-        """The counterpart of a value; itself, if it is none of the blocks'."""
+        """The counterpart of a value; itself, if it belongs to no block."""
         if value.node is None:
             return self.inputs.get(value, value)
         node = self.node(value.node)
@@ -60,12 +60,12 @@ class BlockTwin:
         return found
 
     def node(self, node: Node) -> Node:
-        """The counterpart of a node; itself, if it is none of the blocks'."""
+        """The counterpart of a node; itself, if it belongs to no block."""
         at = self.places.get(node)
         return node if at is None else self.rows[1 + at.delta][at.part][at.place] or node
 
     def block_of(self, value: Value) -> int | None:
-        """In which block a value was before: -1, 0 or 1 for the one before ``a``, ``a``, the one behind; or in none."""
+        """The block of a value before unfolding, relative to ``a``: -1, 0 or 1; None if it belongs to none."""
         if value.node is not None:
             at = self.places.get(value.node)
             return at.delta if at is not None else None
@@ -76,8 +76,8 @@ class BlockTwin:
 
 @dataclass(frozen=True)
 class Unfolded:
-    """The blocks that were put back for one repeat, in order, and ``a`` itself, whose neighbour is now the first of
-    them. (For what belongs to ``b``, the last of them says what now stands for ``a``.)"""
+    """The unfolded copies of one repeat, in order, and ``a`` itself, whose next neighbour is now the first of them.
+    (``b`` now has the last of them as its previous neighbour.)"""
 
     a: BlockTwin
     copies: Sequence[BlockTwin]

@@ -1,11 +1,11 @@
-"""Unfolding: the blocks that a graph leaves out (:mod:`shardfx.ir.repeat`), put back: forward, backward and update,
-planned or not.
+"""Unfolding of repeats (:mod:`shardfx.ir.repeat`): insert copies of the blocks that a graph leaves out, in forward,
+backward and update, planned or not.
 
-Of ``repeat layers 2..77`` four blocks are there: ``s, a | b, e``. If ``b`` is to ``a`` and ``e`` what ``a`` is to
-``s`` and ``b`` (node by node, each operand at the same place of the same neighbour, placed alike, and nothing further
-off uses what is inside), then ``a`` again between ``a`` and ``b`` changes nothing for any
-of them: each copy has the neighbours that ``a`` has, and so has ``a``. The graph with all blocks is then put together
-of parts that were all seen.
+Of ``repeat layers 2..77`` the graph has four blocks: ``s, a | b, e``. If ``b`` is to ``a`` and ``e`` what ``a`` is to
+``s`` and ``b`` (node by node, with corresponding operands in the same neighbour, the same placements, and no uses
+from blocks further away), then another ``a`` between ``a`` and ``b`` changes nothing for any of them: each copy has
+the neighbours that ``a`` has, and so has ``a``. The unfolded graph then consists of parts that were all
+captured.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 def unfold(graph: Graph, gone: Collection[Node] = ()) -> list[Unfolded]:
-    """Put back what ``graph.repeats`` leaves out, in place; says of each repeat what was put back.
+    """Insert the blocks that ``graph.repeats`` leaves out, in place; returns the copies of each repeat.
 
     Args:
-        gone: nodes that a pass took out of the graph, and of which something is still told: they have copies too.
+        gone: nodes that a pass removed from the graph, but reports still refer to: they are copied too.
 
     Raises:
         Irregular: the blocks that are there are not alike; the graph is of no use then.
@@ -48,7 +48,7 @@ def unfold(graph: Graph, gone: Collection[Node] = ()) -> list[Unfolded]:
 
 
 def check_regular(graph: Graph) -> None:
-    """Whether :func:`unfold` can put back what is left out, without doing it.
+    """Check that :func:`unfold` can unfold a graph, without changing it.
 
     Raises:
         Irregular: it cannot.
@@ -58,15 +58,15 @@ def check_regular(graph: Graph) -> None:
 
 
 def unfolded(graph: Graph) -> Graph:
-    """A copy of a graph with the equal blocks that it leaves out put back."""
+    """An unfolded copy of a graph."""
     made = graph.copy()
     unfold(made)
     return made
 
 
 def _renumber_draws(graph: Graph, copies: Mapping[Node, tuple[str, int]]) -> None:
-    """Each mask has a number of its own: two that shared one would be the same mask. What shares one in a block, as a
-    backward does with its forward, shares one in each copy of it."""
+    """Give each copy of a dropout mask a number of its own, as equal numbers draw equal masks; within a block the
+    backward shares its forward's number."""
     numbers: dict[tuple[object, int], int] = {}
     for node in graph.nodes:
         slot = draw_slot(node)
@@ -76,14 +76,14 @@ def _renumber_draws(graph: Graph, copies: Mapping[Node, tuple[str, int]]) -> Non
 
 
 class _Unfolding(BlocksAround):
-    """One repeat in one graph, put back."""
+    """The unfolding of one repeat of a graph."""
 
     def __init__(self, graph: Graph, repeat: Repeat, gone: Collection[Node] = ()) -> None:
         super().__init__(graph, repeat, gone)
         self.draws: dict[Node, tuple[str, int]] = {}
 
     def apply(self) -> Unfolded:
-        """Put the blocks back between a and b."""
+        """Insert the copies between a and b."""
         graph, repeat, a, b = self.graph, self.repeat, self.a, self.b
         new = [self._blank(index) for index in repeat.left_out]
         rows = [a, *new, b]
@@ -113,7 +113,7 @@ class _Unfolding(BlocksAround):
         return Unfolded(same, twins)
 
     def _put_behind(self, twins: Sequence[BlockTwin]) -> None:
-        """The copies' nodes behind the backward, each run of them where a's stands."""
+        """Insert the copies' nodes behind the backward, each run next to a's."""
         nodes, done = self.graph.nodes, 0
         found: list[Node] = []
         for run in self.runs:
@@ -145,7 +145,7 @@ class _Unfolding(BlocksAround):
         return ahead, back, behind, gone
 
     def _join(self, block: Parts, old: int, now: Parts) -> None:
-        """Let the nodes of b use the last copy where they used a, and those of a the first one where they used b."""
+        """Redirect uses by b of a's values to the last copy, and uses by a of b's values to the first."""
 
         def change(value: Value) -> Value:
             at = self.places.get(value.node) if value.node is not None else None
@@ -159,7 +159,7 @@ class _Unfolding(BlocksAround):
             node.fill(node, change)
 
     def _give(self, twins: Sequence[BlockTwin]) -> None:
-        """The inputs and outputs of the copies, behind those of a; and their names of what all blocks have together."""
+        """Insert the copies' inputs and outputs behind those of a; and rename what all blocks share."""
 
         def own(name: str) -> bool:
             return self.repeat.within(name) == self.repeat.around[1]
@@ -179,7 +179,7 @@ class _Unfolding(BlocksAround):
 def _spread(
     things: Iterable[T], own: Callable[[T], bool], twins: Sequence[BlockTwin], make: Callable[[BlockTwin, T], T]
 ) -> list[T]:
-    """Each run of what is a's ``own``, and behind it what stands for it in the copies, one after the other."""
+    """Insert behind each run of a's ``own`` elements the counterparts in the copies, copy by copy."""
     found: list[T] = []
     for mine, each in groupby(things, own):
         run = list(each)

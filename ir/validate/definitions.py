@@ -1,4 +1,4 @@
-"""Definitions of values: each once, before its uses, in their stages, with a placement that fits its shape."""
+"""Checks of value definitions: unique, before their uses, on their stages, with placements that fit the shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .node_checks import Complaint
 
 @dataclass
 class Definitions:
-    """The values that were defined so far in one walk over a graph.
+    """The values defined so far in a walk over a graph.
 
     ``fitting`` are the pairs of placement and shape that were found to fit (by the placement's id).
     """
@@ -31,12 +31,12 @@ class Definitions:
     names: set[str] = field(default_factory=set)
     fitting: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
     away: dict[Value, str] = field(default_factory=dict)
-    """In which pool values lie that are not in the device's memory."""
+    """The memory pool of values outside the device's memory."""
     stored: dict[str, str] = field(default_factory=dict)
     """The pool of each input."""
 
     def input(self, inp: Input) -> None:
-        """An input defines its value, under a name of its own."""
+        """Define an input's value, and check that its name is unique."""
         if inp.name in self.names:
             self.wrong.fail("two inputs have one name", inp, "a name of its own", inp.name)
         if inp.value in self.defined:
@@ -51,7 +51,7 @@ class Definitions:
         self._define(inp.value, inp)
 
     def node(self, node: Node, operands: list[Value]) -> None:
-        """A node uses what is defined, and defines its results."""
+        """Check that a node's operands are defined, and define its results."""
         for value in operands:
             if value not in self.defined:
                 self._undefined(value, node)
@@ -61,7 +61,7 @@ class Definitions:
                 self._result(node, index, result)
 
     def output(self, output: Output) -> None:
-        """An output is a value that is defined."""
+        """Check that an output's value is defined."""
         if output.value not in self.defined:
             self._undefined(output.value, output)
         lies, belongs = self.away.get(output.value, ""), self.stored.get(output.name, "")
@@ -114,7 +114,7 @@ class Definitions:
         self.wrong.fail(what, place, "a value that an input or an earlier node defines", f"{name}, {made}")
 
     def _fits(self, spec: Spec, shape: tuple[int, ...], value: Value, place: Node | Input) -> None:
-        """The placement has the tensor's dims, and its axes are the mesh's."""
+        """Check that a placement has the tensor's dims, and only axes of the mesh."""
         if len(spec.dims) != len(shape):
             what = f"the placement of {self.wrong.name(value)} has another number of dims"
             self.wrong.fail(what, place, f"{len(shape)} dims, for shape {shape}", f"{len(spec.dims)} dims, {spec}")
@@ -135,7 +135,7 @@ class Definitions:
 
 
 def check_outputs(graph: Graph, wrong: Complaint) -> None:
-    """Every output leaves as it must: a gradient as its parameter is stored, nothing partial."""
+    """Check outputs: a gradient is placed as its parameter is stored, none is partial."""
     for output, spec in graph.output_specs().items():
         if output.value.spec != spec:
             _wrong_output(output, spec, wrong)
@@ -150,7 +150,7 @@ def _wrong_output(output: Output, spec: Spec, wrong: Complaint) -> None:
 
 
 EVERYWHERE = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GUARD)
-"""What every rank gets."""
+"""Kinds of outputs that every rank gets."""
 
 
 def check_stages(graph: Graph, wrong: Complaint) -> None:
@@ -165,7 +165,7 @@ class _Stages:
     pipeline: Pipelined
     wrong: Complaint
     places: dict[Value, frozenset[int]] = field(default_factory=dict)
-    """The coordinates along the axis of stages at which values are."""
+    """The coordinates on the stage axis at which values are available."""
 
     def check(self) -> None:
         for inp in self.graph.inputs:

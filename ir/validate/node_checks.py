@@ -20,12 +20,12 @@ from shardfx.ir.spec import TensorType
 from shardfx.ir.text.printer import Printer
 
 DEVICES = ("meta", "cpu")
-"""A type that depends on the device is right if one of these gives it; the second is tried where the first differs."""
+"""Fake devices for type checks: a result type may match on either; the second is tried if the first differs."""
 
 
 @dataclass(frozen=True)
 class Complaint:
-    """Raises the error for what is wrong with ``graph``; ``after`` names the pass that has just run.
+    """Raises validation errors about ``graph``; ``after`` names the pass that has just run.
 
     Text is written only then, so that a right graph costs nothing.
     """
@@ -38,7 +38,7 @@ class Complaint:
         return Printer(self.graph).use(value)
 
     def fail(self, what: str, place: Node | Input | Output, expected: object, got: object) -> NoReturn:
-        """Raise; ``place`` is the line that is wrong."""
+        """Raise an error at ``place``, the wrong line."""
         printer = Printer(self.graph)
         if isinstance(place, Node):
             where = printer.node(place)
@@ -58,7 +58,7 @@ class Complaint:
 
 
 def check_types(node: Node, wrong: Complaint) -> None:
-    """Run the op without numbers and compare the number, shapes and dtypes of its results.
+    """Run the op on fake tensors and compare the number, shapes and dtypes of its results.
 
     A result that the graph leaves out may be one that the op gives. Ops that are not torch's, and those that cannot be
     run so, are taken as they stand.
@@ -88,7 +88,7 @@ def check_types(node: Node, wrong: Complaint) -> None:
 def _refuse(
     node: Node, types: list[TensorType | None], made: str | list[TensorType | None], wrong: Complaint
 ) -> NoReturn:
-    """Say in what the results differ; ``made`` is what the op gives, or why it gives nothing."""
+    """Raise an error for differing results; ``made`` is what the op returns, or why it fails."""
     name = op_name(node.op)
     if isinstance(made, str):
         wrong.fail(f"{name} does not take these arguments", node, str(node.op._schema), made)
@@ -105,7 +105,7 @@ def _text(type: TensorType | None) -> str:
 
 
 def check_comm(node: Node, op: OwnOp, operands: list[Value], mesh: Mesh, wrong: Complaint) -> None:
-    """The keywords are the op's own, the axes the mesh's, and operand k becomes result k."""
+    """Check a comm node: its keywords are the op's, its axes the mesh's, and operand k becomes result k."""
     _keywords(node, op, mesh, wrong)
     results = node.outs
     if len(results) != len(operands) or not operands:
@@ -147,7 +147,7 @@ def _keywords(node: Node, op: OwnOp, mesh: Mesh, wrong: Complaint) -> None:
 
 
 def check_values(node: Node, operands: list[Value], made: Strategy, explicit: bool, wrong: Complaint) -> None:
-    """Results are placed as the strategy gives them; operands as it needs them, once communication is explicit."""
+    """Check that results are placed as the strategy says, and operands too, once communication is explicit."""
     results = node.outs
     if len(made.operands) != len(operands) or len(made.results) != len(results):
         what = "a strategy does not fit its node"
@@ -164,7 +164,7 @@ def check_values(node: Node, operands: list[Value], made: Strategy, explicit: bo
 
 
 def check_shardings(node: Node, made: Strategy, rules: RuleBook, mesh: Mesh, wrong: Complaint) -> None:
-    """The strategy is one that the op's rule allows: the placements follow from the shardings of its factors."""
+    """Check that the op's rule allows the strategy: placements follow from its factor shardings."""
     name = op_name(node.op)
     rule = rules.rule(node)
     partial = partial_operands(made)

@@ -23,9 +23,9 @@ from .definitions import Definitions, check_outputs, check_stages
 from .node_checks import Complaint, check_comm, check_shardings, check_types, check_values
 
 SHARDED = "SHARDED"
-"""Once this is established, every value has a placement and every node a strategy."""
+"""The invariant that every value has a placement and every node a strategy."""
 COMM_EXPLICIT = "COMM_EXPLICIT"
-"""Once this is established, every operand has the placement that its node needs: what differs is a ``comm`` node."""
+"""The invariant that operands are placed as their node needs them: all redistribution is in ``comm`` nodes."""
 
 
 def validate_graph(graph: Graph, after: str | None = None, rules: RuleBook | None = None) -> None:
@@ -44,14 +44,14 @@ def validate_graph(graph: Graph, after: str | None = None, rules: RuleBook | Non
 
 
 class Validator:
-    """Checks graphs one after the other, and remembers which nodes it found right."""
+    """Validates graphs incrementally: nodes that were valid before are cached."""
 
     def __init__(self, rules: RuleBook | None = None) -> None:
         self._rules = rules
         self._right: dict[tuple[Mesh, bool, bool], set[Hashable]] = {}
         self._seen: dict[tuple[Mesh, bool, bool], dict[Hashable, list[object]]] = {}
-        """The same nodes by a key that costs less: by which objects their types, placements and strategies are. It
-        keeps these, so that nothing else can take their places."""
+        """A cheaper cache of the same nodes, keyed by the identity of their types, placements and strategies. It keeps
+        these objects alive, so that no other can get their ids."""
         self._typed: set[Hashable] = set()
 
     def check(self, graph: Graph, after: str | None = None) -> None:
@@ -98,5 +98,5 @@ class Validator:
 
 
 def _objects(value: Value) -> Hashable:
-    """A value by which objects its type and its placement are."""
+    """A key of a value by the identity of its type and its placement."""
     return id(value.type), id(value.spec)

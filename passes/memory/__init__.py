@@ -1,4 +1,4 @@
-"""Memory of a rank: sharded storage of parameters, recomputation, offloading."""
+"""Memory passes: sharded parameter storage, recomputation, offloading."""
 
 from .offload import Offload
 from .recompute import Recompute, RematerializeCasts, RematerializeGathers

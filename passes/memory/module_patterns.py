@@ -1,4 +1,4 @@
-"""Nodes of the forward that patterns of modules and ops name."""
+"""Selection of forward nodes by patterns of modules and ops."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def matching_modules(
     where: str,
     root: bool = False,
 ) -> dict[Node, str]:
-    """The forward nodes of the modules that patterns name, each with the module that matched.
+    """The forward nodes of the modules that match patterns, each with its matching module.
 
     Args:
-        skip, count: of each pattern's modules so many are left out, and only so many behind them taken (0: all).
+        skip, count: skip the first modules of each pattern, and take at most ``count`` of the rest (0: all).
         where: the hint that has the patterns, for errors.
         root: whether a pattern may match the model itself, so that ``**`` is all of it.
 
@@ -59,11 +59,11 @@ def matching_modules(
 
 
 def joined(graph: Graph, of: Mapping[Node, str], into: Mapping[str, str]) -> dict[Node, str]:
-    """Regions of several consecutive modules, with what the modules around them do between them.
+    """Regions of several consecutive modules, with the nodes of enclosing modules between them.
 
     Args:
         of: the nodes of modules, in the order of the graph.
-        into: of each of the modules the region that it becomes part of.
+        into: the region that each module becomes part of.
     """
     around: dict[str, set[str]] = {}
     for path, region in into.items():
@@ -82,13 +82,13 @@ def joined(graph: Graph, of: Mapping[Node, str], into: Mapping[str, str]) -> dic
 
 
 def successive(modules: Sequence[str], together: int) -> dict[str, str]:
-    """For each module, in their order, the first of the ``together`` ones to which it belongs."""
+    """The first module of the group of ``together`` consecutive ones that each belongs to."""
     return {path: modules[at - at % together] for at, path in enumerate(modules)}
 
 
 def matching_ops(nodes: Iterable[Node], ops: str | Iterable[str], *, where: str) -> list[Node]:
-    """The nodes whose ops patterns name: ``"aten.mm"``, or with a module ``"layers.*.mlp:aten.mm"``, ``":aten.mm"``
-    being the model's own.
+    """The nodes whose ops match patterns: ``"aten.mm"``, or with a module ``"layers.*.mlp:aten.mm"``, ``":aten.mm"``
+    for the model's own.
 
     Raises:
         Error: a pattern matches nothing.

@@ -38,7 +38,7 @@ What = Literal["activations", "optimizer", "parameters", "rows"]
 ACTIVATIONS, OPTIMIZER, PARAMETERS, ROWS = get_args(What)
 WHERE = "Hints(offload=...)"
 STORED = {OPTIMIZER: InputKind.STATE, PARAMETERS: InputKind.PARAMETER}
-"""What is stored in the other pool."""
+"""The kind of inputs stored in the other pool."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Offload(Pass):
         return changed
 
     def _activations(self, graph: Graph) -> int:
-        """Offload what is idle between forward and backward; gives how many values that were."""
+        """Offload activations that are idle between forward and backward; returns their number."""
         of = matching_modules(graph, self.modules, self.skip, self.count, where=WHERE, root=True)
         named = set(matching_ops(of, self.only, where=WHERE) if self.only else of)
         uses = _Uses(graph)
@@ -169,7 +169,7 @@ class _Uses:
 
     graph: Graph
     shown: dict[Value, Value] = field(default_factory=dict)
-    """For a view of a value of the forward, that value."""
+    """The base of each view in the forward."""
     last: dict[Value, int] = field(default_factory=dict)
     needed: dict[Value, int] = field(default_factory=dict)
 
@@ -190,11 +190,11 @@ class _Uses:
                     self.needed.setdefault(value, i)
 
     def source(self, value: Value) -> Value:
-        """The value of which a value is a view; itself, if it is none."""
+        """The base of a view; a value itself, if it is none."""
         return self.shown.get(value, value)
 
     def of_parameters(self) -> set[Value]:
-        """Parameters, and what is made of nothing else: gathered, cast."""
+        """Parameters, and values derived from parameters alone: gathered, cast."""
         found = {inp.value for inp in self.graph.of_kind(InputKind.PARAMETER)}
         for node in self.graph.nodes:
             if node.phase is Phase.FORWARD and node.operands and all(self.source(v) in found for v in node.operands):
@@ -207,14 +207,14 @@ class _Uses:
         return places[max(bisect_left(places, self.places[user]) - count, 0)]
 
     def end_of(self, value: Value) -> int:
-        """The place of what uses a value of the forward last, there."""
+        """The position of the last use of a value in the forward."""
         assert value.node is not None
         return self.last.get(value, self.places[value.node])
 
 
 @dataclass
 class _Fetches:
-    """Fetches values once for the backward: those of the forward are offloaded behind it, those of an input are there.
+    """Fetches values once for the backward: forward values are offloaded behind the forward, inputs are stored there.
     Views of them are recomputed."""
 
     graph: Graph
@@ -244,14 +244,14 @@ class _Fetches:
 
 
 def _store_in_pool(graph: Graph, pool: Offload, stored: Sequence[Input]) -> None:
-    """Store inputs in another pool: each is fetched for every phase that takes it, and its new content put there."""
+    """Store inputs in another pool: fetch each for every phase that uses it, and write its new content back."""
     rewriter, uses, users = Rewriter(graph), _Uses(graph), graph.users()
     outputs: dict[str, list[Output]] = {}
     for output in graph.outputs:
         if output.kind.is_given_away:
             outputs.setdefault(output.name, []).append(output)
     forward: dict[Value, Input] = {}
-    """What is fetched for the forward."""
+    """Inputs by their fetched values in the forward."""
     updates = updates_of(graph, [inp for inp in stored if inp.kind is InputKind.STATE])
     starts = _starts(updates, uses, pool.prefetch)
     ends = {inp.name: update.nodes[-1] for update in updates for inp in update.states}
@@ -280,8 +280,8 @@ def _store_in_pool(graph: Graph, pool: Offload, stored: Sequence[Input]) -> None
 
 
 def _starts(updates: Sequence[ParameterUpdate], uses: _Uses, ahead: int) -> dict[Input, int]:
-    """Where states are fetched for their updates, in that order: as early as no more bytes of them are on the device at
-    a time than of the two largest updates."""
+    """The positions at which states are fetched for their updates, in that order: as early as the device holds no more
+    bytes of them at a time than of the two largest updates."""
     room, first, there = 2 * max((update.nbytes for update in updates), default=0), 0, 0
     found: dict[Input, int] = {}
     for update in updates:

@@ -88,7 +88,7 @@ class Recompute(Pass):
         return Recomputation(graph, again.__contains__, _Slices(graph, self.shard_saved, of_regions).of).run()
 
     def _kept(self, graph: Graph, of: dict[Node, str]) -> set[Value]:
-        """The values that are not recomputed: those that leave a module, or the graph, and those by the options."""
+        """The values that are not recomputed: those that leave a module or the graph, and those saved by options."""
         kept = {output.value for output in graph.outputs}
         for node in graph.nodes:
             if node.phase is Phase.FORWARD:
@@ -143,10 +143,10 @@ class Recomputation:
     again: Callable[[Value], bool]
     instead: Callable[[Rewriter, Value, Node], Value] = lambda rewriter, value, anchor: value
     _made: dict[Value, list[tuple[frozenset[int], Value]]] = field(default_factory=dict)
-    """What replaces a value, and at which coordinates along the axis of stages."""
+    """The replacements of a value, each with its coordinates on the stage axis."""
 
     def run(self) -> bool:
-        """Make the copies; says whether there are any."""
+        """Insert the copies; returns whether there are any."""
         rewriter = Rewriter(self.graph)
         for node in self.graph.nodes:
             for value in dict.fromkeys(node.operands) if node.phase is not Phase.FORWARD else ():
@@ -161,7 +161,7 @@ class Recomputation:
         return changed
 
     def _recomputed(self, wanted: Value, anchor: Node, rewriter: Rewriter) -> Value:
-        """The replacement of ``wanted`` at ``anchor``: copies that are missing are made just before it."""
+        """The replacement of ``wanted`` at ``anchor``: missing copies are inserted just before it."""
         places = self._places(anchor)
         todo = [wanted]  # a walk, for a chain may go through many nodes
         while todo:
@@ -183,21 +183,21 @@ class Recomputation:
         return self._there(wanted, places) or wanted
 
     def _there(self, value: Value, places: frozenset[int]) -> Value | None:
-        """The replacement of a value wherever it is needed; None: nothing yet."""
+        """The replacement of a value at all of ``places``; None if there is none yet."""
         return next((made for at, made in self._made.get(value, ()) if places <= at), None)
 
     def _note(self, value: Value, places: frozenset[int], made: Value) -> None:
         self._made.setdefault(value, []).append((places, made))
 
     def _places(self, anchor: Node) -> frozenset[int]:
-        """Where a node needs its operands, as coordinates along the axis of stages."""
+        """The coordinates on the stage axis at which a node needs its operands."""
         pipeline = self.graph.pipeline
         if pipeline is None:
             return frozenset()
         return frozenset([anchor.kwargs["origin"]] if anchor.op is comm.send else pipeline.places(anchor.at))
 
     def _copy(self, node: Node, anchor: Node, rewriter: Rewriter) -> None:
-        """One node once more; a view of what is kept is that view."""
+        """Copy a node; a view of a kept value is taken of that value."""
         places = self._places(anchor)
 
         def there(value: Value) -> Value:

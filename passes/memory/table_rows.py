@@ -38,9 +38,9 @@ from .module_patterns import matching_modules
 
 aten = torch.ops.aten
 LOOKUPS = (aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
-"""What takes rows of its first operand."""
+"""Ops that look up rows of their first operand."""
 BACK = (aten.embedding_dense_backward.default, aten._embedding_bag_backward.default)
-"""What makes the gradient of a table of those of its rows."""
+"""Ops that compute the gradient of a table from the gradients of its rows."""
 WHERE = "Hints(offload=('rows',))"
 
 
@@ -86,7 +86,7 @@ class TableRows(Pass):
         return bool(tables)
 
     def _tables(self, graph: Graph) -> Iterator[Input]:
-        """The parameters of which rows are looked up."""
+        """The parameters that are looked up by rows."""
         named = matching_modules(graph, self.modules, where=WHERE, root=True)
         looked_up = {_source(node.operands[0]) for node in named if node.op in LOOKUPS}
         for inp in graph.of_kind(InputKind.PARAMETER):
@@ -112,10 +112,10 @@ class _Table:
     graph: Graph
     table: Input
     in_host: dict[Node, None] = field(default_factory=dict)
-    """What is done in host memory."""
+    """The nodes that run in host memory."""
 
     def offload(self) -> None:
-        """Store the table, and what is as large, in host memory."""
+        """Store the table, and values of its size, in host memory."""
         states = [s for s in self.graph.of_kind(InputKind.STATE) if s.name.rpartition(".")[0] == self.table.name]
         stored = [self.table, *(each for each in states if each.value.type.shape == self.table.value.type.shape)]
         self._follow(stored)
@@ -125,7 +125,7 @@ class _Table:
         self.graph.rename()
 
     def _follow(self, stored: Iterable[Input]) -> None:
-        """Find what takes the table, its gradient, or what is as large and is made of them."""
+        """Find the nodes that use the table, its gradient, or values of that size derived from them."""
         large, gradient = {inp.value for inp in stored}, self._gradient()
         for node in self.graph.nodes:
             if node not in gradient and large.isdisjoint(node.operands):
@@ -139,7 +139,7 @@ class _Table:
                 large.update(value for value in node.outs if value.type.numel >= self.table.value.type.numel)
 
     def _gradient(self) -> set[Node]:
-        """What makes the table's gradient of gradients of rows, and what becomes of it."""
+        """The nodes that compute the table's gradient from gradients of rows, and those that use it."""
         found: set[Node] = set()
         outputs = [o for o in self.graph.outputs if o.kind is OutputKind.GRADIENT and o.name == self.table.name]
         todo = [output.value for output in outputs]
@@ -164,14 +164,14 @@ class _Table:
         )
 
     def _transfer(self, names: set[str]) -> None:
-        """Send to the host what is needed there, and fetch what others take of it."""
+        """Insert copies to the host of values needed there, and fetches of values used elsewhere."""
         rewriter, in_host = Rewriter(self.graph), self.in_host
         away = {inp.value for inp in self.graph.inputs if inp.pool}
         away.update(value for node in in_host for value in node.outs)
         copies: dict[Value, Value] = {}
 
         def copy(value: Value, user: Node | None = None) -> Value:
-            """What was sent to the host for its first user there; or fetched from there, behind what made it."""
+            """The copy of a value, before its first user on the host; or fetched from there, behind its producer."""
             if value not in copies:
                 near = user or value.node
                 assert near is not None

@@ -26,13 +26,13 @@ from shardfx.ir.ops.sends import sends
 from shardfx.ir.ops.traits import gives_alias, is_cast, is_view
 
 UNDER_WAY = 2
-"""So many later gradients are sent, before one is waited for."""
+"""The number of later gradients that are sent before one is waited for."""
 
 
 @dataclass
 class ParameterUpdate:
-    """The update of one parameter: its nodes in order, up to where ranks gather new content; and its offloaded
-    states, with their bytes on the rank that stores most."""
+    """The update of one parameter: its nodes in order, up to the gather of new content; and its offloaded states, with
+    their bytes on the rank that stores most."""
 
     nodes: list[Node] = field(default_factory=list)
     states: list[Input] = field(default_factory=list)
@@ -40,7 +40,7 @@ class ParameterUpdate:
 
 
 def updates_of(graph: Graph, states: Iterable[Input]) -> list[ParameterUpdate]:
-    """The updates that take some states, in the order of the graph."""
+    """The updates that use some states, in graph order."""
     found: dict[str, ParameterUpdate] = {}
     owners: dict[Value, str | None] = {inp.value: inp.name for inp in graph.of_kind(InputKind.PARAMETER)}
     for inp in states:
@@ -62,7 +62,7 @@ def updates_of(graph: Graph, states: Iterable[Input]) -> list[ParameterUpdate]:
 
 
 def update_early(graph: Graph, states: Iterable[Input]) -> None:
-    """Move the updates that take some states to where their gradients are final, and their parameters read no more."""
+    """Move the updates of some states to where their gradients are final, and their parameters are no longer read."""
     if any(output.guard is not None for output in graph.outputs):
         return
     now = {node: i for i, node in enumerate(graph.nodes)}
@@ -82,9 +82,9 @@ def update_early(graph: Graph, states: Iterable[Input]) -> None:
 
 
 def _ready(graph: Graph, now: Mapping[Node, int]) -> dict[Node, float]:
-    """Of each node of the update: behind which place of the graph it may stand; infinite: where it does."""
+    """The earliest position of each node of the update; infinite: it is not moved."""
     shown: dict[Value, Value] = {inp.value: inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
-    """Of parameters, and of views of them, the parameter."""
+    """The parameter behind each of its views, and itself."""
     read: dict[Value, int] = {}
     found: dict[Node, float] = {}
     final = _final(graph, now)
@@ -108,7 +108,7 @@ def _ready(graph: Graph, now: Mapping[Node, int]) -> dict[Node, float]:
 
 
 def _final(graph: Graph, now: Mapping[Node, int]) -> dict[Value, float]:
-    """The positions where gradients that ranks reduce are final."""
+    """The positions at which reduced gradients are final."""
     reduced: dict[Value, Node] = {}
     for node in graph.nodes:
         for value in node.operands if node.phase is Phase.UPDATE else ():

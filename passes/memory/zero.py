@@ -73,15 +73,15 @@ class Zero(Pass):
         return changed or bool(stored)
 
     def _say(self, graph: Graph, value: Value) -> None:
-        """Note that a value is stored sharded over the axes, where a hint says so as well."""
+        """Record a sharded storage of a value, where a hint places it as well."""
         for dim, sharding in enumerate(value.spec.dims if value.spec is not None else ()):
             if axes := tuple(axis for axis in self.axes if axis in sharding.axes):
                 graph.reasons.add(ShardingDecision(value, dim, DimSharding(axes), f"zero={self.level}"))
 
 
 def stored_spec(value: Value, axes: tuple[str, ...], mesh: Mesh) -> Spec:
-    """How a value is stored that is sharded over ``axes`` too: on the first dim that they divide, or else on the one of
-    which a rank has most; a compound dim is left alone where there is another."""
+    """The stored placement of a value that is also sharded over ``axes``: on the first dim that they divide, or on the
+    one of which a rank has most; a compound dim only if there is no other."""
     spec = value.spec or Spec.replicated(value.type.ndim)
     more = tuple(axis for axis in axes if axis not in spec.axes)
     if not more or not spec.dims:

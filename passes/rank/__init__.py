@@ -20,7 +20,7 @@ BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 
 
 def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
-    """The rank passes for a kind of device. ``compiled``: torch plans memory."""
+    """The rank passes for a kind of device. ``compiled``: for ``torch.compile``, which plans memory itself."""
     if compiled:
         return (AttentionLayout(), Rematerialize(), Waits(), MaterializeScalars(), WriteBack(), OwnOutputs())
     kept = (Waits(), RematerializeUnpacks(), Buckets(), AddInto(), GatherInto(), InPlace(), Overwrite())

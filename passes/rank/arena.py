@@ -34,7 +34,7 @@ from .rank_pass import RankContext, RankPass, call_before
 
 @dataclass(frozen=True)
 class Arena(RankPass):
-    """Place buffers, and temporaries of at least ``least`` bytes, in one memory."""
+    """Place buffers, and temporaries of at least ``least`` bytes, in one arena."""
 
     name: ClassVar[str] = "arena"
 
@@ -65,7 +65,7 @@ class Arena(RankPass):
         return True
 
     def _allocate(self, program: RankProgram, context: RankContext) -> bool:
-        """Let temporaries be computed into memory that the program asks for."""
+        """Compute temporaries into memory that the program allocates."""
         nodes = list(program.graph.nodes)
         live, known, changed = BufferIntervals(nodes), dict[str, Any](), False
         in_host = computed_beside(context.graph)
@@ -89,7 +89,7 @@ class Arena(RankPass):
 
 
 def _takes_tensors(node: fx.Node) -> bool:
-    """Whether tensors stand where an op takes such, and no numbers."""
+    """Whether all tensor arguments of a call are tensors, not numbers."""
     schema: Any = node.target._schema  # type: ignore[union-attr]
     pairs = zip(schema.arguments, node.args, strict=False)
     return all(isinstance(arg, fx.Node) for argument, arg in pairs if str(argument.type) == "Tensor")

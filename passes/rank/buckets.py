@@ -47,7 +47,7 @@ REDUCTIONS = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 
 @dataclass(frozen=True)
 class Buckets(RankPass):
-    """Compute values that are reduced together into one buffer."""
+    """Compute gradients into the bucket in which they are reduced together."""
 
     name: ClassVar[str] = "buckets"
 
@@ -76,7 +76,7 @@ class Buckets(RankPass):
 
 
 def _shape(value: Value, program: RankProgram) -> tuple[int, ...] | None:
-    """The local shape of a value, in each iteration; None where iterations have shards of several shapes."""
+    """The local shape of a value, the same in each iteration; None if iterations have shards of several shapes."""
     spec, mesh = value.spec, program.mesh
     if spec is None:
         return None
@@ -87,13 +87,13 @@ def _shape(value: Value, program: RankProgram) -> tuple[int, ...] | None:
 
 
 def _allocated(tensor: fx.Node) -> fx.Node:
-    """Where the memory of a tensor is allocated: that of a sum over iterations is there before them."""
+    """The call that allocates the memory of a tensor: of a sum over iterations, in front of them."""
     into = destination(tensor) if tensor.target is loop_ops.add else None
     return tensor if into is None else into
 
 
 def _is_sum(tensor: fx.Node, flat: fx.Node) -> bool:
-    """Whether a tensor is a sum over iterations, in memory of its own, that is used for nothing but ``flat``."""
+    """Whether a tensor is a sum over iterations, in its own memory, and used for nothing but ``flat``."""
     into = _allocated(tensor)
     return into is not tensor and into.target is memory_ops.filled and list(tensor.users) == [flat]
 
@@ -101,7 +101,7 @@ def _is_sum(tensor: fx.Node, flat: fx.Node) -> bool:
 def _bucket(
     flat: fx.Node, first: fx.Node, shapes: Sequence[tuple[int, ...]], shards: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Replace a concatenation by memory; ``first`` is where the first of its tensors is allocated."""
+    """Replace a concatenation by a buffer; ``first`` is the allocation of its first tensor."""
     graph, tensors = flat.graph, list[fx.Node](flat.args[0])  # type: ignore[arg-type]
     sizes = [torch.Size(shape).numel() // shards for shape in shapes]
     numel, sums = sum(sizes) * shards, _allocated(tensors[0]) is not tensors[0]
@@ -139,7 +139,7 @@ def _bucket(
 
 @dataclass(frozen=True)
 class AddInto(RankPass):
-    """Compute what is used for nothing but a sum over iterations into that sum."""
+    """Compute addends of a sum over iterations directly into that sum."""
 
     name: ClassVar[str] = "add-into"
 
@@ -159,7 +159,7 @@ class AddInto(RankPass):
 
 
 def _is_alike(x: fx.Node, node: fx.Node) -> bool:
-    """Whether what is added has the type of the sum, so that it is neither cast nor viewed otherwise."""
+    """Whether the addend has the type of the sum, so that no cast or view is needed."""
     made, to = planned_node(x), planned_node(node)
     if made is None or to is None:
         return False
@@ -167,7 +167,7 @@ def _is_alike(x: fx.Node, node: fx.Node) -> bool:
 
 
 def _fits(x: fx.Node, total: fx.Node) -> bool:
-    """Whether a sum is laid out as its rows are: a table's contiguously, of a gradient that is no mean by frequency."""
+    """Whether the sum's layout fits: contiguous rows for a table, whose gradient is no mean by frequency."""
     if ADDING[x.target] is not loop_ops.index_add:
         return True
     return (total.target is not memory_ops.part or total.args[1:2] == (1,)) and x.args[4] is False

@@ -53,7 +53,7 @@ QUERIES_AND_KEYS = {
     torch.ops.shardfx.attention.default: (0, 1),
     torch.ops.shardfx.attention_backward.default: (1, 2),
 }
-"""Where a call has them."""
+"""The indices of queries and keys among the arguments, by op."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class AttentionLayout(RankPass):
 
 
 def _dense(node: fx.Node) -> fx.Node:
-    """The value that is given to kernels with a dense last dim."""
+    """The operand in the dense layout that kernels get."""
     source = node.args[0] if node.target is dense_last else node
     assert isinstance(source, fx.Node)
     return source
@@ -95,7 +95,7 @@ def _dense(node: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True)
 class MaterializeScalars(RankPass):
-    """Give 0-d pointwise results of the update, where tensors of more dims take them, memory of their own."""
+    """Materialize 0-d pointwise results of the update that tensors of more dims use."""
 
     name: ClassVar[str] = "materialize-scalars"
 
@@ -114,7 +114,7 @@ class MaterializeScalars(RankPass):
 
 
 def _is_scalar(node: fx.Node) -> bool:
-    """Whether a call is of an optimizer's step, and gives a 0-d tensor."""
+    """Whether a call belongs to an optimizer's step and returns a 0-d tensor."""
     planned = planned_node(node)
     return planned is not None and is_update(node) and len(planned.outs) == 1 and planned.outs[0].type.ndim == 0
 

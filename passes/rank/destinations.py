@@ -68,7 +68,7 @@ class GatherInto(RankPass):
 
 
 def _may_be_adjacent(tensors: Any, share: Aliasing) -> bool:
-    """Stored inputs may, and parts of one memory. What was made apart is not, nor is it to be taken for one."""
+    """Whether tensors may be adjacent: stored inputs, or parts of one buffer; not separately allocated ones."""
     return all(each.op == "placeholder" for each in tensors) or len({share.root(each) for each in tensors}) == 1
 
 
@@ -78,7 +78,7 @@ def _spreads(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class InPlace(RankPass):
-    """Reduce over the operand where its memory is the program's own and this is its last use."""
+    """Reduce in place, if the operand's memory is the program's own and this is its last use."""
 
     name: ClassVar[str] = "in-place"
 

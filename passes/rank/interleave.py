@@ -73,10 +73,10 @@ class Interleave(RankPass):
 
 
 def _split(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The induction variables of a loop, which stand first, and where the units of its body begin: where it waits for
-    what it started.
+    """The induction variables at the start of a loop, and the first nodes of the segments of its body, which is split
+    where it waits for transfers.
 
-    Where that was started before all that is computed since the last split, nothing would be won by one more.
+    No split is made for a transfer that started before all compute since the last split: it would hide nothing.
     """
     inside, head, starts = regions(nodes), list[fx.Node](), list[fx.Node]()
     started, computes = set[fx.Node](), False
@@ -99,7 +99,7 @@ def _split(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _order(units: int, count: int, copies: int) -> ActionOrder:
-    """The next unit of the iteration that was left longest ago; one that is over makes room for another."""
+    """The order of segments: next of the iteration that waits longest; a finished one makes room for another."""
     steps: list[ActionStep] = []
     running, later = deque((iteration, 0) for iteration in range(min(copies, count))), iter(range(copies, count))
     while running:

@@ -61,13 +61,13 @@ class _Overwriting:
     def __init__(self, program: RankProgram) -> None:
         self.program, self.coords = program, program.mesh.coords(program.rank)
         self.values: dict[fx.Node, Value] = {}
-        """What may be written over, as it was planned."""
+        """Values whose memory may be overwritten, as planned."""
         self._look()
 
     def _look(self) -> None:
         self.share = Aliasing(self.program.graph.nodes)
         self.renewed = renewed(self.program, STEPPED)
-        """Inputs whose new content the program gives, and which result that is."""
+        """Inputs with new content among the results, and the index of that result."""
 
     def run(self) -> bool:
         inputs = dict(zip(self.program.graph.find_nodes(op="placeholder"), self.program.inputs, strict=True))
@@ -95,11 +95,11 @@ class _Overwriting:
         return self._write(inputs) or changed
 
     def _is_free(self, memory: fx.Node, call: fx.Node) -> bool:
-        """Whether nothing uses some memory behind a call, or sends it by then."""
+        """Whether some memory is neither used nor being sent behind a call."""
         return self.share.last_use(memory, call) and self.share.sender(memory, call) is None
 
     def _put(self) -> bool:
-        """Write offloaded states where they are stored, without a second copy there."""
+        """Write offloaded states to where they are stored, without a second copy there."""
         changed = False
         for place, result in self.renewed.items():
             away: Any = result
@@ -113,7 +113,7 @@ class _Overwriting:
         return changed
 
     def _write_rounded(self) -> bool:
-        """Write new rows of a parameter that were computed in more bits, and rounded, over the old ones."""
+        """Write a parameter's new rows, computed in higher precision and rounded, over the old ones."""
         changed = False
         for node in list(self.program.graph.nodes):
             planned = planned_node(node)
@@ -127,7 +127,7 @@ class _Overwriting:
         return changed
 
     def _write(self, inputs: Mapping[fx.Node, Input]) -> bool:
-        """Write what is elsewhere (it was gathered) where it belongs at once, so that its memory is freed."""
+        """Write new content from elsewhere (gathered) into its input at once, so that its memory is freed."""
         end, share = self.program.result(), self.share
         written, spent = dict[str, fx.Node](), list[fx.Node]()
         for place, result in self.renewed.items():
@@ -149,7 +149,7 @@ class _Overwriting:
         return bool(written)
 
     def _into(self, node: fx.Node, value: Value) -> fx.Node | None:
-        """The operand whose memory the result takes; that of what it is the new content of, where there is one."""
+        """The operand whose memory the result takes: preferably the input that it is the new content of."""
         found = [used for used in node.all_input_nodes if used in self.values and self._may(node, value, used)]
         home = [used for used in found if self.renewed.get(_home(used)) is node]
         return next(iter((*home, *found)), None)
@@ -160,21 +160,21 @@ class _Overwriting:
         return self._is_like(value, self.values[used]) and self._is_free(used, node)
 
     def _is_like(self, a: Value, b: Value) -> bool:
-        """Whether two values have one local shape and dtype."""
+        """Whether two values have the same local shape and dtype."""
         assert a.spec is not None and b.spec is not None
         shapes = (v.spec.local_shape(v.shape, self.program.mesh, self.coords) for v in (a, b) if v.spec is not None)
         return a.type.dtype == b.type.dtype and len({torch.Size(shape) for shape in shapes}) == 1
 
 
 def _home(node: fx.Node) -> fx.Node:
-    """The value at the begin of a chain of calls, each over the one before."""
+    """The value at the start of a chain of calls, each of which overwrites the one before."""
     while isinstance(into := node.kwargs.get("out"), fx.Node):
         node = into
     return node
 
 
 def _rows(node: fx.Node) -> fx.Node | None:
-    """A rank's rows of what is replicated, with which a chain of calls began, each of the one before first of all."""
+    """A rank's rows of a replicated value, at the start of a chain of calls on the first operand."""
     found: Any = node
     while isinstance(found, fx.Node) and found.op == "call_function" and found.target is not pack.take:
         found = found.args[0] if found.args else None
@@ -182,7 +182,7 @@ def _rows(node: fx.Node) -> fx.Node | None:
 
 
 def _part(result: fx.Node) -> tuple[Any, ...] | None:
-    """Where a result, which is nothing but new content, is in what was gathered: buffer, shards, offset, shape."""
+    """The position of a result, used only as new content, in a gathered buffer: buffer, shards, offset, shape."""
     arguments: Any = result.args
     if result.target is not operator.getitem or len(result.users) != 1 or arguments[0].target is not memory_ops.spread:
         return None
@@ -192,7 +192,7 @@ def _part(result: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Take out a call that nobody uses, and those that it alone used and that give memory or several tensors."""
+    """Erase an unused call, with operands that only it used and that are allocations or tuples."""
     if node.users or node.target not in (operator.getitem, memory_ops.spread, memory_ops.empty):
         return
     inputs = node.all_input_nodes

@@ -24,8 +24,8 @@ from shardfx.passes.base import NamedPass, PassError, check_requires
 
 @dataclass
 class RankContext:
-    """The context of rank passes: the planned graph, the kind of device, their notes, and what earlier ones
-    established."""
+    """The context of rank passes: the planned graph, the kind of device, their notes, and the established
+    invariants."""
 
     graph: Graph
     device: str = "cpu"
@@ -34,7 +34,7 @@ class RankContext:
     _common: dict[frozenset[OutputKind], SharedLowering] = field(default_factory=dict)
 
     def common(self, kinds: Iterable[OutputKind]) -> SharedLowering:
-        """What the programs of all ranks that give outputs of some kinds have in common."""
+        """The lowering that the programs of all ranks share, for outputs of some kinds."""
         which = frozenset(kinds)
         return self._common.setdefault(which, SharedLowering(self.graph, which))
 
@@ -55,30 +55,30 @@ class RankPass(NamedPass):
     """
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Change ``program.graph``, a ``torch.fx.Graph``; says whether it did."""
+        """Transform ``program.graph``, a ``torch.fx.Graph``; returns whether it changed."""
         raise NotImplementedError
 
 
 def planned_node(call: fx.Node) -> Node | None:
-    """The planned node that a call comes from."""
+    """The planned node that a call was lowered from."""
     planned = call.meta.get("shardfx")
     return planned if isinstance(planned, Node) else None
 
 
 def is_update(call: fx.Node) -> bool:
-    """Whether a call is of an optimizer's step."""
+    """Whether a call belongs to an optimizer's step."""
     planned = planned_node(call)
     return planned is not None and planned.phase is Phase.UPDATE
 
 
 def waits(call: fx.Node) -> bool:
-    """Whether a call waits for what was started before."""
+    """Whether a call waits for a started transfer."""
     row = row_of(call.target)
     return row is not None and row.waits
 
 
 def origin(call: fx.Node) -> dict[str, Any]:
-    """The metadata of another call for the same planned node."""
+    """Metadata for another call of the same planned node."""
     return {key: value for key, value in call.meta.items() if key == "shardfx"}
 
 
@@ -101,7 +101,7 @@ def call_after(anchor: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.No
 def run_rank_passes(
     program: RankProgram, passes: Sequence[RankPass], context: RankContext, each_validated: bool = True
 ) -> RankProgram:
-    """Run ``passes`` over ``program`` in place; gives the program, validated after each pass, or after the last one.
+    """Run ``passes`` over ``program`` in place; returns the program, validated after each pass, or after the last one.
 
     Raises:
         Error: a pass stands too early, fails, or leaves a program that is wrong: naming the pass and the node.
@@ -132,7 +132,7 @@ def run_rank_passes(
 
 
 def _check_order(before: Sequence[str], after: Sequence[str], each: RankPass, program: RankProgram) -> None:
-    """Raise if the collectives of a group do not keep their order: ranks would wait for one another."""
+    """Raise if the collectives of a group are reordered: ranks would deadlock."""
     if before == after:
         return
     at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))

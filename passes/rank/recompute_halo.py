@@ -30,12 +30,12 @@ from shardfx.ir.program.rank_program import RankProgram
 from .rank_pass import RankContext, RankPass, planned_node
 
 LEAST = 2
-"""A tile with its halo has at least so many times the halo's bytes: of smaller ones there is little to save."""
+"""The minimum ratio of the bytes of a tile with halo to the halo's: of smaller ones there is little to save."""
 
 
 @dataclass(frozen=True)
 class RematerializeUnpacks(RankPass):
-    """Join received rows with a tile once more where the backward needs them, and the tile itself later."""
+    """Join tiles with received halos once more for the backward, and the tile itself later."""
 
     name: ClassVar[str] = "rematerialize-unpacks"
     requires: ClassVar[frozenset[str]] = frozenset({"WAITS_LATE"})
@@ -55,7 +55,7 @@ class RematerializeUnpacks(RankPass):
 
 
 class _TileLiveness:
-    """Positions of a program's calls, and where the backward begins in each of its loops."""
+    """Positions of a program's calls, and the start of the backward in each of its loops."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self._place = {node: i for i, node in enumerate(nodes)}
@@ -66,8 +66,8 @@ class _TileLiveness:
                 self._begin.setdefault(self._inside[node], self._place[node])
 
     def late(self, wide: fx.Node) -> list[fx.Node]:
-        """The uses by the backward of a tile with its halo, in order; none where it is live in any case, or its tile
-        is not."""
+        """The uses in the backward of a tile with its halo, in order; none if it is live anyway, or the bare tile is
+        not."""
         here = self._inside[wide]
         begin = self._begin.get(here)
         if begin is None or any(self._inside[user] != here for user in wide.users):
@@ -79,14 +79,14 @@ class _TileLiveness:
         return late if self._is_live(wide, self._place[late[0]]) else []
 
     def _is_live(self, wide: fx.Node, at: int) -> bool:
-        """Whether the tile is live up to a place, also where it has no halo."""
+        """Whether the bare tile is live up to a position anyway."""
         tile: Any = wide.args[0]
         while len(shared := aliased_inputs(tile, row_of(tile.target))) == 1:
             tile = shared[0]
         return tile.op == "placeholder" or self._last(tile, wide) > at
 
     def _last(self, value: fx.Node, but: fx.Node | None = None) -> int:
-        """The place of the last use of a value, or of a view of it; but for what another call makes of it."""
+        """The position of the last use of a value, or of a view of it, not counting uses by the call ``but``."""
         places = [self._place[value]]
         for user in value.users:
             if user is not but:
@@ -100,12 +100,12 @@ def _phase(node: fx.Node) -> Phase | None:
 
 
 def _shows(call: fx.Node, value: fx.Node) -> bool:
-    """Whether the result of a call may share the memory of a value."""
+    """Whether a call's result may alias a value."""
     return value in aliased_inputs(call, row_of(call.target))
 
 
 def _is_worth_it(wide: fx.Node, program: RankProgram) -> bool:
-    """Whether the halo is small: by the most that any rank sends, which is the same on all of them."""
+    """Whether the halo is small: by the most that any rank sends, so that all ranks decide alike."""
     planned = planned_node(wide)
     if planned is None:
         return False

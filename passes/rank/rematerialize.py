@@ -37,18 +37,18 @@ from shardfx.ir.program.rank_program import RankProgram
 from .rank_pass import RankContext, RankPass, planned_node
 
 TOTAL = 2**29
-"""All capacities of a flow together, of the 32 bits that scipy computes in."""
+"""The sum of all capacities of the flow network, within the 32 bits of scipy."""
 UNSHARDED = 2**30
-"""A capacity that no sharding has."""
+"""An infinite capacity, which no cut contains."""
 SOURCE, SINK = 0, 1
-"""Vertices of the flow; each value has two more, with its bytes between them."""
+"""Source and sink of the flow network; each value has two more vertices, with its bytes as capacity between."""
 CAST = torch.ops.aten._to_copy.default
 """Elementwise, though torch does not tag it so."""
 
 
 @dataclass(frozen=True)
 class Rematerialize(RankPass):
-    """Recompute pointwise values in the backward, as a minimum cut of the bytes that are saved for it says."""
+    """Recompute pointwise values in the backward, by a minimum cut of the saved bytes."""
 
     name: ClassVar[str] = "rematerialize"
 
@@ -65,7 +65,7 @@ class Rematerialize(RankPass):
 
 
 def _copied(value: fx.Node, before: fx.Node, recomputed: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The copy of a value, made before ``before`` with what it needs, unless it is there."""
+    """The copy of a value, inserted before ``before`` with its operands, unless it exists."""
     todo = [value]
     while todo:
         node = todo[-1]
@@ -81,7 +81,7 @@ def _copied(value: fx.Node, before: fx.Node, recomputed: set[fx.Node], copies: d
 
 
 def _recomputed(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
-    """The values of the forward that the backward recomputes."""
+    """The forward values that the backward recomputes."""
     inside, views = regions(nodes), _views(nodes, program)
     forward = [node for node in nodes if not _is_late(node) and node.op == "call_function"]
     number = {node: 2 + 2 * i for i, node in enumerate(forward)}
@@ -131,7 +131,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _is_materialized(node: fx.Node, views: set[fx.Node]) -> bool:
-    """Whether a call of the backward that compilers fuse nothing into reads a value, or a view of it."""
+    """Whether a backward call that compilers fuse nothing into reads a value, or a view of it."""
     return any(
         _is_materialized(user, views)
         if user in views
@@ -141,7 +141,7 @@ def _is_materialized(node: fx.Node, views: set[fx.Node]) -> bool:
 
 
 def _views(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
-    """The calls that copy nothing: a reshape of a transposed value does."""
+    """The calls that are views, without a copy: a reshape of a transposed value does copy."""
     views = {node for node in nodes if view_source(node, None) is not None}
     reshapes: list[Any] = [node for node in views if node.target is torch.ops.aten.reshape.default]
     made = values(program) if reshapes else {}
@@ -149,7 +149,7 @@ def _views(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
 
 
 def _is_late(node: fx.Node) -> bool:
-    """Whether a call stands behind the forward."""
+    """Whether a call is behind the forward."""
     planned = planned_node(node)
     return node.op == "output" or (planned is not None and planned.phase is not Phase.FORWARD)
 

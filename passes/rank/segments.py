@@ -40,17 +40,17 @@ from .rank_pass import RankContext, RankPass, is_update, planned_node, waits
 
 PACKED = frozenset((*POINTWISE, *OVERWRITING.values()))
 RESULTS = frozenset((CAST, memory_ops.write))
-"""Packed behind packed calls: their results in another dtype, or written into their own memory."""
+"""Ops packed behind elementwise calls: casts of their results, or writes into the members' memory."""
 FUNCTIONAL = {over: op for op, over in OVERWRITING.items()}
-"""By the ``out`` form of an op: the op."""
+"""The functional op of each ``out`` variant."""
 NUMBERS = (bool, int, float)
 DEVICES = ("cpu", "cuda")
-"""For which torch has fused kernels."""
+"""Devices with fused kernels in torch."""
 
 
 @dataclass(frozen=True)
 class Segments(RankPass):
-    """Compute elementwise steps of parameters that are updated alike by one call."""
+    """Compute the elementwise steps of parameters with equal updates by one call."""
 
     name: ClassVar[str] = "segments"
 
@@ -60,7 +60,7 @@ class Segments(RankPass):
 
 @dataclass(eq=False)
 class _Member:
-    """The calls of one parameter, in order, and how many of them are deferred so far."""
+    """The calls of one parameter, in order, and the number of deferred ones."""
 
     nodes: list[fx.Node] = field(default_factory=list)
     deferred: int = 0
@@ -74,14 +74,14 @@ class _Packing:
         self.place = {node: place for place, node in enumerate(self.nodes)}
         self.share = Aliasing(self.nodes)
         self.values: dict[fx.Node, Value] = {}
-        """Operands of calls, as planned."""
+        """Operands of calls, as planned values."""
         self.taking = nx.Graph()
-        """Elementwise calls, and which take one another's results."""
+        """The graph of elementwise calls that use one another's results."""
         self.members: dict[fx.Node, _Member] = {}
         self.deferred: dict[_Member, None] = {}
         self.order: list[fx.Node] = []
         self.spent: set[fx.Node] = set()
-        """Calls that fused kernels compute for themselves."""
+        """Calls that fused kernels compute themselves."""
         self.changed = False
 
     def run(self) -> bool:
@@ -102,7 +102,7 @@ class _Packing:
         return self.changed
 
     def _find_members(self) -> None:
-        """Group calls that take one another's results."""
+        """Find members: the connected calls that use one another's results."""
         for node in self.nodes:
             if self._is_elementwise(node):
                 self.taking.add_node(node)
@@ -112,7 +112,7 @@ class _Packing:
             self.members.update(dict.fromkeys(calls, member))
 
     def _needs(self, node: fx.Node) -> bool:
-        """Whether a call takes results of deferred ones, or writes over their operands."""
+        """Whether a call uses results of deferred ones, or overwrites their operands."""
         deferred = [each for member in self.deferred for each in member.nodes[: member.deferred]]
         if node.op == "output" or not set(deferred).isdisjoint(node.all_input_nodes):
             return True
@@ -121,7 +121,7 @@ class _Packing:
         return into is not None and self.share.root(into) in read
 
     def _is_elementwise(self, node: fx.Node) -> bool:
-        """Whether a call of the step computes each element of operands of one shape, and of numbers, alone."""
+        """Whether a call of the step is elementwise, on operands of one shape and numbers."""
         planned = planned_node(node)
         if node.op != "call_function" or planned is None or not is_update(node) or planned in self.in_host:
             return False
@@ -144,7 +144,7 @@ class _Packing:
         return True
 
     def _is_rounding(self, node: fx.Node, planned: Node) -> bool:
-        """Whether a call casts a member's result for a call of a member, or writes that into its own memory."""
+        """Whether a call casts a member's result for another of its calls, or writes it into its own memory."""
         source = node.args[-1]
         if source not in self.taking or planned.op is not CAST:
             return False
@@ -159,7 +159,7 @@ class _Packing:
         return torch.Size(value.spec.local_shape(value.shape, self.program.mesh, self.coords))
 
     def _pack(self, members: Sequence[_Member]) -> None:
-        """Insert what was deferred here: members alike as one call, others as they were."""
+        """Insert deferred calls here: equal members as one call, others unchanged."""
         alike: dict[Any, list[_Recipe]] = {}
         apart = self._are_apart(members)
         for member in members:
@@ -179,7 +179,7 @@ class _Packing:
                 self._segment(fused or recipes)
 
     def _are_apart(self, members: Sequence[_Member]) -> bool:
-        """Whether no member takes what another one writes."""
+        """Whether no member uses a value that another one writes."""
         roots: dict[fx.Node, set[_Member]] = {}
         written: set[fx.Node] = set()
         for member in members:
@@ -191,7 +191,7 @@ class _Packing:
         return all(len(roots[root]) == 1 for root in written)
 
     def _fused(self, recipes: Sequence[_Recipe]) -> Sequence[_Recipe]:
-        """The same members with what their fused kernel computes of scalars; none where there is no such kernel."""
+        """The members with the scalar calls that their fused kernel computes; none if there is no such kernel."""
         first, made_of = recipes[0], self._scalar_calls(recipes[0].scalars)
         if torch.device(self.device).type not in DEVICES or len({self.values[c].type.dtype for c in first.columns}) > 1:
             return ()
@@ -209,13 +209,13 @@ class _Packing:
         return made
 
     def _is_overwritten(self, scalar: fx.Node) -> bool:
-        """Whether something is written over a scalar later on."""
+        """Whether a scalar's memory is overwritten later on."""
         root = self.share.root(scalar)
         writing = (use for use in self.share.uses(root) if (into := destination(use)) and self.share.root(into) is root)
         return any(self.place[use] > self.place[scalar] for use in writing)
 
     def _scalar_calls(self, scalars: Sequence[fx.Node]) -> list[fx.Node]:
-        """The calls of the step that make scalars of scalars, and write nothing that was there before."""
+        """The calls of the step that compute scalars from scalars, in memory of their own."""
         found, todo = set[fx.Node](), [*scalars]
         while todo:
             node = todo.pop()
@@ -253,7 +253,7 @@ class _Packing:
         self.changed = True
 
     def _place_in_buckets(self, recipe: _Recipe) -> tuple[int, int]:
-        """Where a column of a member is in a reduced bucket: stored values are in that order."""
+        """The position of a member's column in a reduced bucket: states are stored in that order."""
         for column in recipe.columns:
             source = column.args[0] if column.target is operator.getitem else None
             if isinstance(source, fx.Node) and source.target is pack.unflatten:
@@ -261,7 +261,7 @@ class _Packing:
         return len(self.place), 0
 
     def _arrange(self) -> None:
-        """Put the graph's nodes into the new order, without the scalars that kernels compute for themselves."""
+        """Put the graph's nodes into the new order, without scalars that kernels compute themselves."""
         cursor = self.program.graph._root
         for node in self.order:
             if cursor.next is not node:
@@ -275,8 +275,8 @@ class _Packing:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """The calls of a member as a segment has them, behind those that make scalars for them (``inlined``); ``key`` is
-    the same for members that are updated alike."""
+    """The calls of a member as a segment has them, behind those that compute its scalars (``inlined``); ``key`` is
+    equal for members with equal updates."""
 
     nodes: Sequence[fx.Node]
     inlined: Sequence[fx.Node]
@@ -291,7 +291,7 @@ class _Recipe:
 def _recipe(
     nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value], inlined: Sequence[fx.Node] = ()
 ) -> _Recipe | None:
-    """The recipe of a member; None: what others need of it is not in the memory of a column."""
+    """The recipe of a member; None if a result that others need is not in the memory of a column."""
     refs, home = dict[fx.Node, SegmentRef](), dict[fx.Node, fx.Node]()
     columns, scalars, calls = list[fx.Node](), list[fx.Node](), list[str]()
     last: dict[fx.Node, fx.Node] = {}

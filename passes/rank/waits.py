@@ -33,7 +33,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from .rank_pass import RankContext, RankPass, planned_node, waits
 
 REDUCED, COPIED = {"c10d.reduce_scatter_tensor"}, {"memory.to_host", "memory.to_disk"}
-"""Of what only so many, and only so many bytes, are in flight at a time, for they keep memory live."""
+"""Transfers whose number, and bytes, in flight are limited, as they keep memory live."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Waits(RankPass):
 
 
 def _scalars_last(program: RankProgram) -> bool:
-    """Compute single numbers of results of collectives at the end, where they are needed for nothing else."""
+    """Move computations of scalars from results of collectives to the end, unless they are needed before."""
     nodes, end = list(program.graph.nodes), program.result()
     inside = regions(nodes)
     behind, late = set[fx.Node](), set[fx.Node]()
@@ -97,8 +97,8 @@ def _scalars_last(program: RankProgram) -> bool:
 
 
 def _in_flight(started: Sequence[fx.Node], times: int, program: RankProgram) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Of what was started: before which later one it is waited for, lest more bytes are in flight than of so many of
-    the largest so far."""
+    """The pairs of a transfer and the later one before which it is waited for, so that the bytes in flight are limited
+    to ``times`` those of the largest so far."""
     most = there = first = 0
     sizes = [sum(value.local_bytes(program.mesh) for value in each.meta["shardfx"].operands) for each in started]
     for node, nbytes in zip(started, sizes, strict=True):
@@ -110,8 +110,8 @@ def _in_flight(started: Sequence[fx.Node], times: int, program: RankProgram) -> 
 
 
 def _before_loops(first: fx.Node, wait: fx.Node, inside: Mapping[fx.Node, tuple[fx.Node, ...]]) -> fx.Node:
-    """Where to wait at the latest for what started before a loop, or in it: not within another, where it would be done
-    in each iteration, and in a unit at its end."""
+    """The latest position of a wait for a transfer that starts before a loop, or in it: not within another loop, where
+    it would run in each iteration; in an action at its end."""
     here, there = inside[wait], inside[first]
     if there[: len(here)] == here:
         return there[len(here)] if len(there) > len(here) else first
@@ -124,7 +124,7 @@ def _before_loops(first: fx.Node, wait: fx.Node, inside: Mapping[fx.Node, tuple[
 
 
 def _unpacking(wait: fx.Node, following: list[fx.Node]) -> list[fx.Node]:
-    """The wait, and what only moves its result, for the same planned node: unpacking, beside rows of a rank's own."""
+    """The wait, and the calls that only unpack its result, for the same planned node, beside a rank's own rows."""
     chain, planned = [wait], wait.meta.get("shardfx")
     for node in following:
         row = row_of(node.target)

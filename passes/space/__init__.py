@@ -1,4 +1,4 @@
-"""Spatial sharding: which tiles of images are computed where, beyond what hints say."""
+"""Spatial sharding: placement of image tiles on ranks, beyond the hints."""
 
 from .spatial import Spatial
 

@@ -20,7 +20,7 @@ from .trial_placement import TrialPlacement
 
 
 def merged(base: TrialPlacement, at_any_cost: bool) -> TrialPlacement:
-    """The placement in which exchanges are merged: wherever that saves one, or where it takes less time."""
+    """The placement with merged exchanges: wherever that saves one, or where it takes less time."""
     placement = base
     for value in list(base.costs.graph.values()):
         if not placement.exchanges(value) or not _may_overlap(value, placement):
@@ -38,7 +38,7 @@ def merged(base: TrialPlacement, at_any_cost: bool) -> TrialPlacement:
 
 
 def _may_overlap(value: Value, placement: TrialPlacement) -> bool:
-    """Whether a value may be made in other rows than hints say: what is drawn is drawn by tiles."""
+    """Whether a value may be computed with halo rows: not if it is random, as it is drawn by tiles."""
     node, spec = value.node, placement.spec(value)
     if node is None or value.hint is not None or spec.partial or node.pin is not None or draw_slot(node) is not None:
         return False
@@ -46,8 +46,8 @@ def _may_overlap(value: Value, placement: TrialPlacement) -> bool:
 
 
 def _wider(placement: TrialPlacement, value: Value) -> tuple[TrialPlacement, set[Value], set[Node]]:
-    """The value made in all rows in which it is used, and so on to where its operands are exchanged anyway: the
-    placement, the values that move otherwise, and the nodes that are computed otherwise; no nodes where that fails."""
+    """Compute a value in all rows in which it is used, and so on up to operands that are exchanged anyway: the new
+    placement, the values whose moves change, and the nodes that are computed otherwise; no nodes if that fails."""
     trial = placement.copy()
     place = {node: number for number, node in enumerate(placement.costs.graph.nodes)}
     touched, nodes, todo = {value}, set[Node](), [value]
@@ -73,8 +73,8 @@ def _wider(placement: TrialPlacement, value: Value) -> tuple[TrialPlacement, set
 
 
 def _all_rows(placement: TrialPlacement, value: Value) -> Spec | None:
-    """The rows that have all those in which a value is used, and its tiles; None if there are none such, or an axis
-    that shards one dim where it is made shards another where it is used."""
+    """The rows that cover all uses of a value, and its tiles; None if there are none such, or an axis shards one dim
+    where it is made and another where it is used."""
     made = placement.spec(value)
     needs = [made, *placement.exchanges(value)]
     if any({*need.dims[dim].axes} - {*sharding.axes} for need in needs for dim, sharding in enumerate(made.dims)):
@@ -97,7 +97,7 @@ def _all_rows(placement: TrialPlacement, value: Value) -> Spec | None:
 
 
 def _made_in(placement: TrialPlacement, node: Node, value: Value, rows: Spec) -> Strategy | None:
-    """How a node is computed that makes a value in these rows; None if it cannot be."""
+    """The strategy of a node that computes a value in these rows; None if there is none."""
     rule, shardings = placement.rule(node), dict(placement.shardings(node))
     dims = rule.results[value.index]
     assert dims is not None

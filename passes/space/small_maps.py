@@ -21,7 +21,7 @@ from shardfx.ir.spec import Spec
 from .trial_placement import TrialPlacement
 
 SAID = {"batch": "sharded by samples", "channels": "sharded by channels", "nothing": "replicated"}
-"""How maps are sharded then, in words."""
+"""The alternative shardings of small maps, in words."""
 
 
 def left(base: TrialPlacement, where: str, axes: Collection[str]) -> tuple[TrialPlacement, str]:
@@ -52,7 +52,7 @@ def left(base: TrialPlacement, where: str, axes: Collection[str]) -> tuple[Trial
 
 
 def _tiles(placement: TrialPlacement, node: Node, axes: Collection[str]) -> Iterator[tuple[Value, Spec]]:
-    """The tensors of a node that are sharded over axes of space, and how."""
+    """The tensors of a node that are sharded over spatial axes, with their specs."""
     made = placement.strategy(node)
     for value, spec in (*zip(node.operands, made.operands, strict=True), *zip(node.outs, made.results, strict=True)):
         if set(spec.axes) & set(axes):
@@ -60,7 +60,7 @@ def _tiles(placement: TrialPlacement, node: Node, axes: Collection[str]) -> Iter
 
 
 def _map_size(placement: TrialPlacement, node: Node, axes: Collection[str]) -> int:
-    """The places of the largest map that a node works on which is sharded over axes of space; 0 if there is none."""
+    """The size of the largest spatially sharded map of a node; 0 if there is none."""
     sizes = [0]
     for value, spec in _tiles(placement, node, axes):
         dims = zip(value.shape, spec.dims, strict=True)
@@ -81,7 +81,7 @@ def _small(placement: TrialPlacement, maps: dict[Node, int], axes: Collection[st
 
 
 def _behind(graph: Graph, maps: dict[Node, int], module: str) -> list[Node]:
-    """The nodes on maps no larger than those that go into a module, from there on; and the backward of them."""
+    """The nodes on maps no larger than those that enter a module, from there on; and their backward."""
     forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
     own = [node for node in forward if within(node.where.module, module) and node in maps]
     if not own:
@@ -115,7 +115,7 @@ def _moved(base: TrialPlacement, region: Collection[Node], by: str, axes: Collec
 
 
 def _shard_otherwise(trial: TrialPlacement, node: Node, by: str, axes: Collection[str]) -> None:
-    """Take the axes of space from a node's maps, and give them to its samples or channels as far as these suffice."""
+    """Remove the spatial axes from a node's maps, and shard its samples or channels over them as far as possible."""
     shardings, rule = dict(trial.shardings(node)), trial.rule(node)
     free = [axis for sharding in shardings.values() for axis in sharding.axes if axis in axes]
     for axis in free:

@@ -1,4 +1,4 @@
-"""Trial placements of some nodes of a graph, before they are written, and what each costs."""
+"""Trial placements of nodes of a graph, before they are written, and their costs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class PlacementCosts:
         self.graph, self.context, self.users = graph, context, graph.users()
         self.prices = NodeCosts(graph.mesh, context.rules)
         self.outputs: dict[Value, list[Spec]] = {}
-        """How values leave the program."""
+        """The placements in which values leave the program."""
         for output, spec in graph.output_specs().items():
             self.outputs.setdefault(output.value, []).append(spec)
         links = {axis.name: replace(axis.link, latency=0.0) for axis in graph.mesh.axes}
         self.bucketed = Redistribution(graph.mesh.with_links(links), context.planner.each)
-        """By links without latency: outputs are bucketed with others."""
+        """Costs over links without latency, as outputs are bucketed with others."""
 
     def seconds(self, node: Node) -> float:
         """The time to compute a node."""
@@ -50,24 +50,24 @@ class TrialPlacement:
         return self.costs.graph.mesh
 
     def copy(self) -> TrialPlacement:
-        """The same, to be changed."""
+        """A copy to be changed."""
         return TrialPlacement(self.costs, dict(self.changed))
 
     def strategy(self, node: Node) -> Strategy:
-        """How a node is computed."""
+        """The strategy of a node."""
         made = self.changed.get(node, node.strategy)
         assert made is not None
         return made
 
     def spec(self, value: Value) -> Spec:
-        """How a value is made."""
+        """The placement in which a value is computed."""
         if value.node is None or value.node not in self.changed:
             assert value.spec is not None
             return value.spec
         return self.changed[value.node].results[value.node.outs.index(value)]
 
     def needs(self, value: Value) -> list[Spec]:
-        """The placements in which it is used, each once."""
+        """The distinct placements in which a value is used."""
         found = dict.fromkeys(self.costs.outputs.get(value, ()))
         for user in dict.fromkeys(self.costs.users[value]):
             pairs = zip(user.operands, self.strategy(user).operands, strict=True)
@@ -75,7 +75,7 @@ class TrialPlacement:
         return list(found)
 
     def moves(self, value: Value) -> list[Spec]:
-        """The needs for which something is sent, without those that are a part of what another one fetches."""
+        """The needed placements that require communication, without those covered by another one."""
         made, found = self.spec(value), list[Spec]()
         for need in self.needs(value):
             if not any(has_rows(other, need, value.shape, self.mesh) for other in (made, *found)):
@@ -83,13 +83,13 @@ class TrialPlacement:
         return found
 
     def exchanges(self, value: Value) -> list[Spec]:
-        """Those of them that are halos: fetched from tiles beside a rank's own."""
+        """The halo exchanges among the moves of a value."""
         if not any(sharding.rows is not None for need in self.needs(value) for sharding in need.dims):
             return []
         return [need for need in self.moves(value) if any(sharding.rows is not None for sharding in need.dims)]
 
     def seconds(self, values: Iterable[Value], nodes: Iterable[Node]) -> float:
-        """The time that it takes to move the values, and to compute the nodes."""
+        """The time to move the values, and to compute the nodes."""
         costs, found = self.costs, 0.0
         for value in values:
             made = self.spec(value)
@@ -107,11 +107,11 @@ class TrialPlacement:
         return self.costs.context.cache.rule(node)
 
     def shardings(self, node: Node) -> FactorShardings:
-        """How the factors of a node's rule are sharded."""
+        """The shardings of the factors of a node's rule."""
         return factor_shardings(self.rule(node), replace(node, strategy=self.strategy(node)), self.mesh)
 
     def shard(self, node: Node, shardings: FactorShardings) -> Strategy | None:
-        """How the node is computed when its factors are sharded so; None where its rule does not allow it."""
+        """The strategy of a node with these factor shardings; None if its rule does not allow them."""
         shardings = {factor: sharding for factor, sharding in shardings.items() if sharding.axes}
         try:
             return self.costs.context.cache.strategy(self.rule(node), shardings, partial_operands(self.strategy(node)))
@@ -119,7 +119,7 @@ class TrialPlacement:
             return None
 
     def write(self) -> bool:
-        """Write it on the graph; says whether that changes anything."""
+        """Write the trial to the graph; returns whether that changes anything."""
         for node, made in self.changed.items():
             node.strategy = made
             for value, spec in zip(node.outs, made.results, strict=True):

@@ -51,7 +51,7 @@ class Assignment:
                 self.inputs[each.value] = self._of_module(each.name.rpartition(".")[0])
 
     def of(self, value: Value) -> At:
-        """The stages in which a value is there."""
+        """The stages in which a value is available."""
         return self.at[value.node] if value.node is not None else self.inputs[value]
 
     def wanted(self, output: Output) -> At:
@@ -62,7 +62,7 @@ class Assignment:
         return self.inputs[inp.value] if inp is not None and inp.kind in OF_WEIGHTS else ()
 
     def _find_copied(self) -> set[Node]:
-        """What is done in each stage that uses it."""
+        """Find the nodes that are duplicated in each stage that uses them."""
         kinds: dict[Value, frozenset[bool]] = {}
         for inp in self.graph.inputs:  # a single number of the optimizer (a rate, a count) is in each stage
             number = inp.kind.is_of_optimizer and inp.value.type.numel == 1
@@ -90,7 +90,7 @@ class Assignment:
             self.at[node] = (min(users, default=0),)
 
     def _made(self, node: Node, phase: Phase | None = None) -> list[At]:
-        """The stages of the nodes that make its operands."""
+        """The stages of the nodes that compute a node's operands."""
         makers = [v.node for v in node.operands if v.node in self.at]
         return [self.at[maker] for maker in makers if maker is not None and phase in (None, maker.phase)]
 
@@ -116,7 +116,7 @@ class Assignment:
                 self.at[node] = (min(behind) if behind else max(ahead, default=self._last),)
 
     def _spread(self, nodes: list[Node]) -> None:
-        """Give copied nodes, and inputs, the stages of what uses them."""
+        """Assign duplicated nodes, and inputs, to the stages of their users."""
         results = {output.value for output in self.graph.outputs}
         for node in reversed(nodes):
             if node in self._copied:
@@ -130,19 +130,19 @@ class Assignment:
         return tuple(sorted({stage for user in users for stage in self.at.get(user, ())}))
 
     def _of_module(self, module: str) -> At:
-        """Where that is which nothing uses: where its module is, or in the first stage."""
+        """The stage of an unused value: its module's, or the first one."""
         return next((self.at[n] for n in self.graph.nodes if n.where.module == module and self.at.get(n)), (0,))
 
     def _meeting(self, node: Node, made: dict[Value, set[int]]) -> set[int]:
-        """Where all is there that an update needs, but for single numbers (a norm), which are sent there; where it is
-        scattered over stages, in the first of them."""
+        """The stages that have all operands of an update, scalars (a norm) apart, which are sent there; if there are
+        none, the first stage with any of them."""
         tensors = [value for value in node.operands if value.type.numel > 1] or node.operands
         sets = [found for value in tensors if (found := self._there(value, made))]
         common = set.intersection(*sets) if sets else set()
         return common or ({min(set.union(*sets))} if sets else set())
 
     def _there(self, value: Value, made: dict[Value, set[int]]) -> set[int]:
-        """The stages in which a value is, or can be made of what is there: none where it takes after what uses it."""
+        """The stages in which a value is available or can be computed; none if it follows its users."""
         if value.node not in self._copied:
             return set(self.inputs[value] if value.node is None else self.at.get(value.node, ()))
         if value not in made:

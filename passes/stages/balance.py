@@ -15,8 +15,8 @@ from math import inf
 from typing import NamedTuple
 
 WIDTH = 16
-"""So many ways to fill ranks are followed up to one place, where ranks have several stages: then a better split may be
-missed. Where each has one stage there is one way, and the split is optimal."""
+"""The beam width: partial splits kept per position, if ranks have several stages; the result may then not be
+optimal. With one stage per rank there is one way, and the split is optimal."""
 
 
 class StageMemory(NamedTuple):
@@ -46,7 +46,7 @@ class MemoryBudget:
     memory: Callable[[int, int, int], StageMemory]
 
     def of(self, firsts: Sequence[int], blocks: int) -> list[float]:
-        """The bytes of each rank, of stages that begin so."""
+        """The bytes of each rank, for stages with these first blocks."""
         found = [StageMemory() for _ in self.budgets]
         for stage, (first, end) in enumerate(zip(firsts, [*firsts[1:], blocks], strict=True)):
             found[self.homes[stage]] += self.memory(stage, first, end)
@@ -54,15 +54,15 @@ class MemoryBudget:
 
 
 class _Way(NamedTuple):
-    """A split into the first stages: what they send, the memory of ranks that get more of them, and where they
-    begin."""
+    """A split into the first stages: its communication, the memory of ranks that get more stages, and the first
+    blocks."""
 
     sent: float
     memory: tuple[tuple[int, StageMemory], ...]
     firsts: tuple[int, ...]
 
     def is_worse(self, other: _Way) -> bool:
-        """Whether another one sends and holds no more."""
+        """Whether another one sends and stores no more."""
         pairs = zip(self.memory, other.memory, strict=True)
         return self.sent >= other.sent and all(
             a.kept >= b.kept and a.temporary >= b.temporary for (_, a), (_, b) in pairs
@@ -72,7 +72,7 @@ class _Way(NamedTuple):
 def balanced_split(
     costs: Sequence[float], count: int, sent: Sequence[float] = (), budget: MemoryBudget | None = None
 ) -> list[int] | None:
-    """Where each of so many stages begins; None where no split fits into ``budget``.
+    """The first block of each stage in the best split; None if no split fits into ``budget``.
 
     Args:
         costs: the time of each block; a stage takes the sum of its blocks'.
@@ -101,8 +101,8 @@ def balanced_split(
 
 
 def smallest_split(costs: Sequence[float], count: int, budget: MemoryBudget) -> tuple[list[int], float]:
-    """The split of which the fullest rank holds least beyond its budget (or most below it), and so many bytes; to
-    within a thousandth of what may be."""
+    """The split that minimizes the excess of the fullest rank over its budget (negative if it fits), and that excess in
+    bytes; to within a thousandth of the range."""
     budget = replace(budget, memory=cache(budget.memory))
     sums, blocks = [0.0, *accumulate(costs)], len(costs)
     low, high, found = -max(budget.budgets), float(sum(budget.of([0, *range(1, count)], blocks))), None
@@ -120,7 +120,7 @@ def smallest_split(costs: Sequence[float], count: int, budget: MemoryBudget) -> 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Consecutive blocks, by the sums of their costs."""
+    """Consecutive blocks, by prefix sums of their costs."""
 
     sums: Sequence[float]
     sent: Sequence[float]
@@ -128,7 +128,7 @@ class _Blocks:
     budget: MemoryBudget | None
 
     def within(self, seconds: float) -> _Way | None:
-        """The split that sends least, of those whose stages take no longer."""
+        """The split with least communication, of those whose stages take no longer."""
         blocks = len(self.sums) - 1
         row: dict[int, list[_Way]] = {0: [_Way(0.0, (), ())]}
         for stage in range(self.count):
@@ -165,7 +165,7 @@ class _Blocks:
 
 
 def _best(ways: Sequence[_Way]) -> list[_Way]:
-    """Those of several ways to one place that may be the beginning of the best split, where they are not too many."""
+    """The partial splits that may start the best split, at most ``WIDTH``."""
     found: list[_Way] = []
     for way in sorted(ways, key=lambda way: (way.sent, sum(memory.kept for _, memory in way.memory))):
         if len(found) < WIDTH and not any(way.is_worse(other) for other in found):

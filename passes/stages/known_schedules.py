@@ -21,22 +21,22 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class PipelineSize:
-    """The numbers of ranks, stages on each, and micro-batches; and which stages a rank has."""
+    """The size of a pipeline: ranks, stages per rank, and micro-batches; and the stages of each rank."""
 
     ranks: int
     chunks: int
     microbatches: int
 
     def loop(self, rank: int) -> tuple[int, ...]:
-        """A rank's stages where the last rank is followed by the first."""
+        """A rank's stages in a looped placement, in which the first rank follows the last."""
         return tuple(rank + self.ranks * chunk for chunk in range(self.chunks))
 
     def fold(self, rank: int) -> tuple[int, ...]:
-        """A rank's two stages where the last rank is followed by itself, and then they come back: a V."""
+        """A rank's two stages in a V placement: down the ranks and back."""
         return (rank, 2 * self.ranks - 1 - rank)
 
     def schedule(self, row: Row) -> Schedule:
-        """The schedule of these rows."""
+        """The schedule of rows given by a function of the rank."""
         return Schedule(tuple(row(self, rank) for rank in range(self.ranks)))
 
 
@@ -45,18 +45,18 @@ Row = Callable[[PipelineSize, int], tuple[Action, ...]]
 
 @dataclass(frozen=True)
 class ScheduleMaker:
-    """The generator of a schedule's rows, and the pipelines that it is for."""
+    """The generator of a schedule's rows, and the pipeline sizes that it supports."""
 
     row: Row
     fewest: int = 1
-    """The least number of stages on a rank, and what is taken where only stages are given."""
+    """The minimum number of stages per rank, and the default if only stages are given."""
     most: int | None = 1
-    """The greatest number of stages on a rank; None: any."""
+    """The maximum number of stages per rank; None: any."""
     microbatches: Callable[[int], int] = lambda ranks: 1
-    """The least number of micro-batches for so many ranks."""
+    """The minimum number of micro-batches by the number of ranks."""
 
     def takes(self, chunks: int) -> bool:
-        """Whether it is for so many stages on a rank."""
+        """Whether it supports this number of stages per rank."""
         return self.fewest <= chunks and (self.most is None or chunks <= self.most)
 
 

@@ -23,7 +23,7 @@ from .known_schedules import SCHEDULES, PipelineSize, ScheduleMaker
 
 AUTO = "auto"
 ANY = ScheduleMaker(lambda of, rank: (), most=None)
-"""What ``auto`` takes: pipelines of any kind."""
+"""The pipelines that ``auto`` supports: all."""
 
 
 def make_schedule(
@@ -78,7 +78,7 @@ def make_schedule(
 
 
 def _pipeline(name: str, maker: ScheduleMaker, stages: int, microbatches: int, ranks: int) -> PipelineSize:
-    """The pipeline of these numbers, if the schedule is for it."""
+    """The pipeline size, if the schedule supports it."""
     chunks, rest = divmod(stages, ranks)
     others = [other for other, each in SCHEDULES.items() if other != name and not rest and each.takes(chunks)]
     or_others = f", or {' or '.join(others)}" if others else ""
@@ -105,7 +105,7 @@ def _pipeline(name: str, maker: ScheduleMaker, stages: int, microbatches: int, r
 
 
 def check_live(name: str, report: ScheduleReport, most: int) -> None:
-    """See that no more micro-batches are in flight on a rank than may be.
+    """Check the number of in-flight micro-batches on each rank.
 
     Raises:
         Error: more are, naming where.
@@ -123,7 +123,7 @@ def check_live(name: str, report: ScheduleReport, most: int) -> None:
 
 
 def _shortest(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] | None) -> Schedule:
-    """The schedule with the shortest step of those that have no more micro-batches in flight."""
+    """The schedule with the shortest step among those within the limit of in-flight micro-batches."""
     if most < of.chunks:
         raise Error(
             "no schedule has so few micro-batches in flight",
@@ -145,7 +145,7 @@ def _shortest(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] | 
 
 
 def _candidates(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] | None) -> Iterator[Schedule]:
-    """Known schedules of which all kinds have costs, and what the list scheduler makes."""
+    """Known schedules whose kinds all have costs, and list schedules."""
     for maker in SCHEDULES.values():
         if maker.takes(of.chunks) and of.microbatches >= maker.microbatches(of.ranks):
             schedule = of.schedule(maker.row)
@@ -211,4 +211,4 @@ def list_schedule(
 
 
 _Choice = tuple[float, tuple[int, int], Action]
-"""What a rank may do next: when it can start, how it ranks among what can start then, and what it is."""
+"""A candidate for a rank's next action: its earliest start, its priority, and the action."""

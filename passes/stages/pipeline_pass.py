@@ -34,7 +34,7 @@ from .stage_blocks import AsPlanned, ModelBlocks, SearchedCounts, Stages
 
 aten = torch.ops.aten
 STAGED = "STAGED"
-"""Each node is in the stages of a pipeline, and what goes between them is sent."""
+"""The invariant that each node is assigned to stages, and values between stages are sent."""
 WHERE = "Hints(pipeline=...)"
 Maker = Callable[[int, int, int, Costs], Schedule]
 
@@ -232,7 +232,7 @@ def reduce_before_stages(graph: Graph, at: Mapping[Node, tuple[int, ...]], time:
 
 
 def _reductions(value: Value, users: Mapping[Value, list[Node]], graph: Graph, time: str) -> Iterator[Node]:
-    """The reductions of a partial value that is used for nothing else, up to the one over the micro-batches."""
+    """The reductions of a partial value with no other use, up to the one over the micro-batches."""
     while len(users[value]) == 1 and not any(output.value is value for output in graph.outputs):
         (user,) = users[value]
         if not isinstance(user.op, OwnOp) or user.op not in (comm.all_reduce, comm.reduce_scatter):
@@ -244,18 +244,18 @@ def _reductions(value: Value, users: Mapping[Value, list[Node]], graph: Graph, t
 
 
 Asked = dict[Value, dict[tuple[int, ...], tuple[At, list[Node | Output]]]]
-"""By value, and the places where it is needed: the stages, and who uses it there."""
+"""Needed transfers by value and coordinates: the stages, and the users there."""
 
 
 class _Sends:
-    """Writes the transfers between stages."""
+    """Inserts the sends between stages."""
 
     def __init__(self, graph: Graph, pipeline: Pipelined, assigned: Assignment) -> None:
         self.graph, self.pipeline, self.assigned = graph, pipeline, assigned
         self.rewriter, self.tags, self.wanted = Rewriter(graph), 0, Asked()
 
     def write(self) -> None:
-        """Give each user that is elsewhere a copy that was sent there."""
+        """Replace uses on other stages by sent copies."""
         for node in self.graph.nodes:
             for value in dict.fromkeys(node.operands):
                 self._ask(value, node.at, node)

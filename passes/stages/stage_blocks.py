@@ -1,4 +1,4 @@
-"""The consecutive blocks of a model, and the stages into which they fall.
+"""The consecutive blocks of a model, and their assignment to stages.
 
 A block is a member of a list of modules (``layers.3``, ``encoder.block.0``, ``2`` of a ``Sequential``), or a module of
 the model's own that computes, where there are none of these; in the order in which the forward comes to them. What is
@@ -21,10 +21,10 @@ from .assignment import OF_WEIGHTS
 from .balance import balanced_split
 
 Stages = Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | None
-"""Counts of blocks, first modules, or patterns of modules for each stage; None: as they are balanced."""
+"""Block counts, first modules, or module patterns for each stage; None: balanced."""
 WHERE = "Pipeline(stages=...)"
 StageOf = Callable[[Node], int | None]
-"""The stage of a node that is in a block."""
+"""The stage of a node within a block; None for other nodes."""
 
 
 class AsPlanned(tuple[tuple[str, ...], ...]):
@@ -64,7 +64,7 @@ class ModelBlocks:
         self._place = {name: place for place, name in enumerate(self.names)}
 
     def of(self, node: Node) -> int | None:
-        """The place of the block that a node is in."""
+        """The index of a node's block."""
         module = node.where.module
         if not module:
             return None
@@ -104,7 +104,7 @@ class ModelBlocks:
         return lambda node: None if (block := self.of(node)) is None else by_block[block]
 
     def costs(self) -> list[float]:
-        """The FLOPs of each block, forward and backward; of what stands in front, at the first, behind, at the last."""
+        """The FLOPs of each block, forward and backward; those in front count to the first, others to the last."""
         costs, at = [0.0] * len(self.names), 0
         for node in self.graph.nodes:
             block = self.of(node)

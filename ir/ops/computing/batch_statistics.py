@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @define("batch_moments(Tensor x) -> Tensor", shapes=lambda x: x.new_empty((2, x.shape[1]), dtype=torch.float64))
 def batch_moments(x: Tensor) -> Tensor:
-    """The sum of each channel, and that of its squares."""
+    """The sum and the sum of squares of each channel."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if x.device.type == "cpu":  # four times as fast as var_mean
         mean, var = torch.batch_norm_update_stats(x.contiguous(), None, None, 0.0)
@@ -48,7 +48,7 @@ def joined_moments(sums: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor
     shapes=lambda grad, x, mean, rstd: (torch.empty_like(mean), torch.empty_like(mean)),
 )
 def batch_norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums over the batch that the gradient of ``x`` needs."""
+    """The reductions over the batch for the gradient of ``x``."""
     weight = torch.ones_like(rstd)  # which the sums do not depend on: CUDA's kernel makes them of its dtype and device
     asked = [False, True, True]
     _, dot, total = aten.native_batch_norm_backward.default(grad, x, weight, None, None, mean, rstd, True, 0.0, asked)
@@ -63,7 +63,7 @@ def batch_norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tupl
 def batch_norm_gradient(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, dot: Tensor, total: Tensor, weight: Tensor | None, count: int
 ) -> Tensor:
-    """The gradient of ``x`` from the sums over the batch."""
+    """The gradient of ``x`` from these reductions."""
     scale = rstd if weight is None else rstd * weight.to(rstd.dtype)
     less = scale / -count
     slope, shift, by = less * rstd * dot, less * total, scale.view(-1, *[1] * (x.dim() - 2))

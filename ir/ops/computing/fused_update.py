@@ -1,4 +1,4 @@
-"""torch's fused optimizer kernels: which calls of a segment one of them computes.
+"""torch's fused optimizer kernels, and the calls of a segment that one of them computes.
 
     aten.lerp.Scalar(c1, c2, 0.1)
     aten.mul.Tensor(c3, 0.999)                              aten._fused_adamw_.tensor_lr([c0], [c2], [c1], [c3], [],
@@ -29,19 +29,19 @@ from .segment import CAST, COPY, SegmentCall, SegmentRef, call_text, home, read_
 
 aten = torch.ops.aten
 PLAIN_FORMS = {form: op for op, form in OVERWRITING.items()}
-"""By the form of an op that writes into ``out``: the op."""
+"""The op of each ``out`` variant."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A tensor of a kernel, by the name of its argument."""
+    """A tensor argument of a kernel, by name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Number:
-    """A hyperparameter, by the name of its argument; or one minus it (``complement``)."""
+    """A hyperparameter of a kernel, by name; or one minus it (``complement``)."""
 
     name: str
     complement: bool = False
@@ -75,7 +75,7 @@ def _term(op: Any, *args: Any, **kwargs: Any) -> KernelTerm:
 
 
 def _decayed(decays: bool) -> Any:
-    """The gradient, with what weight decay adds to it."""
+    """The gradient with weight decay."""
     if not decays:
         return Name("grads")
     return _term(aten.add.Tensor, Name("grads"), Name("self"), alpha=Number("weight_decay"))

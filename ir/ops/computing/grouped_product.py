@@ -1,4 +1,4 @@
-"""Products by group, as a mixture of experts does them: a row is multiplied by the matrix of the group it is in.
+"""Grouped matrix products, as in a mixture of experts: each row is multiplied by the matrix of its group.
 
     out[s n]   = shardfx.grouped_mm(x[s k], w[g k n], ends[g])
     out[g k n] = shardfx.grouped_outer(x[s k], y[s n], ends[g])      for each group the sum of x' y over its rows
@@ -24,16 +24,16 @@ from torch import Tensor
 from .library import Ints, define, places
 
 ALIGNED = 16
-"""Rows begin at multiples of so many bytes, for the grouped kernel."""
+"""The alignment of rows in bytes for torch's grouped kernel."""
 
 
 def _count(stored: Ints, size: int) -> int:
-    """How many elements a shard has, of ``size`` if all are."""
+    """The number of elements of a shard, of ``size`` if it is full."""
     return math.prod(stored[2::3]) if stored else size
 
 
 def _local(ends: Tensor, rows: Ints, count: int) -> Tensor:
-    """Where groups end among the ``count`` rows of the shard."""
+    """The ends of groups among the ``count`` rows of the shard."""
     return torch.searchsorted(places(rows, count, ends.device), ends.to(torch.int64))
 
 
@@ -41,18 +41,18 @@ def _local(ends: Tensor, rows: Ints, count: int) -> Tensor:
 
 
 class RowBlocks(NamedTuple):
-    """The rows of local groups in blocks of one size: a group begins with a block; the rest of its last one is free."""
+    """The rows of local groups in blocks of one size: each group begins a block, and its last one is padded."""
 
     source: Tensor
-    """The row that stands at each place of the blocks; the number of rows where none does."""
+    """The row at each position of the blocks; the number of rows for padding."""
     counts: Tensor
-    """How many blocks each local group has."""
+    """The number of blocks of each local group."""
     group: Tensor
-    """The group of each block, by its number among those of the shard."""
+    """The group of each block, by its index in the shard."""
 
 
 def _blocks(ends: Tensor, count: int, rows: Ints, groups: Ints, size: int, most: int) -> RowBlocks:
-    """``most`` blocks of ``size`` places, at least as many as are needed for ``count`` rows."""
+    """Lay out ``count`` rows in ``most`` blocks of ``size`` rows, at least as many as needed."""
     ends = _local(ends, rows, count)
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
     if groups:
@@ -68,12 +68,12 @@ def _blocks(ends: Tensor, count: int, rows: Ints, groups: Ints, size: int, most:
 
 
 def _put(made: Tensor, blocks: RowBlocks, count: int) -> Tensor:
-    """The rows of blocks in their places among ``count`` rows; zeros elsewhere."""
+    """Scatter the rows of blocks back to ``count`` rows; zeros elsewhere."""
     return made.new_zeros((count + 1, made.shape[1])).index_copy_(0, blocks.source, made)[:count]
 
 
 def _size_of_blocks(count: int, groups: int) -> tuple[int, int]:
-    """The places of a block, so that there are about as many blocks as groups, and how many there are at most."""
+    """The size of a block, for about as many blocks as groups, and the maximum number of blocks."""
     size, begun = -(-count // groups), min(count, groups)
     return size, (count - begun) // size + begun
 
@@ -117,8 +117,8 @@ def _rows(x: Tensor, blocks: RowBlocks) -> Tensor:
 
 
 def has_kernel(x: Tensor, width: int) -> bool:
-    """Whether torch's grouped product of such rows and of matrices of ``width`` columns leaves ``ends`` to the device:
-    for other dtypes and devices it reads them on the host."""
+    """Whether torch's grouped product of such rows and matrices of ``width`` columns reads ``ends`` on the device: for
+    other dtypes and devices it synchronizes with the host."""
     if x.dtype is not torch.bfloat16 or x.device.type != "cuda":
         return False
     aligned = all(size and size * x.element_size() % ALIGNED == 0 for size in (x.shape[1], width))
@@ -126,7 +126,7 @@ def has_kernel(x: Tensor, width: int) -> bool:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """A tensor as the kernel takes it: each matrix in order by rows or by columns, which begin where they may."""
+    """A tensor as the kernel requires it: each matrix row- or column-major, with aligned rows or columns."""
     (*outer, row, column), (height, width) = x.stride(), x.shape[-2:]
     steps = [row] if column == 1 and row >= width else [column] if row == 1 and column >= height else [1]
     if all(step * x.element_size() % ALIGNED == 0 for step in (*outer, *steps)) and x.data_ptr() % ALIGNED == 0:

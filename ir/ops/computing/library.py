@@ -19,12 +19,12 @@ Kernel = Callable[..., Any]
 
 LIBRARY = torch.library.Library("shardfx", "FRAGMENT")
 SOURCES: dict[Any, str] = {}
-"""By op the file that defines it."""
+"""The file that defines each op."""
 
 
 def places(ranges: Ints, size: int, device: torch.device) -> Tensor:
-    """Where the elements of a shard are in the global dim, in order: ``ranges`` has of each sub-dim its size, and the
-    start and length of the local part; nothing where all ``size`` elements are local."""
+    """The global indices of a shard's elements, in order: ``ranges`` has for each sub-dim its size, and start and
+    length of the local part; empty if all ``size`` elements are local."""
     found = torch.zeros(1, dtype=torch.int64, device=device)
     for full, start, length in zip(*[iter(ranges or (size, 0, size))] * 3, strict=True):
         found = (found[:, None] * full + torch.arange(start, start + length, device=device)).flatten()
@@ -37,9 +37,9 @@ def define(
     """Decorate a kernel: its name then is the op.
 
     Args:
-        shapes: the results on ``meta``; without it the kernel serves every device, ``meta`` too.
+        shapes: computes the results on ``meta``; without it the kernel serves every device, ``meta`` too.
         cuda: another kernel for CUDA.
-        composite: ``Implicit`` where a compiler shall see what the op is made of.
+        composite: ``Implicit`` to let a compiler decompose the op.
     """
 
     def decorate(kernel: Kernel) -> Any:

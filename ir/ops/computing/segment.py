@@ -30,16 +30,16 @@ Columns = Sequence[Tensor]
 Rows = Sequence[Columns]
 aten = torch.ops.aten
 BLOCK = 2**18
-"""Bytes of each column that are computed at a time by a processor with caches."""
+"""The block size of each column in bytes on a processor with caches."""
 CAST, COPY = aten._to_copy.default, aten.copy_.default
-"""Elementwise, though torch does not tag them so; the second one writes into its first operand."""
+"""Elementwise, though torch does not tag them so; the second writes into its first operand."""
 LARGE = 2**22
-"""Bytes of each column that a fused kernel is given at least, where something is computed for it."""
+"""The minimum bytes of each column per launch of a fused kernel, if some operands are computed for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentRef:
-    """A tensor of a segment's call: a column (``c``), a scalar (``s``), or what another call gave (``r``)."""
+    """A tensor of a segment's call: a column (``c``), a scalar (``s``), or the result of another call (``r``)."""
 
     kind: str
     index: int
@@ -50,7 +50,7 @@ class SegmentRef:
 
 @dataclass(frozen=True)
 class SegmentCall:
-    """A call of a segment, its tensors being :class:`SegmentRef`."""
+    """A call of a segment, with :class:`SegmentRef` for its tensors."""
 
     op: Any
     args: tuple[Any, ...]
@@ -58,25 +58,25 @@ class SegmentCall:
 
     @property
     def into(self) -> SegmentRef | None:
-        """What it writes into, where that is not memory of its own."""
+        """The destination of its result, if not memory of its own."""
         found = self.args[0] if self.op is COPY else self.kwargs.get("out")
         return found if isinstance(found, SegmentRef) else None
 
     @property
     def refs(self) -> list[SegmentRef]:
-        """The tensors that it takes, but for lists of them."""
+        """The tensors that it uses, except lists of them."""
         return [arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, SegmentRef)]
 
 
 def home(calls: Sequence[SegmentCall], ref: SegmentRef) -> SegmentRef:
-    """In whose memory a tensor lies: a column, a scalar, or a call that has memory of its own."""
+    """The owner of a tensor's memory: a column, a scalar, or a call that allocates its result."""
     while ref.kind == "r" and (into := calls[ref.index].into) is not None:
         ref = into
     return ref
 
 
 def call_text(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """A call as it stands in a segment."""
+    """The text of a call in a segment."""
     parts = [_text(arg) for arg in args]
     parts += [f"{key}={_text(arg)}" for key, arg in kwargs.items()]
     return f"{op}({', '.join(parts)})"
@@ -90,7 +90,7 @@ def _text(arg: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def read_call(text: str) -> SegmentCall:
-    """The call that a text says.
+    """Parse the text of a call.
 
     Raises:
         ValueError: it says none.
@@ -116,9 +116,9 @@ def _argument(each: ast.expr) -> Any:
 
 
 def misfit(calls: Sequence[str], gives: Sequence[int], members: int, tensors: Sequence[Any], scalars: int) -> str:
-    """What is wrong with a segment; empty where nothing is.
+    """An error text for an invalid segment; empty if it is valid.
 
-    Members are computed side by side, so that what one writes is nobody else's: ``tensors`` that are written stand
+    Members are computed side by side, so a member's written tensors belong to no other: written ``tensors`` occur
     once.
     """
     if members < 1 or len(tensors) % members:
@@ -160,7 +160,7 @@ def segment(
 ) -> list[Tensor]:
     """MixedPrecision ``calls`` for each member; of each member the columns ``gives``, which were written.
 
-    ``fused``: calls that compute the same, of which the last is a fused kernel; it takes members in lists.
+    ``fused``: equivalent calls, the last of which is a fused kernel, with lists of members.
     """
     width = len(tensors) // members
     rows = [tensors[i * width : (i + 1) * width] for i in range(members)]
@@ -175,14 +175,14 @@ def segment(
 
 
 def written_columns(args: Sequence[Any]) -> list[Any]:
-    """Of the arguments of a segment the tensors that it writes over."""
+    """The tensors among a segment's arguments that it writes."""
     _, gives, members, tensors, *_ = args
     width = len(tensors) // members
     return [tensors[member * width + column] for member in range(members) for column in gives]
 
 
 def _blocks(columns: Columns, nbytes: int) -> Iterator[Columns]:
-    """Columns, in blocks of so many bytes where they are flat."""
+    """Columns in blocks of ``nbytes``, if they are flat."""
     first = columns[0]
     if first.nbytes <= nbytes or first.dim() != 1:
         return iter([columns])
@@ -191,7 +191,7 @@ def _blocks(columns: Columns, nbytes: int) -> Iterator[Columns]:
 
 @functools.lru_cache(maxsize=256)
 def _body(calls: tuple[str, ...], columns: int, scalars: int, wanted: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """The calls as a function of scalars, which gives one of columns; that gives what the ``wanted`` calls do."""
+    """The calls as a function of scalars, which returns a function of columns to the results of ``wanted`` calls."""
     scope: dict[str, Any] = {"torch": torch}
     shared, own = list[str](), list[str]()
     read = list(map(read_call, calls))
@@ -214,7 +214,7 @@ def _body(calls: tuple[str, ...], columns: int, scalars: int, wanted: tuple[int,
 
 
 def common(calls: Sequence[SegmentCall]) -> set[int]:
-    """The calls that take no column: they are the same for all members."""
+    """The calls that use no column: they are common to all members."""
     found = set[int]()
     for number, call in enumerate(calls):
         if all(ref.kind == "s" or (ref.kind == "r" and ref.index in found) for ref in call.refs):
@@ -223,9 +223,9 @@ def common(calls: Sequence[SegmentCall]) -> set[int]:
 
 
 def _run_fused(fused: Sequence[str], gives: Sequence[int], rows: Rows, scalars: Columns) -> Rows:
-    """Run a fused kernel over the members that it takes; gives the others.
+    """Run a fused kernel on the members that it supports; returns the others.
 
-    What is computed for the kernel is there for one member at a time, or for as much as the largest has.
+    Temporaries for the kernel exist for one member at a time, or for as many as the largest's memory allows.
     """
     *before, kernel = map(read_call, fused)
     taken = [_as_taken(kernel, row, gives) for row in rows]
@@ -246,8 +246,8 @@ def _run_fused(fused: Sequence[str], gives: Sequence[int], rows: Rows, scalars: 
 
 
 def _as_taken(kernel: SegmentCall, row: Columns, gives: Sequence[int]) -> Columns:
-    """The columns of a member as fused kernels take them: of one dtype, and in one order of elements; nothing where
-    what is written is not so."""
+    """The columns of a member as fused kernels need them: of one dtype and memory order; empty if written ones are
+    not."""
     like = row[gives[0]]
     if not like.is_floating_point() or any(column.dtype != like.dtype for column in row):
         return ()
@@ -263,7 +263,7 @@ def _as_taken(kernel: SegmentCall, row: Columns, gives: Sequence[int]) -> Column
 
 
 def _launch(kernel: SegmentCall, gives: Sequence[int], rows: Rows, results: Rows, scalars: Columns) -> None:
-    """Run a kernel over members, of which ``results`` were computed."""
+    """Run a kernel on members, with computed ``results``."""
     if isinstance(rows[0][0], FakeTensor):  # for which some kernels are not known: they allocate nothing
         torch._foreach_zero_([row[place] for row in rows for place in gives])
         return
@@ -289,8 +289,8 @@ def _launch(kernel: SegmentCall, gives: Sequence[int], rows: Rows, results: Rows
 
 
 def _joined(rows: Rows, nbytes: int) -> Iterator[Columns]:
-    """The columns of members, flat; of those that lie one behind the other in all columns, together. They are computed
-    in blocks of ``nbytes``."""
+    """The flat columns of members, joined if they are adjacent in memory in all columns; in blocks of
+    ``nbytes``."""
     if isinstance(rows[0][0], FakeTensor):  # which lies nowhere, and is computed in one block
         largest = max(rows, key=lambda row: row[0].numel())
         total = min(sum(row[0].numel() for row in rows), nbytes // rows[0][0].element_size())
@@ -319,7 +319,7 @@ def _joined(rows: Rows, nbytes: int) -> Iterator[Columns]:
 
 
 def _one(run: Rows) -> Iterator[Columns]:
-    """Members that lie one behind the other as one, where that is one memory."""
+    """Adjacent members as one, if they are in one storage."""
     total = sum(row[0].numel() for row in run)
     if len(run) == 1 or any(_room(column) < total for column in run[0]):
         for row in run:
@@ -329,5 +329,5 @@ def _one(run: Rows) -> Iterator[Columns]:
 
 
 def _room(tensor: Tensor) -> int:
-    """How many elements stand in a tensor's memory from its first on."""
+    """The number of elements in a tensor's storage, from its first on."""
     return tensor.untyped_storage().nbytes() // tensor.element_size() - int(tensor.storage_offset())

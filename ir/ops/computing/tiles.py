@@ -34,7 +34,7 @@ MAX_POOL = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_ind
 
 
 def by_dim(indices: Tensor, size: Ints) -> list[Tensor]:
-    """The place in each dim of an element that is numbered through all of them."""
+    """The index in each dim of a flat index."""
     found = []
     for n in reversed(size[1:]):
         above = torch.div(indices, n, rounding_mode="floor")
@@ -44,7 +44,7 @@ def by_dim(indices: Tensor, size: Ints) -> list[Tensor]:
 
 
 def number(places: Sequence[Tensor], size: Ints) -> Tensor:
-    """The inverse of :func:`by_dim`."""
+    """The flat index, inverse of :func:`by_dim`."""
     found = places[0]
     for place, n in zip(places[1:], size[1:], strict=True):
         found = found * n + place
@@ -64,7 +64,7 @@ def _like_maxima(x: Tensor, kernel: Ints, stride: Ints, dilation: Ints, *_: Ints
 def max_pool_tile(
     x: Tensor, kernel: Ints, stride: Ints, dilation: Ints, first: Ints, size: Ints
 ) -> tuple[Tensor, Tensor]:
-    """The largest element of each window, and where it is."""
+    """The maximum of each window, and its flat index in the global image."""
     y, indices = MAX_POOL[len(size)](x, kernel, stride, [0] * len(size), dilation, False)
     places = zip(by_dim(indices, x.shape[-len(size) :]), first, size, strict=True)
     inside = [(place + f).clamp(0, n - 1) for place, f, n in places]  # of what is lowest, padding may be the first
@@ -76,7 +76,7 @@ def max_pool_tile(
     shapes=lambda grad, x, *_: grad.new_empty(x.shape),
 )
 def max_pool_tile_backward(grad: Tensor, x: Tensor, indices: Tensor, at: Ints, size: Ints) -> Tensor:
-    """Each gradient added where its maximum is."""
+    """The gradients, each added at the index of its maximum."""
     shape = x.shape[-len(size) :]
     batch, rest = math.prod(x.shape[: -len(size)]), math.prod(shape)
     places = [place - a for place, a in zip(by_dim(indices, size), at, strict=True)]
@@ -93,14 +93,14 @@ def max_pool_tile_backward(grad: Tensor, x: Tensor, indices: Tensor, at: Ints, s
 
 
 SHARP = -0.75
-"""The one number of torch's cubic interpolation."""
+"""The coefficient of torch's cubic interpolation."""
 
 
 def taps(
     first: int, count: int, size: int, step: float, kind: str, like: Tensor
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The rows of an image of ``size`` of which ``count`` rows of the result are made, and the weight of each; none
-    where it is one."""
+    """The rows of an image of ``size`` that ``count`` rows of the result depend on, with their weights (None for a
+    weight of one)."""
     if kind in PADDED:
         yield PADDED[kind](torch.arange(first, first + count, device=like.device) - round(step), size), None
         return
@@ -118,12 +118,12 @@ def taps(
 
 
 def mirrored(row: Tensor, size: int) -> Tensor:
-    """Rows before the first, and behind the last, seen in a mirror that stands on it."""
+    """Row indices beyond the ends, reflected at the first or last row."""
     return (size - 1 - (size - 1 - row.abs()).abs()).clamp(0, size - 1)
 
 
 def repeated(row: Tensor, size: int) -> Tensor:
-    """The first row for all before it, the last for all behind."""
+    """Row indices clamped to the first and last row."""
     return row.clamp(0, size - 1)
 
 
@@ -131,7 +131,7 @@ PADDED = {"mirrored": mirrored, "repeated": repeated}
 
 
 def cubic_weights(part: Tensor) -> list[Tensor]:
-    """The weights of the four rows around a place that lies ``part`` behind the second of them."""
+    """The weights of the four rows around a position, ``part`` behind the second."""
 
     def near(x: Tensor) -> Tensor:
         return ((SHARP + 2) * x - (SHARP + 3)) * x * x + 1
@@ -149,7 +149,7 @@ def cubic_weights(part: Tensor) -> list[Tensor]:
 def resize_tile(
     x: Tensor, at: Ints, size: Ints, first: Ints, places: Ints, steps: Sequence[float], kind: str
 ) -> Tensor:
-    """A rank's rows of an image in another size."""
+    """A rank's rows of a resized image."""
     for dim, (start, n, begin, count, step) in enumerate(zip(at, size, first, places, steps, strict=True), -len(at)):
         parts = [
             weighted(x.index_select(dim, (rows - start).clamp(0, x.shape[dim] - 1)), weight, dim)
@@ -160,7 +160,7 @@ def resize_tile(
 
 
 def weighted(x: Tensor, weight: Tensor | None, dim: int) -> Tensor:
-    """``x``, each row of a dim times its weight."""
+    """``x`` with each row of a dim scaled by its weight."""
     return x if weight is None else x * weight.reshape([-1, *[1] * (-dim - 1)])
 
 
@@ -172,7 +172,7 @@ def weighted(x: Tensor, weight: Tensor | None, dim: int) -> Tensor:
 def resize_tile_backward(
     grad: Tensor, at: Ints, size: Ints, shape: Ints, first: Ints, steps: Sequence[float], kind: str, *like: Tensor
 ) -> Tensor:
-    """A rank's rows of the gradient of an image."""
+    """A rank's rows of the gradient of a resized image."""
     for dim, (start, n, length, begin, step) in enumerate(zip(at, size, shape, first, steps, strict=True), -len(at)):
         made = grad.new_zeros([*grad.shape[:dim], length + 1, *grad.shape[grad.dim() + dim + 1 :]])
         for rows, weight in taps(begin, grad.shape[dim], n, step, kind, grad):
@@ -186,10 +186,10 @@ def resize_tile_backward(
 
 
 def circular(x: Tensor, dim: int, front: int, back: int) -> Tensor:
-    """``x`` with so many rows of its other end in ``front`` and behind (``back``); negative ones are cropped.
+    """``x`` with rows of its opposite end in ``front`` and behind (``back``); negative numbers crop.
 
-    It is a sum of copies of ``x`` side by side, each cropped and padded with zeros: so of an image that is sharded over
-    ranks each copy is a halo exchange.
+    It is a sum of copies of ``x`` side by side, each cropped and padded with zeros: for an image sharded over ranks,
+    each copy is a halo exchange.
     """
     size = x.shape[dim]
     pads = [0, 0] * (x.dim() - 1 - dim % x.dim())

@@ -38,46 +38,46 @@ Tensor = torch.Tensor
 
 
 def begin(axis: str, count: int, around: Any, order: str = "") -> NoReturn:
-    """The begin of iterations, and the number of the iteration; ``around`` is what they use of what was made before,
-    ``order`` says as words ``F0.1`` which unit is done of which iteration, where iterations have units."""
+    """Begin a loop; returns the induction variable. ``around`` are the values that the loop uses from outside;
+    ``order``, in words such as ``F0.1``, is the execution order of its actions and iterations."""
     raise RuntimeError(f"the {count} iterations of {axis} are a loop: it is written by the engine")
 
 
 @has_side_effect  # so that nobody takes it for dead code
 def action(iteration: int, name: str, axis: str = "") -> int:
-    """The begin of a unit of iterations; ``axis`` is theirs, in the module of one unit alone."""
+    """Begin an action of a loop; ``axis`` is the loop's, in the module of one action alone."""
     return iteration
 
 
 def end(iteration: int, around: Any, into: Any) -> NoReturn:
-    """The end of iterations: until then all that they use stays, and the memory ``into`` which they collect."""
+    """End a loop: until then the values that it uses are live, and so are the accumulators ``into``."""
     raise RuntimeError("iterations are a loop: it is written by the engine")
 
 
 def index(iteration: int, first: int, step: int) -> int:
-    """A number that grows by ``step`` from one iteration to the next."""
+    """An induction variable that grows by ``step`` per iteration."""
     return first + iteration * step
 
 
 def piecewise_index(iteration: int, runs: Sequence[tuple[int, int, int]]) -> int:
-    """A number whose step changes at some iterations; each of ``runs`` is an iteration, its number and the step."""
+    """An induction variable whose step changes; each of ``runs`` is an iteration, its value there and the step."""
     begin, first, step = next(run for run in reversed(runs) if run[0] <= iteration)
     return first + (iteration - begin) * step
 
 
 def slice_of(x: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """An iteration's part of an input that holds those of all iterations, one behind the other."""
+    """An iteration's slice of an input that has those of all iterations."""
     return x.narrow(dim, start, length)
 
 
 def add(total: Tensor, x: Tensor) -> Tensor:
-    """The sum over the iterations so far, in the memory of ``total``."""
+    """Accumulate the sum over iterations, in the memory of ``total``."""
     return total.add_(x if x.shape == total.shape else x.reshape(total.shape))
 
 
 def addmm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The sum over the iterations so far, and a matrix product, in the memory of ``total``; where that is in shards,
-    those of its rows."""
+    """Accumulate a matrix product over iterations, in the memory of ``total``; if that is in shards, in those of its
+    rows."""
     if total.dim() == 2:
         return total.addmm_(a, b)
     for rows, shard in zip(a.chunk(total.shape[0]), total, strict=True):
@@ -86,8 +86,8 @@ def addmm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def index_add(total: Tensor, grad: Tensor, places: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
-    """The sum over the iterations so far, and the gradient of a table by that of what was looked up at some places; the
-    arguments are those of ``aten.embedding_dense_backward``. Only the rows of these places are touched."""
+    """Accumulate the gradient of an embedding table over iterations; the arguments are those of
+    ``aten.embedding_dense_backward``. Only rows that were looked up are touched."""
     added = grad.reshape(-1, total.shape[1])
     if padding >= 0:
         added = added.masked_fill((places == padding).reshape(-1, 1), 0.0)
@@ -95,17 +95,17 @@ def index_add(total: Tensor, grad: Tensor, places: Tensor, rows: int, padding: i
 
 
 def maximum(most: Tensor, x: Tensor) -> Tensor:
-    """The maximum over the iterations so far, in the memory of ``most``."""
+    """Accumulate the maximum over iterations, in the memory of ``most``."""
     return torch.maximum(most, x, out=most)
 
 
 def minimum(most: Tensor, x: Tensor) -> Tensor:
-    """The minimum over the iterations so far, in the memory of ``most``."""
+    """Accumulate the minimum over iterations, in the memory of ``most``."""
     return torch.minimum(most, x, out=most)
 
 
 def write(full: Tensor, x: Tensor, dims: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """An iteration's part at its place in what all iterations make together."""
+    """Write an iteration's part to its position in the value of all iterations."""
     place = full
     for dim, start, length in zip(dims, starts, lengths, strict=True):
         place = place.narrow(dim, start, length)
@@ -114,8 +114,8 @@ def write(full: Tensor, x: Tensor, dims: Sequence[int], starts: Sequence[int], l
 
 
 def repeat(unit: Callable[..., Any], axis: str, count: int, *around: Any) -> Any:
-    """The iterations of an axis: call a module once for each; gives what the last one gives, which all have
-    collected."""
+    """A loop: call a module once per iteration; returns the result of the last one, which has all accumulated
+    values."""
     out = None
     for iteration in range(count):
         out = unit(iteration, *around)

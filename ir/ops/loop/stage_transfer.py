@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 def send(x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
-    """Send to the rank at a place of a group, without waiting until it receives."""
+    """Send to the rank at an index of a group, without waiting for the receiver."""
     if not isinstance(x, FakeTensor):
         x = x.contiguous()
         SENT.append((dist.isend(x, group=peers(group), group_dst=to, tag=number(tag, iteration)), x))
@@ -48,12 +48,12 @@ fx.node.has_side_effect(send)
 
 
 def peers(group: str) -> Any:
-    """The process group of that name."""
+    """The process group of a name."""
     return _resolve_process_group(group)  # type: ignore[arg-type]
 
 
 def number(tag: int, iteration: int) -> int:
-    """One number for what is sent in an iteration: the tag of its message."""
+    """The message tag of a value in an iteration."""
     return iteration * MOST + tag
 
 
@@ -61,7 +61,7 @@ SENT: deque[tuple[Any, Tensor]] = deque()
 """Sends in flight, each with its buffer."""
 
 MOST = 1 << 14
-"""More than a graph has values that go from stage to stage."""
+"""An upper bound of the number of values sent between stages."""
 
 
 class Message(NamedTuple):

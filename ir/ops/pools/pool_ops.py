@@ -23,7 +23,7 @@ from . import transfer
 
 
 def _same(source: Spec, shape: Sequence[int], mesh: Mesh, **keywords: Any) -> Spec:
-    """A value stays placed as it is."""
+    """The placement of a copy, which is that of its source."""
     return source
 
 
@@ -62,12 +62,12 @@ register(to_host, to_disk, to_device)
 
 
 def moves_pool(node: Node) -> bool:
-    """Whether a node puts something away, or fetches it."""
+    """Whether a node offloads or fetches a value."""
     return isinstance(node.op, OwnOp) and (bool(node.op.pool) or node.op.fetches)
 
 
 def pools(graph: Graph) -> dict[Value, str]:
-    """Of each value that lies beside the device in which pool: ``"host"``, ``"disk"``."""
+    """The pool of each value that is not in device memory: ``"host"``, ``"disk"``."""
     found = {inp.value: inp.pool.partition(":")[0] for inp in graph.inputs if inp.pool}
     for node in graph.nodes:
         pool = pool_of(node, found)
@@ -77,21 +77,21 @@ def pools(graph: Graph) -> dict[Value, str]:
 
 
 def pool_of(node: Node, away: Mapping[Value, str]) -> str:
-    """The pool beside the device that results of a node lie in; ``away`` says it of its operands."""
+    """The pool of a node's results, if not the device's; ``away`` has those of operands."""
     row = node.op if isinstance(node.op, OwnOp) else None
     return pool_of_row(row, bool(away) and any(value in away for value in node.operands))
 
 
 def pool_of_row(row: LocalOp | OwnOp | None, beside: bool) -> str:
-    """The pool of its row, in which a call makes something; or the host's memory, where what it takes lies ``beside``
-    the device, and it does not fetch that."""
+    """The pool of a call's result: its row's, or host memory, if its operands are ``beside`` the device, and it does
+    not fetch them."""
     if row is not None and (row.pool or row.fetches):
         return row.pool
     return transfer.HOST if beside else ""
 
 
 def computed_beside(graph: Graph) -> set[Node]:
-    """What is computed of values that lie beside the device, there."""
+    """The nodes that are computed in another pool, from values there."""
     away = pools(graph)
     if not away:
         return set()

@@ -29,20 +29,20 @@ from torch.compiler import is_compiling
 Tensor = torch.Tensor
 HOST, DISK = "host", "disk"
 THERE = "_shardfx_there"
-"""The attribute of a tensor that has the event behind its copy."""
+"""The tensor attribute with the event of its copy."""
 SOURCE = "_shardfx_source"
-"""The attribute of a copy on the host that keeps its source until the copy is waited for."""
+"""The attribute of a host copy that keeps its source alive until the copy is waited for."""
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A copy in the host's memory, in the same strides. On CUDA it is only started."""
+    """Copy to host memory, with the same strides; asynchronous on CUDA."""
     if is_compiling():
         return x.cpu()
     return _copied(x, torch.device("cpu"), pinned=True)
 
 
 def to_disk(x: Tensor, folder: str = "") -> Tensor:
-    """A copy in a file of ``folder`` (by default the system's for temporary files) that is mapped into memory."""
+    """Copy to a memory-mapped file in ``folder`` (by default the system's for temporary files)."""
     if isinstance(x, FakeTensor):
         return _copied(x, x.device)
     place = mapped(x.shape, x.stride(), x.dtype, folder)
@@ -51,7 +51,7 @@ def to_disk(x: Tensor, folder: str = "") -> Tensor:
 
 
 def put(place: Tensor, x: Tensor) -> Tensor:
-    """``x``, written where ``place`` lies, in whichever pool. On CUDA it is only started."""
+    """Copy ``x`` into ``place``, in whichever pool; asynchronous on CUDA."""
     if is_compiling():
         return x.to(place.device)
     if x.is_cuda and place.is_pinned():
@@ -60,7 +60,7 @@ def put(place: Tensor, x: Tensor) -> Tensor:
 
 
 def to_device(away: Tensor, device: str = "cpu") -> Tensor:
-    """A copy on the device of what lies in another pool. On CUDA it is only started."""
+    """Copy from another pool to the device; asynchronous on CUDA."""
     if is_compiling():
         return away.to(device)
     return _copied(away, torch.device(device))
@@ -104,7 +104,7 @@ def finish(device: torch.device) -> None:
 
 
 def mapped(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, folder: str = "") -> Tensor:
-    """Memory that is a file.
+    """Memory that is mapped to a file.
 
     Raises:
         OSError: there is no such folder, or no room in it.
@@ -120,17 +120,17 @@ def mapped(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, fol
 
 @cache
 def _stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
-    """The stream on which copies of a device run in one direction."""
+    """The stream for copies of a device in one direction."""
     return torch.cuda.Stream(device)
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """A CUDA device with its number."""
+    """A CUDA device with its index."""
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _copied(x: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
-    """A copy on a device in the same strides, gaps among them: kernels round as they would of ``x``.
+    """A copy on a device with the same strides, gaps included: kernels round as they would for ``x``.
 
     Between the host and a device of another type it is only started.
     """
@@ -144,7 +144,7 @@ def _copied(x: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
 
 
 def _distinct(x: Tensor) -> Tensor:
-    """Its elements, each once: of a dim that is expanded the first one."""
+    """The distinct elements of a tensor: an expanded dim is reduced to its first index."""
     for dim, stride in enumerate(x.stride()):
         if not stride and x.shape[dim] > 1:
             x = x.narrow(dim, 0, 1)
@@ -152,7 +152,7 @@ def _distinct(x: Tensor) -> Tensor:
 
 
 def _started(into: Tensor, x: Tensor, device: torch.device) -> Tensor:
-    """Start to copy ``x`` into ``into``, behind all that the device was given to do so far.
+    """Start to copy ``x`` into ``into``, in stream order behind earlier work of the device.
 
     A source on the device is kept until :func:`stored`. One in pinned memory may be let go at once: torch's allocator
     of pinned memory has an event for the copy.
