@@ -30,7 +30,7 @@ class At:
 class BlockTwin:
     """Maps ``a`` and its neighbours to their counterparts in another block.
 
-    ``blocks`` are the numbers of these three, ``rows`` their nodes.
+    ``blocks`` are the indices of these three, ``rows`` their nodes.
     """
 
     repeat: Repeat

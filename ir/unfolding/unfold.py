@@ -4,8 +4,7 @@ backward and update, planned or not.
 Of ``repeat layers 2..77`` the graph has four blocks: ``s, a | b, e``. If ``b`` is to ``a`` and ``e`` what ``a`` is to
 ``s`` and ``b`` (node by node, with corresponding operands in the same neighbour, the same placements, and no uses
 from blocks further away), then another ``a`` between ``a`` and ``b`` changes nothing for any of them: each copy has
-the neighbours that ``a`` has, and so has ``a``. The unfolded graph then consists of parts that were all
-captured.
+the neighbours that ``a`` has, and so has ``a``. The unfolded graph then consists of captured parts.
 """
 
 from __future__ import annotations

@@ -43,24 +43,24 @@ STORED = {OPTIMIZER: InputKind.STATE, PARAMETERS: InputKind.PARAMETER}
 
 @dataclass(frozen=True)
 class Offload(Pass):
-    """Offload what is idle, and fetch it before it is needed.
+    """Offload idle values to host memory or files, and prefetch them before their use.
 
-    A parameter with offloaded states is updated as soon as its gradient is final and the backward reads it no more, so
-    that its states are copied while the backward of earlier layers is computed. An update that needs all gradients
-    (a clip by the norm of all, a loss scale that skips) stays behind the backward.
+    A parameter with offloaded states is updated as soon as its gradient is final and the backward no longer reads it,
+    so that its states are copied during the backward of earlier layers. An update that needs all gradients (clipping by
+    the norm of all, a loss scale that skips) stays behind the backward.
 
     Args:
-        what: ``"activations"`` (what the forward made for the backward), ``"optimizer"`` (its states),
+        what: the kinds of values: ``"activations"`` (saved for the backward), ``"optimizer"`` (its states),
             ``"parameters"``, ``"rows"`` (of embedding tables: :class:`.TableRows`); or several of them.
-        to: ``"host"``: host memory (pinned, on CUDA); ``"disk"``: memory-mapped files of the ``directory``, or of the
-            system's for temporary files. They have no names, and go with the plan.
-        prefetch: so many nodes before its first use something is fetched. States are fetched as early as no more bytes
-            of them are on the device than of the two largest updates, and at least so many nodes before theirs.
-        min_numel: what has fewer elements is not offloaded.
-        modules: of which modules activations are offloaded (patterns of paths, as in ``Hints(recompute=...)``); and
-            ``only``, of which ops: ``"aten.mm"``, or ``"layers.*.mlp:aten.mm"``.
-        count: only so many of the modules that match, the first ones; 0 for all.
-        skip: and none of so many before these.
+        to: ``"host"``: host memory (pinned, on CUDA); ``"disk"``: memory-mapped files in ``directory``, or the
+            system's for temporary files. They are unnamed, and freed with the plan.
+        prefetch: the number of nodes before its first use at which a value is fetched. States are fetched at least so
+            many nodes ahead, and earlier while the device has no more bytes of them than the two largest updates need.
+        min_numel: the minimum number of elements of offloaded values.
+        modules: the modules whose activations are offloaded (patterns of paths, as in ``Hints(recompute=...)``); and
+            ``only``, the ops: ``"aten.mm"``, or ``"layers.*.mlp:aten.mm"``.
+        count: the maximum number of matching modules, the first ones; 0 for all.
+        skip: the number of matching modules to skip before these.
 
     Raises:
         Error: a word is none of these; a pattern matches nothing.

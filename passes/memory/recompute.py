@@ -38,19 +38,19 @@ WHERE = "Hints(recompute=...)"
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Recompute in the backward what modules computed in the forward.
+    """Recompute activations of modules in the backward (activation checkpointing).
 
     Args:
         modules: patterns of module paths (``*`` is one part of a path, ``**`` any number).
-        save: patterns of ops whose results are kept, such as ``"aten.mm"``; those of some modules alone are
+        save: patterns of ops whose results are saved, such as ``"aten.mm"``; in some modules only:
             ``"layers.*.mlp:aten.mm"``.
-        comm: whether collectives are repeated; if not, their results are kept.
+        comm: whether collectives are repeated; if not, their results are saved.
         regather: whether stored parameters are gathered again too; if not, they are kept replicated.
-        shard_saved: a mesh axis: what is kept is sharded over it, and gathered where it is needed.
-        count: only so many of the modules that match, the first ones; 0 for all.
-        skip: and none of so many before these.
-        segment: so many consecutive modules are one region: what they give each other is recomputed too, and so is
-            what is done between them (``torch.utils.checkpoint.checkpoint_sequential``).
+        shard_saved: a mesh axis over which saved values are sharded, and gathered at their use.
+        count: the maximum number of matching modules, the first ones; 0 for all.
+        skip: the number of matching modules to skip before these.
+        segment: the number of consecutive modules per region, within which values passed between modules are recomputed
+            too (``torch.utils.checkpoint.checkpoint_sequential``).
 
     Example::
 
@@ -102,7 +102,7 @@ class Recompute(Pass):
 
 @dataclass(frozen=True)
 class RematerializeGathers(Pass):
-    """Gather stored parameters once more for the backward (``Hints(zero=3)``), and cast what was gathered."""
+    """Gather stored parameters again for the backward (``Hints(zero=3)``), and cast the gathered ones again."""
 
     name: ClassVar[str] = "rematerialize-gathers"
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
@@ -113,8 +113,8 @@ class RematerializeGathers(Pass):
 
 @dataclass(frozen=True)
 class RematerializeCasts(Pass):
-    """Cast parameters once more for the backward (``Hints(mixed_precision=...)``): a copy in fewer bits is not kept
-    beside its master weights. What was gathered is kept, unless ``rematerialize-gathers`` fetches it once more."""
+    """Cast parameters again for the backward (``Hints(mixed_precision=...)``), so that no low-precision copy is kept
+    beside the master weights. Gathered parameters are kept, unless ``rematerialize-gathers`` gathers them again."""
 
     name: ClassVar[str] = "rematerialize-casts"
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
@@ -130,13 +130,13 @@ class RematerializeCasts(Pass):
 
 @dataclass
 class Recomputation:
-    """Gives the nodes behind the forward copies of what ``again`` says; each is made once, as late as possible, on each
-    rank that needs it: a parameter of several stages is gathered again in each of them.
+    """Inserts copies of forward nodes behind the forward, for values chosen by ``again``; each is made once, as late as
+    possible, on each rank that needs it: a parameter of several stages is gathered again in each of them.
 
     Args:
-        again: whether a value of the forward is recomputed, where something behind it needs it.
-        instead: what is used behind the forward for a value that is not recomputed: called with the value and the node
-            before which it is needed.
+        again: whether a forward value is recomputed for its uses behind the forward.
+        instead: the replacement behind the forward of a value that is not recomputed: called with the value and the
+            node that uses it.
     """
 
     graph: Graph

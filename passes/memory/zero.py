@@ -26,12 +26,12 @@ from shardfx.passes.update_placement import place_update
 
 @dataclass(frozen=True)
 class Zero(Pass):
-    """Store parameters sharded over ``axes``, on top of how they are sharded.
+    """Shard the storage of parameters over ``axes``, in addition to their placement (ZeRO).
 
     Args:
-        level: 1 and 2: those that are trained, so that optimizer states and gradients are sharded; 3: all of them.
+        level: 1 and 2: trained parameters, so that optimizer states and gradients are sharded; 3: all parameters.
         axes: mesh axes, major first.
-        least: parameters of fewer elements stay as they are.
+        least: the minimum number of elements of sharded parameters.
     """
 
     name: ClassVar[str] = "zero"

@@ -45,13 +45,13 @@ def make_schedule(
         microbatches: how many micro-batches there are.
         ranks: how many there are; None: as many as there are stages, or half of them where each rank must have two.
         costs: how long an action takes, by kind: a number for all stages, or one for each. For ``auto`` alone.
-        max_in_flight: how many micro-batches may be in flight on a rank, counted for each of its stages; None: any.
-        homes: the rank of each stage, where that is settled; None: as the schedule likes. For ``auto`` alone.
+        max_in_flight: the maximum number of in-flight micro-batches of a rank, counted for each stage; None: no limit.
+        homes: the rank of each stage, if fixed; None: as the schedule chooses. For ``auto`` alone.
 
     Raises:
-        Error: there is no such schedule; a number is none from 1; stages are no multiple of ranks, or another one than
-            the schedule is for; there are too few micro-batches; a cost is of an unknown kind or is missing; more
-            micro-batches are in flight than may be.
+        Error: the name is unknown; a number is not positive; the number of stages is no multiple of ranks, or does not
+            suit the schedule; there are too few micro-batches; a cost has an unknown kind or is missing; more
+            micro-batches are in flight than allowed.
     """
     if not isinstance(name, str) or name not in (*SCHEDULES, AUTO):
         raise Error(

@@ -41,19 +41,19 @@ Maker = Callable[[int, int, int, Costs], Schedule]
 
 @dataclass(frozen=True)
 class Pipeline(Pass):
-    """Split the graph into stages.
+    """Assign nodes to pipeline stages, and send values between them.
 
     Args:
-        axis: of the mesh, the ranks of the stages.
-        microbatches: the loop axis of micro-batches; empty: there are none.
+        axis: the mesh axis whose ranks have the stages.
+        microbatches: the loop axis of micro-batches; empty for none.
         schedule: the name of one (:func:`shardfx.schedules.make_schedule`), a :class:`Schedule` or its text (a row for
             each rank), or a function ``(stages, iterations, ranks, costs) -> Schedule``.
-        stages_per_rank: how many stages a rank has.
-        stages: None, for stages that cost about the same, or as near to it as ranks may hold
-            (``Hints(memory=...)``); how many blocks each has, ``(1, 3)``; their first modules,
+        stages_per_rank: the number of stages per rank.
+        stages: None for stages balanced by cost, within the memory of ranks
+            (``Hints(memory=...)``); the number of blocks of each, ``(1, 3)``; their first modules,
             ``("layers.0", "layers.2")``; or patterns of the modules of each, ``(("emb", "layers.0"), ("layers.1",))``.
-        max_in_flight: how many micro-batches may be in flight on a rank, each counted for every stage of it; None: any
-            number, but with schedule ``"auto"`` as many as fit, where ``Hints(memory=...)`` or ``machine`` says so.
+        max_in_flight: the maximum number of in-flight micro-batches of a rank, counted for each of its stages; None: no
+            limit, but with schedule ``"auto"`` as many as fit in the memory of ``Hints(memory=...)`` or ``machine``.
 
     Example::
 

@@ -158,7 +158,7 @@ def segment(
     scalars: Columns,
     fused: Sequence[str] = (),
 ) -> list[Tensor]:
-    """MixedPrecision ``calls`` for each member; of each member the columns ``gives``, which were written.
+    """Run ``calls`` for each member; returns of each member the written columns ``gives``.
 
     ``fused``: equivalent calls, the last of which is a fused kernel, with lists of members.
     """
