@@ -1,5 +1,4 @@
-"""The GPT of the benchmarks, as anybody writes it; its width in heads follows from its weights, as DTensor's TP
-wants."""
+"""The GPT of the benchmarks, in plain PyTorch; its number of heads follows from its weights, as DTensor's TP needs."""
 
 from __future__ import annotations
 

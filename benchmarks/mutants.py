@@ -1,4 +1,4 @@
-"""How many damaged programs does ``pm.verify()`` notice?
+"""Mutation test of ``pm.verify()``: the share of damaged programs that it refutes.
 
     python -m benchmarks.mutants [--count 2] [--plans mlp3@dp2tp2 ...] [--survivors] [--sound 100] [--processes 2]
 

@@ -1,4 +1,4 @@
-"""Are the rules right, and do they allow all that is right? Asked of every op of PyTorch's own operator database.
+"""Correctness and completeness of sharding rules, over every op of PyTorch's own operator database.
 
     python -m benchmarks.op_coverage [--samples 6] [--most 6] [--seed 0] [--ops conv pool] [--list]
         [--no-dtensor] [--jobs 2]

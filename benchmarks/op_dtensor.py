@@ -1,4 +1,4 @@
-"""What DTensor says of an op instance: which placements it takes as they are, and whether what it then gives is right.
+"""DTensor's support of an op instance: the placements that it takes as they are, and whether its results are right.
 
 On a mesh of one axis each operand is sharded along one dim, a partial sum, or replicated. DTensor *accepts* that if its
 sharding propagator asks for no other placement of an operand. What it accepts is executed by DTensor's own dispatch, on

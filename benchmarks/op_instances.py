@@ -1,4 +1,4 @@
-"""Op instances from PyTorch's own operator database: what its samples call, forward and backward, at the level of aten.
+"""Op instances from PyTorch's own operator database: the ATen calls of its samples, forward and backward.
 
 An op that changes its argument is recorded as the one that gives a new tensor, as in a captured graph; an op that
 capture decomposes (:data:`shardfx.ir.capture.trace.DECOMPOSED`) as its parts. Left out, as capture refuses them: ops

@@ -1,4 +1,4 @@
-"""Llama-3-70B's shapes on dp=64 x tp=8, without weights: how long does ``pm.verify()`` take?
+"""Time of ``pm.verify()`` at scale: Llama-3-70B's shapes on dp=64 x tp=8, without weights.
 
     python -m benchmarks.verify_scale [--layers 80] [--dp 64] [--tp 8]
 

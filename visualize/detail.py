@@ -30,13 +30,13 @@ from .style import TIMES
 
 RESULTS = (OutputKind.RESULT, OutputKind.LOSS, OutputKind.GUARD)
 ALL_OPS = 48
-"""Up to so many boxes every single op is drawn."""
+"""The most boxes for which every single op is drawn."""
 ALL_MODULES = 90
-"""Up to so many boxes all modules are drawn open, those without heavy ops (norms, activations) too."""
+"""The most boxes for which all modules are drawn open, those without heavy ops (norms, activations) too."""
 SLICES = 40
 """The most boxes a lane of a graph without modules is drawn as."""
 WRAPPER = 0.6
-"""A module at the top with such a share of all boxes is not drawn itself: it says nothing."""
+"""The share of all boxes from which a top-level module is not drawn itself, as it adds no information."""
 
 
 def show(graph: Graph, limit: int = 300) -> Picture:

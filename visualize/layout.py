@@ -29,7 +29,7 @@ from .svg import Point, Rect
 HEADER = 26.0
 PAD = 14.0
 STACK = 8.0
-"""How far the cards behind a folded block look out."""
+"""The offset of the cards behind a folded block."""
 LARGE = 60
 HURRY = "splines=line nslimit=2 nslimit1=2 mclimit=.3"
 GAP, RANK_GAP = 22.0, 26.0
@@ -298,7 +298,7 @@ class _LevelPlanner:
 
 
 def _room(ports: bool, *, titled: bool) -> float:
-    """How far the inside stays from the border; next to a port there is room already."""
+    """The padding between a border and the inside; next to a port there is room already."""
     if ports:
         return 12.0 if titled else 2.0
     return PAD + HEADER if titled else PAD

@@ -74,7 +74,7 @@ def rows(box: Box, mesh: Mesh) -> list[TextRow]:
 
 
 def badges(box: Box, mesh: Mesh) -> list[tuple[str, str]]:
-    """How many equal blocks a box stands for, and its loops; each with its colour."""
+    """The badges of a box: its number of equal blocks, and its loops; each with its colour."""
     blocks = [(f"{TIMES} {box.count}" + ("  in a row" if box.chained and box.kind is BoxKind.OPEN else ""), INK)]
     loops = [(f"{TIMES} {mesh[axis].size} iterations", axis_colour(mesh, axis)) for axis in box.loop_axes]
     return [*(blocks if box.count > 1 else ()), *loops]
@@ -266,7 +266,7 @@ def stage_text(at: Sequence[int]) -> str:
 
 
 def _reasons(nodes: Sequence[Node]) -> list[str]:
-    """What passes said of the nodes: why, which pass made them, and its own remarks."""
+    """The remarks of passes on the nodes: why, which pass made them, and its own notes."""
     lines = [f"why: {why}" for why in list(dict.fromkeys(node.why for node in nodes if node.why))[:6]]
     makers = dict.fromkeys(node.made_by for node in nodes if node.made_by)
     remarks = dict.fromkeys(f"{key}={value}" for node in nodes for key, value in node.attrs.items())

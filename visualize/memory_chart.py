@@ -14,7 +14,7 @@ from .svg import Canvas, Rect, number, polygon, polyline, ticks
 
 PHASES = ("forward", "backward", "update")
 ROOM = {"forward": (0.0, 0.4), "backward": (0.4, 0.95), "update": (0.95, 1.0)}
-"""From where to where in a picture of several plans a phase lies, whatever the number of its calls."""
+"""The horizontal range of each phase in a picture of several plans, whatever the number of its calls."""
 AREA, MARGIN = Rect(84.0, 56.0, 880.0, 300.0), 24.0
 COLOURS = {
     "parameters": "#94a3b8",
@@ -35,7 +35,7 @@ COLOURS = {
     "new parameters": AXIS_COLOURS[6],
     "new states": AXIS_COLOURS[6],
 }
-"""What is live all the time is grey, and lies at the bottom."""
+"""Colours by category: persistent memory is grey, and at the bottom."""
 
 
 @dataclass(frozen=True)

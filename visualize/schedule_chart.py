@@ -17,13 +17,13 @@ LEFT, TOP, MARGIN = 84.0, 84.0, 24.0
 ROW, GAP = 32.0, 6.0
 TEXT = 12.0
 CELL, NARROW, WIDE = 26.0, 700.0, 1600.0
-"""How wide an action of median length is, where the picture does not become too narrow or too wide by that."""
+"""The width of an action of median length, and the bounds of the picture's width."""
 COLOURS = {"F": "#3b74d9", "B": "#dd6b3a", "I": "#dc9a2e", "W": "#3d9a63", "U": "#9061c9"}
 SENT, EXPOSED = "#0e7490", "#b91c1c"
 BAND, NEAR, BAR = 12.0, 3.0, 5.0
 """The height of a link's lane, its distance to that above, and the height of the bar of exposed communication."""
 LIGHTEST = 0.62
-"""How much nearer to white a rank's last stage is than its first."""
+"""The lightening of a rank's last stage, relative to its first."""
 HATCH = (
     '<defs><pattern id="idle" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="7" height="7" fill="#f1f5f9"/><rect width="1.5" height="7" fill="#cbd5e1"/></pattern></defs>'

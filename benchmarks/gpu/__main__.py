@@ -1,4 +1,4 @@
-"""``make gpu``: is shardfx right and fast on the GPU of this machine? In at most six minutes, whatever fails.
+"""``make gpu``: correctness and speed of shardfx on the GPU of this machine, in at most six minutes, whatever fails.
 
     python -m benchmarks.gpu [--out out/gpu] [--seconds 360] [--parts tests table nccl speed machine memory]
     python -m benchmarks.gpu --rehearse                       # all of it small, on the CPU

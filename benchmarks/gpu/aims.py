@@ -1,4 +1,4 @@
-"""What a run should show, as data: a figure of the results, and its bound."""
+"""The targets of a run, as data: a figure of the results, and its bound."""
 
 from __future__ import annotations
 

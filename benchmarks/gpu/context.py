@@ -1,4 +1,4 @@
-"""What a process that measures is told, and how it reports: one line of JSON per row, as soon as it is known."""
+"""The context of a measuring process, and its reports: one line of JSON per row, as soon as it is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of the benchmark ask of a device: time, memory, options. The CPU has stand-ins, for rehearsals."""
+"""The device interface of the benchmark: time, memory, options. The CPU has stand-ins, for rehearsals."""
 
 from __future__ import annotations
 

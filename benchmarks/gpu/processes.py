@@ -1,4 +1,4 @@
-"""Processes that measure, each on its own: what one breaks, hangs in or kills does not end the others."""
+"""Isolated measuring processes: a crash, hang or kill of one does not end the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the libraries' files give to the survey: tiny models, each with one batch of inputs."""
+"""Samples of the survey: tiny models, each with one batch of inputs."""
 
 from __future__ import annotations
 

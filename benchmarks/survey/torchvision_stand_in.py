@@ -1,4 +1,4 @@
-"""What timm imports of torchvision, where that is not installed: names alone, for its models compute nothing with them.
+"""A stub of torchvision for timm's imports, where it is not installed: names alone, as its models do not use them.
 
 torchvision's builds are bound to builds of torch, and there is none for each of these. A class that a model would
 need (``FrozenBatchNorm2d``, by an option that the survey does not take) cannot be made here.

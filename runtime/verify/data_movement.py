@@ -38,7 +38,7 @@ ATEN_MOVES: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: Elements.unsqueeze,
     aten.squeeze.dim: Elements.squeeze,
 }
-"""Ops that move elements and may be in a program for its own reasons, without being an op of the model."""
+"""Data movement ops that may be in a program without being ops of the model."""
 COLLECTIVES = {
     c10d.all_reduce.default,
     c10d.all_gather_into_tensor.default,
@@ -46,4 +46,4 @@ COLLECTIVES = {
     c10d.all_to_all_single.default,
 }
 MESSAGES = {stage_transfer.send, stage_transfer.receive}
-"""From one rank to another."""
+"""Point-to-point messages between ranks."""

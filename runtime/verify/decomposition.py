@@ -30,7 +30,7 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
 } | {aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: alpha * torch.mm(a, b) + beta * x}
 """Torch's own of ``addmm`` expands its first operand since torch 2.15."""
 CHECKED_NUMEL = 1 << 22
-"""A decomposition is compared with its op where the op's tensors have no more elements than this."""
+"""The most elements of an op's tensors for which its decomposition is compared with it."""
 TOLERANCE = 1e-9
 
 
@@ -140,7 +140,7 @@ def _as_tuple(out: Any) -> tuple[Any, ...]:
 
 
 def small(node: Node) -> bool:
-    """Whether the node can be run here, for a comparison."""
+    """Whether the node is small enough to be run for a comparison."""
     return sum(v.type.numel for v in [*node.operands, *node.outs]) <= CHECKED_NUMEL
 
 

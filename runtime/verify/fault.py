@@ -1,4 +1,4 @@
-"""Faults: where a program stops computing what the model does, and the first node at which somebody changed it."""
+"""Faults: where a program departs from the model, and the first node at which a user changed it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardfx.ir.program.rank_program import RankProgram
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a program stops computing what the model does, or where the proof cannot follow it.
+    """The point at which a program departs from the model, or at which the proof cannot follow it.
 
     ``certain``: the program is wrong, whatever its inputs. Otherwise it may be right in a way that no rule knows.
     """
@@ -25,12 +25,12 @@ class Fault:
     node: str = ""
     where: str = ""
     numbers: str = ""
-    """A counterexample: what the program gives, and what the model does."""
+    """A counterexample: the program's result and the model's."""
     agrees: str = ""
-    """``on 3 random draws``: that it was run, and does not differ."""
+    """``on 3 random draws``: the program was run, and agrees with the model."""
     certain: bool = False
     seen: tuple[str, int] | None = None
-    """At which node of which rank the proof ends, where ``node`` is one that somebody changed."""
+    """The node and rank at which the proof ends, where ``node`` is one that a user changed."""
 
 
 class Failed(Exception):
@@ -69,7 +69,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def at_first_change(fault: Fault, own: Mapping[int, RankProgram], changed: Mapping[int, RankProgram]) -> Fault:
-    """The fault, at the first node that somebody changed, where that can be told."""
+    """The fault, located at the first node that a user changed, where that can be told."""
     found = []
     for rank, program in changed.items():
         node = _first_change(own[rank].graph, program.graph)

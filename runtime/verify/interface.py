@@ -45,7 +45,7 @@ def _other_input(captured: Input | None, inp: Input) -> str:
 
 
 def without_content(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a shape alone."""
+    """Whether a tensor has no data, as on ``meta``."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 

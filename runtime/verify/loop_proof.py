@@ -1,10 +1,9 @@
 """The proof of loops: each iteration is a rank of its own (:mod:`shardfx.ir.program.loops.unrolled`).
 
-Where iterations of a pipeline are run in an order of their own, ranks also have to meet in one order: iteration by
-iteration the same collectives, message by message. Of iterations that are proven one by one that is not seen, and a
-backend that knows no tags pairs messages by their order alone. So the order is checked first. The program of a family
-of ranks is walked once, where its messages name no number that differs by rank but groups: then each of its ranks does
-the same, in its own groups.
+Where a schedule orders the iterations of a pipeline, ranks also have to match in one order: iteration by iteration the
+same collectives, message by message. A proof of single iterations does not show that, and a backend without tags pairs
+messages by their order alone. So the order is checked first. The program of a family of ranks is walked once, where its
+messages name no number that differs by rank but groups: then each of its ranks does the same, in its own groups.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def unrolled_plan(
 
 
 def of_iteration(fault: Fault, mesh: Mesh) -> Fault:
-    """A fault of an iteration as a rank, as one of the rank that runs it."""
+    """A fault at an iteration (a rank of the unrolled plan) as a fault of the rank that runs it."""
     if fault.rank is None:
         return fault
     ranks = loops_as_ranks(mesh)
@@ -86,7 +85,7 @@ class _Unrolled:
         self._check_order()
 
     def request(self) -> ProgramRequest:
-        """The same, of ranks that are iterations."""
+        """The same request, with iterations as ranks."""
 
         def program(_: Graph, rank: int) -> RankProgram:
             return self.iteration(self._own(self.rank_of(rank)), rank)
@@ -116,7 +115,7 @@ class _Unrolled:
         return self.mesh.rank(self.iterations.mesh.coords(rank))
 
     def iteration(self, program: RankProgram, rank: int) -> RankProgram:
-        """What one iteration runs of a program of its rank.
+        """The part of its rank's program that one iteration runs.
 
         Raises:
             Failed: the program's iterations are not those of its plan.
@@ -151,12 +150,12 @@ class _Used(Mapping[int, RankProgram]):
 CallOf = tuple[Any, fx.Node]
 """The tag and the iteration of a message, or the iterations in which a group meets; and the call."""
 Way = tuple[str, int, int]
-"""Of a group, the place that sends and the one that receives."""
+"""A direction of messages: the group, the sender's place and the receiver's."""
 Ends = dict[Way, list[tuple[int, list[CallOf]]]]
 
 
 def out_of_order(families: Iterable[Family], mesh: Mesh) -> Fault | None:
-    """The first call at which two ranks do not meet; None where there is none."""
+    """The first call at which two ranks do not match; None where there is none."""
     sent, received, first = Ends(), Ends(), dict[str, tuple[int, list[CallOf]]]()
     equal: set[tuple[int, ...]] = set()
     for family in families:
@@ -226,8 +225,8 @@ def _texts(family: Family) -> Iterator[tuple[Sequence[int], fx.Graph]]:
 
 
 def _calls_by_end(graph: fx.Graph) -> dict[tuple[str, str, int], list[CallOf]]:
-    """What groups are asked for, in the order and as often as it runs; by whether a call sends, receives, or (empty)
-    meets all of a group, by the group, and by the place of the other rank."""
+    """The collectives and messages in execution order, as often as they run; by whether a call sends, receives, or
+    (empty) meets all of a group, by the group, and by the place of the other rank."""
     asks = {node: request for node in graph.nodes if (request := Request.of(node)) is not None}
     frames = [node for node in graph.nodes if node in asks or loop_role(node) in DELIMITERS]
     found: dict[tuple[str, str, int], list[CallOf]] = {}
@@ -244,13 +243,13 @@ def _calls_by_end(graph: fx.Graph) -> dict[tuple[str, str, int], list[CallOf]]:
 
 
 def _numbers_behind(node: fx.Node) -> set[fx.Node]:
-    """The numbers of iterations that a call takes, and those that they are computed from."""
+    """The induction variables that a call takes, and those that they are computed from."""
     found = {each for each in node.all_input_nodes if is_induction_variable(each)}
     return found.union(*map(_numbers_behind, found))
 
 
 def _numbers(node: fx.Node, iterations: Mapping[str, int]) -> dict[str, int]:
-    """The numbers of an iteration that a call takes, by their names."""
+    """The induction variables of an iteration that a call takes, by name."""
 
     def number(each: fx.Node) -> int:
         row = row_of(each.target)

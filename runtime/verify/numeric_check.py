@@ -40,15 +40,15 @@ MOST_IN_A_VALUE = 1 << 26
 MOST_TO_RUN = 1 << 30
 """The most elements of all values of the model together."""
 MOST_IN_ALL = 1 << 28
-"""A counterexample is looked for where all values, of one device and of the ranks, have no more elements."""
+"""The most elements of all values, of one device and of the ranks, for which a counterexample is searched."""
 MOST_CALLS = 200_000
-"""And where the programs of all ranks together have no more calls."""
+"""The most calls of all ranks' programs for which a counterexample is searched."""
 MOST_FLOPS = 1e11
 SEEDS = range(3)
-"""Of random numbers, tried one after the other: a fault may hide behind a relu that is 0 anyway."""
+"""The seeds of random inputs, tried in turn: a fault may hide behind a relu that is 0 anyway."""
 TOLERANCE = 1e-9
 FAILS = (Error, *DOES_NOT_RUN)
-"""What a program raises that cannot be run."""
+"""Exceptions of programs that cannot be run."""
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def largest_difference(got: Tensor, wanted: Tensor, seed: int) -> str:
-    """The element in which two tensors differ most, in numbers; ``seed`` is that of the inputs."""
+    """A description of the element in which two tensors differ most; ``seed`` is that of the inputs."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"it is {tuple(got.shape)} of {got.dtype}, and {tuple(wanted.shape)} of {wanted.dtype} of the model"
     same = torch.isclose(got, wanted, rtol=0, atol=0, equal_nan=True)
@@ -165,7 +165,7 @@ def draw_sample(before: Graph, after: Graph, known: Mapping[str, Tensor], seed: 
 
 
 POSITIVE = (InputKind.BUFFER, InputKind.STATE, InputKind.OPTION)
-"""Variances, averages of squares, counts and rates are among them."""
+"""The kinds of inputs that are drawn positive: they include variances, averages of squares, counts and rates."""
 
 
 def _random(graph: Graph, inp: Input, content: Tensor | None, random: torch.Generator) -> Tensor:
@@ -190,7 +190,7 @@ def _random(graph: Graph, inp: Input, content: Tensor | None, random: torch.Gene
 
 
 def _index_bound(graph: Graph, value: Value) -> int:
-    """Below what an index must lie: it is followed to the ops that look something up."""
+    """The exclusive upper bound of an index, found by following it to the ops that look something up."""
     same, limits = {value}, []
     for node in graph.nodes:
         if not same & set(node.operands):
@@ -252,7 +252,7 @@ class Counterexample:
         return self._search(fault, self._of_graph) if _elements(self.before) <= MOST_IN_ALL else fault
 
     def _search(self, fault: Fault, run: Callable[[Fault, int], Fault | None]) -> Fault:
-        """What ``run`` makes of the fault with the first seed that refutes; it gives None where nothing can be run."""
+        """The fault by ``run`` with the first seed that refutes; ``run`` returns None where nothing can be run."""
         agree = 0
         for seed in SEEDS:
             found = run(fault, seed)
@@ -282,7 +282,7 @@ class Counterexample:
 
     @property
     def affordable(self) -> bool:
-        """Whether all ranks can be run in passing."""
+        """Whether it is cheap enough to run all ranks."""
         ranks, extent = self.after.mesh.size, self.after.mesh.extent
         local = sum(v.type.numel // extent(v.spec.axes if v.spec else ()) for v in self.after.values())
         if _elements(self.before) + local * ranks > MOST_IN_ALL or len(self.after.nodes) * ranks > MOST_CALLS:

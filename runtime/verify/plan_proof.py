@@ -36,12 +36,12 @@ from .proof.calls import Proof
 from .proof.collective_matching import interpret
 
 MOST_ITERATIONS = 1024
-"""Of so many ranks times iterations each is interpreted where the proof for many ranks does not come to its end."""
+"""The most ranks times iterations of which each is interpreted where the proof for many ranks is incomplete."""
 
 
 @dataclass(frozen=True)
 class ProgramRequest:
-    """The programs for outputs of some kinds, which are to be verified.
+    """A request to verify the programs for outputs of some kinds.
 
     Args:
         name: what the verdict calls them.
@@ -89,7 +89,7 @@ class Task:
         return self.changed.get(rank) or self.own(rank)
 
     def checked(self, program: RankProgram, *, in_place: bool = False) -> RankProgram:
-        """The plain form of a program, which is what is proven.
+        """The plain form of a program, which is the subject of the proof.
 
         Raises:
             Failed: it is not well formed, or does not have the plan's inputs and outputs.
@@ -138,7 +138,7 @@ class PlanProof:
     device: torch.device
     counts: Counter[str]
     mesh: Mesh
-    """That of the plan, with its loop axes; in ``after`` each iteration is a rank."""
+    """The plan's mesh, with its loop axes; in ``after`` each iteration is a rank."""
 
     def __post_init__(self) -> None:
         self._calls = LayoutChecks(self.rules, {node.op for node in self.after.nodes})
@@ -171,7 +171,7 @@ class PlanProof:
         return numbers.of_ranks(fault, task.program, task.inputs, task.outputs)
 
     def unproven(self) -> tuple[Fault | None, Task | None]:
-        """The first fault of the proof, and whose it is; of no task: the planned graph's."""
+        """The first fault of the proof, and its task; None for a fault of the planned graph."""
         proof = self._begun()
         if isinstance(proof, Fault):
             return proof, None
@@ -262,7 +262,7 @@ class PlanProof:
 
 
 def malformed(program: RankProgram) -> Fault | None:
-    """Why a program is not well formed, so that it may not compute what its plain form does."""
+    """The fault of a program that is not well formed, so that it may not compute what its plain form does."""
     try:
         validate_program(program)
     except ProgramError as error:

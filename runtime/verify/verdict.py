@@ -1,4 +1,4 @@
-"""The verdict of ``pm.verify()``."""
+"""The verdict of ``pm.verify()``: proven, refuted or unknown."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Verdict:
         return Verdict(Status.REFUTED if fault.certain else Status.UNKNOWN, text(fault), fault=fault, **more)
 
     def said_of(self, form: str) -> Verdict:
-        """The same verdict, of the programs of a specialization."""
+        """The same verdict, labelled with a specialization."""
         why = f"for {form}: {self.why}" if self.why else ""
         return replace(self, why=why, programs=tuple(f"{form}: {each}" for each in self.programs))
 
@@ -81,7 +81,7 @@ class Verdict:
 
 
 def together(verdicts: Sequence[Verdict]) -> Verdict:
-    """One verdict: the first that is not proven, or all of them."""
+    """Merge verdicts into one: the first that is not proven, or all of them."""
     refused = next((each for each in verdicts if not each), None)
     if refused is not None or len(verdicts) == 1:
         return refused or verdicts[0]
@@ -94,7 +94,7 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def text(fault: Fault) -> str:
-    """The fault as an error reads."""
+    """The fault, formatted as an error."""
     rank = "" if fault.rank is None else f"rank {fault.rank}"
     node = f"node {fault.node!r}" if fault.node else ""
     place = "; ".join(filter(None, (rank, node, fault.where)))

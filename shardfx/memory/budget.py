@@ -35,7 +35,7 @@ MOST = 5
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, the memory of the rank that holds most in a step, and the peak of each place along the axis of stages."""
+    """A candidate plan, the memory of its rank with the highest peak, and the peak of each place on the stage axis."""
 
     plan: Compiled
     memory: RankMemory
@@ -43,12 +43,12 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """The most bytes that a rank holds."""
+        """The highest peak of a rank, in bytes."""
         return self.memory.peak
 
     @property
     def seconds(self) -> float:
-        """Of a step, by the cost model."""
+        """The predicted seconds of a step."""
         machine = Machine.of(self.plan.hints.machine)
         return self.memory.footprint.cost.seconds(machine, self.plan.after.mesh)
 
@@ -91,7 +91,7 @@ def first_ranks(graph: Graph) -> list[int]:
 
 
 def stages_of(graph: Graph, rank: int) -> str:
-    """Which stages a rank has, in words; empty where there are none."""
+    """The stages of a rank, in words; empty where there are none."""
     if graph.pipeline is None:
         return ""
     here = graph.mesh.coords(rank)[graph.pipeline.axis]
@@ -100,14 +100,14 @@ def stages_of(graph: Graph, rank: int) -> str:
 
 
 def budget_of(hints: Hints) -> int | None:
-    """What a rank may hold, as far as that is known."""
+    """The memory budget of a rank in bytes, as far as it is known."""
     if hints.memory is not None:
         return bytes_of(hints.memory)
     return int(Machine.of(hints.machine).memory) if hints.machine is not None else None
 
 
 def check_budget(compiled: Compiled, predictor: MemoryPredictor) -> None:
-    """Raise where a plan holds more than ``Hints(memory=...)`` allows.
+    """Raise where a plan needs more memory than ``Hints(memory=...)`` allows.
 
     Raises:
         Error: by how much, what holds it, and which hints would make it fit.
@@ -145,7 +145,7 @@ def what_fits(compiled: Compiled, predictor: MemoryPredictor, budget: int) -> st
 
 
 def _features(compiled: Compiled) -> Iterator[dict[str, Any]]:
-    """What may be asked for beside the hints that are given, what costs least first."""
+    """The memory features that may be added to the hints, the cheapest first."""
     hints, graph = compiled.hints, compiled.before
     if not any(output.kind is OutputKind.GRADIENT for output in graph.outputs):
         return

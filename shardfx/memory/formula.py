@@ -29,15 +29,15 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
 TIMES = Fraction(3)
-"""The batch is made so many times as large."""
+"""The factor by which the batch is scaled."""
 PARTS = Fraction(1, 2), Fraction(2), Fraction(5, 4), Fraction(3, 4)
-"""The sequence is made so many times as long, if it can be; for a longer one a model may have no positions."""
+"""The factors by which the sequence is scaled, in order of trial; for a longer one a model may have no positions."""
 POWERS = range(4)
 ONE = Fraction(1)
 
 
 class PeakStorage(NamedTuple):
-    """Bytes, and the placement of the value that they hold, where they hold one."""
+    """A storage live at the peak: its bytes, and the placement of its value, if it has one."""
 
     nbytes: int
     spec: Spec | None = None
@@ -51,11 +51,11 @@ class Sizes:
     batch: int = 0
     sequence: int = 0
     part: Fraction = Fraction(1, 2)
-    """The sequence is made so many times as long."""
+    """The factor by which the sequence is scaled."""
 
     @staticmethod
     def of(hints: Hints) -> Sizes:
-        """Those of the first argument that is a tensor with dims."""
+        """The sizes of the first argument that is a tensor with dims."""
         for leaf in pytree.tree_leaves((hints.args, dict(hints.kwargs))):
             if isinstance(leaf, torch.Tensor) and leaf.ndim:
                 tokens = leaf.ndim == (3 if leaf.is_floating_point() else 2)
@@ -64,7 +64,7 @@ class Sizes:
 
     @property
     def named(self) -> dict[str, int]:
-        """Those there are, by name."""
+        """The nonzero sizes, by name."""
         return {name: size for name, size in (("batch", self.batch), ("sequence", self.sequence)) if size}
 
     @property
@@ -156,7 +156,7 @@ def _sum(term: PeakStorage, others: Sequence[PeakStorage], sizes: Sizes) -> symp
 
 
 def no_formula(got: str) -> Error:
-    """There is no formula, and why."""
+    """The error that there is no formula, and why."""
     return Error(
         "the memory of this plan has no formula in batch and sequence",
         where="pm.memory().formula",

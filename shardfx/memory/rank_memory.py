@@ -38,16 +38,16 @@ CATEGORIES = {
     InputKind.TARGET: "inputs",
     InputKind.SEED: "inputs",
 }
-"""Of what a program is given, which is there all the time."""
+"""The categories of a program's inputs, which are live throughout."""
 NO_SIZES = Sizes()
 BUFFERS = "communication buffers"
 MADE = {"communication": BUFFERS, "kept": BUFFERS, "gathered": "gathered parameters", "cast": "cast parameters"}
-"""Of what it makes, where a storage's category is called otherwise here."""
+"""The categories of storages that it makes, where they are renamed here."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A block of memory: what it is for, its bytes, the value or input that it is, and where that was made."""
+    """A block of memory: its category, its bytes, the value or input in it, and where that was made."""
 
     category: str
     nbytes: int
@@ -72,23 +72,23 @@ class RankMemory:
     footprint: Footprint
     sizes: Sizes = NO_SIZES
     resized: Callable[[dict[str, Fraction]], RankMemory] | None = None
-    """Plans the same for other ``sizes``."""
+    """A function that plans the same model for other ``sizes``."""
     compiled: bool = False
     """Whether ``torch.compile`` plans the program's memory."""
 
     @property
     def rank(self) -> int:
-        """Whose memory it is."""
+        """The rank whose memory it is."""
         return self.program.rank
 
     @cached_property
     def given(self) -> tuple[Holder, ...]:
-        """What the program is given on the device: parameters, buffers, constants, this rank's part of the batch."""
+        """The program's inputs on the device: parameters, buffers, constants, this rank's shard of the batch."""
         return tuple(self._holder(inp) for inp in self.program.inputs if not inp.pool)
 
     @cached_property
     def stored(self) -> Mapping[str, int]:
-        """The bytes of what the program is given, by category."""
+        """The bytes of the program's inputs on the device, by category."""
         found: dict[str, int] = {}
         for stored in self.given:
             found[stored.category] = found.get(stored.category, 0) + stored.nbytes
@@ -96,14 +96,14 @@ class RankMemory:
 
     @property
     def gradients(self) -> int:
-        """The bytes of the gradients that the program hands out."""
+        """The bytes of the gradients that the program returns."""
         values = {output.value for output in self.program.outputs if output.kind is OutputKind.GRADIENT}
         return sum(value.local_bytes(self.program.mesh) for value in values)
 
     @property
     def peak(self) -> int:
-        """The bytes that are there when most is, from the program alone: of a compiled one without elementwise values,
-        which its kernels compute where they are used."""
+        """The peak of live bytes, from the program alone: of a compiled one without elementwise values, which its
+        kernels compute where they are used."""
         return sum(self.stored.values()) + self.footprint.peak.nbytes
 
     @cached_property
@@ -114,24 +114,24 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """The most bytes in the host memory or files: what is offloaded, or lies there for good."""
+        """The peak of bytes in host memory or files: values that are offloaded, or stored there."""
         return max(self._beside, default=0)
 
     @property
     def _beside(self) -> list[int]:
-        """The bytes in the host memory when each call is done: what is stored there, and what is offloaded."""
+        """The bytes in host memory after each call: values stored there, and offloaded ones."""
         stored = sum(self._holder(inp).nbytes for inp in self.program.inputs if inp.pool)
         return [stored + nbytes for nbytes in self.footprint.beside]
 
     @cached_property
     def at_peak(self) -> tuple[Holder, ...]:
-        """What is there at the predicted peak, the largest first; their bytes sum up to it."""
+        """The live storages at the predicted peak, the largest first; their bytes sum up to it."""
         made = [_made(item.category, item.nbytes, item.node) for item in self.footprint.peak.items]
         return tuple(sorted([*self.given, *made], key=lambda item: -item.nbytes))
 
     @cached_property
     def by_category(self) -> Mapping[str, int]:
-        """The bytes at the predicted peak by what they are for, the most first; they sum up to it."""
+        """The bytes at the predicted peak by category, the largest first; they sum up to it."""
         found: dict[str, int] = {}
         for holder in self.at_peak:
             found[holder.category] = found.get(holder.category, 0) + holder.nbytes
@@ -139,7 +139,7 @@ class RankMemory:
 
     @cached_property
     def course(self) -> tuple[Mapping[str, int], ...]:
-        """The bytes by category when each call of the program is done; ``footprint.calls`` are the calls."""
+        """The live bytes by category after each call of the program; ``footprint.calls`` are the calls."""
         fixed = self.stored
         made: dict[str, list[int]] = {}
         for category, course in (*self.footprint.by_category.items(), (BUFFERS, self.footprint.idle)):
@@ -173,7 +173,7 @@ class RankMemory:
         raise found[0]
 
     def _others(self, sizes: Sizes) -> list[RankMemory]:
-        """What plans for other sizes hold, of the same program but for sizes, as far as calls and storages go."""
+        """The memory of plans for other sizes, of the same program but for sizes, as far as calls and storages go."""
         assert self.resized is not None
         others = [self.resized(by) for by in sizes.ratios]
         for other in others:
@@ -182,7 +182,7 @@ class RankMemory:
         return others
 
     def _terms(self, call: int) -> Iterator[PeakStorage]:
-        """What is there at a call."""
+        """The live storages at a call."""
         mesh = self.program.mesh
         here = [inp for inp in self.program.inputs if not inp.pool]
         for holder, inp in zip(self.given, here, strict=True):
@@ -225,7 +225,7 @@ class RankMemory:
 
     @property
     def _phases(self) -> list[str]:
-        """The phase of each call, where it is of one."""
+        """The phase of each call, where it has one."""
         made = [call.meta.get("shardfx") for call in self.footprint.calls]
         return [node.phase.value if isinstance(node, Node) else "" for node in made]
 

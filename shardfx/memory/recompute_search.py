@@ -38,13 +38,13 @@ from shardfx.passes import Offload, Recompute
 from shardfx.passes.memory.offload import ACTIVATIONS
 
 TOGETHER = (2, 4, 8)
-"""So many modules that follow one another are recomputed as one, at last."""
+"""The numbers of consecutive modules that are recomputed as one segment, as a last resort."""
 TRIES = 4
-"""So often the budget is corrected by what a plan really holds."""
+"""The number of corrections of the budget by a plan's replayed peak."""
 
 
 def fitted(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
-    """The plan in which so much is recomputed that it fits; itself, where nothing is asked for, or all fits.
+    """The plan with enough recomputation to fit; the same plan, where none is asked for, or it fits already.
 
     Raises:
         Error: there is no budget; or no choice fits.
@@ -87,8 +87,8 @@ def fitted(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
 class RecomputeSearch:
     """The search for a plan that fits into a budget, from one that stores all activations.
 
-    ``parts``: the modules of each segment, where they are several. ``said``: how good the last plan that was found is;
-    ``least``: what those that were tried hold at the least.
+    ``parts``: the modules of each segment, where they are several. ``said``: the quality of the last plan found;
+    ``least``: the lowest peak of the plans tried.
     """
 
     compiled: Compiled
@@ -100,7 +100,7 @@ class RecomputeSearch:
 
     @cached_property
     def course(self) -> SegmentedStep:
-        """What may be recomputed, or offloaded."""
+        """The segments that may be recomputed or offloaded."""
         hints = self.compiled.hints
         options = next((each for each in offloads(hints) if ACTIVATIONS in each.whats), None)
         memory, machine = self.predictor.of(self.compiled).memory, Machine.of(hints.machine)
@@ -111,7 +111,7 @@ class RecomputeSearch:
         return self.course.moments()
 
     def within(self, wanted: int) -> Candidate | None:
-        """The cheapest choice that fits; what its plan holds beyond the prediction is subtracted from ``wanted``."""
+        """The cheapest choice that fits; bytes of its plan beyond the prediction are subtracted from ``wanted``."""
         for _ in range(TRIES):
             choice = cheapest(self.course.kinds, self._moments, wanted)
             if choice is None:
@@ -124,7 +124,7 @@ class RecomputeSearch:
         return None
 
     def from_leanest(self) -> Candidate | None:
-        """Where plans hold less than predicted: the choice may have what the leanest one leaves."""
+        """The search for plans that need less than predicted, with the margin of the leanest one."""
         floor = least_peak(self.course.kinds, self._moments)
         choice = cheapest(self.course.kinds, self._moments, floor)
         leanest = self._chosen(choice) if choice is not None else None
@@ -134,7 +134,7 @@ class RecomputeSearch:
         return self.within(self.budget + floor - leanest.peak) or leanest
 
     def joined(self) -> Candidate | None:
-        """The same with longer segments, of consecutive modules: those first whose choice is cheapest."""
+        """The search with longer segments, of consecutive modules: those first whose choice is cheapest."""
         choices = []
         for parts in segmentations(self.course):
             search = RecomputeSearch(self.compiled, self.predictor, self.budget, parts)
@@ -169,7 +169,7 @@ class RecomputeSearch:
         return self._planned(tuple(_passes(self.course, choice)), tuple(_offloads(self.course, choice)))
 
     def _planned(self, again: tuple[Recompute, ...], away: tuple[Offload, ...]) -> Candidate:
-        """The same with some recomputation, and some activations offloaded."""
+        """The candidate with some recomputation, and some activations offloaded."""
         others = tuple(left for each in offloads(self.compiled.hints) for left in each.without(ACTIVATIONS))
         made = self.predictor.under(self.compiled, recompute=again, offload=(*others, *away))
         self.least = min(self.least or made.peak, made.peak)
@@ -188,7 +188,7 @@ def _passes(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Recomput
 
 
 def _offloads(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Offload]:
-    """What is offloaded as passes, likewise."""
+    """The offloaded groups as passes, likewise."""
     assert course.offload is not None or not any(choice.away.values())
     for kind in course.kinds:
         gone = [
@@ -217,7 +217,7 @@ def _pass(course: SegmentedStep, kind: SegmentKind, start: int, length: int, kep
 def _named(
     course: SegmentedStep, kind: SegmentKind, start: int, length: int, groups: frozenset[OpGroup]
 ) -> tuple[str | tuple[str, ...], int, int, tuple[str, ...]]:
-    """How a pass names segments, and groups of them: patterns of modules, how many to skip and to take, ops."""
+    """The arguments by which a pass names segments and groups: module patterns, how many to skip and to take, ops."""
     chosen = kind.segments[start : start + length]
     paths = [path for each in chosen for path in each.paths]
     pattern = ".".join([*paths[0].split(".")[:-1], "*"])
@@ -229,7 +229,7 @@ def _named(
 
 
 def _matched(course: SegmentedStep, pattern: str) -> list[str]:
-    """The modules that a pattern of a pass stands for, in its order."""
+    """The modules that match a pattern of a pass, in its order."""
     depth = pattern.count(".") + 1
     outer = pattern[:-1]
     nodes = [node for node in course.graph.nodes if node.phase is Phase.FORWARD]
@@ -238,15 +238,15 @@ def _matched(course: SegmentedStep, pattern: str) -> list[str]:
 
 
 SECONDS = 20.0
-"""So long the solver may take; the best that it has found by then is taken."""
+"""The solver's time limit in seconds; the best solution found by then is taken."""
 UNIT = 1e6
-"""Bytes count in megabytes, seconds in microseconds: solvers want numbers of a size."""
+"""The scaling of bytes to megabytes, and of seconds to microseconds, for the solver's conditioning."""
 ROUNDING = 1e-6
-"""So many megabytes are not counted: a byte."""
+"""The tolerance in megabytes: a byte."""
 LEAST = 1e-9
-"""Seconds of what takes none: nothing is recomputed for nothing."""
+"""The least cost in seconds, so that nothing is recomputed needlessly."""
 LiveCounts = tuple[int, ...]
-"""Of each kind how many segments wait for their backward."""
+"""The number of segments of each kind that are between forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class RecomputeChoice:
 
 
 def cheapest(kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int], budget: int) -> RecomputeChoice | None:
-    """The cheapest choice that holds at most ``budget`` bytes at each moment; None: there is none."""
+    """The cheapest choice with at most ``budget`` live bytes at each moment; None: there is none."""
     problem = _Problem(kinds, moments)
     problem.upper[problem.peak] = budget / UNIT
     cost = [0.0] * len(problem.upper)
@@ -285,7 +285,7 @@ def cheapest(kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int], bu
 
 
 def least_peak(kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int]) -> int:
-    """The bytes that the choice holds which holds least."""
+    """The lowest peak of any choice, in bytes."""
     problem = _Problem(kinds, moments)
     cost = [0.0] * len(problem.upper)
     cost[problem.peak] = 1
@@ -345,7 +345,7 @@ class _Problem:
         self._row(row, least)
 
     def solved(self, cost: Sequence[float]) -> Any:
-        """What the solver finds, for the cost of each variable."""
+        """The solver's result, for the cost of each variable."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # which takes a second to import
         from scipy.sparse import csr_array
 

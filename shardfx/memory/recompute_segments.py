@@ -32,7 +32,7 @@ def segment_of(module: str) -> str:
 
 @dataclass
 class ModelSegment:
-    """The nodes of one segment, and when a rank calls them: ``ahead`` in the forward, ``back`` in the backward.
+    """A segment: its nodes, and the calls of a rank for them, ``ahead`` in the forward and ``back`` in the backward.
 
     ``paths`` are its modules.
     """
@@ -43,12 +43,12 @@ class ModelSegment:
     back: list[int] = field(default_factory=list)
 
     def place(self, module: str) -> tuple[int, str]:
-        """Of a module the one of the segment that it lies in, and the rest of its path; -1: none, and the whole."""
+        """The index of the segment's module around ``module``, and the rest of its path; -1, and all of it, if none."""
         at = next((at for at, path in enumerate(self.paths) if within(module, path)), -1)
         return at, module[len(self.paths[at]) :] if at >= 0 else module
 
     def waits(self, call: int) -> bool:
-        """Whether its forward is done at a call, and its backward has not begun."""
+        """Whether a call is between its forward and its backward."""
         return self.ahead[-1] < call < self.back[0]
 
 
@@ -57,9 +57,9 @@ class OpGroup:
     """The nodes of one op in one module of a segment: kept together, or recomputed together.
 
     ``at`` and ``module`` are the :meth:`Segment.place` of it.
-    ``seconds`` is what recomputing it takes. Where it is kept, ``nbytes`` of it wait for the backward, which needs
-    them itself; the ``extra`` bytes are needed by ``users`` that are recomputed, and wait where there are such.
-    ``away`` are the seconds that offloading the bytes and fetching them take, where that may be.
+    ``seconds`` is the time to recompute it. Where it is kept, ``nbytes`` of it are live until the backward, which
+    needs them itself; the ``extra`` bytes are needed by ``users`` that are recomputed, and live where there are such.
+    ``away`` are the seconds of offloading and fetching the bytes, where that is possible.
     """
 
     at: int
@@ -72,7 +72,7 @@ class OpGroup:
     away: float = inf
 
     def pattern(self, paths: Sequence[str]) -> str:
-        """Its name in the option ``keep``, with ``paths`` for the modules of the segment."""
+        """The group's pattern in the option ``keep``, with ``paths`` for the modules of the segment."""
         return f"{paths[self.at] if self.at >= 0 else ''}{self.module}:{self.op}"
 
 
@@ -86,7 +86,7 @@ class SegmentKind:
 
 @dataclass
 class SegmentedStep:
-    """The memory of a step in which all is kept, and what of it may be recomputed.
+    """The memory of a step that stores all activations, and the segments of it that may be recomputed.
 
     Args:
         memory: of a rank, predicted.
@@ -97,7 +97,7 @@ class SegmentedStep:
     graph: Graph
     machine: Machine
     offload: Offload | None = None
-    """How activations may be offloaded."""
+    """The options of offloading activations."""
     parts: tuple[tuple[str, ...], ...] = ()
     """The modules of each segment, where they are not those of lists, each by itself."""
 
@@ -122,7 +122,7 @@ class SegmentedStep:
 
     @cached_property
     def segments(self) -> list[ModelSegment]:
-        """Those that have a forward and a backward, the first first."""
+        """The segments that have a forward and a backward, in forward order."""
         of_parts = {paths[0]: paths for paths in self.parts}
         found: dict[str, ModelSegment] = {}
         for node, path in self._names.items():
@@ -142,7 +142,7 @@ class SegmentedStep:
 
     @cached_property
     def kinds(self) -> list[SegmentKind]:
-        """The segments, those alike together."""
+        """The kinds of segments: equal ones grouped."""
         found: dict[Hashable, list[ModelSegment]] = {}
         for each in self.segments:
             key = tuple([(each.place(node.where.module), alike(node, placed=True)) for node in each.nodes])
@@ -189,7 +189,7 @@ class SegmentedStep:
 
     @cached_property
     def _users(self) -> dict[Value, set[str]]:
-        """Of each value the segments whose forward uses it; or that it leaves the graph."""
+        """The segments whose forward uses each value; or a mark that it leaves the graph."""
         found: dict[Value, set[str]] = {output.value: {"outputs"} for output in self.graph.outputs}
         for node in self.graph.nodes:
             for value in node.operands if node.phase is Phase.FORWARD else ():
@@ -198,18 +198,18 @@ class SegmentedStep:
 
     @cached_property
     def needed(self) -> set[Value]:
-        """What the backward uses of the forward, behind views."""
+        """The forward values that the backward uses, behind views."""
         later = (value for node in self.graph.nodes if node.phase is not Phase.FORWARD for value in node.operands)
         return {v for v in sources(later) if v.node is not None and v.node.phase is Phase.FORWARD}
 
     @cached_property
     def _fetched(self) -> set[Value]:
-        """Parameters, and what is only gathered of them."""
+        """Parameters, and values that are only gathered from them."""
         return fetched(self.graph)
 
     @cached_property
     def _seconds(self) -> dict[Node, float]:
-        """What a rank takes for each node."""
+        """The predicted seconds of each node on a rank."""
         found: dict[Node, float] = {}
         for call, cost in zip(self.memory.footprint.calls, self.memory.footprint.costs, strict=True):
             planned = call.meta.get("shardfx")
@@ -219,12 +219,12 @@ class SegmentedStep:
 
     @cached_property
     def live(self) -> list[int]:
-        """The bytes that are there at each call."""
+        """The live bytes at each call."""
         footprint, stored = self.memory.footprint, sum(self.memory.stored.values())
         return [stored + a + b for a, b in zip(footprint.live, footprint.inside, strict=True)]
 
     def moments(self) -> dict[tuple[int, ...], int]:
-        """The most bytes that are live, by how many segments of each kind wait for their backward then.
+        """The peak of live bytes by the number of segments of each kind that are between forward and backward.
 
         Where a segment is about to be recomputed, what its forward holds for a moment is there too.
         """
@@ -244,7 +244,7 @@ class SegmentedStep:
 
 
 def split_calls(ahead: Sequence[int], back: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The calls of a forward before the moment that parts it best from its backward, and those of the backward behind.
+    """The calls of a forward before the moment that best parts it from its backward, and those of the backward after.
 
     A few may stand elsewhere: the part of a layer in the loss is summed when all else is done.
 
@@ -257,7 +257,7 @@ def split_calls(ahead: Sequence[int], back: Sequence[int]) -> tuple[list[int], l
 
 
 def sources(values: Iterable[Value]) -> set[Value]:
-    """What values are views of; themselves, if they are none."""
+    """The base values of views; values themselves, if they are none."""
     open_, found = list(values), set[Value]()
     seen: set[Value] = set()
     while open_:
@@ -282,11 +282,11 @@ def runs(marks: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
 
 
 SLACK = (1.0, 1.1, 1.25, 1.5)
-"""How much more than the leanest split others may hold."""
+"""The factors over the leanest split's memory that other splits may use."""
 COUNTS = (3, 4, 6, 8, 12)
-"""Into so many segments of about the same size a forward is split, too."""
+"""The numbers of about equal segments into which a forward is split, too."""
 SHARE = 1 / 8
-"""A module of a list that holds more than this of all live bytes is split into the modules in it."""
+"""The share of all live bytes above which a module of a list is split into its submodules."""
 Modules = tuple[str, ...]
 Sizes = dict[Modules, int]
 
@@ -303,7 +303,7 @@ def segmentations(course: SegmentedStep) -> Iterator[tuple[Modules, ...]]:
 
 
 def _lean(live: Sizes, outgoing: Sizes) -> Iterator[list[list[Modules]]]:
-    """The split that holds least, and some that hold more in fewer segments."""
+    """The split with the lowest peak, and some with a higher one and fewer segments."""
     low, high = 0.0, float(sum(live.values()) + sum(outgoing.values()))
     least = high
     while least - low > high / 1000:
@@ -329,7 +329,7 @@ def _runs_within(live: Sizes, outgoing: Sizes, limit: float) -> list[list[Module
 
 
 def _even(live: Sizes, count: int) -> list[list[Modules]]:
-    """About so many segments, of each of which as much is live until the backward."""
+    """A split into about ``count`` segments with equal bytes live until the backward."""
     size, before = max(sum(live.values()), 1) / count, 0.0
     found: dict[int, list[Modules]] = {}
     for unit, nbytes in live.items():

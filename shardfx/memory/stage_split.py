@@ -1,8 +1,8 @@
 """``Pipeline(stages=None)`` under a budget: the split into stages whose slowest is fastest, of those that fit.
 
-The plan whose stages cost about the same is made first. Where what its blocks keep (:class:`BlockMemory`) says that a
-rank holds more than it may, the best split that fits is sought (:mod:`shardfx.passes.stages.balance`), planned, and
-its ranks' programs replayed; by how much they hold more or less than was thought the next one is sought with.
+The plan with balanced stages is made first. Where its blocks' memory (:class:`BlockMemory`) exceeds a rank's budget,
+the best split that fits is sought (:mod:`shardfx.passes.stages.balance`), planned, and its ranks' programs replayed;
+the differences between replay and estimate correct the search for the next split.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shardfx.passes.stages.make_schedule import AUTO
 from shardfx.passes.stages.stage_blocks import ModelBlocks
 
 TRIES = 4
-"""So many splits are planned at most."""
+"""The most splits that are planned."""
 HOPED = 0.2
-"""Before a plan is known, ranks are taken to hold less by so much of the budget than was counted, for what is there in
-passing is counted as if an iteration held most of it beside all that it keeps."""
+"""The share of the budget by which estimates are lowered before a plan is known, for transient memory is counted as if
+an iteration had most of it beside all its activations."""
 
 
 def staged(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
@@ -69,22 +69,22 @@ class StageSearch:
         self.homes = compiled.after.pipeline.homes
         self.blocks = BlockMemory(compiled.after, compiled.after.pipeline)
         self.more = [-HOPED * budget] * (max(self.homes) + 1)
-        """By rank: what it holds beyond what was thought."""
+        """The error of the estimate for each rank: bytes beyond the prediction."""
         self.known: dict[tuple[int, ...], Candidate] = {}
-        """The plans so far, by where their stages begin."""
+        """The plans so far, by the first blocks of their stages."""
 
     @property
     def room(self) -> MemoryBudget:
-        """What ranks may hold, with what is known by now."""
+        """The memory budget of ranks, corrected by the plans so far."""
         return MemoryBudget(self.homes, [self.budget - more for more in self.more], self.blocks.memory_of)
 
     @cached_property
     def balanced(self) -> tuple[int, ...]:
-        """Where the stages begin of the plan that is given; empty where they are no contiguous ranges of blocks."""
+        """The first blocks of the initial plan's stages; empty where they are no contiguous ranges of blocks."""
         return first_blocks(self.compiled.after, self.blocks.blocks.names)
 
     def found(self) -> tuple[int, ...] | None:
-        """Where the stages begin of the fastest split that fits, of those that were planned."""
+        """The first blocks of the stages of the fastest split that fits, of those planned."""
         thought = self.room.of(self.balanced, self.blocks.count)
         fits = all(peak <= budget for peak, budget in zip(thought, self.room.budgets, strict=True))
         if fits and self._planned(self.balanced).peak <= self.budget:
@@ -104,13 +104,13 @@ class StageSearch:
         return min(fitting, key=self._seconds, default=None)
 
     def roomiest(self) -> Compiled:
-        """The split whose fullest rank holds least."""
+        """The split with the lowest peak over ranks."""
         firsts, _ = smallest_split(self.blocks.costs, len(self.homes), self.room)
         made = self.known.get(tuple(firsts)) or self._planned(tuple(firsts))
         return min((made, *self.known.values()), key=lambda made: made.peak).plan
 
     def _planned(self, firsts: tuple[int, ...]) -> Candidate:
-        """Plan a split, and learn from it what ranks hold."""
+        """Plan a split, and correct the estimates by its ranks' memory."""
         pipeline, counts = self.compiled.hints.pipeline, (b - a for a, b in self._edges(firsts))
         assert pipeline is not None
         made = (
@@ -127,11 +127,11 @@ class StageSearch:
         return [*pairwise((*firsts, self.blocks.count))]
 
     def _seconds(self, firsts: Sequence[int]) -> float:
-        """What the slowest stage takes."""
+        """The seconds of the slowest stage."""
         return max(sum(self.blocks.costs[a:b]) for a, b in self._edges(firsts))
 
     def note(self, firsts: tuple[int, ...]) -> str:
-        """What each stage takes and holds."""
+        """A note with the seconds and bytes of each stage."""
         counts = ", ".join(str(b - a) for a, b in self._edges(firsts))
         ranks = ", ".join(map(str, first_ranks(self.compiled.after)))
         peaks = ", ".join(map(size_text, self.known[firsts].peaks))
@@ -143,14 +143,14 @@ class StageSearch:
 
 
 def first_blocks(graph: Graph, names: Sequence[str]) -> tuple[int, ...]:
-    """Where the stages of a plan begin, of blocks of these names; empty where they are no contiguous ranges of them."""
+    """The first blocks of a plan's stages, by the blocks' names; empty where they are no contiguous ranges of them."""
     stages = stages_as_planned(graph)
     contiguous = all(stages) and [name for stage in stages for name in stage] == list(names)
     return tuple(accumulate(map(len, stages[:-1]), initial=0)) if contiguous else ()
 
 
 class BlockMemory:
-    """The blocks of a planned graph in stages, and what ranges of them cost and hold on the rank that holds most."""
+    """The memory model of a planned graph's blocks: cost and bytes of ranges of them on the rank with most memory."""
 
     def __init__(self, graph: Graph, pipeline: Pipelined) -> None:
         self.graph, self.pipeline = graph, pipeline
@@ -164,7 +164,7 @@ class BlockMemory:
         self._passing = self._in_passing(self._kept)
 
     def memory_of(self, stage: int, first: int, end: int) -> StageMemory:
-        """What a stage with the blocks from ``first`` to before ``end`` holds."""
+        """The memory of a stage with the blocks from ``first`` to before ``end``."""
         stays = self._once(first, end) + self.live[stage] * self._in_iterations(first, end)
         return StageMemory(stays, max(self._passing[first:end]))
 
@@ -172,7 +172,7 @@ class BlockMemory:
 
     @cached_property
     def _users(self) -> Mapping[Value, Sequence[Node]]:
-        """The users of what is made; of what is sent, those of what arrives."""
+        """The users of each value; of a sent value, those of the received one."""
         found: dict[Value, list[Node]] = {}
         for node in self.graph.nodes:
             for value in sent_from(sources(node.operands)) if node.op is not comm.send else ():
@@ -181,7 +181,7 @@ class BlockMemory:
 
     @cached_property
     def _kept(self) -> set[Value]:
-        """What the forward makes and the backward uses."""
+        """The activations: forward values that the backward uses."""
         return {
             value
             for value, users in self._users.items()
@@ -196,7 +196,7 @@ class BlockMemory:
             yield value.local_bytes(self.graph.mesh), [block for node in users for block in self._assigned.at[node]]
 
     def _stored(self) -> Iterator[tuple[int, Sequence[int]]]:
-        """What programs are given, and gradients."""
+        """The bytes of inputs and gradients, with the blocks that use them."""
         values = {each.name: each for each in self.graph.inputs}
         for each in self.graph.inputs:
             value = each.value
@@ -209,11 +209,11 @@ class BlockMemory:
                 yield self._adding_up(output.value), self._assigned.inputs[mine.value]
 
     def _adding_up(self, value: Value) -> int:
-        """The bytes of what a gradient is summed in, before it is sharded."""
+        """The bytes of the buffer in which a gradient is accumulated, before it is sharded."""
         return max(each.local_bytes(self.graph.mesh) for each in before_communication(value))
 
     def _in_passing(self, kept: set[Value]) -> list[int]:
-        """By block the most bytes that are there for a moment while it is done."""
+        """The peak of transient bytes of each block."""
         left = Counter({value: len(users) for value, users in self._users.items()})
         leaves = sources(each for output in self.graph.outputs for each in before_communication(output.value))
         found, there, now = [0] * self.count, set[Value](), 0
@@ -244,7 +244,7 @@ def range_bytes(uses: Iterable[tuple[int, Sequence[int]]]) -> Callable[[int, int
 
 
 def sent_from(values: Iterable[Value]) -> set[Value]:
-    """Values as they are where they are made."""
+    """Values at their producers, before they were sent."""
     found = set()
     for value in values:
         while value.node is not None and value.node.op is comm.send:
@@ -262,7 +262,7 @@ def before_communication(value: Value) -> Iterator[Value]:
 
 
 def in_flight_microbatches(pipeline: Pipelined) -> list[int]:
-    """How many iterations are live at each stage when most are live on its rank."""
+    """The number of in-flight micro-batches at each stage when most are live on its rank."""
     found = [0] * len(pipeline.homes)
     for row in pipeline.schedule.rows:
         now, most = Counter[int](), Counter[int]()

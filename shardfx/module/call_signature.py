@@ -42,12 +42,12 @@ from shardfx.runtime.verify.interface import without_content
 ASKS_HOW_IT_LIES = frozenset(
     "is_contiguous stride strides as_strided dim_order storage_offset is_non_overlapping_and_dense".split()
 )
-"""What code names that goes by how a tensor lies in memory."""
+"""Names in code that query a tensor's memory layout."""
 
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """How a tensor lies in memory: its dims from the slowest to the fastest, or its strides where there are gaps."""
+    """The memory layout of a tensor: its dims from the slowest to the fastest, or its strides where there are gaps."""
 
     dims: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
@@ -163,10 +163,10 @@ class InputQueries:
 
 
 OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
-"""Whose hooks on saved tensors give back what they were given."""
+"""Modules of torch whose saved-tensor hooks return the tensors unchanged."""
 PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
 NO_PART = (vars(torch.Tensor)["__torch_function__"].__func__, torch._C._disabled_torch_function_impl)
-"""What classes have as ``__torch_function__`` that change no function."""
+"""The ``__torch_function__`` of classes that override no function."""
 
 
 def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -288,7 +288,7 @@ def _check_hooks(tensors: Iterable[torch.Tensor]) -> None:
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
 TARGETS = "targets."
 KNOWN = 8
-"""So many ways to nest arguments are kept in mind."""
+"""The number of argument structures that are cached."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ CONTENTS = ValueReader()
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The signature of a call: another one needs other programs.
+    """The signature of a call, the key of a specialization: other signatures need other programs.
 
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``

@@ -33,17 +33,17 @@ Tensor = torch.Tensor
 STEPS, GRADIENTS = 16, 64
 """Some optimizers begin with plain steps: RAdam with five of them. Where a step computes many gradients, fewer do."""
 MOST = 2**14
-"""Elements of a copy; 64 of a parameter that is not sharded."""
+"""The most elements of a copy; 64 of a parameter that is not sharded."""
 SHARDS = 64
-"""Shards of a copy."""
+"""The most shards of a copy."""
 SCALES = (1.0, 50.0, 0.02)
 LATE = (1e3, 7.0, 1e6, 1e-3)
-"""Of the gradients, step by step, and of the last of them: what is clipped above a norm is clipped in some."""
+"""The scales of the last steps' gradients, large ones among them, so that clipping above a norm takes effect."""
 CLOSE, ROUNDING = 1e-5, 1e-14
-"""How far apart weights may be: of what was changed, and of the weights themselves."""
+"""The tolerances of weights: relative to their change, and to the weights themselves."""
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, FunctionType)
 OF_TORCH = ("defaults", "state", "param_groups", "step")
-"""What an instance has of its own: its step is perhaps wrapped by a scheduler."""
+"""Attributes that torch sets on instances: ``step`` is perhaps wrapped by a scheduler."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class ParameterKind:
 
 @dataclass(frozen=True)
 class Trial:
-    """How far apart shards and full tensors are, relative to what the steps changed (0: by rounding alone), of which
-    parameter and after how many steps; or why nobody knows."""
+    """The result of a trial: the difference of shards and full tensors, relative to what the steps changed (0: by
+    rounding alone), its parameter and number of steps; or why nobody knows."""
 
     apart: float = 0.0
     name: str = ""
@@ -122,7 +122,7 @@ ParameterKinds = dict[Tensor, ParameterKind]
 _layouts = WeakIdKeyDictionary()
 _known: dict[Hashable, Trial] = {}
 _seen: WeakKeyDictionary[Optimizer, dict[Hashable, Trial]] = WeakKeyDictionary()
-"""Of each optimizer the trials so far, by the kinds of its options."""
+"""The trials so far of each optimizer, by the kinds of its options."""
 
 
 def lay_out(parameter: Tensor, layout: Layout) -> None:

@@ -46,7 +46,7 @@ class ModelState:
         own = {name for name, _ in _tensors(model, remove_duplicate=False)}
         self.names = [name for name in every if name in own]
         self.beside = {name: value for name, value in every.items() if name not in own}
-        """What else the model's state dict has: what it says of itself (``get_extra_state``), or a hook adds."""
+        """The other entries of the model's state dict: its extra state (``get_extra_state``), or a hook's additions."""
         self.trainable = {self.aliases.get(n, n): p.requires_grad for n, p in model.named_parameters()}
         used = {inp.name for inp in compiled.after.inputs}
         self.extra = {

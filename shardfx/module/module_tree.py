@@ -266,7 +266,7 @@ class ProxyTree:
         self._grow(root, model, twin, "")
         self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
         self.watched: list[SourceModelCheck | SourceWeightsCheck] = []
-        """What else must be as it was."""
+        """Checks that other state of the model is unchanged."""
         self._order = {name: i for i, (name, _) in enumerate(twin.named_parameters())}
 
     def _grow(self, part: nn.Module, model: nn.Module, twin: nn.Module, path: str) -> None:

@@ -1,1 +1,1 @@
-"""The proof for many ranks: programs that differ in numbers only are written, read and proven as one."""
+"""The proof for many ranks: programs that differ only in numbers are lowered, read and proven as one."""

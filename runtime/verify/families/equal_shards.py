@@ -23,7 +23,7 @@ from shardfx.ir.spec import Spec
 
 @dataclass(frozen=True)
 class EqualShards:
-    """Boxes of ranks; one of all where every sharding is even."""
+    """The partition of ranks into boxes with equal shards; one box where every sharding is even."""
 
     mesh: Mesh
     boxes: tuple[tuple[int, ...], ...]
@@ -34,8 +34,8 @@ class EqualShards:
         return {rank: number for number, box in enumerate(self.boxes) for rank in box}
 
     def starts(self, but: Iterable[str] = ()) -> list[int]:
-        """Of each box the first rank, and the next along each axis that is none of ``but``: what is linear, and right
-        at these, is right in all of the box along these axes."""
+        """The sample ranks of each box: its first, and the next along each axis that is none of ``but``: what is
+        linear, and right at these, is right in all of the box along these axes."""
         skipped, found = set(but), []
         for number, box in enumerate(self.boxes):
             first = self.mesh.coords(box[0])
@@ -68,7 +68,7 @@ def equal_shards(graph: Graph) -> EqualShards | None:
 
 
 def _shardings(graph: Graph) -> Iterator[tuple[int, DimSharding]]:
-    """All sizes of dims that are sharded, and how."""
+    """The size and sharding of each sharded dim."""
     seen: set[tuple[tuple[int, ...], Spec]] = {(v.shape, v.spec) for v in graph.values() if v.spec is not None}
     for node in graph.nodes:
         if node.strategy is not None:

@@ -25,7 +25,7 @@ class Family:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Whose program it is, in the order of the mesh."""
+        """The ranks of the family, in the order of the mesh."""
         return self.together.ranks
 
     @cached_property

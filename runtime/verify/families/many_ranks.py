@@ -46,7 +46,7 @@ from .family import Family, families, same_numbers
 from .single_ops import SingleOps, Write, pair
 
 EVERY = 16
-"""On a mesh of up to so many ranks every program is interpreted."""
+"""The most ranks of a mesh on which every program is interpreted."""
 Key = tuple[int, int] | Family
 """A family, or a place along the axis of stages and the number of a box of ranks with equal shards."""
 
@@ -64,7 +64,7 @@ class FamilyRequest:
     given: frozenset[int] = frozenset()
 
     def at(self, graph: Graph, rank: int) -> FamilyRequest:
-        """The part that belongs to the stages of a rank."""
+        """The part of the request for the stages of a rank."""
         coords = graph.mesh.coords(rank)
         inputs, outputs = local_ends(graph, self.inputs, self.outputs, coords)
         nodes = [node for node in self.nodes if runs_here(node, graph, coords)]
@@ -115,7 +115,7 @@ class FamilyPrograms:
     def __init__(self, ops: SingleOps, request: FamilyRequest, ranks: Sequence[int]) -> None:
         self.request, nodes = request, request.nodes
         self.read: dict[int, Family] = {}
-        """By rank: families with no number other than those of the ops."""
+        """The families by rank whose numbers are all those of the ops."""
         self.other: dict[int, Family] = {}
         """Families with other numbers."""
         order: list[Any] | None = None
@@ -134,7 +134,7 @@ class FamilyPrograms:
 
 
 def _communication(family: Family) -> list[Any]:
-    """What is asked of which groups, and sent to whom, in order."""
+    """The sequence of collectives and messages of a family, with their groups."""
     found: list[Any] = []
     for node in family.program.graph.nodes:
         if node.op == "call_function" and node.target in COLLECTIVES | MESSAGES:
@@ -153,10 +153,10 @@ class WholePrograms:
     alike: EqualShards
     counts: Counter[str]
     _patterns: dict[Key, Rank] = field(default_factory=dict)
-    """A rank that was interpreted, whose program the others there have."""
+    """An interpreted rank for each key, whose program stands for the others'."""
 
     def interpret(self, changed: Mapping[int, HasGraph]) -> None:
-        """Interpret what must be.
+        """Interpret the programs that need it.
 
         Raises:
             Failed: a program is wrong.
@@ -186,7 +186,7 @@ class WholePrograms:
         return self.places[place_of(self.proof.after, rank)]
 
     def _line(self, rank: int) -> Sequence[int]:
-        """The ranks that differ from one in their stages alone."""
+        """The ranks with the coordinates of one, but for the stage."""
         pipeline = self.proof.after.pipeline
         return (rank,) if pipeline is None else self.proof.after.mesh.group(rank, (pipeline.axis,))
 

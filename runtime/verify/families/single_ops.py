@@ -51,11 +51,11 @@ from .family import Family, families, varies
 from .varying import Diverged, leaves
 
 Write = Callable[[Graph, Any], HasGraph]
-"""Writes the program of a rank, or of ranks together, for the results of a graph."""
+"""A function that lowers results of a graph for a rank, or for ranks together."""
 
 
 class SingleOps:
-    """The codes of a graph's ops, and their proof."""
+    """The proof of a graph's ops by their lowered code, one by one."""
 
     def __init__(self, graph: Graph, nodes: Sequence[Node], book: RuleBook, write: Write, alike: EqualShards) -> None:
         self.alike = alike
@@ -140,7 +140,7 @@ class SingleOps:
 
 
 def _numbers(made: Sequence[Family], mesh: Mesh) -> dict[int, Any]:
-    """What is not the same in the code of all ranks, the names of a rank's own groups aside."""
+    """The parts of an op's code that differ between ranks, the names of a rank's own groups aside."""
     found: dict[int, list[Any]] = {rank: [i] for i, family in enumerate(made) for rank in family.ranks}
     for family in made:
         groups = {mesh.group_name(family.together.rank(), axes) for axes in _subsets(mesh)}
@@ -159,8 +159,8 @@ def _subsets(mesh: Mesh) -> Iterator[tuple[str, ...]]:
 
 
 def pair(ranks: Sequence[int], mesh: Mesh) -> list[int]:
-    """Of some ranks one inside the mesh, at other coordinates along each axis as far as possible, and its mirror image
-    (or the last of them)."""
+    """Two sample ranks: one inside the mesh, at other coordinates along each axis as far as possible, and its mirror
+    image (or the last of them)."""
     inside = {axis.name: (i + 1) % axis.size for i, axis in enumerate(mesh.space)}
     mirrored = {axis.name: axis.size - 1 - inside[axis.name] for axis in mesh.space}
     mirrored = {name: 0 if at == inside[name] else at for name, at in mirrored.items()}  # in the middle of three
@@ -172,7 +172,7 @@ def pair(ranks: Sequence[int], mesh: Mesh) -> list[int]:
 
 
 def op_key(node: Node) -> Any:
-    """Equal for nodes whose code is equal, and right or wrong alike."""
+    """A key of a node, equal for nodes whose code is equal, and right or wrong alike."""
     places: dict[Value, int] = {}
 
     def index(value: Value) -> tuple[str, int]:
@@ -211,7 +211,7 @@ def alone(node: Node, graph: Graph) -> Graph:
 
 
 def _silent(graph: Graph) -> Graph:
-    """The same graph without its communication: what it computes."""
+    """The graph without its communication: its computation alone."""
     found = graph.copy()
     same: dict[Value, Value] = {}
     for node in found.nodes:
@@ -223,7 +223,7 @@ def _silent(graph: Graph) -> Graph:
 
 
 def refined(parts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The ranks that are together in both."""
+    """The common refinement of two partitions of ranks."""
     found: dict[tuple[int, int], list[int]] = {}
     mine = {rank: i for i, part in enumerate(parts) for rank in part}
     theirs = {rank: i for i, part in enumerate(others) for rank in part}
@@ -233,7 +233,7 @@ def refined(parts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> 
 
 
 def axes_of(values: dict[int, Any], mesh: Mesh) -> set[str]:
-    """The axes along which what ranks have is not the same."""
+    """The axes along which the ranks' values differ."""
     found = set()
     for axis in mesh.space:
         seen: dict[tuple[int, ...], Any] = {}

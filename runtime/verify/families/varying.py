@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 MARK = re.compile("⟨(\\d+)⟩")
-"""In a text, in the place of a number that differs by rank."""
+"""A placeholder in texts for a number that differs by rank."""
 
 
 class Diverged(BaseException):
@@ -60,7 +60,7 @@ class Together:
         return f"⟨{self._marks[values]}⟩"
 
     def at(self, arg: Any, rank: int) -> Any:
-        """An argument as it is on one of the ranks."""
+        """The value of an argument on one of the ranks."""
         if isinstance(arg, Varying):
             return int(arg.values[self.place[rank]])
         return self._text(arg, self.place[rank]) if isinstance(arg, str) else arg
@@ -69,7 +69,7 @@ class Together:
         return MARK.sub(lambda found: str(self._marked[int(found[1])][place]), text) if "⟨" in text else text
 
     def on_each(self, arg: Any) -> Sequence[Hashable] | None:
-        """A number or text on each rank; None: it is the same on all."""
+        """The values of a number or text on each rank; None: it is the same on all."""
         if isinstance(arg, Varying):
             return arg.numbers()
         if isinstance(arg, str) and "⟨" in arg:

@@ -35,11 +35,11 @@ from .terms import Universe, same_function
 aten = torch.ops.aten
 
 OF_NOTHING = {aten.new_full.default, no_share}
-"""What rules write for a rank that has nothing of a factor that is sharded."""
+"""The ops that rules write for a rank with an empty shard of a sharded factor."""
 REACH = 24
-"""How far a rule's own calls may reach from the result back to the operands."""
+"""The longest path of a rule's own calls from the result back to the operands."""
 MOST_CHOICES = 64
-"""Of what may be an op's operands so many choices are tried."""
+"""The most candidate choices of an op's operands that are tried."""
 Results = list[list["Fact | None"]]
 """Facts of each result of a call, in each way in which they follow."""
 
@@ -67,7 +67,7 @@ class Proof:
     drawn: dict[int, Spec] = field(default_factory=dict)
     """The placement for which each random mask is drawn."""
     deduced: dict[Hashable, Known] = field(default_factory=dict)
-    """What follows from calls: one call stands in several programs of a rank."""
+    """A cache of deductions by call: one call stands in several programs of a rank."""
     nodes: int = 0
     collectives: int = 0
 
@@ -107,9 +107,9 @@ class CallDeduction:
     rank: int
     facts: Callable[[Any], list[Fact]]
     root: dict[fx.Node, fx.Node]
-    """For a node that changes nothing the one that it is the same tensor as."""
+    """The node that an identity node is the same tensor as."""
     taken: Counter[Node] = field(default_factory=Counter)
-    """How many calls were taken for an op, of those that could be several."""
+    """The number of calls matched with each op, of those that match several."""
 
     def deduce(self, node: fx.Node) -> Known:
         """The facts of a call's results, from the rules."""
@@ -139,8 +139,8 @@ class CallDeduction:
         return known
 
     def _key(self, node: fx.Node, facts: Sequence[list[Fact]]) -> Hashable:
-        """Equal for calls of programs of one rank from which the same follows: what is known of their operands, and
-        which of these are one tensor."""
+        """A cache key, equal for calls in one rank's programs with equal deductions: what is known of their operands,
+        and which of these are one tensor."""
         places: dict[fx.Node, int] = {}
 
         def slot(operand: fx.Node) -> Hashable:
@@ -152,8 +152,7 @@ class CallDeduction:
     def _of_operands(
         self, node: fx.Node, operands: Sequence[fx.Node], direct: Sequence[list[Fact]]
     ) -> tuple[Results, str]:
-        """What follows from what is known of the operands, for the planned nodes that have such operands; or why
-        nothing does."""
+        """The results that follow from the operands, for the planned nodes that have such operands; or why none do."""
         found, why, by_term = Results(), "", [_by_term(facts) for facts in direct]
         for first in by_term[0] if by_term else (None,):
             for terms, maker in self.proof.universe.makers.get((node.target, first), ()):
@@ -217,7 +216,7 @@ class CallDeduction:
 
     @cached_property
     def _lacking(self) -> list[Node]:
-        """The nodes of which some rank may have nothing of a factor that is sharded."""
+        """The nodes of which some rank may have an empty shard of a sharded factor."""
         return [node for node in self.proof.after.nodes if may_lack(node, self.proof.deduction.mesh)]
 
     def _of_nothing(self, node: fx.Node) -> Results:
@@ -267,7 +266,7 @@ class CallDeduction:
 def _likely_first(
     wanted: Sequence[Sequence[tuple[fx.Node, Fact]]], maker: Node, operands: Sequence[fx.Node]
 ) -> list[Sequence[tuple[fx.Node, Fact]]]:
-    """What may be each operand, in the order in which it is tried: placed as planned, and an operand there, first."""
+    """The candidates of each operand in the order of trial: placed as planned, and an operand there, first."""
     planned = maker.strategy.operands if maker.strategy is not None else ()
 
     def unlikely(place: int, each: tuple[fx.Node, Fact]) -> tuple[bool, bool]:
@@ -291,7 +290,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _swapped(expected: Any) -> Any:
-    """An add of two tensors with its operands the other way round; anything else as it is."""
+    """An add of two tensors with its operands swapped; anything else as it is."""
     plain = isinstance(expected, ExpectedCall) and expected.op is aten.add.Tensor and not expected.kwargs
     if plain and len(expected.args) == 2 and all(isinstance(each, OperandSlot) for each in expected.args):
         return ExpectedCall(expected.op, expected.args[::-1], expected.kwargs)

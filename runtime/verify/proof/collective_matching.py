@@ -56,7 +56,7 @@ class LockStep:
     proof: Proof
     ranks: Mapping[int, Rank]
     model: Callable[[Rank, int], Rank | None] = lambda rank, member: rank
-    """Of a rank and a shadow in one of its groups: whose program the shadow runs; None: that is not known."""
+    """The rank whose program a shadow runs, by a rank and a member of one of its groups; None: that is not known."""
     waiting: dict[int, Asked] = field(default_factory=dict)
     mail: Mailbox[Known] = field(default_factory=Mailbox)
 
@@ -87,7 +87,7 @@ class LockStep:
             raise Failed(Fault(f"nobody receives {left}", "", rank, certain=True))
 
     def _replies(self, rank: int, members: Sequence[int]) -> Mapping[int, Known]:
-        """What ranks get where a rank waits; nothing where others have not come yet."""
+        """The results at the collective where a rank waits, by rank; empty where its members have not all arrived."""
         node = self.waiting[rank][0]
         if node.target in MESSAGES:
             got = self._message(rank, members)
@@ -100,7 +100,7 @@ class LockStep:
         return self._collective(members, here)
 
     def _message(self, rank: int, members: Sequence[int]) -> Known | None:
-        """What a rank gets that sends, or receives; None where nothing has come yet."""
+        """The result of a send or receive; None where no message has arrived yet."""
         node, sent, hints = self.waiting[rank]
         request = Request.of(node)
         assert request is not None
@@ -126,7 +126,7 @@ class LockStep:
         return got
 
     def _collective(self, members: Sequence[int], here: Sequence[int]) -> dict[int, Known]:
-        """What each interpreted member gets."""
+        """The result of a collective for each interpreted member."""
         first = self.waiting[here[0]][0]
         for member in here[1:]:
             node = self.waiting[member][0]
@@ -162,7 +162,7 @@ class LockStep:
         return Failed(replace(self.ranks[rank].fault(what, node), certain=True))
 
     def _has_come(self, member: int, rank: Rank) -> bool:
-        """Whether the program that a shadow runs has come to the collective at which a rank waits."""
+        """Whether the program that a shadow runs has reached the collective at which a rank waits."""
         model = self.model(rank, member)
         mine = model is not None and self.ranks.get(model.rank) is model
         return not mine or model.result is not None or len(model.asked) >= len(rank.asked)  # type: ignore[union-attr]
@@ -170,7 +170,7 @@ class LockStep:
     def _shadow(
         self, member: int, rank: Rank, node: fx.Node, alike: dict[fx.Node, bool], moved: dict[Any, Elements]
     ) -> Asked:
-        """What a rank that is not interpreted sends. ``alike`` and ``moved`` keep what was found for others."""
+        """The operand of a shadow. ``alike`` and ``moved`` cache what was found for others."""
         pattern = self.model(rank, member)
         come = pattern is not None and len(rank.asked) <= len(pattern.asked)
         twin = pattern.asked[len(rank.asked) - 1] if pattern is not None and come else None
@@ -184,7 +184,7 @@ class LockStep:
 
 
 def _asks(node: fx.Node) -> tuple[Any, ...]:
-    """What all ranks of a group must ask for alike: sizes that are exchanged are each rank's own."""
+    """The arguments on which all ranks of a group must agree: sizes that are exchanged are each rank's own."""
     if node.target is c10d.all_to_all_single.default:
         return (node.target,)
     return node.target, node.args[1:-1], str(node.args[-1]).partition("@")[0]

@@ -34,8 +34,8 @@ from shardfx.ir.spec import Spec
 from .terms import Universe, arguments
 
 Origins = tuple[tuple[str, int], ...]
-"""For each axis over which a fact is partial: of which sum this is one rank's share, and how it was made of shares
-(a number of :meth:`Deduction.origin`).
+"""For each axis over which a fact is partial: the sum of which it is one rank's share, and how it was made of shares (a
+number of :meth:`Deduction.origin`).
 
 Shares add up only if they are shares of one sum, by one sharding, and came the same way: of a product ``s @ s`` one
 rank's ``share @ s`` and another's ``s @ share`` are shares of two sums.
@@ -56,7 +56,7 @@ class Fact:
 
 @dataclass
 class Deduction:
-    """Strategies by node and operand placements, each made once for all ranks, and once for nodes that are alike."""
+    """Strategies by node and operand placements, cached for all ranks and for nodes that are alike."""
 
     universe: Universe
     book: RuleBook
@@ -70,7 +70,7 @@ class Deduction:
     _origins: dict[Hashable, int] = field(default_factory=dict)
 
     def _kind(self, node: Node) -> int:
-        """The same number for nodes that are alike, and of whose result the plan claims the same."""
+        """The class of a node: equal for nodes that are alike and have equal planned placements of results."""
         if node not in self._kinds:
             claims = tuple(self.universe.specs.get(self.universe.of[node.outs[0]], ()))
             self._kinds[node] = self._numbers.setdefault((alike(node), claims), len(self._numbers))
@@ -85,7 +85,7 @@ class Deduction:
         return self._rules[kind]
 
     def strategies(self, node: Node, specs: tuple[Spec, ...]) -> list[Strategy]:
-        """The strategies by which the node may be computed from operands that are placed so."""
+        """The strategies by which the node may be computed from operands with these placements."""
         key = (self._kind(node), specs)
         if key not in self._known:
             self._known[key] = list(self._strategies(node, specs))
@@ -94,7 +94,7 @@ class Deduction:
     def _projected(
         self, rule: ShardingRule, shape: Sequence[int], spec: Spec, dims: Sequence[tuple[str, ...]]
     ) -> Iterator[list[tuple[str, DimSharding]] | None]:
-        """How each dim's factors are sharded where a value is placed so; None where that is no sharding of these."""
+        """The shardings of each dim's factors by a value's placement; None where it does not shard these."""
         for size, sharding, dim in zip(shape, spec.dims, dims, strict=True):
             found = project(sharding, size, rule.dim_sizes(dim), self.mesh) if dim else None if sharding.axes else ()
             yield None if found is None else list(zip(dim, found, strict=True))
@@ -134,8 +134,8 @@ class Deduction:
                 yield made
 
     def expected_calls(self, node: Node, made: Strategy, rank: int) -> list[Any]:
-        """What :func:`written` gives of a node, with an :class:`OperandSlot` for each operand: once for nodes that are
-        alike and draw nothing."""
+        """The calls of :func:`written` for a node, with an :class:`OperandSlot` for each operand: cached for nodes that
+        are alike and draw nothing."""
         key = (self._kind(node), id(made), rank)
         if draw_slot(node) is None and key in self._calls:
             return self._calls[key]
@@ -143,7 +143,7 @@ class Deduction:
         return found
 
     def _sharded_factors(self, node: Node, made: Strategy) -> Mapping[str, tuple[str, DimSharding]]:
-        """For each axis that shards a factor: the factor, and how it is sharded over all of its axes.
+        """The factor that each axis shards, and its sharding over all of its axes.
 
         Which share of a sum a rank has follows from its coordinates and this sharding: shards by ``8{dp,tp}`` are not
         those by ``8{tp,dp}``, nor those by ``(2{dp} 4{tp})``.
@@ -190,8 +190,8 @@ class Deduction:
         return found
 
     def origin(self, axis: str, term: int, factor: tuple[str, DimSharding] | None, facts: Sequence[Fact]) -> int:
-        """Equal for shares over an axis that are made alike: of a sum that begins here, by how the summed ``factor`` is
-        sharded, or of the operands' shares, or both."""
+        """An identifier of the origin of shares over an axis, equal for shares that are made alike: of a sum that
+        begins here, by how the summed ``factor`` is sharded, or of the operands' shares, or both."""
         shares = [(place, made) for place, fact in enumerate(facts) for a, made in fact.origins if a == axis]
         if factor is not None:
             return self._origins.setdefault((term, *factor, *shares), len(self._origins))

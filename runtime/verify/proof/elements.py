@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 BITS = 40
-"""The upper bits of a number say of which source it is an element, the lower ones which element."""
+"""The number of low bits, which are the element's index; the bits above are its source."""
 WRITTEN_OUT = 1 << 22
-"""Irregular patterns of up to so many elements are written out."""
+"""The most elements of an irregular pattern that is written out."""
 ROWS = 1 << 12
-"""Up to so many rows are joined one by one."""
+"""The most rows that are joined one by one."""
 Loops = tuple[tuple[int, int], ...]
 
 
@@ -42,7 +42,7 @@ class StridedRun:
 
     @property
     def numel(self) -> int:
-        """How many numbers."""
+        """The number of elements."""
         return math.prod(count for count, _ in self.loops)
 
     @property
@@ -102,7 +102,7 @@ class StridedRun:
 
 
 def make_run(base: int, loops: Iterable[tuple[int, int]]) -> StridedRun:
-    """In normal form: no loop of one, and no two loops that are one."""
+    """A run in normal form: no loop of one, and no two loops that are one."""
     made: list[tuple[int, int]] = []
     for count, stride in loops:
         if count == 1:
@@ -174,11 +174,11 @@ class Elements:
         return Elements(tuple(shape), () if empty else (make_run(base, loops),))
 
     def dim(self) -> int:
-        """How many dims, as a method: what moves tensors asks so."""
+        """The number of dims, as a method, as data movement ops call it."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """How many numbers, as a method."""
+        """The number of elements, as a method."""
         return math.prod(self.shape)
 
     def equals(self, other: Elements) -> bool:
@@ -186,7 +186,7 @@ class Elements:
         return self.met(other, lambda a, b: a if a == b else None) is not None
 
     def met(self, other: Elements, meet: Callable[[int, int], int | None]) -> Elements | None:
-        """What both hold: equal places in one shape, of the source that ``meet`` makes of the two sources.
+        """The common elements of both: equal places in one shape, of the source that ``meet`` makes of the two sources.
 
         None where places differ, or where ``meet`` gives no source.
         """

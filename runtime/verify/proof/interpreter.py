@@ -33,7 +33,7 @@ c10d = torch.ops._c10d_functional
 MOVES: dict[Any, Callable[..., Any]] = {**ATEN_MOVES, **PACKING, operator.getitem: operator.getitem}
 
 Asked = tuple[fx.Node, Elements | None, Sequence[int]]
-"""A collective, the tensor that goes in, and the sources of an empty one."""
+"""A collective request: its node, its operand, and the sources of an empty one."""
 Ask = Generator[Asked, Known, None]
 
 
@@ -62,7 +62,7 @@ class Rank:
     module: HasGraph
     inputs: Sequence[Input]
     changed: bool = False
-    """The program is not the plan's own."""
+    """Whether the program is a user's, not the plan's own."""
     asked: list[fx.Node] = field(default_factory=list)
     """The collectives so far."""
     items: dict[fx.Node, Known] = field(default_factory=dict)
@@ -106,14 +106,14 @@ class Rank:
         return Known([Fact(self.proof.universe.of[inp.value], inp.value.spec)])
 
     def fault(self, what: str, node: fx.Node, output: str = "") -> Fault:
-        """What is wrong at a node of this rank's program, and where in the user's model that is."""
+        """A fault at a node of this rank's program, with its line in the user's model."""
         made = node.meta.get("shardfx")
         return Fault(what, output, self.rank, node.name, place(made) if isinstance(made, Node) else "")
 
     # ---- the same program at another rank ---------------------------------------------------------------------
 
     def as_at(self, node: fx.Node, rank: int, moved: dict[Any, Elements]) -> Elements | None:
-        """What a node holds where this program runs at another rank's coordinates; None: that cannot be said.
+        """The value of a node where this program runs at another rank's coordinates; None: that cannot be said.
 
         ``moved`` keeps what calls give, for ranks that hold the same.
         """
@@ -165,7 +165,7 @@ class Rank:
         return self._given_back(node) if item.why and (target in COPIES or target in NEUTRAL) else item
 
     def _given_back(self, node: fx.Node) -> Known:
-        """What is known of a call that the model does not have, but gives its operand back."""
+        """The abstract value of a call that the model does not have, but that gives its operand back."""
         source = node.args[0]
         if not isinstance(source, fx.Node):
             return Known(why=f"the model computes no such {op_name(node.target)}")
@@ -187,7 +187,7 @@ class Rank:
         return many[index]
 
     def facts(self, node: Any) -> list[Fact]:
-        """What is known of a node's tensor."""
+        """The facts about a node's tensor."""
         item = self.items.get(node) if isinstance(node, fx.Node) else None
         if item is None or item.waits:
             return []
@@ -229,7 +229,7 @@ class Rank:
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def outputs(self, outputs: Sequence[Output]) -> None:
-        """Check what the program returns."""
+        """Check the program's results against the outputs."""
         assert self.result is not None
         returned = self.result.args[0]
         if not isinstance(returned, (tuple, list)) or len(returned) != len(outputs):
@@ -276,7 +276,7 @@ class Rank:
         return box(output.value.shape, actual, rank).equals(box(output.value.shape, wanted, rank))
 
     def promised(self, outputs: Sequence[Output], ranks: Sequence[int]) -> None:
-        """Check that what the plan holds of each output is what its place promises, on some ranks.
+        """Check on some ranks that the planned placement of each output is the required one.
 
         Raises:
             Failed: it is another box.

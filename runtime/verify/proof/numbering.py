@@ -65,7 +65,7 @@ class Numbering:
     universe: Universe
     mesh: Mesh
     sources: list[tuple[Source, ...]] = field(default_factory=list)
-    """By number, from 1 (0 is padding): what the elements are elements of, in every way that is known to be true."""
+    """The sources by number, from 1 (0 is padding): all terms and sums that the elements are known to be of."""
     _order: dict[Source, int] = field(default_factory=dict)
     _known: dict[tuple[Source, ...], int] = field(default_factory=dict)
     _numbers: dict[tuple[Fact, ...], int] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Numbering:
         return boxes[key]
 
     def codes(self, facts: Sequence[Fact], rank: int) -> Elements:
-        """The numbers of what a rank holds, by the first fact and all that say the same places."""
+        """The element numbers of a rank's shard, by the first fact and all that say the same places."""
         places = self._places(facts[0], rank)
         also = (facts[0], *(fact for fact in facts[1:] if self._places(fact, rank).equals(places)))
         if also not in self._numbers:
@@ -151,7 +151,7 @@ class Numbering:
     def collective(
         self, op: Any, args: Sequence[Sequence[Any]], tensors: Sequence[Elements], axes: Sequence[str]
     ) -> list[Elements]:
-        """What each member of a group gets, the group being one along ``axes``."""
+        """The results of a collective for each member of a group along ``axes``."""
         n = len(tensors)
         if op in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
             if op is c10d.reduce_scatter_tensor.default and any(not t.dim() or t.shape[0] % n for t in tensors):
@@ -180,7 +180,7 @@ class Numbering:
         return _moved(total, left)
 
     def _sum(self, kind: str, source: Source, axes: Sequence[str]) -> Source | None:
-        """What the reduction of elements is that all members hold so; None: nothing that is known."""
+        """The source of a reduction of elements of one source on all members; None: nothing that is known."""
         wide = {(axis, kind) for axis in axes if self.mesh[axis].size > 1}
         return source.added(axes) if wide <= set(source.partial) else None
 
@@ -190,14 +190,14 @@ class Numbering:
         return f"{kind} over {', '.join(missing or axes)} of a {name} that is no {kind} over it"
 
     def _common(self, a: int, b: int) -> int | None:
-        """The number of what elements of both numbers are; None: nothing is true of both."""
+        """The number of the sources that two numbers have in common; None: there are none."""
         if a == b or ZERO in (a, b):
             return a if a == b else None
         of_both = [source for source in self.sources[a - 1] if source in self.sources[b - 1]]
         return self.number(of_both) if of_both else None
 
     def _sent(self, tensors: Sequence[Elements], axes: Sequence[str]) -> list[Elements]:
-        """The same elements as others hold them: no shares of a sum over some axes."""
+        """The same elements as seen on other ranks: no shares of a sum over some axes."""
         to = {}
         for number in self.inside(tensors):
             found = [s for s in self.sources[number - 1] if not {axis for axis, _ in s.partial} & set(axes)]
@@ -209,5 +209,5 @@ class Numbering:
 
 
 def _moved(tensor: Elements, to: Mapping[int, int]) -> Elements:
-    """The same places in other sources."""
+    """Remap elements to other sources, at the same indices."""
     return Elements(tensor.shape, tuple([run.of(to.get(run.source, run.source)) for run in tensor.runs]))

@@ -34,16 +34,16 @@ from shardfx.runtime.verify.interface import interface_fault
 aten = torch.ops.aten
 
 SAME = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-"""Ops that differ in the memory they use only."""
+"""Ops that compute the same, and differ only in the memory of their results."""
 COMMUTE = {
     *(getattr(aten, name).default for name in "maximum minimum logical_and logical_or logical_xor".split()),
     *(getattr(aten, name).Tensor for name in "mul eq ne bitwise_and bitwise_or bitwise_xor".split()),
 }
-"""Ops of two operands whose order does not matter; of sums see :func:`is_sum`."""
+"""Commutative ops of two operands; of sums see :func:`is_sum`."""
 
 
 def arguments(node: Node, change: Callable[[Value], Any]) -> tuple[Any, dict[str, Any]]:
-    """A node's arguments with something in the place of each value."""
+    """A node's arguments with each value mapped by ``change``."""
     return substitute(node.args, change), {name: substitute(arg, change) for name, arg in node.kwargs.items()}
 
 
@@ -119,11 +119,11 @@ def is_sum(node: Node) -> bool:
 
 
 RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
-"""Ops that give their operand back where it has the shape already."""
+"""Ops that are the identity where the operand has the shape already."""
 
 
 def gives_back(node: Node) -> bool:
-    """Whether an op gives its one operand back: a copy, a product with 1, a slice of all there is."""
+    """Whether an op is the identity on its one operand: a copy, a product with 1, a slice of all there is."""
     if len(node.operands) != 1 or len(node.outs) != 1 or node.outs[0].type != node.operands[0].type:
         return False
     if node.op is aten.slice.Tensor:
@@ -153,12 +153,12 @@ class Universe:
     written: list[tuple[frozenset[int], Node]] = field(default_factory=list)
     """Nodes whose rule writes a rank's version itself, with the terms of their operands."""
     specs: dict[int, list[Spec]] = field(default_factory=dict)
-    """Placements in which the plan holds a term: claims, for what alone does not say how it is sharded."""
+    """The planned placements of a term: claims, used where operands alone do not determine the sharding."""
     captured: set[int] = field(default_factory=set)
-    """What the captured graph computes, inside of decompositions too."""
+    """The terms of the captured graph, inside of decompositions too."""
     decompositions: int = 0
     trusted: int = 0
-    """Decompositions of ops too large to be compared with."""
+    """The number of decompositions of ops too large for a comparison."""
 
 
 def build(before: Graph, after: Graph, book: RuleBook, *, decomposed: bool = False) -> Universe:
@@ -188,7 +188,7 @@ class _GraphReader:
     registered: dict[Any, list[Node]] = field(default_factory=dict)
 
     def read_planned(self, graph: Graph) -> None:
-        """Note the terms of all values, what makes them, and how they are placed."""
+        """Record the terms of all values, their makers and their placements."""
         universe, of = self.universe, self.universe.of
         self.of = of
         of.update((inp.value, universe.terms.given(inp.name, inp.value.type)) for inp in graph.inputs)
@@ -203,7 +203,7 @@ class _GraphReader:
         self.known = frozenset(of.values())
 
     def read_captured(self, graph: Graph) -> None:
-        """Note the terms of all values, and of the outputs."""
+        """Record the terms of all values, and of the outputs."""
         universe = self.universe
         self.of = {inp.value: universe.terms.given(inp.name, inp.value.type) for inp in graph.inputs}
         for node in graph.nodes:
@@ -221,7 +221,7 @@ class _GraphReader:
         return made
 
     def _register(self, node: Node, made: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """Note that a node of the planned graph makes terms, unless an equal call of the same operands does."""
+        """Record that a node of the planned graph makes terms, unless an equal call of the same operands does."""
         self.planned.add(made)
         op, key = SAME.get(node.op, node.op), tuple(self.of[v] for v in node.operands)
         equal = self.registered.setdefault((op, key, made), [])
