@@ -94,7 +94,7 @@ class Store:
         """Note that a state dict of shards with these names is loaded."""
 
     def is_loaded(self, name: str) -> bool:
-        """Whether there is content for a parameter, buffer or state, here or in another process."""
+        """Whether a parameter, buffer or state has content, here or in another process."""
         return name in self._loaded
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
@@ -197,8 +197,8 @@ class Store:
         return joined.clone() if joined.data_ptr() == plain[0].data_ptr() else joined
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
-        """The norm of gradients of parameters, in the shards that are here, as one vector: each element of the global
-        model counts once. All ranks call it alike."""
+        """The norm of gradients of parameters, of which the shards here are passed, as one vector: each element of the
+        global model counts once. All ranks call it alike."""
         raise NotImplementedError
 
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:

@@ -153,7 +153,7 @@ def _sources(graph: FoldedGraph, node: Node, among: dict[Node, Box]) -> list[Nod
 def _split(
     cycle: set[Box], item_of: dict[Node, Box], graph: FoldedGraph, order: dict[Node, int]
 ) -> dict[Box, list[Box]]:
-    """Split each box of a cycle by how often the data has left it and come back."""
+    """Split each box of a cycle by the number of times that data has left it and come back."""
     nodes = sorted((node for box in cycle for leaf in box.leaves() for node in leaf.nodes), key=order.__getitem__)
     returns: dict[Node, dict[Box, int]] = {}
     parts: dict[Box, dict[int, set[Node]]] = {box: {} for box in cycle}

@@ -83,7 +83,7 @@ class FoldedGraph:
     """The loop axes over which a node is iterated."""
     roots: dict[Phase, ModuleTree] = field(default_factory=dict)
     first: dict[Node, Node] = field(default_factory=dict)
-    """For a node of a copy of a block: the same node of the first block."""
+    """The corresponding node of the first block, for each node of a copy of a block."""
     folds: dict[Node, tuple[tuple[ModuleTree, int], ...]] = field(default_factory=dict)
     """The folded blocks around a node, outermost first, and which copy of each it is in."""
     operands: dict[Node, list[Value]] = field(default_factory=dict)

@@ -178,7 +178,7 @@ def _crossing(canvas: Canvas, crossing: Crossing) -> None:
 
 
 def _kept(canvas: Canvas, made: PictureLayout, picture: Picture) -> None:
-    """In the gap between the lanes, how much each module keeps for its own backward."""
+    """Draw the bytes that each module keeps for its own backward, in the gap between the lanes."""
     for a, b, edges in made.crossings:
         if not (a.box.kind is b.box.kind is BoxKind.OPEN and set(a.box.members) & set(b.box.members)):
             continue

@@ -48,7 +48,7 @@ class BoxSize(NamedTuple):
 
 @dataclass(eq=False)
 class PlacedBox:
-    """Where a box is drawn: ``rect`` in all, ``body`` without its tags or the cards behind it."""
+    """The position of a box: ``rect`` in all, ``body`` without its tags or the cards behind it."""
 
     box: Box
     rect: Rect
@@ -82,7 +82,7 @@ class Wire:
     points: list[Point] = field(default_factory=list)
     """The control points of a cubic spline."""
     arrow: bool = False
-    """It ends at a leaf."""
+    """Whether it ends at a leaf, with an arrow head."""
     start: tuple[DotBox, int | None] = field(init=False)
     """The item and the number of its lower port, if it has ports; ``end`` that of the upper one."""
     end: tuple[DotBox, int | None] = field(init=False)

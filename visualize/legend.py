@@ -137,7 +137,7 @@ def _comm_card(picture: Picture) -> LegendCard:
 
 
 def _signs_card(picture: Picture) -> LegendCard:
-    """How to read the rest, where it occurs."""
+    """The meaning of other signs in the picture."""
     mesh, boxes = picture.graph.mesh, list(picture.boxes())
     specs = [value.spec for value in picture.graph.values() if value.spec is not None]
     sharded = next((axis for spec in specs for axis in spec.axes), None)

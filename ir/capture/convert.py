@@ -157,7 +157,7 @@ def _written(desc: object, names: ProgramNames) -> Error:
 
 
 def _name_of(desc: object, names: ProgramNames) -> str:
-    """What the user calls an input."""
+    """The user's name of an input."""
     if isinstance(desc, PlainAOTInput):
         return names.leaves[desc.idx]
     target = getattr(desc, "target", str(desc)).removeprefix(PREFIX)

@@ -148,7 +148,7 @@ class DataGuards(TorchFunctionMode):
         return self.decide(tensor.reshape(()))
 
     def columns(self, mask: Tensor) -> tuple[Tensor, ...]:
-        """Where a mask is not zero, one tensor of indices for each dim: as many as in the example."""
+        """The indices of a mask's nonzero elements, a tensor for each dim: as many as in the example."""
         count = self.decide((mask if mask.dtype == torch.bool else mask.ne(0)).sum())
         return torch.nonzero_static(mask, size=count).unbind(1)
 
@@ -315,4 +315,4 @@ ANSWERS: Mapping[Any, Answer] = {
     **_functions("zeros ones empty full arange linspace new_zeros new_ones new_empty new_full", _sized),
     **_functions("view reshape expand repeat narrow split", _sized),
 }
-"""How a function that asks for content is answered. What is not here, torch refuses."""
+"""The answers to functions that read a tensor's content. All others are refused by torch."""

@@ -54,7 +54,7 @@ COMPARED = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GRADIENT, OutputKind.
 Draws = Mapping[Value, Call]
 """The values of a graph that are made of shardfx's random numbers, and torch's call that each stands for."""
 RunOutputs = dict[str, Tensor]
-"""By name: ``loss``, ``result 0``, ``gradient fc.weight``, ``buffer norm.running_mean``."""
+"""The outputs of a run by name: ``loss``, ``result 0``, ``gradient fc.weight``, ``buffer norm.running_mean``."""
 
 
 class EagerReference:
@@ -119,7 +119,7 @@ class EagerReference:
     def _in_float64(
         self, graph: Graph, drawn: Draws, got: RunOutputs, differing: list[str], epsilon: Mapping[str, float]
     ) -> list[str]:
-        """Those of the differing outputs that differ in float64 too, by more than its rounding."""
+        """The differing outputs that differ in float64 too, by more than its rounding."""
         both = [name for name in differing if name in got and name in self._expected]
         only_one = [name for name in differing if name not in both]
         try:

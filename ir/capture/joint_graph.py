@@ -108,7 +108,7 @@ class _ProgramRun:
     def __init__(self, writer: CallWriter, outcomes: OutcomeCache) -> None:
         self.writer, self.outcomes = writer, outcomes
         self._abstract: dict[int, Tensor] = {}
-        """Of parameters and buffers."""
+        """The abstract tensors of parameters and buffers."""
         self._given: dict[Any, Tensor] = {}
         """The inputs of the program, by descriptor."""
         self._begins: list[int] = []
@@ -271,13 +271,13 @@ class CallWriter(TorchDispatchMode):
         self._outcomes, self._table = outcomes, table
         self._nodes: dict[int, fx.Node] = {}
         self._abstract: dict[int, Tensor] = {}
-        """Of constants."""
+        """The abstract tensors of constants."""
         self._alive: list[Tensor] = []
         self._writable: set[int] = set()
         self._viewed: set[int] = set()
         """The tensors that may alias another one."""
         self._written: dict[Any, bool] = {}
-        """By op: whether it is written as it is."""
+        """Whether each op is emitted unchanged."""
 
     def stand_for(self, tensor: Tensor, node: fx.Node, *, writable: bool = False) -> None:
         """Let a tensor stand for the result of a node; inputs may be ``writable``."""

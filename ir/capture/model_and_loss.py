@@ -61,7 +61,7 @@ def _result(leaf: object) -> object:
 
 
 class TraceResults:
-    """What a trace finds: the tree of results, guards, whether it asked for the compiler, and checkpointed modules."""
+    """The findings of a trace: the tree of results, guards, use of the compiler, and checkpointed modules."""
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]

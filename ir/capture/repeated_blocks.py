@@ -262,7 +262,7 @@ class OpTrace(TorchDispatchMode):
 
     @property
     def calls(self) -> list[tuple[BlockIndex, list[TracedOp]]]:
-        """What each block calls, in order."""
+        """The ops that each block calls, in order."""
         return [(place, self.segments[place]) for place in (None, *self.order)]
 
     def without(self, repeats: Sequence[Repeat]) -> list[tuple[BlockIndex, list[TracedOp]]]:

@@ -22,7 +22,7 @@ OWN = tuple(
         *(f"{at}{n}" for at in ("", "shardfx/") for n in ("module/", "api.py", "compile.py")),
     )
 )
-"""Where our own code lies, as installed and in a checkout."""
+"""The paths of shardfx's own code, as installed and in a checkout."""
 TYPED = "<model>"
 """The file of a forward that was typed in, of which torch has no line."""
 CAPTURE = str(Path(__file__).with_name("model_and_loss.py"))

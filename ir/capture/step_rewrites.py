@@ -35,10 +35,10 @@ from .optimizer.training_step import TrainingStep
 
 aten = torch.ops.aten
 Kind = tuple[torch.dtype, bool]
-"""Of a parameter: its dtype, and whether it has dims."""
+"""The kind of a parameter: its dtype, and whether it has dims."""
 RATE = 0.5
 LARGEST = 1e18
-"""Of a gradient here: its square is a number of float32."""
+"""The largest gradient element here: its square is finite in float32."""
 
 
 def compare_rewrites(
@@ -154,7 +154,7 @@ def _small_step(
 
 
 def _plain_step(values: Mapping[str, Tensor], count: int, step: TrainingStep, loss: torch.dtype) -> RunOutputs:
-    """The same by torch.optim and torch.nn.utils, in float64, rounded at its end."""
+    """The reference step by torch.optim and torch.nn.utils, in float64, rounded at its end."""
     parameters = [nn.Parameter(_wide(values[f"w{i}"])) for i in range(count)]
     scale = values[SCALE].item() if isinstance(step.scale, LossScale) else float(step.scale or 1.0)
     for i, parameter in enumerate(parameters):
@@ -233,7 +233,7 @@ def _casts(kinds: Sequence[Kind], compute: MixedPrecision) -> None:
 
 
 def _plain_casts(model: _Model, compute: MixedPrecision, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by plain torch: the loss and the result."""
+    """The reference by plain torch: the loss and the result."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(compute.dtype) if compute.dtype is not None and tensor.is_floating_point() else tensor
@@ -272,7 +272,7 @@ def _parts(kinds: Sequence[Kind], parts: BatchParts) -> None:
 def _plain_parts(
     parts: BatchParts, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *how: object
 ) -> Tensor:
-    """The same part by part: micro-batches one behind the other, or replicas whose running statistics are averaged."""
+    """The reference, part by part: sequential micro-batches, or replicas whose running statistics are averaged."""
     made, stats = [], []
     wide = [each.double() for each in (weight, bias, mean, var)]
     own = wide[2:]  # each part has its own, which the backward may read

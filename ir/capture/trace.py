@@ -126,7 +126,7 @@ def capture(
 
 
 def _settled(capture: Callable[[], Captured], error: DataDependent) -> Captured:
-    """What is captured with guards, if none is left: the content that the model asks for is the same at every call.
+    """The capture with guards, if none remains: the content that the model asks for is the same at every call.
 
     Raises:
         DataDependent: some are: ``error``, which may not know where.

@@ -98,7 +98,7 @@ class ValueNumbering(TorchDispatchMode):
         self._call, self._draws = "", 0
         self._numbers: dict[Hashable, Term] = {}
         self.made: list[OpTerm | InputTerm | ConstantBytes] = []
-        """How, by term."""
+        """The definition of each term."""
         self._memories: dict[int, StorageTerm] = {}
 
     def begin(self, call: str) -> None:

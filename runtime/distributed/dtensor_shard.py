@@ -53,7 +53,7 @@ class DTensorShard:
     def of(
         spec: Spec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, device_mesh: DeviceMesh, coords: Coords
     ) -> DTensorShard:
-        """How the shard of the rank at ``coords`` is shown. ``device_mesh`` has the axes of ranks of ``mesh``."""
+        """The DTensor view of a rank's shard, at ``coords``. ``device_mesh`` has the axes of ranks of ``mesh``."""
         shard = torch.empty(spec.local_shape(shape, mesh, coords), dtype=dtype, device="meta")
         found: Sequence[Placement] | None = placements(spec, shape, mesh)
         guarded, boxes = found is None, None

@@ -35,7 +35,7 @@ def wait(started: Any) -> Tensor:
 
 
 class ProcessEngine:
-    """Runs this process's rank as a plain function."""
+    """The engine of a real rank: runs its program as a plain Python function."""
 
     def __init__(self, graph: Graph, device: torch.device, write: Write = write_source) -> None:
         self.device, self.rank = device, dist.get_rank()

@@ -314,7 +314,7 @@ class ShmGroup(dist.ProcessGroup):
         return [*seen, *self._pool.memory]
 
     def shutdown(self) -> None:
-        """Leave the group."""
+        """Close the links to the other members, and gloo's group."""
         for link in self._links:
             link.close()
         open_groups.discard(self)
@@ -468,7 +468,7 @@ class ShmGroup(dist.ProcessGroup):
         return ShmWork(work, self._queue, out)
 
     def _copied(self, x: Tensor, readers: Sequence[SocketLink]) -> Tensor:
-        """Shared memory that begins with a copy of a tensor, until it was read."""
+        """A shared-memory copy of a tensor, which is live until all readers have read it."""
         self._unread = [each for each in self._unread if not is_read(*each)]
         copy = self._pool.arena(max(x.nbytes, 1))
         copy[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)

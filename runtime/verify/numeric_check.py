@@ -73,7 +73,7 @@ def compare(
     known: Mapping[str, Tensor],
     seed: int = 0,
 ) -> tuple[Fault | None, dict[str, int]]:
-    """The first output of a rank that differs from the captured graph's, or None; and how much was checked.
+    """The first output of a rank that differs from the captured graph's, or None; and the counts of what was checked.
 
     ``known`` are inputs whose content counts (indices, masks).
     """

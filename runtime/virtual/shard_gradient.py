@@ -129,7 +129,7 @@ class ShardGradient(Tensor):
 
 
 def _places(args: Any) -> Iterator[list[Any]]:
-    """The arguments of an op on lists at each place of these."""
+    """The arguments of a foreach op at each index of its lists."""
     lists = [isinstance(each, (list, tuple)) for each in args]
     for i in range(len(args[lists.index(True)])):
         yield [each[i] if is_list else each for each, is_list in zip(args, lists, strict=True)]

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class VirtualStore(Store):
-    """All shards, in this process."""
+    """The store of virtual ranks: all shards, in this process."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         super().__init__(graph, device)

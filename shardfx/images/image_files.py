@@ -100,7 +100,7 @@ def _check_mapped_file(scene: object, name: str) -> None:
 
 
 class ImageFile:
-    """A file that is opened where it is read: once in each process, for handles do not survive a fork."""
+    """A file that is opened lazily, once in each process, for handles do not survive a fork."""
 
     package = opener = ""
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardfx.visualize import LayerMargin
 
 LARGE = (4, 8)
-"""Margins are derived from images so many times as large as the plan's, so that none is truncated."""
+"""The factors over the plan's image size at which margins are derived, so that none is truncated."""
 UNIFORM = ("aten.full", "aten.zeros", "aten.ones", "aten.expand")
 """Ops that make dims along which all elements are equal."""
 
@@ -126,7 +126,7 @@ class LayerRows(NamedTuple):
 
 
 class Locality(NamedTuple):
-    """What follows for a result of a model: its dims; the layers in order; and by dim of the scene the grid on which
+    """The locality of a model's result: its dims; the layers in order; and by dim of the scene the grid on which
     windows may begin."""
 
     dims: tuple[Part, ...]
@@ -172,7 +172,7 @@ def follow(window: Graph, entire: Graph, rules: RuleBook, axes: Collection[int],
 
 
 def _dims(graph: Graph, known: Mapping[Value, Known], name: str) -> tuple[Part, ...]:
-    """What is known of each dim of a result."""
+    """The facts about each dim of a result."""
     value = next(o.value for o in graph.outputs if o.kind is OutputKind.RESULT and o.name == name)
     made = known[value]
     if isinstance(made, NonLocalValue):
@@ -204,7 +204,7 @@ class _Follower:
         self.ragged: Node | None = None
 
     def visit(self, node: Node, twin: Node) -> None:
-        """Find what is known of a node's results; ``twin`` is the same node for the full scene."""
+        """Derive the facts about a node's results; ``twin`` is the same node for the full scene."""
         far = next((k for value in node.operands if isinstance(k := self._known[value], NonLocalValue)), None)
         if far is not None:
             self._known |= {value: NonLocalValue(far.node or node, far.why) for value in node.outs}
@@ -283,7 +283,7 @@ class _Follower:
 
 
 def _factors(rule: ShardingRule, operands: Sequence[tuple[Parts, ...]]) -> dict[str, Parts]:
-    """What is known of each factor of a rule, by the operands that have it."""
+    """The facts about each factor of a rule, by the operands that have it."""
     factors: dict[str, Parts] = {}
     for dims, known in zip(rule.operands, operands, strict=True):
         for dim, parts in zip(dims, known, strict=True):
@@ -344,7 +344,7 @@ def _as_one(parts: Parts) -> SceneRows | None:
 
 
 def _joined(a: Parts, b: Parts) -> Parts:
-    """What is known of a sub-dim by two operands that share it; NotLocal where one has a value for each row."""
+    """The facts about a sub-dim that two operands share; NotLocal where one has a value for each row."""
     if _uniform(b):
         return a
     if _uniform(a):

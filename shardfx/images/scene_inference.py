@@ -130,7 +130,7 @@ def _sizes(pm: ParallelModule, scene: ArrayLike, window: Sequence[int] | None) -
 
 
 def _followed(pm: ParallelModule, scene: ArrayLike, sizes: Sequence[int], result: str | None) -> tuple[int, Locality]:
-    """The index of the result, and what is known of its rows.
+    """The index of the result, and the locality of its rows.
 
     Raises:
         Error: it is not local, or there is none of this name.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardfx.module.parallel_module import ParallelModule
 
 WORKERS = 1024
-"""The number of workers of a DataLoader whose bytes are counted apart."""
+"""The number of DataLoader workers whose bytes are counted separately."""
 FLIPS = {"hflip": -1, "vflip": -2, "dflip": -3}
 """The dim that each word flips."""
 ROT90 = "rot90"

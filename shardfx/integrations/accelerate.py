@@ -71,7 +71,7 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
 
     @classmethod
     def taking_over(cls, accelerator: Accelerator) -> ParallelAccelerator:
-        """One that somebody else made goes on as such a one, for parallel modules."""
+        """Convert an existing accelerator to this class, for parallel modules."""
         accelerator.__class__ = cls
         accelerator._mesh = accelerator._hints = None
         accelerator._begin()
@@ -101,7 +101,7 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def distributed_type(self) -> DistributedType:
-        """That of one device."""
+        """The distributed type of one device."""
         return DistributedType.NO
 
     @property

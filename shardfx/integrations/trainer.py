@@ -158,7 +158,7 @@ class ParallelTrainer(Trainer):
         return lambda out: out["loss"] if isinstance(out, dict) else out[0]
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """What ``bf16=True`` asks for, around the calls of the parallel module."""
+        """The autocast context of ``bf16=True``, around the calls of the parallel module."""
         return self.accelerator.autocast()
 
     def compute_loss(

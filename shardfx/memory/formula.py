@@ -75,7 +75,7 @@ class Sizes:
 
     @property
     def ratios(self) -> list[dict[str, Fraction]]:
-        """How batch and sequence are changed, plan by plan; the last one changes both."""
+        """The scaling of batch and sequence in each further plan; the last one changes both."""
         by = {name: ratio for name, ratio in (("batch", TIMES), ("sequence", self.part)) if name in self.named}
         both = [dict(zip(by, each, strict=True)) for each in product(*((ONE, ratio) for ratio in by.values()))]
         return both[1:]

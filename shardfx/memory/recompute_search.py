@@ -251,8 +251,8 @@ LiveCounts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """How many of the segments recompute each group (the first ones), and how many behind them keep it for others
-    that are recomputed; what it costs, and how far from the best it may be. ``away``: how many behind the first ones
+    """The number of segments that recompute each group (the first ones), and of those behind them that keep it for
+    others that are recomputed; its cost, and the gap to the optimum. ``away``: the number behind the first ones that
     offload it."""
 
     again: dict[OpGroup, int]

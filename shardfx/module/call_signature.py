@@ -114,7 +114,7 @@ NO_FACTS = InputFacts()
 
 @dataclass(frozen=True)
 class ExampleInputs:
-    """Makes example inputs for a call signature, that lie as its inputs do, and are one where they are."""
+    """Factory of example inputs for a call signature, with equal memory layouts and aliasing."""
 
     layouts: Mapping[str, MemoryLayout]
     same: Mapping[str, str]
@@ -522,7 +522,7 @@ def program_tensors(step: ProgramRunner, call: ModuleCall) -> list[tuple[Input, 
 
 
 def passing_of(step: ProgramRunner, call: ModuleCall) -> Passed:
-    """How a rank's inputs were passed, as global ones or its own part: one that is its part tells."""
+    """The way a rank passed its inputs, as global ones or its shards: a single local input decides."""
     found = [_passing_of(step, inp, tensor) for inp, tensor in program_tensors(step, call)]
     return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
 

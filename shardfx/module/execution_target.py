@@ -100,7 +100,7 @@ class CompileOptions:
 
 @dataclass(frozen=True)
 class ExecutionTarget:
-    """Makes stores and engines of one kind. Nothing of ``torch.distributed`` is touched for virtual ranks."""
+    """Factory of stores and engines of one kind. Virtual ranks touch nothing of ``torch.distributed``."""
 
     virtual: bool
     device: torch.device

@@ -77,7 +77,7 @@ class ModelState:
         return torch.Size(self._given(name).value.shape)
 
     def layouts(self) -> dict[str, Layout]:
-        """How each parameter is sharded."""
+        """The sharding of each parameter."""
         mesh, found = self.compiled.after.mesh, dict[str, Layout]()
         for inp in self.compiled.after.of_kind(InputKind.PARAMETER):
             dims = inp.value.spec.dims if inp.value.spec is not None else ()

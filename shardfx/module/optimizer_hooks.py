@@ -140,7 +140,7 @@ def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 _shown = WeakIdKeyDictionary()
-"""How each parameter shows its shard."""
+"""The user-facing view of each parameter's shard."""
 _twins: WeakKeyDictionary[torch.optim.Optimizer, LocalOptimizer] = WeakKeyDictionary()
 
 
@@ -154,7 +154,7 @@ class LocalOptimizer:
     def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
         self.optimizer = object.__new__(kind)
         self._known: dict[Tensor, tuple[Shown, Tensor, nn.Parameter]] = {}
-        """Of each parameter that shows a shard how it does, that shard, and the shard as a parameter."""
+        """For each parameter that is a view of a shard: the view, that shard, and the shard as a parameter."""
         self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
@@ -253,7 +253,7 @@ def _end_local_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
 Norm = Callable[[Mapping[str, Sequence[Tensor]], float], Tensor]
 """The norm of gradients by name, of which each rank gives its own."""
 _staged = WeakIdKeyDictionary()
-"""Of each parameter of a stage how norms are taken, and its name."""
+"""The norm function and the name of each parameter of a stage."""
 _taken: list[Any] = []
 
 

@@ -39,7 +39,7 @@ INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
 PULL: Kinds = frozenset({OutputKind.GRADIENT})
 """The outputs of the program behind given gradients of results (see :mod:`.grad_delivery`)."""
 BESIDE: Kinds = frozenset({OutputKind.RESULT})
-"""What ``with_results`` adds."""
+"""The kinds of outputs that ``with_results`` adds."""
 NAMES = {
     "loss and gradients": TRAIN,
     "loss": LOSS,
@@ -56,9 +56,9 @@ RUNS = {kinds: name for name, kinds in NAMES.items()} | {
     LOSS: "the loss alone",
     INFER: "the model's results",
 }
-"""What a call does, in words."""
+"""The description of a call, by its set of outputs."""
 USUAL = (TRAIN, LOSS, STEP, INFER)
-"""Those that any call may run; the others are asked for."""
+"""The sets of outputs that any call may run; others are requested explicitly."""
 
 
 def trained_kinds(compiled: Compiled) -> Kinds:
@@ -99,7 +99,7 @@ class Programs:
         self.compiled, self.device, self.rank_passes = compiled, device, tuple(rank_passes)
         self.step = ProgramRunner(compiled.after, self.program, store, engine)
         self.notes: dict[str, None] = {}
-        """What rank passes noted, each once."""
+        """The notes of rank passes, each once."""
         self.pulls = compiled.hints.loss is product
         """Whether the plan is for given gradients of the results."""
         self.unproven: set[int] = set()

@@ -52,9 +52,9 @@ def unwatched() -> Iterator[None]:
 
 
 class SourceModelWatch:
-    """What became of a model and of the parallel modules that were made of it; a hook of the model, to be asked when
-    it is called or saved. A copy of the model has one that watches nothing. ``trainings`` grows where
-    the model is trained itself."""
+    """The state of a source model and of the parallel modules made of it; a hook of the model, queried when it is
+    called or saved. A copy of the model has one that watches nothing. ``trainings`` grows where the model is trained
+    itself."""
 
     def __init__(self) -> None:
         self._model: weakref.ref[nn.Module] | None = None

@@ -139,7 +139,7 @@ class Report:
     passes: Mapping[str, float] = field(default_factory=dict)
     stages: tuple[StageRow, ...] = ()
     timing: Timing | None = None
-    """Of a plan with stages, or of which steps were measured."""
+    """The timing of a plan with stages, or with measured steps."""
     tiles: tuple[TileRow, ...] = ()
     """The layers of which ranks have tiles, with what these cost."""
 

@@ -65,7 +65,7 @@ def make_report(
 def comm_rows(
     graph: Graph, mesh: Mesh, kinds: Iterable[OutputKind] = tuple(OutputKind), rank: int = 0
 ) -> list[CommRow]:
-    """What a rank sends for outputs of some kinds, by axes and kind, in the order of the mesh, what sends most
+    """The communication of a rank for outputs of some kinds, by axes and kind, in the order of the mesh, the most bytes
     first; times are by its links."""
     outputs = {output.value: output for output in graph.outputs}
     inputs = {inp.value: inp.name for inp in graph.inputs}

@@ -30,9 +30,9 @@ class StageRow:
     modules: tuple[str, ...]
     parameters: int
     nbytes: int
-    """Of its parameters, as a rank stores them."""
+    """The bytes of its parameters, as a rank stores them."""
     sent: int
-    """What a rank sends to other stages in an iteration."""
+    """The bytes that a rank sends to other stages in an iteration."""
     flops: float
 
 
@@ -91,8 +91,8 @@ def is_of_rank(node: Node, graph: Graph, rank: int) -> bool:
 
 @dataclass(frozen=True)
 class TileRow:
-    """One layer: how often rows are exchanged for it, bytes that the rank which sends most sends, operations on a rank,
-    and how many of them the rank with the largest border recompute does for rows that are another rank's own."""
+    """One layer: the number of its halo exchanges, the most bytes that a rank sends, the operations on a rank, and
+    those of the largest border recompute on a rank, for rows of other ranks."""
 
     module: str
     exchanges: int

@@ -46,7 +46,7 @@ def report_tables(report: Report, first: Iterable[RenderableType] = ()) -> Rende
 
 
 NEW = ("new buffers", "new parameters", "new states")
-"""What is written into what is stored, once the program is done."""
+"""The outputs that are written to stored values once the program is done."""
 
 
 def _memory(report: Report) -> list[RenderableType]:
@@ -210,7 +210,7 @@ def _time(report: Report) -> list[RenderableType]:
 
 MOST_ROWS = 8
 SHOWN = 12
-"""So many actions of a row are shown."""
+"""The most actions of a row that are shown."""
 
 
 def stage_tables(report: Report) -> list[RenderableType]:

@@ -395,4 +395,4 @@ OF_OTHERS: dict[str, Canonical] = {
     "transformers.grouped_mm_fallback": _product,
     "transformers.grouped_mm_fallback_backward": _product_backward,
 }
-"""By name, for they are there only where the package that defines them was imported."""
+"""Canonical ops of other packages, by name: they exist only where the package that defines them was imported."""

@@ -62,7 +62,7 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.binary_cross_entropy_backward.default: _binary_cross_entropy_backward,
     aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
 }
-"""In place of torch's decompositions, which differ from the kernels."""
+"""Replacements of torch's decompositions that differ from the kernels."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

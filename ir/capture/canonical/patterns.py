@@ -116,7 +116,7 @@ def _text(type: Any) -> str:
 
 
 MOST_BEHIND = 16
-"""So many values behind its result are looked through for the operands of a call of several ops."""
+"""The most values behind a call's result that are searched for the operands of a call of several ops."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Match:
 
 @dataclass(frozen=True)
 class _Ops:
-    """What a call is for operands of some types, which are ``leaves``: its ops give ``results``, one or (``several``) a
-    list of them."""
+    """The ops of a call for operands of some types, which are ``leaves``; their results are ``results``, one or
+    (``several``) a list of them."""
 
     leaves: tuple[Value, ...]
     results: tuple[Any, ...]
@@ -145,9 +145,9 @@ class _Ops:
 
 
 REFUSED = (RuntimeError, TypeError, IndexError, ValueError)
-"""What torch says of operands that are not for a call."""
+"""The exceptions that torch raises for invalid operands of a call."""
 Bound = dict[Hashable, Any]
-"""What stands for what: for a tensor of the pattern a value, for a call what it gives, for an op of it a node."""
+"""The bindings of a match: a value for each tensor of the pattern, a result for each call, a node for each op of it."""
 
 
 @dataclass
@@ -243,7 +243,7 @@ class Pattern:
     def _fitting(
         self, call: fx.Node, choices: tuple[tuple[TensorType, ...], ...]
     ) -> Mapping[TensorType, list[tuple[TensorType, ...]]]:
-        """By the type of a result, the types of operands that give it, of those that may be chosen for each."""
+        """The operand types that give each result type, of those that may be chosen for each operand."""
         found = self.fitting.get((call, choices))
         if found is None:
             found = self.fitting[call, choices] = {}
@@ -292,7 +292,7 @@ class Pattern:
         return _Ops(leaves, tuple(results), several)
 
     def _made(self, wanted: fx.Node, bound: Bound) -> Value | None:
-        """What an output is, once the first one was matched; None if nothing of it depends on that."""
+        """The value of an output, once the first one was matched; None if nothing of it depends on that."""
         call, index = _call_of(wanted)
         found = bound.get(wanted)
         if found is None and index is not None and call in bound:
@@ -301,7 +301,7 @@ class Pattern:
 
 
 def _run(call: fx.Node, tensors: Sequence[torch.Tensor]) -> Any:
-    """What a call of the pattern gives for these operands."""
+    """The result of a call of the pattern for these operands."""
     values = dict(zip(_operands(call), tensors, strict=True))
     args, kwargs = fx.map_arg((call.args, call.kwargs), values.__getitem__)
     run: Any = getattr(type(args[0]), str(call.target)) if call.op == "call_method" else call.target
@@ -328,7 +328,7 @@ def _covers(made: Any, value: Value, image: dict[Any, Any]) -> bool:
 
 
 def _image(made: Any, image: Mapping[Any, Any]) -> Value | None:
-    """What stands for a result of a call: the same result of the same node."""
+    """The image of a call's result: the same result of the matched node."""
     node = image.get(made.node) if isinstance(made, Value) else None
     found = node.results[made.index] if isinstance(node, Node) else image.get(made)
     return found if isinstance(found, Value) else None
@@ -364,7 +364,7 @@ def _sorted(node: Node) -> list[Any]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a function is called."""
+    """The name of a function."""
     return getattr(function, "__name__", type(function).__name__)
 
 

@@ -134,7 +134,7 @@ def _exponential(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, A
 
 
 def _bernoulli(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], types: Any) -> Value:
-    """Where the uniform number lies below the probability, which is a number, a tensor, or what is drawn of itself."""
+    """Bernoulli draws: uniform numbers below the probability, which is a number, a tensor, or the operand itself."""
     chance = args[1] if len(args) > 1 else args[0]
     fine = torch.float64 if types.dtype is torch.float64 else torch.float32
     drawn = uniform(builder, TensorType(types.shape, fine))
@@ -168,7 +168,7 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.bernoulli.Tensor: _bernoulli,
     aten.rrelu_with_noise_functional: _rrelu,
 }
-"""What each op of torch's that draws becomes."""
+"""The lowering of each of torch's random ops."""
 DRAWN = frozenset(RANDOM.values())
 
 

@@ -24,7 +24,7 @@ class WatchedHooks:
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: dict[tuple[str, str], bool] = {}
-        """By path and name of a hook: whether it changed the program."""
+        """Whether each hook, by path and name, changed the program."""
         self._twins: dict[int, nn.Module] = {}
         hooked = any(is_users(hook) for module in model.modules() for hook in _hooks(module))
         self.model = self._twin(model, "") if hooked else model

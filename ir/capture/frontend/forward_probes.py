@@ -140,7 +140,7 @@ class AssignedBuffers:
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.with_history: set[str] = set()
-        """Those that carry an autograd graph from one call to the next (:mod:`..hidden_state`)."""
+        """The names of buffers that carry an autograd graph from one call to the next (:mod:`..hidden_state`)."""
 
     @contextmanager
     def noting(self, program: nn.Module, *, written: bool) -> Iterator[None]:

@@ -57,7 +57,7 @@ class StepVariant:
 
     @property
     def traced(self) -> Sequence[TracedStep]:
-        """All that was traced of it."""
+        """All traced steps of the update."""
         return [self.later] if self.first is None else [self.later, self.first]
 
 

@@ -28,7 +28,7 @@ Start = float | Literal["parameter"]
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How parameters of one kind are stepped: further options, and the initial content of their states.
+    """The recipe of steps for parameters of one kind: further options, and the initial content of their states.
 
     ``once``: the first step differs from the others.
     """
@@ -39,7 +39,7 @@ class Recipe:
 
 
 def recipe(small: OptimizerTrial, number: int, names: Sequence[str]) -> Recipe:
-    """How to step the parameters ``names`` of group ``number``, all of one shape.
+    """The recipe for the parameters ``names`` of group ``number``, all of one shape.
 
     Raises:
         Error: the step cannot be traced; or no program is what the optimizer does.
@@ -86,7 +86,7 @@ def _apart(
     later: TracedStep,
     first: TracedStep | None = None,
 ) -> str:
-    """Where the traced step differs from the optimizer's, in words; "" where it does not."""
+    """The difference of the traced step from the optimizer's, in words; "" where there is none."""
     for name in names:
         p = small.named[name].detach().clone()
         states = [initial_content(starts[key], later.shapes[key], later.dtypes[key], p) for key in later.names]

@@ -59,7 +59,7 @@ class TracedStep:
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """The parameter's shape."""
     inputs: tuple[str, ...]
     decided: frozenset[Comparison] = frozenset()
     """The comparisons that the step made with scheduled numbers, as they were when it was traced."""

@@ -22,7 +22,7 @@ APART = "repeated blocks were planned one by one, which takes longer"
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What stands behind the backward: the loss scale, the maximum norm of all gradients, the optimizer, and its
+    """The part of a step after the backward: the loss scale, the maximum norm of all gradients, the optimizer, and its
     scheduled options."""
 
     scale: float | LossScale | None

@@ -125,14 +125,14 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 @cache
 def read_of_module(code: CodeType) -> frozenset[str]:
-    """What code, and the code within it, reads of its module."""
+    """The globals of its module that code, and the code within it, reads."""
     every = (each for inside in codes(code) for each in get_instructions(inside))
     return frozenset(each.argval for each in every if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 @cache
 def set_in_module(code: CodeType) -> frozenset[str]:
-    """What code, and the code within it, sets in its module."""
+    """The globals of its module that code, and the code within it, sets."""
     every = (each for inside in codes(code) for each in get_instructions(inside))
     return frozenset(each.argval for each in every if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
 
@@ -185,7 +185,7 @@ class DynamicNames(NamedTuple):
 
 
 def names_at_run_time(function: FunctionType) -> DynamicNames:
-    """What a function's code, and the code within it, reaches by names made at run time."""
+    """The accesses of a function's code, and the code within it, by names made at run time."""
     found = [reached(code) for code in codes(function.__code__)]
     return DynamicNames(*(any(getattr(each, name) for each in found) for name in DynamicNames._fields))
 
@@ -228,7 +228,7 @@ CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
 
 @cache
 def reached(code: CodeType) -> Reached:
-    """What a shard of code reaches, without the code within it."""
+    """The names that one code object reaches, without the code within it."""
     found, stack, jumps = Reached(), list[Symbol](), dict[int, list[Symbol]]()
     every, asked = [*dis.get_instructions(code)], 0
     after_end = False

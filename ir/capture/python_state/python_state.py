@@ -116,7 +116,7 @@ class PythonState:
 
     @property
     def names(self) -> CodeNames:
-        """What the code names."""
+        """The names in the code."""
         return self._names
 
     def settle(self, state: int) -> None:

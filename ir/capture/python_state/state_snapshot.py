@@ -88,7 +88,7 @@ def _same_dict(now: dict[Any, Any], was: dict[Any, Any]) -> bool:
 
 
 def _of_dict(thing: MutableMapping[Any, Any], but: frozenset[str] = frozenset()) -> Snapshot:
-    """Of a dict, or the attributes of an object; keys of ``but`` are none of it."""
+    """A snapshot of a dict, or of an object's attributes, without the keys of ``but``."""
 
     def read() -> dict[Any, Any]:
         return {name: value for name, value in thing.items() if name not in but}
@@ -104,7 +104,7 @@ def _of_dict(thing: MutableMapping[Any, Any], but: frozenset[str] = frozenset())
 
 
 def _of_sequence(thing: Any) -> Snapshot:
-    """Of a list, a set, or a deque."""
+    """A snapshot of a list, a set, or a deque."""
 
     def write(was: list[Any]) -> None:
         thing.clear()
@@ -131,7 +131,7 @@ def _of_slots(thing: object) -> Snapshot:
 
 
 def _of_variable(place: Any, name: str) -> Snapshot:
-    """Of a variable of a closure, of a Python module, or of a class."""
+    """A snapshot of a variable of a closure, of a Python module, or of a class."""
 
     def read() -> object:
         if isinstance(place, CellType):

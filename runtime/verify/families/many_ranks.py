@@ -146,7 +146,7 @@ def _communication(family: Family) -> list[Any]:
 
 @dataclass
 class WholePrograms:
-    """Whole programs, interpreted: of all stages those of a few lines of ranks, with shadows for all others."""
+    """The interpretation of full programs: of a few lines of ranks over all stages, with shadows for all others."""
 
     proof: Proof
     places: Mapping[int, FamilyPrograms]

@@ -121,7 +121,7 @@ class SingleOps:
         return sorted({rank for start in self.alike.starts(axes) for rank in mesh.group(start, axes)})
 
     def _as_the_rule_says(self, node: Node, family: Family, mesh: Mesh) -> bool:
-        """Whether the code is what the op's rule writes for all ranks of a family."""
+        """Whether the code equals the op's rule, as lowered for all ranks of a family."""
         assert node.strategy is not None
         nodes, root = list(family.program.graph.nodes), dict[fx.Node, fx.Node]()
         for each in nodes:
@@ -246,8 +246,8 @@ def axes_of(values: dict[int, Any], mesh: Mesh) -> set[str]:
 
 
 def all_meet(made: Sequence[Family], axis: str, mesh: Mesh) -> bool:
-    """Whether of all messages of an op, along ``axis``, each one that is sent is received, and no number but those of
-    groups and iterations depends on the rank."""
+    """Whether each message of an op along ``axis`` is both sent and received, and no number but those of groups and
+    iterations depends on the rank."""
     sent, received = Counter[Any](), Counter[Any]()
     for family in made:
         together = family.together

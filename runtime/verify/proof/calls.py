@@ -167,7 +167,7 @@ class CallDeduction:
     def _try(
         self, node: fx.Node, maker: Node, operands: Sequence[fx.Node], facts: Sequence[Fact]
     ) -> tuple[Results, str]:
-        """Whether the call is this rank's version of ``maker``; what follows, or why it is not."""
+        """Match the call with this rank's version of ``maker``; returns the results, or why it does not match."""
         deduction = self.proof.deduction
         if [f.term for f in facts] != [self.proof.universe.of[v] for v in maker.operands]:
             operands, facts = operands[::-1], facts[::-1]
@@ -189,7 +189,7 @@ class CallDeduction:
         return found, "" if found else why
 
     def _by_rule(self, node: fx.Node) -> tuple[Results, str]:
-        """The same, for ops whose rule writes several calls: ``node`` is the last of them.
+        """The results of ops whose rule writes several calls: ``node`` is the last of them.
 
         A call may be what this rank does of several ops (``arange(0, 4)`` is a part of many ranges): those come first
         that no earlier call was taken for. Of one op all that is found is true, as where this rank's rows are those of
@@ -220,9 +220,9 @@ class CallDeduction:
         return [node for node in self.proof.after.nodes if may_lack(node, self.proof.deduction.mesh)]
 
     def _of_nothing(self, node: fx.Node) -> Results:
-        """What a call gives that a rule writes where this rank has nothing of a sharded factor: whatever is known of
-        the operands, of which one stands in the call for its device. Where these are shares of sums, so is the result:
-        then they are looked for among all that is known so far."""
+        """The results of a call that a rule writes for a rank with an empty shard of a sharded factor: independent of
+        the facts of the operands, of which one is in the call for its device. Where these are shares of sums, so is the
+        result: then they are looked for among all that is known so far."""
         deduction, found = self.proof.deduction, Results()
         before = list(itertools.takewhile(lambda each: each is not node, node.graph.nodes))
         for maker in self._lacking:

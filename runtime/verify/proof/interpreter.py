@@ -292,7 +292,7 @@ class Rank:
                 raise Failed(self.fault(what, self.result, f"{output.kind.value} {output.name}"))
 
     def _first_unknown(self, node: fx.Node) -> fx.Node:
-        """The first node, in program order, behind ``node`` of which nothing is known though all its operands are."""
+        """The first node, in program order, behind ``node`` that has no facts though all its operands have."""
         behind, front = {node}, [node]
         while front:
             for each in front.pop().all_input_nodes:
