@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,19 @@ from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
+aten = torch.ops.aten
 Tensor = torch.Tensor
 Span = tuple[int, int]
 """Start and length of consecutive rows."""
 Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Offsets in the global tensor, sizes, and offsets in the local tensor."""
+MAKES = {
+    aten.new_empty_strided.default: 3,
+    aten.new_empty.default: 2,
+    aten.new_zeros.default: 2,
+    aten.new_ones.default: 2,
+}
+"""Ops that make a tensor of a shape that DTensor derives from the placement; and how many arguments say it."""
 
 
 @dataclass(frozen=True)
@@ -115,29 +123,25 @@ def _boxes(local_runs: Sequence[Sequence[Span]]) -> tuple[Box, ...]:
 
 
 def placements(spec: Spec, shape: Sequence[int], mesh: Mesh) -> tuple[Placement, ...] | None:
-    """One placement per axis of ranks; None if there are none by which DTensor computes the same::
+    """One placement per axis of ranks; None if DTensor has none that give the same shards::
 
         dp tp, -            on Mesh(dp, tp)     (Shard(0), Shard(0))
+        tp dp, -            on Mesh(dp, tp)     (_StridedShard(0, split_factor=2), Shard(0))
         (3 64{tp}), -       on Mesh(tp)         (_StridedShard(0, split_factor=3),)
-        tp dp, -            on Mesh(dp, tp)     None
 
-    DTensor shards a dim over several mesh axes in the order of the *mesh*, each within what the one before left; a
-    strided axis shards each of ``split_factor`` equal parts, and joins what it takes of each. (torch 2.13 gathers a dim
-    that is strided over several axes into a wrong tensor, without a word.)
+    DTensor shards a dim over several mesh axes in the order of the *mesh*, each within what the one before left. An
+    axis that has something more major than itself unsharded is strided: it shards each of ``split_factor`` equal
+    parts, and joins what it takes of each. Where sizes do not divide, that need not be the same, so every answer is
+    tried on row numbers, by torch's own splitting. And torch 2.13 gathers a dim that is sharded by several axes, of
+    which one but the last is strided, rightly only where the split is plain (it gives wrong tensors for
+    ``(3 64{tp,dp})``, without a word): the others count as what DTensor cannot say.
     """
     found: dict[str, Placement] = {}
     for dim, (sharding, size) in enumerate(zip(spec.dims, shape, strict=True)):
-        axes, parts = sharding.axes, sharding.sub(size) if sharding.axes else ()
-        for part in (each for each in parts if each.axes):
-            major = math.prod(each.size for each in parts[: parts.index(part)])
-            count = mesh.extent(axes)
-            chunks = not sharding.parts and len(axes) == 1 and -(-size // count) * (count - 1) < size
-            if part.axes != axes or axes != mesh.sort(axes) or (part.size % count and not chunks):
-                return None
-            if major > 1 and len(axes) > 1:
-                return None
-            placement = Shard(dim) if major == 1 else _StridedShard(dim, split_factor=major)
-            found |= dict.fromkeys(axes, placement)
+        chosen = _of_dim(sharding, size, dim, mesh)
+        if chosen is None:
+            return None
+        found |= chosen
     return tuple(found.get(axis.name, Replicate()) for axis in mesh.space)
 
 
@@ -151,6 +155,43 @@ def runs(sharding: DimSharding, size: int, mesh: Mesh, coords: Coords) -> list[S
         else:
             result = [((at + i) * part.size + start, length) for at, count in result for i in range(count)]
     return [(start, length) for start, length in result if length]
+
+
+def _of_dim(sharding: DimSharding, size: int, dim: int, mesh: Mesh) -> dict[str, Placement] | None:
+    axes = mesh.sort(sharding.axes)
+    if not sharding.parts and axes == sharding.axes and size % mesh.extent(axes) == 0:
+        return {axis: Shard(dim) for axis in axes}
+    factors: dict[str, int] = {}
+    for axis in axes:
+        factors[axis] = _split_factor(sharding, size, axis, factors, mesh)
+    if sharding.parts and any(factors[axis] > 1 for axis in axes[:-1]):
+        return None
+    rows = torch.arange(size)
+    for places in itertools.product(*(range(mesh[axis].size) for axis in axes)):
+        coords = dict(zip(axes, places, strict=True))
+        local = rows
+        for axis in axes:
+            split = _placement(0, factors[axis])._split_tensor(local, mesh[axis].size, with_padding=False)
+            local = split[0][coords[axis]]
+        wanted = [rows[start : start + length] for start, length in runs(sharding, size, mesh, coords)]
+        if not torch.equal(local, torch.cat(wanted) if wanted else rows[:0]):
+            return None
+    return {axis: _placement(dim, factors[axis]) for axis in axes}
+
+
+def _placement(dim: int, factor: int) -> Any:
+    return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+
+
+def _split_factor(sharding: DimSharding, size: int, axis: str, done: Container[str], mesh: Mesh) -> int:
+    """How many parts ``axis`` splits: the product of what is more major, and not sharded by ``done`` already."""
+    factor = 1
+    for part in sharding.sub(size):
+        if axis in part.axes:
+            before = part.axes[: part.axes.index(axis)]
+            return factor * mesh.extent(a for a in before if a not in done)
+        factor *= math.ceil(part.size / mesh.extent(a for a in part.axes if a in done))
+    raise AssertionError(f"{axis} does not shard {sharding}")
 
 
 # ---- local tensors of several boxes
@@ -182,9 +223,12 @@ class MultiBoxTensor(Tensor):
             return tensor.data_
 
         args, kwargs = tree_map_only(MultiBoxTensor, open_, (args, dict(kwargs or {})))
+        first = next(iter(mine.values()))
         guarded = any(tensor.guarded for tensor in mine.values())
         if guarded and func.namespace != "aten":  # type: ignore[attr-defined]  # a collective: before it starts
             raise _cannot_say(func)
+        if guarded and func in MAKES:
+            args = (first.data_, first.shape, first.stride())[: MAKES[func]] + args[MAKES[func] :]
         result = func(*args, **kwargs)
         like = {tensor.shape: tensor for tensor in mine.values()}
 
