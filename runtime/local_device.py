@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardfx.ir.errors import Error
 
@@ -40,6 +41,10 @@ def local_device(asked: str | torch.device | None, weights: torch.device, real: 
 
 def _index(kind: str) -> int:
     """The index of this rank's device on its machine."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    bound = world.bound_device_id if world is not None else None
+    if bound is not None and bound.type == kind:
+        return int(bound.index)
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     module: Any = torch.get_device_module(kind)
