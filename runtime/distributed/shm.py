@@ -511,6 +511,10 @@ def _all_reduce(group: ShmGroup, x: Tensor, op: str) -> StartedCollective:
     return StartedCollective(group.allreduce([x], _options(dist.AllreduceOptions, op)), x)
 
 
+def _all_reduce_copy(group: ShmGroup, x: Tensor, op: str) -> StartedCollective:
+    return _all_reduce(group, x.clone(memory_format=torch.contiguous_format), op)
+
+
 def _all_gather(group: ShmGroup, x: Tensor, size: int, *, out: Tensor | None = None) -> StartedCollective:
     out = x.new_empty([x.shape[0] * size, *x.shape[1:]]) if out is None else out
     return StartedCollective(group.all_gather_single(out, x), out)
@@ -539,7 +543,7 @@ def _direct(op: Callable[..., Any], start: Callable[..., StartedCollective]) -> 
 
 
 DIRECT: dict[Any, Callable[..., Any]] = {
-    c10d.all_reduce.default: lambda x, *args: DIRECT[memory_ops.all_reduce_](x.clone(), *args),
+    c10d.all_reduce.default: _direct(c10d.all_reduce, _all_reduce_copy),
     memory_ops.all_reduce_: _direct(memory_ops.all_reduce_, _all_reduce),
     c10d.all_gather_into_tensor.default: _direct(c10d.all_gather_into_tensor, _all_gather),
     memory_ops.all_gather_into: _direct(memory_ops.all_gather_into, _all_gather),
