@@ -92,6 +92,8 @@ class DataGuards(TorchFunctionMode):
                 tensor.real_tensor = None
         self._paths = {id(module): path for path, module in model.named_modules()}
         self.of_loss = False
+        self.at: Where | None = None
+        """The source location of the node that runs, where a graph runs and not the user's code."""
         self.guards: list[Guard] = []
         self.values: list[Tensor] = []
 
@@ -172,6 +174,8 @@ class DataGuards(TorchFunctionMode):
     def _where(self) -> Where:
         """The innermost module that runs, and the innermost line of the file that its code is in, of the user's code
         if there is some."""
+        if self.at is not None:
+            return self.at
         lines: list[Where] = []
         module = "loss" if self.of_loss else ""
         home = ""

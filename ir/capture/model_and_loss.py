@@ -114,6 +114,11 @@ class ModelAndLoss(nn.Module):
         self._stored = stored(model) if guard and real else None
 
     @property
+    def eager(self) -> ModelAndLoss:
+        """The program that calls the model's own code."""
+        return self
+
+    @property
     def by_example(self) -> bool:
         """Whether it is traced with the content of weights and examples."""
         return self._stored is not None

@@ -38,8 +38,10 @@ from .eager_comparison import EagerReference
 from .export_program import exported_of, write_graph
 from .frontend.autograd_in_forward import transforms_exited
 from .frontend.capture_errors import DataDependent, explain
+from .frontend.dynamo import DynamoTrace, trace_call
 from .frontend.forward_hooks import WatchedHooks
 from .frontend.model_preparation import as_module, on_cpu, quiet_fake_tensors, without_onednn
+from .frontend.traced_program import TracedProgram
 from .hidden_state import (
     EarlierCapture,
     ProgramCall,
@@ -67,7 +69,7 @@ class Captured:
     ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters. ``update``
     is what the graph has of an optimizer, ``checkpointed`` the modules (patterns) that the model's code checkpoints, by
     call. ``keeps``: the model's code changes what it holds beside buffers. ``compared``: what was written into the step
-    and compared with plain torch.
+    and compared with plain torch. ``trace``: that of Dynamo, if it traced the model.
     """
 
     graph: Graph
@@ -79,6 +81,7 @@ class Captured:
     checkpointed: tuple[tuple[str, ...], ...] = ()
     keeps: bool = False
     compared: tuple[str, ...] = ()
+    trace: DynamoTrace | None = None
 
 
 def capture(
@@ -97,6 +100,7 @@ def capture(
     batch_parts: BatchParts = ONE,
     compute: MixedPrecision | None = None,
     behind: Sequence[EarlierCapture] = (),
+    python: nn.Module | None = None,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
@@ -111,12 +115,13 @@ def capture(
         batch_parts: batch norms normalise these parts of the batch apart (see :mod:`.canonical.batch_norms`).
         compute: the dtypes of computing and of reducing gradients (see :mod:`.canonical.mixed_precision`).
         behind: the specializations that it was captured for before.
+        python: a twin of the model for Dynamo to trace, with all its blocks; None: ``torch.export`` does.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
     """
     arguments = (model, mesh, args, dict(kwargs or {}), loss, targets, fold)
-    further = (optimizer, clip, scheduled, batch_parts, compute, behind)
+    further = (optimizer, clip, scheduled, batch_parts, compute, behind, python)
     try:
         return _capture(*arguments, guard, *further)
     except DataDependent as error:
@@ -162,6 +167,7 @@ def _capture(
     batch_parts: BatchParts,
     compute: MixedPrecision | None,
     behind: Sequence[EarlierCapture],
+    python: nn.Module | None,
     real: bool = True,
 ) -> Captured:
     """``real``: guards go by the content of weights and examples, not only by what the model makes itself."""
@@ -177,6 +183,9 @@ def _capture(
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
     own = tensors
+    found = trace_call(python, loss, args, kwargs, targets) if python is not None else None
+    if found is not None:
+        names, tensors = [*names, *found.others], [*tensors, *found.others.values()]
     with ExitStack() as stack:
         for each in (plain_batch_norms(), transforms_exited(), without_onednn(), quiet_fake_tensors()):
             stack.enter_context(each)
@@ -191,11 +200,12 @@ def _capture(
         one = one_where_asked(own, around.names.named)
 
         def program(model: nn.Module) -> ModelAndLoss:
-            return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard, compute, real, one)
+            program = model, tree, leaves, loss, len(targets), results, guard, compute, real, one
+            return ModelAndLoss(*program) if found is None else TracedProgram(found, names, *program)
 
         short = FoldedModel(traced)
         scale = compute.loss_scale if compute is not None else None
-        if fold:
+        if fold and found is None:
             with state_restored(around):
                 short = find_repeats(traced, tensors, lambda model, inputs: program(model)(*inputs), aliases)
         adapts = isinstance(scale, LossScale)
@@ -228,7 +238,9 @@ def _capture(
     again = asked.patterns(traced, {node.where.module for node in graph.nodes})
     unsaid = NO_MODULE if asked.others and loss is not None else ""
     graph.notes = [each for each in (*graph.notes, note, apart, said, parts, unsaid) if each]
-    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update, again, results.keeps, compared)
+    return Captured(
+        graph, tuple(names), results.tree, results.leaves, aliases, update, again, results.keeps, compared, found
+    )
 
 
 NO_MODULE = (
@@ -273,7 +285,7 @@ def _traced(
         with warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
             how = {"guarded": program.by_example, "recast": compute is not None}
-            eager = EagerReference(program, tensors, names, batch_parts, around, **how)
+            eager = EagerReference(program.eager, tensors, names, batch_parts, around, **how)
 
             def compared(by_kernel: Collection[Any]) -> tuple[Graph, Error | None]:
                 graph, drawn = write_graph(

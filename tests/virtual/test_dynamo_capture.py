@@ -1,0 +1,194 @@
+"""Capture by Dynamo: the same graph as by export, guards that name what changed, side effects as in eager."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardfx as sx
+from shardfx.ir.capture.frontend.dynamo import TracedCall, trace_call
+from shardfx.ir.capture.frontend.model_preparation import without_weights
+from shardfx.ir.capture.graph_interpreter import interpret
+from shardfx.ir.capture.trace import Captured, capture
+from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.unfolding.unfold import unfolded
+
+X, Y = torch.randn(8, 6), torch.randn(8, 4)
+IDS = torch.randint(0, 4, (8,))
+SCALES = {"loss": {"weight": 1.0}}
+
+
+class Norms(nn.Module):
+    """A replaced buffer, batch norm, dropout, and a module in ``nn.Sequential``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.GELU(), nn.Linear(8, 4))
+        self.register_buffer("low", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.low = self.low * 0.9 + self.layers[0](x).detach().mean(0)
+        return self.layers(x)
+
+
+class Kept(nn.Module):
+    """Functions that stay one op, a tied weight, and a block that the code checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.one, x, use_reentrant=False)
+        q = F.pad(h, (1, 1), mode="constant").reshape(1, 2, 4, 8)
+        a = F.scaled_dot_product_attention(q, q, q, is_causal=True).reshape(8, 8)[:, 1:-1]
+        return self.two(F.interpolate(a[None, None], scale_factor=2.0, mode="bilinear")[0, 0, ::2, ::2])[:, :4]
+
+
+class Looked(nn.Module):
+    """Functions that check ranges of their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(F.one_hot(ids, 4).float())
+
+
+def bce(out: Tensor, ids: Tensor) -> Tensor:
+    return F.binary_cross_entropy(out.sigmoid(), F.one_hot(ids, 4).float())
+
+
+def by_dynamo(model: nn.Module, loss: Any, args: tuple[Any, ...], targets: tuple[Any, ...] = ()) -> Captured:
+    twin = without_weights(model)
+    return capture(model, sx.Mesh(dp=2), args=args, loss=loss, targets=targets, python=twin)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "args", "targets"),
+    [
+        (Norms, F.mse_loss, (X,), (Y,)),
+        (Norms, None, (X,), ()),
+        (Kept, F.mse_loss, (X,), (Y,)),
+        (Looked, F.cross_entropy, (IDS,), (IDS,)),
+        (Looked, bce, (IDS,), (IDS,)),
+    ],
+)
+def test_both_captures_give_the_same_text(
+    model: Callable[[], nn.Module], loss: Any, args: tuple[Any, ...], targets: tuple[Any, ...]
+) -> None:
+    made = model()
+    exported = unfolded(capture(made, sx.Mesh(dp=2), args=args, loss=loss, targets=targets).graph)
+    assert without_lines(by_dynamo(made, loss, args, targets).graph) == without_lines(exported)
+
+
+def without_lines(graph: Graph) -> str:
+    """The text of a graph without source lines: Dynamo's are those of the innermost function of the user's."""
+    return re.sub(r" +@ .*|source .*|\S+\.py:\d+", "", str(graph))
+
+
+def test_unedited_decoder_has_eagers_gradients() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=40, use_cache=False, **sizes)).double()
+    ids = torch.randint(0, 40, (2, 12))
+
+    def loss(out: Any, labels: Tensor) -> Tensor:
+        return F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+
+    graph = by_dynamo(model, loss, (ids,), (ids,)).graph
+    known = {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
+    inputs = {each.name: known.get(each.name, ids) for each in graph.inputs}
+    values = interpret(graph, inputs)
+    expected = loss(model(ids), ids)
+    expected.backward()
+    grads = {o.name: values[o.value] for o in graph.outputs if o.kind is OutputKind.GRADIENT}
+    assert grads.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)  # rotary tables are in float32
+
+
+@dataclass
+class Out:
+    """Results in a class that pytree does not know."""
+
+    y: Tensor
+    calls: int
+
+
+class Stateful(nn.Module):
+    """A counter, an attribute that keeps a tensor, a replaced buffer, and settings in attributes and globals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(6, 4), None
+        self.calls, self.options = 0, {"act": ["relu"]}
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Out:
+        self.calls += 1
+        h = getattr(torch, self.options["act"][0])(self.linear(x)) * SCALES["loss"]["weight"]
+        self.mean = self.mean + h.detach().mean(0)
+        self.kept = h.detach()
+        return Out(h, self.calls)
+
+
+def test_one_tensor_in_two_places_is_as_two() -> None:
+    model = without_weights(Looked())
+    trace = trace_call(model, F.cross_entropy, (IDS,), {}, (IDS,))
+    assert {"args.0", "targets.0"} <= {*trace.inputs}
+    for targets in (IDS, IDS.clone()):
+        assert trace.is_valid(TracedCall(model, F.cross_entropy, (IDS,), {}, (targets,)))
+
+
+def test_guards_name_what_changed() -> None:
+    model = without_weights(Stateful())
+    trace = trace_call(model, None, (X,), {}, ())
+    call = TracedCall(model, None, (X,), {}, ())
+
+    def changed(change: Callable[[], object], back: Callable[[], object]) -> str:
+        assert trace.is_valid(call)
+        change()
+        valid, reason = trace.is_valid(call), trace.reason(call)
+        back()
+        assert not valid and trace.is_valid(call)
+        return reason
+
+    assert changed(lambda: setattr(model, "calls", 3), lambda: setattr(model, "calls", 0)) == "L['model'].calls == 0"
+    act = model.options["act"]
+    assert "options" in changed(lambda: act.__setitem__(0, "tanh"), lambda: act.__setitem__(0, "relu"))
+    weight = SCALES["loss"]
+    assert "SCALES" in changed(lambda: weight.update(weight=2.0), lambda: weight.update(weight=1.0))
+    hooks: list[Any] = []
+    hook = lambda: hooks.append(model.linear.register_forward_hook(lambda *_: None))  # noqa: E731
+    assert "_forward_hooks" in changed(hook, lambda: hooks.pop().remove())
+
+
+def test_replay_gives_the_users_objects_and_side_effects() -> None:
+    model = without_weights(Stateful())
+
+    def mse(out: Out, y: Tensor) -> Tensor:
+        return F.mse_loss(out.y, y)
+
+    trace = trace_call(model, mse, (X,), {}, (Y,))
+    assert model.calls == 0 and model.kept is None, "a trace changes nothing"
+    assert set(trace.buffers) == {"mean"} and not trace.others
+    outputs = [torch.tensor(float(i)) for i in range(len(trace.results) + 1)]
+    call = TracedCall(model, mse, (X,), {}, (Y,))
+    loss, out = trace.replay(call, lambda *_: outputs)
+    assert isinstance(out, Out) and out.calls == model.calls == 1
+    assert [id(each) for each in (loss, out.y, model.kept)] == [id(outputs[number]) for number in trace.results]
+    assert model.mean is outputs[trace.buffers["mean"]]
+    again = trace_call(model, mse, (X,), {}, (Y,))
+    assert not trace.is_valid(call) and again.is_valid(call)
