@@ -238,9 +238,8 @@ def _capture(
     again = asked.patterns(traced, {node.where.module for node in graph.nodes})
     unsaid = NO_MODULE if asked.others and loss is not None else ""
     graph.notes = [each for each in (*graph.notes, note, apart, said, parts, unsaid) if each]
-    return Captured(
-        graph, tuple(names), results.tree, results.leaves, aliases, update, again, results.keeps, compared, found
-    )
+    layout = results.tree, results.leaves, aliases
+    return Captured(graph, tuple(names), *layout, update, again, results.keeps, compared, found)
 
 
 NO_MODULE = (

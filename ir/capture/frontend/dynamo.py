@@ -63,7 +63,7 @@ class DynamoTrace:
     ``inputs`` are the names of the graph's placeholders: of parameters and buffers, inputs (``args.0``), or, of other
     tensors, their source (``model.cache``). ``results`` are the numbers of the graph's outputs that are the loss, the
     results, and what the code keeps, in this order; ``buffers`` those that replace buffers, by name. ``others`` are
-    the tensors that are no weights and no inputs, by source, as they were.
+    the tensors that are no weights and no inputs, by source; ``named`` are the names that the traced code uses.
     """
 
     graph: fx.GraphModule
@@ -74,7 +74,6 @@ class DynamoTrace:
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
     named: frozenset[str]
-    """The names that the traced code uses."""
     gradients: bool
     """Whether gradients were enabled."""
     guards: Any
@@ -202,6 +201,9 @@ def _tracing() -> Iterator[None]:
     from torch._dynamo import config
     from torch._dynamo.utils import get_metrics_context
 
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    for key in [key for key, hook in hooks.items() if hook.__module__.startswith("torch._functorch")]:
+        del hooks[key]  # which torch 2.11 leaves behind where an export fails
     loggers = logging.root.manager.loggerDict.values()
     once = (getattr(logger, name, None) for logger in loggers for name in ("warning_once", "info_once"))
     options = {

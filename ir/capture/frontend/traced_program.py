@@ -72,7 +72,6 @@ class _NodeRunner(fx.Interpreter):
                 f"{target} in the graph of Dynamo cannot be captured",
                 where=str(self._decisions.at),
                 expected="functions of tensors, and torch.utils.checkpoint",
-                got=str(target),
                 remedy="capture(...) without python=, by torch.export",
             )
         return super().call_function(target, args, kwargs)
