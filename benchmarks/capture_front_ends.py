@@ -3,7 +3,8 @@
     python -m benchmarks.capture_front_ends [names ...]
 
 One line each: same, other (how many nodes by export, and by Dynamo), refused by one of them or by both (with the error
-of Dynamo's), and the seconds of both. Source lines are not compared: Dynamo's are those of the innermost function.
+of Dynamo's), and the seconds of both. Paths of modules are compared; source lines
+are not, as those of Dynamo are of the innermost function.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from benchmarks.survey.of_transformers import NAMES, sample
 from shardfx.ir.capture.frontend.model_preparation import without_weights
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import Graph
+from shardfx.ir.text import print_graph
 from shardfx.ir.unfolding.unfold import unfolded
 
 
 def without_lines(graph: Graph) -> str:
-    """The text of a graph without source locations."""
-    return re.sub(r"^source .*\n| +@ .*|\S+\.py:\d+", "", str(graph), flags=re.MULTILINE)
+    """The text of a graph with the paths of modules, and without source lines."""
+    return re.sub(r"^source .*\n| +\S+\.py:\d+", "", print_graph(graph), flags=re.MULTILINE)
 
 
 def captured(model: nn.Module, **how: Any) -> tuple[Graph | Exception, float]:

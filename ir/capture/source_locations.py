@@ -9,7 +9,7 @@ import torch
 
 from shardfx.ir.graph import Graph, Phase, Where
 
-PREFIX = "model."
+PREFIX, LOSS = "model.", "loss"
 TORCH = str(Path(torch.__file__).parent)
 ROOT = str(Path(__file__).parents[2])
 OWN = tuple(

@@ -38,8 +38,9 @@ from .eager_comparison import EagerReference
 from .export_program import exported_of, write_graph
 from .frontend.autograd_in_forward import transforms_exited
 from .frontend.capture_errors import DataDependent, explain
-from .frontend.dynamo import DynamoTrace, trace_call
+from .frontend.dynamo import DynamoTrace, TracedCall, trace_call
 from .frontend.forward_hooks import WatchedHooks
+from .frontend.loss_module import OwnLoss
 from .frontend.model_preparation import as_module, on_cpu, quiet_fake_tensors, without_onednn
 from .frontend.traced_program import TracedProgram
 from .hidden_state import (
@@ -183,7 +184,13 @@ def _capture(
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
     own = tensors
-    found = trace_call(python, loss, args, kwargs, targets) if python is not None else None
+    if python is not None and (guard or compute is not None or isinstance(loss, OwnLoss)):
+        raise Error(
+            "Dynamo captures no guards on data, no mixed precision, and no loss with tensors of its own",
+            where="capture(..., python=...)",
+            expected="python=None, with which torch.export captures them",
+        )
+    found = trace_call(TracedCall(python, loss, args, kwargs, targets)) if python is not None else None
     if found is not None:
         names, tensors = [*names, *found.others], [*tensors, *found.others.values()]
     with ExitStack() as stack:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +13,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardfx as sx
+from benchmarks.capture_front_ends import without_lines
+from shardfx.ir.capture.canonical.mixed_precision import MixedPrecision
 from shardfx.ir.capture.frontend.dynamo import TracedCall, trace_call
+from shardfx.ir.capture.frontend.loss_module import OwnLoss
 from shardfx.ir.capture.frontend.model_preparation import without_weights
 from shardfx.ir.capture.graph_interpreter import interpret
 from shardfx.ir.capture.trace import Captured, capture
-from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.graph import OutputKind
 from shardfx.ir.unfolding.unfold import unfolded
 
 X, Y = torch.randn(8, 6), torch.randn(8, 4)
 IDS = torch.randint(0, 4, (8,))
 SCALES = {"loss": {"weight": 1.0}}
+
+
+class Mean(nn.Module):
+    """A module that computes without gradients."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(0) * 0.1
 
 
 class Norms(nn.Module):
@@ -32,14 +42,15 @@ class Norms(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.GELU(), nn.Linear(8, 4))
+        self.mean = Mean()
         self.register_buffer("low", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.low = self.low * 0.9 + self.layers[0](x).detach().mean(0)
+        self.low = self.low * 0.9 + self.mean(self.layers[0](x))
         return self.layers(x)
 
 
-class Kept(nn.Module):
+class SingleOps(nn.Module):
     """Functions that stay one op, a tied weight, and a block that the code checkpoints."""
 
     def __init__(self) -> None:
@@ -54,7 +65,7 @@ class Kept(nn.Module):
         return self.two(F.interpolate(a[None, None], scale_factor=2.0, mode="bilinear")[0, 0, ::2, ::2])[:, :4]
 
 
-class Looked(nn.Module):
+class RangeChecks(nn.Module):
     """Functions that check ranges of their inputs."""
 
     def __init__(self) -> None:
@@ -79,9 +90,9 @@ def by_dynamo(model: nn.Module, loss: Any, args: tuple[Any, ...], targets: tuple
     [
         (Norms, F.mse_loss, (X,), (Y,)),
         (Norms, None, (X,), ()),
-        (Kept, F.mse_loss, (X,), (Y,)),
-        (Looked, F.cross_entropy, (IDS,), (IDS,)),
-        (Looked, bce, (IDS,), (IDS,)),
+        (SingleOps, F.mse_loss, (X,), (Y,)),
+        (RangeChecks, F.cross_entropy, (IDS,), (IDS,)),
+        (RangeChecks, bce, (IDS,), (IDS,)),
     ],
 )
 def test_both_captures_give_the_same_text(
@@ -92,9 +103,13 @@ def test_both_captures_give_the_same_text(
     assert without_lines(by_dynamo(made, loss, args, targets).graph) == without_lines(exported)
 
 
-def without_lines(graph: Graph) -> str:
-    """The text of a graph without source lines: Dynamo's are those of the innermost function of the user's."""
-    return re.sub(r" +@ .*|source .*|\S+\.py:\d+", "", str(graph))
+@pytest.mark.parametrize(
+    "how", [{"guard": True}, {"compute": MixedPrecision(torch.bfloat16)}, {"loss": OwnLoss("loss", F.mse_loss)}]
+)
+def test_what_dynamo_does_not_capture_is_an_error(how: dict[str, Any]) -> None:
+    model = nn.Linear(6, 4)
+    with pytest.raises(sx.Error, match="Dynamo captures no"):
+        capture(model, sx.Mesh(dp=2), args=(X,), targets=(Y,), python=model, **{"loss": F.mse_loss, **how})
 
 
 def test_unedited_decoder_has_eagers_gradients() -> None:
@@ -144,9 +159,9 @@ class Stateful(nn.Module):
         return Out(h, self.calls)
 
 
-def test_one_tensor_in_two_places_is_as_two() -> None:
-    model = without_weights(Looked())
-    trace = trace_call(model, F.cross_entropy, (IDS,), {}, (IDS,))
+def test_a_tensor_passed_twice_counts_as_two_inputs() -> None:
+    model = without_weights(RangeChecks())
+    trace = trace_call(TracedCall(model, F.cross_entropy, (IDS,), {}, (IDS,)))
     assert {"args.0", "targets.0"} <= {*trace.inputs}
     for targets in (IDS, IDS.clone()):
         assert trace.is_valid(TracedCall(model, F.cross_entropy, (IDS,), {}, (targets,)))
@@ -154,8 +169,8 @@ def test_one_tensor_in_two_places_is_as_two() -> None:
 
 def test_guards_name_what_changed() -> None:
     model = without_weights(Stateful())
-    trace = trace_call(model, None, (X,), {}, ())
     call = TracedCall(model, None, (X,), {}, ())
+    trace = trace_call(call)
 
     def changed(change: Callable[[], object], back: Callable[[], object]) -> str:
         assert trace.is_valid(call)
@@ -181,14 +196,14 @@ def test_replay_gives_the_users_objects_and_side_effects() -> None:
     def mse(out: Out, y: Tensor) -> Tensor:
         return F.mse_loss(out.y, y)
 
-    trace = trace_call(model, mse, (X,), {}, (Y,))
+    call = TracedCall(model, mse, (X,), {}, (Y,))
+    trace = trace_call(call)
     assert model.calls == 0 and model.kept is None, "a trace changes nothing"
     assert set(trace.buffers) == {"mean"} and not trace.others
     outputs = [torch.tensor(float(i)) for i in range(len(trace.results) + 1)]
-    call = TracedCall(model, mse, (X,), {}, (Y,))
     loss, out = trace.replay(call, lambda *_: outputs)
     assert isinstance(out, Out) and out.calls == model.calls == 1
     assert [id(each) for each in (loss, out.y, model.kept)] == [id(outputs[number]) for number in trace.results]
     assert model.mean is outputs[trace.buffers["mean"]]
-    again = trace_call(model, mse, (X,), {}, (Y,))
+    again = trace_call(call)
     assert not trace.is_valid(call) and again.is_valid(call)

@@ -1,6 +1,6 @@
 """Dynamo's trace of one call of a model and its loss: its graph, guards, and code that replays its effects.
 
-    trace = trace_call(model, loss, args, kwargs, targets)
+    trace = trace_call(TracedCall(model, loss, args, kwargs, targets))
     trace.graph                torch functions of parameters, buffers, arguments, and tensors that the code keeps
     trace.is_valid(call)       Dynamo's guards on attributes, globals and modes; types of inputs are compared elsewhere
     trace.replay(call, run)    the results and the effects on Python state of a call whose tensors ``run`` computes
@@ -29,9 +29,8 @@ from shardfx.ir.errors import Error
 
 from ..data_dependent import stored
 from ..model_and_loss import leaf_names
+from ..source_locations import LOSS, PREFIX
 from .model_preparation import copied, marked
-
-PATH = "model"
 
 
 class TracedCall(NamedTuple):
@@ -63,7 +62,9 @@ class DynamoTrace:
     ``inputs`` are the names of the graph's placeholders: of parameters and buffers, inputs (``args.0``), or, of other
     tensors, their source (``model.cache``). ``results`` are the numbers of the graph's outputs that are the loss, the
     results, and what the code keeps, in this order; ``buffers`` those that replace buffers, by name. ``others`` are
-    the tensors that are no weights and no inputs, by source; ``named`` are the names that the traced code uses.
+    the tensors that are no weights and no inputs, by source. ``tree`` and ``leaves`` are the model's results as a
+    pytree; ``code_names`` the names in the traced code; ``gradients`` whether they were enabled; ``call`` makes
+    Dynamo's generated code of a function that computes the graph.
     """
 
     graph: fx.GraphModule
@@ -73,12 +74,10 @@ class DynamoTrace:
     others: Mapping[str, Tensor]
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    named: frozenset[str]
+    code_names: frozenset[str]
     gradients: bool
-    """Whether gradients were enabled."""
     guards: Any
     call: Callable[..., Any]
-    """Dynamo's generated code, from the graph's function to that of the call."""
 
     def is_valid(self, call: TracedCall) -> bool:
         """Whether the guards hold for a call; the grad mode counts where the code asks for it."""
@@ -86,7 +85,7 @@ class DynamoTrace:
             return bool(self.guards.check(call._asdict()))
 
     def _mode(self) -> AbstractContextManager[Any]:
-        asks = "is_grad_enabled" in self.named
+        asks = "is_grad_enabled" in self.code_names
         return nullcontext() if asks else torch.set_grad_enabled(self.gradients)
 
     def reason(self, call: TracedCall) -> str:
@@ -104,30 +103,25 @@ class DynamoTrace:
 _IDS = re.compile(r"\b\d{9,}\b")
 
 
-def trace_call(
-    model: nn.Module,
-    loss: Callable[..., Any] | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    targets: tuple[Any, ...],
-) -> DynamoTrace:
-    """Trace a call. Nothing of the user's is changed, and only code that Dynamo replays runs, on a copy.
+def trace_call(call: TracedCall) -> DynamoTrace:
+    """Trace a call of a model on any device, with inputs that are real, fake or on ``meta``. The model is not changed.
 
-    Args:
-        model: on any device; inputs may be real, fake, or on ``meta``.
+    Dynamo's generated code runs once, on a copy of the model, to find out which output is what: what it changes
+    outside of the model (a global list) is changed once.
 
     Raises:
-        Exception: as Dynamo raises it where the code cannot be captured as one graph.
+        Error: the graph depends on a number that changes.
+        TorchDynamoException: the code cannot be captured as one graph.
     """
+    model, loss, *inputs = call
     fakes = FakeWeights(model)
-    args, kwargs, targets = fakes.inputs((args, kwargs, targets))
-    fake_call = TracedCall(model, loss, args, kwargs, targets)
+    fake_call = TracedCall(model, loss, *fakes.inputs(inputs))
     with fakes.installed(model), _tracing():
         out = _captured(fake_call)
         guards = _guards(out)
     graph: fx.GraphModule = out.backend_input.graph_module
     replayed = partial(out.forward_callable, extra_globals={**vars(builtins), **model_with_loss.__globals__})
-    inputs, others = _names_of_inputs(graph, out.backend_input.example_inputs, fakes.names, (args, kwargs, targets))
+    names, others = _names_of_inputs(graph, out.backend_input.example_inputs, fakes.names, fake_call[2:])
     _name_modules(graph, model, loss)
     outputs: Any = graph.graph.output_node().args[0]
     markers = [torch.empty(()) if isinstance(each, fx.Node) else each for each in outputs]
@@ -140,7 +134,7 @@ def trace_call(
     kept = [i for i in range(len(outputs)) if i not in order and i not in buffers.values()]
     return DynamoTrace(
         graph,
-        inputs,
+        names,
         (*order, *kept),
         buffers,
         others,
@@ -180,7 +174,7 @@ class FakeWeights:
 
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
-        """Within, a module has the fakes in place of its parameters and buffers."""
+        """Replace the parameters and buffers of a module by the fakes, within the context."""
         places: list[dict[str, Any]] = [each for m in model.modules() for each in (m._parameters, m._buffers)]
         before = [dict(tensors) for tensors in places]
         for tensors in places:
@@ -197,7 +191,7 @@ class FakeWeights:
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """Within, Dynamo traces static shapes, recurrent layers too, and nothing is logged."""
+    """Configure Dynamo: static shapes, recurrent layers, guards on hooks, calls of loggers ignored."""
     from torch._dynamo import config
     from torch._dynamo.utils import get_metrics_context
 
@@ -287,19 +281,18 @@ def _source_name(node: fx.Node) -> str:
 
 
 def _name_modules(graph: fx.GraphModule, model: nn.Module, loss: object) -> None:
-    """Let nodes have the paths of their modules, which Dynamo knows by identity."""
-    roots = {"loss": loss, PATH: model}
-    paths = {
-        str(id(module)): f"{root}.{path}".rstrip(".")
-        for root, each in roots.items()
-        for path, module in (reversed([*each.named_modules()]) if isinstance(each, nn.Module) else ())
-    }
+    """Set the module paths of nodes, which Dynamo keys by module id; what no module calls is of the loss."""
+    modules = [(f"{PREFIX}{path}".rstrip("."), each) for path, each in model.named_modules()]
+    if isinstance(loss, nn.Module):
+        modules += [(f"{LOSS}.{path}".rstrip("."), each) for path, each in loss.named_modules()]
+    paths = {str(id(each)): path for path, each in reversed(modules)}
     for module in graph.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            stack = node.meta.get("nn_module_stack")
-            if stack:
-                node.meta["nn_module_stack"] = {
-                    key: (paths.get(key.split("@")[0], path), kind) for key, (path, kind) in stack.items()
-                }
+        behind: dict[str, Any] = {}
+        for node in reversed(module.graph.nodes) if isinstance(module, fx.GraphModule) else ():
+            unplaced = {LOSS: (LOSS, "")} if node.stack_trace else behind  # a switch of the grad mode has no trace
+            stack = behind = node.meta.get("nn_module_stack") or unplaced
+            node.meta["nn_module_stack"] = {
+                key: (paths.get(key.split("@")[0], path), kind) for key, (path, kind) in stack.items()
+            }
             for name in ("example_value", "eager_input_vals"):
                 node.meta.pop(name, None)

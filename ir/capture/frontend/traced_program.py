@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from shardfx.ir.errors import Error
 
 from ..data_dependent import DataGuards, stored
 from ..model_and_loss import ModelAndLoss
-from ..source_locations import source_of
-from .dynamo import PATH, DynamoTrace
+from ..source_locations import LOSS, source_of
+from .dynamo import DynamoTrace
 
 
 class TracedProgram(ModelAndLoss):
@@ -45,22 +44,20 @@ class TracedProgram(ModelAndLoss):
 
 
 class _NodeRunner(fx.Interpreter):
-    """Runs a graph of torch functions, and the graphs inside it, at the source locations of its nodes."""
+    """Interpreter of a graph of torch functions, with the source locations of its nodes."""
 
     def __init__(self, graph: fx.GraphModule, decisions: DataGuards) -> None:
         super().__init__(graph)
         self._decisions = decisions
 
     def run_node(self, n: fx.Node) -> Any:
-        """A node; what no module of the model calls belongs to the loss."""
-        stack = n.meta.get("nn_module_stack") or {}
-        of_loss = self._decisions.of_loss = not any(path.startswith(PATH) for path, _ in stack.values())
-        where = source_of(n)
-        self._decisions.at = replace(where, module="loss") if of_loss else where
+        """Run a node."""
+        self._decisions.at = source_of(n)
+        self._decisions.of_loss = any(path.split(".")[0] == LOSS for path, _ in n.meta["nn_module_stack"].values())
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call; what is checkpointed runs as it is.
+        """Call a function, or the graph within a checkpoint.
 
         Raises:
             Error: another higher-order op.
