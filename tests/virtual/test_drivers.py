@@ -1,9 +1,8 @@
-"""Programs in units as modules: a driver that calls each unit; copied, compiled, saved, changed, proven, refused."""
+"""Programs in units as modules: a module for each unit; copied, compiled, saved, changed, proven, refused."""
 
 from __future__ import annotations
 
 import copy
-import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 import shardfx as sx
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.module.programs import TRAIN
@@ -33,11 +33,10 @@ def one_rank(order: str) -> tuple[RankProgram, list[Tensor]]:
 @pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_a_driver_runs_as_it_stands(order: str) -> None:
+def test_a_module_of_units_runs_as_it_stands(order: str) -> None:
     made, inputs = one_rank(order)
     module = made.module()
-    called = [node.name for node in module.graph.nodes if node.op == "call_module"]
-    assert called == [word.lower().replace(".", "_") for word in order.split()]
+    assert loop_of(module).args[4] == order
     whole = [each.clone() for each in plan(make("mlp3"), sx.Mesh(one=1), grad_accumulation=4).rank_module(0)(*inputs)]
     again = pickle.loads(pickle.dumps(module))
     assert again.code == module.code == copy.deepcopy(module).code and again.F0.code == module.F0.code
@@ -47,7 +46,7 @@ def test_a_driver_runs_as_it_stands(order: str) -> None:
 
 
 @pytest.mark.long
-def test_a_driver_is_text_and_read_back() -> None:
+def test_a_module_of_units_is_text_and_read_back() -> None:
     pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
     made = pm._programs.running(1, TRAIN)
     assert str(parse_program(str(made), pm.planned)) == str(made)
@@ -80,66 +79,63 @@ def test_compiled_units_are_the_same_units() -> None:
     assert all((each - grads[name]).abs().max() < 1e-12 for name, each in pm.full_grads().items())
 
 
-# ---- changed drivers
+# ---- changed modules
 
 
-def call(graph: fx.Graph, name: str) -> fx.Node:
-    return next(node for node in graph.nodes if node.op == "call_module" and node.name == name)
+def loop_of(module: fx.GraphModule) -> fx.Node:
+    """The loop in units: the last one."""
+    return [node for node in module.graph.nodes if node.target is loop_ops.repeat][-1]
 
 
-def left_out(module: fx.GraphModule) -> None:
-    module.graph.erase_node(call(module.graph, "b0_1"))
+def in_another_order(old: str, new: str) -> Callable[[fx.GraphModule], None]:
+    def damage(module: fx.GraphModule) -> None:
+        node = loop_of(module)
+        order = str(node.args[4])
+        assert old in order
+        node.update_arg(4, order.replace(old, new, 1))
+
+    return damage
 
 
-def left_out_at_the_end(module: fx.GraphModule) -> None:
-    last, before = call(module.graph, "b0_3"), call(module.graph, "b0_2")
-    last.replace_all_uses_with(before)
-    module.graph.erase_node(last)
+def operands(module: fx.GraphModule) -> list[Any]:
+    """The operands of the backward, to be changed."""
+    takes: Any = loop_of(module).args[3]
+    return list(takes["B0"])
 
 
-def done_twice(module: fx.GraphModule) -> None:
-    once = call(module.graph, "b0_1")
-    with module.graph.inserting_after(once):
-        module.graph.node_copy(once)
+def take(module: fx.GraphModule, changed: list[Any]) -> None:
+    takes: Any = loop_of(module).args[3]
+    loop_of(module).update_arg(3, {**takes, "B0": changed})
 
 
-def values_of_another_iteration(module: fx.GraphModule) -> None:
-    ours, theirs = call(module.graph, "b0_1"), call(module.graph, "b0_2")
-    ours.args = (ours.args[0], *theirs.args[1:])
+def without_an_operand(module: fx.GraphModule) -> None:
+    take(module, operands(module)[:-1])
 
 
-def value_of_another_iteration(module: fx.GraphModule) -> None:
-    """The backward of iteration 2 reads one value that the forward of iteration 1 made."""
-    ours, theirs = call(module.graph, "b0_2"), call(module.graph, "b0_1")
-    at = next(i for i, (a, b) in enumerate(zip(ours.args, theirs.args, strict=True)) if i and a is not b)
-    ours.update_arg(at, theirs.args[at])
+def result_that_is_not_there(module: fx.GraphModule) -> None:
+    take(module, [("F0", 99) if isinstance(each, tuple) else each for each in operands(module)])
 
 
-def iterations_exchanged(module: fx.GraphModule) -> None:
-    first, second = call(module.graph, "f0_1"), call(module.graph, "f0_2")
-    first.update_arg(0, 2)
-    second.update_arg(0, 1)
+def result_of_a_later_unit(module: fx.GraphModule) -> None:
+    take(module, [("B0", 0) if isinstance(each, tuple) else each for each in operands(module)])
 
 
-def backward_before_its_forward(module: fx.GraphModule) -> None:
-    call(module.graph, "f0_1").prepend(call(module.graph, "b0_1"))
+def no_module(module: fx.GraphModule) -> None:
+    bodies: Any = loop_of(module).args[2]
+    loop_of(module).update_arg(2, {**bodies, "B0": next(iter(module.graph.nodes))})
 
 
-def gradient_of_a_iteration_before(module: fx.GraphModule) -> None:
-    got = next(user for user in call(module.graph, "b0_3").users)
-    got.update_arg(0, call(module.graph, "b0_2"))
-
-
-def without_a_number(module: fx.GraphModule) -> None:
-    call(module.graph, "f0_2").update_arg(0, 2.0)
+def another_count(module: fx.GraphModule) -> None:
+    loop_of(module).update_arg(1, 3)
 
 
 def other_weight(module: fx.GraphModule) -> None:
-    """One iteration takes another operand of the same shape, from before the iterations."""
-    node = call(module.graph, "b0_2")
-    with module.graph.inserting_before(node):
-        at = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and "weight" in arg.name)
-        node.update_arg(at, module.graph.call_function(torch.ops.aten.neg.default, (node.args[at],)))
+    """The backward takes another operand of the same shape, from before the iterations."""
+    taken = operands(module)
+    at = next(i for i, arg in enumerate(taken) if isinstance(arg, fx.Node) and "weight" in arg.name)
+    with module.graph.inserting_before(loop_of(module)):
+        taken[at] = module.graph.call_function(torch.ops.aten.neg.default, (taken[at],))
+    take(module, taken)
 
 
 def another_forward(module: fx.GraphModule) -> None:
@@ -151,26 +147,24 @@ def another_forward(module: fx.GraphModule) -> None:
 
 def kept_value_exchanged(module: fx.GraphModule) -> None:
     """The backward takes two values of its forward the other way round."""
-    for iteration in range(4):
-        node = call(module.graph, f"b0_{iteration}")
-        made = [i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.target is operator.getitem]
-        a, b = made[0], made[-1]
-        first, last = node.args[a], node.args[b]
-        node.update_arg(a, last)
-        node.update_arg(b, first)
+    taken = operands(module)
+    made = [i for i, arg in enumerate(taken) if isinstance(arg, tuple)]
+    taken[made[0]], taken[made[-1]] = taken[made[-1]], taken[made[0]]
+    take(module, taken)
 
 
 MUTANTS: list[tuple[Callable[[fx.GraphModule], None], str]] = [
-    (left_out, "B0.1 is done 0 times"),
-    (left_out_at_the_end, "B0.3 is done 0 times"),
-    (done_twice, "B0.1 is done twice"),
-    (values_of_another_iteration, "B0.1 is given what F0.2 makes"),
-    (value_of_another_iteration, "B0.2 is given what F0.1 makes"),
-    (iterations_exchanged, "B0.1 is given what F0.2 makes"),
-    (backward_before_its_forward, "is used in B0 of iteration 1, before F0 makes it"),
-    (gradient_of_a_iteration_before, "of iteration 2 is used behind the iterations"),
-    (without_a_number, "F0 is called without the number of an iteration"),
-    (other_weight, "B0.2 is given another value than B0.0"),
+    (in_another_order("B0.1 ", ""), "B0.1 is done 0 times"),
+    (in_another_order("B0.1", "B0.1 B0.1"), "B0.1 is done twice"),
+    (in_another_order("F0.1 B0.0 F0.2 B0.1", "B0.0 F0.2 B0.1 F0.1"), "used in B0 of iteration 1, before F0 makes it"),
+    (in_another_order("F0.2", "F0.5"), "F0.2 is done 0 times"),
+    (in_another_order("F0.2", "C0.2"), "F0.2 is done 0 times"),
+    (without_an_operand, "operands of 'B0'"),
+    (result_that_is_not_there, "result 99 of F0"),
+    (result_of_a_later_unit, "result 0 of B0"),
+    (no_module, "no module of calls"),
+    (another_count, ""),
+    (other_weight, ""),
     (another_forward, ""),
     (kept_value_exchanged, ""),
 ]
@@ -188,7 +182,7 @@ def refusal(pm: sx.ParallelModule, module: fx.GraphModule) -> str:
 @pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("damage", "said"), MUTANTS)
-def test_damaged_drivers_are_refused(damage: Callable[[fx.GraphModule], None], said: str) -> None:
+def test_damaged_modules_of_units_are_refused(damage: Callable[[fx.GraphModule], None], said: str) -> None:
     pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
     module = pm.rank_module(1)
     damage(module)
@@ -206,21 +200,5 @@ def test_calls_that_nobody_takes_from_stay() -> None:
             assert isinstance(each, fx.GraphModule)
             each.graph.eliminate_dead_code()
             each.recompile()
-        assert [n.name for n in module.graph.nodes if n.op == "call_module"] == [
-            word.lower().replace(".", "_") for word in ONE_AHEAD.split()
-        ]
         assert module.code == code
-    assert pm.verify(modules={1: module})
-
-
-@pytest.mark.long
-def test_what_stands_between_calls_is_done_before() -> None:
-    pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
-    module = pm.rank_module(1)
-    for name in ("b0_1", "b0_2"):
-        node = call(module.graph, name)
-        with module.graph.inserting_before(node):
-            at = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and "fc2_weight" in arg.name)
-            module.graph.call_function(torch.ops.aten.neg.default, (node.args[at],))
-    module.recompile()
     assert pm.verify(modules={1: module})

@@ -304,11 +304,11 @@ def three_stages() -> sx.ParallelModule:
     return plan(case, mesh, specs=specs, pipeline=sx.Pipeline(stages=stages))
 
 
-def test_a_rank_has_what_is_of_its_stages_as_text_and_as_a_driver() -> None:
+def test_a_rank_has_what_is_of_its_stages_as_text_and_as_a_module() -> None:
     pm = three_stages()
     for rank, layer in enumerate(("fc1", "fc2", "fc3")):
         program = pm.rank_program(rank)
         names = {given.name for given in program.inputs if given.kind == "parameter"}
         assert names == {f"{layer}.weight", f"{layer}.bias"}
         assert str(parse_program(str(program), pm.planned)) == str(program)
-        assert f"F{rank}_1" in program.module().code.replace("f", "F")
+        assert f"F{rank}.1" in program.module().code

@@ -2,33 +2,27 @@
 
     total = memory.filled([8, 6], 0, torch.float32)
     iteration = loop.begin('mb', 4, [w, x, total])          what stands between is done 4 times; of what was made
-        before, rows = loop.index(iteration, 0, 16)                    this much is used
-        part = loop.slice(x, 0, rows, 16)
+        part = loop.slice(x, 0, loop.index(iteration, 0, 16), 16)       this much is used
         grad = aten.mm(part, w)
         sum = loop.add(total, grad)                    leaves the iterations: it is read behind them only
     done = loop.end(iteration, [w, x], [total])
     sent = c10d.all_reduce(sum, ...)
 
-Iterations may be done in parts, *units*, in an order that is data, as a pipeline's ranks do theirs. Numbers of the
-iteration stand first, then unit by unit. Each unit is done once for each iteration, when the order says so; what it
-makes is there in the units of the same iteration that the order does behind it, and kept until then:
+Iterations may be done in actions, in an order that is data; numbers of the iteration stand before them, and what one
+makes is there in those of the same iteration that run behind it:
 
     iteration = loop.begin('mb', 2, [w, x, total], 'F0.0 F0.1 B0.0 B0.1')
-        rows = loop.index(iteration, 0, 16)
     f = loop.action(iteration, 'F0')
-        part = loop.slice(x, 0, rows, 16)
+        ...
     b = loop.action(iteration, 'B0')
-        grad = aten.mm(part, w)
-        sum = loop.add(total, grad)
-    done = loop.end(iteration, [w, x], [total])
+        ...
 
-Who writes Python writes a loop (:mod:`shardfx.ir.program.source`); as a ``GraphModule`` the iterations are a module of
-their own, called by :func:`repeat`. Needs torch alone.
+A ``GraphModule`` has a module for the iterations, or for each action, which :func:`repeat` calls. Needs torch alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -44,8 +38,8 @@ def begin(axis: str, count: int, around: Any, order: str = "") -> NoReturn:
 
 
 @has_side_effect  # so that nobody takes it for dead code
-def action(iteration: int, name: str, axis: str = "") -> int:
-    """Begin an action of a loop; ``axis`` is the loop's, in the module of one action alone."""
+def action(iteration: int, name: str) -> int:
+    """Begin an action of a loop."""
     return iteration
 
 
@@ -113,10 +107,16 @@ def write(full: Tensor, x: Tensor, dims: Sequence[int], starts: Sequence[int], l
     return full
 
 
-def repeat(unit: Callable[..., Any], axis: str, count: int, *around: Any) -> Any:
-    """A loop: call a module once per iteration; returns the result of the last one, which has all accumulated
-    values."""
-    out = None
-    for iteration in range(count):
-        out = unit(iteration, *around)
-    return out
+@has_side_effect
+def repeat(axis: str, count: int, bodies: Mapping[str, Any], takes: Mapping[str, Any], order: str) -> list[Any]:
+    """A loop: call a body once per iteration, or that of each action in the ``order`` of the schedule. Of what it
+    ``takes`` ``("F0", 1)`` is result 1 of ``F0`` in this iteration. Returns what the last call of each body gives."""
+    words = [word.split(".") for word in order.split()] or [["", str(iteration)] for iteration in range(count)]
+    made, last = dict[str, dict[str, Any]](), dict[str, Any]()
+    for name, iteration in words:
+        there = made.setdefault(iteration, {})
+        operands = [there[each[0]][each[1]] if isinstance(each, tuple) else each for each in takes[name]]
+        there[name] = last[name] = bodies[name](int(iteration), *operands)
+        if len(there) == len(bodies):
+            del made[iteration]
+    return [each for name in bodies for each in last[name]]
