@@ -11,10 +11,14 @@ Loops with schedule actions name their actions. Other programs are split between
 the phases of the planned nodes best, as some of the backward may run among the forward. Calls behind the loop, such
 as the reduction of its gradients, belong to the update; calls in front of it to no action. All iterations are
 expanded, in program order; consecutive compute is merged into one task.
+
+On NCCL each group of axes is a stream of its own, and a wait blocks the compute stream, not the host: communication is
+hidden by compute between its start and its wait, and by nothing else.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,8 +39,6 @@ from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.program.loops.loop_regions import action_name, execution_order, loop_role, regions
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.schedule.actions import KINDS
-
-from .stream_order import link_of, started_call
 
 BEFORE = ""
 """The kind of calls that run once, in front of the loop."""
@@ -226,6 +228,35 @@ class _TaskReader:
             return StartTask(purpose, seconds / times, call=node, link=link_of(node), hidden=self.machine.hides)
         seconds = cost.computing(self.machine) / times
         return ComputeTask(purpose, seconds) if seconds else None
+
+
+def started_call(started: Any) -> fx.Node:
+    """The call that started the transfer that a wait is for."""
+    while started.target is operator.getitem:
+        started = started.args[0]
+    made: fx.Node = started
+    return made
+
+
+def link_of(call: fx.Node) -> str:
+    """The link of a transfer that a call starts or sends: the axes of its group, or the direction of a copy."""
+    row = row_of(call.target)
+    assert row is not None
+    if row.copies:
+        return "to host" if row.holds else "from host"
+    name = str(call.args[row.group or 0])
+    axes = name.partition("/")[2].partition("@")[0].replace(".", ", ")
+    if row.message == "sends":
+        return f"{axes}, to {call.args[1]}"
+    return f"{axes}, from {call.args[3]}" if row.message else axes
+
+
+def call_label(call: fx.Node) -> str:
+    """The label of a call: its kind, the value in the planned graph, the module."""
+    row, planned = row_of(call.target), call.meta.get("shardfx")
+    kind = row.name.rpartition(".")[2].rstrip("_") if row is not None else str(call.target)
+    where = f" {planned.where.module}" if isinstance(planned, Node) and planned.where.module else ""
+    return f"{kind} %{call.name}{where}"
 
 
 def _merged(tasks: Iterator[RankTask]) -> Iterator[RankTask]:

@@ -19,8 +19,7 @@ from torch import fx
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
 
-from .rank_tasks import ComputeTask, Message, RankTask, ReceiveTask, SendTask, StartTask, WaitTask
-from .stream_order import call_label
+from .rank_tasks import ComputeTask, Message, RankTask, ReceiveTask, SendTask, StartTask, WaitTask, call_label
 
 
 class LinkTransfer(NamedTuple):

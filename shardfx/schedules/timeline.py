@@ -18,9 +18,10 @@ from shardfx.ir.schedule.actions import KINDS, Action, Schedule
 from shardfx.ir.schedule.simulation import COSTS, Costs, Simulation, Span
 from shardfx.ir.timing.rank_tasks import rank_tasks
 from shardfx.ir.timing.simulate import RankTimeline, simulate_ranks
-from shardfx.ir.timing.stream_order import COMPUTE
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.runtime.recording import Recording
+
+COMPUTE = "compute"
 
 
 class StreamEvent(NamedTuple):
