@@ -26,31 +26,6 @@ class Projected(nn.Module):
         return self.o(x.transpose(1, 2).flatten(2))
 
 
-@odd(*ALIKE, targets=ALIKE, tp=QKV, more={"zero": 3, "zero_min_numel": 0})
-class Alibi(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.heads(x)
-        at = torch.arange(x.shape[1])
-        slopes = 2.0 ** -torch.arange(1, 3, dtype=x.dtype)
-        bias = -(at[:, None] - at[None, :]).abs() * slopes[:, None, None]
-        scores = (q @ k.transpose(-1, -2) / 2 + bias).masked_fill(at[None, :] > at[:, None], float("-inf"))
-        return self.joined(scores.softmax(-1) @ v)
-
-
-@odd(*ALIKE, targets=ALIKE, tp=QKV)
-class RotaryComplex(Projected):
-    """Positions as factors of length one."""
-
-    def turned(self, x: Tensor) -> Tensor:
-        angles = torch.outer(torch.arange(x.shape[2], dtype=x.dtype), torch.tensor([1.0, 0.1], dtype=x.dtype))
-        pairs = torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous())
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.heads(x)
-        return self.joined(F.scaled_dot_product_attention(self.turned(q), self.turned(k), v))
-
-
 @odd(*ALIKE, targets=ALIKE, tp=QKV)
 class LocalWindows(Projected):
     """Each query sees three keys, taken by unfold."""
@@ -74,24 +49,6 @@ class LinearCausal(Projected):
         return self.joined(torch.einsum("bhtd,bhtde->bhte", q, outer) / weight)
 
 
-@odd(normal(5, 6, 8), targets=(normal(5, 6, 8),), tp=QKV)
-class Performer(Projected):
-    """Random features in a buffer, rows that do not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("features", torch.randn(4, 6))
-
-    def lifted(self, x: Tensor) -> Tensor:
-        return torch.exp(x @ self.features - (x * x).sum(-1, keepdim=True) / 2) + 1e-4
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.heads(x)
-        q, k = self.lifted(q * 0.5), self.lifted(k * 0.5)
-        context = k.transpose(-1, -2) @ v
-        return self.joined(q @ context / (q @ k.sum(2)[..., None]))
-
-
 @odd(normal(4, 10, 8), targets=(ids(5, 4),), loss=F.cross_entropy, tp={"up.weight": "tp, -", "down.weight": "-, tp"})
 class Perceiver(nn.Module):
     """A few latents look at the input, and at themselves, with the same weights twice."""
@@ -107,19 +64,6 @@ class Perceiver(nn.Module):
             z = z + self.across(z, x, x, need_weights=False)[0]
             z = z + self.down(F.gelu(self.up(z)))
         return self.head(z.mean(1))
-
-
-@odd(*ALIKE, targets=ALIKE, tp={"up.weight": "tp, -", "down.weight": "-, tp"}, more={"recompute": "down"})
-class Fourier(nn.Module):
-    """The real part of a transform over two dims mixes tokens (FNet)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x + torch.fft.fft2(x).real)
-        return x + self.down(F.gelu(self.up(x)))
 
 
 @odd(normal(4, 6, 8), targets=(ids(6, 4, 3),), loss=lambda out, y: F.nll_loss(out.flatten(0, 1), y.flatten()))
@@ -140,20 +84,6 @@ class Pointer(nn.Module):
             taken = taken | F.one_hot(at, x.shape[1]).bool()
             given = x.gather(1, at[:, None, None].expand(-1, 1, 8)).squeeze(1)
         return torch.stack(out, 1)
-
-
-@odd(*ALIKE, targets=ALIKE, tp=QKV)
-class TalkingHeads(Projected):
-    """Heads are mixed before and behind the softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.behind = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.heads(x)
-        scores = torch.einsum("bhqd,bhkd,hg->bgqk", q, k, self.before).softmax(-1)
-        return self.joined(torch.einsum("bgqk,gh,bhkd->bhqd", scores, self.behind, v))
 
 
 @odd(*ALIKE, targets=ALIKE, tp={**QKV, "table.weight": "-, tp"})
@@ -186,20 +116,6 @@ class MultiQuery(nn.Module):
         return self.o(out.transpose(1, 2).flatten(2))
 
 
-@odd(*ALIKE, targets=ALIKE, tp=QKV)
-class CosineTempered(Projected):
-    """Unit queries and keys, a learned scalar, sigmoids in place of a softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_scale, self.shift = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(-0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.heads(x)
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        return self.joined(torch.sigmoid(q @ k.mT * self.log_scale.exp() + self.shift) @ v)
-
-
 @odd(normal(4, 3, 5, 8), targets=(normal(4, 3, 5, 8),), tp=QKV)
 class Axial(Projected):
     """Rows attend, then columns, by one set of weights."""
@@ -211,24 +127,6 @@ class Axial(Projected):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.along(x)
         return x + self.along(x.transpose(1, 2)).transpose(1, 2)
-
-
-@odd(normal(4, 7, 8), targets=(normal(4, 3, 8),), tp={"k.weight": "tp, -"})
-class Slots(nn.Module):
-    """Slots compete for inputs: the softmax goes over them, then means over inputs, and a GRU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, self.gru = nn.Parameter(torch.randn(3, 8)), nn.GRUCell(8, 8)
-        self.q, self.k, self.v = (nn.Linear(8, 8, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        slots, k, v = self.start.expand(x.shape[0], 3, 8), self.k(x), self.v(x)
-        for _ in range(3):
-            shares = (k @ self.q(slots).mT / 8**0.5).softmax(-1) + 1e-8
-            means = (shares / shares.sum(1, keepdim=True)).mT @ v
-            slots = self.gru(means.flatten(0, 1), slots.flatten(0, 1)).unflatten(0, (-1, 3))
-        return slots
 
 
 @odd(normal(4, 6, 8), flags(4, 6), targets=(normal(4, 8),), tp=QKV)

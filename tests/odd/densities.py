@@ -18,22 +18,6 @@ def first(out: Tensor | tuple[Tensor, ...], *_: Tensor) -> Tensor:
     return out if isinstance(out, Tensor) else out[0]
 
 
-@odd(*ROWS, loss=lambda out: -(out[1] - (out[0] ** 2).sum(-1) / 2).mean(), tp=MLP)
-class Couplings(TwoLayers):
-    """Halves are scaled and shifted by each other, with the sum of logarithms (RealNVP)."""
-
-    def __init__(self) -> None:
-        super().__init__(3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        total = x.new_zeros(x.shape[0])
-        for _ in range(3):
-            a, b = x.chunk(2, -1)
-            scale, shift = self.both(a).chunk(2, -1)
-            x, total = torch.cat((b * scale.exp() + shift, a), -1), total + scale.sum(-1)
-        return x, total
-
-
 @odd(
     *ROWS,
     loss=lambda out: -(out[1] - (out[0] ** 2).sum(-1) / 2).mean(),
@@ -58,29 +42,6 @@ class Determinants(nn.Module):
         h = torch.tanh(x @ self.w + self.b)
         u = self.u + (F.softplus(self.w @ self.u) - 1 - self.w @ self.u) * self.w / self.w.square().sum()
         return x + torch.outer(h, u), total + (1 + (1 - h**2) * (self.w @ u)).abs().log()
-
-
-@odd(
-    *ROWS,
-    normal(4, 3),
-    loss=first,
-    dp={"args.0": "dp, -", "args.1": "dp, -"},
-    tp={"up.weight": "tp, -", "back.weight": "-, tp"},
-)
-class Variational(nn.Module):
-    """Means and variances, noise that is given, a divergence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.both, self.back = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(8, 6)
-        self.lift = nn.Linear(3, 8)
-
-    def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        mean, spread = self.both(self.up(x).relu()).chunk(2, -1)
-        z = mean + noise * (spread / 2).exp()
-        out = self.back(self.lift(z).relu())
-        apart = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(-1)
-        return F.mse_loss(out, x, reduction="none").sum(-1).add(apart).mean(), out
 
 
 @odd(*ROWS, targets=(normal(4, 2),), loss=lambda out, y: -mixture(out, y).mean(), tp=MLP)
@@ -162,30 +123,6 @@ class ScoreMatching(TwoLayers):
         score = slope @ self.up.weight
         bend = ((-2 * h * slope) * self.up.weight.square().sum(1)).sum(1)
         return (bend + 0.5 * score.square().sum(1)).mean()
-
-
-@odd(normal(4, 5, 6), targets=(ids(3, 4, 5),), loss=lambda out, y: chain_loss(*out, y), tp={"score.weight": "tp, -"})
-class Chain(nn.Module):
-    """Tags one behind the other: a partition function by a loop (CRF)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score, self.moves, self.first = (
-            nn.Linear(6, 3),
-            nn.Parameter(torch.randn(3, 3)),
-            nn.Parameter(torch.randn(3)),
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.score(x), self.moves, self.first
-
-
-def chain_loss(scores: Tensor, moves: Tensor, first: Tensor, tags: Tensor) -> Tensor:
-    alpha = scores[:, 0] + first
-    for t in range(1, scores.shape[1]):
-        alpha = torch.logsumexp(alpha[:, :, None] + moves, 1) + scores[:, t]
-    path = scores.gather(2, tags[..., None]).sum((1, 2)) + first[tags[:, 0]] + moves[tags[:, :-1], tags[:, 1:]].sum(1)
-    return (alpha.logsumexp(1) - path).mean()
 
 
 @odd(*ROWS, normal(4, 6), loss=lambda out: contrast(*out), dp={"args.0": "dp, -", "args.1": "dp, -"}, tp=MLP)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .odd_model import MLP, TwoLayers, ids, normal, odd, uniform
+from .odd_model import MLP, TwoLayers, ids, normal, odd
 
 EDGES = ids(6, 2, 10)
 
@@ -16,19 +16,6 @@ class OfFive(TwoLayers):
 
     def __init__(self, inner: int = 8, width: int = 5) -> None:
         super().__init__(width, inner, width)
-
-
-@odd(normal(6, 5), EDGES, targets=(normal(6, 5),), tp=MLP)
-class Messages(OfFive):
-    """Each node adds up what edges bring, by index_add, over its number of edges."""
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        start, end = edges
-        sent = F.relu(self.up(x))[start]
-        count = torch.zeros(x.shape[0], dtype=x.dtype).index_add(0, end, torch.ones_like(end, dtype=x.dtype))
-        return x + self.down(
-            torch.zeros_like(sent[:1]).expand(x.shape[0], -1).index_add(0, end, sent) / (count + 1)[:, None]
-        )
 
 
 @odd(normal(6, 5), EDGES, targets=(normal(6, 8),), dp={"args.0": "dp, -"}, tp={"lift.weight": "tp, -"})
@@ -67,23 +54,6 @@ class NearestNeighbours(nn.Module):
         return x
 
 
-@odd(normal(4, 6, 5), uniform(6, 6), targets=(normal(4, 6, 5),), tp={"weights": "-, -, tp"})
-class Chebyshev(nn.Module):
-    """Polynomials of a normalized matrix, learned weights for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(3, 5, 5))
-
-    def forward(self, x: Tensor, links: Tensor) -> Tensor:
-        links = (links + links.T) / 2
-        root = links.sum(0).rsqrt()
-        laplacian = -root[:, None] * links * root
-        terms = [x, laplacian @ x]
-        terms.append(2 * laplacian @ terms[-1] - terms[-2])
-        return torch.einsum("kbnf,kfo->bno", torch.stack(terms), self.weights)
-
-
 @odd(
     normal(9, 5),
     ids(4, 9),
@@ -114,24 +84,6 @@ class ManyAggregates(nn.Module):
         h, at = self.lift(x), to[:, None].expand(-1, 4)
         made = [h.new_ones(5, 4).scatter_reduce(0, at, h, kind) for kind in ("mean", "amax", "prod")]
         return torch.cat(made, 1)
-
-
-@odd(normal(4, 6, 5), ids(6, 4, 3), targets=(normal(4, 6, 5),), dp={"args.0": "dp, -, -", "args.1": "dp, -"}, tp=MLP)
-class DepthsMixed(OfFive):
-    """Three tokens of each row go through a layer, and are put back; the others pass by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choose = nn.Linear(5, 1)
-
-    def forward(self, x: Tensor, tied: Tensor) -> Tensor:
-        weight = self.choose(x).squeeze(-1)
-        at = weight.topk(3, 1).indices.sort(1).values
-        chosen = x.gather(1, at[..., None].expand(-1, -1, 5))
-        done = self.down(F.gelu(self.up(chosen))) * weight.gather(1, at).sigmoid()[..., None]
-        return x.scatter_add(1, at[..., None].expand_as(done), done) + x.gather(
-            1, tied[..., None].expand(-1, -1, 5)
-        ).sum(1, keepdim=True)
 
 
 @odd(normal(4, 8), ids(8, 3), targets=(normal(4, 8),), tp={"new.weight": "tp, -"})
@@ -208,15 +160,3 @@ class Bags(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.bag(tokens, self.offsets, per_sample_weights=self.share)
-
-
-@odd(normal(4, 6, 5), targets=(normal(4, 5),), tp=MLP)
-class TreeReduced(OfFive):
-    """Pairs are made one by one map, until one is left; what is over waits."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        while x.shape[1] > 1:
-            even = x.shape[1] // 2 * 2
-            pairs = x[:, 0:even:2] + x[:, 1:even:2].flip(-1)
-            x = torch.cat((self.down(self.up(pairs).tanh()), x[:, even:]), 1)
-        return x.squeeze(1)

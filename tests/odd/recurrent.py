@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .odd_model import ids, normal, odd, uniform
+from .odd_model import normal, odd
 
 SERIES = (normal(4, 5, 6),)
 
@@ -62,33 +62,6 @@ class LinearRecurrence(nn.Module):
         return torch.stack(ys, 1)
 
 
-@odd(
-    normal(4, 6),
-    targets=(normal(4, 6),),
-    tp={"up.weight": "tp, -", "down.weight": "-, tp"},
-    more={"zero": 1, "zero_min_numel": 1},
-)
-class RungeKutta(nn.Module):
-    """An ordinary differential equation in three steps of four."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(7, 8), nn.Linear(8, 6)
-
-    def slope(self, t: float, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(torch.cat((x, torch.full_like(x[:, :1], t)), 1))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = 1 / 3
-        for step in range(3):
-            t = step * h
-            a = self.slope(t, x)
-            b = self.slope(t + h / 2, x + a * h / 2)
-            c = self.slope(t + h / 2, x + b * h / 2)
-            x = x + (a + 2 * b + 2 * c + self.slope(t + h, x + c * h)) * (h / 6)
-        return x
-
-
 @odd(normal(5, 6), targets=(normal(5, 6),), tp={"w.weight": "tp, -"})
 class Equilibrium(nn.Module):
     """Found without gradients, then one step with them."""
@@ -123,20 +96,6 @@ class DeltaRule(nn.Module):
         return torch.stack(ys, 1)
 
 
-@odd(normal(4, 6), targets=(normal(4, 6),), tp={"stored": "tp, -"})
-class ModernHopfield(nn.Module):
-    """A state is drawn to stored patterns, which are parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stored, self.beta = nn.Parameter(torch.randn(10, 6)), nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = (self.beta * x @ self.stored.T).softmax(-1) @ self.stored
-        return x
-
-
 @odd(normal(4, 5, 2, 6, 6), targets=(normal(4, 3, 6, 6),), more={"zero": 3, "zero_min_numel": 0})
 class ConvolutionalCell(nn.Module):
     """Gates of images, from one convolution over input and state."""
@@ -152,26 +111,6 @@ class ConvolutionalCell(nn.Module):
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
         return h
-
-
-@odd(*SERIES, targets=(normal(4, 5, 6),), tp={"head.weight": "tp, -"})
-class Tape(nn.Module):
-    """A memory that is erased, added to and read by shares, moved by a circular convolution (NTM)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.start = nn.Linear(6, 6 + 6 + 7 + 3), nn.Parameter(torch.randn(7, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        memory, ys = self.start.expand(x.shape[0], -1, -1), []
-        for t in range(x.shape[1]):
-            erase, add, at, move = self.head(x[:, t]).split((6, 6, 7, 3), -1)
-            at, move = at.softmax(-1), move.softmax(-1)
-            at = sum(move[:, i, None] * at.roll(i - 1, -1) for i in range(3))
-            at = (at**2 / (at**2).sum(-1, keepdim=True)).unsqueeze(-1)
-            memory = memory * (1 - at * erase.sigmoid()[:, None]) + at * add[:, None]
-            ys.append((at * memory).sum(1))
-        return torch.stack(ys, 1)
 
 
 @odd(*SERIES, targets=(normal(4, 5, 3),), tp={"cell.weight_ih": "tp, -", "out.weight": "-, tp"})
@@ -210,55 +149,3 @@ class Reservoir(nn.Module):
             h = 0.7 * h + 0.3 * torch.tanh(F.linear(h, self.w) + F.linear(each, self.u))
             ys.append(h)
         return self.read(torch.stack(ys, 1))
-
-
-@odd(ids(9, 4, 6), targets=(ids(4, 4),), loss=F.cross_entropy, tp={"embed.weight": "tp, -"})
-class Stack(nn.Module):
-    """Pushes, pops and keeps by shares: a stack of four, shifted by slices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.act, self.out = nn.Embedding(9, 5), nn.Linear(10, 3), nn.Linear(5, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        stack = x.new_zeros(x.shape[0], 4, 5)
-        for t in range(x.shape[1]):
-            push, pop, stay = self.act(torch.cat((x[:, t], stack[:, 0]), -1)).softmax(-1)[..., None, None].unbind(1)
-            pushed = torch.cat((x[:, t, None], stack[:, :-1]), 1)
-            popped = F.pad(stack[:, 1:], (0, 0, 0, 1))
-            stack = push * pushed + pop * popped + stay * stack
-        return self.out(stack[:, 0])
-
-
-@odd(normal(4, 8, 3), targets=(normal(4, 8, 5),), tp={"packed.weight": "tp, -, -"})
-class QuasiRecurrent(nn.Module):
-    """A causal convolution makes all gates at once, a loop pools."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed = nn.Conv1d(3, 15, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z, f, o = self.packed(F.pad(x.mT, (1, 0))).mT.chunk(3, -1)
-        c, ys = torch.zeros_like(z[:, 0]), []
-        for t in range(x.shape[1]):
-            c = torch.lerp(z[:, t].tanh(), c, f[:, t].sigmoid())
-            ys.append(o[:, t].sigmoid() * c)
-        return torch.stack(ys, 1)
-
-
-@odd(uniform(4, 5), targets=(uniform(4, 5),), tp={"cost": "tp, -"})
-class Sinkhorn(nn.Module):
-    """Shares between two sets, normalized to and fro in logarithms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cost = nn.Parameter(torch.randn(5, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, u, v = (x / x.sum(-1, keepdim=True)).log(), torch.zeros_like(x), torch.zeros_like(x)
-        for _ in range(4):
-            u = a - (v[:, None] - self.cost).logsumexp(-1)
-            v = -(u[:, :, None] - self.cost).logsumexp(1)
-        return (u[:, :, None] + v[:, None] - self.cost).exp().sum(1)

@@ -57,21 +57,6 @@ class ComplexLayers(nn.Module):
         return (out * out.conj()).real.sqrt() + out.angle().cos()
 
 
-@odd(normal(4, 8), targets=(normal(4, 8),), tp={"gain": "tp"})
-class CosineTransform(nn.Module):
-    """A discrete cosine transform as a matrix, a gain for each frequency, and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.rand(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = torch.arange(8, dtype=x.dtype)
-        basis = torch.cos(torch.pi / 8 * (n + 0.5) * n[:, None]) * 0.5
-        basis = torch.cat((basis[:1] / 2**0.5, basis[1:]))
-        return (x @ basis.T * self.gain) @ basis
-
-
 @odd(*ROWS, targets=GOAL, tp={"a.weight": "tp, -"})
 class Sorted(nn.Module):
     """Sorted features, ranks, running extremes, the median, the k-th, differences."""
@@ -89,39 +74,6 @@ class Sorted(nn.Module):
         return self.b(ordered + running + 0.1 * ranks * h) + middle + F.pad(ordered.diff(dim=-1), (0, 1))
 
 
-@odd(*ROWS, targets=GOAL, tp={"scale.weight": "tp, -"})
-class SoftRanks(nn.Module):
-    """A soft permutation from pairwise distances to what is sorted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.scale(x)
-        apart = (h.sort(-1).values[:, :, None] - h[:, None]).abs()
-        return ((-apart / 0.5).softmax(-1) @ h[..., None]).squeeze(-1)
-
-
-@odd(*ROWS, targets=(normal(4, 5),), tp={"weights": "tp, -, -", "base.weight": "tp, -"})
-class Splines(nn.Module):
-    """Learned functions on each edge: B-splines by recursion over a grid in a buffer (KAN)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.weights = nn.Linear(6, 5), nn.Parameter(torch.randn(5, 6, 6))
-        self.register_buffer("grid", torch.linspace(-3, 3, 9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        g, at = self.grid, x.clamp(-2.9, 2.9).unsqueeze(-1)
-        basis = ((at >= g[:-1]) & (at < g[1:])).to(x.dtype)
-        for k in range(1, 3):
-            left = (at - g[: -(k + 1)]) / (g[k:-1] - g[: -(k + 1)]) * basis[..., :-1]
-            right = (g[k + 1 :] - at) / (g[k + 1 :] - g[1:-k]) * basis[..., 1:]
-            basis = left + right
-        return self.base(F.silu(x)) + torch.einsum("bik,oik->bo", basis, self.weights)
-
-
 @odd(*ROWS, targets=GOAL, tp={"heights": "-, tp"})
 class Looked(nn.Module):
     """Values between learned heights: searchsorted, gather, lerp (a piecewise linear calibrator)."""
@@ -135,23 +87,6 @@ class Looked(nn.Module):
         at = torch.bucketize(x.detach(), self.knots)
         below, above = (self.heights.gather(0, each.clamp(0, 4)) for each in (at - 1, at))
         return torch.lerp(below, above, x.sigmoid())
-
-
-@odd(*ROWS, targets=(normal(4, 3),), tp={"centres": "tp, -", "out.weight": "-, tp"})
-class Radial(nn.Module):
-    """Distances to centres, a width for each, shares that add up to one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.centres, self.width, self.out = (
-            nn.Parameter(torch.randn(8, 6)),
-            nn.Parameter(torch.rand(8)),
-            nn.Linear(8, 3),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        near = torch.exp(-torch.cdist(x, self.centres) * self.width)
-        return self.out(near / near.sum(-1, keepdim=True))
 
 
 @odd(
@@ -200,19 +135,6 @@ class Grassmann(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, r = torch.linalg.qr(self.w @ x)
         return torch.linalg.solve_triangular(r, q.mT @ x, upper=True).diagonal(dim1=1, dim2=2).tanh()
-
-
-@odd(*ROWS, targets=(normal(4, 1),), tp={"bands": "-, tp", "out.weight": "-, tp"})
-class Waves(nn.Module):
-    """Sines and cosines of learned bands (SIREN), in one dim each of size one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bands, self.out = nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        phase = (x.unsqueeze(-1) * self.bands).prod(1) + x[:, :1]
-        return self.out(torch.sin(3 * phase) + phase.cos() ** 2)
 
 
 @odd(uniform(4, 6), targets=(normal(4, 6),), tp={"p": "tp"})

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from .odd_model import MLP, TwoLayers, flags, ids, normal, odd
 
@@ -106,16 +105,6 @@ class MixedTypes(TwoLayers):
         return self.down(low.to(x.dtype) * parity + count.to(torch.int32) / 8)
 
 
-@odd(*ROWS, targets=GOAL, tp=MLP)
-class Checkpointed(TwoLayers):
-    """What the model itself recomputes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = x + checkpoint(self.both, x, use_reentrant=False)
-        return x
-
-
 @odd(
     *ROWS,
     targets=(ids(3, 4),),
@@ -159,34 +148,6 @@ class Centred(TwoLayers):
         return torch.linalg.solve_triangular(factor, (h - mean).T, upper=False).T
 
 
-class Reverse(torch.autograd.Function):
-    """The gradient turns round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
-        ctx.by = by
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> Any:
-        return -ctx.by * above[0], None
-
-
-@odd(
-    *ROWS, targets=(ids(2, 4),), loss=lambda out, y: F.cross_entropy(out[0], y) + F.cross_entropy(out[1], 1 - y), tp=MLP
-)
-class Adversary(TwoLayers):
-    """A second head trains against what it stands on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kind, self.domain = nn.Linear(6, 2), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.both(x)
-        return self.kind(h), self.domain(Reverse.apply(h, 0.3))
-
-
 @odd(normal(1, 6, 1), targets=(normal(1, 1, 6),), dp={}, tp=MLP)
 class SizesOfOne(TwoLayers):
     """A batch of one, dims of one, squeezed and put back; sums over nothing, products over nothing."""
@@ -195,23 +156,6 @@ class SizesOfOne(TwoLayers):
         h = self.both(x.squeeze(-1)).unsqueeze(1)
         nothing = h[..., :0].sum(-1, keepdim=True) + h[..., :0].prod(-1, keepdim=True)
         return h * nothing + h.expand(1, 3, 6).mean(1, keepdim=True)
-
-
-@odd(
-    normal(3, 5),
-    targets=(normal(3, 7),),
-    tp={"up.weight": "tp, -", "down.weight": "-, tp"},
-    more={"zero": 3, "zero_min_numel": 0},
-)
-class OddSizes(TwoLayers):
-    """Nothing divides: three rows, five, seven and three features."""
-
-    def __init__(self) -> None:
-        super().__init__(5, 3, 7)
-        self.norm, self.gain = nn.LayerNorm(5), nn.Parameter(torch.randn(1, 7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.both(self.norm(x)) * self.gain
 
 
 @odd(
@@ -258,16 +202,6 @@ class OtherSharding(TwoLayers):
         h = self.both(a + b.flip(0))
         running = h.cumsum(0) / torch.arange(1, 5, dtype=h.dtype)[:, None]
         return torch.cat(running.split((2, 4), -1)[::-1], -1) + (a[:, None] * b[None]).mean((1,))
-
-
-@odd(*ROWS, targets=(normal(2, 2, 6),), dp={"args.0": "dp, -"}, tp=MLP)
-class Regrouped(TwoLayers):
-    """Rows become pairs, statistics of ghost batches, and are joined in another order."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.both(x).view(2, 2, 6)
-        h = (h - h.mean(1, keepdim=True)) / (h.var(1, keepdim=True, unbiased=False) + 0.1).sqrt()
-        return h.transpose(0, 1).reshape(4, 6).roll(1, 0).view(2, 2, 6).swapaxes(0, 1)
 
 
 @odd(*ROWS, targets=GOAL, tp=MLP)

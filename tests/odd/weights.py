@@ -94,21 +94,6 @@ class SpectralNormed(nn.Module):
         return self.b(self.a(x).relu() + self.a(x.flip(0)).relu())
 
 
-@odd(*ROWS, targets=GOAL, tp={"v": "-, tp"}, more={"recompute": "**"})
-class Reflections(nn.Module):
-    """A product of Householder reflections, and a Cayley transform by solve."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v, self.skew = nn.Parameter(torch.randn(3, 6)), nn.Parameter(torch.randn(6, 6) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for v in F.normalize(self.v, dim=-1):
-            x = x - 2 * torch.outer(x @ v, v)
-        a, one = self.skew - self.skew.T, torch.eye(6, dtype=x.dtype)
-        return x @ torch.linalg.solve(one + a, one - a)
-
-
 @odd(*ROWS, targets=GOAL, tp={"base.weight": "tp, -", "b": "tp, -"}, more={"zero": 3, "zero_min_numel": 0})
 class LowRank(nn.Module):
     """A frozen weight with two factors beside it, merged in evaluation."""
@@ -122,24 +107,6 @@ class LowRank(nn.Module):
         if self.training:
             return self.base(x) + x @ self.a.T @ self.b.T * 0.5
         return F.linear(x, self.base.weight + self.b @ self.a * 0.5, self.base.bias)
-
-
-@odd(normal(4, 8), targets=(normal(4, 12),), tp={"second": "-, -, -, tp"})
-class TensorTrain(nn.Module):
-    """A matrix of 8 by 12 from three cores, contracted at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (
-            nn.Parameter(torch.randn(shape) * 0.5) for shape in ((2, 3, 2), (2, 2, 2, 2), (2, 2, 2))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("nibc,iur,rbvs,scw->nuvw", x.view(-1, 2, 2, 2), *self.cores).flatten(1)
-
-    @property
-    def cores(self) -> tuple[Tensor, ...]:
-        return self.first, self.second, self.third
 
 
 @odd(*ROWS, targets=GOAL, tp={"a": "tp, -"})
@@ -167,37 +134,6 @@ class Circulant(nn.Module):
         at = torch.arange(7)
         x = x @ self.b[(at[:, None] - at) % 7]
         return x @ self.c.unfold(0, 7, 1).flip(0)
-
-
-@odd(normal(4, 8), targets=(normal(4, 8),), tp={"twiddle": "-, tp, -, -"})
-class Butterfly(nn.Module):
-    """Three stages of products by two, at doubled distances."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twiddle = nn.Parameter(torch.randn(3, 4, 2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for stage, w in enumerate(self.twiddle):
-            apart = 2**stage
-            pairs = x.view(-1, 4 // apart, 2, apart).transpose(2, 3).reshape(-1, 4, 2)
-            x = torch.einsum("bpi,pij->bpj", pairs, w).view(-1, 4 // apart, apart, 2).transpose(2, 3).reshape(-1, 8)
-        return x
-
-
-@odd(normal(5, 6), targets=(normal(5, 6),), tp={"w": "tp, -"})
-class Autoregressive(nn.Module):
-    """Masks in buffers make weights lower triangular (MADE)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.v = nn.Parameter(torch.randn(12, 6)), nn.Parameter(torch.randn(6, 12))
-        degree = torch.arange(12) % 5
-        self.register_buffer("inward", (degree[:, None] >= torch.arange(6)).double())
-        self.register_buffer("outward", torch.arange(6)[:, None] > degree)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.linear(x, self.w * self.inward).relu(), self.v * self.outward)
 
 
 class Sign(torch.autograd.Function):
@@ -261,22 +197,3 @@ class BilinearGate(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         h = self.w(a, b)
         return torch.linalg.multi_dot((h, self.m[0], self.m[1])) + h @ torch.linalg.matrix_power(self.m[0], 3)
-
-
-@odd(*ROWS, targets=GOAL, tp={"bank": "tp, -, -"})
-class Searched(nn.Module):
-    """A softmax over operations (DARTS), one over a bank of weights (CondConv)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alpha, self.bank, self.route = (
-            nn.Parameter(torch.randn(4)),
-            nn.Parameter(torch.randn(4, 6, 6)),
-            nn.Linear(6, 4),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = torch.einsum("bk,kij->bij", self.route(x).sigmoid(), self.bank)
-        h = torch.einsum("bi,bij->bj", x, weights)
-        ways = torch.stack((h, h.relu(), h.tanh(), torch.zeros_like(h)))
-        return torch.tensordot(self.alpha.softmax(0), ways, dims=1)
