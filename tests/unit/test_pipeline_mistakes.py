@@ -61,6 +61,9 @@ def refused(make: Callable[[], object], words: str) -> None:
         ({"stages": "layers.1"}, "Pipeline(stages=...) is of another kind"),
         ({"stages": {"1": 2}}, "Pipeline(stages=...) is of another kind"),
         ({"stages": (1, 2)}, "another number of blocks than there are"),
+        ({"stages": (1, 2, 1)}, "3 stages are described, where there are 2"),
+        ({"stages": ("3", "2")}, "do not begin one behind the other"),
+        ({"stages": ("9",)}, "no stage can begin at '9'"),
         ({"stages": (0, 4)}, "another number of blocks than there are"),
         ({"stages": (1, "2")}, "Pipeline(stages=...) is of another kind"),
         ({"stages": (1.0, 3.0)}, "Pipeline(stages=...) is of another kind"),
@@ -72,23 +75,11 @@ def refused(make: Callable[[], object], words: str) -> None:
         ({"max_in_flight": 1}, "1f1b has more micro-batches in flight than may be"),
         ({"max_in_flight": 1, "schedule": TEXT}, "the schedule has more micro-batches in flight than may be"),
         ({"schedule": None}, "Pipeline(schedule=...) is of another kind"),
-        ({"schedule": ""}, "no schedule is called ''"),
         ({"schedule": "1f1"}, "no schedule is called '1f1'"),
         ({"schedule": TEXT + "\nF2.0"}, "a schedule has a row for each rank"),
-        ({"schedule": "F0.0 F1.0 B1.0 B0.0"}, "a schedule has a row for each rank"),
         ({"schedule": TEXT + " F1.3"}, "F1.3 stands twice"),
-        ({"schedule": TEXT.replace("B1.3", "X1.3")}, "'X1.3' is no action"),
         ({"schedule": TEXT.replace("B1.3", "B1-3")}, "'B1-3' is no action"),
-        ({"schedule": TEXT.replace(" B1.3", "")}, "B1.3 is missing"),
-        ({"schedule": TEXT.replace("B1.3", "I1.3")}, "W1.3 is missing"),
-        ({"schedule": TEXT + " W1.3"}, "whole and in halves: B1.3 and W1.3"),
-        ({"schedule": TEXT + " U1"}, "U0 is missing"),
-        ({"schedule": TEXT.replace("F1.0", "F0.0")}, "F0.0 stands twice"),
         ({"schedule": str(sx.schedules.make_schedule("1f1b", stages=2, microbatches=3))}, "F0.3 is missing"),
-        (
-            {"schedule": str(sx.schedules.make_schedule("1f1b", stages=2, microbatches=5))},
-            "F0.4 is of a stage or micro-batch",
-        ),
         ({"schedule": made(None)}, "a function makes no schedule"),
         ({"schedule": made(TEXT)}, "a function makes no schedule"),
         (
@@ -104,6 +95,8 @@ def refused(make: Callable[[], object], words: str) -> None:
         ),
         ({"hints": {"zero": 3, "zero_min_numel": 0, "zero_axis": "mb"}}, "cannot be stored sharded over 'mb'"),
         ({"mesh": sx.Mesh(pp=5, mb=sx.Loop(4))}, "there are more stages than blocks: 5 and 4"),
+        ({"mesh": sx.Mesh(dp=2, mb=sx.Loop(4))}, "the mesh has no axis 'pp' of ranks"),
+        ({"mesh": sx.Mesh(pp=2)}, "the mesh has no axis 'mb' of micro-batches"),
         ({"mesh": sx.Mesh(pp=2, mb=4)}, "the mesh has no axis 'mb' of micro-batches"),
         ({"mesh": sx.Mesh(pp=sx.Loop(2), mb=sx.Loop(4))}, "the mesh has no axis 'pp' of ranks"),
     ],
@@ -123,15 +116,6 @@ def test_a_function_that_makes_no_schedule_is_named() -> None:
     [
         (lambda: sx.schedules.Schedule.parse(None), "this is no text of a schedule"),  # type: ignore[arg-type]
         (lambda: sx.schedules.check_schedule(TEXT, stages=2, microbatches=4), "this is no schedule"),  # type: ignore[arg-type]
-        (lambda: sx.schedules.simulate(sx.schedules.Schedule.parse(TEXT), {"F": 1}), "there is no cost of B"),
-        (
-            lambda: sx.schedules.make_schedule("auto", stages=2, microbatches=4, costs={"F": 1}),
-            "there are no costs of a backward",
-        ),
-        (
-            lambda: sx.schedules.make_schedule("auto", stages=2, microbatches=4, costs={"F": float("nan")}),
-            "this is no cost",
-        ),
         (lambda: sx.schedules.make_schedule(["1f1b"], stages=2, microbatches=4), "no schedule is called"),  # type: ignore[arg-type]
     ],
     ids=lambda each: each if isinstance(each, str) else "",

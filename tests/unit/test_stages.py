@@ -200,44 +200,6 @@ def test_a_schedule_is_a_name_a_text_or_a_function() -> None:
 # ---- what is refused
 
 
-DEADLOCK = "F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1"
-PATTERNS = ("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "head")
-
-
-@pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("mesh", "pipeline", "what", "got"),
-    [
-        (sx.Mesh(pp=5, mb=T(4)), {}, "more stages than blocks: 5 and 4", 5),
-        (
-            sx.Mesh(pp=2, mb=T(2)),
-            {"schedule": "dualpipev", "stages_per_rank": 2},
-            "needs more micro-batches",
-            "iterations=2",
-        ),
-        (sx.Mesh(dp=2, mb=T(4)), {}, "the mesh has no axis 'pp' of ranks", "Mesh(dp=2, mb=Loop(4))"),
-        (sx.Mesh(pp=2), {}, "the mesh has no axis 'mb' of micro-batches", "Mesh(pp=2)"),
-        (sx.Mesh(pp=2, mb=4), {}, "the mesh has no axis 'mb' of micro-batches", "Mesh(pp=2, mb=4)"),
-        (None, {"stages": (("emb", "layers.0"), ("layers.*", "norm", "head"))}, "'layers.0.0' is in two stages", None),
-        (None, {"stages": (PATTERNS[0], PATTERNS[1][:-1])}, "module 'head' is in no stage", None),
-        (None, {"schedule": DEADLOCK}, "a deadlock: ranks 0, 1 wait for one another", None),
-        (None, {"stages": (1, 1)}, "another number of blocks than there are", (1, 1)),
-        (None, {"stages": (1, 2, 1)}, "3 stages are described, where there are 2", (1, 2, 1)),
-        (None, {"stages": ("layers.3", "layers.2")}, "do not begin one behind the other", ("layers.3", "layers.2")),
-        (None, {"stages": ("layers.9",)}, "no stage can begin at 'layers.9'", "layers.9"),
-        (None, {"schedule": "F0.0 F1.0 B1.0 B0.0", "microbatches": ""}, "a row for each rank", 1),
-    ],
-)
-def test_what_cannot_be_sharded_into_stages(mesh: sx.Mesh | None, pipeline: Any, what: str, got: object) -> None:
-    mesh = mesh or (sx.Mesh(pp=2, mb=T(2)) if pipeline.get("microbatches", "mb") else sx.Mesh(pp=2))
-    with pytest.raises(sx.Error) as caught:
-        planned(mesh=mesh, **pipeline)
-    assert what in caught.value.what
-    assert caught.value.remedy
-    assert got is None or caught.value.got == got
-
-
 def test_stages_that_need_one_another_are_named_with_two_nodes() -> None:
     stages = ("emb", "layers.1", "layers.2"), ("layers.0", "layers.3", "norm", "head")
     with pytest.raises(sx.Error, match="stages need one another in a circle") as caught:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
-from shardfx.ir.graph import Graph
-from shardfx.passes import Context
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 from tests.captures import captured_once
 
@@ -45,42 +42,23 @@ def fails(*words: str, **hints: object) -> sx.Error:
     return caught.value
 
 
-def test_an_unknown_axis() -> None:
-    error = fails("tq", "dp", "args.0", specs={"args.0": "tq, -"})
-    assert error.remedy
-
-
-def test_a_name_that_matches_nothing_gets_a_suggestion() -> None:
-    fails("fc1.wieght", "did you mean", "fc1.weight", specs={"fc1.wieght": "dp, -"})
-
-
-def test_a_pattern_that_matches_nothing() -> None:
-    fails("blocks.*.weight", "matches nothing", specs={"blocks.*.weight": "dp, -"})
-
-
-def test_an_axis_used_twice_in_one_spec() -> None:
-    fails("used twice", "fc1.weight", specs={"fc1.weight": "dp, dp"})
-
-
-def test_a_spec_with_too_few_dims() -> None:
-    fails("one entry per dim", "fc1.weight", "2 entries", specs={"fc1.weight": "dp"})
-
-
-@pytest.mark.long
-def test_two_hints_that_disagree() -> None:
-    fails("disagree", specs={"fc1.weight": "dp, -", "*.weight": "-, dp"})
-
-
-def test_a_spec_of_no_known_form() -> None:
-    fails("no known form", specs={"fc1.weight": 3})
-
-
-def test_args_that_are_no_tuple() -> None:
-    fails("of another kind", args=X)
-
-
-def test_a_loss_that_is_no_scalar() -> None:
-    fails("scalar", loss=lambda out, y: out)
+@pytest.mark.parametrize(
+    ("words", "hints"),
+    [
+        (("unknown mesh axis 'tq'", "dp", "args.0", "remedy"), {"specs": {"args.0": "tq, -"}}),
+        (("fc1.wieght", "did you mean", "fc1.weight"), {"specs": {"fc1.wieght": "dp, -"}}),
+        (("blocks.*.weight", "matches nothing"), {"specs": {"blocks.*.weight": "dp, -"}}),
+        (("used twice", "fc1.weight"), {"specs": {"fc1.weight": "dp, dp"}}),
+        (("one entry per dim", "fc1.weight", "2 entries"), {"specs": {"fc1.weight": "dp"}}),
+        (("disagree",), {"specs": {"fc1.weight": "dp, -", "*.weight": "-, dp"}}),
+        (("no known form",), {"specs": {"fc1.weight": 3}}),
+        (("of another kind",), {"args": X}),
+        (("scalar",), {"loss": lambda out, y: out}),
+    ],
+    ids=lambda each: each[0] if isinstance(each, tuple) else "",
+)
+def test_hints_that_are_wrong(words: tuple[str, ...], hints: dict[str, Any]) -> None:
+    fails(*words, **hints)
 
 
 class Picks(nn.Module):
@@ -149,53 +127,14 @@ def test_a_wrong_input_shape() -> None:
         pm(X, Y, Y)
 
 
-@dataclass(frozen=True)
-class Breaks(sx.Pass):
-    """Drops a node that others use."""
-
-    name: ClassVar[str] = "breaks"
-
-    def run(self, graph: Graph, context: Context) -> bool:
-        del graph.nodes[0]
-        return True
-
-
-@dataclass(frozen=True)
-class Raises(sx.Pass):
-    name: ClassVar[str] = "raises"
-
-    def run(self, graph: Graph, context: Context) -> bool:
-        raise KeyError("oops")
-
-
-@dataclass(frozen=True)
-class TooEarly(sx.Pass):
-    name: ClassVar[str] = "too-early"
-    requires: ClassVar[frozenset[str]] = frozenset({"STAGED"})
-
-    def run(self, graph: Graph, context: Context) -> bool:
-        return False
-
-
-def test_a_pass_that_breaks_the_graph_is_named() -> None:
-    fails("breaks", "never defined", passes=[Breaks()])
-
-
-def test_a_pass_that_raises_is_named() -> None:
-    fails("raises", "KeyError", passes=[Raises()])
-
-
-def test_a_pass_in_the_wrong_order_fails_before_anything_runs() -> None:
-    fails("too-early", "STAGED", passes=[TooEarly()])
-
-
-def test_something_that_is_no_pass() -> None:
-    fails("not a pass", passes=[object()])
+def over_two() -> tuple[sx.ParallelModule, list[torch.fx.GraphModule]]:
+    """A plan over tp, and the programs of both ranks."""
+    pm = make(sx.Mesh(tp=2), specs={"fc1.weight": "tp, -"}, loss=None, targets=())
+    return pm, [pm.rank_module(rank) for rank in range(2)]
 
 
 def test_collectives_that_do_not_match_are_named_by_rank_and_node() -> None:
-    pm = make(sx.Mesh(tp=2), specs={"fc1.weight": "tp, -"}, loss=None, targets=())
-    modules = [pm.rank_module(r) for r in range(2)]
+    pm, modules = over_two()
     reduce = next(n for n in modules[1].graph.nodes if "all_reduce" in str(n.target))
     reduce.args = (reduce.args[0], "max", reduce.args[2])
     with pytest.raises(sx.Error, match="do not match between ranks") as caught:
@@ -204,8 +143,7 @@ def test_collectives_that_do_not_match_are_named_by_rank_and_node() -> None:
 
 
 def test_a_collective_that_never_comes_is_no_hang() -> None:
-    pm = make(sx.Mesh(tp=2), specs={"fc1.weight": "tp, -"}, loss=None, targets=())
-    modules = [pm.rank_module(r) for r in range(2)]
+    pm, modules = over_two()
     reduce = next(n for n in modules[1].graph.nodes if "all_reduce" in str(n.target))
     reduce.replace_all_uses_with(reduce.args[0])
     modules[1].graph.erase_node(reduce)
@@ -227,8 +165,7 @@ def run_modules(pm: sx.ParallelModule, modules: list[torch.fx.GraphModule]) -> N
 
 
 def test_a_rank_that_raises_is_named() -> None:
-    pm = make(sx.Mesh(tp=2), specs={"fc1.weight": "tp, -"}, loss=None, targets=())
-    modules = [pm.rank_module(r) for r in range(2)]
+    pm, modules = over_two()
     product = next(n for n in modules[1].graph.nodes if "mm" in n.name and "fc2" in str(n.meta["shardfx"].where))
     product.args = (product.args[0], product.args[0])
     with pytest.raises(sx.Error, match="a rank's program failed") as caught:
