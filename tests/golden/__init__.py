@@ -22,7 +22,7 @@ from shardfx.ir.graph import Graph, Where
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.text import parse_graph, print_graph
-from shardfx.passes import BUILT_IN, ON_REQUEST, Context, Pass, run_passes
+from shardfx.passes import BUILT_IN, ON_REQUEST, Context, Pass
 from shardfx.passes.pass_text import parse_pass
 
 FOLDER = Path(__file__).parent
@@ -106,12 +106,3 @@ def printed(graph: Graph) -> str:
     for node in graph.nodes:
         node.where = Where(node.where.module)
     return print_graph(graph, sources=False)
-
-
-def rest(name: str, text: str) -> str:
-    """The text of a graph after a pass and all that follow it."""
-    graph = parse_graph(text)
-    context = given(graph, text)
-    passes = [BUILT_IN[each]() for each in ALWAYS[ALWAYS.index(name) :]]
-    run_passes(graph, passes, context)
-    return printed(graph)
