@@ -16,7 +16,7 @@ from shardfx.ir.cost.flops import FLOPS
 from shardfx.ir.graph import Graph, Node, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.fused_attention import attention, attention_backward, drawn, forward_by_hand
-from shardfx.ir.ops.traits import is_heavy, positional, with_defaults
+from shardfx.ir.ops.traits import is_heavy, with_defaults
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.unfolding.unfold import unfolded
@@ -219,12 +219,6 @@ def test_flops_are_those_of_each_query_head() -> None:
     grad, product = torch.empty(2, 4, 6, 8), 2 * 2 * 4 * 6 * 5 * 8
     assert FLOPS[attention](q, k, k) == 2 * product
     assert FLOPS[attention_backward](grad, q, k, k) == 5 * product
-
-
-def test_a_text_has_its_defaults_left_out() -> None:
-    given = with_defaults(attention, (1, 2, 3), {"causal": True})
-    assert positional(attention, given) == (1, 2, 3, None, True)
-    assert positional(attention, given | {"causal": False}) == (1, 2, 3)
 
 
 # ---- what a program calls -----------------------------------------------------------------------------------------

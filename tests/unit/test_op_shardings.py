@@ -122,18 +122,10 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[::7])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(each, marks=() if i % 7 == 0 else pytest.mark.slow) for i, each in enumerate(STRATEGIES)]
+)
 def test_strategies_of_a_product(strategy: dict[str, tuple[str, ...]]) -> None:
-    check_product(strategy)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_of_a_product(strategy: dict[str, tuple[str, ...]]) -> None:
-    check_product(strategy)
-
-
-def check_product(strategy: dict[str, tuple[str, ...]]) -> None:
     torch.manual_seed(0)
     text = " ".join(f"{factor}{{{' '.join(axes)}}}" for factor, axes in strategy.items())
     x = torch.randn(8, 8, dtype=torch.float64)

@@ -73,12 +73,6 @@ def test_a_call_in_a_placed_graph_is_sharded_as_its_operands() -> None:
     assert line(graph, half).startswith("%3 = aten.mul.Tensor(%1, 0.5) : f32[8{dp}, 6] +{tp} shards d0{dp}")
 
 
-def test_a_call_of_several_results() -> None:
-    graph = planned()
-    node = Rewriter(graph, RULES).call(aten.max.dim, graph.nodes[2].outs[0], 1)
-    assert line(graph, node) == "%3, %4 = aten.max.dim(%2, 1) : f32[8{dp}], i64[8{dp}] shards d0{dp}"
-
-
 def test_a_call_that_needs_its_operands_elsewhere_says_where() -> None:
     graph = planned()
     with pytest.raises(Error, match="needs %1 placed otherwise than it is") as caught:

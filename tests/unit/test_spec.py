@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, bounds, chunk, compound, project
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Loop, Mesh
-from shardfx.ir.spec import Spec, TensorType, as_it_lies
+from shardfx.ir.spec import Spec, as_it_lies
 
 MESH = Mesh(a=2, b=3, c=2, t=Loop(2), one=1)
 
@@ -236,23 +236,6 @@ def test_texts() -> None:
     assert spec.text((64, 256), "f32") == "f32[64{dp,tp}, 256] +{a,b} max{c}"
     assert str(spec) == "[.{dp,tp}, .] +{a,b} max{c}"
     assert str(Spec.replicated(0)) == "[]"
-
-
-def test_small_questions() -> None:
-    spec = Spec((DimSharding(("dp",)), REPLICATED), (("tp", "sum"),))
-    assert spec.axes == ("dp",)
-    assert spec.partial_axes == ("tp",)
-    assert not spec.is_replicated
-    assert Spec.replicated(2).is_replicated
-    assert Spec.replicated(2) is Spec.replicated(2)
-    assert spec.reduced() == Spec((DimSharding(("dp",)), REPLICATED))
-    assert spec.with_dim(1, DimSharding(("pp",))) == Spec(
-        (DimSharding(("dp",)), DimSharding(("pp",))), (("tp", "sum"),)
-    )
-    assert not REPLICATED
-    assert DimSharding(("dp",))
-    kind = TensorType((2, 3), torch.bfloat16)
-    assert (kind.ndim, kind.numel, kind.nbytes) == (2, 6, 12)
 
 
 def test_parse() -> None:

@@ -14,7 +14,6 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Guard, Node, Output, OutputKind, Strategy, Where
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
-from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.parser import parse_graph
@@ -59,13 +58,6 @@ def test_files_of_one_name_are_told_apart() -> None:
 
 
 # ---- ops ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "op", [aten.relu.default, aten.add.Tensor, aten.sum.dim_IntList, aten._softmax.default, dropout]
-)
-def test_an_op_comes_back(op: Any) -> None:
-    assert there_and_back(one_op(op)).nodes[0].op is op
 
 
 @pytest.mark.parametrize("op", comm.OPS, ids=str)
@@ -236,8 +228,3 @@ def test_a_mistake_is_named(text: str, line: int, expected: str, got: object) ->
 def test_a_text_without_a_mesh() -> None:
     with pytest.raises(Error, match="the text has no mesh"):
         parse_graph("# nothing here\n\n")
-
-
-def test_comments_and_blank_lines_are_skipped() -> None:
-    graph = parse_graph("# a graph\nmesh tp=2  # two ranks\n\nargument %x : f32[2]\nforward:  # one node\n\noutputs:\n")
-    assert [given.name for given in graph.inputs] == ["x"]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import shardfx as sx
 from tests.models import MLP3
-from tests.plans import plan, specs_of
+from tests.plans import plan
 from tests.zoo import make
 
 
@@ -102,11 +102,3 @@ def test_fusing_keeps_the_bytes_and_makes_fewer_calls() -> None:
     (calls, sent), (fewer, same) = total(alone), total(fused)
     assert sent == same
     assert fewer < calls / 3
-
-
-@pytest.mark.slow
-def test_specs_of_the_cases_all_match() -> None:
-    for name in ("unet", "resnet", "hf_bert"):
-        case = make(name)
-        plan(case, sx.Mesh(dp=2, tp=2))
-        assert specs_of(case, sx.Mesh(dp=2, tp=2))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,52 +13,8 @@ import torch
 import shardfx as sx
 from shardfx.ir.capture.optimizer.optimizer_groups import Parameters
 from shardfx.ir.capture.trace import capture
-from tests.plans import MESHES, plan
+from tests.plans import MESHES
 from tests.stepped import KINDS
-from tests.zoo import Case, make
-
-DEPTH = 7
-STORED = {
-    "hf_llama": {"model.layers.*.mlp.up_proj.weight": "tp, dp", "model.layers.*.self_attn.o_proj.weight": "dp, tp"},
-    "hf_gpt2": {"transformer.h.*.mlp.c_fc.weight": "dp, tp", "transformer.h.*.attn.c_proj.weight": "tp, dp"},
-    "hf_gpt2_dropout": {},
-    "hf_bert": {"bert.encoder.layer.*.intermediate.dense.weight": "tp, dp"},
-}
-CASES = [(name, how) for name in STORED for how in ("plain", "sequence", "stored")]
-
-
-def deep(name: str) -> Case:
-    """A case of the zoo with more blocks."""
-    case = make(name)
-    config = copy.deepcopy(case.model.config)
-    config.num_hidden_layers = DEPTH
-    with torch.device("meta"):
-        return replace(case, model=type(case.model)(config).double().train())
-
-
-def planned(name: str, how: str) -> sx.ParallelModule:
-    more = STORED[name] if how == "stored" else {}
-    return plan(deep(name), MESHES["dp2tp2"], sequence=how == "sequence", specs=more)
-
-
-@pytest.mark.parametrize(("name", "how"), [pytest.param(*case, marks=pytest.mark.slow) for case in CASES])
-def test_the_plan_is_the_same(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = planned(name, how)
-    monkeypatch.setattr("shardfx.compile.capture", partial(capture, fold=False))
-    whole = planned(name, how)
-    assert short._compiled.captured.graph.repeats and not whole._compiled.captured.graph.repeats
-    assert short.planned.notes == whole.planned.notes
-    assert str(short.captured) == str(whole.captured)
-    assert str(short.planned) == str(whole.planned)
-    assert [(node.made_by, node.why) for node in short.planned.nodes] == [
-        (n.made_by, n.why) for n in whole.planned.nodes
-    ]
-    assert short.plan == whole.plan
-    for value in [
-        *(given.name for given in short.planned.inputs),
-        *(f"%{node.name}" for node in short.planned.nodes[::9]),
-    ]:
-        assert str(short.explain(value)) == str(whole.explain(value))
 
 
 class Block(torch.nn.Module):

@@ -128,12 +128,6 @@ def test_stored_in_shards(name: str, shards: str) -> None:
     beside(name, MESHES["dp2"], zero_min_numel=0, **SHARDS[shards])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_fused", "llama"])
-def test_recomputed(name: str) -> None:
-    beside(name, MESHES["dp2tp2"], recompute="layers.*", zero=3, zero_min_numel=0)
-
-
 # ---- what is exact -----------------------------------------------------------------------------------------
 
 

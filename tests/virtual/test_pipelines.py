@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.program_text import parse_program
 from shardfx.module.programs import TRAIN
 from tests.deep import CHUNKS, alone, deep, worst
@@ -234,15 +233,6 @@ def test_other_forms_of_call_have_the_same_stages() -> None:
 
 
 @slow
-def test_tiles_go_through_stages() -> None:
-    case = make("unet")
-    specs = {"args.0": "mb, -, h, -", "targets.0": "mb, h, -" if case.targets[0].dim() == 3 else "mb, -, h, -"}
-    mesh = sx.Mesh(pp=2, h=2, mb=sx.Loop(2))
-    assert train_beside("unet", mesh, specs=specs, steps=2, pipeline=sx.Pipeline()).worst < 1e-9
-    assert plan(make("unet"), mesh, specs=specs, pipeline=sx.Pipeline()).verify()
-
-
-@slow
 def test_results_evaluation_and_buffers_are_those_of_iterations_alone() -> None:
     found = []
     for mesh, pipeline in ((sx.Mesh(one=1, mb=sx.Loop(4)), None), (sx.Mesh(pp=2, mb=sx.Loop(4)), sx.Pipeline())):
@@ -274,24 +264,6 @@ def test_a_rank_holds_what_a_run_holds(name: str) -> None:
         footprint = replay(program)
         sent = 4 * 2 * 64 * 8  # what goes to the other stage in four iterations, while it is under way
         assert footprint.peak.nbytes <= held[rank].peak <= footprint.peak.nbytes + sent
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "live"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])
-def test_so_many_iterations_are_live_as_the_schedule_says(name: str, live: list[int]) -> None:
-    model, (x, y) = tied(4), batch(8)
-    pm = in_stages(model, x, y, sx.Mesh(pp=4, mb=sx.Loop(8)), pipeline=sx.Pipeline(schedule=name))
-    found = []
-    for rank in range(4):
-        loops = [node for node in pm.rank_program(rank).graph.nodes if node.target is loop_ops.begin]
-        begin = next(node for node in loops if len(node.args) > 3)
-        words, open_, most = str(begin.args[3]).split(), set[str](), 0
-        for word in words:
-            unit, _, iteration = word.partition(".")
-            open_ = open_ | {iteration} if unit[0] == "F" else open_ - {iteration} if unit[0] == "B" else open_
-            most = max(most, len(open_))
-        found.append(most)
-    assert found == live
 
 
 # ---- the programs

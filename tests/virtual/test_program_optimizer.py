@@ -151,29 +151,6 @@ class Calls(torch.optim.SGD):
         return closure()
 
 
-class Counts(torch.optim.SGD):
-    """Keeps what changes from step to step outside of its states."""
-
-    steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.steps += 1
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad / self.steps)
-
-
-class Together(torch.optim.SGD):
-    """Steps each parameter by what all of them have."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        params = self.param_groups[0]["params"]
-        total = sum(p.grad.sum() for p in params)
-        for p in params:
-            p.sub_(0.1 * total * p.grad)
-
-
 class Draws(torch.optim.SGD):
     """Adds noise."""
 
@@ -192,8 +169,6 @@ class Draws(torch.optim.SGD):
         ("calls the model again", lambda ps: Calls(ps)),
         ("cannot be traced", lambda ps: torch.optim.SparseAdam(ps)),
         ("cannot be traced", lambda ps: Decides(ps, lr=0.1)),
-        ("of one parameter alone", lambda ps: Counts(ps, lr=0.1)),
-        ("of one parameter alone", lambda ps: Together(ps, lr=0.1)),
         ("of one parameter alone", lambda ps: Draws(ps, lr=0.1)),
         ("has two optimizers", lambda ps: [torch.optim.SGD(ps), torch.optim.AdamW(ps)]),
         ("was not given", lambda ps: torch.optim.SGD(small_model().parameters())),

@@ -27,25 +27,6 @@ def test_the_plan_of_a_case_verifies(mesh: str, name: str) -> None:
         assert verdict.checked["ranks"] == pm.mesh.size
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    [
-        ("tp2", "gpt_fused"),
-        *(
-            pytest.param(mesh, name, marks=pytest.mark.slow)
-            for mesh in ("tp2", "dp2tp2", "2x2x2")
-            for name in ("gpt_fused", "llama", "hf_gpt2")
-            if (mesh, name) != ("tp2", "gpt_fused")
-        ),
-    ],
-)
-def test_a_sequence_parallel_plan_verifies(mesh: str, name: str) -> None:
-    pm = plan(make(name), MESHES[mesh], sequence=True, bucket_mb=0)
-    assert pm.verify(), pm.verify().why
-    assert pm.verify(run=True)
-
-
 @pytest.mark.long
 def test_uneven_sharding_verifies() -> None:
     """7 rows over 4 ranks, 30 columns over 4: packed with padding, and the last rank holds less."""

@@ -103,16 +103,6 @@ class Centring(WholeTensor):
         return grad - grad.mean() if self.centring else grad
 
 
-class Annealed(Centring):
-    """Counts its steps in its groups."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            group["weight"] = 0.5 ** group["steps"]
-
-
 def sharded() -> tuple[sx.ParallelModule, torch.Tensor]:
     model, x = net("matrix")
     return sx.parallelize(model, sx.Mesh(tp=2), sx.Hints((x,), loss=squares, specs={"weight": "tp, -"})), x
@@ -124,18 +114,6 @@ def test_what_only_the_instance_says_is_tried() -> None:
     for lr in (0.1, 1e-9):  # the difference is told from rounding by what a step changes
         with pytest.raises(sx.Error, match="Centring looks at full tensors"):
             Centring(pm.parameters(), lr=lr, centring=True).step()
-
-
-def test_numbers_that_a_step_changes_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    count, real = [0], trial._try
-    monkeypatch.setattr(trial, "_try", lambda *args: (count.__setitem__(0, count[0] + 1), real(*args))[1])
-    pm, x = sharded()
-    optimizer = Annealed(pm.parameters(), lr=0.017)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 10)  # begins with a rate of 0
-    for _ in range(3):
-        stepped(pm, optimizer, x, 1)
-        scheduler.step()
-    assert count == [2], "at the first step, and where the rate is no longer 0"
 
 
 def test_the_optimizer_itself_is_left_as_it_is() -> None:
@@ -169,31 +147,6 @@ def test_large_parameters_are_tried_small_with_the_same_ratio(
     assert torch.Size(kind.shape).numel() <= trial.MOST and kind.shape[0] * shape[1] == kind.shape[1] * shape[0]
     assert (trial.tried(Spectral([parameter])).apart == 0) == alike
     assert trial.tried(torch.optim.AdamW([parameter])) == trial.Trial()
-
-
-class Counting(WholeTensor):
-    """Notes how many parameters it steps, in its groups."""
-
-    def step(self, closure: Any = None) -> None:
-        self.param_groups[0]["counts"].append(len(self.param_groups[0]["params"]))
-        super().step()
-
-
-def test_parameters_that_are_alike_are_tried_once() -> None:
-    """A model of many layers is tried as one of a few, and no slower."""
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(200)]
-    for number, parameter in enumerate(parameters):
-        layout = ((64, 8), (2, 1)) if number % 2 else ((64,), (2,))
-        trial.lay_out(parameter, trial.Layout(f"layers.{number}", *layout))
-    optimizer, seen = Counting(parameters), list[int]()
-
-    class Shared(list[int]):
-        def __deepcopy__(self, memo: Any) -> list[int]:
-            return seen
-
-    optimizer.param_groups[0]["counts"] = Shared()
-    assert trial.tried(optimizer) == trial.Trial()
-    assert seen == [2, 4] * (trial.STEPS + 1)
 
 
 class Spread(WholeTensor):
