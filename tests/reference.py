@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import shardfx as sx
 from tests.zoo import Case
 
 
@@ -46,6 +49,36 @@ def single_device(case: Case, steps: int = 3, seed: int = 0) -> Reference:
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     params = {name: param.detach().clone() for name, param in model.named_parameters()}
     return Reference(outputs, losses, grads, buffers, params)
+
+
+def check_step(
+    pm: sx.ParallelModule,
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    args: tuple[Tensor, ...],
+    targets: tuple[Tensor, ...] = (),
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    bound: float = 1e-9,
+    proven: bool = True,
+) -> None:
+    """Call a plan and the model that it is of, forward and backward: losses, gradients of parameters and buffers are
+    equal within ``bound``, relative and absolute; and the plan is proven."""
+    kwargs = kwargs or {}
+    close = {"rtol": bound, "atol": bound}
+    ours, theirs = pm(*args, *targets, **kwargs), loss(model(*args, **kwargs), *targets)
+    ours.backward()
+    theirs.backward()
+    torch.testing.assert_close(ours, theirs, **close)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(pm.full_grads(), gradients, **close)
+    state = pm.full_state_dict()
+    for name, buffer in model.named_buffers():
+        if name in state:
+            torch.testing.assert_close(state[name], buffer, msg=name, **close)
+    if proven:
+        verdict = pm.verify()
+        assert verdict, verdict.why
 
 
 def rel_err(a: Tensor | float, b: Tensor | float, floor: float = 1e-3) -> float:

@@ -8,13 +8,11 @@ import sys
 import time
 from collections import Counter
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
 from .case import SHARE, draw
 from .check import Outcome, check, sharing
-from .shrink import shrink
 
 
 def run(task: tuple[int, int, int]) -> list[tuple[int, Outcome]]:
@@ -25,23 +23,11 @@ def run(task: tuple[int, int, int]) -> list[tuple[int, Outcome]]:
         return [(s, check(draw(s), captures, share > 0 and s % share == 0)) for s in range(first, first + count)]
 
 
-def smallest(seed: int) -> str:
-    """The script of the smallest case that fails as this seed's does."""
-    with sharing() as captures:
-        return shrink(draw(seed), lambda case: fails(check(case, captures))).script()
-
-
-def fails(outcome: Outcome) -> str:
-    return outcome.kind if outcome.result == "failed" else ""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="run one seed, and print it as a script")
-    parser.add_argument("--shrink", action="store_true", help="write the smallest script of each kind of failure")
-    parser.add_argument("--folder", type=Path, default=Path("out/fuzz"), help="for these scripts")
     parser.add_argument("--verify", type=int, default=8, metavar="N", help="verify every Nth case, too; 0 for none")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, whatever --cases says")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
@@ -74,11 +60,6 @@ def main() -> int:
         failed.setdefault(outcomes[seed].kind, []).append(seed)
     for kind, seeds in failed.items():
         print(f"  FAILED {len(seeds)}: {kind}: seeds {seeds[:20]}")
-        if options.shrink:
-            options.folder.mkdir(parents=True, exist_ok=True)
-            path = options.folder / f"seed{seeds[0]}.py"
-            path.write_text(smallest(seeds[0]))
-            print(f"    python {path}")
     return 1 if failed or alarms else 0
 
 

@@ -1,7 +1,6 @@
 """The layers that random models are made of: text of a module that takes ``y: [batch, time, dim]`` and keeps that rank.
 
-A layer is drawn as its kind and a few numbers, and written for the sizes that come in: when a shrinker drops the layer
-before it, it is written for other sizes, and is a layer still.
+A layer is drawn as its kind and a few numbers, and written for the sizes that come in.
 """
 
 from __future__ import annotations

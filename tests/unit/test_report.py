@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import OutputKind
 from shardfx.ir.program.lower import lower
-from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.text.parser import parse_graph
-from shardfx.module.programs import TRAIN
 from shardfx.report.console import count_text, seconds_text
 from shardfx.report.make_report import comm_rows
 from tests.plans import MESHES, plan
@@ -35,65 +29,6 @@ def pm() -> sx.ParallelModule:
 # ---- memory
 
 CATEGORIES = ("activations", "gathered", "gradients", "results", "new buffers", "communication", "kept", "temporaries")
-
-
-class Live(TorchDispatchMode):
-    """The largest sum of storages that Python holds while a program runs; inputs do not count."""
-
-    def __init__(self, inputs: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.inputs = {tensor.untyped_storage()._cdata for tensor in inputs}
-        self.tensors: list[tuple[Any, int, int]] = []
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)):
-            storage = tensor.untyped_storage()
-            self.tensors.append((weakref.ref(tensor), storage._cdata, storage.nbytes()))
-        self.tensors = [each for each in self.tensors if each[0]() is not None]
-        live = {key: size for _, key, size in self.tensors if key not in self.inputs}
-        self.peak = max(self.peak, sum(live.values()))
-        return out
-
-
-def measured_peak(program: RankProgram) -> int:
-    """Run a rank's module on fake tensors; a collective is not waited for, for its result has the same storage."""
-    module = program.copy().module()
-    for node in list(module.graph.nodes):
-        if node.target is torch.ops._c10d_functional.wait_tensor.default:
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-    module.graph.set_codegen(torch.fx.graph.CodeGen())
-    module.recompile()
-    coords = program.mesh.coords(program.rank)
-    with FakeTensorMode(), torch.no_grad():
-        given = []
-        for each in program.inputs:
-            assert each.value.spec is not None
-            shape = each.value.spec.local_shape(each.value.shape, program.mesh, coords)
-            given.append(torch.empty(shape, dtype=each.value.type.dtype))
-        with Live(given) as live:
-            module(*given)
-    return live.peak
-
-
-@pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("gpt_fused", MESHES["dp2tp2"]),
-        pytest.param("llama", MESHES["tp4"], marks=pytest.mark.slow),
-        ("resnet", MESHES["dp2"]),
-        ("gpt_separate", sx.Mesh(dp=3)),  # a batch of 8 is not even
-    ],
-)
-def test_the_peak_is_what_a_run_holds(name: str, mesh: sx.Mesh) -> None:
-    pm = plan(make(name), mesh)
-    for rank in (0, pm.mesh.size - 1):
-        program = lower(pm.planned, rank, pm._compiled.context.rules, TRAIN)
-        assert replay(program).peak.nbytes == measured_peak(program)
 
 
 @pytest.mark.long

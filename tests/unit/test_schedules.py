@@ -184,6 +184,8 @@ def test_wrong_schedules_are_errors_that_name_rank_and_action(text: str) -> None
     [
         (lambda: sx.schedules.Schedule.parse("F0.0\nF1.0 G1.0"), "'G1.0' is no action\n  where:    row 1, word 1"),
         (lambda: sx.schedules.Schedule.parse("F0"), "'F0' is no action"),
+        (lambda: sx.schedules.Schedule.parse(None), "this is no text of a schedule"),  # type: ignore[arg-type]
+        (lambda: sx.schedules.check_schedule(SMALL, stages=2, microbatches=2), "this is no schedule"),  # type: ignore[arg-type]
         (lambda: sx.schedules.Schedule.parse("U0.1"), "'U0.1' is no action"),
         (lambda: sx.schedules.Schedule.parse("\n\n"), "a schedule has a row for each rank"),
         (lambda: sx.schedules.Schedule(((),)), "a schedule has a row for each rank"),

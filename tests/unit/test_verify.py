@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import pytest
 import torch
 
@@ -272,32 +269,3 @@ def test_a_comm_op_before_placement_has_axes_at_least() -> None:
 
 
 # ---- and quickly -------------------------------------------------------------------------------------------
-
-
-def large(count: int) -> Graph:
-    """A chain of adds with placements, strategies and here and there a comm op."""
-    sharding, whole = Spec((DimSharding(("dp",)), REPLICATED)), Spec.replicated(2)
-    graph = Graph(MESH, [argument("x", 8, 4)], established=frozenset({"COMM_EXPLICIT"}))
-    x = value = graph.inputs[0].value
-    x.spec = sharding
-    for i in range(count):
-        op: Any = aten.add.Tensor
-        args: tuple[Any, ...] = (value, x)
-        node = Rewriter.make(op, args, x.type)
-        node.outs[0].spec = Spec(sharding.dims)
-        node.strategy = Strategy((sharding, sharding), (Spec(sharding.dims),))
-        graph.nodes.append(node)
-        value = node.outs[0]
-        if i % 20 == 0:
-            gather = Rewriter.make(comm.all_gather, (value,), x.type, kwargs={"axes": ["dp"], "dim": 0})
-            gather.outs[0].spec = whole
-            graph.nodes.append(gather)
-    return graph
-
-
-@pytest.mark.long
-def test_a_large_graph_is_verified_between_all_passes() -> None:
-    graph = large(20_000)
-    started = time.process_time()
-    validate_graph(graph)
-    assert time.process_time() - started < 1.5, "0.4 s when measured on a busy machine: something became slow"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.reference import rel_err, single_device
-from tests.zoo import CASES, IGNORED, WITH_SEQUENCE, labels, make
+from tests.zoo import CASES, WITH_SEQUENCE, make
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -41,12 +41,6 @@ def test_case(name: str) -> None:
         torch.equal(param, make_param)
         for param, make_param in zip(params.values(), make(name).model.parameters(), strict=True)
     )
-
-
-def test_labels_are_uneven() -> None:
-    kept = (labels() != IGNORED).sum(1).tolist()
-    assert kept[0] == 1
-    assert len(set(kept)) == len(kept)
 
 
 def test_rel_err() -> None:

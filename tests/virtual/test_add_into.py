@@ -14,6 +14,7 @@ import shardfx as sx
 from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.module.programs import TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
+from tests.reference import check_step
 from tests.zoo import Case
 
 WORDS, WIDTH = 61, 8
@@ -55,17 +56,10 @@ def test_gradients_are_those_of_one_device(table: dict[str, Any], hints: dict[st
     model = Language(**table).double()
     pm = planned(model, **hints)
     x, y = batch()
-    alone, made = next_tokens(model(x), y), pm(x, y)
-    alone.backward()
-    made.backward()
-    grads = pm.full_grads()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert (grads[name] - parameter.grad).abs().max() < 1e-12
+    check_step(pm, model, next_tokens, (x,), (y,), bound=1e-12)
     text = str(pm.rank_program(1))
     in_shards = "zero" in hints and "words" in table  # rows of both ranks stand together: so is a product added
     assert "loop.addmm" in text and ("loop.index_add" in text) != in_shards
-    assert pm.verify()
 
 
 @pytest.mark.long

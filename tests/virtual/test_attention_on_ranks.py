@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from tests.captures import captured_once
+from tests.reference import check_step
 
 DIM, HEADS = 16, 4
 
@@ -71,16 +72,9 @@ def test_gradients_are_those_of_one_device(kind: str, mesh: sx.Mesh, specs: dict
     torch.manual_seed(0)
     model = Attention(kind).to(dtype)
     alone = deepcopy(model)
-    loss(alone(*inputs(dtype))).backward()
     with captured_once("attention"):
         pm = sx.parallelize(model, mesh, sx.Hints(args=inputs(dtype), loss=loss, specs=specs))
-    pm(*inputs(dtype)).backward()
-    for name, parameter in alone.named_parameters():
-        assert parameter.grad is not None
-        grad = pm.full_grads()[name]
-        bound = 1e-10 if dtype == torch.float64 else 1e-3
-        assert (grad - parameter.grad).abs().max() < bound, name
-    assert pm.verify(), pm.verify().why
+    check_step(pm, alone, loss, inputs(dtype), bound=1e-10 if dtype == torch.float64 else 1e-3)
 
 
 @pytest.mark.slow

@@ -158,12 +158,6 @@ def test_what_watches_gradients_or_makes_them_in_a_loss_is_named(loss: Callable[
         parallel(mlp().to("meta"), loss=loss)
 
 
-def test_a_product_of_a_value_with_itself() -> None:
-    """Which is needed in two placements."""
-    model = Net(lambda y: (y @ y).tanh().cumsum(0)).double()
-    same_step(parallel(copy.deepcopy(model)), model, X, Y)
-
-
 def test_children_and_attributes_of_our_own_names() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.text import parse_graph, print_graph
-from tests.reference import rel_err
+from tests.reference import check_step, rel_err
 
 
 def slow(name: str) -> object:
@@ -53,12 +53,7 @@ def test_they_equal_one_device_and_raise_where_it_raises(name: str) -> None:
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
     text = print_graph(pm.planned)
     assert "expects False for " in text and print_graph(parse_graph(text)) == text
-    ours, theirs = pm(x, scale), loss(alone(x), scale)
-    ours.backward()
-    theirs.backward()
-    assert rel_err(ours, theirs) < 1e-12
-    assert all(rel_err(pm.full_grads()[key], p.grad) < 1e-9 for key, p in alone.named_parameters())
-    assert pm.verify(), pm.verify().why
+    check_step(pm, alone, loss, (x,), (scale,))
 
     with torch.no_grad():
         pm(x)  # the check in the loss asks nothing of results
@@ -160,11 +155,7 @@ def test_gradients_of_what_is_factored_do_not_hang_on_how_it_lies(name: str, spe
     model, alone = Factored(), Factored()
     hints = sx.Hints(args=(x,), loss=lambda out: out, specs=specs)
     pm = sx.parallelize(model, sx.Mesh(r=2), hints, virtual=True)
-    ours, theirs = pm(x), alone(x)
-    ours.backward()
-    theirs.backward()
-    assert rel_err(ours, theirs) < 1e-12 and rel_err(pm.full_grads()["weight"], alone.weight.grad) < 1e-9
-    assert pm.verify(), pm.verify().why
+    check_step(pm, alone, lambda out: out, (x,))
 
 
 class Density(nn.Module):
@@ -205,12 +196,8 @@ def test_covariances_need_no_guard(function: Callable[[Tensor, Tensor], Tensor])
     x, model = torch.randn(4, 6, dtype=torch.float64), OfTwo(function)
     y = torch.tensor([0.7, 1.2, 0.6, 2.0], dtype=torch.float64)
     hints = sx.Hints(args=(x, y), loss=torch.sum, specs={"args.0": "dp, -"})
-    pm, alone = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True), model(x, y).sum()
-    ours = pm(x, y)
-    ours.backward(), alone.backward()
-    assert rel_err(ours, alone) < 1e-9
-    assert rel_err(pm.full_grads()["layer.weight"], model.layer.weight.grad) < 1e-9
-    assert pm.verify(), pm.verify().why
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    check_step(pm, model, torch.sum, (x, y))
 
 
 def test_ctc_loss_is_computed_outside() -> None:

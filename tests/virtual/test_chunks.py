@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from tests.reference import check_step
 
 
 class Language(nn.Module):
@@ -56,16 +57,7 @@ def test_logits_exist_a_chunk_at_a_time(how: str) -> None:
         return sx.parallelize(copy.deepcopy(model), mesh, hints, virtual=True)
 
     pm, whole = planned(mesh, specs), planned(sx.Mesh(dp=2), {"args.0": "dp, -"})
-    loss = next_tokens(model(x), y)
-    loss.backward()
-    made = pm(x, y)
-    made.backward()
-    grads = pm.full_grads()
-    assert abs(made.item() - loss.item()) < 1e-12
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert (grads[name] - parameter.grad).abs().max() < 1e-12
-    assert pm.verify()
+    check_step(pm, model, next_tokens, (x,), (y,), bound=1e-12)
     assert pm.memory(0).footprint.peak.of("activations") < whole.memory(0).footprint.peak.of("activations") / 2
 
 
@@ -149,12 +141,7 @@ def test_chunks_of_the_head_stay_behind_the_attentions(how: str) -> None:
     pm = sx.parallelize(model, mesh, hints, virtual=True)
     sharding = [node for node in pm.planned.nodes if any(v.spec and "chunk" in v.spec.axes for v in node.outs)]
     assert {node.where.module for node in sharding if not str(node.op).startswith("comm.")} == {"head", "loss"}
-    made, loss = pm(x, y), next_tokens(model(x), y)
-    made.backward(), loss.backward()
-    torch.testing.assert_close(made, loss)
-    for name, gradient in pm.full_grads().items():
-        torch.testing.assert_close(gradient, dict(model.named_parameters())[name].grad)
-    assert pm.verify()
+    check_step(pm, model, next_tokens, (x,), (y,))
 
 
 @pytest.mark.parametrize("sizes", [(2, 5), (4, 3)])

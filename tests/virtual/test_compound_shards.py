@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from tests.reference import check_step
 
 MESH = sx.Mesh(dp=2, tp=2)
 
@@ -96,16 +97,9 @@ def test_gradients_are_those_of_one_device(name: str) -> None:
     model = make()
     loss, targets = (class_loss, (TARGET,)) if name.startswith("classes") else (squares, ())
     alone = deepcopy(model)
-    whole: Tensor = loss(alone(*args), *targets)  # type: ignore[operator]
-    whole.backward()
     pm = sx.parallelize(model, MESH, sx.Hints(args=args, loss=loss, targets=targets, specs=specs), virtual=True)
     assert (
         any(sharding.parts for value in pm.planned.values() if value.spec for sharding in value.spec.dims)
         or "plain" in name
     )
-    ours = pm(*args, *targets)
-    ours.backward()
-    torch.testing.assert_close(ours, whole)
-    for each, parameter in alone.named_parameters():
-        torch.testing.assert_close(pm.full_grads()[each], parameter.grad)
-    assert pm.verify(), pm.verify().why
+    check_step(pm, alone, loss, args, targets)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import shardfx as sx
 from shardfx.ir.text import parse_graph, print_graph
 from shardfx.module.programs import STEP, TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
+from tests.reference import check_step
 from tests.zoo import Case
 
 LAST = (0, 2, 3, 1)
@@ -69,15 +70,7 @@ def test_what_is_held_is_predicted(of_model: bool, of_input: bool, hints: dict[s
     assert pm.planned.input("head.weight").dim_order == (1, 0)
     for name in ("stem.weight", "body.weight", "point.weight"):
         assert pm.planned.input(name).dim_order == (LAST if of_model else ())
-    loss = given.loss(given.model(*given.args), *given.targets)
-    loss.backward()
-    made = pm(*given.args, *given.targets)
-    made.backward()
-    assert abs(made - loss) < 1e-12
-    grads = pm.full_grads()
-    for name, parameter in given.model.named_parameters():
-        assert parameter.grad is not None
-        assert (grads[name] - parameter.grad).abs().max() < 1e-12, name
+    check_step(pm, given.model, given.loss, given.args, given.targets, bound=1e-12, proven=False)
     pm.zero_grad()
     for run, kinds in ((pm, TRAIN), *([(pm.step, STEP)] if "optimizer" in hints else [])):
         for rank, held in held_in_a_step(pm, given, run).items():
@@ -132,7 +125,4 @@ def test_attention_of_rows_before_the_batch_is_viewed() -> None:
     model, x = RowsFirst().double(), torch.randn(5, 4, 8).double()
     hints = sx.Hints(args=(x,), specs={"args.0": "-, dp, -"}, loss=Tensor.mean)
     pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints, virtual=True)
-    pm(x).backward()
-    model(x).mean().backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(pm.full_grads()[name], parameter.grad)
+    check_step(pm, model, Tensor.mean, (x,), proven=False)

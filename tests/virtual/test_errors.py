@@ -61,35 +61,6 @@ def test_hints_that_are_wrong(words: tuple[str, ...], hints: dict[str, Any]) -> 
     fails(*words, **hints)
 
 
-class Picks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(6, 4, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x[x.sum(1) > 0]).sum()
-
-
-class Branches(Picks):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x).sum() if x.sum() > 0 else self.fc(-x).sum()
-
-
-@pytest.mark.parametrize("model", [Picks(), Branches()])
-def test_shapes_that_depend_on_the_data(model: nn.Module) -> None:
-    error = fails("depend on the data", "test_errors.py", model=model, loss=lambda out: out, targets=())
-    assert error.remedy and "mask" in error.remedy
-
-
-def test_a_number_that_is_a_tensors_is_refused_where_it_is_read() -> None:
-    class Lengths(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert x.argmax(1).max().item() < 6
-            return super().forward(x)
-
-    fails("depend on the data", "assert x.argmax", "guard=True", model=Lengths())
-
-
 @torch.library.custom_op("shardfx_tests::mystery", mutates_args=())
 def mystery(x: torch.Tensor) -> torch.Tensor:
     """Every element of the result needs every element of x, so that nothing may be sharded."""

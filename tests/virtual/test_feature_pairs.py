@@ -8,7 +8,11 @@ from shardfx.module.programs import STEP, TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.pairs import FEATURES, MODELS, Names, alone_and_in_pairs, beside_one_device, model_of, planned
 
-QUICK = [("gpt_separate", ("clip", "activations"))]
+QUICK = [
+    ("gpt_separate", ("clip", "activations")),
+    ("gpt_separate", ("tp", "zero 3")),
+    ("llama", ("recompute", "zero 1")),
+]
 ALONE = [(model, (name,)) for name in FEATURES for model in MODELS]
 PAIRS = [names for names in alone_and_in_pairs() if len(names) == 2]
 LOOP_OPS = [(MODELS[i % len(MODELS)], names) for i, names in enumerate(PAIRS)]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
+from tests.reference import check_step
 
 from .test_calls import F64, SPECS, batch, mlp, near
 
@@ -77,11 +78,7 @@ def test_tensors_of_the_loss(which: str) -> None:
     loss, model = LOSSES[which], mlp()
     alone, names = copy.deepcopy(model), list(model.state_dict())
     pm = sx.parallelize(model, MESH, given(loss))
-    ours, theirs = pm(X, Y), loss(alone(X), Y)
-    ours.backward(), theirs.backward()
-    assert near(ours, theirs)
-    grads = pm.full_grads()
-    assert all(p.grad is not None and near(grads[name], p.grad) for name, p in alone.named_parameters())
+    check_step(pm, alone, loss, (X,), (Y,), proven=False)
     assert [name for name in pm.full_state_dict() if not name.startswith("loss.")] == names
     if "teacher" not in which:
         alone.load_state_dict(pm.full_state_dict())
@@ -103,11 +100,7 @@ def test_margins_of_several_labels(reduction: str) -> None:
     model, x = mlp(), X[:4]
     hints = sx.Hints(args=(x,), loss=loss, targets=(labels,), specs=SHARDING | {"targets.0": "dp, -"})
     alone, pm = copy.deepcopy(model), sx.parallelize(model, MESH, hints)
-    ours, theirs = pm(x, labels), loss(alone(x), labels)
-    ours.backward(), theirs.backward()
-    grads = pm.full_grads()
-    assert near(ours, theirs) and pm.verify()
-    assert all(p.grad is not None and near(grads[name], p.grad) for name, p in alone.named_parameters())
+    check_step(pm, alone, loss, (x,), (labels,))
 
 
 @pytest.mark.long
@@ -145,11 +138,7 @@ def test_a_penalty_on_the_weights() -> None:
         return lambda out, y: F.cross_entropy(out, y) + 0.1 * torch.stack([p.norm() for p in of.parameters()]).sum()
 
     pm = sx.parallelize(model, MESH, given(with_penalty(model)))
-    ours, theirs = pm(X, Y), with_penalty(alone)(alone(X), Y)
-    ours.backward(), theirs.backward()
-    assert near(ours, theirs)
-    grads = pm.full_grads()
-    assert all(p.grad is not None and near(grads[name], p.grad) for name, p in alone.named_parameters())
+    check_step(pm, alone, with_penalty(alone), (X,), (Y,), proven=False)
 
 
 @pytest.mark.long

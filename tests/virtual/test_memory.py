@@ -17,76 +17,6 @@ from shardfx.ir.graph import Phase
 from shardfx.ir.ops import memory_ops
 from shardfx.module.programs import TRAIN
 from tests.captures import captured_once
-from tests.live_memory import check_footprint, held_in_a_step
-from tests.plans import MESHES, plan
-from tests.reference import rel_err, single_device
-from tests.zoo import Case, make
-
-FEATURES: dict[str, dict[str, Any]] = {
-    "zero 1": {"zero": 1, "zero_min_numel": 0},
-    "zero 3": {"zero": 3, "zero_min_numel": 0},
-    "recompute": {"recompute": "**"},
-    "zero 3, recompute": {"zero": 3, "zero_min_numel": 64, "recompute": "**"},
-}
-QUICK = [("gpt_fused", "dp2tp2", "zero 3, recompute")]
-NAMES = ("gpt_separate", "llama", "hf_t5", "resnet", "dropout_mlp")
-DRAWS = ("dropout_mlp",)
-"""Masks are drawn by a seed of ours, not as torch does on one device: a plan without the feature draws the same."""
-SLOW = [(name, mesh, feature) for name in NAMES for mesh in ("dp2", "dp2tp2") for feature in FEATURES]
-
-
-def modules(name: str) -> tuple[str, ...]:
-    """What is recomputed of a case: the modules in lists, each on its own; or all of it."""
-    paths = [path for path, module in make(name).model.named_modules() if path]
-    lists = {path.rpartition(".")[0] + ".*" for path in paths if path.rpartition(".")[2].isdigit() and "." in path}
-    outer = [each for each in lists if not any(each != other and each.startswith(other[:-1]) for other in lists)]
-    return tuple(sorted(outer)) or tuple(path for path in paths if "." not in path)
-
-
-def hints_of(name: str, feature: str) -> dict[str, Any]:
-    hints = dict(FEATURES[feature])
-    return hints | {"recompute": modules(name)} if "recompute" in hints else hints
-
-
-def step(pm: sx.ParallelModule, case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    loss = pm(*case.args, *case.targets, **case.kwargs)
-    loss.backward()
-    return loss.detach(), pm.full_grads()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "mesh", "feature"),
-    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each not in QUICK)],
-)
-def test_a_feature_changes_memory_alone(name: str, mesh: str, feature: str) -> None:
-    """Loss and gradients are those without it, to the bit where nothing is summed in another order; proven."""
-    reference, case = single_device(make(name), 1), make(name)
-    plain, changed = plan(make(name), MESHES[mesh]), plan(case, MESHES[mesh], **hints_of(name, feature))
-    loss, grads = step(changed, case)
-    other, theirs = step(plain, make(name)) if name in DRAWS or feature == "recompute" else (loss, grads)
-    expected, gradients = (other, theirs) if name in DRAWS else (reference.losses[0], reference.grads)
-    assert rel_err(loss, expected) < 1e-9
-    worst = {key: rel_err(grads[key], value) for key, value in gradients.items()}
-    assert max(worst.values()) < 1e-9, worst
-    if feature == "recompute":
-        assert torch.equal(loss, other) and all(torch.equal(grads[key], theirs[key]) for key in theirs)
-    assert changed.verify(), changed.verify().why
-
-
-@pytest.mark.parametrize(
-    ("name", "feature"),
-    [
-        *(pytest.param(n, f, marks=pytest.mark.slow) for n in ("gpt_fused", *NAMES) for f in FEATURES),
-    ],
-)
-def test_what_is_predicted_is_what_a_run_holds(name: str, feature: str) -> None:
-    case = make(name)
-    pm = plan(case, MESHES["dp2"], **hints_of(name, feature))
-    for rank, held in held_in_a_step(pm, case).items():
-        check_footprint(pm._programs.running(rank, TRAIN), held)
-
 
 # ---- the figure
 
@@ -143,12 +73,6 @@ def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
     others = {"recompute": blocks(recompute="layers.*").memory(), "zero 3": blocks(zero=3, zero_min_numel=0).memory()}
     beside = memory.draw(tmp_path / "plans.svg", beside=others).read_text()
     assert all(word in beside for word in ("this plan", "recompute", "zero 3", "backward"))
-
-
-@pytest.mark.slow
-def test_a_formula_is_found_where_half_the_sequence_has_another_plan() -> None:
-    memory = plan(make("gpt_fused"), MESHES["dp2"], zero=1, zero_min_numel=0).memory()
-    assert memory.formula.subs({"batch": 8, "sequence": 16, "dp": 2}) == memory.peak
 
 
 @pytest.mark.long

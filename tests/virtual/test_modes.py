@@ -33,12 +33,6 @@ def masks(seed: int, spec: str) -> torch.Tensor:
     return pm(x)
 
 
-@pytest.mark.long
-def test_a_seed_reproduces_and_another_differs() -> None:
-    assert torch.equal(masks(0, "dp, -"), masks(0, "dp, -"))
-    assert not torch.equal(masks(0, "dp, -"), masks(1, "dp, -"))
-
-
 def test_shards_differ() -> None:
     mask = masks(0, "dp, tp") != 0
     shards = [mask[r : r + 4, c : c + 8] for r in (0, 4) for c in (0, 8)]
@@ -83,19 +77,6 @@ def test_evaluation_equals_one_device(name: str) -> None:
     pm(*case.args, *case.targets).backward()
     moved = [k for k, v in pm.full_state_dict().items() if not torch.equal(v, before[k])]
     assert bool(moved) == (name == "resnet")
-
-
-def test_a_step_in_training_is_seen_in_evaluation() -> None:
-    case = make("mlp3")
-    pm = plan(case, MESHES["tp2"])
-    pm.eval()
-    first = pm(*case.args)
-    pm.train()
-    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
-    pm(*case.args, *case.targets).backward()
-    optimizer.step()
-    pm.eval()
-    assert not torch.equal(first, pm(*case.args))
 
 
 def test_results_need_no_target_that_would_travel_with_an_argument() -> None:

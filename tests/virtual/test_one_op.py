@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.graph import op_name
-from tests.reference import rel_err
+from tests.reference import check_step, rel_err
 
 KINDS = {
     "nearest": {"scale_factor": 2},
@@ -53,19 +53,6 @@ class LastOf(nn.Module):
         return self.head(self.emb(ids)[rows[:, None] if self.many else rows, at])
 
 
-class Normed(nn.Module):
-    """Conv, BatchNorm, ReLU6 and a gate of the channels, as in the nets of phones."""
-
-    def __init__(self, affine: bool) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, affine=affine)
-        self.gate = nn.Conv2d(8, 8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu6(self.norm(self.conv(x)))
-        return x * torch.sigmoid(self.gate(F.adaptive_avg_pool2d(x, 1)))
-
-
 def squares(out: Tensor) -> Tensor:
     return (out**2).mean()
 
@@ -74,16 +61,7 @@ def beside_one_device(model: nn.Module, args: tuple[Tensor, ...], mesh: sx.Mesh,
     """The ops of the plan, once loss, gradients and buffers are equal to one device's and the plan is proven."""
     alone = copy.deepcopy(model)
     pm = sx.parallelize(model, mesh, sx.Hints(args=args, loss=squares, specs=specs, strict=True), virtual=True)
-    together, whole = pm(*args), squares(alone(*args))
-    together.backward()
-    whole.backward()
-    torch.testing.assert_close(together, whole, rtol=1e-11, atol=1e-11)
-    for name, grad in pm.full_grads().items():
-        torch.testing.assert_close(grad, alone.get_parameter(name).grad, rtol=1e-11, atol=1e-11)
-    state = pm.full_state_dict()
-    for name, buffer in alone.named_buffers():
-        torch.testing.assert_close(state[name], buffer, rtol=1e-11, atol=1e-11)
-    assert pm.verify()
+    check_step(pm, alone, squares, args, bound=1e-11)
     return [op_name(node.op) for node in pm.planned.nodes]
 
 
@@ -116,16 +94,6 @@ def test_an_index_out_of_a_row_is_an_error() -> None:
     pm = sx.parallelize(LastOf(many=False), sx.Mesh(dp=2), hints, virtual=True)
     with pytest.raises(sx.Error, match="out of bounds"):
         pm(ids, torch.full((8,), -8))
-
-
-@pytest.mark.slow
-def test_a_batch_norm_over_a_sharding_batch_calls_kernels() -> None:
-    x, mesh = torch.randn(6, 8, 5, 5, dtype=torch.float64), sx.Mesh(dp=2, tp=2)
-    specs = {"args.0": "dp, -, -, -", "*.conv.weight": "tp, -, -, -"}
-    model = nn.Sequential(Normed(affine=True), Normed(affine=False)).double()
-    ops = beside_one_device(model, (x,), mesh, specs)
-    assert ops.count("aten._native_batch_norm_legit_no_training") == 2
-    assert ops.count("shardfx.batch_norm_sums") == ops.count("shardfx.batch_norm_gradient") == 2
 
 
 SQUARES: dict[str, Any] = {
@@ -196,11 +164,7 @@ def test_a_complex_number_may_be_all_that_an_op_is_given(specs: dict[str, str]) 
     """The backward of a product by 1j conjugates the number."""
     model, alone, x = Spectral(), Spectral(), torch.randn(8, 4, 8, dtype=torch.float64)
     pm = sx.parallelize(model, sx.Mesh(r=2), sx.Hints(args=(x,), loss=squares, specs=specs), virtual=True)
-    ours, theirs = pm(x), squares(alone(x))
-    ours.backward(), theirs.backward()
-    assert rel_err(ours, theirs) < 1e-12 and pm.verify(), pm.verify().why
-    for name, grad in pm.full_grads().items():
-        torch.testing.assert_close(grad, alone.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
+    check_step(pm, alone, squares, (x,), bound=1e-10)
 
 
 OF_NOTHING: dict[str, Any] = {

@@ -145,13 +145,6 @@ def test_states_of_whole_numbers_are_refused() -> None:
 # ---- what is done beside it
 
 
-def test_a_second_optimizer_is_refused_also_before_the_first_step() -> None:
-    pm = small_plan(KINDS["AdamW"], DP2)
-    pm(*batches(1)[0]).backward()
-    for each in (pm, copy.deepcopy(pm)):
-        refused("have an optimizer in the program", optim.SGD(each.parameters(), lr=0.1).step)
-
-
 def test_copies_have_their_shards_looked_at() -> None:
     pm = copy.deepcopy(small_plan(None, DP2, zero=3))
     pm(*batches(1)[0]).backward()

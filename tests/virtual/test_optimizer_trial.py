@@ -124,11 +124,6 @@ def tried(factory: Callable[[Any], Any], **more: nn.Parameter) -> None:
         recipe(small, group.number, [name for name in group.names if name in ("a", "b", *more)])
 
 
-def test_step_that_depends_on_other_parameters_of_a_model_is_refused() -> None:
-    with pytest.raises(sx.Error, match=r"self.calls"):
-        small_plan(lambda params: SeldomMore(params), DP2)
-
-
 class Preconditioned(Own):
     """As Shampoo: states are squares of sides, which begin as a diagonal, and a factorization of what is there."""
 

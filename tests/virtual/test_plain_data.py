@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfx as sx
-from tests.reference import rel_err
+from tests.reference import check_step
 
 
 class OwnSoftmax(torch.autograd.Function):
@@ -80,12 +80,7 @@ def test_it_equals_one_device(name: str, guard: bool) -> None:
     torch.manual_seed(0)
     model, x = Uses(USES[name]), torch.randn(4, 4, dtype=torch.float64)
     pm = parallel(model, guard)
-    ours, theirs = pm(x), model(x).sum()
-    ours.backward()
-    theirs.backward()
-    assert rel_err(ours, theirs) < 1e-12
-    assert all(rel_err(pm.full_grads()[key], p.grad) < 1e-12 for key, p in model.named_parameters())
-    assert pm.verify(), pm.verify().why
+    check_step(pm, model, torch.sum, (x,), bound=1e-12)
 
 
 def test_what_replaces_or_hides_a_value_is_an_error() -> None:

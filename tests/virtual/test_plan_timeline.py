@@ -152,14 +152,6 @@ def test_the_bubble_is_that_of_equal_stages(name: str) -> None:
     assert timeline.exposed == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.long
-def test_a_slow_link_is_seen() -> None:
-    pm = staged()
-    near, far = pm.timeline(), pm.timeline(FAR)
-    assert far.step > 2 * near.step
-    assert far.exposed > 0.1 * far.step
-
-
 @pytest.mark.slow
 def test_memory_is_that_of_each_rank() -> None:
     pm = planned(sx.Mesh(pp=2, dp=2, mb=T(2)), pipeline=sx.Pipeline(), specs={"args.0": "mb dp, -"})

@@ -78,23 +78,6 @@ def test_training_goes_on_from_states_that_were_saved(kind: str) -> None:
 
 
 @pytest.mark.long
-def test_whole_states_are_those_of_torch() -> None:
-    """By name, shape and dtype: torch's own optimizer goes on with them."""
-    pm = small_plan(KINDS["AdamW"], DP2, zero=1)
-    (optimizer,) = alone(KINDS["AdamW"], 2)[2]
-    for x, y in batches(2):
-        pm.step(x, y)
-    full = pm.optimizer.full_state_dict()
-    names = [name for name, _ in small_model().named_parameters()]
-    for name, theirs in zip(names, optimizer.state_dict()["state"].values(), strict=True):
-        mine = full["state"][name]
-        assert mine.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert mine[key].dtype == value.dtype and torch.allclose(mine[key], value, atol=1e-12)
-    assert full["param_groups"][0]["params"] == names
-
-
-@pytest.mark.long
 def test_states_move_as_those_of_torchs_own_optimizers_do() -> None:
     """``pm.full_optimizer_state_dict(pm.optimizer)`` has parameters by number, and torch's own states are loaded."""
     (theirs,) = alone(grouped, 2)[2]

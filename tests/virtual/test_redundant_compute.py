@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.graph import op_name
+from tests.reference import check_step
 
 
 class Layers(nn.Module):
@@ -71,13 +72,7 @@ def test_what_is_shared_equals_one_device() -> None:
     alone = Ranked().double()
     hints = sx.Hints(args=(x,), targets=(weights,), specs={"args.0": "dp, -"}, loss=lambda out, w: (out * w).sum())
     pm = sx.parallelize(copy.deepcopy(alone), sx.Mesh(dp=4), hints, virtual=True)
-    loss, whole = pm(x, weights), (alone(x) * weights).sum()
-    loss.backward()
-    whole.backward()
-    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
-    for name, grad in pm.full_grads().items():
-        torch.testing.assert_close(grad, alone.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
-    assert pm.verify()
+    check_step(pm, alone, lambda out, w: (out * w).sum(), (x,), (weights,), bound=1e-12)
 
 
 def test_what_is_shared_is_not_spoken_of() -> None:

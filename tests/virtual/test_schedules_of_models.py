@@ -81,14 +81,6 @@ def test_activations_offloaded_by_every_schedule(schedule: str) -> None:
     assert pm.verify()
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_stages_accumulate(name: str) -> None:
-    case = deep(name, 2, 4)
-    pm = in_stages(case, sx.Mesh(pp=2, mb=sx.Loop(2)), pipeline=sx.Pipeline(), grad_accumulation=2)
-    assert worst(pm, case, alone(case)) < 1e-9
-    assert pm.verify()
-
-
 @pytest.mark.parametrize("schedule", CHUNKS)
 def test_tiles_by_every_schedule(schedule: str) -> None:
     case, chunks = deep("unet", 0, 5), CHUNKS[schedule]

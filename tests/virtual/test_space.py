@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardfx as sx
+from tests.reference import check_step
 
 aten = torch.ops.aten
 MESHES = {
@@ -42,17 +43,7 @@ def trained(model: nn.Module, x: Tensor, mesh: sx.Mesh, space: int = 2, **hints:
     model.load_state_dict(alone)
     given = sx.Hints(args=(x,), loss=squares, targets=(wanted,), specs=specs(mesh, space), **hints)  # type: ignore[arg-type]
     pm = sx.parallelize(model, mesh, given, virtual=True)
-    loss = pm(x, wanted)
-    loss.backward()
-    whole = squares(model(x), wanted)
-    whole.backward()
-    torch.testing.assert_close(loss, whole, rtol=1e-9, atol=1e-9)
-    gradients = pm.full_grads()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
-    state = pm.full_state_dict()
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(state[name], buffer, rtol=1e-9, atol=1e-9, msg=name)
+    check_step(pm, model, squares, (x,), (wanted,), proven=False)
     return pm
 
 
@@ -139,21 +130,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 def test_tiles_train_as_the_whole_image_does(name: str, mesh: str) -> None:
     torch.manual_seed(0)
     pm = trained(NETS[name](), image(2, 3, 24, 20) if name == "unet" else image(2, 3, 21, 18), MESHES[mesh])
-    assert "comm.halo" in ops(pm) and "comm.all_gather" not in ops(pm)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", NETS)
-def test_tiles_are_proven(name: str, mesh: str) -> None:
-    torch.manual_seed(0)
-    assert trained(NETS[name](), image(2, 3, 24, 20), MESHES[mesh]).verify()
-
-
-@pytest.mark.slow
-def test_a_unet_on_tiles_is_proven() -> None:
-    torch.manual_seed(0)
-    assert trained(UNet(), image(1, 3, 16, 20), MESHES["2x2"]).verify()
+    assert "comm.halo" in ops(pm) and "comm.all_gather" not in ops(pm) and pm.verify()
 
 
 @pytest.mark.slow
@@ -242,13 +219,6 @@ def test_what_a_single_row_is_made_of_is_named() -> None:
     for last in (nn.Conv2d(2, 2, (12, 3), padding=(0, 1)), nn.AvgPool2d((12, 1)), nn.Conv2d(2, 2, 9, 4)):
         with pytest.warns(sx.ShardfxWarning, match="needs .* replicated: shards over h are gathered"):
             trained(nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), last), x, MESHES["h2"])
-
-
-@pytest.mark.slow
-def test_a_map_of_fewer_rows_than_ranks_is_no_mistake_of_an_op() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2, 4, 4, 4), nn.Conv2d(4, 2, 2, 2), nn.Conv2d(2, 2, 1))
-    assert trained(net, image(1, 3, 16, 8), MESHES["3x1"], strict=True).verify()
 
 
 # ---- what a rank reads -------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ MESHES = {
     "w": sx.Mesh(w=2),
     "2x2": sx.Mesh(h=2, w=2),
     "3x1": sx.Mesh(h=3, w=1),
-    "2x2x2": sx.Mesh(h=2, w=2, d=2),
 }
 
 
@@ -64,12 +63,6 @@ def test_models_train_on_tiles(name: str, mesh: str) -> None:
     pm = on_tiles(name, mesh)
     assert "comm.halo" in ops(pm) and pm.verify()
     assert mesh in NETS[name].gathers or "comm.all_gather" not in ops(pm)
-
-
-@pytest.mark.slow
-def test_a_volume_is_sharded_three_ways() -> None:
-    pm = on_tiles("volume", "2x2x2")
-    assert pm.verify() and "comm.all_gather" not in ops(pm)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import shardfx as sx
 from shardfx.ir.text.printer import size_text
 from shardfx.memory.stage_split import BlockMemory
 from shardfx.passes.stages.balance import MemoryBudget, StageMemory, balanced_split, smallest_split
+from tests.reference import check_step
 
 BLOCKS, RANKS = 5, 2
 
@@ -96,12 +97,7 @@ def test_where_the_balanced_sharding_is_too_much_another_one_computes_the_same()
     assert peak(pm) <= budget
     (note,) = (each for each in pm.planned.notes if each.startswith("stages of "))
     assert f"holds more than {size_text(budget)}" in note and f"0, 1 hold {size_text(pm.memory(0).peak)}" in note
-    loss, whole = pm(x, y), loss_of(model(x), y)
-    loss.backward(), whole.backward()
-    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(pm.full_grads()[name], parameter.grad, rtol=1e-9, atol=1e-12)
-    assert pm.verify()
+    check_step(pm, model, loss_of, (x,), (y,))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from shardfx.ir.rules.book import replicated, rule
 from shardfx.ir.text.parser import parse_graph
 from shardfx.ir.validate import validate_graph
 from shardfx.runtime.verify.families import many_ranks
+from tests.reference import check_step
 from tests.zoo.cases import double
 
 aten = torch.ops.aten
@@ -61,14 +62,7 @@ def planned(model: nn.Module, *args: Tensor, dp: int = 2, **hints: Any) -> sx.Pa
 
 
 def check(model: nn.Module, x: Tensor, pm: sx.ParallelModule) -> None:
-    alone, together = square(model(x)), pm(x)
-    alone.backward()
-    together.backward()
-    torch.testing.assert_close(together, alone, **EXACT)
-    grads = pm.full_grads()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(grads[name], parameter.grad, **EXACT)
-    assert pm.verify()
+    check_step(pm, model, square, (x,), bound=1e-12)
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 import shardfx as sx
 from shardfx.ir.dim_sharding import DimSharding
 from tests.plans import MESHES, plan
-from tests.reference import rel_err
+from tests.reference import check_step, rel_err
 from tests.zoo import make
 
 
@@ -46,46 +46,6 @@ def test_parameters_are_the_distinct_shards_each_once() -> None:
     assert sum(p.numel() for p in pm.parameters()) == sum(p.numel() for p in case.model.parameters())
 
 
-@pytest.mark.long
-def test_without_gradients_only_the_forward_runs() -> None:
-    case = make("llama")
-    pm = plan(case, MESHES["tp2"])
-    with torch.no_grad():
-        loss = pm(*case.args, *case.targets)
-    assert not loss.requires_grad
-    assert rel_err(loss, case.loss(case.model(*case.args), *case.targets)) < 1e-9
-
-
-@pytest.mark.long
-def test_frozen_parameters_get_no_gradient() -> None:
-    case = make("mlp3")
-    case.model.fc1.weight.requires_grad_(False)
-    pm = plan(case, MESHES["dp2tp2"])
-    pm(*case.args, *case.targets).backward()
-    assert "fc1.weight" not in pm.full_grads()
-    assert "fc2.weight" in pm.full_grads()
-
-
-def test_a_parameter_that_is_not_used_has_no_gradient_and_keeps_its_value() -> None:
-    class Spare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 4).double()
-            self.spare = nn.Parameter(torch.ones(3).double())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(x)
-
-    x = torch.randn(8, 4).double()
-    model = Spare()
-    hints = sx.Hints(args=(x,), loss=lambda o, y: (o - y).square().mean(), targets=(x,), specs={"args.0": "dp, -"})
-    with pytest.warns(sx.ShardfxWarning, match="no gradient for 1 of 3 trainable parameters: spare"):
-        pm = sx.parallelize(model, sx.Mesh(dp=2), hints)
-    pm(x, x).backward()
-    assert "spare" not in pm.full_grads()
-    assert torch.equal(pm.full_state_dict()["spare"], model.spare.detach())
-
-
 @pytest.mark.parametrize(
     "hint",
     ["-, tp", sx.Spec((DimSharding(), DimSharding(("tp",)))), [Replicate(), Shard(1)]],
@@ -112,23 +72,4 @@ def test_sizes_that_do_not_divide(sizes: tuple[int, int, int]) -> None:
     pm = sx.parallelize(
         model, sx.Mesh(dp=2, tp=3), sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=specs)
     )
-    loss = pm(x, y)
-    loss.backward()
-    reference = F.cross_entropy(alone(x), y)
-    reference.backward()
-    assert rel_err(loss, reference) < 1e-9
-    assert all(rel_err(pm.full_grads()[n], p.grad) < 1e-9 for n, p in alone.named_parameters())
-
-
-def test_a_loss_without_targets() -> None:
-    x = torch.randn(8, 4).double()
-    model = nn.Linear(4, 4).double()
-    pm = sx.parallelize(
-        model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=lambda o: o.square().mean(), specs={"args.0": "dp, -"})
-    )
-    loss = pm(x)
-    loss.backward()
-    reference = model(x).square().mean()
-    reference.backward()
-    assert rel_err(loss, reference) < 1e-9
-    assert rel_err(pm.full_grads()["weight"], model.weight.grad) < 1e-9
+    check_step(pm, alone, F.cross_entropy, (x,), (y,))

@@ -198,3 +198,9 @@ def test_steps_that_units_cannot_hold_in_their_order() -> None:
         lowered(pm, 0, ONE_AHEAD.replace("F0.1 B0.0 F0.2 B0.1", "B0.1 B0.0 F0.2 F0.1"))
     with pytest.raises(AssertionError, match="no action B0 in the order"):
         lowered(pm, 0, "F0.0 F0.1 F0.2 F0.3")
+
+
+def test_debug_nan_sees_units() -> None:
+    case, pm = make("mlp3"), in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
+    with pm.debug_nan():
+        assert pm(*case.args, *case.targets).isfinite()

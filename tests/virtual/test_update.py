@@ -12,10 +12,8 @@ import shardfx as sx
 from shardfx.ir.capture.optimizer.step_trace import TracedStep, trace_step
 from shardfx.ir.text import parse_graph, print_graph
 from shardfx.module.programs import STEP, TRAIN
-from tests.plans import MESHES, plan
-from tests.reference import rel_err
+from tests.plans import MESHES
 from tests.stepped import KINDS, alone, apart, batches, of_two, small_plan
-from tests.zoo import make
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -62,36 +60,6 @@ def test_an_optimizer_that_computes_in_bfloat16(mesh: str, feature: dict[str, An
     losses, params, _ = alone(kind, 5)
     pm = small_plan(kind, MESHES[mesh], **feature)
     assert apart(pm, losses, params) < bound
-    assert pm.verify(), pm.verify().why
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mesh", "feature"),
-    [
-        ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min_numel": 0, "recompute": "layers.*", "clip_grad_norm": 0.1}),
-        ("resnet", "dp2", {"zero": 1, "zero_min_numel": 0}),
-        ("llama", "dp2tp2", {"zero": 1, "clip_grad_norm": 0.5}),
-        ("hf_t5", "dp2", {"zero": 1, "zero_min_numel": 64}),
-        ("moe_slots", "ep2", {}),
-    ],
-)
-def test_models_equal_one_device(name: str, mesh: str, feature: dict[str, Any]) -> None:
-    """With buffers, tied and frozen weights, and whatever else they have."""
-    alone_, case = make(name), make(name)
-    optimizer = torch.optim.AdamW(alone_.model.parameters(), lr=1e-3)
-    pm = plan(case, MESHES[mesh], optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), **feature)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = alone_.loss(alone_.model(*alone_.args, **alone_.kwargs), *alone_.targets)
-        loss.backward()
-        if "clip_grad_norm" in feature:
-            torch.nn.utils.clip_grad_norm_(alone_.model.parameters(), feature["clip_grad_norm"])
-        optimizer.step()
-        assert rel_err(pm.step(*case.args, *case.targets, **case.kwargs), loss) < 1e-9
-    full = pm.full_state_dict()
-    worst = {key: rel_err(full[key], value) for key, value in alone_.model.state_dict().items()}
-    assert max(worst.values()) < 1e-9, worst
     assert pm.verify(), pm.verify().why
 
 

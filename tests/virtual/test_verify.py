@@ -27,27 +27,6 @@ def test_the_plan_of_a_case_verifies(mesh: str, name: str) -> None:
         assert verdict.checked["ranks"] == pm.mesh.size
 
 
-@pytest.mark.long
-def test_uneven_sharding_verifies() -> None:
-    """7 rows over 4 ranks, 30 columns over 4: packed with padding, and the last rank holds less."""
-    model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5)).double()
-    x, y = torch.randn(7, 30, dtype=torch.float64), torch.randint(0, 5, (7,))
-    specs = {"args.0": "dp, -", "0.weight": "dp, -", "2.weight": "-, dp"}
-    hints = sx.Hints(args=(x,), loss=torch.nn.functional.cross_entropy, targets=(y,), specs=specs)
-    pm = sx.parallelize(model, sx.Mesh(dp=4), hints)
-    assert pm.verify(), pm.verify().why
-    assert pm.verify(run=True)
-
-
-@pytest.mark.long
-def test_inference_verifies() -> None:
-    case = make("gpt_fused")
-    hints = sx.Hints(args=case.args, specs={"args.0": "dp, -", **case.megatron_specs})
-    pm = sx.parallelize(case.model, MESHES["dp2tp2"], hints)
-    assert pm.verify(), pm.verify().why
-    assert pm.verify(run=True)
-
-
 def test_an_unknown_rank_is_an_error() -> None:
     pm = plan(make("mlp3"), MESHES["dp2"])
     with pytest.raises(sx.Error, match="no rank 7"):

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import fx
 
 import shardfx as sx
 from benchmarks.mutants import planned
-from shardfx.ir.ops import pack
-from shardfx.ir.program.lower import Lowering
 from shardfx.runtime.verify.families import many_ranks
 from shardfx.runtime.verify.families.equal_shards import equal_shards
 from tests.captures import captured_once
@@ -113,43 +107,6 @@ def test_many_ranks_that_do_not_divide_the_batch() -> None:
         node.target = torch.ops.aten.tanh.default
         refused = pm.verify(modules={rank: changed})
         assert not refused and refused.fault is not None and refused.fault.rank == rank
-
-
-@pytest.mark.long
-@pytest.mark.one_in(3)
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
-@pytest.mark.parametrize("function", [pack.take, pack.unpack_gathered])
-def test_code_generation_that_is_wrong_on_one_rank(
-    monkeypatch: pytest.MonkeyPatch, wrong: int, function: Callable[..., Any]
-) -> None:
-    """Whichever it is, looked at as a whole program or not."""
-    whole_bias = {"fc1.bias": "-"}  # of which each rank takes its slice
-    if function is pack.take:
-        pm = plan(make("mlp3"), MESHES["dp2tp2"], specs=whole_bias)
-    else:
-        pm = planned("gpt_fused@dp2tp2+sequence")
-    call = Lowering.call
-
-    def other(self: Lowering, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if self.rank == wrong and target is function:
-            args = (*args[:3], *_other(args[3:]))
-        return call(self, target, *args, **kwargs)
-
-    monkeypatch.setattr(Lowering, "call", other)
-    verdict = pm.verify()
-    assert not verdict
-    assert verdict.fault is not None and verdict.fault.rank == wrong
-    assert verdict.fault.output and verdict.fault.where
-
-
-def _other(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A slice that begins at the other end; a gather joined along the dim before."""
-    if len(args) == 3:
-        start, length, shape = args
-        return (length if start == 0 else 0), length, shape
-    dim, shape = args
-    return dim - 1, shape
 
 
 @pytest.mark.slow
