@@ -43,31 +43,14 @@ Watch = Callable[[fx.Node, Any, tuple[Any, ...]], None]
 """Looks at what a call made of its operands."""
 _number = count()
 aten = torch.ops.aten
+QUICK_OPS = """
+    add.Tensor add.out addmm.default bmm.default cat.default clone.default contiguous.default div.Tensor
+    embedding.default expand.default mm.default mm.out mul.Tensor mul.out native_layer_norm.default permute.default
+    relu.default reshape.default sub.Tensor sum.dim_IntList t.default transpose.int unsqueeze.default view.default
+"""
 QUICK: dict[object, Callable[..., Any]] = {
-    aten.add.Tensor: torch.add,
-    aten.add.out: torch.add,
-    aten.addmm.default: torch.addmm,
-    aten.bmm.default: torch.bmm,
-    aten.cat.default: torch.cat,
-    aten.clone.default: torch.clone,
-    aten.contiguous.default: torch.Tensor.contiguous,
-    aten.div.Tensor: torch.div,
-    aten.embedding.default: torch.embedding,
-    aten.expand.default: torch.Tensor.expand,
-    aten.mm.default: torch.mm,
-    aten.mm.out: torch.mm,
-    aten.mul.Tensor: torch.mul,
-    aten.mul.out: torch.mul,
-    aten.native_layer_norm.default: torch.native_layer_norm,
-    aten.permute.default: torch.permute,
-    aten.relu.default: torch.relu,
-    aten.reshape.default: torch.reshape,
-    aten.sub.Tensor: torch.sub,
-    aten.sum.dim_IntList: torch.sum,
-    aten.t.default: torch.t,
-    aten.transpose.int: torch.transpose,
-    aten.unsqueeze.default: torch.unsqueeze,
-    aten.view.default: torch.Tensor.view,
+    getattr(getattr(aten, name), overload): getattr(torch, name, None) or getattr(torch.Tensor, name)
+    for name, overload in (op.split(".") for op in QUICK_OPS.split())
 }
 """Functions of torch that call the same ops with the same arguments: in half of the time, for their arguments are not
 matched with a schema. Of other ops that matters less, for they are seldom called, or take long."""

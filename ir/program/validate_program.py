@@ -3,7 +3,7 @@
 A program's values are immutable. Destinations make that a condition on memory, which this module checks, so that
 whoever reads, proves or costs a program may take each call for its plain form (:mod:`.plain`):
 
-- every node is a call with what its signature takes, of what stands before it (numbers are not checked);
+- every node is a call with what its signature takes, of what stands before it;
 - nothing is read after its memory was overwritten, nothing is written into the memory of an input;
 - live arena slots do not overlap, and nothing leaves in one (:mod:`.arena_layout`);
 - live parts of one buffer do not overlap, and ``memory.join`` joins just the parts that were written;
@@ -18,14 +18,13 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Node, OutputKind
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.computing.fused_update import run_of
@@ -44,40 +43,6 @@ from .rank_program import RankProgram
 from .scopes import ScopeCheck
 
 OPS = ("placeholder", "get_attr", "call_function", "output")
-TENSOR, TENSORS, OTHER, ANY = "a tensor", "a list of tensors", "no tensor", "anything"
-NUMBER, NUMBERS = "an integer", "a list of integers"
-NESTS = (type(None), str, list, tuple, dict, slice)
-"""What is no number, of whatever type: ranks for which one program is written have numbers of their own."""
-
-
-@dataclass(frozen=True)
-class ArgumentSlot:
-    """One parameter of a function: its kind, whether it is ``needed``, may be None, or is keyword-only. ``number``:
-    torch takes a number for the tensor, where another tensor says of which dtype."""
-
-    name: str
-    kind: str
-    needed: bool = True
-    optional: bool = False
-    named: bool = False
-    number: bool = False
-
-    def takes(self, arg: Any) -> bool:
-        """Whether the slot accepts an argument."""
-        if self.kind == ANY or (arg is None and self.optional):
-            return True
-        if self.kind == TENSOR:
-            return isinstance(arg, fx.Node) or (self.number and not isinstance(arg, NESTS))
-        if self.kind == TENSORS:
-            return isinstance(arg, (list, tuple)) and all(
-                isinstance(each, fx.Node) or (each is None and self.optional) for each in arg
-            )
-        leaves = _leaves(arg)
-        if self.kind in (NUMBER, NUMBERS):
-            nested = isinstance(arg, (list, tuple))
-            return nested is (self.kind == NUMBERS) and not any(isinstance(x, (*NESTS, float, fx.Node)) for x in leaves)
-        parts = [part for x in leaves for part in ((x.start, x.stop, x.step) if isinstance(x, slice) else (x,))]
-        return not any(isinstance(part, fx.Node) for part in parts)
 
 
 def malformed(node: fx.Node) -> str:
@@ -89,20 +54,33 @@ def malformed(node: fx.Node) -> str:
     if not callable(node.target):
         return f"{node.target!r} is no function"
     row = row_of(node.target)
-    slots = _argument_slots(node.target) if row is not None or isinstance(node.target, torch._ops.OpOverload) else None
-    wrong = "" if slots is None else _misfit(node, slots)
-    if not wrong and storage_offset(node.target, node.args, node.kwargs) is not None:
+    if row is not None and (wrong := _unbound(node)):
+        return f"{node.name}: {wrong}"
+    if storage_offset(node.target, node.args, node.kwargs) is not None:
         return f"{node.name} has a storage offset, which counts from the begin of memory that it may share with others"
-    if not wrong and node.target is segment:
+    if node.target is segment:
         return _malformed_segment(node)
-    if (
-        not wrong
-        and row is not None
-        and row.group is not None
-        and not isinstance((*node.args, *[None] * 9)[row.group], str)
-    ):
+    if row is not None and row.group is not None and not isinstance((*node.args, *[None] * 9)[row.group], str):
         return f"{node.name} names no group of ranks as its argument {row.group}"
-    return wrong
+    return ""
+
+
+def _unbound(node: fx.Node) -> str:
+    """How the arguments of one of our functions do not fit its signature; empty if they do. Those of torch's ops are
+    checked where the call is run on fake tensors."""
+    known = _signature(node.target)
+    try:
+        if known is not None:
+            known.bind(*node.args, **node.kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+@cache
+def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function; None of what has none, as torch's ops."""
+    return inspect.signature(target) if inspect.isfunction(target) else None
 
 
 def _malformed_segment(node: fx.Node) -> str:
@@ -123,88 +101,8 @@ def _malformed_segment(node: fx.Node) -> str:
     return ""
 
 
-def _misfit(node: fx.Node, slots: Sequence[ArgumentSlot]) -> str:
-    places = [slot for slot in slots if not slot.named]
-    if len(node.args) > len(places):
-        return f"{node.name} has {len(node.args)} arguments, where {len(places)} are taken"
-    values = dict(zip((slot.name for slot in places), node.args, strict=False))
-    for name, arg in node.kwargs.items():
-        if name in values or all(slot.name != name for slot in slots):
-            return f"{node.name} has an argument {name!r} that is not taken" + (" twice" if name in values else "")
-        values[name] = arg
-    for slot in slots:
-        if slot.name not in values:
-            if slot.needed:
-                return f"{node.name} lacks the argument {slot.name!r}"
-        elif not slot.takes(values[slot.name]):
-            return f"{node.name} has {values[slot.name]!r} for {slot.name!r}, where {slot.kind} is expected"
-    return ""
-
-
 OVER = frozenset(OVERWRITING.values())
 """Pointwise ops in the form that writes into an operand's memory."""
-
-
-@cache
-def _argument_slots(target: Callable[..., Any]) -> tuple[ArgumentSlot, ...] | None:
-    """The arguments of a torch op, or of one of our functions; None: nothing is known of them."""
-    if isinstance(target, torch._ops.OpOverload):
-        kinds = {each.name: _kind_of_type(str(each.type)) for each in target._schema.arguments}
-        several = [name for name, kind in kinds.items() if kind == TENSOR and name != "out"][1:]
-        number = bool(several) and (row_of(target) is None or target in OVER)
-        return tuple(
-            ArgumentSlot(
-                each.name,
-                kinds[each.name],
-                needed=not each.has_default_value(),
-                optional="Optional" in str(each.type),
-                named=each.kwarg_only,
-                number=number and each.name != "out",
-            )
-            for each in target._schema.arguments
-        )
-    row = row_of(target)
-    if row is not None and row.name == "getitem":
-        return ArgumentSlot("a", TENSOR), ArgumentSlot("b", OTHER)
-    try:
-        signature, hints = inspect.signature(target), get_type_hints(target)
-    except (TypeError, ValueError, NameError):  # of a user's function: it need not say what it takes
-        return None
-    parameters = signature.parameters.values()
-    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
-        return None
-    return tuple(
-        ArgumentSlot(
-            each.name,
-            _kind(hints.get(each.name)),
-            needed=each.default is each.empty,
-            optional="None" in str(hints.get(each.name)),
-            named=each.kind is each.KEYWORD_ONLY,
-        )
-        for each in parameters
-    )
-
-
-def _kind_of_type(words: str) -> str:
-    """The kind of a schema's argument type."""
-    return OTHER if "Tensor" not in words else TENSORS if "List" in words else TENSOR
-
-
-def _kind(hint: Any) -> str:
-    """The kind of a Python annotation."""
-    if hint is None or hint is Any:
-        return ANY
-    words = str(hint)
-    if "Tensor" not in words:
-        return NUMBER if hint is int else NUMBERS if words.endswith(("Sequence[int]", "Sequence[int]]")) else OTHER
-    return TENSOR if hint is torch.Tensor or "None" in words else TENSORS
-
-
-def _leaves(arg: Any) -> list[Any]:
-    """The leaves of nested lists, with a number in the place of each induction variable."""
-    if isinstance(arg, (list, tuple)):
-        return [leaf for each in arg for leaf in _leaves(each)]
-    return [0 if isinstance(arg, fx.Node) and is_induction_variable(arg) else arg]
 
 
 PLACES = ("memory.slot", "memory.part", "memory.join", "loop.begin", "loop.end")
@@ -235,15 +133,25 @@ def collective_order(program: RankProgram) -> list[str]:
 def validate_program(program: RankProgram, after: str | None = None, *, ends: bool = True) -> None:
     """Check ``program``; ``after`` is the rank pass that left it. ``ends``: results must be their receivers' own.
     A :class:`ProgramError` names the rank, the call, and its line of the model."""
-    _ProgramCheck(program, after, ends).run()
+    check = _ProgramCheck(program, after, ends)
+    try:
+        check.run()
+    except ProgramError:
+        raise
+    except DOES_NOT_RUN as error:
+        check._fail(f"{check.at.name} has arguments that it does not take: {error}", check.at)
 
 
 class _ProgramCheck:
     def __init__(self, program: RankProgram, after: str | None, ends: bool) -> None:
         self.program, self.after, self.ends = program, after, ends
         self.nodes = list(program.graph.nodes)
+        self.at = self.nodes[-1]
+        """The call that is being checked."""
+
+    def _prepare(self) -> None:
         self._form()
-        self.program = program = written_out(program)
+        self.program = program = written_out(self.program)
         self.nodes = list(program.graph.nodes)
         self.away: dict[fx.Node, str] = {}
         """In which pool values lie that are not in the device's memory."""
@@ -262,6 +170,7 @@ class _ProgramCheck:
         """Check that every node is well formed, and uses only values before it."""
         there: set[fx.Node] = set()
         for node in self.nodes:
+            self.at = node
             if what := malformed(node):
                 self._fail(what, node)
             if not there.issuperset(node.all_input_nodes):
@@ -270,8 +179,10 @@ class _ProgramCheck:
             there.add(node)
 
     def run(self) -> None:
+        self._prepare()
         inputs = iter(self.program.inputs)
         for node in self.nodes:
+            self.at = node
             if node.op == "placeholder":
                 inp = next(inputs, None)
                 if inp is not None and inp.pool:
