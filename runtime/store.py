@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec, with_dim_order
 
 from .local_device import check_device
+
+if TYPE_CHECKING:
+    from .distributed.dtensor_shard import DTensorShard
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -37,19 +40,6 @@ def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
     if tensor.stride() == other.stride():
         return tensor
     return torch.empty_strided(other.shape, other.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-class Shown(Protocol):
-    """The user-facing view of a parameter's shard as another type of tensor, such as a DTensor."""
-
-    def wrap(self, shard: Tensor) -> Tensor:
-        """A tensor of that type that shares the shard's memory."""
-
-    def parameter(self, shard: Tensor, trained: bool) -> nn.Parameter:
-        """A parameter of that type that shares the shard's memory."""
-
-    def plain(self, tensor: Tensor) -> Tensor | None:
-        """The shard behind such a ``tensor``; None: it is placed otherwise."""
 
 
 class Store:
@@ -209,8 +199,8 @@ class Store:
         """The gradient of a parameter's shard of this number, as the parameter is."""
         raise NotImplementedError
 
-    def shown(self, name: str) -> Shown | None:
-        """The user-facing view of a parameter's shard; None: the parameter is the shard."""
+    def shown(self, name: str) -> DTensorShard | None:
+        """The DTensor view of a parameter's shard; None: the parameter is the shard."""
         return None
 
     def _held(self, name: str) -> Sequence[Tensor]:

@@ -145,14 +145,9 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]], suffix: str = "") -> 
                 _register(name, made)
 
 
-def shares_memory(group: str) -> bool:
-    """Whether the collectives of a group go through shared memory."""
-    return isinstance(_made.get(group), shm.ShmGroup)
-
-
-def share_memory() -> list[bool]:
-    """For each group of programs that was made, whether it uses shared memory: the same on all ranks."""
-    return [shares_memory(name) for name, group in _made.items() if name != CPU_GROUP and group.size() > 1]
+def share_memory() -> bool:
+    """Whether the collectives of some group of programs go through shared memory: the same on all ranks."""
+    return any(isinstance(group, shm.ShmGroup) for name, group in _made.items() if name != CPU_GROUP)
 
 
 _made: dict[str, dist.ProcessGroup] = {}

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -46,10 +45,10 @@ from .process_store import DONE, WRITTEN, ProcessStore
 
 T = TypeVar("T")
 c10d = torch.ops._c10d_functional
-log = logging.getLogger("shardfx")
 NO_DRAW = -1
 SHOWN = 4
 START, PLANNING = "the start of a call", "parallelize(...), or planning a new specialization"
+FAILED = "failed before it began"
 _numbers = itertools.count()
 _lock = threading.RLock()
 _stores: WeakSet[ProcessStore] = WeakSet()
@@ -88,10 +87,6 @@ class RankInput:
 
 
 RankInputs = Callable[[], Sequence[RankInput]]
-
-
-FAILED = max(Passed) + 1
-"""Sent in place of :class:`Passed`: this rank cannot make the call."""
 
 
 class Peers:
@@ -167,39 +162,13 @@ class Peers:
         said = {name: f"{rate.tolist()}" for name, rate in (rates or {}).items() if rate.device.type == "cpu"}
         done = {} if anew or self._store is None else self._store.done()
         also = digest(f"{said} {done}") if said or done else 0
-        rows = self._exchange(self._digests[key], passed, also, NO_DRAW if draw is None else draw)
-        ways = {row[1] for row in rows} - {Passed.EITHER}
-        if len({(row[0], row[2]) for row in rows}) > 1 or len(ways) > 1:
-            how = {} if passed is Passed.EITHER else {"inputs": ("the global batch", "this rank's own part")[passed]}
-            raise self._other_calls({**words(), **how, **said, **done})
+        how = {} if passed is Passed.EITHER else {"inputs": ("the global batch", "this rank's own part")[passed]}
+        mine = [self._digests[key], passed, also, NO_DRAW if draw is None else draw]
+        rows = self._exchange(mine, lambda: {**words(), **how, **said, **done})
         self._seen[key] += 1
         self._together = True
         drawn = rows[0][3]
-        return Passed.PART in ways, None if drawn == NO_DRAW else drawn
-
-    def _other_calls(self, mine: Mapping[str, str]) -> Error:
-        """The error of ranks whose calls differ, or whose parameters were treated differently before this one."""
-        every = tell_all({**mine, "module": f"parallel module {self.number}"})
-        if not {*_differ(every)} <= {WRITTEN, DONE}:
-            return disagreement(
-                "the ranks do not make the same call",
-                "pm(...)",
-                "the same call on all ranks: training or evaluation, mode, shapes, numbers, rates of the optimizer",
-                every,
-                "call a parallel module on all ranks alike, also to evaluate, to save, and for an epoch's last batch; "
-                "ranks that pass their own parts pad them to one length; nothing was run, and all ranks can go on",
-                OtherSurroundings if _differ(every) == [AROUND] else Error,
-            )
-        if self._store is not None and self._store.is_staged:  # steps are not counted, so this remains
-            self._store.history[f"the others did not do the same as rank {dist.get_rank()}"] = 1
-        return disagreement(
-            "the ranks' parameters are no longer the same",
-            "before pm(...)",
-            "the same done to parameters by all ranks: backwards, optimizers' steps at the same rates, writes",
-            every,
-            "let all ranks do the same between calls; pm.load_full_state_dict(...), or a checkpoint that all load, "
-            "makes them the same again, and until then this is raised",
-        )
+        return any(row[1] == Passed.PART for row in rows), None if drawn == NO_DRAW else drawn
 
     def planned(self, make: Callable[[], T], subjects: Callable[[T], Subjects]) -> T:
         """Make a plan, and check that all ranks made the same one."""
@@ -207,24 +176,44 @@ class Peers:
             return make()
         self._agreed = False
         made = make()
-        lines = subjects(made)
-        mine = digest(str({name: [*map(_compared, each)] for name, each in lines.items()}))
-        rows = self._exchange(digest(f"a plan of {self.number}"), Passed.EITHER, mine, next(_numbers))
-        if len({row[0] for row in rows}) > 1:
-            raise self._other_calls({"runs": PLANNING})
-        if len({row[2] for row in rows}) > 1:
-            raise disagreement(
-                "the ranks have made different plans",
-                "parallelize(...), or a call that needs a new specialization",
-                "the same model, loss, mesh, hints and shapes of example inputs on all ranks",
-                _first_difference(tell_all(lines)),
-                "let nothing in the model, its loss or the hints depend on the rank; examples are of the global batch; "
-                "and make a model on meta there, with torch.device('meta'), for one that is moved loses its ties",
-            )
+        lines = {f"{name} ({i})": line for name, each in subjects(made).items() for i, line in enumerate(each, 1)}
+        same = digest(str([(name, _compared(line)) for name, line in lines.items()]))
+        mine = [digest(f"a plan of {self.number}"), Passed.EITHER, same, next(_numbers)]
+        rows = self._exchange(mine, lambda: {"runs": PLANNING, **lines})
         if self._store is None:
             self.number = rows[0][3]
         self._together = True
         return made
+
+    def _exchange(self, mine: Sequence[int], words: Words) -> list[list[int]]:
+        """Exchange the numbers of a call: digest, way to pass inputs, digest, and a number of the rank's own.
+
+        Raises:
+            Error: ranks differ in them, with their ``words``.
+        """
+        self._agreed = True
+        rows = exchange(mine, START)
+        ways = {row[1] for row in rows} - {Passed.EITHER}
+        if len({(row[0], row[2]) for row in rows}) == 1 and len(ways) <= 1:
+            return rows
+        every = tell_all({"module": f"parallel module {self.number}", **words()})
+        differ = _differ(every)
+        if FAILED in differ:
+            raise disagreement(FAILURE, every, [FAILED])
+        if "runs" not in differ and every[0]["runs"] == PLANNING:
+            raise disagreement(PLANS, every, differ[:1], PLANNING)
+        if not {*differ} <= {WRITTEN, DONE}:
+            kind = OtherSurroundings if differ == [AROUND] else Error
+            raise disagreement(CALLS, every, differ[:SHOWN], kind=kind)
+        if self._store is not None and self._store.is_staged:  # steps are not counted, so this remains
+            self._store.history[f"the others did not do the same as rank {dist.get_rank()}"] = 1
+        raise disagreement(HISTORIES, every, differ)
+
+    def _refuse(self, error: Exception) -> None:
+        """Tell the other ranks, which then raise, that this rank's call failed before it began."""
+        text = str(error) if isinstance(error, Error) else repr(error)
+        with suppress(Error):  # the other ranks' calls, or that they are gone
+            self._exchange([0, Passed.EITHER, 0, NO_DRAW], lambda: {FAILED: text})
 
     def compare(self, key: Hashable, inputs: RankInputs, always: bool = False) -> None:
         """Check inputs that should be the same on several ranks by a checksum: on the first, second, fourth, eighth ...
@@ -236,16 +225,10 @@ class Peers:
         for i, each in enumerate(given):
             shards = [(row[2 * i], f"{row[2 * i + 1] & 0xFFFFFFFF:08x}") for row in rows]
             if len({*shards}) > len({shard for shard, _ in shards}):
-                full, part = each.whole, each.part
-                raise disagreement(
-                    "ranks pass different batches as the same one",
-                    f"pm(...), {each.name!r}",
-                    f"the global batch {full}, the same on all ranks" if each.shard < 0 else f"the same part {part}",
-                    [{"content": f"{content} of shard {n}" if n >= 0 else content} for n, content in shards],
-                    "ranks that work on the same part of the batch pass the same, so samplers depend on the data axes "
-                    f"alone; or each rank passes its own part of the global batch, {part}; where each has a batch of "
-                    f"{full} of its own, as with DDP, parallelize with example inputs of all ranks' rows together",
-                )
+                whole, own = f"the global batch {each.whole}", f"its own part of the global batch, {each.part}"
+                expected = f"the same part {each.part}" if each.shard >= 0 else f"{whole}, or of each rank {own}"
+                contents = [{"content": content + f" of shard {n}" * (n >= 0)} for n, content in shards]
+                raise disagreement(INPUTS, contents, ["content"], f"pm(...), {each.name!r}", expected)
 
     def firsts(self, mesh: Mesh, inputs: RankInputs) -> Mapping[str, torch.Tensor]:
         """Broadcast inputs that should be the same on several ranks from the first of these; returned by name."""
@@ -259,34 +242,6 @@ class Peers:
                 group = mesh.group_name(dist.get_rank(), each.axes)
                 found[each.name] = c10d.wait_tensor.default(c10d.broadcast.default(sent, 0, group))
         return found
-
-    def _exchange(self, key: int, passed: int, also: int, draw: int, failed: str = "") -> list[list[int]]:
-        """Exchange the numbers of a call, or tell the other ranks, which then raise, that it ``failed`` here before it
-        began.
-
-        Raises:
-            Error: a rank failed before this call.
-        """
-        self._agreed = True
-        rows = exchange([key, passed, also, draw], "telling that a call failed" if failed else START)
-        if any(row[1] == FAILED for row in rows):
-            told = [f"rank {rank}: {text}" for rank, text in enumerate(tell_all(failed)) if text]
-            raise Error(
-                CALL_FAILED,
-                where=f"rank {dist.get_rank()}; the start of a call",
-                expected="every rank to make this call",
-                got=_joined([line for text in told for line in text.splitlines()]),
-                remedy="fix it there; nothing was run, and all ranks can go on",
-            )
-        return rows
-
-    def _refuse(self, error: Exception) -> None:
-        """Tell the other ranks that this rank's call failed before it began."""
-        try:
-            self._exchange(0, FAILED, 0, NO_DRAW, str(error) if isinstance(error, Error) else repr(error))
-        except Error as told:
-            if told.what != CALL_FAILED:
-                log.warning("the other ranks do not hear that a call failed here: %s", told)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -308,14 +263,9 @@ register_optimizer_step_post_hook(_note_step)
 
 def _settings(group: Mapping[str, Any]) -> str:
     """The enabled options of a parameter group."""
-    found = []
-    for name, value in group.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
-            value = value.item()
-        each = value if isinstance(value, tuple) else (value,)
-        if value is not False and all(isinstance(number, (int, float, str)) for number in each):
-            found.append(f"{name} {value!r}")
-    return ", ".join(found)
+    values = {n: v.tolist() if isinstance(v, torch.Tensor) and v.is_cpu else v for n, v in group.items()}
+    shown = {n: v for n, v in values.items() if v is not False and isinstance(v, (int, float, str, tuple))}
+    return ", ".join(f"{name} {value!r}" for name, value in shown.items())
 
 
 def subjects(captured: Graph, planned: Graph, more: Subjects) -> Subjects:
@@ -347,35 +297,56 @@ def digest(text: str) -> int:
 
 # ---- errors
 
-CALL_FAILED = "a call failed on another rank"
+
+class Disagreement(NamedTuple):
+    """An error of all ranks: what is wrong, and a remedy."""
+
+    what: str
+    remedy: str
+
+
+FAILURE = Disagreement("a call failed on another rank", "fix it there; nothing was run, and all ranks can go on")
+CALLS = Disagreement(
+    "the ranks do not make the same call",
+    "call a parallel module on all ranks alike, also to evaluate, to save, and for an epoch's last batch; ranks that "
+    "pass their own parts pad them to one length; nothing was run, and all ranks can go on",
+)
+HISTORIES = Disagreement(
+    "the ranks' parameters are no longer the same",
+    "let all ranks do the same between calls: backwards, optimizer steps at the same rates, writes; "
+    "pm.load_full_state_dict(...), or a checkpoint that all load, makes them the same again",
+)
+PLANS = Disagreement(
+    "the ranks have made different plans",
+    "let nothing in the model, its loss or the hints depend on the rank; examples are of the global batch; and make a "
+    "model on meta there, with torch.device('meta'), for one that is moved loses its ties",
+)
+INPUTS = Disagreement(
+    "ranks pass different batches as the same one",
+    "samplers depend on the data axes alone; where each rank has a batch of the global shape, as with DDP, parallelize "
+    "with example inputs of all ranks' rows together",
+)
 
 
 def disagreement(
-    what: str, where: str, expected: str, every: Sequence[Mapping[str, str]], remedy: str, kind: type[Error] = Error
+    case: Disagreement,
+    every: Sequence[Mapping[str, str]],
+    differ: Sequence[str],
+    where: str = START,
+    expected: str = "the same on all ranks",
+    kind: type[Error] = Error,
 ) -> Error:
-    """The error of ranks that differ: the subjects in which they do, each side once."""
-    differ, found = _differ(every)[:SHOWN], dict[str, list[int]]()
+    """The error of ranks that differ in some subjects: what they say about these, each side once."""
+    found: dict[str, list[int]] = {}
     for rank, words in enumerate(every):
-        text = "; ".join(f"{subject}: {words.get(subject, 'nothing')}" for subject in differ)
+        text = "; ".join(f"{subject}: {' '.join(words.get(subject, 'nothing').split())}" for subject in differ)
         found.setdefault(text, []).append(rank)
-    got = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in found.items()]
-    return kind(
-        what, where=f"rank {dist.get_rank()}; {where}", expected=expected, got=_joined(got[:SHOWN]), remedy=remedy
-    )
+    sides = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in found.items()]
+    where, got = f"rank {dist.get_rank()}; {where}", f"\n  {'':<10}".join(sides[:SHOWN])
+    return kind(case.what, where=where, expected=expected, got=got, remedy=case.remedy)
 
 
 def _differ(every: Sequence[Mapping[str, str]]) -> list[str]:
     """The subjects in which ranks differ."""
     of_any = dict.fromkeys(subject for words in every for subject in words)
-    return [subject for subject in of_any if len({words.get(subject) for words in every}) > 1]
-
-
-def _first_difference(every: Sequence[Subjects]) -> list[dict[str, str]]:
-    """The first line in which plans differ, by its subject."""
-    rows = ((n, row) for n in every[0] for row in itertools.zip_longest(*(e[n] for e in every), fillvalue="no more"))
-    subject, first = next((name, row) for name, row in rows if len({*map(_compared, row)}) > 1)
-    return [{subject: " ".join(line.split())} for line in first]
-
-
-def _joined(lines: Sequence[str]) -> str:
-    return f"\n  {'':<10}".join(lines)
+    return [subject for subject in of_any if len({_compared(words.get(subject, "")) for words in every}) > 1]

@@ -17,7 +17,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,8 +30,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfx.ir.errors import Error
 from shardfx.module.elementwise_trial import Layout, lay_out, tried
 from shardfx.module.program_optimizer import ProgramOptimizer
-from shardfx.runtime.store import Shown, Store, with_strides_of
+from shardfx.runtime.store import Store, with_strides_of
 from shardfx.runtime.virtual.shard_gradient import ShardGradient, check, check_all_shards, plain
+
+if TYPE_CHECKING:
+    from shardfx.runtime.distributed.dtensor_shard import DTensorShard
 
 Tensor = torch.Tensor
 
@@ -153,7 +156,7 @@ class LocalOptimizer:
 
     def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
         self.optimizer = object.__new__(kind)
-        self._known: dict[Tensor, tuple[Shown, Tensor, nn.Parameter]] = {}
+        self._known: dict[Tensor, tuple[DTensorShard, Tensor, nn.Parameter]] = {}
         """For each parameter that is a view of a shard: the view, that shard, and the shard as a parameter."""
         self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
 
@@ -197,7 +200,7 @@ class LocalOptimizer:
         return known[2]
 
 
-def _shard(shown: Shown, tensor: Tensor) -> Tensor:
+def _shard(shown: DTensorShard, tensor: Tensor) -> Tensor:
     """The local shard of a shown parameter.
 
     Raises:
@@ -209,12 +212,12 @@ def _shard(shown: Shown, tensor: Tensor) -> Tensor:
     return shard
 
 
-def _plain(shown: Shown, value: Any) -> Any:
+def _plain(shown: DTensorShard, value: Any) -> Any:
     """An optimizer state of a parameter, as one of its shard."""
     return _shard(shown, value) if isinstance(value, Tensor) else value
 
 
-def _as_shown(shown: Shown, shard: Tensor, value: Any) -> Any:
+def _as_shown(shown: DTensorShard, shard: Tensor, value: Any) -> Any:
     """An optimizer state of a shard, as one of its parameter."""
     alike = isinstance(value, Tensor) and value.dim() and value.shape == shard.shape
     return shown.wrap(value) if alike else value

@@ -73,8 +73,8 @@ def ranks_that_plan_otherwise_are_told_where() -> None:
         (lambda: plan(nn.Linear(6, 4), rows=8 + 2 * rank), "f32[8, 6]", "f32[10, 6]"),
         (
             lambda: plan(nn.Linear(6, 4), **zero),
-            "the plan: ",
-            "the plan: ",
+            "the plan (",
+            "the plan (",
         ),
         (
             lambda: plan(nn.Linear(6, 4), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.1 * (1 + rank))),

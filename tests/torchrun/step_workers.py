@@ -47,10 +47,9 @@ def steps_are_the_same_offloaded(to: str) -> None:
         torch.equal(value, theirs[name]["exp_avg"]) for name, state in mine.items() for value in [state["exp_avg"]]
     )
     case: Any = SimpleNamespace(args=(x,), targets=(y,), kwargs={})
-    transport = other._target.transport_here
     for run, kinds in ((other, TRAIN), (other.step, STEP)):
         for rank, held in held_in_a_step(other, case, run).items():
-            check_footprint(other._programs.running(rank, kinds), held, exact=False, transport=transport)
+            check_footprint(other._programs.running(rank, kinds), held, exact=False)
 
 
 @worker
@@ -76,7 +75,7 @@ def tables_stay_in_the_host(mesh: str, zero: str) -> None:
     full = other.full_state_dict()
     assert all(torch.equal(value, full[name]) for name, value in plain.full_state_dict().items())
     for rank, held in held_in_a_step(other, case, other.step).items():
-        check_footprint(other._programs.running(rank, STEP), held, exact=False, transport=other._target.transport_here)
+        check_footprint(other._programs.running(rank, STEP), held, exact=False)
         assert max(held.beside.values()) > 0
 
 
