@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardfx.ir.errors import Error
-
 
 def local_device(asked: str | torch.device | None, weights: torch.device, real: bool) -> torch.device:
     """The device of the ranks of this process.
@@ -49,25 +47,6 @@ def _index(kind: str) -> int:
         return int(os.environ["LOCAL_RANK"])
     module: Any = torch.get_device_module(kind)
     return int(module.current_device()) if module.is_available() else 0
-
-
-def check_device(device: torch.device) -> None:
-    """Check that the device is available.
-
-    Raises:
-        Error: torch cannot use it, for the reason that it gives.
-    """
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, ImportError, RuntimeError) as error:
-        raise Error(
-            f"there is no device {str(device)!r} here",
-            where="Hints(device=...), or the device of the model's weights",
-            expected="a device of this machine",
-            got=str(error).strip().partition("\n")[0],
-            remedy="Hints(device=...) of one that torch finds, and one process for each; or a model on meta, to plan "
-            "without running: report, memory, timeline",
-        ) from error
 
 
 def as_current(device: torch.device) -> AbstractContextManager[Any]:

@@ -268,18 +268,12 @@ def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None
         if guard is None or guard.holds(value := value.cpu()):
             continue
         where = "  ".join(part for part in (str(guard.where), guard.where.code) if part)
-        if guard.op:
-            raise Error(
-                f"{guard.op} cannot be computed of these data",
-                where=where,
-                expected="what it takes on one device, in all of the batch",
-                got="something that it raises for, such as a singular matrix or a class that there is none of",
-                remedy="call the model on one device, which says which",
-            )
+        unlike = "these data lead the model elsewhere than the example did"
         raise Error(
-            "these data lead the model elsewhere than the example did",
+            f"{guard.op} cannot be computed of these data" if guard.op else unlike,
             where=where,
             expected=f"{guard.expected!r:.200}, as for the example that was captured",
             got=f"{value.tolist()!r:.200}",
-            remedy="parallelize the model once more, with an example that takes this way",
+            remedy="call the model on one device, which says more of such data; or parallelize it once more, with an "
+            "example that takes this way",
         )

@@ -14,8 +14,6 @@ from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_te
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec, with_dim_order
 
-from .local_device import check_device
-
 if TYPE_CHECKING:
     from .distributed.dtensor_shard import DTensorShard
 
@@ -99,7 +97,6 @@ class Store:
     def load(self, full: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Shard global parameters and buffers into the stored shards, overwriting them. Rank 0's values count, and all
         ranks call it."""
-        check_device(self.device)
         finish(self.device)
         memory = {} if self.parameters else self._parameter_memory()
         for inp in (each for each in self._inputs if each.name in full):

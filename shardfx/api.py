@@ -29,7 +29,7 @@ from shardfx.module.state_checks import unwatched, watch_original
 from shardfx.passes import Pass
 from shardfx.plan import PlannedSpecs
 from shardfx.runtime.distributed.groups import check_size, initialise, launched
-from shardfx.runtime.local_device import check_device, local_device
+from shardfx.runtime.local_device import local_device
 
 from .compile import capture_model, check_offload, compile_model, no_collection
 from .compiled import Compiled
@@ -184,7 +184,7 @@ def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> 
     real = not virtual and launched(mesh.size)
     device = local_device(hints.device, weights, real)
     if real or not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
-        check_device(device)
+        torch.empty(0, device=device)  # raises before planning, if there is none
     if real:
         initialise(device)
     return ExecutionTarget(not real, device)

@@ -180,11 +180,8 @@ def the_cpu_group() -> dist.ProcessGroup:
     if made is None:
         raise Error(
             "this process is no rank of a job any more",
-            where="a call that all ranks make together",
-            expected="the process group that the model was parallelized in",
-            got="one that was destroyed, or that this rank left when a call ended all ranks",
-            remedy="start the job again from its last checkpoint; torch.distributed.destroy_process_group() comes "
-            "after the last call of all ranks",
+            where="a call of all ranks, whose group was destroyed, or left when a call ended all ranks",
+            remedy="start the job again from its last checkpoint; destroy_process_group() comes after the last call",
         )
     return made
 

@@ -196,7 +196,7 @@ class Peers:
         ways = {row[1] for row in rows} - {Passed.EITHER}
         if len({(row[0], row[2]) for row in rows}) == 1 and len(ways) <= 1:
             return rows
-        every = tell_all({"module": f"parallel module {self.number}", **words()})
+        every = tell_all({**words(), "module": f"parallel module {self.number}"})
         differ = _differ(every)
         if FAILED in differ:
             raise disagreement(FAILURE, every, [FAILED])

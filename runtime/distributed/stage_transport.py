@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from queue import Queue
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,24 +19,14 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops.loop.stage_transfer import number, peers
 
+from .shm import StartedCollective
+
 Tensor = torch.Tensor
 FORTH, BACK = "/forth", "/back"
 """Suffixes of group names: the groups of the same ranks for messages to higher places, and to lower ones."""
 
 
 Sent = tuple[dist.Work, Tensor]
-
-
-class Receipt(NamedTuple):
-    """A posted receive."""
-
-    into: Tensor
-    work: dist.Work
-
-    def wait(self) -> Tensor:
-        """The received tensor, after a wait."""
-        self.work.wait()
-        return self.into
 
 
 def one_way(group: str, origin: int, to: int) -> dist.ProcessGroup:
@@ -65,19 +54,19 @@ def check_messages(graph: Graph, device: torch.device) -> None:
     )
 
 
-def receive(by_stream: bool) -> Callable[..., Receipt]:
+def receive(by_stream: bool) -> Callable[..., StartedCollective]:
     """A function that posts a receive (:func:`shardfx.ir.ops.loop.stage_transfer.receive`), on a stream or on gloo."""
 
     def start(
         shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, iteration: int, group: str
-    ) -> Receipt:
+    ) -> StartedCollective:
         into = torch.empty(shape, dtype=dtype, device=device)
         if by_stream:  # NCCL has no tags
             work = dist.irecv(into, group=one_way(group, origin, peers(group).rank()), group_src=origin)
         else:
             work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, iteration))
         assert work is not None
-        return Receipt(into, work)
+        return StartedCollective(work, into)
 
     return start
 
