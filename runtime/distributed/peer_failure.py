@@ -64,13 +64,10 @@ def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
     leave_groups()
     if not what and not (communicates and isinstance(error, RuntimeError)):
         return failed(rank, node, error)
-    where = f"{place(rank, None)}; {what}" if what else place(rank, node)
-    if node is not None:
-        started = node.args[0] if waits else node
-        what = target_name(started if isinstance(started, fx.Node) else node)
+    started = node.args[0] if node is not None and waits else node
     return Error(
-        f"a rank is missing in {what}",
-        where=where,
+        f"a rank is missing in {target_name(started) if isinstance(started, fx.Node) else what}",
+        where=place(rank, node) if node is not None else f"{place(rank, None)}; {what}",
         expected="every rank of the group in this collective, before the process group's time-out",
         got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}",
         remedy="the output of the rank that failed first says why; start the job again from its last checkpoint",

@@ -155,20 +155,17 @@ class ProcessStore(Store):
         return sent
 
     def full(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The global tensor, from the ranks of the first stage that stores it."""
-        given, pipeline = self._given[name], self.graph.pipeline
+        """The global tensor; of a pipeline, from the first rank that stores it."""
+        given = self._given[name]
+        holders = self._holders(given)
         mine = super().full(name, own_shards) if self.is_here(name) else None
-        places = pipeline.places(given.at) if pipeline is not None else ()
-        if pipeline is None or len(places) == self.mesh[pipeline.axis].size:
-            assert mine is not None
+        if mine is not None and len(holders) == self.mesh.size:
             return mine
         dtype = dtype or given.value.type.dtype
         sent = torch.empty(given.value.shape, dtype=dtype, device=self.device) if mine is None else mine.contiguous()
-        make_groups(self.mesh, [(pipeline.axis,)])
         with ending_together(f"sending {name!r} to the ranks of other stages"):
-            group = self.mesh.group_name(self.rank, (pipeline.axis,))
-            made: Tensor = c10d.wait_tensor.default(c10d.broadcast.default(sent, places[0], group))
-        return made
+            dist.broadcast(sent, holders[0])
+        return sent
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
         """The norm over all ranks' shards; replicated shards are counted by the first rank that has them."""

@@ -182,8 +182,10 @@ def torchs_own_calls_work_in_shared_memory() -> None:
     dist.reduce_scatter_tensor(pair, torch.arange(2.0 * n))
     assert torch.equal(pair, n * torch.tensor([2.0 * rank, 2.0 * rank + 1]))
     if rank == 0:
-        for tag in (3, 8, 3):
-            dist.send(torch.full((tag,), float(tag)), 1, tag=tag)
+        sent = [dist.isend(torch.full((tag,), float(tag)), 1, tag=tag) for tag in (3, 8, 3)]
+        for work in sent:
+            assert work is not None
+            work.wait()
     elif rank == 1:
         for tag in (8, 3, 3):
             dist.recv(got := torch.empty(tag), 0, tag=tag)
