@@ -176,15 +176,6 @@ def test_a_bucket_of_fewer_bits_is_refused() -> None:
     )
 
 
-def test_what_says_the_unit_is_no_value() -> None:
-    module = three_stages().rank_module(1)
-    graph = next(child for name, child in module.named_children() if name.startswith("R")).graph  # type: ignore[union-attr]
-    unit, receive = of(graph, "loop.action")[0], of(graph, "stage.receive")[0]
-    receive.update_arg(5, unit)
-    with pytest.raises(sx.Error, match="a call that cannot be made"):
-        three_stages().verify(modules={1: module})
-
-
 # ---- with the step of an optimizer, a weight of two stages, and inputs
 
 
