@@ -14,12 +14,12 @@ from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.text import parse_graph
 from shardfx.passes.rank import Arena, RankContext, built_in, run_rank_passes
-from tests.unit_orders import ONE_AHEAD, arranged, phases
+from tests.unit_orders import ONE_AHEAD, arranged
 
 FOLDER = Path(__file__).parent / "golden" / "rank_passes"
 CASES = sorted(path.name.removesuffix(".graph.txt") for path in FOLDER.glob("*.graph.txt"))
 
-ARRANGED = {"in_units": partial(arranged, ONE_AHEAD, phases)}
+ARRANGED = {"in_units": partial(arranged, ONE_AHEAD)}
 """How the steps of some are arranged."""
 
 

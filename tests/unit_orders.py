@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,43 +36,31 @@ def one_forward_one_backward(ahead: int, count: int) -> str:
     return " ".join(words)
 
 
-UnitOf = Callable[[Sequence[Node | PlannedLoop]], Callable[[Node], str]]
-"""Of the steps of a loop, the unit of each node."""
+def phase(node: Node) -> str:
+    return "F0" if node.phase is Phase.FORWARD else "B0"
 
 
-def phases(steps: Sequence[Node | PlannedLoop]) -> Callable[[Node], str]:
-    """Forward and backward."""
-    return lambda node: "F0" if node.phase is Phase.FORWARD else "B0"
-
-
-def arranged(order: str, unit_of: UnitOf, steps: Steps) -> Steps:
-    """The last loop, which has the backward in it, in units."""
+def arranged(order: str, steps: Steps) -> Steps:
+    """The last loop, which has the backward in it, in units: its forward and its backward."""
     loop = [step for step in steps if isinstance(step, PlannedLoop)][-1]
-    return [split_into_actions(loop, unit_of(loop.steps), order.split()) if step is loop else step for step in steps]
+    return [split_into_actions(loop, phase, order.split()) if step is loop else step for step in steps]
 
 
-def lowered(pm: sx.ParallelModule, rank: int, order: str, unit_of: UnitOf = phases) -> RankProgram:
+def lowered(pm: sx.ParallelModule, rank: int, order: str) -> RankProgram:
     """The program of a rank in units, before rank passes."""
     rules, device = pm._compiled.context.rules, torch.device("cpu")
-    return lower(pm.planned, rank, rules, TRAIN, device, partial(arranged, order, unit_of))
+    return lower(pm.planned, rank, rules, TRAIN, device, partial(arranged, order))
 
 
-def program(
-    pm: sx.ParallelModule, rank: int, order: str, unit_of: UnitOf = phases, compiled: bool = False
-) -> RankProgram:
+def program(pm: sx.ParallelModule, rank: int, order: str, compiled: bool = False) -> RankProgram:
     """The program of a rank in units."""
-    program = lowered(pm, rank, order, unit_of)
+    program = lowered(pm, rank, order)
     return run_rank_passes(program, built_in("cpu", compiled), RankContext(pm.planned), each_validated=False)
-
-
-def put(pm: sx.ParallelModule, order: str, unit_of: UnitOf = phases) -> None:
-    """Let all ranks run in units."""
-    for rank in range(pm.mesh.size):
-        pm._programs.step.put(rank, TRAIN, program(pm, rank, order, unit_of))
 
 
 def in_order(name: str, mesh: sx.Mesh, order: str, **hints: Any) -> sx.ParallelModule:
     """The plan of a case, whose ranks do the four iterations of a step in an order of units."""
     pm = plan(make(name), mesh, grad_accumulation=4, **hints)
-    put(pm, order)
+    for rank in range(pm.mesh.size):
+        pm._programs.step.put(rank, TRAIN, program(pm, rank, order))
     return pm

@@ -27,16 +27,10 @@ from tests.virtual.test_chunks import Language, next_tokens
 from tests.zoo import make
 
 
-def side_by_side(
-    name: str, sequence: bool = False, iterations: int = 2, interleave: bool = True, zero: int = 0, **axes: int
-) -> sx.ParallelModule:
-    """The plan of a case whose batch is split into iterations, before ranks shard it."""
-    return with_hints(name, {"zero": zero, "zero_min_numel": 0}, sequence, iterations, interleave, **axes)
-
-
 def with_hints(
     name: str, hints: dict[str, Any], sequence: bool = False, iterations: int = 2, interleave: bool = True, **axes: int
 ) -> sx.ParallelModule:
+    """The plan of a case whose batch is split into iterations, before ranks shard it."""
     case = make(name)
     mesh = sx.Mesh(mb=sx.Loop(iterations, interleave=interleave), **axes)
     rows = "mb dp" if "dp" in axes else "mb"
@@ -89,7 +83,7 @@ def test_iterations_side_by_side_are_the_whole_batch(which: str) -> None:
 
 @cache
 def beside(interleave: bool) -> sx.ParallelModule:
-    return side_by_side("gpt_fused", tp=2, sequence=True, interleave=interleave)
+    return with_hints("gpt_fused", {}, sequence=True, interleave=interleave, tp=2)
 
 
 @pytest.mark.long
@@ -110,7 +104,7 @@ def test_less_communication_is_exposed() -> None:
 
 @pytest.mark.slow
 def test_what_is_predicted_is_held() -> None:
-    pm = side_by_side("gpt_fused", tp=2, sequence=True)
+    pm = with_hints("gpt_fused", {}, sequence=True, tp=2)
     held = held_in_a_step(pm, make("gpt_fused"))
     for rank in range(2):
         check_footprint(pm._programs.running(rank, TRAIN), held[rank])

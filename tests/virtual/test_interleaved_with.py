@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from tests.reference import check_step
 
 HINTS = {"*.up.weight": "tp, -", "*.down.weight": "-, tp"}
 SIDE = sx.Loop(2, interleave=True)
@@ -33,14 +34,7 @@ def planned(mesh: sx.Mesh, rows: str, **hints: Any) -> tuple[nn.Module, sx.Paral
 
 
 def check(model: nn.Module, pm: sx.ParallelModule, x: Tensor, y: Tensor) -> None:
-    loss, alone = pm(x, y), F.mse_loss(model(x), y)
-    loss.backward()
-    whole = torch.autograd.grad(alone, list(model.parameters()))
-    torch.testing.assert_close(loss, alone, rtol=1e-12, atol=1e-12)
-    grads = pm.full_grads()
-    for (name, _), grad in zip(model.named_parameters(), whole, strict=True):
-        torch.testing.assert_close(grads[name], grad, rtol=1e-12, atol=1e-12)
-    assert pm.verify().status == "proven"
+    check_step(pm, model, F.mse_loss, (x,), (y,), bound=1e-12)
 
 
 @pytest.mark.slow
