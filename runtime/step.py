@@ -15,7 +15,6 @@ from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.aliasing import destination
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.store_layout import contiguous_tensors
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import with_dim_order
 
@@ -189,19 +188,9 @@ class ProgramRunner:
         that some of them overwrite."""
         made = [self._shard(each, rank, run) for each in program.inputs]
         renewed = self._renewed(program) if shared else frozenset[str]()
-        copied: dict[torch.dtype, list[int]] = {}
         for place, each in enumerate(program.inputs):
             if each.kind in HELD and each.name in renewed:
-                if each.pool or not made[place].is_contiguous():
-                    made[place] = made[place].clone()
-                else:
-                    copied.setdefault(made[place].dtype, []).append(place)
-        for dtype, places in copied.items():  # one kernel for all
-            shared = [made[place] for place in places]
-            copies = contiguous_tensors([each.shape for each in shared], dtype, shared[0].device)
-            torch._foreach_copy_(copies, shared)
-            for place, copy in zip(places, copies, strict=True):
-                made[place] = copy
+                made[place] = made[place].clone()
         return made
 
     def _shard(self, inp: Input, rank: int, run: _StepInputs) -> torch.Tensor:

@@ -108,4 +108,4 @@ class ProcessEngine:
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
         instead |= {stage_transfer.send: self._outbox.send, c10d.wait_tensor.default: wait}
         instead[stage_transfer.receive] = messages.receive(self._by_stream)
-        return CallOverrides(instead | (shm.DIRECT if share else {}))
+        return CallOverrides(instead | ({memory_ops.all_gather_into: shm.all_gather_into} if share else {}))

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
 from itertools import count
 from select import select
 from tempfile import TemporaryDirectory
@@ -434,11 +433,6 @@ ShmGroup.all_to_all_single = _by_gloo("alltoall_base")  # type: ignore[method-as
 open_groups: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
 
 
-# ---- the collectives of a program, called without torch's dispatcher
-
-c10d = torch.ops._c10d_functional
-
-
 class StartedCollective(NamedTuple):
     """A handle of a collective, and its result."""
 
@@ -451,49 +445,12 @@ class StartedCollective(NamedTuple):
         return self.out
 
 
-def _all_reduce(group: ShmGroup, x: Tensor, op: str) -> StartedCollective:
-    return StartedCollective(group.allreduce([x], _options(dist.AllreduceOptions, op)), x)
-
-
-def _all_reduce_copy(group: ShmGroup, x: Tensor, op: str) -> StartedCollective:
-    return _all_reduce(group, x.clone(memory_format=torch.contiguous_format), op)
-
-
-def _all_gather(group: ShmGroup, x: Tensor, size: int, *, out: Tensor | None = None) -> StartedCollective:
-    out = x.new_empty([x.shape[0] * size, *x.shape[1:]]) if out is None else out
-    return StartedCollective(group.all_gather_single(out, x), out)
-
-
-def _reduce_scatter(group: ShmGroup, x: Tensor, op: str, size: int) -> StartedCollective:
-    out = x.new_empty([x.shape[0] // size, *x.shape[1:]])
-    return StartedCollective(group.reduce_scatter_single(out, x, _options(dist.ReduceScatterOptions, op)), out)
-
-
-@cache
-def _options(kind: Callable[[], Any], op: str) -> Any:
-    made = kind()
-    made.reduceOp = getattr(dist.ReduceOp, op.upper())
-    return made
-
-
-def _direct(op: Callable[..., Any], start: Callable[..., StartedCollective]) -> Callable[..., Any]:
-    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        group = _resolve_process_group(args[-1])
-        if not isinstance(group, ShmGroup) or torch._C._len_torch_dispatch_stack():  # which may count collectives
-            return op(x, *args, **kwargs)
-        return start(group, x, *args[:-1], **kwargs)
-
-    return call
-
-
-DIRECT: dict[Any, Callable[..., Any]] = {
-    c10d.all_reduce.default: _direct(c10d.all_reduce, _all_reduce_copy),
-    memory_ops.all_reduce_: _direct(memory_ops.all_reduce_, _all_reduce),
-    c10d.all_gather_into_tensor.default: _direct(c10d.all_gather_into_tensor, _all_gather),
-    memory_ops.all_gather_into: _direct(memory_ops.all_gather_into, _all_gather),
-    c10d.reduce_scatter_tensor.default: _direct(c10d.reduce_scatter_tensor, _reduce_scatter),
-}
-"""Direct implementations of these ops, without the CPU overhead of torch's dispatcher."""
+def all_gather_into(x: Tensor, ranks: int, group: str, *, out: Tensor) -> Any:
+    """All-gather into ``out``, as :mod:`shardfx.ir.ops.memory_ops` does; torch's op would use the gloo backend."""
+    found = _resolve_process_group(group)  # type: ignore[arg-type]
+    if not isinstance(found, ShmGroup) or torch._C._len_torch_dispatch_stack():  # which may count collectives
+        return memory_ops.all_gather_into(x, ranks, group, out=out)
+    return StartedCollective(found.all_gather_single(out, x), out)
 
 
 # ---- the backend

@@ -13,12 +13,12 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 
 from shardfx.ir.ops import memory_ops
 from shardfx.runtime.distributed.shm import (
-    DIRECT,
     LARGE,
     LinkError,
     LinkWord,
     ShmGroup,
     SocketLink,
+    all_gather_into,
     segment_of,
     shared_bytes,
 )
@@ -135,7 +135,7 @@ def test_slots_are_used_again_when_all_have_read_them(pair: tuple[ShmGroup, ShmG
 
 
 @pytest.mark.parametrize("seen", [Tensor.contiguous, Tensor.t], ids=["contiguous", "transposed"])
-def test_direct_collectives_match_their_definition(
+def test_collectives_by_functional_ops_match_their_definition(
     seen: Callable[[Tensor], Tensor], pair: tuple[ShmGroup, ShmGroup]
 ) -> None:
     mine = [seen(torch.arange(16.0).view(4, 4) * (rank + 1)) for rank in range(2)]
@@ -150,11 +150,11 @@ def test_direct_collectives_match_their_definition(
             c10d.reduce_scatter_tensor.default: ("sum", 2, name),
         }
         try:
-            found = [DIRECT[op](x, *args).wait() for op, args in calls.items()]
+            found = [c10d.wait_tensor(op(x, *args)) for op, args in calls.items()]
             out, full = x.clone(memory_format=torch.contiguous_format), torch.empty(8, 4)
-            gathered = DIRECT[memory_ops.all_gather_into](x, 2, name, out=full).wait()
+            gathered = all_gather_into(x, 2, name, out=full).wait()
             assert gathered is full
-            return [*found, DIRECT[memory_ops.all_reduce_](out, "avg", name).wait(), gathered]
+            return [*found, c10d.wait_tensor(memory_ops.all_reduce_(out, "avg", name)), gathered]
         finally:
             _unregister_process_group(name)
 
