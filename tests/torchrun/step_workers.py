@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import shardfx as sx
-from shardfx.module.programs import STEP, TRAIN
+from shardfx.module.programs import STEP
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan
 from tests.stepped import KINDS, alone, apart, batches, small_plan
@@ -31,25 +29,6 @@ def steps_like_one_device(mesh: str, zero: str, *kinds: str) -> None:
         pm = small_plan(KINDS[kind], MESHES[mesh], zero=int(zero), clip_grad_norm=0.1)
         assert apart(pm, losses, params) < 1e-9, kind
         assert pm.verify(), (kind, pm.verify().why)
-
-
-@worker
-def steps_are_the_same_offloaded(to: str) -> None:
-    """To the bit, and each pool holds what was predicted."""
-    away = (sx.Offload(to=to, prefetch=2, min_numel=0),)
-    plain, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **m) for m in ({}, {"offload": away}))
-    for x, y in batches(5):
-        assert torch.equal(plain.step(x, y), other.step(x, y))
-    full = other.full_state_dict()
-    assert all(torch.equal(value, full[name]) for name, value in plain.full_state_dict().items())
-    mine, theirs = (pm.optimizer.full_state_dict()["state"] for pm in (plain, other))
-    assert all(
-        torch.equal(value, theirs[name]["exp_avg"]) for name, state in mine.items() for value in [state["exp_avg"]]
-    )
-    case: Any = SimpleNamespace(args=(x,), targets=(y,), kwargs={})
-    for run, kinds in ((other, TRAIN), (other.step, STEP)):
-        for rank, held in held_in_a_step(other, case, run).items():
-            check_footprint(other._programs.running(rank, kinds), held, exact=False)
 
 
 @worker
@@ -96,14 +75,3 @@ def states_are_saved_and_loaded(folder: str) -> None:
         for (x, y), loss in list(zip(batches(4), losses, strict=True))[2:]:
             assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-12)
         assert all(torch.allclose(pm.full_state_dict()[name], value, atol=1e-12) for name, value in params.items())
-
-
-@worker
-def rates_that_differ_are_an_error() -> None:
-    """Ranks whose schedules went apart would train apart."""
-    pm = small_plan(KINDS["AdamW"], MESHES["dp2"])
-    x, y = batches(1)[0]
-    pm.step(x, y)
-    pm.optimizer.param_groups[0]["lr"] = 1e-2 if dist.get_rank() else 2e-2
-    with pytest.raises(sx.Error, match=r"optimizer\.0\.lr"):
-        pm.step(x, y)

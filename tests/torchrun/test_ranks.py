@@ -71,13 +71,7 @@ def test_whole_steps(tmp_path: Path) -> None:
         "steps_like_one_device:dp2,1,AdamW",
         "steps_like_one_device:dp2,3,two",
         f"states_are_saved_and_loaded:{tmp_path}",
-        "rates_that_differ_are_an_error",
     )
-
-
-@pytest.mark.slow
-def test_what_is_offloaded_comes_back() -> None:
-    on_ranks(2, "steps_are_the_same_offloaded:host", "steps_are_the_same_offloaded:disk")
 
 
 @pytest.mark.slow
