@@ -16,7 +16,7 @@ import shardfx as sx
 from shardfx.ir.graph import OutputKind, Value
 from shardfx.ir.text import parse_graph, print_graph
 from tests.captures import captured_once
-from tests.reference import rel_err
+from tests.reference import check_step, rel_err
 
 BATCH = 8
 LOSS = F.cross_entropy
@@ -97,11 +97,7 @@ def equal(model: nn.Module, mesh: sx.Mesh, shardings: Any, x: torch.Tensor, spec
     """The model in parallel gives the results and gradients of one device."""
     alone = copy.deepcopy(model)
     pm = sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=loss, specs=specs or {}, strategies=shardings))
-    theirs, ours = loss(alone(x)), pm(x)
-    theirs.backward(), ours.backward()
-    assert rel_err(ours, theirs) < 1e-12
-    gradients = pm.full_grads()
-    assert all(rel_err(gradients[name], p.grad) < 1e-12 for name, p in alone.named_parameters() if p.grad is not None)
+    check_step(pm, alone, loss, (x,))
     return pm
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.ops.computing import batch_statistics as moments
+from tests.reference import check_step
 
 from .test_calls import near
 
@@ -151,13 +152,7 @@ def test_whole_statistics_are_one_collective_each_way(name: str) -> None:
     mesh, specs, each = WHOLE[name]
     model, pm = made(mesh, specs, None)
     x, y = data()
-    expected, loss = F.cross_entropy(model(x), y), pm(x, y)
-    expected.backward(), loss.backward()
-    grads = pm.full_grads()
-    assert near(loss, expected) and all(near(grads[key], p.grad) for key, p in model.named_parameters())
-    state = pm.full_state_dict()
-    assert all(near(state[key].double(), b.double()) for key, b in model.named_buffers())
-    assert pm.verify()
+    check_step(pm, model, F.cross_entropy, (x,), (y,))
     if each is not None:
         sent = [n for n in pm.planned.nodes if str(n.op).startswith("comm.") and n.where.module in ("first", "second")]
         assert sum(n.phase.value == "forward" and n.kwargs["axes"] != ["tp"] for n in sent) == 2 * each

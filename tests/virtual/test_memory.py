@@ -17,6 +17,24 @@ from shardfx.ir.graph import Phase
 from shardfx.ir.ops import memory_ops
 from shardfx.module.programs import TRAIN
 from tests.captures import captured_once
+from tests.plans import MESHES, plan
+from tests.zoo import make
+
+
+@pytest.mark.long
+def test_what_is_recomputed_or_offloaded_draws_the_same_masks() -> None:
+    """Loss and gradients of a model with dropout are those without, to the bit."""
+    found = []
+    for hints in ({}, {"recompute": "**"}, {"offload": (sx.Offload("activations", min_numel=0),)}):
+        case = make("dropout_mlp")
+        pm = plan(case, MESHES["dp2tp2"], **hints)
+        torch.manual_seed(0)
+        loss = pm(*case.args, *case.targets)
+        loss.backward()
+        found.append([loss.detach(), *pm.full_grads().values()])
+        assert pm.verify(), pm.verify().why
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
 
 # ---- the figure
 

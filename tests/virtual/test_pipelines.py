@@ -19,7 +19,7 @@ from tests.deep import in_stages as staged
 from tests.live_memory import held_in_a_step
 from tests.models import GPT, LENGTH, VOCAB
 from tests.plans import plan, train_beside
-from tests.reference import rel_err
+from tests.reference import check_step, rel_err
 from tests.zoo import Case, make
 
 slow = pytest.mark.slow
@@ -52,16 +52,6 @@ def in_stages(model: nn.Module, x: Tensor, y: Tensor, mesh: sx.Mesh, **hints: An
     return sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=cross_entropy, targets=(y,), specs=specs, **hints))
 
 
-def check(pm: sx.ParallelModule, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Loss and all gradients are those of the model."""
-    loss, whole = pm(x, y), cross_entropy(model(x), y)
-    loss.backward()
-    whole.backward()
-    grads = pm.full_grads()
-    assert rel_err(loss, whole) < 1e-9
-    assert max(rel_err(grads[name], each.grad) for name, each in model.named_parameters()) < 1e-9
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "1f1b" else slow) for n in CHUNKS])
 def test_compiled_stages_of_virtual_ranks_are_the_whole_batch(name: str) -> None:
@@ -82,8 +72,7 @@ def test_every_schedule_is_the_whole_batch(name: str, ranks: int) -> None:
     model = tied(ranks * chunks)
     mesh = sx.Mesh(pp=ranks, mb=sx.Loop(2 * ranks))
     pm = in_stages(model, x, y, mesh, pipeline=sx.Pipeline(schedule=name, stages_per_rank=chunks))
-    check(pm, model, x, y)
-    assert pm.verify()
+    check_step(pm, model, cross_entropy, (x,), (y,))
 
 
 TOGETHER: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
@@ -156,8 +145,7 @@ def test_what_came_from_another_stage_is_not_recomputed() -> None:
     """Where a module that is recomputed lies in several stages."""
     model, (x, y) = tied(2), batch(4)
     pm = in_stages(model, x, y, sx.Mesh(pp=2, mb=sx.Loop(2)), pipeline=sx.Pipeline(), recompute="layers")
-    check(pm, model, x, y)
-    assert pm.verify()
+    check_step(pm, model, cross_entropy, (x,), (y,))
 
 
 class Shared(nn.Module):
@@ -183,13 +171,7 @@ def test_what_several_stages_share_is_gathered_again_in_each(name: str) -> None:
     hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs={"args.0": "mb dp, -"}, zero=3, zero_min_numel=0)
     hints = replace(hints, pipeline=pipeline, recompute="layers.1")
     pm = sx.parallelize(model, sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)), hints)
-    found, whole = pm(x, y), F.mse_loss(model(x), y)
-    found.backward()
-    whole.backward()
-    grads = pm.full_grads()
-    assert rel_err(found, whole) < 1e-9
-    assert max(rel_err(grads[name], each.grad) for name, each in model.named_parameters()) < 1e-9
-    assert pm.verify()
+    check_step(pm, model, F.mse_loss, (x,), (y,))
 
 
 def test_a_message_has_a_tag_of_its_own() -> None:

@@ -105,23 +105,6 @@ def test_parameters_stay_the_same_tensors() -> None:
     assert all(p._version > before[id(p)] and p.grad is None for p in pm.parameters())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_zero_shards_states(level: int) -> None:
-    """On level 1 parameters are whole, and nothing else is: states, the gradients of a step and what is computed."""
-    plain, sharding = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=zero) for zero in (0, level))
-    (all_, held) = (
-        {name: sum(p.numel() for p in s) for name, s in pm._store.states.items()} for pm in (plain, sharding)
-    )
-    assert held == all_  # the shards together are the whole
-    assert all(len(s) == 2 for name, s in sharding._store.states.items() if not name.endswith(".step"))
-    for pm in (plain, sharding):
-        pm.step(*batches(1)[0])
-    sizes = [pm.memory().by_category["optimizer states"] for pm in (plain, sharding)]
-    assert sizes[1] - 8 == (sizes[0] - 8) // 2
-    assert all(len(shards) == (1 if level == 1 else 2) for shards in sharding._store.parameters.values())
-
-
 @pytest.mark.long
 def test_the_text_of_a_step_is_read_back() -> None:
     for zero in (0, 1):
