@@ -23,6 +23,7 @@ from torch import nn
 import shardfx as sx
 from benchmarks.model_survey import first_line, loss, results
 from benchmarks.survey.of_transformers import NAMES, sample
+from shardfx.ir.capture.frontend.dynamo import TracedCall, trace_call
 from shardfx.ir.capture.frontend.model_preparation import without_weights
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import Graph
@@ -39,8 +40,9 @@ def captured(model: nn.Module, by_dynamo: bool, **how: Any) -> tuple[Graph | Exc
     """The graph of a model, or why there is none, and the seconds that it took."""
     begun = time.perf_counter()
     try:
-        python = without_weights(model) if by_dynamo else None
-        made: Graph | Exception = unfolded(capture(model, sx.Mesh(dp=2), loss=loss, python=python, **how).graph)
+        call = TracedCall(without_weights(model), loss, (), how["kwargs"], how["targets"])
+        found = trace_call(call) if by_dynamo else None
+        made: Graph | Exception = unfolded(capture(model, sx.Mesh(dp=2), loss=loss, found=found, **how).graph)
     except Exception as error:
         made = error
     return made, time.perf_counter() - begun

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfx.ir.capture.frontend.loss_module import with_own_loss
+from shardfx.ir.capture.frontend.dynamo import TracedCall, trace_call
+from shardfx.ir.capture.frontend.loss_module import OwnLoss, with_own_loss
 from shardfx.ir.capture.frontend.model_preparation import as_module, without_weights
-from shardfx.ir.capture.hidden_state import EarlierCapture
+from shardfx.ir.capture.hidden_state import StatefulModel
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
@@ -100,17 +101,12 @@ def parallelize(
     hints = replace(hints, loss=loss)
     check_offload(hints)
     check_scale(hints)
-    with (
-        no_collection(),
-        unwatched(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):  # a training step is planned wherever this is called
+    with no_collection(), unwatched(), torch.inference_mode(False), torch.enable_grad():  # wherever this is called
 
-        def build(model: nn.Module, hints: Hints, behind: Sequence[EarlierCapture] = ()) -> Compiled:
+        def build(model: nn.Module, hints: Hints, *further: Any) -> Compiled:
             asked = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(asked):  # which a model may ask
-                made = compile_model(model, described, hints, all_rules(hints.rules), behind=behind)
+                made = compile_model(model, described, hints, all_rules(hints.rules), None, *further)
                 if hints.loss is not product and asked:
                     check_gradients(model, made)
                 return checked(made)
@@ -118,7 +114,18 @@ def parallelize(
         def first() -> Compiled:
             if not place.virtual:
                 check_size(described)
-            compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
+            rules = all_rules(hints.rules)
+            traced = not (hints.guard or hints.mixed_precision or isinstance(hints.loss, OwnLoss))
+            try:
+                compiled = compile_model(module, described, hints, rules, on_pass)
+            except StatefulModel as refused:
+                if not traced:
+                    raise
+                call = TracedCall(skeleton, hints.loss, hints.args, dict(hints.kwargs), hints.targets)
+                try:
+                    compiled = compile_model(module, described, hints, rules, on_pass, found=trace_call(call))
+                except Error as error:
+                    raise refused from error
             check_gradients(module, compiled)
             check_stepped(module, compiled)
             return checked(compiled)
@@ -133,10 +140,11 @@ def parallelize(
             return compiled
 
         place = _place(module, described, hints, virtual)
+        skeleton = without_weights(module)
         peers = place.make_peers()
         with peers.calling():
             compiled = peers.planned(first, Compiled.subjects)
-            variants = Specializations(without_weights(module), hints, build)
+            variants = Specializations(skeleton, hints, build)
             pm = ParallelModule(compiled, place, peers, module, variants, optimizer)
     pm._watch_model(given, watch_original(given, pm._store))
     return pm

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardfx.ir.capture.canonical.batch_norms import ONE, BatchParts
 from shardfx.ir.capture.canonical.mixed_precision import MixedPrecision
+from shardfx.ir.capture.frontend.dynamo import DynamoTrace
 from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured, capture
@@ -175,9 +176,13 @@ def no_collection() -> Iterator[None]:
 
 
 def capture_model(
-    model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, hints: Hints, behind: Sequence[EarlierCapture] = ()
+    model: nn.Module | torch.export.ExportedProgram,
+    mesh: Mesh,
+    hints: Hints,
+    behind: Sequence[EarlierCapture] = (),
+    found: DynamoTrace | None = None,
 ) -> Captured:
-    """Capture ``model`` for the examples of the hints, ``behind`` calls of other signatures."""
+    """Capture ``model`` for the examples of the hints, ``behind`` other calls; ``found`` is Dynamo's trace."""
     return capture(
         model,
         mesh,
@@ -192,6 +197,7 @@ def capture_model(
         batch_parts=batch_parts(mesh, hints),
         compute=MixedPrecision.of(hints.mixed_precision),
         behind=behind,
+        found=found,
     )
 
 
@@ -231,13 +237,14 @@ def compile_model(
     rules: RuleBook,
     on_pass: Callable[[Pass, Graph], None] | None = None,
     behind: Sequence[EarlierCapture] = (),
+    found: DynamoTrace | None = None,
 ) -> Compiled:
-    """Capture ``model``, ``behind`` calls of other signatures, and run the passes. Links that the mesh does not
+    """Capture ``model`` as :func:`capture_model` does, and run the passes. Links that the mesh does not
     state are those of the machine."""
     passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
     mesh = with_iterations(mesh, hints)
     with no_collection():
-        captured = capture_model(model, mesh, hints, behind)
+        captured = capture_model(model, mesh, hints, behind, found)
         said = as_checkpointed(captured, hints)
         if said is not hints:
             hints, passes = said, default_passes(said)

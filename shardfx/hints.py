@@ -50,8 +50,8 @@ class Hints:
             (the CPU for those on ``meta``). Under ``torchrun`` ``"cuda"`` is the device of the local rank. One that is
             not there is an error, but for a model without weights: its report, memory and timeline need none, and the
             error comes when weights are loaded.
-        max_specializations: how many call signatures (batch sizes, modes, ...) beside the captured one are kept
-            planned.
+        max_specializations: how many call signatures (batch sizes, modes, ...) beside the captured one are planned; a
+            further one is an error.
         rules: op rules of your own, as :func:`shardfx.rule` gives them; they win over built-in ones and plugins'. They
             are executed at planning as the plan uses them, and a wrong one is an error (see also
             :func:`shardfx.check_rule`).

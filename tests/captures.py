@@ -17,6 +17,7 @@ from torch import nn
 
 import shardfx as sx
 import shardfx.compile
+from shardfx.ir.capture.frontend.dynamo import DynamoTrace
 from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured
@@ -46,11 +47,12 @@ def captured_once(name: str) -> Iterator[None]:
         mesh: sx.Mesh,
         hints: sx.Hints,
         behind: Sequence[EarlierCapture] = (),
+        found: DynamoTrace | None = None,
     ) -> Captured:
         examples = leaf_names(hints.args, hints.kwargs, hints.targets)
         alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples) and hints.batch_stats is None
-        if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
-            return capture(model, mesh, hints, behind)
+        if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model) or found is not None:
+            return capture(model, mesh, hints, behind, found)
         given = tuple((each, _key(leaf)) for each, leaf in examples)
         asked = (hints.loss, hints.optimizer, hints.clip_grad_norm, hints.mixed_precision)
         key = (name, shardfx.compile.capture, asked, _content(model), given, _surroundings())

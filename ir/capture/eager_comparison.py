@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -62,6 +62,7 @@ class EagerReference:
 
     It is not run where weights or examples have no content. ``note`` says that the model does not run on its example
     (token ids that were never set, say). ``recast``: it computes in another dtype than its parameters'.
+    ``kept``: outputs that the code keeps, and are not compared.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class EagerReference:
         *,
         guarded: bool = False,
         recast: bool = False,
+        kept: Collection[str] = (),
     ) -> None:
         self._program, self._given, self._names, self._parts = program, tensors, names, parts
-        self.note, self._recast = "", recast
+        self.note, self._recast, self._kept = "", recast, kept
         self._expected: RunOutputs = {}
         self.raised: Exception | None = None
         everything = [*program.parameters(), *program.buffers(), *tensors]
@@ -89,11 +91,11 @@ class EagerReference:
             except Exception as error:  # reported where the capture succeeds, or fails too
                 self.raised = error
 
-    def difference(self, graph: Graph, drawn: Draws) -> Error | None:
-        """The error that names the first output of a captured graph that is not what the model computes.
+    def check(self, graph: Graph, drawn: Draws) -> None:
+        """Raise if an output of a captured graph is not what the model computes.
 
         Raises:
-            Error: the model does not run in the dtype in which it is to compute, or is refused where it runs.
+            Error: one is not, which it names; the model does not run in the dtype in which it is to compute.
         """
         if isinstance(self.raised, Error):
             raise self.raised
@@ -103,18 +105,19 @@ class EagerReference:
             kind = type(self.raised).__name__
             self.note = f"the model does not run on its example, so its trace was not compared ({kind}: {self.raised})"
         if not self._runs or self.raised is not None:
-            return None
-        expected = self._expected
-        got = self._captured(graph, drawn, ReproducibleRun() if graph.of_kind(InputKind.SEED) else None)
+            return
+        mode = ReproducibleRun() if graph.of_kind(InputKind.SEED) else None
+        got, expected = self._captured(graph, drawn, mode), self._expected
         epsilons = _epsilons(graph)
         epsilon = {output_name(output): epsilons[output.value] for output in graph.outputs}
         differing = [
             name
             for name in dict.fromkeys((*got, *expected))
-            if not _same(got.get(name), expected.get(name), epsilon.get(name))
+            if name not in self._kept and not _same(got.get(name), expected.get(name), epsilon.get(name))
         ]
         differing = self._in_float64(graph, drawn, got, differing, epsilon) if differing else []
-        return _traced_differs(graph, differing[0], got, expected) if differing else None
+        if differing:
+            raise _traced_differs(graph, differing[0], got, expected)
 
     def _in_float64(
         self, graph: Graph, drawn: Draws, got: RunOutputs, differing: list[str], epsilon: Mapping[str, float]

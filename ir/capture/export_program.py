@@ -6,7 +6,7 @@ that torch has for its compilers (that of ``multilabel_margin_loss`` counts padd
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -44,15 +44,14 @@ def write_graph(
     names: ProgramNames,
     batch_parts: BatchParts,
     outcomes: OutcomeCache | None = None,
-    by_kernel: Collection[Any] = (),
 ) -> tuple[Graph, Draws]:
-    """The graph, and which of its values are drawn; ``by_kernel`` are ops that are decomposed by their kernels."""
+    """The graph, and which of its values are drawn."""
     own = OwnGradients()
     with own.noting():
         exported = exported_of(program, tensors)
     reject_unknown_shapes(exported, program.guard)
     names = replace(names, guards=program.results.guards)
-    keep_single_ops(exported, by_kernel)
+    keep_single_ops(exported)
     rewrite_prod(exported)
     if batch_parts.count > 1:
         normalise_by_parts(exported, batch_parts)

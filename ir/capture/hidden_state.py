@@ -47,6 +47,10 @@ FIRST, SECOND = "first", "second"
 """The calls, whose names prefix those of their inputs."""
 
 
+class StatefulModel(Error):
+    """A model keeps something from call to call beside its buffers."""
+
+
 class ProgramCall(NamedTuple):
     """A program and its inputs; ``form`` where that is not the specialization that the model is in."""
 
@@ -289,7 +293,7 @@ def attributes(program: nn.Module, around: PythonState, contents: ValueReader | 
 def hidden_state_error(names: Sequence[str], got: str, program: nn.Module, around: PythonState) -> Error:
     """The error of a program with hidden state under these names."""
     line = _line(names[0], program, around) if names else ""
-    return Error(
+    return StatefulModel(
         "the model keeps something from call to call",
         where=", ".join(names) + (f": {line}" if line else ""),
         expected="a forward that changes no attributes of modules, or none that the next call sees",
@@ -301,7 +305,7 @@ def hidden_state_error(names: Sequence[str], got: str, program: nn.Module, aroun
 
 def unknown_hidden_state(error: Exception, model: nn.Module) -> Error:
     """The error of a model that cannot be called once more on fake tensors."""
-    return Error(
+    return StatefulModel(
         "the model changes what it holds, and it cannot be known whether the next call sees it",
         where=user_frame(error, model),
         expected="a forward that changes no attributes of modules, or that runs without numbers once more",

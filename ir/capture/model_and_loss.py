@@ -67,6 +67,8 @@ class TraceResults:
     leaves: tuple[Any, ...]
     guards: tuple[Guard, ...] = ()
     asked_whether_compiled = False
+    kept: Sequence[str] | None = None
+    """The results (``result 2``) that the model's code keeps, where Dynamo's code makes the objects of results."""
     keeps = False
     """Whether it changes Python state, beside buffers."""
 
@@ -182,7 +184,7 @@ class ModelAndLoss(nn.Module):
         outs = [leaf.detach() for leaf in flat if isinstance(leaf, torch.Tensor)]
         if self.loss is None:
             unknown = next((leaf for leaf in self.results.leaves if isinstance(leaf, UnknownResult)), None)
-            if unknown is not None:
+            if unknown is not None and self.results.kept is None:
                 raise unknown.error("the model's result")
             return tuple(outs)
         decisions.of_loss = True

@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, op_name
+from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import dim_order_of
 from shardfx.ir.unfolding.regular import IrregularBlocks
@@ -30,15 +30,14 @@ from shardfx.ir.unfolding.unfold import check_regular
 
 from .abstract_tensors import OutcomeCache
 from .canonical.batch_norms import ONE, BatchParts, plain_batch_norms
-from .canonical.export_rewrites import BY_KERNEL, decomposed_in_python
 from .canonical.mixed_precision import LossScale, MixedPrecision, sum_gradients_in
 from .convert import ProgramNames
 from .data_dependent import UnknownContent, stored, with_real_tensors
 from .eager_comparison import EagerReference
-from .export_program import exported_of, write_graph
+from .export_program import write_graph
 from .frontend.autograd_in_forward import transforms_exited
 from .frontend.capture_errors import DataDependent, explain
-from .frontend.dynamo import DynamoTrace, TracedCall, trace_call
+from .frontend.dynamo import DynamoTrace
 from .frontend.forward_hooks import WatchedHooks
 from .frontend.loss_module import OwnLoss
 from .frontend.model_preparation import as_module, on_cpu, quiet_fake_tensors, without_onednn
@@ -101,7 +100,7 @@ def capture(
     batch_parts: BatchParts = ONE,
     compute: MixedPrecision | None = None,
     behind: Sequence[EarlierCapture] = (),
-    python: nn.Module | None = None,
+    found: DynamoTrace | None = None,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
@@ -116,13 +115,13 @@ def capture(
         batch_parts: batch norms normalise these parts of the batch apart (see :mod:`.canonical.batch_norms`).
         compute: the dtypes of computing and of reducing gradients (see :mod:`.canonical.mixed_precision`).
         behind: the specializations that it was captured for before.
-        python: a twin of the model for Dynamo to trace, with all its blocks; None: ``torch.export`` does.
+        found: Dynamo's trace of the call, or of it without the loss; None: ``torch.export`` traces the model itself.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
     """
     arguments = (model, mesh, args, dict(kwargs or {}), loss, targets, fold)
-    further = (optimizer, clip, scheduled, batch_parts, compute, behind, python)
+    further = (optimizer, clip, scheduled, batch_parts, compute, behind, found)
     try:
         return _capture(*arguments, guard, *further)
     except DataDependent as error:
@@ -168,7 +167,7 @@ def _capture(
     batch_parts: BatchParts,
     compute: MixedPrecision | None,
     behind: Sequence[EarlierCapture],
-    python: nn.Module | None,
+    found: DynamoTrace | None,
     real: bool = True,
 ) -> Captured:
     """``real``: guards go by the content of weights and examples, not only by what the model makes itself."""
@@ -184,13 +183,12 @@ def _capture(
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
     own = tensors
-    if python is not None and (guard or compute is not None or isinstance(loss, OwnLoss)):
+    if found is not None and (guard or compute is not None or isinstance(loss, OwnLoss)):
         raise Error(
             "Dynamo captures no guards on data, no mixed precision, and no loss with tensors of its own",
-            where="capture(..., python=...)",
-            expected="python=None, with which torch.export captures them",
+            where="capture(..., found=...)",
+            expected="found=None, with which torch.export captures them",
         )
-    found = trace_call(TracedCall(python, loss, args, kwargs, targets)) if python is not None else None
     if found is not None:
         names, tensors = [*names, *found.others], [*tensors, *found.others.values()]
     with ExitStack() as stack:
@@ -203,6 +201,8 @@ def _capture(
         if compute is not None:
             compute.check(traced)
         results = TraceResults()
+        if found is not None:
+            results.kept = found.kept
         around = PythonState(traced, loss)
         one = one_where_asked(own, around.names.named)
 
@@ -227,7 +227,8 @@ def _capture(
         except IrregularBlocks as error:
             graph = trace(program(traced), tuple(tensors))
             note = f"{TRACED_WHOLE} ({error.what})"
-        reject_hidden_state_between(ProgramCall(program(traced), tensors), behind)
+        if found is None:
+            reject_hidden_state_between(ProgramCall(program(traced), tensors), behind)
     hooks.check()
     name_ties(graph, aliases)
     known = {**stored(traced), **dict(zip(names, tensors, strict=True))}
@@ -290,29 +291,15 @@ def _traced(
     try:
         with warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
-            how = {"guarded": program.by_example, "recast": compute is not None}
+            how: dict[str, Any] = {"guarded": program.by_example, "recast": compute is not None}
+            how["kept"] = program.results.kept or ()
             eager = EagerReference(program.eager, tensors, names, batch_parts, around, **how)
-
-            def compared(by_kernel: Collection[Any]) -> tuple[Graph, Error | None]:
-                graph, drawn = write_graph(
-                    program,
-                    tensors,
-                    mesh=mesh,
-                    names=names,
-                    batch_parts=batch_parts,
-                    outcomes=outcomes,
-                    by_kernel=by_kernel,
-                )
-                with state_restored(around):
-                    return graph, eager.difference(graph, drawn)
-
-            graph, error = compared(BY_KERNEL)
-            if error is not None and program.results.asked_whether_compiled and not program.unasked:
-                raise error
-            if error is not None:
-                graph = _by_kernels(compared, decomposed_in_python(exported_of(program, tensors)) - BY_KERNEL, error)
+            how = {"mesh": mesh, "names": names, "batch_parts": batch_parts, "outcomes": outcomes}
+            graph, drawn = write_graph(program, tensors, **how)
+            with state_restored(around):
+                eager.check(graph, drawn)
         reject_history(ProgramCall(program, tensors), graph, around)
-        if program.results.keeps:
+        if program.results.keeps and program is program.eager:
             reject_hidden_state(ProgramCall(program, tensors), around, trained=trained)
         graph.notes = [each for each in (eager.note, *graph.notes) if each]
         if compute is not None:
@@ -321,30 +308,8 @@ def _traced(
     except Error:
         raise
     except Exception as error:
-        asked = program.model, program.loss, program.guard, around.tensors, program.unseen
+        asked = program.model, program.guard, around.tensors, program.unseen
         raise explain(error, *asked, eager.raised if eager is not None else None) from error
-
-
-def _by_kernels(
-    compared: Callable[[Collection[Any]], tuple[Graph, Error | None]], ops: set[Any], error: Error
-) -> Graph:
-    """The graph with some ops decomposed by their kernels in place of torch's Python, where it then is the model.
-
-    Raises:
-        Error: it is not.
-    """
-    if not ops or compared(BY_KERNEL | ops)[1] is not None:
-        raise error
-    for each in ({op} for op in ops) if len(ops) > 1 else ():
-        if compared(BY_KERNEL | each)[1] is None:
-            ops = each
-            break
-    BY_KERNEL.update(ops)
-    graph, _ = compared(BY_KERNEL)
-    graph.notes.append(
-        f"{', '.join(map(op_name, ops))}: its decomposition differs from its kernel, which is used instead"
-    )
-    return graph
 
 
 def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -58,11 +58,6 @@ Words = Callable[[], Mapping[str, str]]
 """A function that describes a rank's next call, by subject; called only where ranks differ."""
 Subjects = Mapping[str, Sequence[str]]
 """The lines of a plan's description, by subject."""
-AROUND = "what the code reads beside its inputs"
-
-
-class OtherSurroundings(Error):
-    """Ranks make the same call, but the values that their code reads beside its inputs have changed on some."""
 
 
 class Passed(IntEnum):
@@ -151,7 +146,6 @@ class Peers:
             anew: all that is stored is loaded, so that earlier differences do not matter.
 
         Raises:
-            OtherSurroundings: on all ranks, if they differ in :data:`AROUND` alone.
             Error: they differ; a rank did something else to its parameters since the last call; or a rank failed
                 before it came here.
         """
@@ -203,8 +197,7 @@ class Peers:
         if "runs" not in differ and every[0]["runs"] == PLANNING:
             raise disagreement(PLANS, every, differ[:1], PLANNING)
         if not {*differ} <= {WRITTEN, DONE}:
-            kind = OtherSurroundings if differ == [AROUND] else Error
-            raise disagreement(CALLS, every, differ[:SHOWN], kind=kind)
+            raise disagreement(CALLS, every, differ[:SHOWN])
         if self._store is not None and self._store.is_staged:  # steps are not counted, so this remains
             self._store.history[f"the others did not do the same as rank {dist.get_rank()}"] = 1
         raise disagreement(HISTORIES, every, differ)
@@ -334,7 +327,6 @@ def disagreement(
     differ: Sequence[str],
     where: str = START,
     expected: str = "the same on all ranks",
-    kind: type[Error] = Error,
 ) -> Error:
     """The error of ranks that differ in some subjects: what they say about these, each side once."""
     found: dict[str, list[int]] = {}
@@ -343,7 +335,7 @@ def disagreement(
         found.setdefault(text, []).append(rank)
     sides = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in found.items()]
     where, got = f"rank {dist.get_rank()}; {where}", f"\n  {'':<10}".join(sides[:SHOWN])
-    return kind(case.what, where=where, expected=expected, got=got, remedy=case.remedy)
+    return Error(case.what, where=where, expected=expected, got=got, remedy=case.remedy)
 
 
 def _differ(every: Sequence[Mapping[str, str]]) -> list[str]:

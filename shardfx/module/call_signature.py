@@ -32,10 +32,11 @@ from shardfx.ir.capture.python_state.bytecode import asks_which
 from shardfx.ir.capture.python_state.python_modules import is_users_class
 from shardfx.ir.capture.python_state.python_state import ASKS_FOR_GRADIENTS
 from shardfx.ir.capture.python_state.python_values import ValueReader
+from shardfx.ir.capture.trace import Captured
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType, dim_order_of, lying, strides_of
-from shardfx.runtime.distributed.peers import AROUND, Passed, RankInput
+from shardfx.runtime.distributed.peers import Passed, RankInput
 from shardfx.runtime.step import ProgramRunner, Results
 from shardfx.runtime.verify.interface import without_content
 
@@ -287,6 +288,7 @@ def _check_hooks(tensors: Iterable[torch.Tensor]) -> None:
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
 TARGETS = "targets."
+AROUND = "what the code reads beside its inputs"
 KNOWN = 8
 """The number of argument structures that are cached."""
 
@@ -388,7 +390,7 @@ class CallSignature:
         found |= {"gradients of results": "given"} if self.pulls else {}
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
-        found |= {AROUND: f"state {self.state}"} if self.state else {}
+        found |= {AROUND: f"state {self.state} {', '.join(self.changed)}"} if self.state else {}
         found |= self.asked.words
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
@@ -406,7 +408,7 @@ class CallSignature:
         if self.autocast != other.autocast:
             dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in other.autocast)
             found.append(f"under torch.autocast({dtypes})" if dtypes else "not under torch.autocast")
-        if self.state != other.state:
+        if self.state != other.state and other.changed:
             found.append(f"another value of {', '.join(other.changed[:3])}, which the code reads")
         found += [*self.asked.differences(other.asked)][:3]
         found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
@@ -499,18 +501,25 @@ def inputs_of(call: ModuleCall, step: ProgramRunner) -> dict[str, object]:
     return found
 
 
-def model_results(compiled: Compiled, step: ProgramRunner, local: bool, results: Results) -> Any:
-    """The model's own results, in its own structure: global, or (``local``) of a local batch this rank's part.
+def result_tensors(compiled: Compiled, step: ProgramRunner, local: bool, results: Results) -> list[torch.Tensor]:
+    """The tensors of the model's results: global, or (``local``) of a local batch this rank's part; and what its code
+    keeps, which is global."""
+    count = sum(leaf == "tensor" for leaf in compiled.captured.result_leaves)
+    outputs = [o for o in step.graph.outputs if o.kind is OutputKind.RESULT]
+    made = [(o, results[o.kind, o.name]) for o in outputs]
+    return [each[0] if local and i < count else step.full(o, each) for i, (o, each) in enumerate(made)]
+
+
+def in_structure(captured: Captured, tensors: Iterable[torch.Tensor]) -> Any:
+    """The model's own results, in its own structure.
 
     Raises:
         Error: the model gives something that holds tensors in a way that is not known.
     """
-    captured = compiled.captured
     unknown = next((leaf for leaf in captured.result_leaves if isinstance(leaf, UnknownResult)), None)
     if unknown is not None:
         raise unknown.error("pm(...)")
-    outputs = [o for o in step.graph.outputs if o.kind is OutputKind.RESULT]
-    remaining = iter([results[o.kind, o.name][0] if local else step.full(o, results[o.kind, o.name]) for o in outputs])
+    remaining = iter(tensors)
     leaves = [next(remaining) if leaf == "tensor" else leaf for leaf in captured.result_leaves]
     return pytree.tree_unflatten(leaves, captured.result_tree)
 

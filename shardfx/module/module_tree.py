@@ -41,7 +41,7 @@ class ModelProxy(nn.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         kind = type(twin)
         if name in vars(twin) and name not in STATE:
-            if name in set_by_calls(kind):
+            if not own.get("_replayed") and name in set_by_calls(kind):
                 raise Error(
                     f"{name!r} is set by the model's forward, and no program sets attributes",
                     where=f"pm.{name}",
@@ -57,6 +57,14 @@ class ModelProxy(nn.Module):
             self._reject_in_shards(name)
             raise AttributeError(f"neither a parallel module nor {kind.__name__!r} has an attribute {name!r}")
         return found.__get__(self, kind) if hasattr(type(found), "__get__") else found
+
+    def _set_on_twin(self, name: str, value: object) -> bool:
+        """Set an attribute of a model whose guards see it; whether it was one."""
+        own = self.__dict__.get("_replayed") and name in vars(self._twin).keys() - STATE
+        if own and not isinstance(value, (torch.Tensor, nn.Module)):
+            setattr(self._twin, name, value)
+            return True
+        return False
 
     def __getitem__(self, index: Any) -> Any:
         """Indexing as in the twin's class: a part of a list or a dict of modules."""
@@ -142,9 +150,9 @@ class ProxyModule(ModelProxy):
     """A module inside a parallel module: it holds stored shards and the mode, and computes nothing. ``isinstance``
     sees the class of the module that it stands for."""
 
-    def __init__(self, path: str, twin: nn.Module) -> None:
+    def __init__(self, path: str, twin: nn.Module, replayed: bool = False) -> None:
         super().__init__()
-        self.__dict__.update(_path=path, _twin=twin)
+        self.__dict__.update(_path=path, _twin=twin, _replayed=replayed)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -172,7 +180,7 @@ class ProxyModule(ModelProxy):
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name == "training":
             super().__setattr__(name, value)
-        else:
+        elif not self._set_on_twin(name, value):
             self._refuse(f"a module of a parallel module is given another {name!r}")
 
     def __delattr__(self, name: str) -> None:
@@ -231,6 +239,8 @@ class ProxyRoot(ModelProxy):
         if name in own.get("_own", ()):  # whatever the model has under this name
             own[name] = value
             return
+        if self._set_on_twin(name, value):
+            return
         kept = (own.get(place, ()) for place in ("_modules", "_parameters", "_buffers"))
         if "_tree" in own and (any(name in each for each in kept) or name in vars(self._twin).keys() - STATE):
             self._refuse(f"{name!r} of a parallel module cannot be replaced", type(value).__name__)
@@ -255,11 +265,12 @@ def watch(state: ModelState) -> None:
 
 
 class ProxyTree:
-    """The proxy tree of the model's modules under ``root``, and the stored tensors in it."""
+    """The proxy tree of the model's modules under ``root``, and the stored tensors in it. ``replayed``: calls have the
+    effects of the model's code on the attributes of ``twin``."""
 
-    def __init__(self, root: ProxyRoot, model: nn.Module, twin: nn.Module) -> None:
-        self.root, self.twin = root, twin
-        root.__dict__["_twin"] = twin
+    def __init__(self, root: ProxyRoot, model: nn.Module, twin: nn.Module, replayed: bool) -> None:
+        self.root, self.twin, self._replayed = root, twin, replayed
+        root.__dict__.update(_twin=twin, _replayed=replayed)
         self.paths: list[tuple[str, ModelProxy]] = [("", root)]
         self._children: dict[str, dict[str, nn.Module | None]] = {}
         self._made: dict[int, nn.Module] = {id(model): root}
@@ -278,7 +289,7 @@ class ProxyTree:
                 own = f"{path}.{name}" if path else name
                 other = twin._modules[name]
                 assert other is not None
-                made = self._made[id(child)] = ProxyModule(own, other)
+                made = self._made[id(child)] = ProxyModule(own, other, self._replayed)
                 made.training = child.training
                 self.paths.append((own, made))
                 self._grow(made, child, other, own)

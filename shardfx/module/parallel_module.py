@@ -71,7 +71,7 @@ class ParallelModule(PlannedModule):
         self._state.load_from(model)
         own = {name for name in vars(self) if name.startswith("_") and name not in STATE}
         self.__dict__["_own"] = frozenset((*own, "_tree"))
-        self._tree = ProxyTree(self, model, variants.skeleton)
+        self._tree = ProxyTree(self, model, variants.skeleton, compiled.captured.trace is not None)
         self._register()
         stamp_state_dicts(self)
         first = first_signature(compiled.hints, self._tree.training, self._state.trainable, variants.asks)
@@ -144,7 +144,7 @@ class ParallelModule(PlannedModule):
         """The loss, with gradients ready for ``backward()``; without the loss's targets, the model's global results.
 
         A call of another signature than the captured one (mode, shapes, numbers, required gradients) is planned when it
-        is first seen; the most recent ``Hints(max_specializations=8)`` are kept. A loss of the results may be computed
+        is first seen, up to ``Hints(max_specializations=8)``. A loss of the results may be computed
         outside, which costs a second forward. ``pm(x, y, with_results=True)`` gives the loss, and results without a
         gradient.
 

@@ -2,24 +2,22 @@
 
 A plan is captured for the example inputs, in the mode that the model was in. Another signature is planned when it is
 first seen, under the same hints, from a copy of the model without weights, with the placements that the first plan
-stores: all work on one store. The most recent few are kept. With ``Hints(guard=True)`` the copy has the current
+stores: all work on one store. With ``Hints(guard=True)`` the copy has the current
 weights, and the call's own tensors are the examples.
 
-A Python number is part of a program: it is specialized on, and a script is warned once when one number keeps changing.
-Python state that the code reads beside its inputs is numbered; ranks agree on the number, so that what a rank reads may
-be its own if it leads to the plan of the others.
+A Python number is part of a program: it is specialized on. Python state that the code reads beside its inputs is
+numbered: by values, or, where Dynamo traces a model that keeps something from call to call, by the specialization whose
+guards hold. Ranks compare the number before anything runs.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -29,10 +27,11 @@ from shardfx.compile import capture_model
 from shardfx.compiled import Compiled
 from shardfx.gradients import is_pulled, product
 from shardfx.hints import Hints
+from shardfx.ir.capture.frontend.dynamo import TracedCall, changing_number, trace_call
 from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.capture.python_state.bytecode import CodeNames
 from shardfx.ir.capture.python_state.python_state import PythonState
-from shardfx.ir.errors import Error, ShardfxWarning
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.unfolding.unfold import unfolded
@@ -42,10 +41,11 @@ from shardfx.module.call_signature import (
     InputQueries,
     ModuleCall,
     autocast_around,
+    in_structure,
     inputs_of,
-    model_results,
     passing_of,
     rank_inputs,
+    result_tensors,
 )
 from shardfx.module.grad_delivery import (
     ForwardSnapshot,
@@ -63,16 +63,13 @@ from shardfx.module.grad_delivery import gradients as gradients_of
 from shardfx.module.programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN, Programs
 from shardfx.passes import stages_as_planned
 from shardfx.plan import as_said
-from shardfx.runtime.distributed.peers import OtherSurroundings, Peers, RankInput
+from shardfx.runtime.distributed.peers import Peers, RankInput
 from shardfx.runtime.engine import Probe, seed_tensor
 from shardfx.runtime.step import HELD, ProgramRunner, RunStart
 from shardfx.runtime.verify.verdict import Verdict, together
 
-
-class Build(Protocol):
-    """Plans a model under hints, after calls of other signatures."""
-
-    def __call__(self, model: nn.Module, hints: Hints, behind: Sequence[EarlierCapture] = ()) -> Compiled: ...
+Build = Callable[..., Compiled]
+"""Plans a model under hints, after calls of other signatures, from Dynamo's trace if there is one."""
 
 
 def earlier_capture(form: CallSignature, compiled: Compiled) -> EarlierCapture:
@@ -125,29 +122,6 @@ def _examples(form: CallSignature, call: ModuleCall, real: bool) -> Any:
     return pytree.tree_unflatten(made, tree)
 
 
-ENOUGH = 3
-"""Plans that differ in a number alone, until it is said."""
-READ = "what the code reads: "
-
-
-class ReplanWarnings:
-    """Warnings about repeated planning: the values for which programs were planned that differ in one number alone."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, set[object]] = {}
-
-    def see(self, form: CallSignature, known: Iterable[CallSignature]) -> None:
-        """Record a signature that was planned; warns if it differs again from known ones in the same number alone."""
-        for other in known:
-            for name, (theirs, mine) in only_numbers_differ(form, other).items():
-                values = self._values.setdefault(name, {theirs})
-                if mine in values:
-                    continue
-                values.add(mine)
-                if len(values) == ENOUGH:
-                    warnings.warn(_said(name, mine), ShardfxWarning, stacklevel=2)
-
-
 @contextmanager
 def naming_call(first: CallSignature, form: CallSignature) -> Iterator[None]:
     """Add to errors within how a call's signature, for which a plan is made, differs from the first one."""
@@ -157,59 +131,6 @@ def naming_call(first: CallSignature, form: CallSignature) -> Iterator[None]:
         if not first.serves(form):
             error.in_call(first.difference(form))
         raise
-
-
-def only_numbers_differ(form: CallSignature, other: CallSignature) -> Mapping[str, tuple[object, object]]:
-    """The numbers in which two signatures differ, theirs and its own, if they differ in nothing else."""
-    names = [name for name in {**other.inputs, **form.inputs} if form.inputs.get(name) != other.inputs.get(name)]
-    pairs = {name: (other.inputs.get(name), form.inputs.get(name)) for name in names}
-    around = replace(form, inputs={}, state=0, changed=()) == replace(other, inputs={}, state=0, changed=())
-    if not around or not all(_is_number(each) for pair in pairs.values() for each in pair):
-        return {}
-    if form.state == other.state:
-        return pairs
-    return {READ + ", ".join(form.changed[:3]): (other.state, form.state)} if not pairs and form.changed else {}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, tuple) and value[0] in ("int", "float")
-
-
-def _said(name: str, value: object) -> str:
-    what = name.removeprefix(READ)
-    begun = f"programs were planned for {ENOUGH} values of {what}"
-    if name.startswith(READ):
-        return (
-            f"{begun}, which the code reads, and each further one is planned anew: what changes at each step is better "
-            "a tensor among the targets, or a buffer of the model"
-        )
-    number = value[1] if isinstance(value, tuple) else value
-    return (
-        f"{begun}, the last one {number}, and each further one is planned anew: pass torch.tensor({number}), which is "
-        "an input of one program for all, where the code does not go by the number"
-    )
-
-
-class AgreedStates:
-    """The numbers of Python states, agreed between ranks."""
-
-    def __init__(self) -> None:
-        self._said: dict[int, int] = {}
-        self._times = 0
-
-    def said(self, form: CallSignature) -> CallSignature:
-        """The signature, with the state number agreed on by all ranks."""
-        return replace(form, state=self._said[form.state]) if form.state in self._said else form
-
-    def own(self, form: CallSignature) -> int:
-        """This rank's number for a signature's state."""
-        return next((own for own, said in self._said.items() if said == form.state), form.state)
-
-    def join(self, own: int) -> None:
-        """Agree on a new state number where ranks are in states of different ones, this one in its ``own``; no rank has
-        programs for it yet."""
-        self._times += 1
-        self._said[own] = -self._times
 
 
 def stored_specs(graph: Graph) -> Mapping[str, Spec]:
@@ -257,15 +178,10 @@ Fill = Callable[[nn.Module], nn.Module]
 """Gives a module without weights those that it has at the moment."""
 Make = Callable[[Compiled], Programs]
 Wanted = Mapping[str, list[torch.Tensor]]
-
-
-class CallContext(NamedTuple):
-    """The context of a call: other ranks, the maker of programs, a probe, and whether its batch is local."""
-
-    peers: Peers
-    make: Make
-    watch: Probe | None
-    local: bool
+CallContext = tuple[Peers, Make, Probe | None, bool]
+"""The other ranks, the maker of programs, a probe, and whether the batch is local."""
+Compute = Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor | None, list[torch.Tensor] | None]]
+"""Runs a call with the tensors that the code keeps; gives the loss and the tensors of the results, if asked for."""
 
 
 log = logging.getLogger("shardfx")
@@ -278,7 +194,9 @@ class Specializations:
         self.skeleton, self.hints, self.build = skeleton, hints, build
         self.fill: Fill = lambda model: model
         self._surroundings = PythonState(skeleton, hints.loss)
-        self._anew, self._states = ReplanWarnings(), AgreedStates()
+        self._last_state = 0
+        self._changing, self._fixed = list[str](), set[str]()
+        """The sources of numbers that are inputs of plans, and of those that cannot be."""
         self.known: list[tuple[CallSignature, Programs]] = []
         """The first one, then the others, the one used last at the end."""
 
@@ -329,23 +247,6 @@ class Specializations:
         Raises:
             Error: they do not; there is no loss where one is asked for; no plan for such a call; a rank fails.
         """
-        around, draw = CallContext(peers, make, watch, False), cache(lambda: int(seed_tensor()))
-        while True:
-            try:
-                return self._run(call, training, around, draw, with_results, options)
-            except OtherSurroundings:  # nothing was run
-                self._states.join(self._surroundings.state()[0])
-
-    def _run(
-        self,
-        call: ModuleCall,
-        training: frozenset[str],
-        around: CallContext,
-        draw: Callable[[], int],
-        with_results: bool,
-        options: Mapping[str, torch.Tensor] | None,
-    ) -> Any:
-        peers, make, watch, _ = around
         first = self.known[0][1]
         trains = call.has_targets and first.trains
         steps, learns = options is not None, trains and torch.is_grad_enabled()
@@ -358,11 +259,9 @@ class Specializations:
         if steps:
             gradients = frozenset(tensors_with_grad(first.step.store))
             check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
-        state, changed = self._surroundings.state()
         inputs = inputs_of(call, first.step)
         asked = self.asks.of_call(call.tensors, inputs, lambda: tensors_with_grad(first.step.store, call))
-        form = CallSignature(training, inputs, gradients, autocast_around(), False, state, changed, asked)
-        form = self._states.said(form)
+        form = self._in_state(CallSignature(training, inputs, gradients, autocast_around(), asked=asked), call)
 
         def words() -> dict[str, str]:
             watched = {"watched by": type(watch).__name__} if watch is not None else {}
@@ -371,27 +270,31 @@ class Specializations:
         key = (kinds, form.key, watch is not None)
         way, known = passing_of(first.step, call), self._known_for(form)
         onwards = kinds is INFER and bool(wanted)
-        mine = draw() if known is not None and known.step.draws(kinds) and not onwards else None
+        mine = int(seed_tensor()) if known is not None and known.step.draws(kinds) and not onwards else None
         local, drawn = peers.agree(key, words, way, mine, options)
         programs = self.serving(form, call, peers, make)
         call = self._alike(programs.step, call, key, peers, local)
         if onwards:
-            return self._onwards(programs, call, form, around._replace(local=local), wanted)
+            return self._onwards(programs, call, form, (peers, make, watch, local), wanted)
         step = programs.step
         kept = None if drawn is None else RunStart(step.on_device(drawn), {})
         first.say_unused(programs, kinds)
-        with naming_call(self.known[0][0], form):
-            results = step.run(kinds, {**call.tensors, **(options or {})}, watch, kept)
-        self._used(programs)
-        if not trains:
-            return model_results(programs.compiled, step, local, results)
         learns = learns and not steps
         tensors = leaves(wanted) if learns else []
-        loss = loss_with_grads(step, call, local, wanted, results) if learns else results[OutputKind.LOSS, "loss"][0]
-        if not with_results:
-            return loss
-        out = model_results(programs.compiled, step, local, results)
-        return loss, attach(out, refuse, tensors) if tensors else out
+
+        def compute(others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
+            runs = kinds if trace is None or not trace.keeps else kinds | BESIDE
+            with naming_call(self.known[0][0], form):
+                made = step.run(runs, {**call.tensors, **others, **(options or {})}, watch, kept)
+            loss = made[OutputKind.LOSS, "loss"][0] if trains else None
+            if learns:
+                loss = loss_with_grads(step, call, local, wanted, made)
+            results = result_tensors(programs.compiled, step, local, made) if OutputKind.RESULT in runs else None
+            return loss, attach(results, refuse, tensors) if tensors and results else results
+
+        trace = programs.compiled.captured.trace
+        loss, out = self._replayed(programs, call, compute)
+        return (loss, out) if with_results else loss if trains else out
 
     def _alike(self, step: ProgramRunner, call: ModuleCall, key: Hashable, peers: Peers, local: bool) -> ModuleCall:
         """The call, with inputs that must be equal on all ranks: compared, or (if the hints say so) broadcast."""
@@ -409,8 +312,7 @@ class Specializations:
     ) -> Any:
         """The model's results, with a VJP to ``wanted``. Where random numbers are drawn, forward and backward are
         programs of one plan, for ranks draw by what they hold."""
-        peers, make, watch, local = around
-        asked = frozenset(wanted)
+        (peers, make, watch, local), asked = around, frozenset(wanted)
         if programs.step.draws(INFER) and not local:
             zeros = [torch.zeros((), dtype=o.value.type.dtype).expand(o.value.shape) for o in _pulled(programs)]
             its_call, its_form = vjp_call(call, form, zeros, asked)
@@ -418,8 +320,13 @@ class Specializations:
         step, seed = programs.step, programs.step.seed(INFER)
         tensors = leaves(wanted)
         before = ForwardSnapshot.of(step, [*tensors, *call.tensors.values()], seed)
-        results = step.run(INFER, call.tensors, watch, before.kept)
-        self._used(programs)
+
+        def compute(others: Mapping[str, torch.Tensor]) -> tuple[None, list[torch.Tensor]]:
+            kept.update(others)
+            results = step.run(INFER, {**call.tensors, **others}, watch, before.kept)
+            return None, attach(result_tensors(programs.compiled, step, local, results), pull, tensors)
+
+        kept = dict[str, torch.Tensor]()
 
         def pull(above: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
             with peers.calling():
@@ -432,27 +339,74 @@ class Specializations:
                 pulled = self.serving(its_form, its_call, peers, make)
                 step = pulled.step
                 its_call = self._alike(step, its_call, key, peers, False)
-                made = step.run(PULL, its_call.tensors, watch, before.kept)
-                self._used(pulled)
+                made = step.run(PULL, {**its_call.tensors, **kept}, watch, before.kept)
                 return gradients_of(step, its_call, False, wanted, made)
 
-        out = model_results(programs.compiled, step, local, results)
-        return attach(out, pull, tensors)
+        return self._replayed(programs, call, compute)[1]
+
+    def _replayed(self, programs: Programs, call: ModuleCall, compute: Compute) -> tuple[torch.Tensor | None, Any]:
+        """The loss and the results of a call, in the model's own objects, with the effects on Python state."""
+        captured = programs.compiled.captured
+        if captured.trace is None:
+            loss, tensors = compute({})
+            return loss, None if tensors is None else in_structure(captured, tensors)
+        trace = captured.trace
+
+        def run(others: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+            loss, tensors = compute(others)
+            numbers = trace.results[trace.has_loss :]
+            results = [
+                each.detach() if i >= trace.count and number not in trace.trained else each
+                for i, (number, each) in enumerate(zip(numbers, tensors or (), strict=False))
+            ]
+            return [*[loss][: trace.has_loss], *results, *[None] * (len(numbers) - len(results))]
+
+        *losses, out = trace.replay(self._traced_call(programs, call), run)
+        return losses[0] if losses and call.has_targets else None, out
+
+    def _traced_call(self, programs: Programs, call: ModuleCall) -> TracedCall:
+        """A call as programs were traced: without targets, it has those of the trace."""
+        hints = programs.compiled.hints
+        targets = call.targets if call.has_targets else hints.targets
+        return TracedCall(self.skeleton, hints.loss, call.args, dict(call.kwargs), targets)
+
+    def _in_state(self, form: CallSignature, call: ModuleCall) -> CallSignature:
+        """The signature, with the number of the specialization whose guards hold, or of a new one, and why."""
+        if self.known[0][1].compiled.captured.trace is None:
+            state, changed = self._surroundings.state()
+            return replace(form, state=state, changed=changed)
+        self._set_modes(form.training)
+        failed = ""
+        for known, programs in self.known:
+            trace = programs.compiled.captured.trace
+            if trace is None or not replace(known, state=0, changed=()).serves(form):
+                continue
+            traced = self._traced_call(programs, call)
+            if trace.is_valid(traced):
+                return replace(form, state=known.state)
+            failed = trace.reason(traced)
+        return replace(form, state=self._last_state + 1, changed=(failed,) if failed else ())
 
     def serving(self, form: CallSignature, call: ModuleCall, peers: Peers, make: Make) -> Programs:
         """The programs for a call; planned on all ranks, if missing."""
         if (programs := self._known_for(form)) is not None:
             return programs
         first, ours = self.known[0][0], self.known[0][1].compiled.after
+        if len(self.known) > (most := self.hints.max_specializations):
+            raise Error(
+                "a call of another signature, and there are as many plans as the hints allow",
+                where="pm(...)",
+                expected=f"at most {most} beside the first: Hints(max_specializations={most})",
+                got=first.difference(form),
+                remedy="pad batches to few sizes, make what changes each step an argument or a buffer, or allow more",
+            )
         started = time.perf_counter()
         with naming_call(first, form):
             made = make(peers.planned(lambda: self._plan(ours, form, call), Compiled.subjects))
-        self._surroundings.settle(self._states.own(form))
+        self._surroundings.settle(form.state)
+        self._last_state = max(self._last_state, form.state)
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another call signature: %s", seconds, first.difference(form))
-        self._anew.see(form, [known for known, _ in self.known])
-        if len(self.known) > self.hints.max_specializations:
-            del self.known[1]
         self.known.append((form, made))
         return made
 
@@ -460,14 +414,9 @@ class Specializations:
         """The known programs for a signature, if any."""
         return next((programs for known, programs in self.known if known.serves(form)), None)
 
-    def _used(self, programs: Programs) -> None:
-        """Mark programs as the most recently used, on all ranks."""
-        self.known[1:] = sorted(self.known[1:], key=lambda known: known[1] is programs)
-
     def trace(self, args: tuple[Any, ...], training: frozenset[str]) -> Graph:
         """The captured program of the model's results for other arguments, in a mode."""
-        for path, module in self.skeleton.named_modules():
-            module.training = path in training
+        self._set_modes(training)
         hints = replace(self.hints, args=args, targets=(), loss=None, **UNSTEPPED)
         return unfolded(capture_model(self.skeleton, self.known[0][1].compiled.after.mesh, hints).graph)
 
@@ -475,14 +424,38 @@ class Specializations:
         """Lower all programs again."""
         self.known = [(form, make(programs.compiled)) for form, programs in self.known]
 
+    def _built(self, model: nn.Module, hints: Hints, behind: Sequence[EarlierCapture], form: CallSignature) -> Compiled:
+        """The plan for a signature. Where Dynamo traces the model, a backward of results has the trace of its forward,
+        and numbers that have changed are inputs of the plan, if they can be."""
+        if self.known[0][1].compiled.captured.trace is None:
+            return self.build(model, hints, behind)
+        same = (p.compiled.captured.trace for known, p in self.known if known.state == form.state and not known.pulls)
+        if form.pulls and (trace := next(same, None)) is not None:
+            return self.build(model, hints, behind, trace.without_loss())
+        call = TracedCall(self.skeleton, hints.loss, hints.args, dict(hints.kwargs), hints.targets)
+        number = next(filter(None, map(changing_number, form.changed)), "")
+        if number and number not in self._fixed:
+            try:
+                made = self.build(model, hints, behind, trace_call(call, [*self._changing, number]))
+                self._changing.append(number)
+                return made
+            except Error as error:
+                log.info("%s is a constant of each plan: %s", number, error)
+                self._fixed.add(number)
+        return self.build(model, hints, behind, trace_call(call, self._changing))
+
+    def _set_modes(self, training: frozenset[str]) -> None:
+        """Set the modes of the twin's modules."""
+        for path, module in self.skeleton.named_modules():
+            module.training = path in training
+
     def _plan(self, first: Graph, form: CallSignature, call: ModuleCall) -> Compiled:
         """The plan for a call signature, which stores what ``first`` stores.
 
         Raises:
             Error: it would store a parameter otherwise.
         """
-        for path, module in self.skeleton.named_modules():
-            module.training = path in form.training
+        self._set_modes(form.training)
         model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in form.trainable)
@@ -492,9 +465,8 @@ class Specializations:
         if hints.pipeline is not None:
             hints = replace(hints, pipeline=replace(hints.pipeline, stages=stages_as_planned(first)))
         with torch.set_grad_enabled(bool(form.gradients) or torch.is_grad_enabled()):
-            made = self.build(
-                model, hints, [earlier_capture(known, programs.compiled) for known, programs in self.known]
-            )
+            behind = [earlier_capture(known, programs.compiled) for known, programs in self.known]
+            made = self._built(model, hints, behind, form)
         reject_stored_otherwise(first, made.after)
         return made
 

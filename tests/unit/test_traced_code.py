@@ -92,31 +92,6 @@ def test_is_compiling_answers_are_per_thread_and_nested() -> None:
     assert said == [False, True, False] and not is_compiling() and is_compiling.__code__ is code
 
 
-class Counts(nn.Module):
-    """Is called by number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.calls = nn.Linear(4, 4), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.fc(x) * self.calls
-
-
-class Remembers(nn.Module):
-    """Adds what it gave before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.hidden = nn.Linear(4, 4), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.fc(x) if self.hidden is None else self.fc(x) + self.hidden
-        self.hidden = y.detach()
-        return y
-
-
 class Shows(nn.Module):
     """Keeps for others what it computed."""
 
@@ -127,14 +102,6 @@ class Shows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.last, self.length = self.fc(x), max(self.length, len(x))
         return self.last * self.length
-
-
-@pytest.mark.parametrize(("model", "name"), [(Counts, "calls"), (Remembers, "hidden")])
-def test_hidden_state_is_named(model: type[nn.Module], name: str) -> None:
-    made = model()
-    with pytest.raises(sx.Error, match=rf"from call to call(.|\n)*{name}(.|\n)*register_buffer"):
-        sx.parallelize(made, MESH, sx.Hints(args=(torch.rand(4, 4),), loss=torch.mean))
-    assert not vars(made)[name]
 
 
 def test_attribute_that_forward_sets_raises_where_it_is_read() -> None:

@@ -81,8 +81,8 @@ def bce(out: Tensor, ids: Tensor) -> Tensor:
 
 
 def by_dynamo(model: nn.Module, loss: Any, args: tuple[Any, ...], targets: tuple[Any, ...] = ()) -> Captured:
-    twin = without_weights(model)
-    return capture(model, sx.Mesh(dp=2), args=args, loss=loss, targets=targets, python=twin)
+    found = trace_call(TracedCall(without_weights(model), loss, args, {}, targets))
+    return capture(model, sx.Mesh(dp=2), args=args, loss=loss, targets=targets, found=found)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,9 @@ def test_both_captures_give_the_same_text(
 )
 def test_what_dynamo_does_not_capture_is_an_error(how: dict[str, Any]) -> None:
     model = nn.Linear(6, 4)
+    found = trace_call(TracedCall(model, F.mse_loss, (X,), {}, (Y,)))
     with pytest.raises(sx.Error, match="Dynamo captures no"):
-        capture(model, sx.Mesh(dp=2), args=(X,), targets=(Y,), python=model, **{"loss": F.mse_loss, **how})
+        capture(model, sx.Mesh(dp=2), args=(X,), targets=(Y,), found=found, **{"loss": F.mse_loss, **how})
 
 
 def test_unedited_decoder_has_eagers_gradients() -> None:
@@ -200,10 +201,11 @@ def test_replay_gives_the_users_objects_and_side_effects() -> None:
     trace = trace_call(call)
     assert model.calls == 0 and model.kept is None, "a trace changes nothing"
     assert set(trace.buffers) == {"mean"} and not trace.others
+    mean = model.mean
     outputs = [torch.tensor(float(i)) for i in range(len(trace.results) + 1)]
-    loss, out = trace.replay(call, lambda *_: outputs)
+    loss, out = trace.replay(call, lambda others: [outputs[number] for number in trace.results])
     assert isinstance(out, Out) and out.calls == model.calls == 1
     assert [id(each) for each in (loss, out.y, model.kept)] == [id(outputs[number]) for number in trace.results]
-    assert model.mean is outputs[trace.buffers["mean"]]
+    assert model.mean is mean, "which a program writes into"
     again = trace_call(call)
     assert not trace.is_valid(call) and again.is_valid(call)

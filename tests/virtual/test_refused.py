@@ -54,7 +54,7 @@ WEIGHTS = [torch.rand(4, dtype=F64)]
         (lambda: torch.jit.script(mlp()), {}, "a ScriptModule cannot be captured"),  # type: ignore[no-untyped-call]
         (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 4))).double(), {}, "computed outside of forward"),
         (lambda: Plain().double(), {}, "no input, parameter or buffer(.|\n)*scales(.|\n)*register_buffer"),
-        (mlp, {"loss": lambda o, y: F.cross_entropy(o, y, WEIGHTS[0])}, "WEIGHTS of the loss(.|\n)*as a target"),
+        (mlp, {"loss": lambda o, y: F.cross_entropy(o, y, WEIGHTS[0])}, "WEIGHTS(.|\n)*as a target"),
         (lambda: nn.DataParallel(mlp()), {}, "parallel already(.|\n)*model.module"),
         (lambda: mlp().half(), {"args": (batch()[0].half(),)}, "float16 would vanish"),
         (mlp, {"check_inputs": 1}, "check_inputs(.|\n)*True or False, or .broadcast."),

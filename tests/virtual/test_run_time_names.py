@@ -128,19 +128,6 @@ def test_a_function_with_another_code_is_another_one(monkeypatch: pytest.MonkeyP
     assert near(pm(X, Y), F.cross_entropy(model(X), Y))
 
 
-@pytest.mark.parametrize(("place", "name"), [(nn.Linear, "forward"), (F, "linear"), (F, "cross_entropy")])
-def test_a_function_of_torch_that_is_replaced_is_an_error(
-    place: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pm = parallel(model := nn.Linear(8, 4).double(), loss=half)
-    was = getattr(place, name)
-    with monkeypatch.context() as patch:
-        patch.setattr(place, name, lambda *given, **named: was(*given, **named) * 2)
-        with pytest.raises(sx.Error, match=rf"(?s)'{name}' was replaced.*put it back"):
-            pm(X, Y)
-    assert near(pm(X, Y), half(model(X), Y))
-
-
 def test_a_record_that_no_code_names_may_grow() -> None:
     """A text is a name, also where it is one of several."""
 

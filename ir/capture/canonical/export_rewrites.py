@@ -16,7 +16,7 @@ x.prod()   ->   behind it, of the gradient g:   where(any(x == 0), g * (the prod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -160,18 +160,6 @@ KEPT: dict[Any, Callable[..., Any]] = {
 """The single op for each composite op of the exported program."""
 
 
-BY_KERNEL: set[Any] = set()
-"""Ops whose decomposition in Python was found to differ from their kernel (:mod:`..eager_comparison`): from then on
-they are decomposed by it, also where nothing can be run."""
-
-
-def decomposed_in_python(exported: torch.fx.GraphModule) -> set[Any]:
-    """The ops of an exported program that torch decomposes in Python, where eager torch calls a kernel."""
-    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
-    ops = {node.target for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    return {op for op in ops - KEPT.keys() if any(key in op.py_kernels for key in keys)}
-
-
 def drops_within(node: torch.fx.Node) -> bool:
     """Whether a recurrent call has dropout between its layers: its decomposition in Python forgets it (torch 2.13)."""
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -180,8 +168,8 @@ def drops_within(node: torch.fx.Node) -> bool:
     return bool(bound.get("dropout") and bound.get("train"))
 
 
-def keep_single_ops(exported: torch.fx.GraphModule, by_kernel: Collection[Any] = ()) -> None:
-    """Call single ops in place of torch's composite ones; those of ``by_kernel`` are decomposed by their kernels.
+def keep_single_ops(exported: torch.fx.GraphModule) -> None:
+    """Call single ops in place of torch's composite ones.
 
     Their results may have other strides than torch's, behind which ``contiguous()`` was no op: what was a view of such
     is a reshape.
@@ -189,7 +177,7 @@ def keep_single_ops(exported: torch.fx.GraphModule, by_kernel: Collection[Any] =
     kept = False
     for node in exported.graph.nodes:
         first = node.all_input_nodes[:1]
-        if node.target in by_kernel or drops_within(node):
+        if drops_within(node):
             node.target = DecomposedByKernel(node.target)
         elif node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
             node.target, kept = KEPT[node.target], True

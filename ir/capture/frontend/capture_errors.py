@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from shardfx.ir.capture.source_locations import describe, is_user_file, source_of
@@ -107,7 +105,6 @@ def explain_decision(error: Exception, model: nn.Module, guarded: bool) -> Error
 def explain(
     error: Exception,
     model: nn.Module,
-    loss: Callable[..., Any] | None,
     guarded: bool,
     kept: Callable[[], Sequence[str]] = list,
     unseen: Sequence[type] = (),
@@ -131,7 +128,7 @@ def explain(
             "or torch.utils._pytree.register_pytree_node of a class that is no dataclass",
         )
     if FOREIGN in text:
-        return _foreign(where, model, loss, kept())
+        return _foreign(where, model, kept())
     for words, what, expected, remedy in ON_ONE_DEVICE:
         if any(each in text for each in words):
             what = f"{what}, on one device as well"
@@ -153,48 +150,22 @@ def explain(
     )
 
 
-def _foreign(where: str | None, model: nn.Module, loss: Callable[..., Any] | None, kept: Sequence[str]) -> Error:
+def _foreign(where: str | None, model: nn.Module, kept: Sequence[str]) -> Error:
     """The error of a tensor that is no input, parameter or buffer."""
-    of_loss = [f"{name} of the loss" for name in tensors_of(loss)] if loss is not None else []
     plain = [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if not name.startswith("_") and _has_tensor(value)
+        if not name.startswith("_") and any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(value))
     ]
     register = "register it: self.register_buffer(name, tensor)"
     return Error(
         "a tensor is used that is no input, parameter or buffer",
         where=where,
         expected="tensors that come in as arguments or targets, or belong to a module",
-        got=", ".join([*dict.fromkeys((*of_loss, *plain, *kept))][:5]) or "a tensor of the code around",
-        remedy="give it to the loss as a target"
-        if of_loss
-        else f"{register}; or, if {kept[0]} is a cache that an earlier call filled, empty it before parallelize"
-        if kept
-        else register,
-    )
-
-
-def tensors_of(function: Callable[..., Any]) -> list[str]:
-    """The names of tensors that a function has beside its arguments: in its closure, defaults, or its object."""
-    if isinstance(function, functools.partial):
-        values = {str(i): each for i, each in enumerate(function.args)} | dict(function.keywords)
-        return [*(name for name, value in values.items() if _has_tensor(value)), *tensors_of(function.func)]
-    visible: dict[str, Any] = {}
-    owner = getattr(function, "__self__", None) or (function if not inspect.isroutine(function) else None)
-    if owner is not None and hasattr(owner, "__dict__"):
-        visible |= vars(owner)
-    if inspect.isfunction(inspect.unwrap(function)):
-        used = inspect.getclosurevars(inspect.unwrap(function))
-        visible |= dict(used.nonlocals) | dict(used.globals)
-    return [name for name, value in visible.items() if _has_tensor(value)]
-
-
-def _has_tensor(value: object) -> bool:
-    inside: Any = value.values() if isinstance(value, Mapping) else value
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, (list, tuple, Mapping)) and any(isinstance(each, torch.Tensor) for each in inside)
+        got=", ".join([*dict.fromkeys((*plain, *kept))][:5]) or "a tensor of the code around",
+        remedy=f"{register}, or give it to the loss as a target"
+        + (f"; if {kept[0]} is a cache that an earlier call filled, empty it before parallelize" if kept else ""),
     )
 
 

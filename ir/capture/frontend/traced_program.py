@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +40,16 @@ class TracedProgram(ModelAndLoss):
         for name, number in trace.buffers.items():
             known[name].copy_(outputs[number].detach())
         outs = [outputs[number] for number in trace.results]
+        if self.loss is not None and not trace.has_loss:
+            targets = [each for name, each in zip(self._names, tensors, strict=True) if name.startswith("targets.")]
+            outs = [self.loss(outs, *targets), *outs]
         trains = self.loss is not None
         return (*outs[:trains], *(each.detach() for each in outs[trains:]))
+
+
+_OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow"
+OUT_OF_PLACE = {getattr(operator, f"i{name}"): getattr(operator, name) for name in _OPERATORS}
+"""The operators of numbers in place of those that change tensors."""
 
 
 class _NodeRunner(fx.Interpreter):
@@ -54,6 +63,9 @@ class _NodeRunner(fx.Interpreter):
         """Run a node."""
         self._decisions.at = source_of(n)
         self._decisions.of_loss = any(path.split(".")[0] == LOSS for path, _ in n.meta["nn_module_stack"].values())
+        if n.meta["number"] and n.target in OUT_OF_PLACE:  # which is a tensor here
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return OUT_OF_PLACE[n.target](*args, **kwargs)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

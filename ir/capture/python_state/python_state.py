@@ -13,16 +13,15 @@ import builtins
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial, reduce
+from functools import partial
 from operator import attrgetter
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardfx.ir.capture.frontend.loss_module import OwnLoss
-from shardfx.ir.errors import Error
 
 from .bytecode import (
     CodeNames,
@@ -32,7 +31,6 @@ from .bytecode import (
     led_to,
     named_in,
     names_at_run_time,
-    reached,
     read_of_module,
     set_by_calls,
     set_in_module,
@@ -79,7 +77,6 @@ class PythonState:
         self._functions = dict[int, FunctionType]()
         self._kinds = dict[type, set[str]]()
         self._met = FirstTime()
-        self._replaced = ReplacedFunctions()
         self._contents = ValueReader(self._names, {id(module) for module in model.modules()})
         self._look()
 
@@ -98,11 +95,10 @@ class PythonState:
         Ranks compare the number: a rank's own number or device, which its code may read, is none of the others'.
 
         Raises:
-            Error: a tensor of the loss is not as it was; a function that is installed was replaced.
+            Error: a tensor of the loss is not as it was.
         """
         if isinstance(self._of[1], OwnLoss):
             self._of[1].check()
-        self._replaced.check()
         now = tuple(self._said())
         if now not in self._states and self._states:
             self._look()  # what is new may lead to more
@@ -176,8 +172,8 @@ class PythonState:
         """Find the values that are read: names lead to values, these to code, and that to further names."""
         model, loss = self._of
         self._add("hooks", "hooks of all modules", hooks_of_all)
+        self._add("codes", "the code of functions", self._codes)
         self._add("dtype", "torch.get_default_dtype()", torch.get_default_dtype)
-        self._add("replaced", "the code of functions", self._replaced.said)
         before: object = None
         while before != (now := (self._names.size, len(self._reads), len(self._functions))):
             before = now
@@ -197,7 +193,10 @@ class PythonState:
                 for name, value in _of_class(kind, self._names).items():
                     if name in called or not isinstance(value, FunctionType):
                         self._take(value)
-        self._replaced.meet(self._functions.values(), {type(module) for module in self.modules()})
+
+    def _codes(self) -> list[int]:
+        """The code of functions, which an editor that loads it again replaces."""
+        return [number(function.__code__) for function in self._functions.values()]
 
     def _attributes(self, thing: object, path: str) -> None:
         for name in sorted(self._names.of(thing, vars(thing).keys() - STATE)):
@@ -327,74 +326,3 @@ def _of_class(kind: type, names: CodeNames) -> dict[str, object]:
 
 def _attribute(thing: object, name: str) -> object:
     return vars(thing).get(name)
-
-
-BEGIN = ("forward", "__call__")
-
-
-class ReplacedFunctions:
-    """The functions that code calls, as they were first seen."""
-
-    def __init__(self) -> None:
-        self._codes = dict[int, tuple[FunctionType, CodeType]]()
-        self._places = dict[tuple[int, str], tuple[Mapping[str, object], object]]()
-
-    def meet(self, functions: Iterable[FunctionType], kinds: Iterable[type]) -> None:
-        """Take in functions of a script, and what classes of modules call."""
-        for function in functions:
-            self._codes.setdefault(id(function), (function, function.__code__))
-            self._take(_of_modules(function))
-        for kind in kinds:
-            for each in kind.__mro__:
-                if not is_users_class(each):
-                    self._take((vars(each), name) for name in BEGIN if name in vars(each))
-            for function in led_to(kind, BEGIN):
-                if is_installed(function.__code__):
-                    self._take(_of_modules(function))
-                    self._take((function.__globals__, name) for name in read_of_module(function.__code__))
-
-    def _take(self, places: Iterable[tuple[Mapping[str, object], str]]) -> None:
-        for there, name in places:
-            value = there.get(name)
-            if callable(value):
-                self._places.setdefault((id(there), name), (there, value))
-
-    def said(self) -> list[str]:
-        """The functions whose code was replaced."""
-        return [f"{f.__qualname__} {number(f.__code__)}" for f, code in self._codes.values() if f.__code__ is not code]
-
-    def check(self) -> None:
-        """Raise if an installed function that a model calls was replaced.
-
-        Torch's own functions call themselves by their names in their modules: with another one there, what is traced
-        is not what is called.
-
-        Raises:
-            Error: naming the first one.
-        """
-        for (_, name), (there, value) in self._places.items():
-            if there.get(name) is not value:
-                now = getattr(there.get(name), "__qualname__", None) or repr(there.get(name))
-                raise Error(
-                    f"{name!r} was replaced since the model was parallelized, whose programs do what it did before",
-                    where=str(there.get("__name__") or there.get("__module__")),
-                    expected=getattr(value, "__qualname__", repr(value)),
-                    got=now,
-                    remedy="put it back; or parallelize the model again, with the other one there",
-                )
-
-
-def _of_modules(function: FunctionType) -> Iterator[tuple[Mapping[str, object], str]]:
-    """The names in installed modules that a function's code reaches, with their namespaces."""
-    for code in codes(function.__code__):
-        found = reached(code)
-        for chain in found.chains | found.called:
-            holder: Any = function.__globals__.get(chain[0])
-            if len(chain) > 1 and isinstance(holder, ModuleType):
-                owner: object = reduce(_inside, chain[1:-1], holder)
-                if isinstance(owner, ModuleType) and is_installed_module(owner):
-                    yield vars(owner), chain[-1]
-
-
-def _inside(holder: Any, name: str) -> Any:
-    return getattr(holder, name, None)

@@ -1,0 +1,104 @@
+"""Models that keep something from call to call: counters, attributes, numbers that change at each step, as in eager
+code and with few plans."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+
+X, Y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
+SPECS = {"args.0": "dp, -", "targets.0": "dp, -"}
+
+
+class Stateful(nn.Module):
+    """A counter, an annealed factor, a kept tensor, and a replaced buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.beta, self.kept = nn.Linear(6, 4), 0, 1.0, None
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        self.calls += 1
+        h = self.linear(x) * self.beta
+        self.mean = self.mean * 0.9 + h.detach().mean(0)
+        self.kept = h.detach()
+        return {"h": h, "calls": self.calls}
+
+
+def mse(out: dict[str, Any], y: Tensor) -> Tensor:
+    return F.mse_loss(out["h"], y)
+
+
+def parallel() -> tuple[sx.ParallelModule, Stateful]:
+    torch.manual_seed(0)
+    model = Stateful().double()
+    return sx.parallelize(
+        copy.deepcopy(model), sx.Mesh(dp=2), sx.Hints(args=(X,), loss=mse, targets=(Y,), specs=SPECS)
+    ), model
+
+
+def same_grads(pm: sx.ParallelModule, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_grads()[name], parameter.grad)
+
+
+def test_state_is_that_of_eager_code(caplog: pytest.LogCaptureFixture) -> None:
+    """In training steps, in a call without the loss, and in the backward of its results; a counter is planned twice."""
+    pm, model = parallel()
+    for _ in range(6):
+        loss, expected = pm(X, Y), mse(model(X), Y)
+        loss.backward(), expected.backward()
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(pm.kept, model.kept)
+        torch.testing.assert_close(pm.full_state_dict()["mean"], model.mean)
+        assert pm.calls == model.calls
+    same_grads(pm, model)
+    assert [record.getMessage().partition("signature: ")[2] for record in caplog.records] == [
+        "another value of L['model'].calls == 0, which the code reads"
+    ]
+    ours, theirs = pm(X), model(X)
+    assert ours["calls"] == theirs["calls"] == 7
+    ours["h"].square().sum().backward(), theirs["h"].square().sum().backward()
+    same_grads(pm, model)
+    loss, out = pm(X, Y, with_results=True)
+    expected = model(X)
+    torch.testing.assert_close(loss, mse(expected, Y))
+    torch.testing.assert_close(out["h"], expected["h"])
+    assert out["calls"] == 8 and pm.verify()
+
+
+@pytest.mark.long
+def test_a_number_that_changes_at_each_step_is_an_input_of_few_plans(caplog: pytest.LogCaptureFixture) -> None:
+    pm, model = parallel()
+    for step in range(100):
+        pm.beta = model.beta = 1.0 - step / 128
+        torch.testing.assert_close(pm(X, Y), mse(model(X), Y))
+    assert len(caplog.records) <= 3
+
+
+@pytest.mark.long
+def test_mixtral_with_the_loss_of_its_router() -> None:
+    """In float32, with its own loss, before any eager call: its list of router logits is filled by hooks."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, num_hidden_layers=2, vocab_size=64, num_local_experts=4, output_router_logits=True)
+    model = MixtralForCausalLM(config)
+    ids = torch.randint(0, 64, (4, 16))
+    given = {"input_ids": ids, "labels": ids}
+    hints = sx.Hints(kwargs=given, loss=lambda out: out.loss, specs={"kwargs.*": "dp, -"})
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints)
+    for _ in range(2):
+        loss, out = pm(**given), model(**given)
+        loss.backward(), out.loss.backward()
+        torch.testing.assert_close(loss, out.loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_grads()[name], parameter.grad, rtol=1e-4, atol=1e-6)
