@@ -59,6 +59,7 @@ def rank_main(rank: int, mb: float) -> None:
         "shm all-gather": lambda: wait(c10d.all_gather_into_tensor_out(part, 2, near, out=kept)),
         "shm reduce-scatter": lambda: wait(c10d.reduce_scatter_tensor(shared, "sum", 2, near)),
         "half of it as a message": lambda: to_and_fro(group),
+        "shm message": lambda: to_and_fro(near),
     }
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(ROUNDS):

@@ -15,6 +15,7 @@ from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.aliasing import destination
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.store_layout import contiguous_tensors
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import with_dim_order
 
@@ -40,10 +41,12 @@ class RunStart(NamedTuple):
 
 @dataclass(frozen=True)
 class _StepInputs:
-    """The inputs of a run: passed tensors, overrides of the store's, and the shards of inputs, which ranks share."""
+    """The inputs of a run: passed tensors, overrides of the store's, the owner of each shard that is overwritten, by
+    name and number, and the shards of inputs, which ranks share."""
 
     inputs: Inputs
     start: RunStart
+    owners: Mapping[tuple[str, int], int]
     shards: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
 
@@ -139,8 +142,8 @@ class ProgramRunner:
         start = RunStart(self.seed(kinds), {}) if kept is None else kept
         autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
         with torch.no_grad(), as_current(engine.device), autocast:
-            run = _StepInputs(inputs, start)
-            values = {rank: self._given(each, rank, run, len(programs) > 1) for rank, each in programs.items()}
+            run = _StepInputs(inputs, start, self._owners(programs) if len(programs) > 1 else {})
+            values = {rank: self._given(each, rank, run) for rank, each in programs.items()}
             try:
                 outs = engine.run(programs, values, watch)
             except Error:
@@ -183,15 +186,34 @@ class ProgramRunner:
             self._shards[key] = Shards.of(of.value.spec, of.value.shape, self.graph.mesh)
         return self._shards[key]
 
-    def _given(self, program: RankProgram, rank: int, run: _StepInputs, shared: bool) -> list[torch.Tensor]:
-        """The input tensors of a rank. Ranks with equal shards share one tensor (``shared``), or have copies of one
-        that some of them overwrite."""
+    def _given(self, program: RankProgram, rank: int, run: _StepInputs) -> list[torch.Tensor]:
+        """The input tensors of a rank: ranks with equal shards share one tensor. Where some of them overwrite it, its
+        owner gets the store's, and the others copies."""
         made = [self._shard(each, rank, run) for each in program.inputs]
-        renewed = self._renewed(program) if shared else frozenset[str]()
-        for place, each in enumerate(program.inputs):
-            if each.kind in HELD and each.name in renewed:
-                made[place] = made[place].clone()
+        copied: dict[torch.dtype, list[int]] = {}
+        for place, each in enumerate(program.inputs if run.owners else ()):
+            if each.kind in HELD and run.owners.get((each.name, self.shards(each).by_rank[rank]), rank) != rank:
+                if each.pool or not made[place].is_contiguous():
+                    made[place] = made[place].clone()
+                else:
+                    copied.setdefault(made[place].dtype, []).append(place)
+        for dtype, places in copied.items():  # one kernel for all
+            shared = [made[place] for place in places]
+            copies = contiguous_tensors([each.shape for each in shared], dtype, shared[0].device)
+            torch._foreach_copy_(copies, shared)
+            for place, copy in zip(places, copies, strict=True):
+                made[place] = copy
         return made
+
+    def _owners(self, programs: Mapping[int, RankProgram]) -> Mapping[tuple[str, int], int]:
+        """The owner of each shard that is overwritten: the first rank that does so, whose result is kept."""
+        found: dict[tuple[str, int], int] = {}
+        for rank in sorted(programs):
+            renewed = self._renewed(programs[rank])
+            for each in programs[rank].inputs:
+                if each.kind in HELD and each.name in renewed:
+                    found.setdefault((each.name, self.shards(each).by_rank[rank]), rank)
+        return found
 
     def _shard(self, inp: Input, rank: int, run: _StepInputs) -> torch.Tensor:
         """A rank's shard of one input."""
@@ -237,7 +259,7 @@ class ProgramRunner:
     def rank_inputs(self, rank: int, program: RankProgram, inputs: Inputs) -> dict[str, torch.Tensor]:
         """The inputs of a rank's program by name, as far as they are known here."""
         finish(self.engine.device)
-        run, found = _StepInputs(inputs, RunStart(torch.zeros((), dtype=torch.int64), {})), {}
+        run, found = _StepInputs(inputs, RunStart(torch.zeros((), dtype=torch.int64), {}), {}), {}
         for given in program.inputs if rank in self.engine.ranks else ():
             store = self.store
             sources = (store.parameters, store.buffers, store.states) if given.kind in HELD else (inputs,)

@@ -170,10 +170,6 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
 
     Raises:
         Error: the model cannot be captured.
-
-    Example::
-
-        print(sx.api.trace(model, sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,))))
     """
     mesh = Mesh(dp=1) if mesh is None else mesh
     module, loss = with_own_loss(as_module(model), hints.loss)

@@ -62,6 +62,14 @@ class LiveIntervals:
         """The live intervals sorted by allocation."""
         return self.where(np.argsort(self.born, kind="stable"))
 
+    def ahead(self, count: int) -> LiveIntervals:
+        """The live intervals with receive buffers allocated ``count`` messages ahead."""
+        found = self.by_birth()
+        (messages,) = np.nonzero(np.array([each.message for each in self.storages], dtype=bool)[found.which])
+        born = found.born.copy()
+        born[messages] = np.concatenate([np.zeros(count, dtype=np.int64), found.born[messages]])[: len(messages)]
+        return replace(found, born=born)
+
     def in_use(self, moments: int) -> Numbers:
         """The live bytes at each of ``moments``."""
         steps = np.zeros(moments + 1, dtype=np.int64)

@@ -23,6 +23,27 @@ from .caching_allocator import CachingAllocator
 from .call_timeline import CallTimeline, LiveIntervals, Numbers, Scope, Since
 from .fake_calls import TensorLayout
 
+
+@dataclass(frozen=True)
+class Transport:
+    """The buffering of collectives and messages by an engine.
+
+    Args:
+        ahead: the number of messages from other stages whose buffers are allocated ahead: at the call that receives a
+        message so many before, or at the first call.
+    """
+
+    ahead: int = 0
+
+    def early(self, intervals: LiveIntervals) -> LiveIntervals:
+        """Live intervals, with those of messages starting as early as their buffers are allocated."""
+        return intervals.ahead(self.ahead) if self.ahead else intervals
+
+
+PLAIN = Transport()
+"""Transport without buffers of its own."""
+
+
 STEPS = 3
 """The number of steps after which the kept buffers are in a steady state."""
 
@@ -50,6 +71,7 @@ class Storage:
     pool: str = ""
     uses: dict[Scope, int] = field(default_factory=dict)
     sizes: dict[Since, int] = field(default_factory=dict)
+    message: bool = False
 
     def use(self, at: int, scope: Scope) -> None:
         """Record a use by a call."""
@@ -144,6 +166,7 @@ class Footprint:
     costs: tuple[Cost, ...]
     inside: tuple[int, ...]
     moments: CallTimeline | None = None
+    transport: Transport = PLAIN
 
     @cached_property
     def live(self) -> tuple[int, ...]:
@@ -178,7 +201,8 @@ class Footprint:
     @cached_property
     def _made(self) -> LiveIntervals:
         """The live intervals of the storages, by moments."""
-        return LiveIntervals.once(self.storages) if self.moments is None else self.moments.of(self.storages)
+        made = LiveIntervals.once(self.storages) if self.moments is None else self.moments.of(self.storages)
+        return self.transport.early(made)
 
     def _in(self, chosen: Iterable[bool]) -> Numbers:
         """The bytes of the chosen storages, by moment; a flag for each."""

@@ -32,7 +32,7 @@ from .call_timeline import FIRST, At, CallTimeline, Scope, set_iteration_sizes
 from .curve import TOUCH, VIEW
 from .fake_calls import CallEffect, FakeCalls, Result, TensorLayout, call_error, leaves, map_nest
 from .flops import CAUSAL, MASKED
-from .footprint import Footprint, Storage, StoredTensor
+from .footprint import PLAIN, Footprint, Storage, StoredTensor, Transport
 from .fusion import drop_inlined_values, inlined_values, is_computed, kernels, maker_of, root
 
 
@@ -117,19 +117,21 @@ KEPT = {
 }
 
 
-def replay(program: RankProgram, fakes: FakeCalls | None = None, compiled: bool = False) -> Footprint:
+def replay(
+    program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, compiled: bool = False
+) -> Footprint:
     """Replay a rank's program (rank 0 has the largest shards). ``fakes`` caches calls of other programs, too.
 
-    ``compiled``: elementwise values are fused into kernels (:mod:`.fusion`). A call that cannot run is a
-    :class:`CallError`.
+    ``transport``: the buffers of communication. ``compiled``: elementwise values are fused into kernels
+    (:mod:`.fusion`). A call that cannot run is a :class:`CallError`.
     """
     fakes = fakes or FakeCalls()
-    walk = _replayed(program, fakes)
+    walk = _replayed(program, transport, fakes)
     if compiled:
         walk.costs = _fused_costs(walk)
         drop_inlined_values(walk.calls, walk.storages_of)
     set_iteration_sizes(
-        program.graph.nodes, walk.storages, lambda iteration: _replayed(program, fakes, iteration).storages
+        program.graph.nodes, walk.storages, lambda iteration: _replayed(program, transport, fakes, iteration).storages
     )
     return walk.footprint()
 
@@ -173,9 +175,11 @@ def values(program: RankProgram) -> dict[str, Any]:
     return {node.name: map_nest(stored, tensor, StoredTensor) for node, stored in _replayed(program).values.items()}
 
 
-def _replayed(program: RankProgram, fakes: FakeCalls | None = None, at: At = FIRST) -> _Replay:
+def _replayed(
+    program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, at: At = FIRST
+) -> _Replay:
     parameters = {inp.value for inp in program.inputs if inp.kind is InputKind.PARAMETER}
-    walk = _Replay(program.mesh, parameters, fakes)
+    walk = _Replay(program.mesh, parameters, transport, fakes)
     walk.iteration, walk.inside_of = at, regions(program.graph.nodes)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, inp in places.items():
@@ -212,8 +216,10 @@ def _replayed(program: RankProgram, fakes: FakeCalls | None = None, at: At = FIR
 class _Replay:
     """The state of a replay between two calls."""
 
-    def __init__(self, mesh: Mesh, parameters: Iterable[Value], fakes: FakeCalls | None = None) -> None:
-        self.mesh = mesh
+    def __init__(
+        self, mesh: Mesh, parameters: Iterable[Value], transport: Transport, fakes: FakeCalls | None = None
+    ) -> None:
+        self.mesh, self.transport = mesh, transport
         self.iteration = FIRST
         self.parameters = set(parameters)
         self.values: dict[fx.Node, Any] = {}
@@ -269,7 +275,8 @@ class _Replay:
         layouts = [map_nest(nest, lambda tensor: tensor.layout, StoredTensor) for nest in (args, kwargs)]
         made = self._adjoined(node, operands) or self._fakes.made(node.target, *layouts)
         pool = pool_ops.pool_of_row(row, any(tensor.storage.pool for tensor in operands))
-        fresh = [Storage(n, at, at, planned, kept=is_memory(node), pool=pool) for n in made.fresh]
+        got = row is not None and row.message == "receives"
+        fresh = [Storage(n, at, at, planned, kept=is_memory(node), pool=pool, message=got) for n in made.fresh]
         if node.target is memory_ops.arena:
             fresh[0].category = "arena"
         self.storages += fresh
@@ -359,7 +366,7 @@ class _Replay:
             storage.category = self._category(storage)
         moments = CallTimeline(self.scopes, self._made_for()) if any(self.scopes) else None
         calls, costs, inside = tuple(self.calls), tuple(self.costs), tuple(self.inside)
-        return Footprint(calls, tuple(self.storages), costs, inside, moments)
+        return Footprint(calls, tuple(self.storages), costs, inside, moments, self.transport)
 
     def _made_for(self) -> dict[int, int]:
         """Calls that run right before the first user of their results, and that user."""

@@ -145,9 +145,14 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]], suffix: str = "") -> 
                 _register(name, made)
 
 
-def share_memory() -> bool:
-    """Whether the collectives of some group of programs go through shared memory: the same on all ranks."""
-    return any(isinstance(group, shm.ShmGroup) for name, group in _made.items() if name != CPU_GROUP)
+def shares_memory(group: str) -> bool:
+    """Whether the collectives of a group go through shared memory."""
+    return isinstance(_made.get(group), shm.ShmGroup)
+
+
+def share_memory() -> list[bool]:
+    """For each group of programs that was made, whether it uses shared memory: the same on all ranks."""
+    return [shares_memory(name) for name, group in _made.items() if name != CPU_GROUP and group.size() > 1]
 
 
 _made: dict[str, dist.ProcessGroup] = {}
@@ -180,8 +185,11 @@ def the_cpu_group() -> dist.ProcessGroup:
     if made is None:
         raise Error(
             "this process is no rank of a job any more",
-            where="a call of all ranks, whose group was destroyed, or left when a call ended all ranks",
-            remedy="start the job again from its last checkpoint; destroy_process_group() comes after the last call",
+            where="a call that all ranks make together",
+            expected="the process group that the model was parallelized in",
+            got="one that was destroyed, or that this rank left when a call ended all ranks",
+            remedy="start the job again from its last checkpoint; torch.distributed.destroy_process_group() comes "
+            "after the last call of all ranks",
         )
     return made
 

@@ -60,6 +60,13 @@ Subjects = Mapping[str, Sequence[str]]
 """The lines of a plan's description, by subject."""
 
 
+AROUND = "what the code reads beside its inputs"
+
+
+class OtherStates(Error):
+    """Ranks make the same call, but what their code reads beside its inputs has changed on some."""
+
+
 class Passed(IntEnum):
     """How a rank's inputs are passed; ``EITHER``: its own shard has the shape of the global input."""
 
@@ -197,7 +204,7 @@ class Peers:
         if "runs" not in differ and every[0]["runs"] == PLANNING:
             raise disagreement(PLANS, every, differ[:1], PLANNING)
         if not {*differ} <= {WRITTEN, DONE}:
-            raise disagreement(CALLS, every, differ[:SHOWN])
+            raise disagreement(CALLS, every, differ[:SHOWN], kind=OtherStates if differ == [AROUND] else Error)
         if self._store is not None and self._store.is_staged:  # steps are not counted, so this remains
             self._store.history[f"the others did not do the same as rank {dist.get_rank()}"] = 1
         raise disagreement(HISTORIES, every, differ)
@@ -327,6 +334,7 @@ def disagreement(
     differ: Sequence[str],
     where: str = START,
     expected: str = "the same on all ranks",
+    kind: type[Error] = Error,
 ) -> Error:
     """The error of ranks that differ in some subjects: what they say about these, each side once."""
     found: dict[str, list[int]] = {}
@@ -335,7 +343,7 @@ def disagreement(
         found.setdefault(text, []).append(rank)
     sides = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in found.items()]
     where, got = f"rank {dist.get_rank()}; {where}", f"\n  {'':<10}".join(sides[:SHOWN])
-    return Error(case.what, where=where, expected=expected, got=got, remedy=case.remedy)
+    return kind(case.what, where=where, expected=expected, got=got, remedy=case.remedy)
 
 
 def _differ(every: Sequence[Mapping[str, str]]) -> list[str]:

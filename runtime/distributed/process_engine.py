@@ -43,6 +43,7 @@ class ProcessEngine:
         self._graph, self._ready, self._write = graph, False, write
         self._outbox = messages.Outbox(self._by_stream)
         self._sources: WeakKeyDictionary[RankProgram, ProgramSource] = WeakKeyDictionary()
+        self._inboxes: WeakKeyDictionary[RankProgram, messages.Inbox] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
     @property
@@ -80,6 +81,8 @@ class ProcessEngine:
         else:
             source = self.source(program)
         self._pools[program].next_step()
+        if program in self._inboxes:
+            self._inboxes[program].begin()
         eager = self._write is write_source
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd() if eager else nullcontext():  # dispatch is faster
             try:
@@ -103,9 +106,10 @@ class ProcessEngine:
 
     def _forms(self, program: RankProgram) -> CallOverrides:
         """The overrides of a program's calls for this backend."""
-        share = not self._by_stream and share_memory()
+        share = not self._by_stream and any(share_memory())
         pool = self._pools.setdefault(program, MemoryPool(shm.shared_bytes if share else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
         instead |= {stage_transfer.send: self._outbox.send, c10d.wait_tensor.default: wait}
-        instead[stage_transfer.receive] = messages.receive(self._by_stream)
-        return CallOverrides(instead | ({memory_ops.all_gather_into: shm.all_gather_into} if share else {}))
+        inbox = self._inboxes.setdefault(program, messages.Inbox(self._by_stream))
+        instead[stage_transfer.receive] = inbox.receive
+        return CallOverrides(instead | (shm.DIRECT if share else {}))

@@ -2,14 +2,15 @@
 
     torch.distributed.init_process_group("cpu:shm")
 
-    all-reduce of a bucket        each rank says READY, reduces its n-th of all buckets, writes that into all of them
+    all-reduce of a bucket        each rank says SHARED, reduces its n-th of all buckets, writes that into all of them
     smaller ones, gathers, ...    each rank copies its tensor into a slot: READY; the others read it: TAKEN
+    a message                     a copy in a slot: SENT; the sender goes on; the receiver reads it: TAKEN
 
 It takes a fifth of the CPU time of gloo, which sends through sockets (``python -m benchmarks.collectives``).
 Reductions are in rank order: results are the same on all ranks. A collective runs lazily, in its ``wait``, after those
 of its group that were started before. Control messages go over Unix sockets, the file descriptor of a segment along
 with the first message that names it. A process that ends closes its sockets, which its peers notice at once. Gloo does
-the rest: messages, all-to-alls, objects, other layouts, groups over several machines. CUDA tensors are not supported.
+the rest: objects, other layouts, groups over several machines. CUDA tensors are not supported.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import count
+from functools import cache
+from itertools import accumulate, count
 from select import select
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -99,11 +100,14 @@ CONNECT = 10.0
 
 
 class LinkWord(IntEnum):
-    """The type of a control message: a collective's operand is ready; it was read; a segment was freed."""
+    """The type of a control message: a collective's operand is ready; a bucket is ready to be reduced in place; a
+    point-to-point message was sent; a slot was read; a segment was freed."""
 
     READY = 0
-    TAKEN = 1
-    FREED = 2
+    SHARED = 1
+    SENT = 2
+    TAKEN = 3
+    FREED = 4
 
 
 class LinkError(RuntimeError):
@@ -176,7 +180,7 @@ class SocketLink:
     def _read(self, flags: int = 0) -> bool:
         """Read one message; False if none arrives in time."""
         try:
-            message, along, _, _ = self._socket.recvmsg(MESSAGE.size, FILES, flags)  # recv_fds ignores flags
+            message, along, _, _ = self._socket.recvmsg(MESSAGE.size, FILES, flags)
         except BlockingIOError:
             return False
         except OSError:
@@ -199,31 +203,44 @@ def connect(gather: Callable[[Any], list[Any]], place: int, ranks: Sequence[int]
     """Connect all members of a group, which all call it; returns the links in the group's order, or none where they are
     not all on one machine. ``gather`` all-gathers an object."""
     links: dict[int, SocketLink] = {}
-    local = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # of this machine, and short
-    with TemporaryDirectory(dir=local) as folder, socket.socket(socket.AF_UNIX) as door:  # of this user alone
-        path = ""
-        with suppress(AttributeError, OSError, RuntimeError):  # a system without such memory
-            shared_bytes(1)
-            door.bind(f"{folder}/{place}")
+    with socket.socket(socket.AF_UNIX) as door:
+        here = _machine()
+        if here:
+            door.bind("")  # the system gives it a name
             door.listen(len(ranks))
-            path = door.getsockname()
-        every = gather(path)
-        if all(gather(all(map(os.path.exists, every)))):
+        every = gather((here, door.getsockname().hex() if here else ""))
+        if here and len({machine for machine, _ in every}) == 1:
             with suppress(OSError):
                 door.settimeout(CONNECT)
                 for other in range(place):
                     made = socket.socket(socket.AF_UNIX)
-                    made.connect(every[other])
+                    made.connect(bytes.fromhex(every[other][1]))
                     made.sendall(struct.pack("=I", place))
                     links[other] = SocketLink(made, ranks[other], timeout)
                 while len(links) < len(ranks) - 1:
                     made, _ = door.accept()
-                    (other,) = struct.unpack("=I", made.recv(4))
-                    links[other] = SocketLink(made, ranks[other], timeout)
-        complete = all(gather(len(links) == len(ranks) - 1))
-    for link in links.values() if not complete else ():
+                    if _user(made) == os.getuid():
+                        (other,) = struct.unpack("=I", made.recv(4))
+                        links[other] = SocketLink(made, ranks[other], timeout)
+        complete = gather(len(links) == len(ranks) - 1)
+    for link in links.values() if not all(complete) else ():
         link.close()
-    return [links[other] for other in sorted(links)] if complete else []
+    return [links[other] for other in sorted(links)] if all(complete) else []
+
+
+def _user(connection: socket.socket) -> int:
+    """The user ID of the peer process."""
+    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
+
+
+def _machine() -> str:
+    """An identifier of the machine, equal in processes that can share memory; empty where none can."""
+    try:
+        shared_bytes(1)
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+    except (AttributeError, OSError, RuntimeError):  # a system without such memory
+        return ""
 
 
 # ---- the process group
@@ -244,14 +261,14 @@ def is_read(copy: Tensor, readers: list[SocketLink]) -> bool:
 
 
 class ShmWork(dist.Work):
-    """The handle of a collective into ``out``, which runs when it is waited for, after those before it in the
-    ``queue``."""
+    """The handle of a collective or receive into ``out``, which runs when it is waited for, after those before it in
+    the ``queue``; without ``finish`` it is complete."""
 
-    def __init__(self, finish: Callable[[], object], queue: deque[ShmWork], out: Tensor) -> None:
+    def __init__(self, finish: Callable[[], object] | None, queue: deque[ShmWork], out: Tensor) -> None:
         super().__init__()
-        self._finish: Callable[[], object] | None = finish
-        self._queue, self._out = queue, out
-        queue.append(self)
+        self._finish, self._queue, self._out = finish, queue, out
+        if finish is not None:
+            queue.append(self)
 
     def wait(self, timeout: Any = None) -> bool:
         """Run this rank's part, and that of handles started before it."""
@@ -282,6 +299,7 @@ class ShmGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._gloo, self._place, self._count = gloo, gloo.rank(), gloo.size()
         self._links = links
+        self._of = [*links[: self._place], None, *links[self._place :]]
         self._numbers = count()
         self._pool = MemoryPool(shared_bytes)
         self._unread: list[tuple[Tensor, list[SocketLink]]] = []
@@ -323,7 +341,7 @@ class ShmGroup(dist.ProcessGroup):
             for part in mine[1:]:
                 part.copy_(mine[0])
 
-        return self._start(x, x, finish, where)
+        return self._start(x, x, finish, where, word=LinkWord.SHARED)
 
     def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
         """All-gather several tensors."""
@@ -340,13 +358,15 @@ class ShmGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce-scatter several tensors."""
+        if self._fold_of(tensors, opts) is None:
+            return self._gloo.reduce_scatter_tensor_coalesced(outs, tensors, opts)
         return [self.reduce_scatter_single(out, x, opts) for x, out in zip(tensors, outs, strict=True)][-1]
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
         """Reduce-scatter a tensor."""
         fold = self._fold_of([x], opts)
         if fold is None:
-            return self._gloo._reduce_scatter_base(out, x, opts)
+            return self._gloo.reduce_scatter_tensor_coalesced([out], [x], opts)
 
         def finish(parts: list[Tensor]) -> None:
             fold([part.view(self._count, out.numel())[self._place] for part in parts], out)
@@ -354,10 +374,45 @@ class ShmGroup(dist.ProcessGroup):
         where = segment_of(x) if x.is_contiguous() and x.nbytes >= LARGE else None
         return self._start(x, out, finish, where)
 
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> Any:
+        """All-to-all of rows; without split sizes, equally many to each rank."""
+        row, even = x.shape[1:].numel(), [x.shape[0] // self._count] * self._count
+        sizes = [[rows * row for rows in each or even] for each in (sent, received)]
+
+        def finish(parts: list[Tensor]) -> None:
+            mine = parts[self._place].split(sizes[0])[self._place]
+            for other, to in enumerate(out.view(-1).split(sizes[1])):
+                to.copy_(mine if other == self._place else parts[other][: to.numel()])
+
+        starts = [size * x.element_size() for size in accumulate(sizes[0], initial=0)]
+        return self._start(x, out, finish, starts=starts)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
+        """Send a copy of a tensor, without blocking."""
+        link = self._of[to]
+        assert link is not None, "a rank sends to itself"
+        link.tell(LinkWord.SENT, tag, segment_of(self._copied(tensors[0], [link])))
+        return ShmWork(None, deque(), tensors[0])
+
+    def recv(self, tensors: list[Tensor], origin: int, tag: int = 0) -> Any:
+        """Receive a tensor: messages of one tag arrive in the order in which they were sent."""
+        (out,), link = tensors, self._of[origin]
+        assert link is not None, "a rank receives from itself"
+
+        def finish() -> None:
+            segment, byte = link.hear(LinkWord.SENT, tag)
+            out.copy_(link.memory[segment][byte : byte + out.nbytes].view(out.dtype).view(out.shape))
+            link.tell(LinkWord.TAKEN, segment)
+
+        return ShmWork(finish, deque(), out)
+
     # Names of other versions of torch.
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     # ---- what they are made of
 
@@ -388,19 +443,22 @@ class ShmGroup(dist.ProcessGroup):
         out: Tensor,
         finish: Callable[[list[Tensor]], None],
         where: tuple[SharedFile, int] | None = None,
+        starts: Sequence[int] | None = None,
+        word: LinkWord = LinkWord.READY,
     ) -> ShmWork:
-        """Start a collective: show ``x``, or a copy where it is not in shared memory (``where``), to the others, and
-        ``finish`` it, in ``out``, on what each rank shows."""
-        number, shown = next(self._numbers), x if where is not None else self._copied(x)
+        """Start a collective: show ``x``, or a copy where it is not in shared memory (``where``), to the others, each
+        from a byte on (``starts``), and ``finish`` it, in ``out``, on what each rank shows."""
+        number, shown = next(self._numbers), x if where is not None else self._copied(x, self._links)
         mine = shown.view(-1) if shown is x else shown[: x.nbytes].view(x.dtype)
         segment, offset = where or segment_of(shown) or (NOTHING, 0)
-        for link in self._links:
-            link.tell(LinkWord.READY, number, (segment, offset))
+        for other, link in zip([i for i in range(self._count) if i != self._place], self._links, strict=True):
+            link.tell(word, number, (segment, offset + (starts[other] if starts is not None else 0)))
 
         def work() -> None:
-            heard = [link.hear(LinkWord.READY, number) for link in self._links]
+            heard = [link.hear(word, number) for link in self._links]
             seen = [link.memory[at][byte:] for link, (at, byte) in zip(self._links, heard, strict=True)]
-            parts = [part[: x.nbytes].view(x.dtype) for part in seen]
+            sizes = [x.nbytes if starts is None else len(part) // x.itemsize * x.itemsize for part in seen]
+            parts = [part[:size].view(x.dtype) for part, size in zip(seen, sizes, strict=True)]
             finish([*parts[: self._place], mine, *parts[self._place :]])
             for link, (at, _) in zip(self._links, heard, strict=True):
                 link.tell(LinkWord.TAKEN, at)
@@ -409,12 +467,12 @@ class ShmGroup(dist.ProcessGroup):
 
         return ShmWork(work, self._queue, out)
 
-    def _copied(self, x: Tensor) -> Tensor:
+    def _copied(self, x: Tensor, readers: Sequence[SocketLink]) -> Tensor:
         """A shared-memory copy of a tensor, which is live until all readers have read it."""
         self._unread = [each for each in self._unread if not is_read(*each)]
         copy = self._pool.arena(max(x.nbytes, 1))
         copy[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-        self._unread.append((copy, [*self._links]))
+        self._unread.append((copy, [*readers]))
         return copy
 
 
@@ -424,13 +482,17 @@ def _by_gloo(name: str) -> Any:
 
 
 for _name in (
-    *("reduce", "gather", "scatter", "allgather", "allgather_coalesced", "alltoall", "alltoall_base", "reduce_scatter"),
-    *("allreduce_coalesced", "broadcast", "barrier", "monitored_barrier", "send", "recv", "recv_anysource"),
+    *("reduce", "gather", "scatter", "allgather", "allgather_coalesced", "alltoall", "reduce_scatter"),
+    *("allreduce_coalesced", "broadcast", "barrier", "monitored_barrier"),
 ):
     setattr(ShmGroup, _name, _by_gloo(_name))
-ShmGroup.all_to_all_single = _by_gloo("alltoall_base")  # type: ignore[method-assign]  # the name in torch 2.13
 
 open_groups: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
+
+
+# ---- the collectives of a program, called without torch's dispatcher
+
+c10d = torch.ops._c10d_functional
 
 
 class StartedCollective(NamedTuple):
@@ -445,12 +507,49 @@ class StartedCollective(NamedTuple):
         return self.out
 
 
-def all_gather_into(x: Tensor, ranks: int, group: str, *, out: Tensor) -> Any:
-    """All-gather into ``out``, as :mod:`shardfx.ir.ops.memory_ops` does; torch's op would use the gloo backend."""
-    found = _resolve_process_group(group)  # type: ignore[arg-type]
-    if not isinstance(found, ShmGroup) or torch._C._len_torch_dispatch_stack():  # which may count collectives
-        return memory_ops.all_gather_into(x, ranks, group, out=out)
-    return StartedCollective(found.all_gather_single(out, x), out)
+def _all_reduce(group: ShmGroup, x: Tensor, op: str) -> StartedCollective:
+    return StartedCollective(group.allreduce([x], _options(dist.AllreduceOptions, op)), x)
+
+
+def _all_reduce_copy(group: ShmGroup, x: Tensor, op: str) -> StartedCollective:
+    return _all_reduce(group, x.clone(memory_format=torch.contiguous_format), op)
+
+
+def _all_gather(group: ShmGroup, x: Tensor, size: int, *, out: Tensor | None = None) -> StartedCollective:
+    out = x.new_empty([x.shape[0] * size, *x.shape[1:]]) if out is None else out
+    return StartedCollective(group.all_gather_single(out, x), out)
+
+
+def _reduce_scatter(group: ShmGroup, x: Tensor, op: str, size: int) -> StartedCollective:
+    out = x.new_empty([x.shape[0] // size, *x.shape[1:]])
+    return StartedCollective(group.reduce_scatter_single(out, x, _options(dist.ReduceScatterOptions, op)), out)
+
+
+@cache
+def _options(kind: Callable[[], Any], op: str) -> Any:
+    made = kind()
+    made.reduceOp = getattr(dist.ReduceOp, op.upper())
+    return made
+
+
+def _direct(op: Callable[..., Any], start: Callable[..., StartedCollective]) -> Callable[..., Any]:
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = _resolve_process_group(args[-1])
+        if not isinstance(group, ShmGroup) or torch._C._len_torch_dispatch_stack():  # which may count collectives
+            return op(x, *args, **kwargs)
+        return start(group, x, *args[:-1], **kwargs)
+
+    return call
+
+
+DIRECT: dict[Any, Callable[..., Any]] = {
+    c10d.all_reduce.default: _direct(c10d.all_reduce, _all_reduce_copy),
+    memory_ops.all_reduce_: _direct(memory_ops.all_reduce_, _all_reduce),
+    c10d.all_gather_into_tensor.default: _direct(c10d.all_gather_into_tensor, _all_gather),
+    memory_ops.all_gather_into: _direct(memory_ops.all_gather_into, _all_gather),
+    c10d.reduce_scatter_tensor.default: _direct(c10d.reduce_scatter_tensor, _reduce_scatter),
+}
+"""Direct implementations of these ops, without the CPU overhead of torch's dispatcher."""
 
 
 # ---- the backend

@@ -1,16 +1,18 @@
 """Point-to-point messages between the stages of a pipeline on real ranks.
 
-On gloo the buffer of a send is live until it has arrived, and a step of a rank ends when all its sends have. On NCCL,
-messages from one rank to another are ordered on a stream, as in the programs, and only the compute stream of a rank
-waits for them. Messages to higher and to lower stages have a process group each (:data:`FORTH`, :data:`BACK`), so that
-two ranks that send to one another do not deadlock, each behind its own send.
+Through shared memory a send completes at once. On gloo its buffer is live until it has arrived, and a step of a rank
+ends when all its sends have. On NCCL, messages from one rank to another are ordered on a stream, as in the programs,
+and only the compute stream of a rank waits for them. Messages to higher and to lower stages have a process group each
+(:data:`FORTH`, :data:`BACK`), so that two ranks that send to one another do not deadlock, each behind its own send.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from queue import Queue
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +21,43 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops.loop.stage_transfer import number, peers
 
-from .shm import StartedCollective
+from .groups import shares_memory
 
 Tensor = torch.Tensor
+AHEAD = 2
+"""The number of receives posted ahead of their use: where messages travel only when their receiver is ready."""
 FORTH, BACK = "/forth", "/back"
 """Suffixes of group names: the groups of the same ranks for messages to higher places, and to lower ones."""
 
 
 Sent = tuple[dist.Work, Tensor]
+
+
+class Receipt(NamedTuple):
+    """A posted receive."""
+
+    into: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        """The received tensor, after a wait."""
+        self.work.wait()
+        return self.into
+
+
+Asked = tuple[Sequence[int], torch.dtype, str, int, int, int, str]
+"""A receive request: shape, dtype, device, source place in the group, tag, iteration, group."""
+
+
+def _started(asked: Asked, by_stream: bool) -> Receipt:
+    shape, dtype, device, origin, tag, iteration, group = asked
+    into = torch.empty(shape, dtype=dtype, device=device)
+    if by_stream:  # NCCL has no tags
+        work = dist.irecv(into, group=one_way(group, origin, peers(group).rank()), group_src=origin)
+    else:
+        work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, iteration))
+    assert work is not None
+    return Receipt(into, work)
 
 
 def one_way(group: str, origin: int, to: int) -> dist.ProcessGroup:
@@ -54,21 +85,41 @@ def check_messages(graph: Graph, device: torch.device) -> None:
     )
 
 
-def receive(by_stream: bool) -> Callable[..., StartedCollective]:
-    """A function that posts a receive (:func:`shardfx.ir.ops.loop.stage_transfer.receive`), on a stream or on gloo."""
+class Inbox:
+    """The receives of a program. Each run receives the same, in the same order: from the second run on, some receives
+    are posted ahead of the one requested.
 
-    def start(
-        shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, iteration: int, group: str
-    ) -> StartedCollective:
-        into = torch.empty(shape, dtype=dtype, device=device)
-        if by_stream:  # NCCL has no tags
-            work = dist.irecv(into, group=one_way(group, origin, peers(group).rank()), group_src=origin)
-        else:
-            work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, iteration))
-        assert work is not None
-        return StartedCollective(work, into)
+    Args:
+        by_stream: received on streams, as on NCCL.
+    """
 
-    return start
+    def __init__(self, by_stream: bool = False) -> None:
+        self._by_stream = by_stream
+        self._every: list[Asked] = []
+        self._known, self._at = False, 0
+        self._under_way: deque[Receipt] = deque()
+
+    def begin(self) -> None:
+        """Begin a run: post its first receives."""
+        self._known, self._at = bool(self._every), 0
+        self._under_way.clear()
+        for asked in self._every[:AHEAD]:
+            self._under_way.append(_started(asked, self._by_stream))
+
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, iteration: int, group: str
+    ) -> Receipt:
+        """Post a receive (:func:`shardfx.ir.ops.loop.stage_transfer.receive`), if that is not done yet."""
+        asked = (shape, dtype, device, origin, tag, iteration, group)
+        if shares_memory(group) and not self._by_stream:
+            return _started(asked, False)
+        self._at += 1
+        if not self._known:
+            self._every.append(asked)
+            return _started(asked, self._by_stream)
+        if self._at + AHEAD <= len(self._every):
+            self._under_way.append(_started(self._every[self._at + AHEAD - 1], self._by_stream))
+        return self._under_way.popleft()
 
 
 class Outbox:
@@ -91,7 +142,7 @@ class Outbox:
         assert work is not None
         if self._by_stream:
             self._sent.append((work, sent))
-        else:
+        elif not shares_memory(group):  # where a copy is on its way
             if self._thread is None:
                 self._thread, self._failed = Queue(), []
                 threading.Thread(target=_arrive, args=(self._thread, self._failed), daemon=True).start()

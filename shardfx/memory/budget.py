@@ -80,7 +80,7 @@ class MemoryPredictor:
         for rank in first_ranks(compiled.after):
             with no_collection():
                 program = program_of(context, rank, usual_kinds(compiled), compiled.context.rules, passes)
-                yield RankMemory(program, replay(program, self._fakes))
+                yield RankMemory(program, replay(program, place.transport, self._fakes))
 
 
 def first_ranks(graph: Graph) -> list[int]:

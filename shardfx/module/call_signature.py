@@ -36,7 +36,7 @@ from shardfx.ir.capture.trace import Captured
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType, dim_order_of, lying, strides_of
-from shardfx.runtime.distributed.peers import Passed, RankInput
+from shardfx.runtime.distributed.peers import AROUND, Passed, RankInput
 from shardfx.runtime.step import ProgramRunner, Results
 from shardfx.runtime.verify.interface import without_content
 
@@ -288,7 +288,6 @@ def _check_hooks(tensors: Iterable[torch.Tensor]) -> None:
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
 TARGETS = "targets."
-AROUND = "what the code reads beside its inputs"
 KNOWN = 8
 """The number of argument structures that are cached."""
 
@@ -390,7 +389,7 @@ class CallSignature:
         found |= {"gradients of results": "given"} if self.pulls else {}
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
-        found |= {AROUND: f"state {self.state} {', '.join(self.changed)}"} if self.state else {}
+        found |= {AROUND: f"state {self.state}"} if self.state else {}
         found |= self.asked.words
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from shardfx.compiled import Compiled
+from shardfx.ir.cost.footprint import PLAIN, Transport
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.program.source import write_source
 from shardfx.runtime.compiled_programs import Write, as_module, in_segments
 from shardfx.runtime.cuda_graphs import GraphEngine, cuda_graphs
-from shardfx.runtime.distributed.groups import is_dry_run
+from shardfx.runtime.distributed.groups import by_stream, is_dry_run, share_memory
 from shardfx.runtime.distributed.peers import Peers
-from shardfx.runtime.distributed.stage_transport import check_messages
+from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.store import Store
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
@@ -176,3 +177,14 @@ class ExecutionTarget:
         write = (in_segments if apart else as_module)(options.of_torch)  # a compiled send would wait for its receiver
         engine = self.make_engine(graph, write)
         return GraphEngine(engine, cuda_graphs(self.device)) if options.cuda_graphs else engine
+
+    @property
+    def transport(self) -> Transport:
+        """The transport of messages, where ranks are on several machines."""
+        return PLAIN if self.virtual else Transport(ahead=AHEAD)
+
+    @property
+    def transport_here(self) -> Transport:
+        """The transport among these ranks, as far as it is known yet."""
+        found = share_memory()
+        return PLAIN if found and all(found) and not by_stream(self.device) else self.transport

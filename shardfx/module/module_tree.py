@@ -60,11 +60,10 @@ class ModelProxy(nn.Module):
 
     def _set_on_twin(self, name: str, value: object) -> bool:
         """Set an attribute of a model whose guards see it; whether it was one."""
-        own = self.__dict__.get("_replayed") and name in vars(self._twin).keys() - STATE
-        if own and not isinstance(value, (torch.Tensor, nn.Module)):
+        own = self.__dict__.get("_replayed", False) and not isinstance(value, (torch.Tensor, nn.Module))
+        if own := own and name in vars(self._twin).keys() - STATE:
             setattr(self._twin, name, value)
-            return True
-        return False
+        return bool(own)
 
     def __getitem__(self, index: Any) -> Any:
         """Indexing as in the twin's class: a part of a list or a dict of modules."""

@@ -290,7 +290,7 @@ class ParallelModule(PlannedModule):
         compiling = CompileOptions(options, cuda_graphs)
         compiling.check(self._compiled, self._target.device, self._target.virtual)
         self._compiling = compiling
-        for programs in self._variants.all:
+        for _, programs in self._variants.known:
             self._compile(programs, compiling)
 
     def save_programs(self, folder: str | Path, ranks: Iterable[int] | None = None) -> Path:

@@ -7,7 +7,7 @@ weights, and the call's own tensors are the examples.
 
 A Python number is part of a program: it is specialized on. Python state that the code reads beside its inputs is
 numbered: by values, or, where Dynamo traces a model that keeps something from call to call, by the specialization whose
-guards hold. Ranks compare the number before anything runs.
+guards hold. Ranks compare the number before anything runs; what a rank reads may be its own if it leads to one plan.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from shardfx.module.grad_delivery import gradients as gradients_of
 from shardfx.module.programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN, Programs
 from shardfx.passes import stages_as_planned
 from shardfx.plan import as_said
-from shardfx.runtime.distributed.peers import Peers, RankInput
+from shardfx.runtime.distributed.peers import OtherStates, Peers, RankInput
 from shardfx.runtime.engine import Probe, seed_tensor
 from shardfx.runtime.step import HELD, ProgramRunner, RunStart
 from shardfx.runtime.verify.verdict import Verdict, together
@@ -194,7 +194,8 @@ class Specializations:
         self.skeleton, self.hints, self.build = skeleton, hints, build
         self.fill: Fill = lambda model: model
         self._surroundings = PythonState(skeleton, hints.loss)
-        self._last_state = 0
+        self._last_state = self._joins = 0
+        self._joined: dict[int, int] = {}
         self._changing, self._fixed = list[str](), set[str]()
         """The sources of numbers that are inputs of plans, and of those that cannot be."""
         self.known: list[tuple[CallSignature, Programs]] = []
@@ -214,11 +215,6 @@ class Specializations:
     def asks(self) -> InputQueries:
         """The queries of the code about tensors beside their types."""
         return InputQueries.of(self.names.named)
-
-    @property
-    def all(self) -> list[Programs]:
-        """All specializations."""
-        return [programs for _, programs in self.known]
 
     def verify(
         self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]
@@ -247,7 +243,7 @@ class Specializations:
         Raises:
             Error: they do not; there is no loss where one is asked for; no plan for such a call; a rank fails.
         """
-        first = self.known[0][1]
+        first, trace = self.known[0][1], self.known[0][1].compiled.captured.trace
         trains = call.has_targets and first.trains
         steps, learns = options is not None, trains and torch.is_grad_enabled()
         kinds = STEP if steps else INFER if not trains else TRAIN if learns else LOSS
@@ -265,13 +261,19 @@ class Specializations:
 
         def words() -> dict[str, str]:
             watched = {"watched by": type(watch).__name__} if watch is not None else {}
-            return {"runs": RUNS[kinds], **form.words(), **watched}
+            guards = {"guards": ", ".join(form.changed) or f"those of state {form.state} hold"} if trace else {}
+            return {"runs": RUNS[kinds], **form.words(), **guards, **watched}
 
         key = (kinds, form.key, watch is not None)
         way, known = passing_of(first.step, call), self._known_for(form)
         onwards = kinds is INFER and bool(wanted)
         mine = int(seed_tensor()) if known is not None and known.step.draws(kinds) and not onwards else None
-        local, drawn = peers.agree(key, words, way, mine, options)
+        try:
+            local, drawn = peers.agree(key, words, way, mine, options)
+        except OtherStates:  # on all ranks, and nothing was run: no rank has programs for this state
+            self._joins += 1
+            self._joined[self._surroundings.state()[0]] = -self._joins
+            return self.run(call, training, peers, make, watch, with_results, options)
         programs = self.serving(form, call, peers, make)
         call = self._alike(programs.step, call, key, peers, local)
         if onwards:
@@ -283,7 +285,8 @@ class Specializations:
         tensors = leaves(wanted) if learns else []
 
         def compute(others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
-            runs = kinds if trace is None or not trace.keeps else kinds | BESIDE
+            kept_too = programs.compiled.captured.trace
+            runs = kinds if kept_too is None or not kept_too.keeps else kinds | BESIDE
             with naming_call(self.known[0][0], form):
                 made = step.run(runs, {**call.tensors, **others, **(options or {})}, watch, kept)
             loss = made[OutputKind.LOSS, "loss"][0] if trains else None
@@ -292,7 +295,6 @@ class Specializations:
             results = result_tensors(programs.compiled, step, local, made) if OutputKind.RESULT in runs else None
             return loss, attach(results, refuse, tensors) if tensors and results else results
 
-        trace = programs.compiled.captured.trace
         loss, out = self._replayed(programs, call, compute)
         return (loss, out) if with_results else loss if trains else out
 
@@ -374,7 +376,7 @@ class Specializations:
         """The signature, with the number of the specialization whose guards hold, or of a new one, and why."""
         if self.known[0][1].compiled.captured.trace is None:
             state, changed = self._surroundings.state()
-            return replace(form, state=state, changed=changed)
+            return replace(form, state=self._joined.get(state, state), changed=changed)
         self._set_modes(form.training)
         failed = ""
         for known, programs in self.known:
@@ -403,7 +405,7 @@ class Specializations:
         started = time.perf_counter()
         with naming_call(first, form):
             made = make(peers.planned(lambda: self._plan(ours, form, call), Compiled.subjects))
-        self._surroundings.settle(form.state)
+        self._surroundings.settle({said: own for own, said in self._joined.items()}.get(form.state, form.state))
         self._last_state = max(self._last_state, form.state)
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another call signature: %s", seconds, first.difference(form))

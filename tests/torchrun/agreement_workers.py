@@ -251,7 +251,7 @@ def what_one_ranks_code_reads_may_be_its_own() -> None:
     NOTES["saved"] = 0
     with planning_anew():
         model = Noted()
-        pm = plan(model)
+        pm = plan(model, max_specializations=40)
     model.load_state_dict(pm.full_state_dict())
     pm.dropout.eval()
     model.dropout.eval()

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -23,8 +24,10 @@ import shardfx.api
 import tests.plans
 from shardfx.compile import compile_model
 from shardfx.compiled import Compiled
+from shardfx.ir.capture.frontend.dynamo import DynamoTrace
 from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.capture.model_and_loss import leaf_names
+from shardfx.ir.rules.book import RuleBook
 from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
@@ -60,7 +63,13 @@ def remember_plans() -> None:
     known: dict[str, Compiled] = {}
 
     def compile_once(
-        model: nn.Module, mesh: sx.Mesh, hints: sx.Hints, *rest: object, behind: Sequence[EarlierCapture] = ()
+        model: nn.Module,
+        mesh: sx.Mesh,
+        hints: sx.Hints,
+        rules: RuleBook,
+        on_pass: Any = None,
+        behind: Sequence[EarlierCapture] = (),
+        found: DynamoTrace | None = None,
     ) -> Compiled:
         shapes = [(n, t.shape, t.dtype) for n, t in model.state_dict().items()]
         key = repr(
@@ -75,8 +84,10 @@ def remember_plans() -> None:
                 [getattr(hints, name) for name in OTHERS],
             )
         )
+        if found is not None:
+            return compile_model(model, mesh, hints, rules, on_pass, behind, found)
         if key not in known or known[key].captured.keeps or any(each.keeps for each in behind):
-            known[key] = compile_model(model, mesh, hints, *rest, behind=behind)  # type: ignore[arg-type]
+            known[key] = compile_model(model, mesh, hints, rules, on_pass, behind)
         return known[key]
 
     shardfx.api.compile_model = compile_once  # type: ignore[assignment]

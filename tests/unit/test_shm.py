@@ -13,12 +13,12 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 
 from shardfx.ir.ops import memory_ops
 from shardfx.runtime.distributed.shm import (
+    DIRECT,
     LARGE,
     LinkError,
     LinkWord,
     ShmGroup,
     SocketLink,
-    all_gather_into,
     segment_of,
     shared_bytes,
 )
@@ -135,7 +135,7 @@ def test_slots_are_used_again_when_all_have_read_them(pair: tuple[ShmGroup, ShmG
 
 
 @pytest.mark.parametrize("seen", [Tensor.contiguous, Tensor.t], ids=["contiguous", "transposed"])
-def test_collectives_by_functional_ops_match_their_definition(
+def test_direct_collectives_match_their_definition(
     seen: Callable[[Tensor], Tensor], pair: tuple[ShmGroup, ShmGroup]
 ) -> None:
     mine = [seen(torch.arange(16.0).view(4, 4) * (rank + 1)) for rank in range(2)]
@@ -150,11 +150,11 @@ def test_collectives_by_functional_ops_match_their_definition(
             c10d.reduce_scatter_tensor.default: ("sum", 2, name),
         }
         try:
-            found = [c10d.wait_tensor(op(x, *args)) for op, args in calls.items()]
+            found = [DIRECT[op](x, *args).wait() for op, args in calls.items()]
             out, full = x.clone(memory_format=torch.contiguous_format), torch.empty(8, 4)
-            gathered = all_gather_into(x, 2, name, out=full).wait()
+            gathered = DIRECT[memory_ops.all_gather_into](x, 2, name, out=full).wait()
             assert gathered is full
-            return [*found, c10d.wait_tensor(memory_ops.all_reduce_(out, "avg", name)), gathered]
+            return [*found, DIRECT[memory_ops.all_reduce_](out, "avg", name).wait(), gathered]
         finally:
             _unregister_process_group(name)
 
@@ -163,3 +163,40 @@ def test_collectives_by_functional_ops_match_their_definition(
             expected = [total, both, total[2 * rank : 2 * rank + 2], total / 2, both]
             assert all(map(torch.equal, found, expected))
     assert torch.equal(mine[0], seen(torch.arange(16.0).view(4, 4)))  # which only all_reduce_ writes
+
+
+def test_messages_are_found_by_tag_and_sent_before_anybody_waits(pair: tuple[ShmGroup, ShmGroup]) -> None:
+    """In one thread: each sends all it has, and one tag twice, before it receives that in another order."""
+    given = {3: torch.randn(5), 8: torch.randn(4, 6).t(), 1: torch.arange(7), 4: torch.empty(0)}
+    for group, other in zip(pair, (1, 0), strict=True):
+        for tag, x in given.items():
+            assert group.send([x], other, tag).is_completed()
+        group.send([torch.ones(2)], other, 3)
+    for group, other in zip(pair, (1, 0), strict=True):
+        for tag, x in [(tag, given[tag]) for tag in (1, 8, 4, 3)] + [(3, torch.ones(2))]:
+            got = torch.empty(x.shape, dtype=x.dtype)
+            group.recv([got], other, tag).wait()
+            assert torch.equal(got, x)
+    assert [len(group.memory) for group in pair] == [10, 10]
+
+
+def test_what_was_sent_stays_until_it_was_read(
+    pair: tuple[ShmGroup, ShmGroup], links: tuple[SocketLink, SocketLink]
+) -> None:
+    """A slot is used again only then, and grows."""
+    zero, one = pair
+    for step in range(20):
+        for number in range(3):
+            zero.send([torch.full((step + 1,), 10.0 * step + number)], 1, number)
+        for number in (2, 0, 1):
+            got = torch.empty(step + 1)
+            one.recv([got], 0, number).wait()
+            assert torch.equal(got, torch.full((step + 1,), 10.0 * step + number))
+    assert len(zero._pool.memory) == 3
+    zero.send([torch.ones(4)], 1, 0)
+    links[0].close()
+    got = torch.empty(4)
+    one.recv([got], 0, 0).wait()  # sent before it left
+    assert torch.equal(got, torch.ones(4))
+    with pytest.raises(LinkError, match="Connection closed by rank 0"):
+        one.recv([got], 0, 1).wait()

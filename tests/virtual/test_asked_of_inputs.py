@@ -189,7 +189,7 @@ QUESTIONS: dict[str, Ask] = {
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_whether_gradients_are_wanted(question: str) -> None:
-    model, pm = both(QUESTIONS[question], rows(4))
+    model, pm = both(QUESTIONS[question], rows(4), max_specializations=40)
     x, wants, y = rows(4), rows(4).requires_grad_(), rows(4)
     for training, around in modes():
         model.train(training)
