@@ -26,9 +26,10 @@ from shardfx.runtime.verify.numeric_check import compare
 from shardfx.runtime.verify.plan_proof import malformed
 from shardfx.runtime.verify.proof.calls import Proof
 from shardfx.runtime.verify.proof.collective_matching import interpret
+from tests.damage import MUTATIONS, Mutation
 from tests.fuzz.case import SHARE, draw
 from tests.fuzz.check import check, sharing
-from tests.mutants import AS_THEY_RUN, MUTATIONS, Mutation, Programs
+from tests.mutants import AS_THEY_RUN, Programs
 from tests.plans import MESHES, plan
 from tests.wrong.questions import SECTIONS, Question, refused
 from tests.zoo import make

@@ -1,12 +1,14 @@
-"""Damage to the memory of one rank's program: what is read too early, written twice, or written elsewhere."""
+"""Damage to the memory of one rank's program, and to what it offloads: read too early, written twice, or elsewhere."""
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.aliasing import Aliasing
-from tests.damage import WAIT, Site, shards
+from tests.damage import WAIT, Mutation, Site, argument, becomes, of, shards
 
 
 def waits_of_all(site: Site) -> list[fx.Node]:
@@ -85,3 +87,117 @@ def _another_state(site: Site, node: fx.Node) -> fx.Node | None:
 
 def over_another_state(site: Site, node: fx.Node) -> None:
     node.kwargs = {**node.kwargs, "out": _another_state(site, node)}
+
+
+def used_arrivals(site: Site) -> list[fx.Node]:
+    """Where something that was fetched is there, and is computed with."""
+    return [n for n in site.calls(transfer.arrived) if n.args[0].target is transfer.to_device and n.users]  # type: ignore[union-attr]
+
+
+def read_where_it_lies(site: Site, node: fx.Node) -> None:
+    """Whoever reads takes what lies beside the device."""
+    node.replace_all_uses_with(node.args[0].args[0])  # type: ignore[union-attr,arg-type]
+
+
+def not_waited_for(site: Site, node: fx.Node) -> None:
+    """Whoever reads takes what was only started."""
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+
+
+def _twin(site: Site, node: fx.Node) -> fx.Node | None:
+    """Another stored value of the same shape, that lies in the same pool."""
+    mine = node.args[0]
+    assert isinstance(mine, fx.Node)
+    others = [call.args[0] for call in site.calls(transfer.to_device, transfer.put)]
+    shape = site.shapes.get(mine.name)
+    return next(
+        (
+            each
+            for each in others
+            if isinstance(each, fx.Node) and each is not mine and shape and site.shapes.get(each.name) == shape
+        ),
+        None,
+    )
+
+
+def fetched_with_twin(site: Site) -> list[fx.Node]:
+    """Fetches of what has a twin."""
+    return [n for n in site.calls(transfer.to_device) if _twin(site, n) is not None]
+
+
+def another_fetched(site: Site, node: fx.Node) -> None:
+    node.update_arg(0, _twin(site, node))
+
+
+def puts_with_twin(site: Site) -> list[fx.Node]:
+    """What is put where something lies that has a twin."""
+    return [n for n in site.calls(transfer.put) if _twin(site, n) is not None]
+
+
+def swapped_places(site: Site, node: fx.Node) -> None:
+    node.update_arg(0, _twin(site, node))
+
+
+def read_behind_its_new_content(site: Site, node: fx.Node) -> None:
+    """The state is fetched, for its update, behind that."""
+    fetch = next(n for n in site.calls(transfer.to_device) if n.args[0] is node.args[0])
+    late = site.after(node, transfer.to_device, *fetch.args, users=False)
+    site.end.args = (tuple(late if each in node.users else each for each in site.end.args[0]),)  # type: ignore[union-attr]
+
+
+def not_fetched(site: Site, node: fx.Node) -> None:
+    """What was fetched goes back, and not what was made of it."""
+    fetch = next(n for n in site.calls(transfer.arrived) if n.args[0].args[0] is node.args[0])  # type: ignore[union-attr]
+    node.update_arg(1, fetch)
+
+
+def ids_of(node: fx.Node) -> fx.Node:
+    """By which rows are looked up, or into which their gradients go."""
+    found = node.args[1]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def of_other_rows(site: Site, node: fx.Node) -> None:
+    """The rows of other samples."""
+    with site.graph.inserting_before(node):
+        node.update_arg(1, site.graph.call_function(torch.ops.aten.roll.default, (ids_of(node), [1], [0])))
+
+
+def of_rows_too_early(site: Site, node: fx.Node) -> None:
+    """By ids whose copy in the host's memory was only started."""
+    node.update_arg(1, ids_of(node).args[0])
+
+
+def by_ids_that_travel(site: Site) -> list[fx.Node]:
+    """Lookups by what was sent to the host."""
+    lookups = site.calls(torch.ops.aten.embedding.default, torch.ops.aten.embedding_dense_backward.default)
+    return [node for node in lookups if ids_of(node).target is transfer.arrived]
+
+
+IN_PLACE = (
+    Mutation("a slot written twice", of(memory_ops.part, when=lambda n: n.args[2] > 0), argument(2, lambda _: 0)),
+    Mutation("a read before the wait", waits_of_all, read_before_the_wait),
+    Mutation("a slot of the pool for two", memories_with_twin, shared_memory),
+    Mutation("a gradient read from its slot", slots_of_gradients, read_from_slot),
+    Mutation("gathered over an input", of(memory_ops.all_gather_into), gathered_over_an_input),
+    Mutation("joined in another order", of(memory_ops.join, when=lambda n: len(n.args[1]) > 1), joined_otherwise),
+    Mutation("stepped over another state", stepped, over_another_state),
+    Mutation("not written where it is joined", of(memory_ops.write, when=joined), becomes(1)),
+)
+"""Damage to destinations."""
+
+POOLS = (
+    Mutation("read where it was offloaded", used_arrivals, read_where_it_lies),
+    Mutation("read before its copy is there", used_arrivals, not_waited_for),
+    Mutation("another value fetched", fetched_with_twin, another_fetched),
+    Mutation("another value fetched on one rank", fetched_with_twin, another_fetched, True),
+    Mutation("a state put where another one lies", puts_with_twin, swapped_places),
+    Mutation("a state fetched behind its new content", of(transfer.put), read_behind_its_new_content),
+    Mutation("a state put back as it was", of(transfer.put), not_fetched),
+    Mutation("returned beside where it belongs", of(transfer.put), becomes(1)),
+    Mutation("rows of other samples", by_ids_that_travel, of_other_rows),
+    Mutation("rows of other samples on one rank", by_ids_that_travel, of_other_rows, True),
+    Mutation("rows looked up before their ids are there", by_ids_that_travel, of_rows_too_early),
+)
+"""Damage to what is offloaded and fetched."""

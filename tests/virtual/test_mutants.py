@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.mutants import PLANS, STEPPED, ask, measure, planned
-from tests.damage import any_call, blind
-from tests.mutants import AS_THEY_RUN, HARMLESS, MUTATIONS, Mutation, Programs
+from tests.damage import HARMLESS, MUTATIONS, Mutation, any_call, blind
+from tests.mutants import AS_THEY_RUN, Programs
 from tests.wrong import newer
 from tests.wrong.questions import ONE, SECTIONS, on_one_rank
 

@@ -8,7 +8,8 @@ import pytest
 
 import shardfx as sx
 from tests.captures import captured_once
-from tests.mutants import MUTATIONS, Programs
+from tests.damage import MUTATIONS
+from tests.mutants import Programs
 from tests.odd import ODD, mesh, run
 from tests.odd.rewrites import REWRITES, Rewritten
 

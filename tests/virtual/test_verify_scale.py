@@ -10,7 +10,8 @@ from benchmarks.mutants import planned
 from shardfx.runtime.verify.families import many_ranks
 from shardfx.runtime.verify.families.equal_shards import equal_shards
 from tests.captures import captured_once
-from tests.mutants import MUTATIONS, Programs
+from tests.damage import MUTATIONS
+from tests.mutants import Programs
 from tests.plans import MESHES, plan
 from tests.zoo import make
 

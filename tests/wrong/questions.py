@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import shardfx as sx
+from tests.damage import MUTATIONS
 from tests.damage_plan import DROPS, MORE, WRONG, Changes, ChangesFirst
-from tests.mutants import MUTATIONS, Programs
+from tests.mutants import Programs
 
 from . import newer, rules
 from .forms import FORMS, malformed
