@@ -1,4 +1,4 @@
-"""``accelerate`` on parallel modules, beside what it does on one device. (Loops are in test_scripts.)"""
+"""``accelerate`` on parallel modules, beside what it does on one device. (Loops are in test_examples.)"""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Loss, every gradient, every buffer and the parameters after three AdamW steps equal one device's, in float64."""
+"""Losses, gradients, buffers and parameters are one device's, in float64: models, features, and pairs of features."""
 
 from __future__ import annotations
 
 import pytest
 
+from shardfx.module.programs import STEP, TRAIN
+from tests.live_memory import check_footprint, held_in_a_step
+from tests.pairs import FEATURES, MODELS, Names, alone_and_in_pairs, beside_one_device, model_of, planned
 from tests.plans import MESHES, plan, train_beside
 from tests.reference import rel_err, single_device
 from tests.zoo import CASES, WITH_SEQUENCE, make
@@ -52,3 +55,57 @@ def test_outputs_equal_one_device(name: str) -> None:
     outputs = [o for o in pytree.tree_leaves(pm(*case.args, **case.kwargs)) if hasattr(o, "shape")]
     assert len(outputs) == len(reference.outputs)
     assert max(rel_err(a, b) for a, b in zip(outputs, reference.outputs, strict=True)) < 1e-9
+
+
+PAIR_QUICK = [
+    ("gpt_separate", ("clip", "activations")),
+    ("gpt_separate", ("tp", "zero 3")),
+    ("llama", ("recompute", "zero 1")),
+]
+ALONE = [(model, (name,)) for name in FEATURES for model in MODELS]
+PAIRS = [names for names in alone_and_in_pairs() if len(names) == 2]
+LOOP_OPS = [(MODELS[i % len(MODELS)], names) for i, names in enumerate(PAIRS)]
+"""Each pair on one of the models, each of which meets each feature in some."""
+
+
+def slow(case: tuple[str, Names]) -> object:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def named(case: object) -> str:
+    return case if isinstance(case, str) else " + ".join(case)  # type: ignore[call-overload]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [*PAIR_QUICK, *(slow(each) for each in (*ALONE, *LOOP_OPS) if each not in PAIR_QUICK)],
+    ids=named,
+)
+def test_features_alone_and_in_pairs_equal_one_device(model: str, names: Names) -> None:
+    """Losses, gradients, buffers and parameters of five steps; to the bit what changes no number; and proven."""
+    memory = beside_one_device(model, names).memory()
+    assert sum(memory.by_category.values()) == memory.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_formula_of_a_peak_is_its_number(model: str, feature: str) -> None:
+    """Also where something was chosen for a budget: plans for other sizes keep to the choice."""
+    pm, case = planned(model, (feature,)), model_of(model)
+    first = (case.args or tuple(case.kwargs.values()))[0]
+    sizes = {"batch": first.shape[0], "sequence": first.shape[1], **{axis.name: axis.size for axis in pm.mesh.axes}}
+    memory = pm.memory()
+    assert memory.formula.subs(sizes) == memory.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_ranks_hold_is_predicted_call_by_call(model: str, feature: str) -> None:
+    pm, case = planned(model, (feature,)), model_of(model)
+    steps = pm._compiled.hints.optimizer is not None
+    for run, kinds in ((pm, TRAIN), *([(pm.step, STEP)] if steps else [])):
+        for rank, held in held_in_a_step(pm, case, run).items():
+            check_footprint(pm._programs.running(rank, kinds), held)

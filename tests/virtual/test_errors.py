@@ -1,17 +1,27 @@
-"""Mistakes of callers: what, where, expected, got and the remedy; never a hang, never a wrong number."""
+"""Mistakes of callers, and what would be passed over in silence: what, where, expected, got and the remedy."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardfx as sx
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 from tests.captures import captured_once
+
+from .test_calls import F64, batch, mlp, near, parallel, same_step
 
 X = torch.randn(8, 6, dtype=torch.float64)
 Y = torch.randint(0, 4, (8,))
@@ -144,3 +154,254 @@ def test_a_rank_that_raises_is_named() -> None:
     text = str(caught.value)
     assert f"rank 1; node {product.name!r}" in text and "fc2  test_errors.py:" in text, text
     assert "mat1 and mat2 shapes cannot be multiplied" in text, text
+
+
+TP = {"0.weight": "tp, -"}
+
+
+def with_hook(register: Callable[[nn.Sequential], Any]) -> nn.Module:
+    model = mlp()
+    register(model)
+    return model
+
+
+class Plain(nn.Module):
+    """Has a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scales = nn.Linear(8, 4), [torch.ones(4, dtype=F64)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scales[0]
+
+
+WEIGHTS = [torch.rand(4, dtype=F64)]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "hints", "what"),
+    [
+        (lambda: with_hook(lambda m: m[0].weight.register_hook(lambda g: g)), {}, "a hook would never be called"),
+        (lambda: with_hook(lambda m: m[0].register_full_backward_hook(lambda *_: None)), {}, "a backward hook"),
+        (lambda: with_hook(lambda m: m[0].register_forward_hook(lambda *_: print())), {}, "only looks"),
+        (lambda: torch.jit.script(mlp()), {}, "a ScriptModule cannot be captured"),  # type: ignore[no-untyped-call]
+        (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 4))).double(), {}, "computed outside of forward"),
+        (lambda: Plain().double(), {}, "no input, parameter or buffer(.|\n)*scales(.|\n)*register_buffer"),
+        (mlp, {"loss": lambda o, y: F.cross_entropy(o, y, WEIGHTS[0])}, "WEIGHTS(.|\n)*as a target"),
+        (lambda: nn.DataParallel(mlp()), {}, "parallel already(.|\n)*model.module"),
+        (lambda: mlp().half(), {"args": (batch()[0].half(),)}, "float16 would vanish"),
+        (mlp, {"check_inputs": 1}, "check_inputs(.|\n)*True or False, or .broadcast."),
+        (mlp, {"guard": "yes"}, "guard=(.|\n)*True or False"),
+        (mlp, {"strict": "yes"}, "strict=(.|\n)*True or False"),
+        (mlp, {"bucket_mb": -1}, "megabytes"),
+        (mlp, {"device": "gpus"}, "name of a device"),
+        (mlp, {"rank_passes": "waits"}, "list of rank passes"),
+        (mlp, {"max_specializations": 0}, "at least 1"),
+        (mlp, {"loss": 3}, "a function loss"),
+    ],
+)
+def test_what_cannot_be_planned(make: Callable[[], nn.Module], hints: dict[str, Any], what: str) -> None:
+    with pytest.raises(sx.Error, match=what):
+        parallel(make(), **hints)
+
+
+def test_things_of_another_kind() -> None:
+    for given in ((3, sx.Mesh(dp=2), sx.Hints()), (mlp(), 3, sx.Hints()), (mlp(), sx.Mesh(dp=2), 3)):
+        with pytest.raises(sx.Error, match=r"(3|int)"):
+            sx.parallelize(*given)  # type: ignore[arg-type]
+
+
+HOOKS = [name for name in dir(nn.Module) if name.startswith("register_") and name.endswith(("ward_hook", "pre_hook"))]
+HOOKS.remove("register_state_dict_pre_hook"), HOOKS.remove("register_load_state_dict_pre_hook")  # these are called
+
+
+def test_what_cannot_be_done_to_a_parallel_module() -> None:
+    x, y = batch()
+    pm = parallel(mlp())
+    part = pm.get_submodule("0")
+    for wrong, what in (
+        (lambda: pm.apply(nn.init.zeros_), "initialise the model before"),
+        (lambda: part.apply(nn.init.zeros_), "initialise the model before"),
+        *((lambda hook=hook: getattr(part, hook)(lambda *_: None), "never be called") for hook in HOOKS),
+        (lambda: setattr(pm, "0", nn.Linear(8, 8)), "cannot be replaced"),
+        (lambda: setattr(part, "weight", nn.Parameter(x)), "parallelize it again"),
+        (lambda: part(x), "called on its own"),
+        (lambda: torch.func.functional_call(pm, {"0.weight": torch.zeros(16, 8, dtype=F64)}, (x, y)), "was replaced"),
+        (lambda: torch.save(pm, io.BytesIO()), "full_state_dict"),
+        (lambda: pm.to("meta"), "cannot lose their content(.|\n)*load_full_state_dict"),
+    ):
+        with pytest.raises(sx.Error, match=what):
+            wrong()
+    assert near(pm(x, y), F.cross_entropy(mlp()(x), y))
+
+
+@dataclasses.dataclass
+class Output:
+    """A result that torch does not look into."""
+
+    logits: torch.Tensor
+
+
+def test_results_of_no_known_class() -> None:
+    x, y = batch()
+    model = mlp()
+    model.register_forward_hook(lambda module, given, out: Output(out))
+    pm = parallel(model, loss=lambda out, y: F.cross_entropy(out.logits, y))
+    assert near(pm(x, y), F.cross_entropy(mlp()(x), y))
+    with pytest.raises(sx.Error, match="register_dataclass"):
+        pm(x)
+    with pytest.raises(sx.Error, match="register_dataclass"):
+        parallel(model, loss=None, targets=(), specs={})
+
+
+def test_indices_out_of_range_of_a_sharding_table() -> None:
+    """Where no rank has the row, the sum over the ranks would be zero."""
+    words = nn.Sequential(nn.Embedding(8, 6), nn.Flatten(), nn.Linear(18, 4)).double()
+    tokens, labels = torch.randint(0, 8, (8, 3)), torch.randint(0, 4, (8,))
+    pm = parallel(words, sx.Mesh(tp=2), args=(tokens,), targets=(labels,), specs=TP | {"2.weight": "tp, -"})
+    labels[2] = -100
+    same_step(pm, copy.deepcopy(words), tokens, labels)
+    for given, target, what in ((8, 0, "index 8 .* 0 .. 7"), (-1, 0, "index -1"), (0, 4, "index 4 .* 0 .. 3")):
+        wrong, label = tokens.clone(), labels.clone()
+        wrong[1, 1], label[1] = given, target
+        with pytest.raises(sx.Error, match=what):
+            pm(wrong, label)
+
+
+def test_a_scaler_comes_too_late_for_float16() -> None:
+    """With others it changes nothing, and steps are as without it."""
+    x, y = batch()
+    pm, alone = parallel(mlp()), mlp()
+    with torch.autocast("cpu", dtype=torch.float16), pytest.raises(sx.Error, match=r"autocast\('cpu', torch.float16\)"):
+        parallel(mlp().float(), args=(x.float(),))
+    (pm(x, y) * 1024.0).backward(), F.cross_entropy(alone(x), y).backward()
+    grads = pm.full_grads()
+    assert all(p.grad is not None and near(grads[name] / 1024, p.grad) for name, p in alone.named_parameters())
+
+
+def test_state_dicts_of_the_model_and_new_tensors_are_no_shards() -> None:
+    model = mlp()
+    pm = parallel(model, sx.Mesh(dp=2, tp=2), specs={"args.0": "dp, -", **TP})
+    with pytest.raises(sx.Error, match=r"(?s)'0.weight' of this state dict is a full tensor.*load_full_state_dict"):
+        pm.load_state_dict(model.state_dict())
+    with pytest.raises(sx.Error, match=r"leave assign=True out"):
+        pm.load_state_dict(pm.state_dict(), assign=True)
+    unsharded = parallel(mlp())
+    unsharded.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    assert all(near(unsharded.full_state_dict()[name], value + 1) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*deprecated")
+def test_transforms_of_a_parallel_module_are_refused() -> None:
+    """A tangent would be lost, and a gradient be that of something else."""
+    pm, (x, y) = parallel(mlp()), batch()
+    for transformed in (
+        lambda: torch.func.jvp(pm, (x,), (x,)),
+        lambda: torch.vmap(lambda row: pm(row[None]))(x),
+        lambda: torch.func.grad(lambda x: pm(x, y))(x),
+    ):
+        with pytest.raises(sx.Error, match="within a transform"):
+            transformed()
+
+
+class Doubled(torch.Tensor):
+    """A tensor of which some functions make something else."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        return made * 2 if function is F.linear else made
+
+
+class Mode(TorchFunctionMode):
+    """Does the same to all tensors."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made * 2 if function is F.linear else made
+
+
+class Looks(TorchDispatchMode):
+    """Looks at each op."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+def test_tensors_and_modes_whose_own_code_would_be_passed_over() -> None:
+    x, y = batch()
+    pm = parallel(mlp())
+    with pytest.raises(sx.Error, match=r"(?s)an input is a Doubled.*as_subclass\(torch.Tensor\)"):
+        pm(x.as_subclass(Doubled), y)
+    with Mode(), pytest.raises(sx.Error, match=r"(?s)a mode around a call.*pm\(\.\.\.\), within Mode\(\)"):
+        pm(x, y)
+    with Mode(), pytest.raises(sx.Error, match=r"(?s)a mode around a call.*parallelize\(\.\.\.\), within Mode\(\)"):
+        parallel(mlp())
+    with Looks(), pytest.warns(sx.ShardfxWarning, match="Looks around .* sees the ops of the ranks' programs"):
+        pm(x, y)
+    with FlopCounterMode(display=False), torch.device("cpu"):
+        assert near(pm(x, y), F.cross_entropy(mlp()(x), y))
+
+
+def test_a_trace_of_a_parallel_module_is_refused() -> None:
+    x, _ = batch()
+    pm = parallel(mlp())
+    with pytest.raises(sx.Error, match=r"(?s)no part of a trace.*pm.gathered"):
+        torch.export.export(pm, (x,))
+    with pytest.raises(sx.Error, match=r"(?s)no part of a trace.*pm.gathered"):
+        make_fx(pm)(x)
+
+
+@dataclasses.dataclass
+class Batch:
+    """Arguments that torch does not look into."""
+
+    x: torch.Tensor
+
+
+class OfBatch(nn.Module):
+    """Takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, given: Batch) -> torch.Tensor:
+        return self.linear(given.x)
+
+
+def test_an_argument_that_hides_tensors_is_named() -> None:
+    x, _ = batch()
+    with pytest.raises(sx.Error, match=r"(?s)argument holds tensors.*got: +Batch.*register_dataclass\(Batch\)"):
+        parallel(OfBatch().double(), args=(Batch(x),), specs={"targets.0": "dp"})
+
+
+def test_gradients_in_a_batch_are_refused() -> None:
+    x = batch()[0].requires_grad_()
+    out = parallel(mlp())(x).sum(0)
+    with pytest.raises(sx.Error, match=r"(?s)in a batch.*retain_graph=True"):
+        torch.autograd.grad(out, x, torch.eye(4, dtype=F64), is_grads_batched=True)
+
+
+def test_models_that_are_not_ready_or_parallel_already() -> None:
+    x, y = batch()
+    with pytest.raises(sx.Error, match="call the model once"):
+        parallel(nn.Sequential(nn.LazyLinear(4)))
+    with pytest.raises(sx.Error, match="parallel already"):
+        sx.parallelize(parallel(mlp()), sx.Mesh(dp=2), sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,)))
+
+
+def test_a_model_that_raises_on_its_example_is_said_to() -> None:
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + {"a": 1}["b"]
+
+    for model, got in ((Wrong(), "KeyError: 'b'"), (nn.Linear(5, 4), "mat1 and mat2 shapes cannot be multiplied")):
+        with pytest.raises(sx.Error, match=rf"raises on its example, on one device as well(.|\n)*{got}"):
+            sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(torch.randn(4, 4),), loss=torch.sum))

@@ -1,18 +1,25 @@
-"""The examples, as somebody runs them."""
+"""The demo, the examples and ported training scripts, as somebody runs them."""
 
 from __future__ import annotations
 
+import importlib
+import io
 import re
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from rich.console import Console
 
 import shardfx as sx
+from shardfx.demo.run_demo import demo
 from tests.pages import ROOT
 from tests.printed import check_printed, noting_programs
+from tests.scripts import SCRIPTS, STEPS
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -93,3 +100,39 @@ def test_an_image_larger_than_the_budget_of_a_rank(
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_fits_on_a_page(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+
+
+@pytest.mark.long
+def test_the_demo(tmp_path: Path) -> None:
+    out = io.StringIO()
+    assert demo(Console(file=out, width=120), tmp_path / "out", steps=2) == 0
+    text = out.getvalue()
+    assert "✗" not in text and "2 steps in float32" in text and "no gradient is off by more than" in text
+    assert "Communication of one rank in one step" in text and "the hint 'layers.*.wo.weight'" in text
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"before.svg", "after.svg", "plan.json"}
+    assert sx.Plan.load(tmp_path / "out" / "plan.json").mesh == sx.Mesh(dp=2, tp=2)
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    """accelerate keeps its state in classes."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+QUICK = ("accelerate_loop", "nano_gpt")
+CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SCRIPTS]
+
+
+@pytest.mark.long
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", CASES)
+def test_ported_scripts_train_as_the_plain_ones(name: str, tmp_path: Path) -> None:
+    """Begun under one plan, gone on with under another, and at last without any."""
+    script = importlib.import_module(f"tests.scripts.{name}")
+    expected = script.plain(3 * STEPS, tmp_path / "plain")
+    losses = [loss for mesh in script.MESHES for loss in script.ported(mesh, STEPS, tmp_path / "ported")]
+    losses += script.plain(STEPS, tmp_path / "ported")
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-9)
+    assert max(expected) - min(expected) > 1e-3

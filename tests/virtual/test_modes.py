@@ -1,11 +1,13 @@
-"""Dropout draws by seed and box; evaluation is another program on the same shards."""
+"""Dropout draws by seed and box; random numbers in the forward; evaluation is another program on the same shards."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
@@ -153,3 +155,116 @@ def test_a_model_may_ask_whether_gradients_are_wanted(of_torch: bool, trains: bo
                 assert torch.allclose(pm(x), model(x))
                 assert not trains or torch.allclose(pm(x, y), loss(model(x), y))
     assert pm.verify()
+
+
+F64 = torch.float64
+X = torch.linspace(-1, 1, 64 * 32, dtype=F64).view(64, 32)
+SPECS = {"one": {}, "dp": {"args.0": "dp, -"}, "tp": {"args.0": "-, tp", "weight": "tp"}, "both": {"args.0": "dp, tp"}}
+
+
+class Drawing(nn.Module):
+    """Draws something of the size of its input."""
+
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.draw = nn.Parameter(torch.ones(32, dtype=F64)), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.draw(x) * self.weight
+
+
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    """Drop-path as timm has it, then as Hugging Face's models do."""
+    first = x.new_empty(x.shape[0], 1).bernoulli_(0.75).div_(0.75)
+    return x * first * (0.5 + torch.rand(x.shape[0], 1, dtype=x.dtype)).floor_().div(0.5)
+
+
+DRAWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float]] = {
+    "rand": (lambda x: torch.rand(x.shape, dtype=x.dtype), 0.5, 1 / 12),
+    "rand_like": (lambda x: torch.rand_like(x, dtype=torch.float32).double(), 0.5, 1 / 12),
+    "randn": (lambda x: torch.randn(x.shape, dtype=x.dtype), 0.0, 1.0),
+    "randn_like": (lambda x: torch.randn_like(x), 0.0, 1.0),
+    "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), 1.0, 16 / 12),
+    "normal_": (lambda x: torch.empty_like(x).normal_(1, 2), 1.0, 4.0),
+    "exponential_": (lambda x: torch.empty_like(x).exponential_(2.0), 0.5, 0.25),
+    "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.3), 0.3, 0.21),
+    "bernoulli": (lambda x: torch.bernoulli(torch.full_like(x, 0.3)), 0.3, 0.21),
+    "rrelu": (lambda x: F.rrelu(-torch.ones_like(x), 1, 4, training=True), -2.5, 0.75),
+    "bernoulli_ of a tensor": (lambda x: torch.empty_like(x).bernoulli_(torch.full_like(x, 0.3)), 0.3, 0.21),
+}
+
+
+def planned(draw: Callable[[torch.Tensor], torch.Tensor], sharding: str) -> sx.ParallelModule:
+    mesh = sx.Mesh(dp=1) if sharding == "one" else sx.Mesh(dp=2, tp=2)
+    hints = sx.Hints(args=(X,), loss=lambda out, y: (out * y).sum(), targets=(X,), specs=SPECS[sharding])
+    return sx.parallelize(Drawing(draw), mesh, hints)
+
+
+def drawn(pm: sx.ParallelModule, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        out: torch.Tensor = pm(X)
+    return out
+
+
+@pytest.mark.long
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_drawn(name: str) -> None:
+    """Mean and variance, within five standard errors of 2048 numbers."""
+    draw, mean, variance = DRAWS[name]
+    pm = planned(draw, "both")
+    out = drawn(pm, 0)
+    assert abs(float(out.mean()) - mean) < 5 * (variance / out.numel()) ** 0.5
+    assert abs(float(out.var()) / variance - 1) < 0.3
+    assert not torch.equal(out, drawn(pm, 1)) and torch.equal(out, drawn(pm, 0))
+    assert torch.equal(out, drawn(planned(draw, "one"), 0)), "another sharding draws the same"
+
+
+@pytest.mark.long
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("sharding", SPECS)
+def test_drop_path_trains_as_it_was_drawn(sharding: str) -> None:
+    pm = planned(dropped, sharding)
+    torch.manual_seed(3)
+    loss, out = pm(X, X, with_results=True)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), (out * X).sum().detach())
+    torch.testing.assert_close(pm.full_grads()["weight"], (out * X).sum(0).detach())
+    kept = (out.detach() / X)[:, 0].round(decimals=6)
+    assert {float(each) for each in kept.unique()} == {0.0, round(1 / 0.375, 6)} and pm.verify()
+    assert torch.equal(out.detach(), planned_alike(sharding))
+
+
+def planned_alike(sharding: str) -> torch.Tensor:
+    """What one device draws by the same seed."""
+    torch.manual_seed(3)
+    pm = planned(dropped, "one")
+    torch.manual_seed(3)
+    out: torch.Tensor = pm(X, X, with_results=True)[1].detach()
+    return out
+
+
+@pytest.mark.long
+def test_each_draw_has_numbers_of_its_own() -> None:
+    """Also those of equal blocks, of which few are traced."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32, dtype=F64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.randn_like(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(Noisy() for _ in range(12)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks(x) - x
+
+    pm = sx.parallelize(Net(), sx.Mesh(dp=2), sx.Hints(args=(X,), specs={"args.0": "dp, -"}))
+    out = drawn(pm, 0)
+    assert 10 < float(out.var()) < 14.5, "the variances of independent numbers add up"

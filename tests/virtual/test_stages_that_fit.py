@@ -1,8 +1,8 @@
-"""Stages under a budget of memory: the slowest is the fastest of all shardings in which no rank holds more than it
-may."""
+"""Stages under a budget of memory, and where other call signatures find the weights."""
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from itertools import combinations, pairwise
 from typing import Any
@@ -147,3 +147,103 @@ def test_of_all_shards_that_fit_it_is_the_fastest_that_sends_least(homes: tuple[
     least = min(max(room.of(sharding, blocks)) for sharding in shardings) - budget
     assert max(room.of(firsts, blocks)) - budget == beyond
     assert beyond <= least + 1.0
+
+
+FLIGHT_RANKS, LOOP_OPS = 2, 6
+
+
+class FlightChain(nn.Module):
+    """Blocks and a wide head, so that the last stage holds more than the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def flight_planned(schedule: str, **hints: Any) -> tuple[sx.ParallelModule, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model, x, y = FlightChain().double(), torch.randn(24, 16, dtype=torch.float64), torch.randint(256, (24,))
+    made = sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), pipeline=sx.Pipeline(schedule=schedule), **hints)
+    pm = sx.parallelize(model, sx.Mesh(pp=FLIGHT_RANKS, mb=sx.Loop(LOOP_OPS)), made, virtual=True)
+    loss, alone = pm(x, y), F.cross_entropy(model(x), y)
+    torch.testing.assert_close(loss, alone)
+    return pm, x, y
+
+
+def peaks(pm: sx.ParallelModule) -> list[int]:
+    return [pm.memory(rank).peak for rank in range(FLIGHT_RANKS)]
+
+
+def live(pm: sx.ParallelModule) -> tuple[int, ...]:
+    assert pm.schedule is not None
+    return sx.schedules.check_schedule(pm.schedule, stages=FLIGHT_RANKS, microbatches=LOOP_OPS).peaks
+
+
+@pytest.mark.slow
+def test_auto_keeps_as_many_iterations_live_as_fit() -> None:
+    fastest = flight_planned("auto")[0]
+    budget = max(peaks(fastest)) - 1
+    fitting = flight_planned("auto", memory=budget)[0]
+    assert max(peaks(fitting)) <= budget and max(live(fitting)) < max(live(fastest))
+    assert any(note.startswith("schedule: at most") for note in fitting.planned.notes)
+    assert fitting.verify()
+    with pytest.raises(sx.Error, match="no schedule fits"):
+        flight_planned("auto", memory=min(peaks(fitting)) // 2)
+
+
+@pytest.mark.long
+def test_a_budget_is_that_of_every_stage() -> None:
+    first, last = peaks(flight_planned("gpipe")[0])
+    assert first < last
+    with pytest.raises(sx.Error, match="more than Hints"):
+        flight_planned("gpipe", memory=(first + last) // 2)
+
+
+class Turning(nn.Module):
+    """In evaluation the embedding is the head too, and a buffer of the first stage scales what the last one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(24, 8), nn.Linear(8, 24)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x) * self.scale
+        for layer in self.layers:
+            y = torch.tanh(layer(y))
+        out = self.head(y)
+        return out if self.training else out + (y * self.scale) @ self.embed.weight.t()
+
+
+def loss(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "schedule"),
+    [(2, 1, "1f1b"), (2, 2, "interleaved"), pytest.param(4, 1, "zb-h1", marks=pytest.mark.slow)],
+)
+@pytest.mark.one_in(2)
+def test_evaluation_sends_weights_from_where_training_holds_them(ranks: int, chunks: int, schedule: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = Turning().double(), torch.randint(24, (8, 5)), torch.randint(24, (8, 5))
+    pipeline = sx.Pipeline(stages_per_rank=chunks, schedule=schedule)
+    hints = sx.Hints(args=(x,), loss=loss, targets=(y,), pipeline=pipeline)
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(pp=ranks, mb=sx.Loop(4)), hints, virtual=True)
+    pm(x, y).backward()
+    assert pm.planned.input("embed.weight").at == pm.planned.input("scale").at == (0,)
+    pm.eval(), model.eval()
+    with torch.no_grad():
+        assert (pm(x) - model(x)).abs().max() < 1e-12
+        assert (pm(x[:6]) - model(x[:6])).abs().max() < 1e-12
+    more = torch.randint(24, (12, 5)), torch.randint(24, (12, 5))
+    pm.zero_grad()
+    check_step(pm, model, loss, more[:1], more[1:])
