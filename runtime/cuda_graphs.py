@@ -11,21 +11,23 @@ the next replay overwrites them. All graphs of a device share one memory pool: n
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.source import CallOverrides, ProgramSource
 
-from .engine import Engine, Probe, RankPrograms, RankTensors
+from .compiled_programs import Write
+from .rendezvous import RankCoroutine, run
 
 Tensor = torch.Tensor
+Step = Callable[..., Sequence[Tensor]]
 Work = Callable[[], Sequence[Tensor]]
 """A function that launches kernels on a device; it returns the tensors that they write."""
 WARM_UP = 2
@@ -69,31 +71,34 @@ def cuda_graphs(device: torch.device) -> Callable[[], CudaGraph]:
 
 
 class GraphedStep:
-    """One program as a CUDA graph: its static inputs, and the addresses of its other inputs."""
+    """A function that runs a full step (``start``, of a program) as a CUDA graph of ``make_graph``."""
 
-    def __init__(self, program: RankProgram, tensors: Sequence[Tensor], device: torch.device, graph: CudaGraph) -> None:
-        self._graph, self._runs = graph, 0
-        self._static = [
-            torch.empty_like(tensor, device=device) if each.kind in GIVEN else None
-            for each, tensor in zip(program.inputs, tensors, strict=True)
-        ]
+    def __init__(
+        self, program: RankProgram, start: Step, device: torch.device, make_graph: Callable[[], CudaGraph]
+    ) -> None:
+        self._program, self._start, self._device, self._make_graph = program, start, device, make_graph
         renewed = {output.name for output in program.outputs if output.kind.is_kept}
         self._renewed = [i for i, each in enumerate(program.inputs) if each.name in renewed]
-        self._addresses = self._in_place(tensors)
+        self._static: list[Tensor | None] = []
+        self._addresses: list[int] | None = None
+        """The addresses of inputs that are read and written in place."""
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the tensors that are read and written in place have the addresses that were captured."""
-        return self._in_place(tensors) == self._addresses
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedStep:
+        """The step of a copied module: its tensors have other addresses, so it starts without a graph."""
+        return GraphedStep(self._program, self._start, self._device, self._make_graph)
 
-    def _in_place(self, tensors: Sequence[Tensor]) -> list[int]:
-        return [tensor.data_ptr() for tensor, static in zip(tensors, self._static, strict=True) if static is None]
-
-    def run(self, tensors: Sequence[Tensor], work: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Sequence[Tensor]:
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run one step: warm-up, capture and replay, or replay.
 
         Raises:
             Error: it cannot be captured.
         """
+        kinds = [each.kind for each in self._program.inputs]
+        stored = [x.data_ptr() for kind, x in zip(kinds, tensors, strict=True) if kind not in GIVEN]
+        if stored != self._addresses:
+            self._graph, self._runs, self._addresses = self._make_graph(), 0, stored
+            given = zip(kinds, tensors, strict=True)
+            self._static = [torch.empty_like(x, device=self._device) if kind in GIVEN else None for kind, x in given]
         inputs = []
         for tensor, static in zip(tensors, self._static, strict=True):
             if static is not None and tensor.ndim == 0 and tensor.device.type == "cpu":
@@ -103,11 +108,11 @@ class GraphedStep:
             inputs.append(tensor if static is None else static)
         self._runs += 1
         if self._runs <= WARM_UP:
-            results = self._graph.warm_up(lambda: work(inputs))
+            results = self._graph.warm_up(lambda: self._start(*inputs))
         else:
             if self._runs == WARM_UP + 1:
                 try:
-                    self._graph.capture(lambda: work(inputs))
+                    self._graph.capture(lambda: self._start(*inputs))
                 except Exception as error:
                     raise Error(
                         "a step cannot be captured as a CUDA graph",
@@ -118,38 +123,25 @@ class GraphedStep:
                     ) from error
             results = self._graph.replay()
             torch.autograd.graph.increment_version([tensors[i] for i in self._renewed])
-        stored = {*self._addresses}
         return [result if result.data_ptr() in stored else result.clone() for result in results]
 
 
-class GraphEngine:
-    """An engine of one rank that runs full steps as graphs by ``make_graph``, and all else by the engine it wraps."""
+def graphed(write: Write, device: torch.device, make_graph: Callable[[], CudaGraph]) -> Write:
+    """A writer that makes full steps graphs. A virtual rank, alone, is a coroutine that asks for nothing."""
 
-    def __init__(self, engine: Engine, make_graph: Callable[[], CudaGraph]) -> None:
-        self.device = engine.device
-        self._engine, self._make_graph = engine, make_graph
-        self._steps: WeakKeyDictionary[RankProgram, GraphedStep] = WeakKeyDictionary()
-        self.ranks, self.prepare, self.seed = engine.ranks, engine.prepare, engine.seed
+    def written(program: RankProgram, forms: CallOverrides) -> ProgramSource:
+        source = write(program, forms)
+        if not any(output.kind.is_stepped for output in program.outputs):
+            return source
+        if forms.ask is None:
+            return replace(source, start=GraphedStep(program, source.start, device, make_graph))
+        rank, mesh = program.rank, program.mesh
+        step = GraphedStep(program, lambda *inputs: run({rank: source}, {rank: inputs}, mesh)[rank], device, make_graph)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphEngine:
-        """The engine of a copied module: its tensors have other addresses, so it starts without graphs."""
-        return GraphEngine(copy.deepcopy(self._engine, memo), self._make_graph)
+        def start(*inputs: Tensor) -> RankCoroutine:
+            yield from ()
+            return step(*inputs)
 
-    def run(self, programs: RankPrograms, inputs: RankTensors, watch: Probe | None = None) -> RankTensors:
-        """Run the program of the rank.
+        return replace(source, start=start)
 
-        Raises:
-            Error: a step cannot be captured; it fails.
-        """
-        ((rank, program),) = programs.items()
-        if watch is not None or not any(output.kind.is_stepped for output in program.outputs):
-            return self._engine.run(programs, inputs, watch)
-        given, step = inputs[rank], self._steps.get(program)
-        if step is None or not step.fits(given):
-            step = self._steps[program] = GraphedStep(program, given, self.device, self._make_graph())
-
-        def work(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return self._engine.run(programs, {rank: tensors})[rank]
-
-        with torch.no_grad():
-            return {rank: step.run(given, work)}
+    return written

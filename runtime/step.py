@@ -124,10 +124,6 @@ class ProgramRunner:
         """A seed for a run, the same on all ranks; None where nothing is random."""
         return self.engine.seed() if self.draws(kinds) else None
 
-    def on_device(self, number: int) -> torch.Tensor:
-        """A seed as a tensor on the engine's device."""
-        return torch.full((), number, dtype=torch.int64, device=self.engine.device)
-
     def run(self, kinds: Kinds, inputs: Inputs, watch: Probe | None = None, kept: RunStart | None = None) -> Results:
         """Run the ranks of this process on global inputs, or on this rank's shard of each; commit new content of stored
         values.

@@ -2,7 +2,7 @@
 
     rank 0                                rank 1
     a training step, [8, 6]               a loss without gradients, [8, 6]     -> both raise, with both sides
-    [digest, passing, history, draw]      [digest, passing, history, draw]     one all-gather for each call
+    [digest, passing, history]            [digest, passing, history]           one all-gather for each call
 
 ============================================================================  ======================================
 the plan: mesh, graph, loss, constants, optimizer                             ``parallelize``, a new specialization
@@ -45,7 +45,6 @@ from .process_store import DONE, WRITTEN, ProcessStore
 
 T = TypeVar("T")
 c10d = torch.ops._c10d_functional
-NO_DRAW = -1
 SHOWN = 4
 START, PLANNING = "the start of a call", "parallelize(...), or planning a new specialization"
 FAILED = "failed before it began"
@@ -139,16 +138,14 @@ class Peers:
         key: Hashable,
         words: Words,
         passed: Passed = Passed.EITHER,
-        draw: int | None = None,
         rates: Mapping[str, torch.Tensor] | None = None,
         anew: bool = False,
-    ) -> tuple[bool, int | None]:
+    ) -> bool:
         """Check that all ranks make the same call, of which ``key`` is the local and ``words`` the common description.
-        Returns whether inputs are passed as shards, and the number that rank 0 drew.
+        Returns whether inputs are passed as shards.
 
         Args:
             passed: how this rank's inputs are passed.
-            draw: a number that this rank drew, where all ranks need the same one.
             rates: numbers of the optimizer, the same on all ranks.
             anew: all that is stored is loaded, so that earlier differences do not matter.
 
@@ -157,19 +154,17 @@ class Peers:
                 before it came here.
         """
         if self._alone:
-            return passed is Passed.PART, draw
+            return passed is Passed.PART
         if key not in self._digests:
             self._digests[key] = digest(f"{self.number} {sorted(words().items())}")
         said = {name: f"{rate.tolist()}" for name, rate in (rates or {}).items() if rate.device.type == "cpu"}
         done = {} if anew or self._store is None else self._store.done()
         also = digest(f"{said} {done}") if said or done else 0
         how = {} if passed is Passed.EITHER else {"inputs": ("the global batch", "this rank's own part")[passed]}
-        mine = [self._digests[key], passed, also, NO_DRAW if draw is None else draw]
-        rows = self._exchange(mine, lambda: {**words(), **how, **said, **done})
+        rows = self._exchange([self._digests[key], passed, also, 0], lambda: {**words(), **how, **said, **done})
         self._seen[key] += 1
         self._together = True
-        drawn = rows[0][3]
-        return any(row[1] == Passed.PART for row in rows), None if drawn == NO_DRAW else drawn
+        return any(row[1] == Passed.PART for row in rows)
 
     def planned(self, make: Callable[[], T], subjects: Callable[[T], Subjects]) -> T:
         """Make a plan, and check that all ranks made the same one."""
@@ -187,7 +182,7 @@ class Peers:
         return made
 
     def _exchange(self, mine: Sequence[int], words: Words) -> list[list[int]]:
-        """Exchange the numbers of a call: digest, way to pass inputs, digest, and a number of the rank's own.
+        """Exchange the numbers of a call: digest, way to pass inputs, digest, and a plan's number.
 
         Raises:
             Error: ranks differ in them, with their ``words``.
@@ -213,7 +208,7 @@ class Peers:
         """Tell the other ranks, which then raise, that this rank's call failed before it began."""
         text = str(error) if isinstance(error, Error) else repr(error)
         with suppress(Error):  # the other ranks' calls, or that they are gone
-            self._exchange([0, Passed.EITHER, 0, NO_DRAW], lambda: {FAILED: text})
+            self._exchange([0, Passed.EITHER, 0, 0], lambda: {FAILED: text})
 
     def compare(self, key: Hashable, inputs: RankInputs, always: bool = False) -> None:
         """Check inputs that should be the same on several ranks by a checksum: on the first, second, fourth, eighth ...

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from itertools import accumulate, count
+from itertools import count
 from select import select
 from typing import Any, NamedTuple
 
@@ -326,10 +326,9 @@ class ShmGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """All-reduce a tensor in place."""
-        fold = self._fold_of(tensors, opts)
-        if fold is None or len(tensors) > 1 or not tensors[0].is_contiguous():
+        x, fold = tensors[0], self._fold_of(tensors[0], opts)
+        if fold is None or len(tensors) > 1 or not x.is_contiguous():
             return self._gloo.allreduce(tensors, opts)
-        (x,) = tensors
         where = segment_of(x) if x.nbytes >= LARGE else None
         if where is None:
             return self._start(x, x, lambda parts: fold([part.view(x.shape) for part in parts], x))
@@ -358,36 +357,22 @@ class ShmGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce-scatter several tensors."""
-        if self._fold_of(tensors, opts) is None:
-            return self._gloo.reduce_scatter_tensor_coalesced(outs, tensors, opts)
-        return [self.reduce_scatter_single(out, x, opts) for x, out in zip(tensors, outs, strict=True)][-1]
+        *works, last = [self.reduce_scatter_single(out, x, opts) for x, out in zip(tensors, outs, strict=True)]
+        for each in works:
+            each.wait()
+        return last
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
         """Reduce-scatter a tensor."""
-        fold = self._fold_of([x], opts)
+        fold = self._fold_of(x, opts)
         if fold is None:
-            return self._gloo.reduce_scatter_tensor_coalesced([out], [x], opts)
+            return self._gloo._reduce_scatter_base(out, x, opts)
 
         def finish(parts: list[Tensor]) -> None:
             fold([part.view(self._count, out.numel())[self._place] for part in parts], out)
 
         where = segment_of(x) if x.is_contiguous() and x.nbytes >= LARGE else None
         return self._start(x, out, finish, where)
-
-    def all_to_all_single(
-        self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
-    ) -> Any:
-        """All-to-all of rows; without split sizes, equally many to each rank."""
-        row, even = x.shape[1:].numel(), [x.shape[0] // self._count] * self._count
-        sizes = [[rows * row for rows in each or even] for each in (sent, received)]
-
-        def finish(parts: list[Tensor]) -> None:
-            mine = parts[self._place].split(sizes[0])[self._place]
-            for other, to in enumerate(out.view(-1).split(sizes[1])):
-                to.copy_(mine if other == self._place else parts[other][: to.numel()])
-
-        starts = [size * x.element_size() for size in accumulate(sizes[0], initial=0)]
-        return self._start(x, out, finish, starts=starts)
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
         """Send a copy of a tensor, without blocking."""
@@ -412,26 +397,22 @@ class ShmGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # type: ignore[assignment]
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     # ---- what they are made of
 
-    def _fold_of(self, tensors: Sequence[Tensor], opts: Any) -> Callable[[Sequence[Tensor], Tensor], None] | None:
-        """The reduction of tensors of one shape, in their order, into another; None if gloo has to do it."""
+    def _fold_of(self, x: Tensor, opts: Any) -> Callable[[Sequence[Tensor], Tensor], None] | None:
+        """The reduction of tensors like ``x``, in rank order, into another; None if gloo has to do it."""
         op = opts.reduceOp.op.name.lower() if opts is not None else "sum"
         function = REDUCTIONS.get(op)
-        for x in tensors:
-            numbers = x.dtype.is_floating_point or not (op == "avg" or x.dtype in (torch.bool, torch.complex32))
-            ordered = x.is_complex() and op in ("max", "min")
-            if function is None or x.device.type != "cpu" or not numbers or ordered:
-                return None
+        if function is None or x.device.type != "cpu" or not x.is_floating_point():
+            return None
 
         def fold(parts: Sequence[Tensor], out: Tensor) -> None:
             flat: list[Any] = [each.view(-1).split(BLOCK // out.element_size()) for each in (out, *parts)]
             for to, first, second, *rest in zip(*flat, strict=True):
-                function(first, second, out=to)  # type: ignore[misc]
+                function(first, second, out=to)
                 for each in rest:
-                    function(to, each, out=to)  # type: ignore[misc]
+                    function(to, each, out=to)
                 if op == "avg":
                     to.div_(self._count)
 
@@ -443,22 +424,20 @@ class ShmGroup(dist.ProcessGroup):
         out: Tensor,
         finish: Callable[[list[Tensor]], None],
         where: tuple[SharedFile, int] | None = None,
-        starts: Sequence[int] | None = None,
         word: LinkWord = LinkWord.READY,
     ) -> ShmWork:
-        """Start a collective: show ``x``, or a copy where it is not in shared memory (``where``), to the others, each
-        from a byte on (``starts``), and ``finish`` it, in ``out``, on what each rank shows."""
+        """Start a collective: show ``x``, or a copy where it is not in shared memory (``where``), to the others, and
+        ``finish`` it, in ``out``, on what each rank shows."""
         number, shown = next(self._numbers), x if where is not None else self._copied(x, self._links)
         mine = shown.view(-1) if shown is x else shown[: x.nbytes].view(x.dtype)
         segment, offset = where or segment_of(shown) or (NOTHING, 0)
-        for other, link in zip([i for i in range(self._count) if i != self._place], self._links, strict=True):
-            link.tell(word, number, (segment, offset + (starts[other] if starts is not None else 0)))
+        for link in self._links:
+            link.tell(word, number, (segment, offset))
 
         def work() -> None:
             heard = [link.hear(word, number) for link in self._links]
             seen = [link.memory[at][byte:] for link, (at, byte) in zip(self._links, heard, strict=True)]
-            sizes = [x.nbytes if starts is None else len(part) // x.itemsize * x.itemsize for part in seen]
-            parts = [part[:size].view(x.dtype) for part, size in zip(seen, sizes, strict=True)]
+            parts = [part[: x.nbytes].view(x.dtype) for part in seen]
             finish([*parts[: self._place], mine, *parts[self._place :]])
             for link, (at, _) in zip(self._links, heard, strict=True):
                 link.tell(LinkWord.TAKEN, at)
@@ -482,10 +461,11 @@ def _by_gloo(name: str) -> Any:
 
 
 for _name in (
-    *("reduce", "gather", "scatter", "allgather", "allgather_coalesced", "alltoall", "reduce_scatter"),
+    *("reduce", "gather", "scatter", "allgather", "allgather_coalesced", "alltoall", "alltoall_base", "reduce_scatter"),
     *("allreduce_coalesced", "broadcast", "barrier", "monitored_barrier"),
 ):
     setattr(ShmGroup, _name, _by_gloo(_name))
+ShmGroup.all_to_all_single = _by_gloo("alltoall_base")  # type: ignore[method-assign]  # its name in newer torch
 
 open_groups: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
 
@@ -495,34 +475,34 @@ open_groups: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
 c10d = torch.ops._c10d_functional
 
 
-class StartedCollective(NamedTuple):
-    """A handle of a collective, and its result."""
+class Started(NamedTuple):
+    """The handle of a collective or a receive, and its result."""
 
     work: Any
     out: Tensor
 
     def wait(self) -> Tensor:
-        """The result."""
+        """The result, after a wait."""
         self.work.wait()
         return self.out
 
 
-def _all_reduce(group: ShmGroup, x: Tensor, op: str) -> StartedCollective:
-    return StartedCollective(group.allreduce([x], _options(dist.AllreduceOptions, op)), x)
+def _all_reduce(group: ShmGroup, x: Tensor, op: str) -> Started:
+    return Started(group.allreduce([x], _options(dist.AllreduceOptions, op)), x)
 
 
-def _all_reduce_copy(group: ShmGroup, x: Tensor, op: str) -> StartedCollective:
+def _all_reduce_copy(group: ShmGroup, x: Tensor, op: str) -> Started:
     return _all_reduce(group, x.clone(memory_format=torch.contiguous_format), op)
 
 
-def _all_gather(group: ShmGroup, x: Tensor, size: int, *, out: Tensor | None = None) -> StartedCollective:
+def _all_gather(group: ShmGroup, x: Tensor, size: int, *, out: Tensor | None = None) -> Started:
     out = x.new_empty([x.shape[0] * size, *x.shape[1:]]) if out is None else out
-    return StartedCollective(group.all_gather_single(out, x), out)
+    return Started(group.all_gather_single(out, x), out)
 
 
-def _reduce_scatter(group: ShmGroup, x: Tensor, op: str, size: int) -> StartedCollective:
+def _reduce_scatter(group: ShmGroup, x: Tensor, op: str, size: int) -> Started:
     out = x.new_empty([x.shape[0] // size, *x.shape[1:]])
-    return StartedCollective(group.reduce_scatter_single(out, x, _options(dist.ReduceScatterOptions, op)), out)
+    return Started(group.reduce_scatter_single(out, x, _options(dist.ReduceScatterOptions, op)), out)
 
 
 @cache
@@ -532,7 +512,7 @@ def _options(kind: Callable[[], Any], op: str) -> Any:
     return made
 
 
-def _direct(op: Callable[..., Any], start: Callable[..., StartedCollective]) -> Callable[..., Any]:
+def _direct(op: Callable[..., Any], start: Callable[..., Started]) -> Callable[..., Any]:
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         group = _resolve_process_group(args[-1])
         if not isinstance(group, ShmGroup) or torch._C._len_torch_dispatch_stack():  # which may count collectives

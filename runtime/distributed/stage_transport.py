@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from queue import Queue
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.ops.loop.stage_transfer import number, peers
 
 from .groups import shares_memory
+from .shm import Started
 
 Tensor = torch.Tensor
 AHEAD = 2
@@ -33,31 +33,18 @@ FORTH, BACK = "/forth", "/back"
 Sent = tuple[dist.Work, Tensor]
 
 
-class Receipt(NamedTuple):
-    """A posted receive."""
-
-    into: Tensor
-    work: dist.Work
-
-    def wait(self) -> Tensor:
-        """The received tensor, after a wait."""
-        self.work.wait()
-        return self.into
-
-
 Asked = tuple[Sequence[int], torch.dtype, str, int, int, int, str]
 """A receive request: shape, dtype, device, source place in the group, tag, iteration, group."""
 
 
-def _started(asked: Asked, by_stream: bool) -> Receipt:
+def _started(asked: Asked, by_stream: bool) -> Started:
     shape, dtype, device, origin, tag, iteration, group = asked
     into = torch.empty(shape, dtype=dtype, device=device)
     if by_stream:  # NCCL has no tags
         work = dist.irecv(into, group=one_way(group, origin, peers(group).rank()), group_src=origin)
     else:
         work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, iteration))
-    assert work is not None
-    return Receipt(into, work)
+    return Started(work, into)
 
 
 def one_way(group: str, origin: int, to: int) -> dist.ProcessGroup:
@@ -96,29 +83,25 @@ class Inbox:
     def __init__(self, by_stream: bool = False) -> None:
         self._by_stream = by_stream
         self._every: list[Asked] = []
-        self._known, self._at = False, 0
-        self._under_way: deque[Receipt] = deque()
+        self._at, self._under_way = 0, deque[Started]()
 
     def begin(self) -> None:
         """Begin a run: post its first receives."""
-        self._known, self._at = bool(self._every), 0
-        self._under_way.clear()
-        for asked in self._every[:AHEAD]:
-            self._under_way.append(_started(asked, self._by_stream))
+        self._at, self._under_way = 0, deque(_started(asked, self._by_stream) for asked in self._every[:AHEAD])
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, iteration: int, group: str
-    ) -> Receipt:
+    ) -> Started:
         """Post a receive (:func:`shardfx.ir.ops.loop.stage_transfer.receive`), if that is not done yet."""
         asked = (shape, dtype, device, origin, tag, iteration, group)
         if shares_memory(group) and not self._by_stream:
             return _started(asked, False)
-        self._at += 1
-        if not self._known:
+        at, self._at = self._at, self._at + 1
+        if at == len(self._every):  # the first run
             self._every.append(asked)
             return _started(asked, self._by_stream)
-        if self._at + AHEAD <= len(self._every):
-            self._under_way.append(_started(self._every[self._at + AHEAD - 1], self._by_stream))
+        if at + AHEAD < len(self._every):
+            self._under_way.append(_started(self._every[at + AHEAD], self._by_stream))
         return self._under_way.popleft()
 
 

@@ -17,7 +17,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.program.source import write_source
 from shardfx.runtime.compiled_programs import Write, as_module, in_segments
-from shardfx.runtime.cuda_graphs import GraphEngine, cuda_graphs
+from shardfx.runtime.cuda_graphs import cuda_graphs, graphed
 from shardfx.runtime.distributed.groups import by_stream, is_dry_run, share_memory
 from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
@@ -175,8 +175,9 @@ class ExecutionTarget:
         """An engine that runs programs through ``torch.compile``."""
         apart = self.virtual or graph.pipeline is not None or any(map(moves_pool, graph.nodes))
         write = (in_segments if apart else as_module)(options.of_torch)  # a compiled send would wait for its receiver
-        engine = self.make_engine(graph, write)
-        return GraphEngine(engine, cuda_graphs(self.device)) if options.cuda_graphs else engine
+        if options.cuda_graphs:
+            write = graphed(write, self.device, cuda_graphs(self.device))
+        return self.make_engine(graph, write)
 
     @property
     def transport(self) -> Transport:

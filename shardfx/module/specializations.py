@@ -64,8 +64,8 @@ from shardfx.module.programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN
 from shardfx.passes import stages_as_planned
 from shardfx.plan import as_said
 from shardfx.runtime.distributed.peers import OtherStates, Peers, RankInput
-from shardfx.runtime.engine import Probe, seed_tensor
-from shardfx.runtime.step import HELD, ProgramRunner, RunStart
+from shardfx.runtime.engine import Probe
+from shardfx.runtime.step import HELD, ProgramRunner
 from shardfx.runtime.verify.verdict import Verdict, together
 
 Build = Callable[..., Compiled]
@@ -265,21 +265,17 @@ class Specializations:
             return {"runs": RUNS[kinds], **form.words(), **guards, **watched}
 
         key = (kinds, form.key, watch is not None)
-        way, known = passing_of(first.step, call), self._known_for(form)
-        onwards = kinds is INFER and bool(wanted)
-        mine = int(seed_tensor()) if known is not None and known.step.draws(kinds) and not onwards else None
         try:
-            local, drawn = peers.agree(key, words, way, mine, options)
+            local = peers.agree(key, words, passing_of(first.step, call), options)
         except OtherStates:  # on all ranks, and nothing was run: no rank has programs for this state
             self._joins += 1
             self._joined[self._surroundings.state()[0]] = -self._joins
             return self.run(call, training, peers, make, watch, with_results, options)
         programs = self.serving(form, call, peers, make)
         call = self._alike(programs.step, call, key, peers, local)
-        if onwards:
+        if kinds is INFER and wanted:
             return self._onwards(programs, call, form, (peers, make, watch, local), wanted)
         step = programs.step
-        kept = None if drawn is None else RunStart(step.on_device(drawn), {})
         first.say_unused(programs, kinds)
         learns = learns and not steps
         tensors = leaves(wanted) if learns else []
@@ -288,7 +284,7 @@ class Specializations:
             kept_too = programs.compiled.captured.trace
             runs = kinds if kept_too is None or not kept_too.keeps else kinds | BESIDE
             with naming_call(self.known[0][0], form):
-                made = step.run(runs, {**call.tensors, **others, **(options or {})}, watch, kept)
+                made = step.run(runs, {**call.tensors, **others, **(options or {})}, watch)
             loss = made[OutputKind.LOSS, "loss"][0] if trains else None
             if learns:
                 loss = loss_with_grads(step, call, local, wanted, made)
@@ -391,8 +387,9 @@ class Specializations:
 
     def serving(self, form: CallSignature, call: ModuleCall, peers: Peers, make: Make) -> Programs:
         """The programs for a call; planned on all ranks, if missing."""
-        if (programs := self._known_for(form)) is not None:
-            return programs
+        for known, programs in self.known:
+            if known.serves(form):
+                return programs
         first, ours = self.known[0][0], self.known[0][1].compiled.after
         if len(self.known) > (most := self.hints.max_specializations):
             raise Error(
@@ -411,10 +408,6 @@ class Specializations:
         log.warning("planned in %.1f s for another call signature: %s", seconds, first.difference(form))
         self.known.append((form, made))
         return made
-
-    def _known_for(self, form: CallSignature) -> Programs | None:
-        """The known programs for a signature, if any."""
-        return next((programs for known, programs in self.known if known.serves(form)), None)
 
     def trace(self, args: tuple[Any, ...], training: frozenset[str]) -> Graph:
         """The captured program of the model's results for other arguments, in a mode."""

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from shardfx.module import execution_target
 from shardfx.module.execution_target import CompileOptions
-from shardfx.runtime.cuda_graphs import WARM_UP, GraphEngine, Work
+from shardfx.runtime.cuda_graphs import WARM_UP, Work
 from tests.plans import MESHES
 from tests.stepped import KINDS, alone, batches, small_plan
 
@@ -44,12 +45,9 @@ class Double:
 def graphed(pm: sx.ParallelModule, monkeypatch: pytest.MonkeyPatch) -> list[Double]:
     """Let ``pm`` record its steps; gives the graphs that are made from now on."""
     monkeypatch.setattr(Double, "made", [], raising=False)
-    make, options = type(pm._target).make_compiled, CompileOptions({"backend": "eager"})
-
-    def make_graphed(self: Any, graph: Any, _: Any) -> GraphEngine:
-        return GraphEngine(make(self, graph, options), Double)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(type(pm._target), "make_compiled", make_graphed)
+    make, options = type(pm._target).make_compiled, CompileOptions({"backend": "eager"}, cuda_graphs=True)
+    monkeypatch.setattr(execution_target, "cuda_graphs", lambda device: Double)
+    monkeypatch.setattr(type(pm._target), "make_compiled", lambda self, graph, _: make(self, graph, options))
     pm.compile(backend="eager")
     return Double.made
 
