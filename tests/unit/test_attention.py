@@ -12,14 +12,12 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.capture.graph_interpreter import interpret
 from shardfx.ir.capture.trace import capture
-from shardfx.ir.cost.flops import FLOPS
 from shardfx.ir.graph import Graph, Node, OutputKind
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.fused_attention import attention, attention_backward, drawn, forward_by_hand
-from shardfx.ir.ops.traits import is_heavy, with_defaults
+from shardfx.ir.ops.fused_attention import attention, drawn, forward_by_hand
+from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rulebook import default_rules
-from shardfx.ir.unfolding.unfold import unfolded
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -164,61 +162,6 @@ def test_capture_keeps_it_whole(form: str) -> None:
         assert parameter.grad is not None
         bound = 1e-5 if parameter.dtype == torch.float32 else 1e-12
         assert (gradients[name] - parameter.grad).abs().max() < bound
-
-
-class OfOneDevice(nn.Module):
-    """Attention by the name of one device's kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Parameter(torch.randn(2, 4, 6, 8, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q * x
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True, scale=0.3)[0]
-        return out
-
-
-def test_the_kernel_of_a_device_is_attention_again() -> None:
-    captured = capture(OfOneDevice(), Mesh(dp=2), args=(torch.rand(1, dtype=torch.float64),), loss=torch.sum)
-    forward, backward = attentions(captured.graph)
-    assert forward.op is attention and forward.args[3:] == (None, True, 0.3)
-    assert str(backward.op) == "shardfx.attention_backward.default" and backward.args[6:] == (None, True, 0.3)
-
-
-class Block(nn.Module):
-    """Attention with dropout, behind a dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.dropout(self.lin(x), 0.1)
-        return x + F.scaled_dot_product_attention(h, h, h, dropout_p=0.2)
-
-
-@pytest.mark.long
-def test_repeated_blocks_draw_by_numbers_of_their_own() -> None:
-    """Blocks that were left out and put back are as if each had been traced; a backward has its forward's number."""
-    model = nn.Sequential(nn.Sequential(*(Block() for _ in range(9))))
-    texts = {}
-    for fold in (True, False):
-        captured = capture(model, Mesh(dp=2), args=(torch.randn(2, 4, 6, 8),), loss=torch.sum, fold=fold)
-        assert not captured.graph.notes and bool(captured.graph.repeats) is fold
-        graph = unfolded(captured.graph)
-        texts[fold] = str(graph)
-    assert texts[True] == texts[False]
-    numbers = [with_defaults(n.op, n.args, n.kwargs)["number"] for n in attentions(graph)]
-    assert numbers == [*range(2, 20, 2), *range(18, 0, -2)]
-
-
-def test_flops_are_those_of_each_query_head() -> None:
-    """Groups save memory, and no arithmetic."""
-    q, k = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 5, 8)
-    grad, product = torch.empty(2, 4, 6, 8), 2 * 2 * 4 * 6 * 5 * 8
-    assert FLOPS[attention](q, k, k) == 2 * product
-    assert FLOPS[attention_backward](grad, q, k, k) == 5 * product
 
 
 # ---- what a program calls -----------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import shardfx as sx
 from shardfx.ir.graph import OutputKind, Value
 from shardfx.ir.text import parse_graph, print_graph
 from tests.captures import captured_once
-from tests.reference import check_step, rel_err
+from tests.reference import check_step
 
 BATCH = 8
 LOSS = F.cross_entropy
@@ -131,18 +130,6 @@ def test_strategies_of_a_product(strategy: dict[str, tuple[str, ...]]) -> None:
     assert dict(product.strategy.shardings) == {factor: axes for factor, axes in strategy.items() if axes}
 
 
-def test_rows_then_columns_gather_between() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).double()
-    x = torch.randn(8, 8, dtype=torch.float64)
-    shardings = {"0": "m{x} n{} k{}", "1": "m{} n{x} k{}"}
-    pm = sx.parallelize(model.eval(), sx.Mesh(x=4), sx.Hints(args=(x,), strategies=shardings))
-    assert [str(node.op) for node in pm.planned.nodes if str(node.op).startswith("comm.")] == ["comm.all_gather"]
-    assert rel_err(pm(x), model(x)) < 1e-12
-    biased = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
-    equal(biased, sx.Mesh(x=4), shardings, x)
-
-
 def test_a_pin_wins_over_a_parameter_and_keeps_factors_replicated() -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 8, dtype=torch.float64)
@@ -165,19 +152,6 @@ def test_explanations_and_plans_know_them() -> None:
     assert again.plan == pm.plan and not again.planned.notes
     text = print_graph(pm.planned, sources=False)
     assert 'pinned "fc1" m{} k{} n{x}' in text and print_graph(parse_graph(text), sources=False) == text
-
-
-@pytest.mark.long
-def test_equal_blocks_are_planned_once() -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)])
-    model = nn.Sequential(OrderedDict(layers=layers)).double()
-    x = torch.randn(8, 8, dtype=torch.float64)
-    for shardings in ({"layers.*.0": "n{x}"}, {"layers.5.0": "n{x}"}):
-        pm = equal(model, sx.Mesh(x=2), shardings, x)
-        assert pm._compiled.captured.graph.repeats
-        pinned = [node.where.module for node in pm.planned.nodes if node.pin is not None]
-        assert pinned == ([f"layers.{i}.0" for i in range(8)] if "layers.*.0" in shardings else [*shardings])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, bounds, chunk, compound, project
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, chunk, compound, project
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Loop, Mesh
 from shardfx.ir.spec import Spec, as_it_lies
@@ -128,43 +128,7 @@ def test_a_plain_sharding_is_dtensors(shape: list[int], data: st.DataObject) -> 
             assert tuple(start for start, _ in spec.box(shape, mesh, coords)) == tuple(offset)
 
 
-def test_nested_axes_sharded_one_after_the_other() -> None:
-    mesh = Mesh(dp=2, tp=3)
-    lengths = [bounds(7, ("dp", "tp"), mesh, mesh.coords(rank)) for rank in range(6)]
-    assert lengths == [(0, 2), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]
-    lengths = [bounds(7, ("tp", "dp"), mesh, mesh.coords(rank)) for rank in range(6)]
-    assert lengths == [(0, 2), (3, 2), (6, 1), (2, 1), (5, 1), (7, 0)]
-
-
-def test_a_fused_weight_is_sharded_by_heads() -> None:
-    spec = Spec((DimSharding(("b",), (Part(3), Part(6, ("b",)))), REPLICATED))
-    assert spec.text((18, 4), "f32") == "f32[(3 6{b}), 4]"
-    assert spec.sub_shape((18, 4)) == (3, 6, 4)
-    assert spec.local_shape((18, 4), MESH, {"b": 2}) == (6, 4)
-    assert held(Spec(spec.dims[:1]), (18,), {"b": 1}).tolist() == [2, 3, 8, 9, 14, 15]
-
-
 # ---- compounds and views -----------------------------------------------------------------------------------
-
-
-@given(parts())
-def test_a_compound_is_its_parts(found: list[Part]) -> None:
-    sizes = [part.size for part in found]
-    apart = Spec(tuple(DimSharding(part.axes) for part in found))
-    whole = math.prod(sizes)
-    assert same(apart, sizes, Spec((compound(found, MESH),)), [whole])
-
-
-@given(parts(smallest=2))
-def test_project_is_the_inverse_of_compound(found: list[Part]) -> None:
-    sizes = [part.size for part in found]
-    sharding = compound(found, MESH)
-    projected = project(sharding, math.prod(sizes), sizes, MESH)
-    assert projected is not None
-    back = [part for c, size in zip(projected, sizes, strict=True) for part in c.sub(size)]
-    assert compound(back, MESH) == sharding
-    if all(MESH[axis].size > 1 for axis in sharding.axes):
-        assert projected == tuple(DimSharding(part.axes) for part in found)
 
 
 @given(parts(), st.data())

@@ -7,7 +7,6 @@ rows that the rule gives them, and put together again; nothing may differ from t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -113,13 +112,6 @@ def test_tiles_are_those_of_the_whole(kind: str) -> None:
     check(kind, iter(range(60)), 30)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
-def test_thousands_of_tiles_are_those_of_the_whole(kind: str) -> None:
-    check(kind, iter(range(1000, 3000)), 1000)
-
-
 def test_a_factor_that_sees_others_is_sharded_into_chunks_alone() -> None:
     node = instance(aten.convolution.default, (f(1, 2, 12), f(2, 2, 3), None, [1], [1], [1], False, [0], 1)).node
     entry = BOOK.entry(node.op)
@@ -143,15 +135,6 @@ def test_rows_that_a_rank_has_none_of_are_not_made_of_others() -> None:
         strategy(rule, {"o": rows}, four)
     made = strategy(rule, {"o": DimSharding(("a",), rows=Window(6, 1, 1, 0, 0))}, four)
     assert made.operands[0].text((2, 6, 3)) == "[2, 6{a}, 3]"
-
-
-def test_side_by_side_windows_need_no_rows() -> None:
-    def rule_of(node: Node) -> Any:
-        entry = BOOK.entry(node.op)
-        return entry.make(node) if entry is not None else None
-
-    patches = instance(aten.convolution.default, (f(1, 3, 16), f(4, 3, 4), None, [4], [0], [1], False, [0], 1)).node
-    assert not rule_of(patches).windows
 
 
 # ---- the exchange ------------------------------------------------------------------------------------------

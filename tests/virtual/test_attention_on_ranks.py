@@ -77,33 +77,6 @@ def test_gradients_are_those_of_one_device(kind: str, mesh: sx.Mesh, specs: dict
     check_step(pm, alone, loss, inputs(dtype), bound=1e-10 if dtype == torch.float64 else 1e-3)
 
 
-@pytest.mark.slow
-def test_dropout_is_the_same_on_every_mesh() -> None:
-    """What is dropped is a function of the place in the whole: ranks may shard it in any way, the backward in
-    another."""
-    found = []
-    for mesh, specs in (
-        (sx.Mesh(dp=1), {}),
-        (sx.Mesh(dp=2, tp=2), {**DATA, **WEIGHTS}),
-        (sx.Mesh(cp=3), {"args.0": "-, cp, -"}),
-    ):
-        torch.manual_seed(0)
-        model = Attention("dropout").double()
-        hints = sx.Hints(args=inputs(torch.float64), loss=loss, specs=specs)
-        with captured_once("attention"):
-            pm = sx.parallelize(model, mesh, hints)
-        torch.manual_seed(3)
-        value = pm(*inputs(torch.float64))
-        value.backward()
-        found.append((value.item(), pm.full_grads()))
-        for verdict in (pm.verify(), pm.verify(run=True)):
-            assert verdict, verdict.why
-    (value, grads), *others = found
-    for other, theirs in others:
-        assert abs(other - value) < 1e-10
-        assert all((theirs[name] - grad).abs().max() < 1e-10 for name, grad in grads.items())
-
-
 ALONE = """
 import sys, torch
 sys.path.insert(0, {folder!r})

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.ir.ops.computing import batch_statistics as moments
 from tests.reference import check_step
 
 from .test_calls import near
@@ -189,15 +188,6 @@ def test_norms_in_bf16_have_statistics_in_float32(norm: nn.Module, stats: str | 
     assert {name: each.dtype for name, each in pm.named_buffers()} == {
         name: each.dtype for name, each in model.named_buffers()
     }
-
-
-@pytest.mark.parametrize("shape", [(8, 3, 4, 5), (8, 3)])
-def test_joined_moments_of_uneven_shards_are_those_of_all(shape: tuple[int, ...]) -> None:
-    x, dims = 5 + torch.randn(shape, dtype=torch.float64), [d for d in range(len(shape)) if d != 1]
-    var, mean = torch.var_mean(x, dims, correction=0)
-    sums = sum(map(moments.batch_moments, x.split([5, 3])), torch.zeros(2, 3, dtype=torch.float64))
-    found = moments.joined_moments(sums, x.numel() // 3, torch.float64)
-    assert near(found[0], mean) and near(found[1], var)
 
 
 @pytest.mark.long

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
-from tests.deep import alone, deep, in_stages, worst
 from tests.reference import check_step
 
 
@@ -62,89 +61,6 @@ def test_logits_exist_a_chunk_at_a_time(how: str) -> None:
     pm, whole = planned(mesh, specs), planned(sx.Mesh(dp=2), {"args.0": "dp, -"})
     check_step(pm, model, next_tokens, (x,), (y,), bound=1e-12)
     assert pm.memory(0).footprint.peak.of("activations") < whole.memory(0).footprint.peak.of("activations") / 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 0])
-def test_a_whole_step_in_iterations(zero: int) -> None:
-    model, x, y = language()
-    alone = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3)
-    pm = sx.parallelize(
-        model,
-        sx.Mesh(dp=2),
-        sx.Hints(
-            args=(x,),
-            loss=next_tokens,
-            targets=(y,),
-            specs={"args.0": "dp, -"},
-            grad_accumulation=2,
-            zero=zero,
-            zero_min_numel=0,
-            clip_grad_norm=0.1,
-            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
-        ),
-        virtual=True,
-    )
-    for _ in range(2):
-        loss = next_tokens(alone(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        optimizer.step()
-        assert abs(pm.step(x, y).item() - loss.item()) < 1e-9
-    state = pm.full_state_dict()
-    assert all((state[name] - each).abs().max() < 1e-9 for name, each in alone.state_dict().items())
-    assert pm.verify()
-
-
-def test_results_are_put_together_again() -> None:
-    model, x, y = language()
-    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=2)
-    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
-    with torch.no_grad():
-        assert (pm(x) - model(x)).abs().max() < 1e-12
-
-
-class Attending(nn.Module):
-    """A small GPT whose head is tied: what chunks of the logits must not come back into are attentions."""
-
-    def __init__(self, vocabulary: int = 64, width: int = 16, blocks: int = 2) -> None:
-        super().__init__()
-        self.tok = nn.Embedding(vocabulary, width)
-        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(blocks))
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tok.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.tok(x)
-        for qkv in self.qkv:
-            q, k, v = qkv(y).unsqueeze(1).chunk(3, -1)
-            y = y + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
-        return self.head(y)
-
-
-STAGED = {
-    "tied": (sx.Mesh(dp=2, chunk=sx.Loop(3)), None),
-    "1f1b": (sx.Mesh(pp=2, mb=sx.Loop(4), chunk=sx.Loop(3)), sx.Pipeline()),
-    "zb-h1": (sx.Mesh(pp=2, mb=sx.Loop(8), chunk=sx.Loop(3)), sx.Pipeline(schedule="zb-h1")),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [pytest.param(how, marks=() if how == "1f1b" else pytest.mark.slow) for how in STAGED])
-def test_chunks_of_the_head_stay_behind_the_attentions(how: str) -> None:
-    """In the last stage of a pipeline too: forward and backward of the chunks stand in its backward."""
-    torch.manual_seed(0)
-    mesh, pipeline = STAGED[how]
-    model, x, y = Attending().double(), torch.randint(64, (8, 9)), torch.randint(64, (8, 9))
-    y[0, :5] = -100
-    specs = {"head": "-, chunk, -"} if pipeline else {"args.0": "dp, -", "head": "dp, chunk, -"}
-    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs, pipeline=pipeline)
-    pm = sx.parallelize(model, mesh, hints, virtual=True)
-    sharding = [node for node in pm.planned.nodes if any(v.spec and "chunk" in v.spec.axes for v in node.outs)]
-    assert {node.where.module for node in sharding if not str(node.op).startswith("comm.")} == {"head", "loss"}
-    check_step(pm, model, next_tokens, (x,), (y,))
 
 
 @pytest.mark.parametrize("sizes", [(2, 5), (4, 3)])
@@ -201,13 +117,6 @@ def test_chunks_of_uneven_iterations(iterations: int, chunks: int, staged: bool)
     check_step(pm, model, next_tokens, (x,), (y,), bound=1e-12)
 
 
-@pytest.mark.slow
-def test_what_has_another_size_in_each_iteration_has_no_place_in_an_arena() -> None:
-    model, x, y, pm = planned(sx.Mesh(pp=2, mb=T(3), chunk=T(2)), True, arena=True)
-    assert abs(pm(x, y) - next_tokens(model(x), y)) < 1e-12
-    assert pm.verify()
-
-
 @pytest.mark.long
 def test_iterations_that_lie_the_wrong_way_round_are_an_error() -> None:
     with pytest.raises(sx.Error, match=re.escape("iterations of 'mb' are within those of 'chunk'")) as error:
@@ -248,17 +157,3 @@ def test_iterations_go_on_where_ranks_and_chunks_want_one_dim(specs: dict[str, s
     hints = sx.Hints(args=(x,), loss=loss_of, targets=(y,), specs=specs)
     pm = sx.parallelize(model, sx.Mesh(a=2, mb=T(4), chunk=T(2)), hints, virtual=True)
     check_step(pm, model, loss_of, (x,), (y,), proven=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "schedule"), [(7, "1f1b"), pytest.param(8, "zb-h1", marks=pytest.mark.slow)])
-def test_iterations_around_those_of_a_pipeline(rows: int, schedule: str) -> None:
-    """A message has a number of both iterations; some iterations have fewer rows than others."""
-    case = deep("mlp", 2, rows - 2)
-    hints = {"pipeline": sx.Pipeline(schedule=schedule), "grad_accumulation": 2}
-    pm = in_stages(case, sx.Mesh(pp=2, mb=sx.Loop(2)), **hints)
-    assert worst(pm, case, alone(case)) < 1e-12
-    pm.zero_grad()
-    pm.use({rank: pm.rank_module(rank) for rank in range(2)})
-    assert worst(pm, case, alone(case)) < 1e-12
-    assert pm.verify()

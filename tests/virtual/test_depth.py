@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import shardfx as sx
-from shardfx.ir.capture.optimizer.optimizer_groups import Parameters
 from shardfx.ir.capture.trace import capture
 from tests.plans import MESHES
 from tests.reference import check_step
@@ -40,11 +39,6 @@ def decayed(params: Any) -> torch.optim.Optimizer:
     """Two groups, each through all blocks."""
     decay, rest = ([p for p in params.named.values() if (p.ndim > 1) is wide] for wide in (True, False))
     return torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
-
-
-def by_layer(params: Any) -> torch.optim.Optimizer:
-    """Deeper blocks learn faster."""
-    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(params)], momentum=0.9)
 
 
 X, Y = torch.linspace(-1, 1, 32).reshape(8, 4).double(), torch.linspace(0, 1, 16).reshape(8, 2).double()
@@ -88,28 +82,6 @@ def test_the_update_of_equal_blocks_is_planned_once(how: str, monkeypatch: pytes
     plans = [re.sub(r"^note .*\n", "", str(pm.planned), flags=re.MULTILINE) for pm in (short, whole)]
     assert plans[0] == plans[1]
     assert not any("one by one" in note for note in short.planned.notes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [decayed, by_layer])
-def test_deep_models_are_stepped_as_on_one_device(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Also where the optimizer tells blocks apart."""
-    pm, alone = deep_step(mesh="dp2", optimizer=optimizer, clip_grad_norm=0.1, zero=1), chain(Block)
-    apart = any("one by one" in note and "stepped differently" in note for note in pm.planned.notes)
-    assert apart is (optimizer is by_layer) is not bool(pm._compiled.captured.graph.repeats)
-    named = Parameters(dict(alone.named_parameters()))
-    stepped = optimizer(named)
-    for _ in range(3):
-        stepped.zero_grad()
-        torch.nn.functional.mse_loss(alone(X), Y).backward()
-        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        stepped.step()
-        pm.step(X, Y)
-    for name, value in pm.full_state_dict().items():
-        torch.testing.assert_close(value, alone.get_parameter(name).detach(), rtol=1e-9, atol=1e-9)
-    names = [set(group["params"]) for group in pm.optimizer.state_dict()["param_groups"]]
-    assert [len(each) for each in names] == [len(group["params"]) for group in stepped.param_groups]
-    assert pm.verify()
 
 
 @pytest.mark.long

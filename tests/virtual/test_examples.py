@@ -54,18 +54,6 @@ def test_the_gpt_trains_as_on_one_device(
     assert "proven: the ranks compute what the model computes" in printed and "reduce-scatter" in printed
 
 
-@pytest.mark.slow
-def test_the_example_for_torchrun_runs_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr(sys, "argv", ["gpt_torchrun.py"])
-    runpy.run_path(str(ROOT / "examples" / "gpt_torchrun.py"), run_name="__main__")
-    losses = [float(number) for number in re.findall(r"loss ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)]
-    assert losses == pytest.approx(one_device(10), abs=2e-5)
-
-
 def printed_of_tiles(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *models: str
 ) -> tuple[str, sx.ParallelModule]:

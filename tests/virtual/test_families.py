@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -138,47 +137,6 @@ def test_a_program_for_fewer_outputs_that_is_wrong(monkeypatch: pytest.MonkeyPat
     verdict = many().verify()
     assert not verdict and verdict.fault is not None
     assert verdict.fault.rank in ranks
-
-
-@dataclass(frozen=True)
-class Otherwise(sx.RankPass):
-    """Takes a slice before the first relu: of all there is, or of too little."""
-
-    name: ClassVar[str] = "otherwise"
-    sound: bool = True
-
-    def run(self, program: RankProgram, context: RankContext) -> bool:
-        """Change the first relu."""
-        graph = program.graph
-        relu = next(node for node in graph.nodes if node.target is aten.relu.default)
-        with graph.inserting_before(relu):
-            same = graph.call_function(aten.slice.Tensor, (relu.args[0], 1, 0, 2**31 if self.sound else 1))
-        relu.update_arg(0, same)
-        return True
-
-
-@pytest.mark.long
-def test_code_that_is_not_that_of_its_op_is_interpreted() -> None:
-    sound = many((Otherwise(),)).verify()
-    assert sound, sound.why
-    assert sound.checked["whole programs"] == 2 * len(sound.programs)
-    assert not many((Otherwise(False),)).verify()
-
-
-@pytest.mark.long
-def test_programs_that_are_used_are_read() -> None:
-    """Also those that were put there unproven, when it is asked again."""
-    case = make("mlp3")
-    x, y = case.args[0].repeat(2, 1), case.targets[0].repeat(2)
-    specs = {"args.0": "dp, -", "targets.0": "dp", **case.megatron_specs}
-    pm = sx.parallelize(
-        case.model, sx.Mesh(dp=16, tp=4), sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs)
-    )
-    changed = pm.rank_module(UNREAD)
-    relu = next(node for node in changed.graph.nodes if "relu" in node.name)
-    relu.replace_all_uses_with(relu.args[0])
-    pm.use({UNREAD: changed}, proven=False)
-    refused(pm.verify(), UNREAD)
 
 
 # ---- numbers that ranks have their own of ---------------------------------------------------------------------------

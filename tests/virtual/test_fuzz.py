@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
 
-import shardfx.compile
 from tests.fuzz.case import draw
 from tests.fuzz.check import check, sharing
 
@@ -55,11 +53,3 @@ def test_cases_that_were_wrong_once(seed: int) -> None:
     with sharing() as captures:
         outcome = check(case, captures, verify=True)
     assert (outcome.result, outcome.alarm) == ("equal", "")
-
-
-def test_what_is_shared_ends_with_its_context() -> None:
-    log = logging.getLogger("shardfx")
-    before = log.level, shardfx.compile.capture
-    with pytest.raises(KeyError), sharing():
-        raise KeyError
-    assert (log.level, shardfx.compile.capture) == before

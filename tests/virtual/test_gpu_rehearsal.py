@@ -5,21 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu import cells as table
-from benchmarks.gpu import context
 from benchmarks.gpu.__main__ import PARTS
-from benchmarks.gpu.context import Context, OverTime, time_limit
-from benchmarks.gpu.device import Device
-from benchmarks.gpu.processes import Worker, wait_for
 from benchmarks.gpu.results import Results
-from benchmarks.gpu.tables import BEGIN, END, as_text, write_readme
+from benchmarks.gpu.tables import BEGIN, END, write_readme
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,71 +55,3 @@ def test_rehearsal_of_all_parts_is_right(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
     assert "| dp2 x tp2 |" in text
-
-
-@pytest.mark.slow
-def test_time_that_is_over_leaves_rows_and_tables(tmp_path: Path) -> None:
-    status, found = rehearse(tmp_path, "--parts", "table", "--seconds", "3")
-    assert status == 1
-    assert {row["status"] for row in found["parts"]["table"].values()} <= {"died", "not reached", "ok"}
-
-
-def attempted(
-    folder: Path, measure: Callable[[], dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> dict[str, Any]:
-    """The last row of a cell, as a parent process reads it."""
-    told = Context("table", ["cell"], Device("cpu"), True, 60.0, 60.0, 60.0, folder)
-    told.attempt("cell", measure, 1.0)
-    last: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(context.ROW))
-    return last
-
-
-def test_cell_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails() -> dict[str, Any]:
-        raise RuntimeError("no kernel\nfor this")
-
-    row = attempted(tmp_path, fails, capsys)
-    assert row["status"] == "error" and row["why"] == "RuntimeError: no kernel for this"
-    assert "in fails" in row["traceback"]
-
-
-def test_time_limit_interrupts_python() -> None:
-    with pytest.raises(OverTime, match="took more than"), time_limit(0.01):
-        time.sleep(100)
-
-
-@pytest.mark.long
-def test_process_that_dies_costs_one_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started again behind the cell in which it died."""
-    (tmp_path / "dies.py").write_text(DIES)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    results = Results(tmp_path / "results.json")
-    cells = ["mlp | a", "mlp | b", "mlp | c"]
-    results.expect("table", cells)
-    until = time.monotonic() + 100
-    worker = Worker(
-        results,
-        tmp_path,
-        "dies",
-        0,
-        until,
-        until,
-        part="table",
-        cells=cells,
-        device="cpu",
-        rehearse=True,
-        cell_seconds=50.0,
-    )
-    wait_for([worker], until)
-    rows = Results.load(tmp_path / "results.json").of("table")
-    assert [row["status"] for row in rows.values()] == ["ok", "died", "ok"]
-    assert rows["mlp | b"]["why"] == "the process ended with SIGSEGV"
-    assert "table: mlp | b: died" in as_text(results)
-
-
-DIES = """
-import os, signal
-def run(context):
-    for cell in context.cells:
-        context.attempt(cell, lambda: os.kill(os.getpid(), signal.SIGSEGV) if cell == "mlp | b" else {})
-"""

@@ -101,27 +101,6 @@ def test_a_function_has_its_own_gradient(which: str) -> None:
     assert rounded(x.clone().requires_grad_()).sum().grad_fn is not None
 
 
-class Block(nn.Module):
-    """One of many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + Reversed.apply(self.linear(x), 0.1)
-
-
-def test_equal_blocks_with_a_function() -> None:
-    x, y = batch()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(*(Block() for _ in range(12))), nn.Linear(8, 4)).double()
-    pm = parallel(model)
-    repeats = len(pm._compiled.captured.graph.repeats)
-    assert repeats == 1
-    same_step(pm, copy.deepcopy(model), x, y)
-
-
 def test_a_function_that_changes_its_input_is_an_error() -> None:
     class Doubled(torch.autograd.Function):
         @staticmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,17 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import shardfx as sx
-from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.loops.loop_regions import ActionOrder, action_order
-from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.registry import PROGRAM_OPS
-from shardfx.module.programs import TRAIN
-from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan, specs_of
 from tests.reference import check_step, rel_err, single_device
-from tests.virtual.test_chunks import Language, next_tokens
 from tests.zoo import make
 
 
@@ -103,39 +97,6 @@ def test_less_communication_is_exposed() -> None:
     assert sum(each.length for row in (first, second) for each in row) <= interleaved.step
 
 
-@pytest.mark.slow
-def test_what_is_predicted_is_held() -> None:
-    pm = with_hints("gpt_fused", {}, sequence=True, tp=2)
-    held = held_in_a_step(pm, make("gpt_fused"))
-    for rank in range(2):
-        check_footprint(pm._programs.running(rank, TRAIN), held[rank])
-    one_by_one, two = (replay(beside(each).rank_program(0)).peak.nbytes for each in (False, True))
-    assert one_by_one < two  # activations of both
-    assert "iterations of mb" in str(beside(True).report())
-    assert "of 2 under way, of 2" in str(beside(True).report())
-
-
-@pytest.mark.long
-def test_a_measured_step_says_which_iteration_it_was(tmp_path: Any) -> None:
-    pm, case = beside(True), make("gpt_fused")
-    with pm.record(tmp_path / "step.json") as recording:
-        pm(*case.args, *case.targets).backward()
-    row = [action for action, _ in recording.steps[0].rows[0]]
-    assert row[:2] == [sx.schedules.Action("F", 0, 0), sx.schedules.Action("F", 0, 1)]
-    assert row.count(sx.schedules.Action("F", 0, 0)) > 1
-    assert {each.microbatch for each in row} == {0, 1}
-
-
-@pytest.mark.slow
-def test_programs_are_read_back() -> None:
-    pm = beside(True)
-    made = pm.rank_program(1)
-    assert str(parse_program(str(made), pm.planned)) == str(made)
-    assert pm.verify(modules={1: made.module()})
-    loop = [node for node in made.module().graph.nodes if node.target is loop_ops.repeat][-1]
-    assert str(loop.args[4]).startswith("s0.0 s0.1 s1.0 s1.1")
-
-
 @pytest.mark.long
 def test_so_many_iterations_are_under_way_as_the_pass_says() -> None:
     case = make("mlp3")
@@ -148,30 +109,6 @@ def test_so_many_iterations_are_under_way_as_the_pass_says() -> None:
         assert ActionOrder.of(action_order(begin).split()).in_flight == copies
     with pytest.raises(sx.Error, match="1 or more"):
         plan(case, mesh, specs=specs, rank_passes=["interleave{copies=0}"])
-
-
-@pytest.mark.slow
-def test_chunks_of_a_block_side_by_side() -> None:
-    """Tokens are sharded where nothing hangs on the others; the chunks of one iteration of the batch stand side by
-    side."""
-    torch.manual_seed(0)
-    model = Language().double()
-    x, y = torch.randint(300, (6, 12)), torch.randint(300, (6, 12))
-    y[0, :9] = -100
-    specs = {"args.0": "mb, -", "inner": "mb, -, -", "head": "mb, chunk, -", "head.weight": "tp, -"}
-    mesh = sx.Mesh(tp=2, mb=sx.Loop(3), chunk=sx.Loop(2, interleave=True))
-    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs)
-    pm = sx.parallelize(copy.deepcopy(model), mesh, hints, virtual=True)
-    assert "loop.action" in str(pm.rank_program(0))
-    check_step(pm, model, next_tokens, (x,), (y,), bound=1e-12)
-    assert pm.timeline().bubble >= 0
-
-
-@pytest.mark.long
-def test_iterations_side_by_side_within_iterations() -> None:
-    specs = {"args.0": "mb copy, -", "targets.0": "mb copy", "fc1.weight": "tp, -", "fc2.weight": "-, tp"}
-    mesh = sx.Mesh(mb=sx.Loop(2), copy=sx.Loop(2, interleave=True), tp=2)
-    check("mlp3", plan(make("mlp3"), mesh, specs=specs))
 
 
 # ---- what is wrong is refused
@@ -248,7 +185,6 @@ def test_a_program_that_cannot_be_is_refused(damage: Callable[[fx.Graph], None])
 
 
 HINTS = {"*.up.weight": "tp, -", "*.down.weight": "-, tp"}
-SIDE = sx.Loop(2, interleave=True)
 
 
 class Block(nn.Module):
@@ -272,19 +208,6 @@ def staged_check(model: nn.Module, pm: sx.ParallelModule, x: Tensor, y: Tensor) 
     check_step(pm, model, F.mse_loss, (x,), (y,), bound=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", ["mb c, -, -", pytest.param("mb, c, -", marks=pytest.mark.slow)])
-def test_iterations_within_those_of_a_pipeline(rows: str) -> None:
-    staged_check(*planned(sx.Mesh(mb=sx.Loop(4), c=SIDE, pp=2, tp=2), rows, pipeline=sx.Pipeline()))
-
-
 @pytest.mark.long
 def test_iterations_of_a_pipeline_are_in_its_schedule() -> None:
     staged_check(*planned(sx.Mesh(mb=sx.Loop(4, interleave=True), pp=2, tp=2), "mb, -, -", pipeline=sx.Pipeline()))
-
-
-@pytest.mark.slow
-def test_compiled() -> None:
-    model, pm, x, y = planned(sx.Mesh(mb=SIDE, tp=2), "mb, -, -")
-    pm.compile(backend="eager")
-    staged_check(model, pm, x, y)

@@ -72,17 +72,6 @@ def test_an_exported_program_is_the_same_in_both_modes() -> None:
     assert torch.equal(pm(X, scale=SCALE), trained)
 
 
-def test_a_symbolically_traced_module() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    traced = fx.symbolic_trace(model)
-    hints = sx.Hints(args=(X[0],), loss=torch.sum, specs={"0.weight": "tp, -"})
-    pm = sx.parallelize(traced, sx.Mesh(tp=2), hints)
-    model(X[0]).sum().backward()
-    pm(X[0]).backward()
-    grad = model[0].weight.grad
-    assert grad is not None and torch.allclose(pm.full_grads()["0.weight"], grad, atol=1e-5)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda"])
 def test_the_graph_names_no_device(device: str) -> None:

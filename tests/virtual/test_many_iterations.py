@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from functools import cache
 
@@ -164,14 +163,6 @@ def test_what_is_wrong_in_one_of_many_iterations_is_refused(
 
 
 @pytest.mark.long
-def test_a_program_of_iterations_that_somebody_gives_is_read() -> None:
-    pm = in_iterations(MANY)
-    verdict = pm.verify(modules={1: pickle.loads(pickle.dumps(pm.rank_module(1)))})
-    assert verdict, verdict
-    assert verdict.checked["programs read"] == (len(verdict.programs) * 2 - 1) * MANY  # its iterations are interpreted
-
-
-@pytest.mark.long
 def test_masks_of_many_iterations_are_proven_together() -> None:
     """Each iteration draws its own part of a mask: a number that iterations and ranks have their own of."""
     case = make("dropout_mlp")
@@ -180,14 +171,3 @@ def test_masks_of_many_iterations_are_proven_together() -> None:
     verdict = sx.parallelize(case.model, sx.Mesh(dp=2), hints, virtual=True).verify()
     assert verdict, verdict
     assert verdict.checked["families"] == len(verdict.programs)
-
-
-@pytest.mark.slow
-def test_what_families_cannot_tell_is_interpreted_iteration_by_iteration() -> None:
-    """Scattered over tp behind the sum over iterations: another order than that of so many ranks."""
-    case = make("gpt_fused")
-    x, y = case.args[0].repeat(3, 1), case.targets[0].repeat(3, 1)
-    specs = {"args.0": "dp, -", **case.megatron_specs}
-    hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs, grad_accumulation=12)
-    verdict = sx.parallelize(case.model, sx.Mesh(dp=2, tp=2), hints, virtual=True).verify()
-    assert verdict, verdict

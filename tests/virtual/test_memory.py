@@ -105,19 +105,6 @@ def test_recompute_keeps_what_goes_into_a_block() -> None:
     assert again.peak < half.peak < plain.peak and again.peak < kept.peak < plain.peak
 
 
-@pytest.mark.slow
-def test_collectives_are_repeated_or_kept_and_boundaries_wait_in_slices() -> None:
-    mesh, tp = sx.Mesh(dp=2, tp=2), BATCH | {"layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}
-    sent = {}
-    for name, how in {"plain": None, "again": "layers.*", "kept": sx.Recompute("layers.*", comm=False)}.items():
-        pm = blocks(mesh, tp, recompute=how)
-        sent[name] = pm.report().communication.over("tp")
-        assert pm.verify()
-    assert sent["plain"] == sent["kept"] <= sent["again"]
-    sliced = blocks(mesh, tp, recompute=sx.Recompute("layers.*", shard_saved="tp"))
-    assert sliced.verify() and "waits for the backward in slices" in {node.why for node in sliced.planned.nodes}
-
-
 @pytest.mark.long
 def test_zero_stores_shards_and_gathers_them_again() -> None:
     whole = sum(p.numel() for p in Blocks().parameters())
@@ -178,17 +165,6 @@ def test_zero_levels_of_small_models_hold_no_more_than_the_level_below(
     peaks = [peak(level, optimizer=torch.optim.AdamW, zero_min_numel=0) for level in range(4)]
     assert peaks == sorted(peaks, reverse=True), peaks
     assert peak(3, zero_min_numel=0) < peak(0)  # of an optimizer elsewhere the states are not counted
-
-
-@pytest.mark.slow
-def test_zero_over_several_axes_and_beside_tensor_parallelism() -> None:
-    mesh = sx.Mesh(a=2, b=2, tp=2)
-    specs = {"args.0": "a b, -", "targets.0": "a b, -", "layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}
-    for axes in ("b", ("a", "b")):
-        pm = blocks(mesh, specs, zero=3, zero_axis=axes, zero_min_numel=0)
-        stored = pm.planned.input("layers.1.up.weight").value.spec
-        assert stored is not None and set(stored.axes) == {"tp", *axes}
-        assert pm.verify(), pm.verify().why
 
 
 # ---- a budget

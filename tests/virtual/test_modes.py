@@ -81,16 +81,6 @@ def test_evaluation_equals_one_device(name: str) -> None:
     assert bool(moved) == (name == "resnet")
 
 
-def test_results_need_no_target_that_would_travel_with_an_argument() -> None:
-    """Both ids are gathered, and are coalesced where there is a loss."""
-    model = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 5))
-    x, y = torch.arange(20).view(4, 5) % 12, torch.ones(4, 5, dtype=torch.int64)
-    hints = sx.Hints((x,), loss=lambda out, t: (out.sum(-1) * t).sum(), targets=(y,), specs={"args.0": "-, a"})
-    pm = sx.parallelize(model, sx.Mesh(a=2), hints)
-    with torch.no_grad():
-        assert torch.allclose(pm(x), model(x))
-
-
 class Fused(nn.Module):
     """Three products in one, of which two are multiplied."""
 
@@ -128,33 +118,6 @@ def test_the_other_mode_and_a_plan_store_a_fused_layer_as_it_is(specs: dict[str,
     pm.eval()
     with torch.no_grad():
         torch.testing.assert_close(pm(x), (alone(x) ** 2).sum())
-
-
-class Asks(nn.Module):
-    """One thing where gradients are wanted, and another where they are not."""
-
-    def __init__(self, of_torch: bool) -> None:
-        super().__init__()
-        self.lin, self.of_torch = nn.Linear(4, 4, dtype=torch.float64), of_torch
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h: torch.Tensor = self.lin(x)
-        return h * 2 if (torch.is_grad_enabled() if self.of_torch else h.requires_grad) else h.sin()
-
-
-@pytest.mark.parametrize("of_torch", [True, False])
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_model_may_ask_whether_gradients_are_wanted(of_torch: bool, trains: bool) -> None:
-    model, (x, y) = Asks(of_torch), torch.randn(2, 6, 4, dtype=torch.float64).unbind()
-    loss = nn.functional.mse_loss
-    told = sx.Hints(args=(x,), loss=loss if trains else None, targets=(y,) if trains else (), specs={"args.0": "dp, -"})
-    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), told, virtual=True)
-    for _ in range(2):
-        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-            with mode():
-                assert torch.allclose(pm(x), model(x))
-                assert not trains or torch.allclose(pm(x, y), loss(model(x), y))
-    assert pm.verify()
 
 
 F64 = torch.float64

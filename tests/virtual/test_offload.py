@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 import shardfx as sx
 from shardfx.ir.graph import InputKind, Phase
@@ -70,19 +69,6 @@ def test_five_steps_are_the_same_to_the_bit() -> None:
     assert other.verify(), other.verify().why
     assert other.memory().host > 0 == plain.memory().host
     assert parse_graph(print_graph(other.planned)).inputs[0].pool == other.planned.inputs[0].pool
-
-
-@pytest.mark.long
-def test_a_step_by_a_fused_kernel_is_the_same_up_to_rounding() -> None:
-    """Its kernel computes a parameter alone, between the fetch of its states and their store."""
-    hints: dict[str, Any] = {"optimizer": adamw, "zero": 3, "zero_min_numel": 0}
-    plain, other = (plan(make("mlp3"), MESHES["dp2"], **hints, **m) for m in ({}, {"offload": away(prefetch=2)}))
-    assert all("_fused_adamw_" in str(pm.rank_program(0)) for pm in (plain, other))
-    case = make("mlp3")
-    for _ in range(5):
-        torch.testing.assert_close(plain.step(*case.args, *case.targets), other.step(*case.args, *case.targets))
-    for name, value in plain.full_state_dict().items():
-        torch.testing.assert_close(other.full_state_dict()[name], value, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow
@@ -388,43 +374,10 @@ def test_that_nothing_is_large_enough_is_said() -> None:
     assert pm.memory().host == 0 and any("nothing of optimizer is offloaded" in note for note in pm.planned.notes)
 
 
-@pytest.mark.slow
-def test_copies_stand_between_what_torch_compiles() -> None:
-    """So that nothing that was offloaded stays on the device; and the same comes of it."""
-    hints: dict[str, Any] = {"zero": 1, "zero_min_numel": 0}
-    plain, pm = (small_plan(KINDS["AdamW"], MESHES["dp2"], **hints, **m) for m in ({}, {"offload": away()}))
-    pm.compile(backend="eager")
-    for x, y in batches(3):
-        assert torch.equal(plain.step(x, y), pm.step(x, y))
-    state = pm.full_state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in plain.full_state_dict().items())
-    assert pm.memory().host > 0 and pm.verify()
-
-
 def test_torch_compile_plans_the_memory_of_an_arena_itself() -> None:
     pm = blocks(arena=True)
     with pytest.raises(sx.Error, match="Hints\\(arena=True\\)"):
         pm.compile()
-
-
-@pytest.mark.long
-def test_what_two_stages_of_a_rank_need_is_fetched_for_the_one_that_comes_first() -> None:
-    """In a V the middle stages lie on one rank: the later one needs for its backward what the earlier one gave."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 1), nn.Tanh()) for _ in range(4))).double()
-    x, y = torch.randn(2, 4, 4, 6, dtype=torch.float64)
-    pipeline = sx.Pipeline(schedule="zb-v", stages_per_rank=2, stages=(1, 1, 1, 1))
-    found = []
-    for offload in ((), (sx.Offload("activations", min_numel=1, prefetch=8),)):
-        specs = {"args.0": "mb, -, -", "targets.0": "mb, -, -"}
-        hints = sx.Hints(args=(x,), targets=(y,), loss=F.mse_loss, specs=specs, pipeline=pipeline, offload=offload)
-        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Loop(1)), hints, virtual=True)
-        loss = pm(x, y)
-        loss.backward()
-        found.append([loss, *pm.full_grads().values()])
-        assert pm.verify()
-    assert pm.memory(1).host > 0
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.gpu

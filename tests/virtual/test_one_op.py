@@ -373,19 +373,6 @@ def clipped(most: float, kind: float = 2.0) -> tuple[Tensor, dict[str, Tensor]]:
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", SHARDED)
-@pytest.mark.parametrize("most", [0.5, 1e6])
-@pytest.mark.one_in(2)
-def test_clip_of_complex_parameters_matches_single_device(most: float, how: str) -> None:
-    pm = sx.parallelize(
-        Waves(), sx.Mesh(dp=2, tp=2), sx.Hints((X,), loss=complex_squares, clip_grad_norm=most, **SHARDED[how])
-    )
-    pm(X).backward()
-    torch.testing.assert_close(pm.full_grads(), clipped(most)[1])
-    assert pm.verify().checked["parts of the step compared with torch"] == 1
-
-
 @pytest.mark.parametrize("how", SHARDED)
 @pytest.mark.one_in(2)
 def test_clip_grad_norm_of_complex_shards_is_the_norm_of_one_device(how: str) -> None:

@@ -136,29 +136,3 @@ def test_what_cannot_be_pulled_back() -> None:
     frozen = parallel(mlp(), loss=None, targets=(), specs={"args.0": "dp, -"}).requires_grad_(False)
     assert not frozen(X).requires_grad and frozen(x).requires_grad and not pm(X).detach().requires_grad
     assert frozen(X).dtype is F64
-
-
-class Spectrum(nn.Module):
-    """Complex results beside a real one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.iteration = nn.Parameter(torch.randn(8, 4, dtype=torch.complex128))
-        self.scale = nn.Parameter(torch.randn(8, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.to(torch.complex128) @ self.iteration, x * self.scale
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("spec", ["dp, -", "-, tp"])
-def test_gradients_of_complex_results(spec: str) -> None:
-    model = Spectrum()
-    pm = sx.parallelize(copy.deepcopy(model), MESH, sx.Hints((X,), specs={"args.0": spec}), virtual=True)
-    found = []
-    for each in (model, pm):
-        turned, scaled = each(X)
-        ((turned * (1 + 2j)).square().sum().abs() + turned.imag.square().sum() + scaled.square().sum()).backward()
-        found.append(each.full_grads() if each is pm else {name: p.grad for name, p in model.named_parameters()})
-    theirs, ours = found
-    assert all(near(ours[name], grad) for name, grad in theirs.items())

@@ -14,8 +14,6 @@ from torch import Tensor, fx, nn
 import shardfx as sx
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.registry import PROGRAM_OPS
-from tests.deep import CHUNKS, deep
-from tests.deep import in_stages as staged
 
 from .test_pipelines import three_stages
 
@@ -305,18 +303,3 @@ def test_damaged_steps_are_refused(damage: Callable[[fx.Graph], None]) -> None:
 
 
 # ---- orders of units, by every schedule
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHUNKS)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_orders_that_cannot_be_are_refused(name: str, rank: int) -> None:
-    """Of each unit the first iteration is left out, done twice, or (of a backward) done before all others."""
-    case = deep("mlp", 2 * CHUNKS[name], 4)
-    pm = staged(case, sx.Mesh(pp=2, mb=sx.Loop(4)), pipeline=sx.Pipeline(schedule=name, stages_per_rank=CHUNKS[name]))
-    words = str(of(pm.rank_program(rank).graph, "loop.begin")[-1].args[3]).split()
-    for unit in dict.fromkeys(word.partition(".")[0] for word in words):
-        rest = [word for word in words if word != f"{unit}.0"]
-        changed = [rest, [*words, f"{unit}.0"], *([[f"{unit}.0", *rest]] if unit[0] in "BIW" else [])]
-        for each in changed:
-            assert refused(pm, rank, lambda graph, to=tuple(each): order(graph, lambda _: list(to))), each

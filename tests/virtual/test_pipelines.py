@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.program.program_text import parse_program
 from shardfx.module.programs import TRAIN
-from tests.deep import CHUNKS, alone, deep, worst
-from tests.deep import in_stages as staged
 from tests.live_memory import held_in_a_step
 from tests.models import GPT, LENGTH, VOCAB
 from tests.plans import plan, train_beside
@@ -50,15 +47,6 @@ def in_stages(model: nn.Module, x: Tensor, y: Tensor, mesh: sx.Mesh, **hints: An
     rows = "mb dp, -" if "dp" in mesh.names else "mb, -"
     specs = {"args.0": rows, "targets.0": rows}
     return sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=cross_entropy, targets=(y,), specs=specs, **hints))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "1f1b" else slow) for n in CHUNKS])
-def test_compiled_stages_of_virtual_ranks_are_the_whole_batch(name: str) -> None:
-    case = deep("mlp", 2 * CHUNKS[name], 5)
-    pm = staged(case, sx.Mesh(pp=2, mb=sx.Loop(5)), pipeline=sx.Pipeline(schedule=name, stages_per_rank=CHUNKS[name]))
-    pm.compile(backend="eager")
-    assert worst(pm, case, alone(case, 5)) < 1e-9
 
 
 QUICKLY = ("zb-h1",)
@@ -107,95 +95,11 @@ def test_stages_go_with_other_axes(name: str, how: str) -> None:
     assert plan(make(name), mesh, specs=specs, **hints).verify()
 
 
-@slow
-def test_a_step_of_the_optimizer_is_in_the_programs() -> None:
-    def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-3)
-
-    x, y = batch(6)
-    model, alone = tied(2), tied(2)
-    mesh = sx.Mesh(pp=2, dp=2, mb=sx.Loop(2))
-    pm = in_stages(
-        model,
-        x,
-        y,
-        mesh,
-        pipeline=sx.Pipeline(),
-        optimizer=adam,
-        clip_grad_norm=0.1,
-        zero=1,
-        zero_min_numel=0,
-        recompute="layers.1",
-    )
-    optimizer = adam(list(alone.parameters()))
-    for _ in range(3):
-        optimizer.zero_grad()
-        whole = cross_entropy(alone(x), y)
-        whole.backward()
-        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        optimizer.step()
-        assert rel_err(pm.step(x, y), whole) < 1e-9
-    state = pm.full_state_dict()
-    assert max(rel_err(state[name], each) for name, each in alone.named_parameters()) < 1e-9
-    assert pm.verify()
-
-
-@pytest.mark.slow
-def test_what_came_from_another_stage_is_not_recomputed() -> None:
-    """Where a module that is recomputed lies in several stages."""
-    model, (x, y) = tied(2), batch(4)
-    pm = in_stages(model, x, y, sx.Mesh(pp=2, mb=sx.Loop(2)), pipeline=sx.Pipeline(), recompute="layers")
-    check_step(pm, model, cross_entropy, (x,), (y,))
-
-
-class Shared(nn.Module):
-    """A module and a parameter that every block uses, in whatever stage it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.shared = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.rand(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = self.shared(torch.tanh(layer(x)) * self.scale)
-        return x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved", marks=slow), pytest.param("zb-v", marks=slow)])
-def test_what_several_stages_share_is_gathered_again_in_each(name: str) -> None:
-    torch.manual_seed(0)
-    model, (x, y) = Shared().double(), torch.randn(2, 8, 4).double()
-    pipeline = sx.Pipeline(schedule=name, stages_per_rank=SCHEDULES[name])
-    hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs={"args.0": "mb dp, -"}, zero=3, zero_min_numel=0)
-    hints = replace(hints, pipeline=pipeline, recompute="layers.1")
-    pm = sx.parallelize(model, sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)), hints)
-    check_step(pm, model, F.mse_loss, (x,), (y,))
-
-
 def test_a_message_has_a_tag_of_its_own() -> None:
     pm = three_stages()
     sent = next(node for node in pm.planned.nodes if str(node.op) == "comm.send")
     with pytest.raises(sx.Error, match="a tag below"):
         sent.op.place(sent.operands[0].spec, sent.operands[0].shape, pm.mesh, **{**sent.kwargs, "tag": 1 << 14})
-
-
-@slow
-def test_stages_offloaded_what_waits_and_fetch_what_they_share() -> None:
-    def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-3)
-
-    found = []
-    for what in ((), ("activations", "optimizer", "parameters")):
-        model, (x, y) = tied(2), batch(4)
-        away = (sx.Offload(what, min_numel=1),) if what else ()
-        mesh = sx.Mesh(pp=2, mb=sx.Loop(2))
-        pm = in_stages(model, x, y, mesh, pipeline=sx.Pipeline(), optimizer=adam, offload=away)
-        found.append([pm.step(x, y), pm.step(x, y), *pm.full_state_dict().values()])
-        assert pm.verify()
-        assert bool(pm.memory(1).host) is bool(what)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.long

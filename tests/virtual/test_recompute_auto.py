@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint_sequential
 
 import shardfx as sx
 from shardfx.memory.recompute_search import RecomputeChoice, cheapest, least_peak
@@ -57,16 +57,6 @@ def test_a_smaller_budget_holds_less_and_costs_more(name: str, mesh: str) -> Non
 
 
 @pytest.mark.slow
-def test_it_costs_no_more_than_recomputing_each_block() -> None:
-    mesh = MESHES["dp2tp2"]
-    blocks = plan(make("gpt_fused"), mesh, recompute="layers.*")
-    peak = blocks.memory().peak
-    chosen = plan(make("gpt_fused"), mesh, recompute="auto", memory=peak)
-    assert chosen.memory().peak <= peak and seconds(chosen) <= seconds(blocks)
-    assert chosen.plan == chosen.plan and any("recompute{" in text for text in map(str, chosen._compiled.passes))
-
-
-@pytest.mark.slow
 def test_what_costs_less_is_offloaded() -> None:
     """Where the link is fast, a smaller budget costs less than by recomputing alone; and all is proven."""
     mesh, budget = MESHES["dp2tp2"], int(plan(make("gpt_fused"), MESHES["dp2tp2"]).memory().peak * 0.75)
@@ -82,25 +72,6 @@ def test_what_costs_less_is_offloaded() -> None:
     case = make("gpt_fused")
     assert torch.equal(*(pm(*case.args, *case.targets, **case.kwargs) for pm in (again, both)))
     assert both.verify(), both.verify().why
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"zero": 1, "zero_min_numel": 0}, "the cheapest choice"),
-        pytest.param({"zero": 2, "zero_min_numel": 0}, "the cheapest choice", marks=pytest.mark.slow),
-        pytest.param({"arena": True}, "nothing between", marks=pytest.mark.slow),
-        pytest.param({"offload": (sx.Offload("activations", min_numel=0),)}, "nothing between", marks=pytest.mark.slow),
-    ],
-    ids=["zero 1", "zero 2", "arena", "activations"],
-)
-def test_where_all_recomputed_fits_something_is_found(more: dict[str, Any], said: str) -> None:
-    """Also where parameters are gathered together, or a plan holds less than is thought of its parts."""
-    blocks = {"recompute": "layers.*", **more}
-    peaks = [plan(make("llama"), MESHES["dp2"], **hints).memory().peak for hints in (more, blocks)]
-    pm = plan(make("llama"), MESHES["dp2"], **more, recompute="auto", memory=sum(peaks) // 2)
-    assert pm.memory().peak <= sum(peaks) // 2 and said in pm.planned.notes[-1]
 
 
 @pytest.mark.long
@@ -203,53 +174,6 @@ def test_the_last_blocks_keep_what_a_later_moment_has_room_for() -> None:
     assert found.again == {group: 3}
     assert cheapest([kind(8, group)], {(8,): 100, (4,): 120}, 70) is None
     assert least_peak([kind(8, group)], {(8,): 100, (4,): 120}) == 80
-
-
-class Routed(nn.Module):
-    """A layer that hands on what its routing costs; the model sums that up for the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 4), nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        shares = self.gate(x).softmax(-1)
-        return x + self.down(self.up(x).tanh()) * shares[..., :1], (shares.mean((0, 1)) ** 2).sum() * 4
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Routed() for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        costs = x.new_zeros(())
-        for layer in self.layers:
-            x, cost = layer(x)
-            costs = costs + cost
-        return x, costs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [1.0, 0.5])
-def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_recomputed(part: float) -> None:
-    """What is summed for the loss alone is summed last: no layer was a segment then, and nothing was chosen."""
-    torch.manual_seed(0)
-    model, x = Mixture().double(), torch.randn(4, 6, 8).double()
-
-    def planned(**hints: Any) -> sx.ParallelModule:
-        given = sx.Hints(
-            args=(x,), loss=lambda out, y: (out[0] - y).square().mean() + out[1], targets=(x,),
-            specs={"args.0": "dp, -, -", "targets.0": "dp, -, -"}, **hints,
-        )  # fmt: skip
-        return sx.parallelize(model, MESHES["dp2"], given, virtual=True)
-
-    most, least = planned().memory().peak, planned(recompute="layers.*").memory().peak
-    budget = most - int(part * (most - least))
-    pm = planned(recompute="auto", memory=budget)
-    assert pm.memory().peak <= budget < most
-    assert "cheapest choice" in pm.planned.notes[-1]
-    assert pm.verify()
 
 
 @pytest.mark.long
@@ -385,46 +309,3 @@ def test_what_a_model_checkpoints_in_segments_is_recomputed_together() -> None:
     assert any("features.0 to features.4, features.5 to features.9" in note for note in pm.planned.notes)
     assert pm.memory().peak < 0.75 * plain.memory().peak
     check_equal(pm, plain)
-
-
-class Pairs(nn.Module):
-    """Equal layers, of which two at a time are recomputed."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Conv2d(3, 8, 1), nn.Sequential(OrderedDict(head()))
-        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
-            x = checkpoint(lambda x, a, b: b(torch.sin(a(x))), x, first, second, use_reentrant=False)
-        out: Tensor = self.head(x)
-        return out
-
-
-@pytest.mark.slow
-def test_equal_layers_two_at_a_time() -> None:
-    """What a function does between modules is recomputed, too."""
-    torch.manual_seed(0)
-    model = Pairs(24).double()
-    plain, pm = planned(model, recompute=()), planned(model)
-    again = [each for each in pm._compiled.passes if each.name == "recompute"]
-    assert len(again) == 12 and str(again[1]) == str(sx.Recompute(("layers.2", "layers.3"), segment=2))
-    assert pm.memory().peak < 0.5 * plain.memory().peak
-    check_equal(pm, plain)
-
-
-@pytest.mark.slow
-def test_stages_part_what_is_recomputed_together() -> None:
-    """What a stage is sent stays there: nothing of the stage before is recomputed in it."""
-    torch.manual_seed(0)
-    model, pipeline = listed().double(), sx.Pipeline(stages=("features.9",))
-    mesh = sx.Mesh(pp=2, dp=2, mb=sx.Loop(2))
-    plain, pm = (
-        planned(model, mesh, pipeline=pipeline, recompute=recompute)
-        for recompute in (None, sx.Recompute("features.*", segment=6))
-    )
-    check_equal(pm, plain)
-    again = [node for node in pm.planned.nodes if node.why.startswith("recomputed")]
-    assert again and all(value.node is None or value.node.at == node.at for node in again for value in node.operands)

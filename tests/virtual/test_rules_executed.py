@@ -60,14 +60,6 @@ def test_large_shapes_are_executed_on_small_shapes() -> None:
         plan("n d -> n d")
 
 
-def test_a_sum_that_is_partial_over_two_axes_is_executed() -> None:
-    x = torch.randn(4, 8, 6, dtype=torch.float64)
-    hints = sx.Hints(args=(x,), specs={"args.0": "a, b, -"}, strict=True)
-    pm = sx.parallelize(Calls(lambda x: -x.sum((0, 1)).view(3, 2)), sx.Mesh(a=2, b=2), hints, virtual=True)
-    assert any(len(v.spec.partial) == 2 for node in pm.planned.nodes for v in node.operands if v.spec is not None)
-    assert pm.verify(), pm.verify().why
-
-
 @pytest.mark.long
 def test_a_kernel_that_misreads_strides_is_given_none() -> None:
     """That of ``embedding_bag`` takes indices for packed: one of every second element read others."""
@@ -101,29 +93,6 @@ def test_answers_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (kept,) = (tmp_path / "shardfx" / "checked").iterdir()
     assert len(list(kept.iterdir())) == 2
     assert pm.verify().checked["executed before"] == 2
-
-
-class Mean(torch.nn.Module):
-    """The mean of what is wanted of each row, less one."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        mean: torch.Tensor = (x * wanted).sum(1) / wanted.sum(1, dtype=self.dtype).clamp(min=1)
-        return mean * 2 - mean
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
-def test_a_sum_is_reduced_before_it_is_divided(dtype: torch.dtype) -> None:
-    """A count may be zero: of a quotient of partial sums by it nothing is known."""
-    x, wanted = torch.randn(6, 4, dtype=torch.float64), torch.rand(6, 4) < 0.5
-    hints = sx.Hints(args=(x, wanted), specs={"args.0": COLUMNS, "args.1": COLUMNS})
-    pm = sx.parallelize(Mean(dtype), sx.Mesh(r=2), hints, virtual=True)
-    divided = next(node for node in pm.planned.nodes if node.op is aten.div.Tensor)
-    assert divided.operands[0].spec is not None and not divided.operands[0].spec.partial
-    assert pm.verify(), pm.verify().why
 
 
 # ---- by hand

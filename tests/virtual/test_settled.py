@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
@@ -88,39 +87,6 @@ def test_the_line_that_asks_for_data_is_named_though_another_asks_before() -> No
 
     with pytest.raises(sx.Error, match=r"return y if y.sum\(\) > 0"):
         planned(Asking(both), torch.randn(4, 4))
-
-
-class Translator(nn.Module):
-    """``nn.Transformer`` looks whether the mask that it is given is the causal one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.source, self.target = nn.Embedding(20, 16), nn.Embedding(20, 16)
-        self.layers, self.head = nn.Transformer(16, 2, 1, 2, 32, dropout=0.0, batch_first=True), nn.Linear(16, 20)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=torch.float64)
-        out: Tensor = self.head(self.layers(self.source(source), self.target(target), tgt_mask=mask))
-        return out
-
-
-@pytest.mark.slow
-def test_a_transformer_of_torch_with_a_causal_mask() -> None:
-    torch.manual_seed(0)
-    model = Translator().double()
-
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out.flatten(0, 1), y.flatten())
-
-    batch = [torch.randint(20, (4, n)) for n in (6, 5, 5)]
-    specs = {"args.*": "dp, -", "targets.0": "dp, -"}
-    hints = sx.Hints(args=tuple(batch[:2]), loss=loss, targets=(batch[2],), specs=specs)
-    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
-    for each in (batch, [torch.randint(20, (2, n)) for n in (6, 7, 7)]):
-        model.zero_grad()
-        pm.zero_grad()
-        check_step(pm, model, loss, tuple(each[:2]), (each[2],), bound=1e-12)
-    assert pm.verify()
 
 
 OUTSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {

@@ -178,23 +178,6 @@ def test_strict_refuses_to_gather_a_sharding_of_space() -> None:
     assert "gathered" not in str(caught.value) and "a max-pool of fixed size" in str(caught.value)
 
 
-class Each(nn.Module):
-    """Attention of each row to each other one, written out."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ x.transpose(2, 3)).softmax(-1) @ x
-
-
-@pytest.mark.long
-def test_rows_that_are_each_joined_with_each_are_named() -> None:
-    x, net = image(1, 3, 12, 10), nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), Each())
-    with pytest.warns(sx.ShardfxWarning, match=r"aten.bmm .* needs .* replicated: shards over h are gathered"):
-        trained(net, x, MESHES["h2"])
-    given = sx.Hints(args=(x,), specs=specs(MESHES["h2"]), strict=True)
-    with pytest.raises(sx.Error, match=r"aten.bmm needs space replicated that is sharded over h"):
-        sx.parallelize(net, MESHES["h2"], given, virtual=True)
-
-
 SMALL: dict[str, tuple[nn.Module, str]] = {
     "kernel": (nn.Sequential(nn.Conv2d(3, 2, 3, 2), nn.Conv2d(2, 2, 5)), "1 (Conv2d)"),
     "max": (nn.MaxPool2d(8), "the model (MaxPool2d)"),
@@ -253,70 +236,6 @@ def call(program: fx.GraphModule, name: str, number: int = 0) -> fx.Node:
 
 def with_argument(node: fx.Node, place: int, value: object) -> None:
     node.args = (*node.args[:place], value, *node.args[place + 1 :])
-
-
-def narrow(program: fx.GraphModule) -> None:
-    """A row of the halo is left out, and padding stands for it."""
-    joined = call(program, "unpack_rows")
-    with program.graph.inserting_after(joined):
-        cropped = program.graph.call_function(aten.slice.Tensor, (joined, 2, 1, 1 << 40))
-        joined.replace_all_uses_with(cropped, delete_user_cb=lambda user: user is not cropped)
-    with program.graph.inserting_after(cropped):
-        padded = program.graph.call_function(aten.constant_pad_nd.default, (cropped, [0, 0, 1, 0]))
-        cropped.replace_all_uses_with(padded, delete_user_cb=lambda user: user is not padded)
-
-
-def wrong_neighbour(program: fx.GraphModule) -> None:
-    """The rows of the rank above stand where those of the one below belong."""
-    joined = call(program, "unpack_rows")
-    places = list(joined.args[4])  # type: ignore[arg-type]
-    swapped = {0: 1, 1: 0, -1: -1}
-    with_argument(joined, 4, [swapped[place] for place in places])
-
-
-def other_rows(program: fx.GraphModule) -> None:
-    """The row behind the one that a neighbour needs is sent."""
-    packed = call(program, "pack_rows")
-    boxes = [[[start + (1 if start == 0 and length else 0), length] for start, length in box] for box in packed.args[2]]  # type: ignore
-    with_argument(packed, 2, boxes)
-
-
-def inner_padding(program: fx.GraphModule) -> None:
-    """The tile is padded where it borders on others."""
-    convolution = call(program, "aten.convolution")
-    with program.graph.inserting_before(convolution):
-        own = program.graph.call_function(aten.constant_pad_nd.default, (placeholder(program, "args_0"), [0, 0, 1, 1]))
-    with_argument(convolution, 0, own)
-
-
-def border_counted_twice(program: fx.GraphModule) -> None:
-    """The gradient of the bias adds up the rows of others as well."""
-    total = call(program, "sum.dim")
-    rows = next(user for user in total.args[0].users if "unpack_rows" in str(user.target))  # type: ignore[union-attr]
-    with program.graph.inserting_after(rows):
-        more = program.graph.call_function(total.target, (rows, *total.args[1:]))
-    late = [user for user in total.users if user > more]
-    assert late, "the sum is used behind the exchange"
-    total.replace_all_uses_with(more, delete_user_cb=lambda user: user in late)
-
-
-def placeholder(program: fx.GraphModule, name: str) -> fx.Node:
-    return next(node for node in program.graph.nodes if node.op == "placeholder" and node.name == name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("damage", [narrow, wrong_neighbour, other_rows, inner_padding, border_counted_twice])
-def test_a_damaged_exchange_is_refused(damage: Callable[[fx.GraphModule], None]) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 3, padding=1)).double()
-    x, mesh = image(1, 2, 12, 5), sx.Mesh(h=3)
-    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.images.Spatial(merge="never")])
-    pm = sx.parallelize(net, mesh, hints, virtual=True)
-    program = pm.rank_module(1)
-    damage(program)
-    program.recompile()
-    program.graph.lint()
-    assert not pm.verify(modules={1: program})
 
 
 FOUR = sx.Mesh(h=4)

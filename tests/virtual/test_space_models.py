@@ -65,17 +65,6 @@ def test_models_train_on_tiles(name: str, mesh: str) -> None:
     assert mesh in NETS[name].gathers or "comm.all_gather" not in ops(pm)
 
 
-@pytest.mark.slow
-def test_a_stride_over_tiles_that_it_does_not_divide() -> None:
-    """16 rows for three ranks are no blocks of two: the rows at the seams are exchanged."""
-    torch.manual_seed(0)
-    first = nn.Conv2d(3, 4, 3, padding=1)
-    net = nn.Sequential(first, nn.AvgPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 2, 2))
-    pm = trained(net, image(1, 3, 26, 8), MESHES["3x1"])
-    assert {op for op in ops(pm) if op.startswith("comm.")} == {"comm.halo", "comm.all_reduce"}
-    assert pm.verify()
-
-
 class Between(nn.Module):
     """Something between two convolutions."""
 

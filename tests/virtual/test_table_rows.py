@@ -138,20 +138,6 @@ def test_both_pools_are_predicted_as_a_step_holds_them() -> None:
             check_footprint(pm._programs.running(rank, kinds), held)
 
 
-@pytest.mark.slow
-def test_one_s_own_optimizer_steps_them_where_they_lie() -> None:
-    plain, other = (looked(offload=offload) for offload in ((), rows()))
-    optimizers = [torch.optim.AdamW(pm.parameters(), lr=1e-2) for pm, *_ in (plain, other)]
-    for _ in range(3):
-        losses = []
-        for (pm, x, y), optimizer in zip((plain, other), optimizers, strict=True):
-            optimizer.zero_grad()
-            losses.append(pm(x, y))
-            losses[-1].backward()
-            optimizer.step()
-        assert torch.equal(*losses)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("hints", "what"),

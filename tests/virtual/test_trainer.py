@@ -153,27 +153,6 @@ def test_losses_of_ones_own(tmp_path: Path) -> None:
         close(*found)
 
 
-OWN = {"compute_loss_func": lambda out, labels, num_items_in_batch: F.cross_entropy(*flat(out, labels))}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, pytest.param(OWN, marks=pytest.mark.slow)])
-def test_autocast_is_around_the_calls(options: dict[str, Any], tmp_path: Path) -> None:
-    found = []
-    for kind, mesh in ((Trainer, {}), (ParallelTrainer, {"mesh": sx.Mesh(dp=2)})):
-        trainer = made(kind, tmp_path, {"bf16": True, "max_steps": 2}, model=small().float(), **options, **mesh)
-        trainer.train()
-        found.append([trainer.state.log_history[0]["loss"], trainer.evaluate()["eval_loss"]])
-    np.testing.assert_allclose(found[0], found[1], atol=1e-3)
-    assert found[0][0] == found[1][0]
-    assert {form.autocast for form, _ in trainer.model_wrapped._variants.known} == {(("cpu", torch.bfloat16),)}
-
-
-def flat(out: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    assert out["logits"].dtype is torch.float32
-    return out["logits"].flatten(0, 1), labels.flatten()
-
-
 class Stream(IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return (Text(16)[i] for i in range(16))

@@ -14,7 +14,6 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfx as sx
-from shardfx.ir.capture.optimizer.step_trace import TracedStep, trace_step
 from shardfx.ir.ops.computing.segment import segment
 from shardfx.ir.text import parse_graph, print_graph
 from shardfx.module.programs import STEP, TRAIN
@@ -86,22 +85,6 @@ def test_a_plan_may_be_called_as_before() -> None:
     assert torch.equal(pm(x), plain(x))
 
 
-@pytest.mark.slow
-def test_other_batch_sizes_step_the_same_states() -> None:
-    losses, params, _ = alone(KINDS["AdamW"], 4)
-    pm = small_plan(KINDS["AdamW"], MESHES["dp2"])
-    x, y = batches(1)[0]
-    other = small_plan(KINDS["AdamW"], MESHES["dp2"])
-    wanted_loss = F.mse_loss(pm(x[:4]), y[:4])
-    assert float(other.step(x[:4], y[:4])) == pytest.approx(float(wanted_loss.detach()))
-    loss, out = pm.step(*batches(1)[0], with_results=True)
-    assert float(loss) == pytest.approx(losses[0], abs=1e-12) and out.shape == (8, 4)
-    for (a, b), wanted in list(zip(batches(4), losses, strict=True))[1:]:
-        assert float(pm.step(a, b)) == pytest.approx(wanted, abs=1e-12)
-    assert all(torch.allclose(pm.full_state_dict()[name], value, atol=1e-12) for name, value in params.items())
-    assert pm.verify() and other.verify()
-
-
 @pytest.mark.long
 def test_parameters_stay_the_same_tensors() -> None:
     pm = small_plan(KINDS["AdamW"], MESHES["dp2"])
@@ -117,40 +100,6 @@ def test_the_text_of_a_step_is_read_back() -> None:
         pm = small_plan(KINDS["dampening"], MESHES["dp2tp2"], zero=zero, clip_grad_norm=1.0)
         for graph in (pm.captured, pm.planned):
             assert print_graph(parse_graph(print_graph(graph))) == print_graph(graph)
-
-
-class ByRows(torch.optim.Optimizer):
-    """Elementwise, by a number that it asks of the shape."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p.add_(p.grad, alpha=-self.param_groups[0]["lr"] / len(p))
-
-
-@pytest.mark.long
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("factory", "traces"), [(KINDS["AdamW"], 2), (KINDS["two"], 6), (ByRows, 8)])
-def test_a_step_that_asks_for_no_shape_is_traced_once(
-    factory: Any, traces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In small and as it is; others for each of the four shapes. What is written is the same."""
-    shapes = []
-
-    def noting(group: Any, shape: Any, *args: Any, **options: Any) -> TracedStep:
-        shapes.append(shape)
-        return trace_step(group, shape, *args, **options)
-
-    monkeypatch.setattr("shardfx.ir.capture.optimizer.step_trace.trace_step", noting)
-    pm = small_plan(factory, MESHES["dp2"])
-    assert len(shapes) == traces
-    losses, params, _ = alone(factory, 2)
-    assert apart(pm, losses, params) < 1e-12
-    monkeypatch.setattr(TracedStep, "is_pointwise", False)
-    assert str(small_plan(factory, MESHES["dp2"]).captured) == str(pm.captured) and len(shapes) == traces + 8
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 from typing import Any
 
@@ -322,37 +321,6 @@ def test_shares_that_were_made_in_other_ways_are_not_added(swapped: bool) -> Non
         second.replace_all_uses_with(done, delete_user_cb=lambda user, last=started: user is not last)  # type: ignore[misc]
         module.recompile()
     assert bool(pm.verify(changed)) == bool(pm.verify(changed, run=True)) == (not swapped)
-
-
-class Filled(torch.nn.Module):
-    """Adds a constant to each of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, *xs: torch.Tensor) -> torch.Tensor:
-        made = [(x * self.by + torch.ones(x.shape, dtype=x.dtype)).relu().square().sum() for x in xs]
-        return torch.stack(made).sum()
-
-
-@pytest.mark.slow
-def test_what_is_a_part_of_many_constants_is_proven_as_each_of_them() -> None:
-    """On each rank all of them are one call, ``ones([4, 4, 4])``."""
-    shardings = [
-        sharding
-        for sharding in itertools.product("-ab", repeat=3)
-        if len(set(sharding) - {"-"}) == 3 - sharding.count("-") > 0
-    ]
-    assert len(shardings) == 12
-    xs = tuple(
-        torch.randn([4 if axis == "-" else 8 for axis in sharding], dtype=torch.float64) for sharding in shardings
-    )
-    specs = {f"args.{i}": ", ".join(sharding) for i, sharding in enumerate(shardings)}
-    hints = sx.Hints(args=xs, loss=lambda out: out, specs=specs)
-    pm = sx.parallelize(Filled(), sx.Mesh(a=2, b=2), hints, virtual=True)
-    verdict = pm.verify()
-    assert verdict, verdict.why
 
 
 CALLS = 20

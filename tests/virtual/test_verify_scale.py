@@ -12,7 +12,6 @@ from shardfx.runtime.verify.families.equal_shards import equal_shards
 from tests.captures import captured_once
 from tests.damage import MUTATIONS
 from tests.mutants import Programs
-from tests.plans import MESHES, plan
 from tests.zoo import make
 
 NAMES = ("gpt_fused@dp2tp2+sequence", "llama@2x2x2", "resnet@dp2tp2", "hf_gpt2@dp2tp2+alone", "hf_bert@dp2tp2")
@@ -76,16 +75,6 @@ def test_a_vocabulary_parallel_embedding_on_many_ranks() -> None:
     verdict = sx.parallelize(model, sx.Mesh(dp=8, tp=4), hints, virtual=True).verify()
     assert verdict, verdict.why
     assert verdict.checked["families"] == len(verdict.programs)
-
-
-@pytest.mark.usefixtures("few")
-@pytest.mark.slow
-def test_a_plan_with_rows_that_overlap_is_interpreted_on_every_rank() -> None:
-    pm = plan(make("hf_vit"), MESHES["tp2"], specs={"vit.layers.*.mlp.fc1": "-, tp, -"})
-    assert equal_shards(pm.planned) is None
-    verdict = pm.verify()
-    assert verdict, verdict.why
-    assert "whole programs" not in verdict.checked
 
 
 @pytest.mark.slow

@@ -92,28 +92,9 @@ def test_each_sharding_of_a_parameter_is_tried_as_it_is(sharding: str, kind: Any
             kind(pm.parameters(), lr=0.01).step()
 
 
-class Centring(WholeTensor):
-    """Takes means away where its constructor is told to, which no group says."""
-
-    def __init__(self, params: Any, lr: float = 0.1, centring: bool = False) -> None:
-        super().__init__(params, lr)
-        self.centring = centring
-
-    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        return grad - grad.mean() if self.centring else grad
-
-
 def sharded() -> tuple[sx.ParallelModule, torch.Tensor]:
     model, x = net("matrix")
     return sx.parallelize(model, sx.Mesh(tp=2), sx.Hints((x,), loss=squares, specs={"weight": "tp, -"})), x
-
-
-def test_what_only_the_instance_says_is_tried() -> None:
-    pm, x = sharded()
-    stepped(pm, Centring(pm.parameters()), x)
-    for lr in (0.1, 1e-9):  # the difference is told from rounding by what a step changes
-        with pytest.raises(sx.Error, match="Centring looks at full tensors"):
-            Centring(pm.parameters(), lr=lr, centring=True).step()
 
 
 def test_the_optimizer_itself_is_left_as_it_is() -> None:
