@@ -19,7 +19,7 @@ import shardfx as sx
 
 STEPS = 4
 """Calls in a run."""
-SCRIPTS = ["accelerate_loop", "llama", "nano_gpt", "trainer"]
+SCRIPTS = ["accelerate_loop", "nano_gpt", "trainer"]
 
 
 def on(mesh: sx.Mesh, specs: Mapping[str, str]) -> dict[str, str]:

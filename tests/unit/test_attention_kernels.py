@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -155,31 +155,6 @@ def test_memory_efficient_kernel_gets_masks_by_rows(order: tuple[int, ...], keys
     bias = fused_attention._bias(q, k, mask, "efficient")
     assert bias is not None and torch.equal(bias, mask)
     assert bias.stride(3) == 1 and all(n % 8 == 0 for n in bias.stride()[:3])
-
-
-class Attends(nn.Module):
-    """Attention of three projections, whose rows lie first, and of contiguous copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(32, 96)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.project(x).chunk(3, -1))
-        one = torch.ops.shardfx.attention(q, k, v, None, True)[0]
-        other = torch.ops.shardfx.attention(q.contiguous(), k.contiguous(), v.contiguous(), x[0, :, :6] > 0)[0]
-        return (one * other).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated", "ignore:.*force disabled")  # by torch.compile
-def test_compiled_attention_passes_inductors_checks_of_strides() -> None:
-    torch.manual_seed(0)
-    model, x = Attends(), torch.randn(1, 6, 32)
-    expected = torch.autograd.grad(model(x).square().sum(), model.project.weight)[0]
-    with torch.compiler.config.patch(force_disable_caches=True):  # whose keys do not know what a meta function says
-        made = torch.autograd.grad(torch.compile(model)(x).square().sum(), model.project.weight)[0]
-    torch.testing.assert_close(made, expected)
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------

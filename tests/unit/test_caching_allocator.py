@@ -45,17 +45,6 @@ def test_segments_follow_the_class_of_a_request(sizes: tuple[int, ...], expected
     assert reserved(*sizes) == expected
 
 
-def test_a_remainder_of_a_large_block_is_split_off_above_one_megabyte() -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(64 * MB))
-    allocator.allocate(63 * MB)
-    assert (allocator.allocated, allocator.reserved) == (64 * MB, 64 * MB)
-    other = CachingAllocator()
-    other.free(other.allocate(64 * MB))
-    other.allocate(63 * MB - 512)
-    assert other.allocated == 63 * MB - 512 and other.allocate(MB + 512) < 64 * MB and other.reserved == 64 * MB
-
-
 def test_the_smallest_block_that_fits_is_taken_and_neighbours_merge() -> None:
     allocator = CachingAllocator()
     wide, narrow = allocator.allocate(100 * MB), allocator.allocate(40 * MB)
@@ -67,17 +56,6 @@ def test_the_smallest_block_that_fits_is_taken_and_neighbours_merge() -> None:
     for part in (parts[2], parts[0], parts[3], parts[1]):
         allocator.free(part)
     assert allocator.allocate(100 * MB) == wide and allocator.reserved == 140 * MB
-
-
-def test_fragments_that_do_not_touch_are_no_large_block_and_streams_share_nothing() -> None:
-    allocator = CachingAllocator()
-    blocks = [allocator.allocate(5 * MB) for _ in range(4)]
-    allocator.free(blocks[0])
-    allocator.free(blocks[2])
-    allocator.allocate(9 * MB)
-    assert allocator.reserved == 40 * MB, "10 MB are free in two places"
-    allocator.allocate(5 * MB, stream=1)
-    assert allocator.reserved == 60 * MB
 
 
 @pytest.mark.long

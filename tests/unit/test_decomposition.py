@@ -54,19 +54,3 @@ def test_numbers_that_the_op_does_not_take_are_left_out() -> None:
     chance = torch.rand(4, 6, dtype=torch.float64)
     node = instance(aten.binary_cross_entropy.default, (chance, chance)).node
     assert justified(node, torch._decomp.decomposition_table[node.op])
-
-
-def test_a_decomposition_is_traced_once_for_alike_nodes() -> None:
-    first, second = (instance(aten.relu.default, (f(4, 6),)).node for _ in range(2))
-    runs = []
-
-    def relu(x: Tensor) -> Tensor:
-        runs.append(x.shape)
-        return x.clamp_min(0)
-
-    assert first is not second and justified(first, relu) is justified(second, relu)
-    once = len(runs)
-    larger = justified(instance(aten.relu.default, (f(4, 7),)).node, relu)
-    assert len(runs) == 2 * once and larger is not justified(first, relu)
-    with pytest.raises(Unjustified):
-        justified(first, lambda x: relu(x) * 2)

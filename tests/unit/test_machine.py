@@ -11,7 +11,6 @@ import torch
 import shardfx as sx
 from shardfx.ir.cost.amounts import Cost, Work, total
 from shardfx.ir.cost.machine import FOLDER, Machine
-from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import Sent
 
 KNOWN = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -112,24 +111,3 @@ def test_costs_add_and_multiply() -> None:
     assert twice == 2 * block == block * 2 == total([block, block])
     assert (twice.flops, twice.touched, twice.nbytes) == (8e12, 26e9, 2e9)
     assert (block + Cost(sent={("dp",): Sent(1.0, 5.0)})).sent == {("tp",): Sent(2.0, 1e9), ("dp",): Sent(1.0, 5.0)}
-
-
-def test_seconds_are_what_takes_longer_of_each_call() -> None:
-    machine = Machine("m", {"float32": 1e12}, 1e9, 1e9, Machine.load("h100-dgx").links, overhead=0.5)
-    cost = Cost({Work(4e12, 1e9): 1, Work(0.0, 6e9): 2}, {("tp",): Sent(2.0, 1e9)})
-    assert cost.computing(machine) == 4 + 2 * 6 + 3 * 0.5, "not the larger of the sums"
-    mesh = sx.Mesh(tp=4, links={"tp": sx.Link(1e9, 0.25)})
-    assert cost.sending(machine, mesh) == 2 * 0.25 + 1
-    assert cost.seconds(machine, mesh) == cost.computing(machine) + 1.5
-    assert cost.sending(machine, sx.Mesh(tp=4)) == pytest.approx(2 * 4e-6 + 1e9 / 450e9), "the machine's own link"
-
-
-def test_formulas_of_communication() -> None:
-    assert comm.all_reduce.sent(100.0, 4) == Sent(4.0, 150.0)
-    assert comm.all_gather.sent(100.0, 4) == comm.reduce_scatter.sent(100.0, 4) == Sent(2.0, 75.0)
-    assert comm.shard.sent(100.0, 4) == comm.all_gather.sent(100.0, 1) == Sent(0.0, 0.0)
-    assert comm.all_gather.full_bytes_of(25.0, 4) == comm.all_reduce.full_bytes_of(100.0, 4) == 100.0
-    for name in ("all_gather_into_tensor_out", "c10d.all_gather_into", "all_gather_into_tensor_coalesced"):
-        assert comm.row_of_collective(name) is comm.all_gather
-    assert comm.row_of_collective("c10d.all_reduce_") is comm.all_reduce
-    assert comm.row_of_collective("all_to_all_single") is comm.all_to_all and comm.row_of_collective("barrier") is None

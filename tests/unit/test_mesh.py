@@ -59,24 +59,6 @@ def test_an_axis_of_time_has_no_ranks() -> None:
     assert repr(mesh) == "Mesh(pp=2, mb=Loop(8), tp=2)"
 
 
-def test_equal_meshes_are_equal() -> None:
-    assert Mesh(dp=2, tp=2) == Mesh(dp=2, tp=2)
-    assert hash(Mesh(dp=2, tp=2)) == hash(Mesh(dp=2, tp=2))
-    assert Mesh(dp=2, tp=2) != Mesh(tp=2, dp=2)
-    assert Mesh(dp=2) != Mesh(dp=Loop(2))
-    side_by_side = Mesh(mb=Loop(2, interleave=True), tp=2)
-    assert side_by_side != Mesh(mb=Loop(2), tp=2)
-    assert side_by_side.with_links({}) == side_by_side
-    assert repr(side_by_side) == "Mesh(mb=Loop(2, interleave=True), tp=2)"
-    assert Mesh(dp=2) != Mesh(dp=2, links={"dp": Link(1e9)})
-
-
-def test_planning_for_many_ranks_is_free() -> None:
-    mesh = Mesh(dp=128, tp=128)
-    assert mesh.size == 16384
-    assert mesh.coords(16383) == {"dp": 127, "tp": 127}
-
-
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", Loop(0)])
 def test_a_size_must_be_a_count(size: object) -> None:
     with pytest.raises(Error, match="'dp' has no valid size") as caught:

@@ -10,13 +10,10 @@ import torch
 from shardfx.ir.dim_sharding import DimSharding, Window
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.oracle.soundness import Execution, shard_operands
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.strategy import strategy
-from shardfx.ir.shards import RowExchange, has_rows
-from shardfx.ir.spec import Spec, TensorType
 
 from .test_windows import KINDS, drawn
 
@@ -24,37 +21,6 @@ aten = torch.ops.aten
 BOOK = default_rules()
 THREE = Mesh(h=3)
 WIDE = DimSharding(("h",), rows=Window(12, 1, 1, -1, 1))
-
-
-def test_a_window_of_a_window_has_the_rows_of_both() -> None:
-    draw = random.Random(0)
-    exact = 0
-    for _ in range(3000):
-        inner, outer = (
-            Window(20, draw.randint(1, 3), draw.randint(1, 3), low := draw.randint(-4, 3), low + draw.randint(0, 6))
-            for _ in range(2)
-        )
-        both, start, length = inner.within(outer), draw.randint(0, 10), draw.randint(1, 9)
-        first, last = outer.reach(start, length)
-        low, high = inner.reach(first, last - first + 1)
-        found = both.reach(start, length)
-        assert found[0] <= low and high <= found[1]
-        if inner.step == 1 or outer.per == 1:
-            assert found == (low, high)
-            exact += 1
-    assert exact > 500
-
-
-def test_who_has_more_rows_has_fewer() -> None:
-    tiles, wide = Spec((DimSharding(("h",)),)), Spec((WIDE,))
-    assert has_rows(wide, tiles, (12,), THREE) and not has_rows(tiles, wide, (12,), THREE)
-    assert not has_rows(wide, Spec((DimSharding(),)), (12,), THREE)
-    steps = Redistribution(THREE).steps(TensorType((12,), torch.float32), wide, tiles)
-    assert [str(step.op) for step in steps] == ["comm.halo"]
-    moved = RowExchange(wide, tiles, (12,), THREE, {"h": 0}, (0,))
-    assert moved.most == 0 and not any(any(moved.sends(rank)) for rank in range(3))
-    whole = Redistribution(THREE).steps(TensorType((12,), torch.float32), wide, Spec((DimSharding(),)))
-    assert [str(step.op) for step in whole] == ["comm.halo", "comm.all_gather"]
 
 
 def test_a_sum_over_rows_that_overlap_is_refused() -> None:

@@ -195,13 +195,6 @@ def test_the_order_of_partial_sums_means_nothing() -> None:
     assert hash(one) == hash(other)
 
 
-def test_texts() -> None:
-    spec = Spec((DimSharding(("dp", "tp")), REPLICATED), (("a", "sum"), ("b", "sum"), ("c", "max")))
-    assert spec.text((64, 256), "f32") == "f32[64{dp,tp}, 256] +{a,b} max{c}"
-    assert str(spec) == "[.{dp,tp}, .] +{a,b} max{c}"
-    assert str(Spec.replicated(0)) == "[]"
-
-
 def test_parse() -> None:
     mesh = Mesh(dp=2, tp=2, pp=2)
     assert Spec.parse("dp tp, -", mesh) == Spec((DimSharding(("dp", "tp")), REPLICATED))

@@ -111,18 +111,6 @@ def test_stages_are_counts_first_modules_or_patterns(given: Any, first: int) -> 
     assert stages(planned(stages=given)) == halves(first)
 
 
-@pytest.mark.long
-def test_a_dear_block_has_a_stage_of_its_own() -> None:
-    assert stages(planned(Net(wide=64))) == halves(3)
-
-
-def test_chunks_give_a_rank_several_stages() -> None:
-    pm = planned(stages_per_rank=2, schedule="interleaved")
-    assert [stages(pm)[f"layers.{i}.0"] for i in range(4)] == [(0,), (1,), (2,), (3,)]
-    assert pm.planned.pipeline is not None
-    assert pm.planned.pipeline.homes == (0, 1, 0, 1)
-
-
 def test_what_a_stage_needs_of_itself_alone_is_not_sent() -> None:
     """Activations go forward and their gradients back; weights' gradients are made where the weights are."""
     graph = planned().planned

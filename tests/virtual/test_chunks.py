@@ -157,3 +157,35 @@ def test_iterations_go_on_where_ranks_and_chunks_want_one_dim(specs: dict[str, s
     hints = sx.Hints(args=(x,), loss=loss_of, targets=(y,), specs=specs)
     pm = sx.parallelize(model, sx.Mesh(a=2, mb=T(4), chunk=T(2)), hints, virtual=True)
     check_step(pm, model, loss_of, (x,), (y,), proven=False)
+
+
+class Attending(nn.Module):
+    """A small GPT whose head is tied: what chunks of the logits must not come back into are attentions."""
+
+    def __init__(self, vocabulary: int = 64, width: int = 16, blocks: int = 2) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(vocabulary, width)
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(blocks))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.tok(x)
+        for qkv in self.qkv:
+            q, k, v = qkv(y).unsqueeze(1).chunk(3, -1)
+            y = y + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        return self.head(y)
+
+
+@pytest.mark.slow
+def test_chunks_of_the_head_stay_behind_the_attentions() -> None:
+    """In the last stage of a pipeline too: forward and backward of the chunks stand in its backward."""
+    torch.manual_seed(0)
+    model, x, y = Attending().double(), torch.randint(64, (8, 9)), torch.randint(64, (8, 9))
+    y[0, :5] = -100
+    pipeline, mesh = sx.Pipeline(), sx.Mesh(pp=2, mb=sx.Loop(4), chunk=sx.Loop(3))
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"head": "-, chunk, -"}, pipeline=pipeline)
+    pm = sx.parallelize(model, mesh, hints, virtual=True)
+    sharding = [node for node in pm.planned.nodes if any(v.spec and "chunk" in v.spec.axes for v in node.outs)]
+    assert {node.where.module for node in sharding if not str(node.op).startswith("comm.")} == {"head", "loss"}
+    check_step(pm, model, next_tokens, (x,), (y,))

@@ -108,3 +108,16 @@ def test_batch_norms_one_behind_the_other_are_decomposed_however_many() -> None:
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
     assert not [node for node in pm.planned.nodes if node.op in WHOLE]
     check_step(pm, model, lambda out: (out**3).sum(), (x,), bound=1e-7)
+
+
+def by_layer(params: Any) -> torch.optim.Optimizer:
+    """Deeper blocks learn faster."""
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(params)], momentum=0.9)
+
+
+@pytest.mark.slow
+def test_equal_blocks_that_are_stepped_differently_are_planned_one_by_one() -> None:
+    pm = deep_step(mesh="dp2", optimizer=by_layer, clip_grad_norm=0.1, zero=1)
+    assert any("one by one" in note and "stepped differently" in note for note in pm.planned.notes)
+    pm.step(X, Y)
+    assert not pm._compiled.captured.graph.repeats and pm.verify()

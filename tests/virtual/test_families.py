@@ -17,9 +17,7 @@ from shardfx.ir.program.lower import Lowering
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.module import programs
 from shardfx.passes.rank import RankContext, Waits, run_rank_passes
-from shardfx.runtime.verify.families.family import families
-from shardfx.runtime.verify.families.varying import Diverged, Together, Varying
-from shardfx.runtime.verify.proof.interpreter import Written
+from shardfx.runtime.verify.families.varying import Diverged, Together
 from shardfx.runtime.verify.verdict import Verdict
 from tests.captures import captured_once
 from tests.zoo import make
@@ -161,29 +159,3 @@ def test_ranks_go_different_ways(ask: Callable[[Any], Any]) -> None:
     with pytest.raises(Diverged) as split:
         ask(Together(ranks).rank() - 0)
     assert sorted(rank for part in split.value.parts for rank in part) == ranks
-
-
-def test_a_family_writes_what_each_rank_would() -> None:
-    def write(rank: Any) -> Written:
-        graph = fx.Graph()
-        x = graph.placeholder("x")
-        if rank % 4 >= 2:
-            x = graph.call_function(aten.relu.default, (x,))
-        graph.output(graph.call_function(aten.mul.Tensor, (x, rank * 3)))
-        return Written(graph)
-
-    found = list(families(write, [range(8)]))
-    assert sorted(family.ranks for family in found) == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    for family in found:
-        assert any(isinstance(arg, Varying) for node in family.varying for arg in node.args)
-        for rank in family.ranks:
-            with family.only(rank) as program:
-                assert str(program.graph) == str(write(rank).graph)
-
-
-def test_an_error_is_that_of_a_rank() -> None:
-    def write(rank: Any) -> Written:
-        raise ValueError(f"rank {rank}")
-
-    with pytest.raises(ValueError, match="rank 0"):
-        list(families(write, [range(4)]))

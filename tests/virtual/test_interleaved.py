@@ -8,9 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx
 
 import shardfx as sx
 from shardfx.ir.ops.loop import loop_ops
@@ -18,7 +16,7 @@ from shardfx.ir.program.loops.loop_regions import ActionOrder, action_order
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.registry import PROGRAM_OPS
 from tests.plans import plan, specs_of
-from tests.reference import check_step, rel_err, single_device
+from tests.reference import rel_err, single_device
 from tests.zoo import make
 
 
@@ -66,6 +64,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sums of each iteration": ("gpt_fused", {"dp": 2, "tp": 2}, {"reduce": "each"}),
     "offloaded": ("gpt_fused", {"tp": 2}, {"offload": ("activations",)}),
     "encoder and decoder": ("hf_t5", {"tp": 2}, {}),
+    "in stages": ("gpt_fused", {"pp": 2, "tp": 2, "iterations": 4}, {"pipeline": sx.Pipeline()}),
 }
 
 
@@ -182,32 +181,3 @@ def test_a_program_that_cannot_be_is_refused(damage: Callable[[fx.Graph], None])
     damage(program.graph)
     with pytest.raises(ProgramError):
         validate_program(program)
-
-
-HINTS = {"*.up.weight": "tp, -", "*.down.weight": "-, tp"}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
-def planned(mesh: sx.Mesh, rows: str, **hints: Any) -> tuple[nn.Module, sx.ParallelModule, Tensor, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(4))).double()
-    x, y = torch.randn(2, 8, 4, 8, dtype=torch.float64)
-    given = sx.Hints(args=(x,), loss=F.mse_loss, targets=(y,), specs=HINTS | {"args.0": rows}, **hints)
-    return model, sx.parallelize(model, mesh, given, virtual=True), x, y
-
-
-def staged_check(model: nn.Module, pm: sx.ParallelModule, x: Tensor, y: Tensor) -> None:
-    check_step(pm, model, F.mse_loss, (x,), (y,), bound=1e-12)
-
-
-@pytest.mark.long
-def test_iterations_of_a_pipeline_are_in_its_schedule() -> None:
-    staged_check(*planned(sx.Mesh(mb=sx.Loop(4, interleave=True), pp=2, tp=2), "mb, -, -", pipeline=sx.Pipeline()))

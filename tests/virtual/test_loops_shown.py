@@ -4,13 +4,11 @@ them."""
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 import torch
 
 import shardfx as sx
-from shardfx.ir.cost.footprint import loop_memory
 from shardfx.ir.cost.traffic import TripCounts
 from shardfx.visualize.boxes import Box
 from shardfx.visualize.detail import show
@@ -64,23 +62,6 @@ def test_each_box_says_the_iterations_of_what_is_in_it() -> None:
         for box in lane.boxes:
             if box.nodes or box.children:
                 look(box, ())
-
-
-@pytest.mark.long
-def test_pictures_between_passes(tmp_path: Path) -> None:
-    assert all(path.exists() for path in planned(8, 2).draw(tmp_path, every_pass=True))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_iteration_holds_as_much_whatever_their_number(zero: int) -> None:
-    reports = [planned(16 * count, count, zero=zero, zero_min_numel=0).report() for count in (4, 8)]
-    (few,), (many,) = (loop_memory(report.memory.footprint) for report in reports)
-    assert few.own == many.own > 0 and (few.axis, few.count, many.count) == ("mb", 4, 8)
-    for report in reports:
-        (iteration,) = loop_memory(report.memory.footprint)
-        assert iteration.own + iteration.before <= report.memory.footprint.peak.nbytes
-        assert "an iteration of mb  " in str(report)
 
 
 @pytest.mark.long

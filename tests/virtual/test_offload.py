@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 import shardfx as sx
-from shardfx.ir.graph import InputKind, Phase
+from shardfx.ir.graph import Phase
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.text import parse_graph, print_graph
@@ -102,20 +102,6 @@ def test_it_is_seen_in_pictures_reports_and_reasons(tmp_path: Path) -> None:
     report = pm.report()
     assert report.memory.host == pm.memory().host and "offloaded and fetched" in str(report)
     assert "memory.to_device moves 4.1 kB per rank" in str(pm.explain("layers.0.up.weight"))
-
-
-@pytest.mark.long
-def test_states_of_two_updates_are_on_the_device_at_most() -> None:
-    """However small they are beside the two largest: by bytes."""
-    pm = blocks(optimizer=adamw, offload=away("optimizer"))
-    footprint = pm.memory().footprint
-    states = [given for given in pm.planned.of_kind(InputKind.STATE) if given.pool]
-    fetched = [s for s in footprint.storages if s.category == "fetched"]
-    assert len(fetched) == len(states) and {s.node.phase for s in fetched if s.node} == {Phase.UPDATE}
-    largest = 2 * max(given.value.type.nbytes for given in states)  # both states of a parameter
-    live = [sum(s.nbytes for s in fetched if s.born <= i <= s.last) for i in range(len(footprint.calls))]
-    stored = 2 * max(s.nbytes for s in fetched)
-    assert 0 < max(live) <= 2 * largest + stored
 
 
 @pytest.mark.long
@@ -212,21 +198,6 @@ def test_parameters_that_lie_elsewhere_are_stepped_by_their_owner() -> None:
             losses[-1].backward()
             optimizer.step()
         assert torch.equal(*losses)
-
-
-@pytest.mark.long
-def test_the_price_is_that_of_the_link() -> None:
-    """Bytes both ways, over what the machine says connects it with the host."""
-    plain, pm = blocks(machine="h100-dgx"), blocks(machine="h100-dgx", offload=away("activations"))
-    cost, host = pm.report().time.cost, pm.memory().host
-    assert not plain.report().time.cost.copied and cost.copied["host"].nbytes == 2 * host
-    link = sx.Machine.load("h100-dgx").pools["host"]
-    seconds = cost.copying(sx.Machine.load("h100-dgx"))
-    assert seconds == pytest.approx(cost.copied["host"].messages * link.latency + 2 * host / 64e9)
-    time = pm.report().time
-    assert time.carrying == seconds
-    assert time.exposed + time.hidden == pytest.approx(time.communication + seconds)
-    assert time.total == pytest.approx(time.compute + time.exposed)
 
 
 # ---- files

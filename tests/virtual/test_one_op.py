@@ -220,24 +220,6 @@ def test_a_resized_picture_of_what_is_infinite(name: str) -> None:
     torch.testing.assert_close(mine.grad, x.grad, equal_nan=True)
 
 
-@pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("specs", [{"args.0": "r, -"}, {"weight": "r"}], ids=str)
-def test_how_far_complex_numbers_scatter(specs: dict[str, str]) -> None:
-    """The squares in a variance are those of sizes."""
-
-    class Scattered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.weight = nn.Parameter(torch.randn(6, dtype=torch.complex128))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * self.weight).std(0) + torch.var_mean(x * self.weight)[0]
-
-    beside_one_device(Scattered(), (torch.randn(4, 6, dtype=torch.float64),), sx.Mesh(r=2), specs)
-
-
 class Eighths(nn.Module):
     """A layer whose product goes through eight bits, as it is done for products of such numbers."""
 

@@ -309,3 +309,50 @@ def test_what_a_model_checkpoints_in_segments_is_recomputed_together() -> None:
     assert any("features.0 to features.4, features.5 to features.9" in note for note in pm.planned.notes)
     assert pm.memory().peak < 0.75 * plain.memory().peak
     check_equal(pm, plain)
+
+
+class Routed(nn.Module):
+    """A layer that hands on what its routing costs; the model sums that up for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 4), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.gate(x).softmax(-1)
+        return x + self.down(self.up(x).tanh()) * shares[..., :1], (shares.mean((0, 1)) ** 2).sum() * 4
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        costs = x.new_zeros(())
+        for layer in self.layers:
+            x, cost = layer(x)
+            costs = costs + cost
+        return x, costs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [1.0, 0.5])
+def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_recomputed(part: float) -> None:
+    """What is summed for the loss alone is summed last: no layer was a segment then, and nothing was chosen."""
+    torch.manual_seed(0)
+    model, x = Mixture().double(), torch.randn(4, 6, 8).double()
+
+    def planned(**hints: Any) -> sx.ParallelModule:
+        given = sx.Hints(
+            args=(x,), loss=lambda out, y: (out[0] - y).square().mean() + out[1], targets=(x,),
+            specs={"args.0": "dp, -, -", "targets.0": "dp, -, -"}, **hints,
+        )  # fmt: skip
+        return sx.parallelize(model, MESHES["dp2"], given, virtual=True)
+
+    most, least = planned().memory().peak, planned(recompute="layers.*").memory().peak
+    budget = most - int(part * (most - least))
+    pm = planned(recompute="auto", memory=budget)
+    assert pm.memory().peak <= budget < most
+    assert "cheapest choice" in pm.planned.notes[-1]
+    assert pm.verify()

@@ -257,31 +257,3 @@ def test_a_hook_that_writes_unnoticed_counts_and_is_nobody_elses(trained: Any) -
         torch.testing.assert_close(mine, 2 * theirs)
     for mine, theirs in zip(delivered(pm, lambda loss: loss.backward(retain_graph=True)), grads, strict=True):
         torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_functions_take_a_loss(backend: str, trained: Any) -> None:
-    pm, grads = trained
-
-    def backward(loss: Tensor) -> None:
-        (loss / 2).backward()
-
-    def whole(x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = pm(x, y)
-        loss.backward()
-        return loss
-
-    compiled: dict[float, Callable[[Tensor], Any]] = {
-        3.0: lambda loss: torch.compile(lambda q: q * 3 + 1, backend=backend)(loss).backward(),
-        0.5: torch.compile(backward, backend=backend),
-        1.0: torch.compile(lambda loss: loss.backward(), backend=backend),
-    }
-    for scale, way in compiled.items():
-        for mine, theirs in zip(delivered(pm, way), grads, strict=True):
-            torch.testing.assert_close(mine, scale * theirs)
-    pm.zero_grad()
-    torch.compile(whole, backend=backend)(X, Y)
-    for shard, theirs in zip(pm.parameters(), grads, strict=True):
-        torch.testing.assert_close(shard.grad, theirs)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.graph import OutputKind
-from shardfx.ir.rules import Emit
 from shardfx.runtime.verify import numeric_check
 from tests.damage_plan import DROPS, MORE, SOUND, WRONG, Change, Changes, ChangesFirst
 from tests.plans import MESHES, plan
@@ -334,28 +333,3 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 doubled.register_fake(lambda x: torch.empty_like(x))
 doubled.register_autograd(lambda ctx, grad: doubled(grad))
-
-
-def by_sums(emit: Emit) -> Any:
-    """A rank's version: each call of the one before it, twice."""
-    (x,) = emit.args
-    for _ in range(CALLS):
-        x = emit.call(share_aten.add.Tensor, x, x)
-    return x
-
-
-@pytest.mark.long
-def test_a_rule_may_write_many_calls_one_behind_the_other() -> None:
-    rule = sx.rule(torch.ops.docs_many.doubled.default, "n d -> n d", linear="0", local=by_sums)
-
-    class Net(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return doubled(super().forward(x)).relu()
-
-    hints = sx.Hints((torch.randn(4, 4),), loss=lambda out: out.sum(), specs={"args.0": "dp, -"}, rules=[rule])
-    pm = sx.parallelize(Net(4, 6), sx.Mesh(dp=2), hints, virtual=True)
-    changed = pm.rank_module(1)
-    last = [node for node in changed.graph.nodes if node.target is share_aten.add.Tensor][10]
-    last.replace_all_uses_with(last.args[0])
-    changed.recompile()
-    assert pm.verify() and not pm.verify(modules={1: changed})

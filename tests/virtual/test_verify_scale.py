@@ -12,6 +12,7 @@ from shardfx.runtime.verify.families.equal_shards import equal_shards
 from tests.captures import captured_once
 from tests.damage import MUTATIONS
 from tests.mutants import Programs
+from tests.plans import MESHES, plan
 from tests.zoo import make
 
 NAMES = ("gpt_fused@dp2tp2+sequence", "llama@2x2x2", "resnet@dp2tp2", "hf_gpt2@dp2tp2+alone", "hf_bert@dp2tp2")
@@ -112,3 +113,13 @@ def test_damaged_programs_are_refused(name: str) -> None:
         if pm.verify({rank: program.module() for rank, program in damaged.items()})
     ]
     assert not survivors
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.slow
+def test_a_plan_with_rows_that_overlap_is_interpreted_on_every_rank() -> None:
+    pm = plan(make("hf_vit"), MESHES["tp2"], specs={"vit.layers.*.mlp.fc1": "-, tp, -"})
+    assert equal_shards(pm.planned) is None
+    verdict = pm.verify()
+    assert verdict, verdict.why
+    assert "whole programs" not in verdict.checked

@@ -144,21 +144,6 @@ def test_shards_that_give_no_number_are_refused() -> None:
     assert found.apart != 0 and "nan apart" in str(found)
 
 
-class Marked(WholeTensor):
-    """Goes by what a script says of a parameter."""
-
-    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        return grad / grad.norm() if getattr(p, "normed", False) else grad
-
-
-def test_what_a_script_says_of_a_parameter_is_tried() -> None:
-    model, x = net("matrix")
-    model.weight.normed = True  # type: ignore[assignment, union-attr]
-    pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints((x,), loss=squares, specs={"weight": "tp, -"}))
-    with pytest.raises(sx.Error, match="Marked looks at full tensors"):
-        Marked(pm.parameters()).step()
-
-
 @pytest.mark.long
 def test_a_compiled_step_is_one_of_plain_gradients() -> None:
     pm, x = sharded()
