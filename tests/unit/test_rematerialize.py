@@ -1,4 +1,4 @@
-"""rematerialize: pointwise values of the forward are recomputed in the backward, by a minimum-cut."""
+"""Passes for compiled programs: what is recomputed, how attention's operands lie, what Inductor stores once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardfx as sx
+from shardfx.ir.cost.replay import values
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.module.programs import TRAIN
-from shardfx.passes.rank import RankContext, Rematerialize, run_rank_passes
+from shardfx.passes.rank import AttentionLayout, RankContext, Rematerialize, run_rank_passes
+from shardfx.runtime.inductor_passes import STORED, WholeStep
 from tests.reference import check_step
 
 
@@ -108,3 +111,70 @@ def test_compiled_programs_are_proven_and_right(hints: dict[str, object]) -> Non
     model, x, pm = plan(mesh=sx.Mesh(dp=2) if hints else None, **hints)
     pm.compile(backend="eager")
     check_step(pm, model, torch.sum, (x,))
+
+
+class Attention(nn.Module):
+    """Self-attention [batch, rows, 8] with rotary positions and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.register_buffer("mask", torch.ones(6, 6, dtype=torch.bool).tril())
+        self.register_buffer("angles", torch.rand(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, self.mask)
+        return x + self.o(out.transpose(1, 2).flatten(2))
+
+    def rotated(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        cos, sin = self.angles.cos(), self.angles.sin()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mesh", "specs"), [(sx.Mesh(dp=1), {}), (sx.Mesh(dp=2), {"args.0": "dp, -, -"})], ids=str)
+def test_queries_and_keys_lie_row_by_row_and_gradients_are_right(mesh: sx.Mesh, specs: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model, x = Attention().double(), torch.rand(2, 6, 8, dtype=torch.float64)
+    pm = sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=torch.sum, specs=specs), virtual=True)
+    program = lower(pm.planned, 0, pm._rule_book, TRAIN, torch.device("cpu"))
+    laid = run_rank_passes(program, [AttentionLayout()], RankContext(pm.planned))
+    lies, calls = values(laid), [n for n in laid.graph.nodes if "attention" in str(n.target)]
+    assert len(calls) == 2
+    for call, first in zip(calls, (0, 1), strict=True):  # in the backward the gradient is in front
+        assert all(lies[each.name].transpose(1, 2).is_contiguous() for each in call.args[first : first + 3])
+    pm.compile(backend="aot_eager")
+    check_step(pm, model, torch.sum, (x,))
+
+
+aten = torch.ops.aten
+W = torch.rand(4, 4)
+
+
+def traced(function: object, *given: Tensor) -> fx.GraphModule:
+    return make_fx(function)(*(each.clone() for each in given))  # type: ignore[arg-type]
+
+
+def test_operands_of_products_and_casts_are_not_marked() -> None:
+    def residual(x: Tensor, w: Tensor) -> Tensor:
+        out = x + x @ w
+        wide = out.double()
+        return (out @ w) + out + (wide * wide).sum() + (out.t() @ x).sum() + wide.sum()
+
+    module = traced(residual, torch.rand(64, 4), W)
+    WholeStep()(module.graph)
+    assert not [node for node in module.graph.nodes if STORED in node.meta]  # `out`, which a product reads, is stored
+
+
+def test_sum_between_products_is_stored_once() -> None:
+    def normed(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + torch.tanh(x) @ w
+        return x
+
+    module = traced(normed, torch.rand(64, 4), W)
+    WholeStep()(module.graph)
+    stored = [node.name for node in module.graph.nodes if STORED in node.meta]
+    assert stored == ["add"]

@@ -1,4 +1,4 @@
-"""Copies between pools of memory: a tensor comes back as it lay, so that kernels round as they would have."""
+"""Copies between pools of memory, and checksums of contents."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardfx.ir.cost.fake_calls import FakeCalls, TensorLayout
 from shardfx.ir.ops.pools import transfer
+from shardfx.runtime.distributed.checksum import checksum
 
 POOLS: dict[str, Callable[[Tensor], Tensor]] = {
     "host": transfer.to_host,
@@ -54,3 +55,27 @@ def test_a_replay_predicts_what_a_copy_holds(form: str) -> None:
 def test_files_leave_no_name(tmp_path: Path) -> None:
     away = transfer.to_disk(torch.randn(6, 8)[:, 1:5], str(tmp_path))
     assert away.stride() == (8, 1) and not list(tmp_path.iterdir())
+
+
+REAL = (torch.float64, torch.float32, torch.bfloat16)
+DTYPES = (*REAL, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_content_or_order_is_another_number(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randint(0, 2, (5, 7)).to(dtype)
+    assert checksum(x) == checksum(x.clone()) == checksum(x.t().clone().t())
+    numbers = [checksum(x.flip(0)), checksum(x)]
+    for i in range(x.numel()):
+        other = x.clone()
+        other.view(-1)[i] = 1 - other.view(-1)[i].to(torch.int32) if dtype is torch.bool else 1 - other.view(-1)[i]
+        numbers.append(checksum(other))
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_slices_scalars_and_what_is_empty() -> None:
+    x = torch.arange(41, dtype=torch.uint8)
+    assert checksum(x[3:11]) == checksum(x[3:11].clone()) != checksum(x[4:12])
+    assert checksum(torch.tensor(2.0)) != checksum(torch.tensor(3.0))
+    assert checksum(torch.empty(0, 4)) == checksum(torch.empty(4, 0))

@@ -1,4 +1,4 @@
-"""Pictures of graphs: what is drawn, how much of it, and that the file is sound."""
+"""Pictures of graphs: what is drawn, how much of it, equal blocks once, and that the file is sound."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from shardfx.ir.cost.traffic import by_axes
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.text.printer import size_text
-from shardfx.visualize import draw_folder
+from shardfx.visualize import draw_folder, draw_memory
 from shardfx.visualize.boxes import Box, BoxKind
 from shardfx.visualize.detail import show
 from shardfx.visualize.graph_picture import picture_svg
 from shardfx.visualize.layout import lay_out
 from shardfx.visualize.leaf_boxes import measure
+from shardfx.visualize.memory_chart import starts
 from shardfx.visualize.style import AXIS_COLOURS, width
 from shardfx.visualize.svg import Rect
 from tests.unit.sketch import DIM, ROWS, Sketch, aten, decoder, mlp
@@ -189,3 +190,74 @@ def test_a_value_without_dims_is_a_scalar() -> None:
     x = s.input(InputKind.ARGUMENT, "args.0", (ROWS,), "dp")
     s.output(OutputKind.LOSS, "loss", s.op(aten.sum.default, (x,), (), "+ dp", ""))
     assert "scalar +{dp}" in texts(drawn(s.graph))
+
+
+@pytest.mark.parametrize("layers", [2, 7])
+def test_equal_blocks_are_folded_with_their_count(layers: int) -> None:
+    graph = decoder(layers)
+    picture = show(graph)
+    folded = [box for box in picture.boxes() if box.count > 1]
+    assert [(box.count, box.title, box.chained) for box in folded] == [
+        (layers, f"layers.0 … {layers - 1}", True),
+        (layers, f"layers.{layers - 1} … 0", True),
+    ]
+    assert set(folded[0].members) == {f"layers.{i}" for i in range(layers)}
+    assert sum(picture.copies.values()) == len(graph.nodes)
+    root = drawn(graph)
+    assert texts(root).count(f"\N{MULTIPLICATION SIGN} {layers}  in a row") == 2
+
+
+def test_unequal_blocks_are_not_folded() -> None:
+    assert not any(box.count > 1 for box in show(decoder(4, equal=False)).boxes())
+
+
+def pattern(kinds: str, glue: bool = False) -> Graph:
+    """Blocks of which those of the same letter are equal, and an op of the model after each."""
+    s = Sketch(dp=2)
+    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
+    for i, kind in enumerate(kinds):
+        y = x
+        for _ in range(3):
+            op = {"a": aten.relu.default, "b": aten.tanh.default}[kind]
+            y = s.op(op, (y,), (ROWS, DIM), "dp, -", f"model.blocks.{i}.inner")
+            y = s.op(aten.mm.default, (y, y), (ROWS, DIM), "dp, -", f"model.blocks.{i}")
+        x = s.op(aten.add.Tensor, (x, y), (ROWS, DIM), "dp, -", "model") if glue else y
+    s.output(OutputKind.RESULT, "results.0", s.op(aten.sum.default, (x,), (), "+ dp", "model"))
+    return s.graph
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("aaaa", [(4, "model.blocks.0 … 3")]),
+        ("aaab", [(3, "model.blocks.0 … 2")]),
+        ("ababab", [(3, "model.blocks.0, 1 … 4, 5")]),
+        ("abab", []),
+        ("aabaabaab", [(3, "model.blocks.0, 1, 2 … 6, 7, 8"), (2, "0 … 1")]),
+    ],
+)
+def test_repeated_patterns_are_folded(kinds: str, expected: list[tuple[int, str]]) -> None:
+    folded = [(box.count, box.title) for box in show(pattern(kinds), 60).boxes() if box.count > 1]
+    assert folded == expected
+
+
+def test_what_a_model_does_between_its_blocks_is_folded_with_them() -> None:
+    (folded,) = (box for box in show(pattern("aaaa", glue=True)).boxes() if box.count > 1)
+    assert folded.count == 4
+    ops = Counter(str(node.op) for leaf in folded.leaves() for node in leaf.nodes)
+    assert ops["aten.add.Tensor"] == 1
+
+
+AHEAD = ["backward", *["forward"] * 40, *["backward"] * 60, *["update"] * 20]
+
+
+def test_a_call_that_is_made_ahead_begins_no_phase() -> None:
+    assert starts(AHEAD) == [0, 41, 101]
+    assert starts(["forward"] * 3) == [0, 3, 3]
+
+
+def test_names_of_phases_stand_apart(tmp_path: Path) -> None:
+    for phases, names in ((AHEAD, ["forward", "backward", "update"]), (["forward", *["backward"] * 99], ["backward"])):
+        course = [{"parameters": 1}] * len(phases)
+        svg = draw_memory(course, phases, 0, 1, (), tmp_path / "memory.svg", "Memory").read_text()
+        assert re.findall(r">(forward|backward|update)<", svg) == names

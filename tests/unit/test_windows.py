@@ -1,11 +1,8 @@
-"""Rows that overlap: what a rank needs of an image through a window, and that it computes its tile of the whole so.
-
-Each case is drawn from a seed: an op, kernel, stride, padding, dilation, sizes and ranks. All ranks are executed on the
-rows that the rule gives them, and put together again; nothing may differ from the whole op.
-"""
+"""Rows that overlap: what a rank needs of an image through a window, parts of what it has, refused sums."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -187,3 +184,47 @@ def test_two_windows_are_one_that_reaches_as_far(step: int, outer: Window) -> No
         first, last = outer.reach(row, 1)
         wanted, found = inner.reach(first, last - first + 1), inner.within(outer).reach(row, 1)
         assert found[0] <= wanted[0] <= wanted[1] <= found[1] and found[1] - found[0] - (wanted[1] - wanted[0]) < 4
+
+
+THREE = Mesh(h=3)
+WIDE = DimSharding(("h",), rows=Window(12, 1, 1, -1, 1))
+
+
+def test_a_sum_over_rows_that_overlap_is_refused() -> None:
+    entry = BOOK.entry(aten.sum.dim_IntList)
+    assert entry is not None
+    of = instance(aten.sum.dim_IntList, (torch.randn(2, 12), [1]))
+    rule = entry.make(of.node)
+    assert rule is not None
+    (factor,) = rule.operands[0][1]
+    assert strategy(rule, {factor: DimSharding(("h",))}, THREE).results[0].partial == (("h", "sum"),)
+    with pytest.raises(Error, match="counts rows twice"):
+        strategy(rule, {factor: WIDE}, THREE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ops_on_windows_are_right_in_rows_that_overlap(kind: str) -> None:
+    """All ranks make more than their tiles, from the rows that this needs: what they have in common is the same."""
+    torch.manual_seed(0)
+    executed, refused = 0, 0
+    for seed in range(60):
+        of, draw = drawn(kind, seed), random.Random(seed)
+        entry = None if of is None else BOOK.entry(of.node.op)
+        rule = None if of is None or entry is None else entry.make(of.node)
+        if of is None or entry is None or rule is None or not rule.leaders:
+            continue
+        leader, mesh = draw.choice(sorted(rule.leaders)), Mesh(a=draw.randint(2, 3))
+        rows = DimSharding(("a",), rows=Window(rule.sizes[leader], 1, 1, -draw.randint(0, 2), draw.randint(0, 2)))
+        if rule.sizes[leader] < 2 * mesh.size:
+            continue
+        if any(leader not in factors for factors in rule.result_factors):
+            refused += 1
+            with pytest.raises(Error, match="counts rows twice"):
+                strategy(rule, {leader: rows}, mesh)
+            continue
+        executed += 1
+        made = strategy(rule, {leader: rows}, mesh)
+        assert not Execution(
+            entry, made, of, mesh, shard_operands(made, of, mesh, torch.Generator().manual_seed(seed))
+        ).difference(), seed
+    assert executed + refused >= 10

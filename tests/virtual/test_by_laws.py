@@ -246,10 +246,10 @@ def test_rank_program_rewritten_around_attention_is_proven_only_if_equivalent(na
     assert verdict.status == ("proven" if sound else "refuted"), verdict
 
 
-hand_aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+c10d = torch.ops._c10d_functional
 REDUCE, GATHER, EXCHANGE = c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default
 RANKS = 3
-HandCall = Callable[..., fx.Node]
+WritesNode = Callable[..., fx.Node]
 
 
 def hand_planned() -> sx.ParallelModule:
@@ -260,56 +260,56 @@ def hand_planned() -> sx.ParallelModule:
         return sx.parallelize(nn.Linear(6, 4, dtype=torch.float64), sx.Mesh(tp=RANKS), hints, virtual=True)
 
 
-def waited(call: HandCall, op: Any, *args: Any) -> fx.Node:
+def waited(call: WritesNode, op: Any, *args: Any) -> fx.Node:
     return call(c10d.wait_tensor.default, call(op, *args))
 
 
-def shares(call: HandCall, x: fx.Node, group: str) -> fx.Node:
-    return waited(call, GATHER, call(hand_aten.unsqueeze.default, x, 0), RANKS, group)
+def shares(call: WritesNode, x: fx.Node, group: str) -> fx.Node:
+    return waited(call, GATHER, call(aten.unsqueeze.default, x, 0), RANKS, group)
 
 
-def reduced(call: HandCall, x: fx.Node, group: str, kind: str = "sum") -> fx.Node:
+def reduced(call: WritesNode, x: fx.Node, group: str, kind: str = "sum") -> fx.Node:
     return waited(call, REDUCE, x, kind, group)
 
 
-def rows(call: HandCall, of: fx.Node, *which: int) -> fx.Node:
+def rows(call: WritesNode, of: fx.Node, *which: int) -> fx.Node:
     """The sum of some rows."""
-    first, *others = (call(hand_aten.select.int, of, 0, i) for i in which)
+    first, *others = (call(aten.select.int, of, 0, i) for i in which)
     for other in others:
-        first = call(hand_aten.add.Tensor, first, other)
+        first = call(aten.add.Tensor, first, other)
     return first
 
 
-def of_each(call: HandCall, x: fx.Node, group: str) -> fx.Node:
-    copies = call(hand_aten.cat.default, [call(hand_aten.unsqueeze.default, x, 0)] * RANKS)
+def of_each(call: WritesNode, x: fx.Node, group: str) -> fx.Node:
+    copies = call(aten.cat.default, [call(aten.unsqueeze.default, x, 0)] * RANKS)
     return waited(call, EXCHANGE, copies, [1] * RANKS, [1] * RANKS, group)
 
 
-def times(call: HandCall, x: fx.Node, by: float) -> fx.Node:
-    return call(hand_aten.mul.Tensor, x, by)
+def times(call: WritesNode, x: fx.Node, by: float) -> fx.Node:
+    return call(aten.mul.Tensor, x, by)
 
 
-Written = Callable[[HandCall, fx.Node, str], fx.Node]
+Written = Callable[[WritesNode, fx.Node, str], fx.Node]
 SOUND: dict[str, Written] = {
-    "gathered and added": lambda c, x, g: c(hand_aten.sum.dim_IntList, shares(c, x, g), [0]),
+    "gathered and added": lambda c, x, g: c(aten.sum.dim_IntList, shares(c, x, g), [0]),
     "added one by one": lambda c, x, g: rows(c, shares(c, x, g), 2, 0, 1),
-    "exchanged and added": lambda c, x, g: c(hand_aten.sum.dim_IntList, of_each(c, x, g), [0]),
+    "exchanged and added": lambda c, x, g: c(aten.sum.dim_IntList, of_each(c, x, g), [0]),
     "scaled and back": lambda c, x, g: times(c, reduced(c, times(c, x, 3.0), g), 1 / 3),
-    "negated": lambda c, x, g: c(hand_aten.neg.default, reduced(c, c(hand_aten.neg.default, x), g)),
+    "negated": lambda c, x, g: c(aten.neg.default, reduced(c, c(aten.neg.default, x), g)),
     "a mean times as many": lambda c, x, g: times(c, reduced(c, x, g, "avg"), 3.0),
     "the mean of copies": lambda c, x, g: reduced(c, reduced(c, x, g), g, "avg"),
     "the largest of copies": lambda c, x, g: reduced(c, reduced(c, x, g), g, "max"),
-    "copies added and divided": lambda c, x, g: c(hand_aten.div.Tensor, reduced(c, reduced(c, x, g), g), RANKS),
+    "copies added and divided": lambda c, x, g: c(aten.div.Tensor, reduced(c, reduced(c, x, g), g), RANKS),
 }
 WRONG: dict[str, Written] = {
     "one is missing": lambda c, x, g: rows(c, shares(c, x, g), 0, 2),
     "one twice": lambda c, x, g: rows(c, shares(c, x, g), 0, 1, 2, 1),
     "one for another": lambda c, x, g: rows(c, shares(c, x, g), 0, 1, 1),
     "one alone": lambda c, x, g: rows(c, shares(c, x, g), 1),
-    "its own more": lambda c, x, g: c(hand_aten.add.Tensor, rows(c, shares(c, x, g), 0, 1, 2), x),
-    "added and added": lambda c, x, g: reduced(c, c(hand_aten.sum.dim_IntList, shares(c, x, g), [0]), g),
+    "its own more": lambda c, x, g: c(aten.add.Tensor, rows(c, shares(c, x, g), 0, 1, 2), x),
+    "added and added": lambda c, x, g: reduced(c, c(aten.sum.dim_IntList, shares(c, x, g), [0]), g),
     "shares reduced": lambda c, x, g: rows(c, reduced(c, shares(c, x, g), g), 0),
-    "along another dim": lambda c, x, g: c(hand_aten.sum.dim_IntList, of_each(c, c(hand_aten.t.default, x), g), [0]),
+    "along another dim": lambda c, x, g: c(aten.sum.dim_IntList, of_each(c, c(aten.t.default, x), g), [0]),
     "scaled and not back": lambda c, x, g: times(c, reduced(c, times(c, x, 3.0), g), 0.3333),
     "scaled by nothing": lambda c, x, g: times(c, reduced(c, times(c, x, 0.0), g), 1.0),
     "scaled out of range": lambda c, x, g: times(c, reduced(c, times(c, x, 1e-300), g), 1e300),
