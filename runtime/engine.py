@@ -48,9 +48,6 @@ class Engine(Protocol):
     def ranks(self) -> Sequence[int]:
         """The ranks that run in this process."""
 
-    def prepare(self) -> None:
-        """Set up what the processes of a job share, such as process groups, before the first run; idempotent."""
-
     def seed(self) -> Tensor:
         """A step's seed, the same on all ranks; ``torch.manual_seed`` makes it reproducible."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,24 +27,18 @@ c10d = torch.ops._c10d_functional
 REMEDY = "guard that line against such operands (an eps, a clamp, a mask), or look at what made them so large or small"
 
 
-@dataclass(frozen=True)
+@dataclass
 class NanDebug:
     """The probe: finds NaNs, and with ``inf`` also infinities that were made from finite numbers."""
 
     inf: bool = True
+    rank: int = 0
+    _seen: dict[fx.Node, Contents] = field(default_factory=dict)
+    """The contents of collectives' operands, whose memory may be overwritten before the wait."""
 
-    def watch(self, rank: int) -> NanProbe:
+    def watch(self, rank: int) -> NanDebug:
         """A fresh probe of one rank's program."""
-        return NanProbe(rank, self.inf)
-
-
-class NanProbe:
-    """The NaN probe of one rank's program."""
-
-    def __init__(self, rank: int, inf: bool) -> None:
-        self.rank, self.inf = rank, inf
-        self._seen: dict[fx.Node, Contents] = {}
-        """The contents of collectives' operands, whose memory may be overwritten before the wait."""
+        return NanDebug(self.inf, rank)
 
     def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
         """Raise if a parameter, a buffer or an argument contains NaN already, or a parameter an infinity."""

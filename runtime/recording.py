@@ -31,7 +31,7 @@ Row = tuple[tuple[Action, Span], ...]
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The timeline of one step: the actions of each rank in execution order, in seconds of one clock."""
+    """The timeline of one step: the actions of each rank in execution order, in seconds since the epoch."""
 
     rows: Mapping[int, Row]
     span: Span
@@ -67,27 +67,18 @@ class Recording:
         made = self._open[-1][rank] = _Recorder()
         return made
 
-    def rows(self) -> list[tuple[dict[int, Row], Span]]:
-        """The timeline rows of this process's ranks, by step."""
-        found = []
-        for step in self._open:
-            done = {rank: each for rank, each in step.items() if each.stamps}
-            if done:
-                first, last = min(each.start for each in done.values()), max(e.stamps[-1][1] for e in done.values())
-                found.append(({rank: each.row() for rank, each in done.items()}, Span(first, last)))
-        return found
+    def rows(self) -> list[dict[int, tuple[Row, Span]]]:
+        """The timelines of this process's ranks, by step."""
+        every = ({rank: each.row() for rank, each in step.items() if each.stamps} for step in self._open)
+        return [rows for rows in every if rows]
 
-    def close(self, everybody: Sequence[Sequence[tuple[Mapping[int, Row], Span]]]) -> None:
-        """Merge the measurements of a job's processes, by step; times count from the first start."""
-        first = min((span.start for mine in everybody for _, span in mine), default=0.0)
+    def close(self, everybody: Sequence[Sequence[Mapping[int, tuple[Row, Span]]]]) -> None:
+        """Merge the timelines of a job's processes, by step."""
         for parts in zip(*everybody, strict=True):
-            rows = {rank: _since(first, row) for mine, _ in parts for rank, row in mine.items()}
-            span = Span(min(span.start for _, span in parts) - first, max(span.end for _, span in parts) - first)
-            self.steps.append(MeasuredStep(dict(sorted(rows.items())), span))
-
-
-def _since(first: float, row: Row) -> Row:
-    return tuple((action, Span(span.start - first, span.end - first)) for action, span in row)
+            ranks = sorted((rank, row, span) for part in parts for rank, (row, span) in part.items())
+            spans = [span for _, _, span in ranks]
+            span = Span(min(each.start for each in spans), max(each.end for each in spans))
+            self.steps.append(MeasuredStep({rank: row for rank, row, _ in ranks}, span))
 
 
 class _Recorder:
@@ -113,8 +104,8 @@ class _Recorder:
             torch.cuda.synchronize()
         return time.time()  # one clock of all processes
 
-    def row(self) -> Row:
-        """The time span of each action."""
+    def row(self) -> tuple[Row, Span]:
+        """The time span of each action, and of the step."""
         calls = [node for node in self.stamps[0][0].graph.nodes if node.op == "call_function"]
         of, main = purposes(calls), main_loop(calls)
         axis = main.args[0] if main is not None else None
@@ -134,4 +125,4 @@ class _Recorder:
                 begin = found.pop()[1].start if action == last else before
                 found.append((action, Span(begin, end)))
             before, last = end, action
-        return tuple(found)
+        return tuple(found), Span(self.start, before)

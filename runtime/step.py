@@ -78,20 +78,15 @@ class ProgramRunner:
 
     @property
     def engine(self) -> Engine:
-        """The engine, prepared; made on first access, which all ranks make alike."""
-        made = self._unprepared()
-        made.prepare()
-        return made
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks of this process; communicates with no other process."""
-        return self._unprepared().ranks
-
-    def _unprepared(self) -> Engine:
+        """The engine, made on first access."""
         if self._engine is None:
             self._engine = self.make_engine()
         return self._engine
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks of this process."""
+        return self.engine.ranks
 
     def programs(self, kinds: Kinds) -> Mapping[int, RankProgram]:
         """The programs that run in this process, by rank."""

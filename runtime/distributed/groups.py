@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -207,14 +206,12 @@ def leave_groups() -> None:
 def device_mesh(mesh: Mesh, device_type: str, axes: Sequence[str]) -> DeviceMesh:
     """The torch ``DeviceMesh`` of a mesh, or this rank's submesh along some axes: one for all plans of a job, as it
     makes process groups of its own."""
-    made = _device_mesh(mesh, device_type, dist.group.WORLD)
+    key = mesh, device_type, dist.group.WORLD
+    made = _device_meshes[key] = _device_meshes.get(key) or mesh.to_device_mesh(device_type)
     return made if len(axes) == len(mesh.space) else made[tuple(axes)]
 
 
-@cache
-def _device_mesh(mesh: Mesh, device_type: str, world: Any) -> DeviceMesh:
-    """The device mesh of all axes, in a job whose group of all ranks is ``world``."""
-    return mesh.to_device_mesh(device_type)
+_device_meshes: dict[Any, DeviceMesh] = {}
 
 
 def find_group(name: str) -> dist.ProcessGroup | None:

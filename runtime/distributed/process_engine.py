@@ -52,7 +52,7 @@ class ProcessEngine:
         return [self.rank]
 
     def prepare(self) -> None:
-        """Make the groups of ranks, once."""
+        """Make the groups of ranks, once. All ranks call it."""
         if not self._ready:
             with ending_together("making the groups of ranks"):
                 make_groups(self._graph.mesh, axes_of(self._graph))
@@ -106,6 +106,7 @@ class ProcessEngine:
 
     def _forms(self, program: RankProgram) -> CallOverrides:
         """The overrides of a program's calls for this backend."""
+        self.prepare()
         share = not self._by_stream and any(share_memory())
         pool = self._pools.setdefault(program, MemoryPool(shm.shared_bytes if share else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}

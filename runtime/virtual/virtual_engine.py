@@ -34,9 +34,6 @@ class VirtualEngine:
         """All ranks of the mesh."""
         return range(self.mesh.size)
 
-    def prepare(self) -> None:
-        """Does nothing: there are no other processes."""
-
     def seed(self) -> Tensor:
         """A step's seed."""
         return on_device(seed_tensor(), self.device)
