@@ -44,15 +44,11 @@ class Engine(Protocol):
 
     device: torch.device
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that run in this process."""
-
     def seed(self) -> Tensor:
         """A step's seed, the same on all ranks; ``torch.manual_seed`` makes it reproducible."""
 
     def run(self, programs: RankPrograms, inputs: RankTensors, watch: Probe | None = None) -> RankTensors:
-        """Run one program for each of ``ranks``; returns the results of each.
+        """Run one program for each rank of this process; returns the results of each.
 
         Raises:
             Error: a program raises, or members of a group ask for different collectives.

@@ -78,7 +78,7 @@ class ProgramRunner:
 
     @property
     def engine(self) -> Engine:
-        """The engine, made on first access."""
+        """The engine, made on first access, which all ranks make alike."""
         if self._engine is None:
             self._engine = self.make_engine()
         return self._engine
@@ -86,12 +86,12 @@ class ProgramRunner:
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks of this process."""
-        return self.engine.ranks
+        return range(self.graph.mesh.size) if self.store.rank is None else [self.store.rank]
 
     def programs(self, kinds: Kinds) -> Mapping[int, RankProgram]:
         """The programs that run in this process, by rank."""
         if kinds not in self._programs:
-            made = {r: self.changed.get((r, kinds)) or self.program(r, kinds) for r in self.engine.ranks}
+            made = {r: self.changed.get((r, kinds)) or self.program(r, kinds) for r in self.ranks}
             self._programs[kinds] = made
         return self._programs[kinds]
 
@@ -160,7 +160,7 @@ class ProgramRunner:
         for output, own_shards in made.items():
             found = [own_shards[index] for index in sorted(own_shards)]
             if output.kind is OutputKind.GRADIENT and output.name in self.store.parameters:
-                found = [self.store.as_gradient(output.name, shard, number) for number, shard in enumerate(found)]
+                found = [self.store.as_gradient(output.name, shard) for shard in found]
             results[output.kind, output.name] = found
         return results
 
@@ -251,7 +251,7 @@ class ProgramRunner:
         """The inputs of a rank's program by name, as far as they are known here."""
         finish(self.engine.device)
         run, found = _StepInputs(inputs, RunStart(torch.zeros((), dtype=torch.int64), {}), {}), {}
-        for given in program.inputs if rank in self.engine.ranks else ():
+        for given in program.inputs if rank in self.ranks else ():
             store = self.store
             sources = (store.parameters, store.buffers, store.states) if given.kind in HELD else (inputs,)
             if given.kind in (InputKind.SEED, InputKind.CONSTANT) or any(given.name in each for each in sources):

@@ -55,7 +55,7 @@ class Store:
     """The names of trainable parameters that only other processes store."""
 
     def __init__(self, graph: Graph, device: torch.device, rank: int | None = None) -> None:
-        self.graph, self.mesh, self.device, self._rank = graph, graph.mesh, device, rank
+        self.graph, self.mesh, self.device, self.rank = graph, graph.mesh, device, rank
         self.parameters, self.buffers, self.states = {}, {}, {}
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         self._states = graph.of_kind(InputKind.STATE)
@@ -70,10 +70,10 @@ class Store:
 
     def _stored(self, inp: Input) -> Sequence[int]:
         layout = self._layouts[inp.name]
-        if self._rank is None:
+        if self.rank is None:
             return range(layout.count)
-        here = self.graph.is_here(inp.at, self.mesh.coords(self._rank))
-        return [layout.by_rank[self._rank]] if here else []
+        here = self.graph.is_here(inp.at, self.mesh.coords(self.rank))
+        return [layout.by_rank[self.rank]] if here else []
 
     def handed_out(self, scale: Tensor | float) -> None:
         """Note that gradients times ``scale`` are delivered to parameters, which other processes have to do alike."""
@@ -161,7 +161,7 @@ class Store:
     def stamps(self) -> Mapping[str, tuple[str, int]]:
         """The spec of each stored value, and the number of its shard in this process; -1 if it has all."""
         return {
-            name: (str(self._given[name].value.spec), -1 if self._rank is None else numbers[0])
+            name: (str(self._given[name].value.spec), -1 if self.rank is None else numbers[0])
             for name, numbers in self._numbers.items()
             if numbers
         }
@@ -192,8 +192,8 @@ class Store:
         """The global tensor of a value that is placed by ``spec``. All ranks call it alike."""
         raise NotImplementedError
 
-    def as_gradient(self, name: str, shard: Tensor, number: int) -> Tensor:
-        """The gradient of a parameter's shard of this number, as the parameter is."""
+    def as_gradient(self, name: str, shard: Tensor) -> Tensor:
+        """The gradient of a parameter's shard, as the parameter is."""
         raise NotImplementedError
 
     def shown(self, name: str) -> DTensorShard | None:
@@ -246,7 +246,7 @@ class Store:
         found: dict[str, list[Tensor]] = {}
         for group in groups:
             names = [inp.name for inp in group if self._numbers[inp.name]]
-            if self._rank is None and len({self._layouts[name].by_rank for name in names}) > 1:
+            if self.rank is None and len({self._layouts[name].by_rank for name in names}) > 1:
                 continue  # a shard lies next to those of one rank, and others hold it, too
             for numbers in zip(*(self._numbers[name] for name in names), strict=True):
                 shapes = [self._layouts[name].local_shapes[n] for name, n in zip(names, numbers, strict=True)]

@@ -170,10 +170,9 @@ def alive(found: Storages) -> int:
 class Measured:
     """An engine whose ranks are looked at."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.device, self.ranks, self.seed = engine, engine.device, engine.ranks, engine.seed
-        self.prepare = engine.prepare
-        self.memory = LiveMemory(alone=len(engine.ranks) == 1)
+    def __init__(self, engine: Engine, alone: bool) -> None:
+        self.engine, self.device, self.seed = engine, engine.device, engine.seed
+        self.memory = LiveMemory(alone)
 
     def run(
         self, programs: Mapping[int, RankProgram], inputs: Mapping[int, Sequence[Tensor]], watch: Any = None
@@ -186,7 +185,7 @@ class Measured:
 def held_in_a_step(pm: sx.ParallelModule, case: Case, run: Callable[..., object] | None = None) -> dict[int, Held]:
     """What the ranks of this process hold in a step, when memory that is kept is there."""
     step, make = pm._programs.step, pm._programs.step.make_engine
-    step.renew(lambda: Measured(make()))
+    step.renew(lambda: Measured(make(), len(step.ranks) == 1))
     engine = step.engine
     assert isinstance(engine, Measured)
     settled = STEPS - 1  # until then memory is kept that no later step asks for

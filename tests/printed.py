@@ -41,6 +41,6 @@ def noting_programs() -> Iterator[Ran]:
 
 def check_printed(pm: sx.ParallelModule, ran: Ran, among: bool = False) -> None:
     """Each rank of the plan ran one program, whose text is that which the plan prints; or that one ``among`` others."""
-    printed = {rank: [str(pm.rank_program(rank))] for rank in pm._programs.step.engine.ranks}
+    printed = {rank: [str(pm.rank_program(rank))] for rank in pm._programs.step.ranks}
     texts = {rank: [str(program) for program in programs] for rank, programs in ran.items()}
     assert texts == printed or (among and all(text[0] in texts[rank] for rank, text in printed.items()))

@@ -35,31 +35,21 @@ def wait(started: Any) -> Tensor:
 
 
 class ProcessEngine:
-    """The engine of a real rank: runs its program as a plain Python function."""
+    """The engine of a real rank: runs its program as a plain Python function. All ranks make theirs together."""
 
     def __init__(self, graph: Graph, device: torch.device, write: Write = write_source) -> None:
         self.device, self.rank = device, dist.get_rank()
         self._by_stream = by_stream(device)
-        self._graph, self._ready, self._write = graph, False, write
+        self._write = write
         self._outbox = messages.Outbox(self._by_stream)
         self._sources: WeakKeyDictionary[RankProgram, ProgramSource] = WeakKeyDictionary()
         self._inboxes: WeakKeyDictionary[RankProgram, messages.Inbox] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """This process's rank."""
-        return [self.rank]
-
-    def prepare(self) -> None:
-        """Make the groups of ranks, once. All ranks call it."""
-        if not self._ready:
-            with ending_together("making the groups of ranks"):
-                make_groups(self._graph.mesh, axes_of(self._graph))
-                if self._by_stream and self._graph.pipeline is not None:
-                    for way in (messages.FORTH, messages.BACK):
-                        make_groups(self._graph.mesh, [(self._graph.pipeline.axis,)], way)
-            self._ready = True
+        with ending_together("making the groups of ranks"):
+            make_groups(graph.mesh, axes_of(graph))
+            if self._by_stream and graph.pipeline is not None:
+                for way in (messages.FORTH, messages.BACK):
+                    make_groups(graph.mesh, [(graph.pipeline.axis,)], way)
 
     def seed(self) -> Tensor:
         """A step's seed, drawn by rank 0. All ranks draw, so that generators that start alike stay alike."""
@@ -106,7 +96,6 @@ class ProcessEngine:
 
     def _forms(self, program: RankProgram) -> CallOverrides:
         """The overrides of a program's calls for this backend."""
-        self.prepare()
         share = not self._by_stream and any(share_memory())
         pool = self._pools.setdefault(program, MemoryPool(shm.shared_bytes if share else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}

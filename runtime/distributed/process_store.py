@@ -41,7 +41,7 @@ class ProcessStore(Store):
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         super().__init__(graph, device, dist.get_rank())
-        self.rank = dist.get_rank()
+        self.rank: int = dist.get_rank()
         self.is_staged = graph.pipeline is not None
         self.history: Counter[str] = Counter()
         """Counts of this rank's backwards, optimizer steps and loads since the last call of all ranks."""
@@ -121,7 +121,7 @@ class ProcessStore(Store):
         """Check that ``device`` is of the current type, the one that the process group serves."""
         assert device.type == self.device.type
 
-    def as_gradient(self, name: str, shard: Tensor, number: int) -> Tensor:
+    def as_gradient(self, name: str, shard: Tensor) -> Tensor:
         return self._wrapped(name, shard)
 
     def _wrapped(self, name: str, shard: Tensor) -> Tensor:

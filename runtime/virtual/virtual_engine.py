@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,11 +28,6 @@ class VirtualEngine:
         self.mesh, self.device, self._write = mesh, device or torch.device("cpu"), write
         self._sources: WeakKeyDictionary[RankProgram, ProgramSource] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """All ranks of the mesh."""
-        return range(self.mesh.size)
 
     def seed(self) -> Tensor:
         """A step's seed."""

@@ -13,7 +13,7 @@ from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
 from shardfx.runtime.store import Store, norm_of
 
-from .shard_gradient import Facts, Sharded, ShardGradient, plain
+from .shard_gradient import Sharded, ShardGradient, plain
 
 Tensor = torch.Tensor
 
@@ -37,6 +37,9 @@ class VirtualStore(Store):
             stored |= {name: self._placed(name, tensors, {}) for name, tensors in stored.items()}
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
+        for name, own_shards in grads.items():
+            if name in self._sharded and len(own_shards) < len(self.parameters[name]):
+                self._sharded[name].refuse("the norm of gradients")
         return norm_of([plain(shard) for own_shards in grads.values() for shard in own_shards], kind, self.device)
 
     def _plain(self, tensor: Tensor) -> Tensor:
@@ -45,11 +48,11 @@ class VirtualStore(Store):
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:
         return Shards.of(spec, shape, self.mesh).join(own_shards)
 
-    def as_gradient(self, name: str, shard: Tensor, number: int) -> Tensor:
-        """The shard; where a parameter has several, as a :class:`ShardGradient`, which tracks its dependences."""
+    def as_gradient(self, name: str, shard: Tensor) -> Tensor:
+        """The shard; where a parameter has several, as a :class:`ShardGradient`."""
         shards = self.parameters[name]
         if len(shards) == 1:
             return shard
         if name not in self._sharded:
-            self._sharded[name] = Sharded(name, len(shards), [weakref.ref(each) for each in shards])
-        return ShardGradient.of(shard, Facts(frozenset([(self._sharded[name], number)])))
+            self._sharded[name] = Sharded(name, [weakref.ref(each) for each in shards])
+        return ShardGradient.of(shard, self._sharded[name])

@@ -31,7 +31,7 @@ from shardfx.ir.errors import Error
 from shardfx.module.elementwise_trial import Layout, lay_out, tried
 from shardfx.module.program_optimizer import ProgramOptimizer
 from shardfx.runtime.store import Store, with_strides_of
-from shardfx.runtime.virtual.shard_gradient import ShardGradient, check, check_all_shards, plain
+from shardfx.runtime.virtual.shard_gradient import ShardGradient, check_all_shards, plain
 
 if TYPE_CHECKING:
     from shardfx.runtime.distributed.dtensor_shard import DTensorShard
@@ -104,16 +104,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _take_plain(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer plain gradients, which were not changed shard by shard.
+    """Give an optimizer plain gradients.
 
     Raises:
-        Error: one was, or only some shards of a parameter have a gradient.
+        Error: only some shards of a parameter have one.
     """
     where = f"{type(optimizer).__name__}.step()"
     params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, ShardGradient)]
-    check_all_shards([p.grad.facts for p in params], where)
+    check_all_shards([p.grad for p in params], where)
     for p in params:
-        check(p.grad.facts, where)
         _guarded[optimizer].append((p, p.grad, plain(p.grad)))
         p.grad = _guarded[optimizer][-1][2]
 

@@ -88,7 +88,7 @@ class ParallelModule(PlannedModule):
 
     def _register(self) -> None:
         self._tree.register(self._state)
-        if self._compiled.after.pipeline is not None and not self._target.virtual:
+        if self._compiled.after.pipeline is not None or self._target.virtual:
             watch_norms(self._state.store, self._norm)
 
     def _new_programs(self, compiled: Compiled) -> Programs:

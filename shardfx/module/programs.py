@@ -226,10 +226,10 @@ class Programs:
         named = leaf_names(hints.args, hints.kwargs, hints.targets)
         examples = {n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and type(t) is torch.Tensor}
         examples |= options
-        for rank in step.engine.ranks if ranks is None else ranks:
+        for rank in step.ranks if ranks is None else ranks:
             program = self.running(rank, self.kinds())
             write_rank(folder, rank, program, after.mesh, step.rank_inputs(rank, program, examples))
-        if 0 in step.engine.ranks:
+        if 0 in step.ranks:
             write_shared(folder, after, self.running(0, self.kinds()))
         return folder
 

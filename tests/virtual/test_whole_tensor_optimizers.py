@@ -216,16 +216,15 @@ def clipped_together(parameters: list[nn.Parameter]) -> None:
 
 
 def clipped_by_hand(parameters: list[nn.Parameter]) -> None:
-    """As scripts from before ``clip_grad_norm_`` do, and what they log."""
+    """As scripts from before ``clip_grad_norm_`` do."""
     total = sum(p.grad.data.norm(2).item() ** 2 for p in parameters) ** 0.5
-    assert f"{parameters[0].grad.norm():.2f}"
     for p in parameters:
         p.grad.data.mul_(0.1 / (total + 1e-6))
 
 
-def clipped_after_a_look(parameters: list[nn.Parameter]) -> None:
-    assert parameters[0].grad.norm().item() > 0
-    nn.utils.clip_grad_norm_(parameters, 0.1)
+def read_as_a_list(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad.mul_(1 / max(p.grad.tolist()[0]))
 
 
 def unscaled(parameters: list[nn.Parameter]) -> None:
@@ -257,13 +256,15 @@ def ran(change: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         normalised_by_a_number,
         normalised_by_an_array,
         zeroed_by_a_number,
+        clipped_by_hand,
+        read_as_a_list,
         orthogonalised,
         stepped_by_hand,
     ],
 )
 def test_gradients_that_are_changed_shard_by_shard_are_an_error(change: Any) -> None:
     pm, x = sharded()
-    with pytest.raises(sx.Error, match="the gradient of 'weight' was changed shard by shard"):
+    with pytest.raises(sx.Error, match="the gradient of 'weight' is used shard by shard"):
         ran(change, pm, x)
 
 
@@ -273,7 +274,7 @@ def test_a_gradient_of_some_shards_alone_is_an_error() -> None:
         ran(lambda parameters: setattr(parameters[0], "grad", None), pm, x)
 
 
-@pytest.mark.parametrize("change", [clipped_together, clipped_by_hand, clipped_after_a_look, unscaled])
+@pytest.mark.parametrize("change", [clipped_together, unscaled])
 def test_gradients_that_are_changed_by_all_shards_are_those_of_one_device(change: Any) -> None:
     pm, x = sharded()
     assert torch.allclose(ran(change, pm, x), ran(change, net("matrix")[0], x), rtol=1e-12, atol=1e-12)
@@ -287,7 +288,7 @@ def test_gradients_of_shards_on_a_gpu() -> None:
     hints = sx.Hints((x,), loss=squares, specs={"weight": "tp, -"}, device="cuda")
     pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(tp=2), hints)
     assert torch.allclose(ran(clipped_together, pm, x), ran(clipped_together, model, x), rtol=1e-12, atol=1e-12)
-    with pytest.raises(sx.Error, match="changed shard by shard"):
+    with pytest.raises(sx.Error, match="used shard by shard"):
         ran(normalised_by_lists, pm, x)
 
 
@@ -296,11 +297,10 @@ def test_gradients_of_shards_are_read_copied_and_saved_as_any(tmp_path: Path) ->
     pm(x).backward()
     grad = next(pm.parameters()).grad
     assert grad is not None and grad.shape == (8, 32)
-    array = grad.numpy()
+    mine = pm.full_grads()["weight"][:8]
     torch.save(grad, tmp_path / "grad.pt")
-    for each in (copy.deepcopy(grad), torch.load(tmp_path / "grad.pt"), grad.tolist(), pm.full_grads()["weight"][:8]):
-        assert torch.equal(torch.as_tensor(each, dtype=torch.float64), torch.from_numpy(array))
-    assert repr(grad) == repr(torch.from_numpy(array)) and type(pm.full_grads()["weight"]) is torch.Tensor
+    assert torch.equal(torch.load(tmp_path / "grad.pt"), mine) and repr(grad) == repr(copy.deepcopy(grad)) == repr(mine)
+    assert type(pm.full_grads()["weight"]) is torch.Tensor
 
 
 def test_an_optimizer_sees_plain_gradients() -> None:
