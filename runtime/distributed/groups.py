@@ -7,7 +7,6 @@ Groups remain registered with torch until ``destroy_process_group``, so a second
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -27,7 +26,6 @@ from shardfx.ir.ops.table import OwnOp
 
 from . import shm
 
-log = logging.getLogger("shardfx")
 Axes = tuple[str, ...]
 JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -44,14 +42,9 @@ def launched(ranks: int) -> bool:
     return rank is not None and size is not None and not alone
 
 
-def is_dry_run() -> bool:
-    """Whether this process runs one rank alone, on torch's ``fake`` process group, without its peers' data."""
-    return dist.is_initialized() and dist.get_backend() == "fake"
-
-
 def by_stream(device: torch.device) -> bool:
     """Whether communication is asynchronous on streams of the process groups, so that only a stream waits for it."""
-    return device.type != "cpu" or is_dry_run()
+    return device.type != "cpu"
 
 
 def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
@@ -73,10 +66,6 @@ def check_size(mesh: Mesh) -> None:
             expected=f"a mesh of {world} ranks",
             got=f"{mesh}, {mesh.size} ranks",
             remedy=f"start {mesh.size} processes, or parallelize(..., virtual=True) for ranks within each process",
-        )
-    if is_dry_run():
-        log.warning(
-            "a dry run: rank %d alone, so losses, gradients and full state dicts are no numbers", dist.get_rank()
         )
 
 
@@ -102,14 +91,14 @@ def asks_for_shm() -> bool:
 
 def check_backend(kind: str) -> None:
     """Check that the process group of all ranks serves the type of device. Gloo takes CUDA tensors and crashes on some
-    collectives of them; of torch's groups with "shm" it is the only backend.
+    collectives of them; of torch's groups with "shm" it is the only backend; "fake" has no data of other ranks.
 
     Raises:
         Error: it does not.
     """
     backend = backends().get(kind, "")
     mixed = shm.NAME in backends().values() and len(backends()) > 1
-    if backend and not mixed and (backend != "gloo" or kind == "cpu"):
+    if backend not in ("", "fake") and not mixed and (backend != "gloo" or kind == "cpu"):
         return
     own = "gloo" if kind == "cpu" else "nccl"
     raise Error(
@@ -144,14 +133,10 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]], suffix: str = "") -> 
                 _register(name, made)
 
 
-def shares_memory(group: str) -> bool:
-    """Whether the collectives of a group go through shared memory."""
-    return isinstance(_made.get(group), shm.ShmGroup)
-
-
 def share_memory() -> list[bool]:
     """For each group of programs that was made, whether it uses shared memory: the same on all ranks."""
-    return [shares_memory(name) for name, group in _made.items() if name != CPU_GROUP and group.size() > 1]
+    groups = [group for name, group in _made.items() if name != CPU_GROUP and group.size() > 1]
+    return [isinstance(group, shm.ShmGroup) for group in groups]
 
 
 _made: dict[str, dist.ProcessGroup] = {}

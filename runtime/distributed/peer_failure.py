@@ -19,7 +19,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.runtime.rank_errors import failed, place, target_name
 
-from .groups import is_dry_run, leave_groups, the_cpu_group
+from .groups import leave_groups, the_cpu_group
 
 T = TypeVar("T")
 
@@ -55,8 +55,6 @@ def tell_all(mine: T) -> list[T]:
 def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
     """Leave the groups after this rank's failure; returns the error to raise: its own, or that a peer is gone."""
     rank, row = dist.get_rank(), row_of(node.target) if node is not None else None
-    if is_dry_run():
-        return failed(rank, node, error)
     if node is None and not what and _is_broken(error):
         what = "a collective of the compiled program"
     waits = row is not None and row.name == "c10d.wait_tensor"

@@ -27,7 +27,7 @@ from shardfx.runtime.store import Store, norm_of, spec_of, with_strides_of
 
 from .checksum import checksum
 from .dtensor_shard import DTensorShard
-from .groups import device_mesh, is_dry_run, make_groups
+from .groups import device_mesh, make_groups
 from .peer_failure import ending_together, tell_all
 
 Tensor = torch.Tensor
@@ -65,7 +65,7 @@ class ProcessStore(Store):
 
     def has_weights(self, mine: bool) -> bool:
         """Whether rank 0 has weights to load: its values count."""
-        return mine if is_dry_run() else tell_all(mine)[0]
+        return tell_all(mine)[0]
 
     # ---- the history that ranks compare at each call
 
@@ -110,7 +110,7 @@ class ProcessStore(Store):
     # ---- what is stored
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
-        if not self.is_staged or is_dry_run():
+        if not self.is_staged:
             return mine
         found: dict[str, T] = {}
         for each in reversed(tell_all(mine)):  # of what several store the first one says it
@@ -146,7 +146,7 @@ class ProcessStore(Store):
     def _of_rank_0(self, inp: Input, full: Tensor) -> Tensor:
         if isinstance(full, DTensor):
             full = full.full_tensor()
-        if self.rank and not is_dry_run():  # what it has itself does not count
+        if self.rank:  # what it has itself does not count
             sent = torch.empty(full.shape, dtype=full.dtype, device=self.device)
         else:
             sent = full.to(self.device, copy=True).contiguous()

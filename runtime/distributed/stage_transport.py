@@ -20,8 +20,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops.loop.stage_transfer import number, peers
 
-from .groups import shares_memory
-from .shm import Started
+from .shm import ShmGroup, Started
 
 Tensor = torch.Tensor
 AHEAD = 2
@@ -94,7 +93,7 @@ class Inbox:
     ) -> Started:
         """Post a receive (:func:`shardfx.ir.ops.loop.stage_transfer.receive`), if that is not done yet."""
         asked = (shape, dtype, device, origin, tag, iteration, group)
-        if shares_memory(group) and not self._by_stream:
+        if isinstance(peers(group), ShmGroup) and not self._by_stream:
             return _started(asked, False)
         at, self._at = self._at, self._at + 1
         if at == len(self._every):  # the first run
@@ -125,7 +124,7 @@ class Outbox:
         assert work is not None
         if self._by_stream:
             self._sent.append((work, sent))
-        elif not shares_memory(group):  # where a copy is on its way
+        elif not isinstance(peers(group), ShmGroup):  # where a copy is on its way
             if self._thread is None:
                 self._thread, self._failed = Queue(), []
                 threading.Thread(target=_arrive, args=(self._thread, self._failed), daemon=True).start()
