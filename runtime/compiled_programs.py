@@ -27,6 +27,8 @@ from shardfx.ir.program.loops.loop_regions import DELIMITERS, is_induction_varia
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 
+from .rank_errors import target_name
+
 c10d = torch.ops._c10d_functional
 Write = Callable[[RankProgram, CallOverrides], ProgramSource]
 """A function that writes a program's source, with the overrides of an engine."""
@@ -75,9 +77,7 @@ def stands_alone(node: fx.Node) -> bool:
 def segmented(program: RankProgram, compiled: Callable[[fx.GraphModule], Any], forms: CallOverrides) -> ProgramSource:
     """The source of a program with its segments compiled by ``compiled``; an error in a segment names its first
     call."""
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    origin: dict[fx.Node, fx.Node] = {}
-    segment: list[fx.Node] = []
+    graph, env, segment = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
 
     def close() -> None:
         """End the current segment: compile the calls since the last one outside segments as a module."""
@@ -97,12 +97,11 @@ def segmented(program: RankProgram, compiled: Callable[[fx.GraphModule], Any], f
         def run(*inputs: Any) -> Any:
             return module(*inputs)
 
-        run.__name__ = f"segment_of_{segment[0].name}"
-        call = graph.call_function(run, tuple(env[used] for used in takes))
-        origin[call] = segment[0]
+        run.__qualname__ = target_name(segment[0])
+        call = graph.create_node("call_function", run, tuple(env[used] for used in takes), name=segment[0].name)
+        call.meta = dict(segment[0].meta)
         for i, node in enumerate(gives):
             env[node] = graph.create_node("call_function", operator.getitem, (call, i), name=node.name)
-            origin[env[node]] = node
         segment.clear()
 
     for node in program.graph.nodes:
@@ -111,7 +110,4 @@ def segmented(program: RankProgram, compiled: Callable[[fx.GraphModule], Any], f
         else:
             close()
             env[node] = graph.node_copy(node, env.__getitem__)
-            origin[env[node]] = node
-    source = write_source(replace(program, graph=graph), forms)
-    lines = tuple(None if node is None else origin[node] for node in source.lines)
-    return replace(source, lines=lines)
+    return write_source(replace(program, graph=graph), forms)

@@ -28,55 +28,23 @@ from .rendezvous import RankCoroutine, run
 
 Tensor = torch.Tensor
 Step = Callable[..., Sequence[Tensor]]
-Work = Callable[[], Sequence[Tensor]]
-"""A function that launches kernels on a device; it returns the tensors that they write."""
 WARM_UP = 2
 """The number of warm-up steps before capture: the first compiles and tunes kernels, the second only launches them."""
 GIVEN = (InputKind.ARGUMENT, InputKind.TARGET, InputKind.OPTION, InputKind.SEED)
 """The kinds of inputs that change from step to step, and are copied to static memory."""
 
 
-class CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` that is captured on ``stream``, and allocates from ``pool``."""
-
-    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        self._stream, self._pool = stream, pool
-        self._graph, self._results = torch.cuda.CUDAGraph(), tuple[Tensor, ...]()
-
-    def warm_up(self, work: Work) -> Sequence[Tensor]:
-        """Run the work eagerly on the capture stream, so that libraries allocate their workspaces of that stream."""
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            results = work()
-        current.wait_stream(self._stream)
-        return results
-
-    def capture(self, work: Work) -> None:
-        """Capture it; nothing is executed. Other threads (NCCL's watchdog, data loaders) may call CUDA meanwhile."""
-        with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            self._results = tuple(work())
-
-    def replay(self) -> Sequence[Tensor]:
-        """Launch the graph on the current stream; returns its static output tensors."""
-        self._graph.replay()
-        return self._results
-
-
 @cache
-def cuda_graphs(device: torch.device) -> Callable[[], CudaGraph]:
-    """A factory of graphs of one device, which share a stream and a memory pool."""
-    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-    return lambda: CudaGraph(stream, pool)
+def _shared(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
+    """The capture stream and the memory pool of all graphs of a device."""
+    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
 
 class GraphedStep:
-    """A function that runs a full step (``start``, of a program) as a CUDA graph of ``make_graph``."""
+    """A function that runs a full step (``start``, of a program) as a CUDA graph."""
 
-    def __init__(
-        self, program: RankProgram, start: Step, device: torch.device, make_graph: Callable[[], CudaGraph]
-    ) -> None:
-        self._program, self._start, self._device, self._make_graph = program, start, device, make_graph
+    def __init__(self, program: RankProgram, start: Step, device: torch.device) -> None:
+        self._program, self._start, self._device = program, start, device
         renewed = {output.name for output in program.outputs if output.kind.is_kept}
         self._renewed = [i for i, each in enumerate(program.inputs) if each.name in renewed]
         self._static: list[Tensor | None] = []
@@ -85,7 +53,7 @@ class GraphedStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedStep:
         """The step of a copied module: its tensors have other addresses, so it starts without a graph."""
-        return GraphedStep(self._program, self._start, self._device, self._make_graph)
+        return type(self)(self._program, self._start, self._device)
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run one step: warm-up, capture and replay, or replay.
@@ -96,7 +64,7 @@ class GraphedStep:
         kinds = [each.kind for each in self._program.inputs]
         stored = [x.data_ptr() for kind, x in zip(kinds, tensors, strict=True) if kind not in GIVEN]
         if stored != self._addresses:
-            self._graph, self._runs, self._addresses = self._make_graph(), 0, stored
+            self._runs, self._addresses = 0, stored
             given = zip(kinds, tensors, strict=True)
             self._static = [torch.empty_like(x, device=self._device) if kind in GIVEN else None for kind, x in given]
         inputs = []
@@ -108,11 +76,11 @@ class GraphedStep:
             inputs.append(tensor if static is None else static)
         self._runs += 1
         if self._runs <= WARM_UP:
-            results = self._graph.warm_up(lambda: self._start(*inputs))
+            results = self.warm_up(inputs)
         else:
             if self._runs == WARM_UP + 1:
                 try:
-                    self._graph.capture(lambda: self._start(*inputs))
+                    self.capture(inputs)
                 except Exception as error:
                     raise Error(
                         "a step cannot be captured as a CUDA graph",
@@ -121,12 +89,32 @@ class GraphedStep:
                         got=f"{type(error).__name__}: {error}",
                         remedy="pm.compile() without cuda_graphs; or take what waits for the device out of the model",
                     ) from error
-            results = self._graph.replay()
+            results = self.replay()
             torch.autograd.graph.increment_version([tensors[i] for i in self._renewed])
         return [result if result.data_ptr() in stored else result.clone() for result in results]
 
+    def warm_up(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the step eagerly on the capture stream, so that libraries allocate their workspaces of that stream."""
+        stream, current = _shared(self._device)[0], torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            results = self._start(*inputs)
+        current.wait_stream(stream)
+        return results
 
-def graphed(write: Write, device: torch.device, make_graph: Callable[[], CudaGraph]) -> Write:
+    def capture(self, inputs: Sequence[Tensor]) -> None:
+        """Capture it; nothing is executed. Other threads (NCCL's watchdog, data loaders) may call CUDA meanwhile."""
+        self._graph, (stream, pool) = torch.cuda.CUDAGraph(), _shared(self._device)
+        with torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"):
+            self._results = tuple(self._start(*inputs))
+
+    def replay(self) -> Sequence[Tensor]:
+        """Launch the graph on the current stream; returns its static output tensors."""
+        self._graph.replay()
+        return self._results
+
+
+def graphed(write: Write, device: torch.device, kind: type[GraphedStep] = GraphedStep) -> Write:
     """A writer that makes full steps graphs. A virtual rank, alone, is a coroutine that asks for nothing."""
 
     def written(program: RankProgram, forms: CallOverrides) -> ProgramSource:
@@ -134,9 +122,9 @@ def graphed(write: Write, device: torch.device, make_graph: Callable[[], CudaGra
         if not any(output.kind.is_stepped for output in program.outputs):
             return source
         if forms.ask is None:
-            return replace(source, start=GraphedStep(program, source.start, device, make_graph))
+            return replace(source, start=kind(program, source.start, device))
         rank, mesh = program.rank, program.mesh
-        step = GraphedStep(program, lambda *inputs: run({rank: source}, {rank: inputs}, mesh)[rank], device, make_graph)
+        step = kind(program, lambda *inputs: run({rank: source}, {rank: inputs}, mesh)[rank], device)
 
         def start(*inputs: Tensor) -> RankCoroutine:
             yield from ()

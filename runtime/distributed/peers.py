@@ -220,8 +220,9 @@ class Peers:
         for i, each in enumerate(given):
             shards = [(row[2 * i], f"{row[2 * i + 1] & 0xFFFFFFFF:08x}") for row in rows]
             if len({*shards}) > len({shard for shard, _ in shards}):
-                whole, own = f"the global batch {each.whole}", f"its own part of the global batch, {each.part}"
-                expected = f"the same part {each.part}" if each.shard >= 0 else f"{whole}, or of each rank {own}"
+                expected = (
+                    f"the global batch {each.whole}, or of each rank its own part of the global batch, {each.part}"
+                )
                 contents = [{"content": content + f" of shard {n}" * (n >= 0)} for n, content in shards]
                 raise disagreement(INPUTS, contents, ["content"], f"pm(...), {each.name!r}", expected)
 

@@ -117,10 +117,6 @@ class ProcessStore(Store):
             found |= each
         return {inp.name: found[inp.name] for inp in self.graph.inputs if inp.name in found}
 
-    def to(self, device: torch.device) -> None:
-        """Check that ``device`` is of the current type, the one that the process group serves."""
-        assert device.type == self.device.type
-
     def as_gradient(self, name: str, shard: Tensor) -> Tensor:
         return self._wrapped(name, shard)
 

@@ -13,40 +13,41 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.module import execution_target
 from shardfx.module.execution_target import CompileOptions
-from shardfx.runtime.cuda_graphs import WARM_UP, Work
+from shardfx.runtime.cuda_graphs import WARM_UP, GraphedStep, graphed
 from tests.plans import MESHES
 from tests.stepped import KINDS, alone, batches, small_plan
 
 ALONE = sx.Mesh(dp=1)
 
 
-class Double:
+class Double(GraphedStep):
     """Runs anew, on the tensors of the capture, what a graph would replay."""
 
     made: list[Double]
 
-    def __init__(self) -> None:
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.made.append(self)
         self.did: list[str] = []
 
-    def warm_up(self, work: Work) -> Sequence[Tensor]:
+    def warm_up(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         self.did.append("runs")
-        return work()
+        return self._start(*inputs)
 
-    def capture(self, work: Work) -> None:
+    def capture(self, inputs: Sequence[Tensor]) -> None:
         self.did.append("is captured")
-        self._work = work
+        self._captured = inputs
 
     def replay(self) -> Sequence[Tensor]:
         self.did.append("is replayed")
-        return self._work()
+        return self._start(*self._captured)
 
 
-def graphed(pm: sx.ParallelModule, monkeypatch: pytest.MonkeyPatch) -> list[Double]:
+def with_doubles(pm: sx.ParallelModule, monkeypatch: pytest.MonkeyPatch) -> list[Double]:
     """Let ``pm`` record its steps; gives the graphs that are made from now on."""
     monkeypatch.setattr(Double, "made", [], raising=False)
     make, options = type(pm._target).make_compiled, CompileOptions({"backend": "eager"}, cuda_graphs=True)
-    monkeypatch.setattr(execution_target, "cuda_graphs", lambda device: Double)
+    monkeypatch.setattr(execution_target, "graphed", lambda write, device: graphed(write, device, Double))
     monkeypatch.setattr(type(pm._target), "make_compiled", lambda self, graph, _: make(self, graph, options))
     pm.compile(backend="eager")
     return Double.made
@@ -59,7 +60,7 @@ def test_recorded_steps_equal_one_device_under_a_schedule_and_after_a_load(monke
 
     losses, params, _ = alone(KINDS["AdamW"], 6, rate=rate)
     pm = small_plan(KINDS["AdamW"], ALONE)
-    graphs = graphed(pm, monkeypatch)
+    graphs = with_doubles(pm, monkeypatch)
     schedule = torch.optim.lr_scheduler.ExponentialLR(pm.optimizer, 0.5)
     for i, ((x, y), loss) in enumerate(zip(batches(6), losses, strict=True)):
         if i == 4:
@@ -80,13 +81,14 @@ def test_recorded_steps_equal_one_device_under_a_schedule_and_after_a_load(monke
 def test_recorded_step_is_recorded_anew_where_parameters_lie_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     losses, _, _ = alone(KINDS["SGD"], 6)
     pm = small_plan(KINDS["SGD"], ALONE)
-    graphs = graphed(pm, monkeypatch)
+    graphs = with_doubles(pm, monkeypatch)
     for i, ((x, y), loss) in enumerate(zip(batches(6), losses, strict=True)):
         if i == 4:
             for parameter in pm.parameters():
                 parameter.data = parameter.data.clone()
         assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-12)
-    assert [graph.did[-1] for graph in graphs] == ["is replayed", "runs"]
+    (graph,) = graphs
+    assert graph.did[-2:] == ["runs", "runs"] and graph.did.count("is captured") == 1
 
 
 @pytest.mark.long
@@ -96,7 +98,7 @@ def test_losses_and_results_of_recorded_steps_stay_what_they_were(monkeypatch: p
     x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
     hints = sx.Hints(args=(x,), targets=(y,), loss=F.mse_loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
     pm, plain = (sx.parallelize(model, ALONE, hints) for _ in range(2))
-    graphs = graphed(pm, monkeypatch)
+    graphs = with_doubles(pm, monkeypatch)
     steps: list[list[Any]] = []
     for each in (pm, plain):
         torch.manual_seed(0)
