@@ -34,12 +34,6 @@ Write = Callable[[RankProgram, CallOverrides], ProgramSource]
 """A function that writes a program's source, with the overrides of an engine."""
 
 
-def compiler(options: Mapping[str, Any]) -> Callable[[fx.GraphModule], Any]:
-    """A function that compiles a module by ``torch.compile`` with some options."""
-    given = in_order(options)
-    return lambda module: torch.compile(module, **given)
-
-
 def in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Options of ``torch.compile`` with those for whole steps (:data:`.inductor_passes.OPTIONS`), where they are
     Inductor's; a mode is written out as its own options."""
@@ -53,14 +47,16 @@ def in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**rest, "options": {**OPTIONS, **of_mode, **(own or {})}}
 
 
-def as_module(options: Mapping[str, Any]) -> Write:
-    """A writer that compiles each program as one module."""
-    return lambda program, forms: ProgramSource("", compiler(options)(program.module()), (), "")
+def compiled(options: Mapping[str, Any], apart: bool) -> Write:
+    """A writer that compiles each program by ``torch.compile``, as one module, or ``apart``, in segments."""
+    given = in_order(options)
 
+    def written(program: RankProgram, forms: CallOverrides) -> ProgramSource:
+        if apart:
+            return segmented(program, lambda module: torch.compile(module, **given), forms)
+        return ProgramSource("", torch.compile(program.module(), **given), (), "")
 
-def in_segments(options: Mapping[str, Any]) -> Write:
-    """A writer that compiles each program in segments."""
-    return lambda program, forms: segmented(program, compiler(options), forms)
+    return written
 
 
 def stands_alone(node: fx.Node) -> bool:
@@ -74,8 +70,8 @@ def stands_alone(node: fx.Node) -> bool:
     return together or copies or any(map(is_induction_variable, (node, *node.all_input_nodes)))
 
 
-def segmented(program: RankProgram, compiled: Callable[[fx.GraphModule], Any], forms: CallOverrides) -> ProgramSource:
-    """The source of a program with its segments compiled by ``compiled``; an error in a segment names its first
+def segmented(program: RankProgram, compile_: Callable[[fx.GraphModule], Any], forms: CallOverrides) -> ProgramSource:
+    """The source of a program with its segments compiled by ``compile_``; an error in a segment names its first
     call."""
     graph, env, segment = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
 
@@ -92,7 +88,7 @@ def segmented(program: RankProgram, compiled: Callable[[fx.GraphModule], Any], f
         gives = [node for node in segment if any(user not in inside for user in node.users)]
         body.output(tuple(local[node] for node in gives))
         constants = {str(node.target): program.constants[str(node.target)] for node in segment if node.op == "get_attr"}
-        module = compiled(fx.GraphModule(constants, body))
+        module = compile_(fx.GraphModule(constants, body))
 
         def run(*inputs: Any) -> Any:
             return module(*inputs)

@@ -55,9 +55,9 @@ class Engine(Protocol):
         """
 
 
-def seed_tensor() -> Tensor:
-    """A fresh seed from torch's default generator, on the CPU."""
-    return torch.randint(2**62, ())
+def new_seed(device: torch.device) -> Tensor:
+    """A fresh seed from torch's default generator of the CPU."""
+    return on_device(torch.randint(2**62, ()), device)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:

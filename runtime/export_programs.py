@@ -35,8 +35,7 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
     for file, source in files.items():
         named = "_".join(Path(source).with_suffix("").parts[-3:]).partition("ops_")[2]
         code = re.sub(rf"\bshardfx_ir_ops_{named}_(\w+)", rf"{file}.\1", code)
-    imports = [f"import {file}" for file in files if f"{file}." in code]
-    imports += [f"import {file}  # defines ops of torch.ops.shardfx" for file in files if f"{file}." not in code]
+    imports = [f"import {file}" for file in files]  # some define ops of torch.ops.shardfx
     places = [f"    {g.name}: {g.value.spec.text(g.value.shape) if g.value.spec else '?'}" for g in program.inputs]
     guards = [
         f'    "{o.kind}:{o.name}": ({o.guard.expected!r}, {str(o.guard.where)!r}),' for o in program.outputs if o.guard
@@ -45,7 +44,7 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
         rank=rank,
         mesh=mesh,
         inputs="\n".join(places),
-        imports="\n".join(["", *imports, ""]) if imports else "",
+        imports="\n".join(["", *imports, ""]),
         names=json.dumps([g.name for g in program.inputs], indent=4),
         outputs=json.dumps([f"{o.kind}:{o.name}" for o in program.outputs], indent=4),
         guards="\n".join(["{", *guards, "}"]) if guards else "{}",

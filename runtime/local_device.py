@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 def local_device(asked: str | torch.device | None, weights: torch.device, real: bool) -> torch.device:
@@ -33,20 +32,10 @@ def local_device(asked: str | torch.device | None, weights: torch.device, real: 
     if device.type in ("cpu", "meta"):
         return torch.device("cpu")
     if real and (asked is None or ":" not in str(asked)):
-        return torch.device(device.type, _index(device.type))
+        module: Any = torch.get_device_module(device.type)
+        index = os.environ.get("LOCAL_RANK") or (module.current_device() if module.is_available() else 0)
+        return torch.device(device.type, int(index))
     return device
-
-
-def _index(kind: str) -> int:
-    """The index of this rank's device on its machine."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    bound = world.bound_device_id if world is not None else None
-    if bound is not None and bound.type == kind:
-        return int(bound.index)
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
-    module: Any = torch.get_device_module(kind)
-    return int(module.current_device()) if module.is_available() else 0
 
 
 def as_current(device: torch.device) -> AbstractContextManager[Any]:

@@ -95,15 +95,15 @@ class Store:
         return mine
 
     def load(self, full: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
-        """Shard global parameters and buffers into the stored shards, overwriting them. Rank 0's values count, and all
-        ranks call it."""
+        """Shard global parameters, buffers and initialized states into the stored shards, overwriting them. Rank 0's
+        values count, and all ranks call it."""
         finish(self.device)
         memory = {} if self.parameters else self._parameter_memory()
-        for inp in (each for each in self._inputs if each.name in full):
+        for inp in (each for each in self._given.values() if each.name in full):
             name, trained, is_parameter = inp.name, trainable.get(inp.name, True), inp.kind is InputKind.PARAMETER
-            own_shards = self._split(inp, self._of_rank_0(inp, full[name].detach()))
+            own_shards = self._split(inp, self._of_rank_0(inp, full[name].detach().to(inp.value.type.dtype)))
             self._loaded.add(name)
-            if stored := (self.parameters if is_parameter else self.buffers).get(name):
+            if stored := self._held(name):
                 self._write(stored, own_shards)
             elif is_parameter and own_shards:
                 shown, placed = self.shown(name), self._placed(name, own_shards, memory)
@@ -129,13 +129,6 @@ class Store:
         if own_shards:
             placed = self._placed(name, own_shards, self._state_memory(inp))
             self.states[name] = [self._as_state(name, each) for each in placed]
-
-    def fill(self, name: str, full: Tensor) -> None:
-        """Shard a global state into the stored shards. Rank 0's counts, and all ranks call it."""
-        finish(self.device)
-        inp = self._given[name]
-        own_shards = self._split(inp, self._of_rank_0(inp, full.to(inp.value.type.dtype)))
-        self._write(self.states.get(name, ()), own_shards)
 
     def sharding(self, name: str, full: Tensor) -> list[Tensor]:
         """A tensor of a parameter's shape, as the shards of the parameter that are here. Rank 0's counts, and all ranks
@@ -201,7 +194,7 @@ class Store:
         return None
 
     def _held(self, name: str) -> Sequence[Tensor]:
-        return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
+        return self.parameters.get(name) or self.buffers.get(name) or self.states.get(name, ())
 
     # ---- what differs between all ranks in one process and one of them
 

@@ -16,7 +16,7 @@ from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 from shardfx.runtime.compiled_programs import Write
-from shardfx.runtime.engine import Probe, RankPrograms, RankTensors, on_device, seed_tensor
+from shardfx.runtime.engine import Probe, RankPrograms, RankTensors, new_seed
 from shardfx.runtime.memory_pool import MemoryPool
 
 from . import shm
@@ -53,7 +53,7 @@ class ProcessEngine:
 
     def seed(self) -> Tensor:
         """A step's seed, drawn by rank 0. All ranks draw, so that generators that start alike stay alike."""
-        seed = on_device(seed_tensor(), self.device)
+        seed = new_seed(self.device)
         with ending_together("the broadcast of the step's seed"):
             dist.broadcast(seed, 0)
         return seed

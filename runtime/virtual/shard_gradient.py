@@ -36,7 +36,7 @@ class Sharded:
     name: str
     shards: Sequence[weakref.ref[Tensor]]
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse(self, where: str, got: str = "a norm, a mean or a number of one shard") -> NoReturn:
         """Refuse a computation of a shard's gradient.
 
         Raises:
@@ -44,9 +44,9 @@ class Sharded:
         """
         raise Error(
             f"the gradient of {self.name!r} is used shard by shard",
-            where=what,
+            where=where,
             expected="elementwise changes, or changes by all shards of a parameter",
-            got=f"a computation of one of {len(self.shards)} shards (a norm, a mean, a number)",
+            got=f"{got}, of {len(self.shards)}",
             remedy="pm.clip_grad_norm_(max_norm) or torch.nn.utils.clip_grad_norm_(pm.parameters(), max_norm) for the "
             "norm of all; pm.full_grads() to look at gradients; Hints(optimizer=...) or torchrun, where gradients are "
             "DTensors, for what needs global tensors; or leave these parameters unsharded",
@@ -109,17 +109,9 @@ def check_all_shards(gradients: Iterable[ShardGradient], where: str) -> None:
         Error: a shard has none.
     """
     for sharded in {gradient.sharded for gradient in gradients}:
-        shards = [shard for shard in (each() for each in sharded.shards) if shard is not None and shard.numel()]
-        count = sum(shard.grad is None for shard in shards)
-        if count:
-            raise Error(
-                f"only some shards of {sharded.name!r} have a gradient",
-                where=where,
-                expected="a gradient of each shard of a parameter, or of none",
-                got=f"none of {count} of {len(shards)} shards",
-                remedy="drop the gradients of all shards of a parameter together; or run under torchrun, where "
-                "gradients are DTensors",
-            )
+        for shard in (each() for each in sharded.shards):
+            if shard is not None and shard.numel() and shard.grad is None:
+                sharded.refuse(where, "a gradient of some of its shards alone")
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from shardfx.ir.ops import memory_ops
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
 from shardfx.runtime.compiled_programs import Write
-from shardfx.runtime.engine import Probe, RankPrograms, RankTensors, on_device, seed_tensor
+from shardfx.runtime.engine import Probe, RankPrograms, RankTensors, new_seed
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.rendezvous import Request, run
 
@@ -31,7 +31,7 @@ class VirtualEngine:
 
     def seed(self) -> Tensor:
         """A step's seed."""
-        return on_device(seed_tensor(), self.device)
+        return new_seed(self.device)
 
     def run(self, programs: RankPrograms, inputs: RankTensors, watch: Probe | None = None) -> RankTensors:
         """Run all programs to their ends; returns the results of each."""
@@ -52,11 +52,7 @@ class VirtualEngine:
             return run(sources, inputs, self.mesh)
 
 
-def _here(x: Tensor) -> Tensor:
-    return x
-
-
 def _overrides(pool: MemoryPool) -> CallOverrides:
     """The overrides of collectives, which generators yield to the scheduler, and of memory, which comes from a pool."""
     instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
-    return CallOverrides(instead | {c10d.wait_tensor.default: _here}, Request.of)
+    return CallOverrides(instead | {c10d.wait_tensor.default: lambda x: x}, Request.of)

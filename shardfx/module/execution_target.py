@@ -16,7 +16,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.program.source import write_source
-from shardfx.runtime.compiled_programs import Write, as_module, in_segments
+from shardfx.runtime.compiled_programs import Write, compiled
 from shardfx.runtime.cuda_graphs import graphed
 from shardfx.runtime.distributed.groups import by_stream, share_memory
 from shardfx.runtime.distributed.peers import Peers
@@ -174,7 +174,7 @@ class ExecutionTarget:
     def make_compiled(self, graph: Graph, options: CompileOptions) -> Engine:
         """An engine that runs programs through ``torch.compile``."""
         apart = self.virtual or graph.pipeline is not None or any(map(moves_pool, graph.nodes))
-        write = (in_segments if apart else as_module)(options.of_torch)  # a compiled send would wait for its receiver
+        write = compiled(options.of_torch, apart)  # a compiled send would wait for its receiver
         if options.cuda_graphs:
             write = graphed(write, self.device)
         return self.make_engine(graph, write)

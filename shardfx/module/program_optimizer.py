@@ -197,11 +197,10 @@ class ProgramOptimizer(torch.optim.Optimizer):
                 new[state.name] = value
         options = self._options_of(state_dict, "pm.optimizer.load_full_state_dict(...)")
         with torch.no_grad():
-            for name, value in new.items():
-                self.model_state.store.fill(name, value)
-            for name, count in self.update.counts.items():
-                said = float(state_dict.get("counts", {}).get(name, count.unsaid))
-                self.model_state.store.fill(name, torch.tensor(said, dtype=torch.float64))
+            said = state_dict.get("counts", {})
+            counts = {name: float(said.get(name, count.unsaid)) for name, count in self.update.counts.items()}
+            wholes = {name: torch.tensor(count, dtype=torch.float64) for name, count in counts.items()}
+            self.model_state.store.load({**new, **wholes}, {})
         self._set_options(options)
 
     def _check(self, name: str, state: OptimizerState, value: torch.Tensor, other: torch.Tensor | None) -> None:
