@@ -5,7 +5,6 @@ from .engine import Engine, Probe, RankProbe
 from .store import Store
 from .verify.verdict import Verdict
 from .virtual.virtual_engine import VirtualEngine
-from .virtual.virtual_store import VirtualStore
 
 __all__ = [
     "Engine",
@@ -14,5 +13,4 @@ __all__ = [
     "Store",
     "Verdict",
     "VirtualEngine",
-    "VirtualStore",
 ]

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource
@@ -51,16 +50,8 @@ class GraphedStep:
         self._addresses: list[int] | None = None
         """The addresses of inputs that are read and written in place."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedStep:
-        """The step of a copied module: its tensors have other addresses, so it starts without a graph."""
-        return type(self)(self._program, self._start, self._device)
-
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run one step: warm-up, capture and replay, or replay.
-
-        Raises:
-            Error: it cannot be captured.
-        """
+        """Run one step: warm-up, capture and replay, or replay."""
         kinds = [each.kind for each in self._program.inputs]
         stored = [x.data_ptr() for kind, x in zip(kinds, tensors, strict=True) if kind not in GIVEN]
         if stored != self._addresses:
@@ -79,16 +70,7 @@ class GraphedStep:
             results = self.warm_up(inputs)
         else:
             if self._runs == WARM_UP + 1:
-                try:
-                    self.capture(inputs)
-                except Exception as error:
-                    raise Error(
-                        "a step cannot be captured as a CUDA graph",
-                        where="pm.compile(cuda_graphs=True)",
-                        expected="calls that only launch work on the device",
-                        got=f"{type(error).__name__}: {error}",
-                        remedy="pm.compile() without cuda_graphs; or take what waits for the device out of the model",
-                    ) from error
+                self.capture(inputs)
             results = self.replay()
             torch.autograd.graph.increment_version([tensors[i] for i in self._renewed])
         return [result if result.data_ptr() in stored else result.clone() for result in results]

@@ -76,6 +76,10 @@ class ProgramRunner:
     _written: WeakKeyDictionary[RankProgram, frozenset[str]] = field(default_factory=WeakKeyDictionary)
     """The names of stored values that a program may overwrite."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's state: its engine is made anew."""
+        return {**self.__dict__, "_engine": None}
+
     @property
     def engine(self) -> Engine:
         """The engine, made on first access, which all ranks make alike."""
@@ -250,13 +254,10 @@ class ProgramRunner:
     def rank_inputs(self, rank: int, program: RankProgram, inputs: Inputs) -> dict[str, torch.Tensor]:
         """The inputs of a rank's program by name, as far as they are known here."""
         finish(self.engine.device)
-        run, found = _StepInputs(inputs, RunStart(torch.zeros((), dtype=torch.int64), {}), {}), {}
-        for given in program.inputs if rank in self.ranks else ():
-            store = self.store
-            sources = (store.parameters, store.buffers, store.states) if given.kind in HELD else (inputs,)
-            if given.kind in (InputKind.SEED, InputKind.CONSTANT) or any(given.name in each for each in sources):
-                found[given.name] = self._shard(given, rank, run).cpu().clone()
-        return found
+        run, store = _StepInputs(inputs, RunStart(torch.zeros((), dtype=torch.int64), {}), {}), self.store
+        known = {*inputs, *store.parameters, *store.buffers, *store.states}
+        given = [g for g in program.inputs if g.kind in (InputKind.SEED, InputKind.CONSTANT) or g.name in known]
+        return {g.name: self._shard(g, rank, run).cpu().clone() for g in given if rank in self.ranks}
 
 
 def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None:

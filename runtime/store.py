@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +14,8 @@ from shardfx.ir.ops.pools.transfer import arrived, finish, settled
 from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_tensors, stepped_groups
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec, with_dim_order
+
+from .virtual.shard_gradient import Sharded, ShardGradient, plain
 
 if TYPE_CHECKING:
     from .distributed.dtensor_shard import DTensorShard
@@ -41,10 +44,10 @@ def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 class Store:
-    """The state of a plan: the shards of parameters, buffers and states that the ranks of this process store.
+    """The state of a plan: the shards of parameters, buffers and states of all ranks, each distinct one once.
 
     Args:
-        rank: the one rank of this process; None: all ranks are here.
+        rank: the one rank of this process, in a store of its shards (:mod:`.distributed.process_store`).
     """
 
     parameters: dict[str, list[nn.Parameter]]
@@ -61,6 +64,7 @@ class Store:
         self._states = graph.of_kind(InputKind.STATE)
         self._given: dict[str, Input] = {given.name: given for given in (*self._inputs, *self._states)}
         self._loaded: set[str] = set()
+        self._sharded: dict[str, Sharded] = {}
         self._layouts = {name: Shards.of(spec_of(g), g.value.shape, graph.mesh) for name, g in self._given.items()}
         self._numbers = {name: self._stored(given) for name, given in self._given.items()}
         """The numbers of the shards of each value that are stored here, in the order of their tensors."""
@@ -139,7 +143,15 @@ class Store:
 
     def to(self, device: torch.device) -> None:
         """Move the stored tensors; parameters stay the same objects."""
-        raise NotImplementedError
+        finish(self.device)
+        self.device = device
+        memory = self._parameter_memory()
+        for name, own_shards in self.parameters.items():
+            placed = self._placed(name, [shard.data for shard in own_shards], memory)
+            for shard, there in zip(own_shards, placed, strict=True):
+                shard.data = there
+        for stored in (self.buffers, self.states):
+            stored |= {name: self._placed(name, tensors, {}) for name, tensors in stored.items()}
 
     def is_here(self, name: str) -> bool:
         """Whether a rank of this process stores a shard."""
@@ -179,15 +191,23 @@ class Store:
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
         """The norm of gradients of parameters, of which the shards here are passed, as one vector: each element of the
         global model counts once. All ranks call it alike."""
-        raise NotImplementedError
+        for name, own_shards in grads.items():
+            if name in self._sharded and len(own_shards) < len(self.parameters[name]):
+                self._sharded[name].refuse("the norm of gradients")
+        return norm_of([plain(shard) for own_shards in grads.values() for shard in own_shards], kind, self.device)
 
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:
         """The global tensor of a value that is placed by ``spec``. All ranks call it alike."""
-        raise NotImplementedError
+        return Shards.of(spec, shape, self.mesh).join(own_shards)
 
     def as_gradient(self, name: str, shard: Tensor) -> Tensor:
-        """The gradient of a parameter's shard, as the parameter is."""
-        raise NotImplementedError
+        """The gradient of a parameter's shard; of one of several here, a :class:`.ShardGradient`."""
+        shards = self.parameters[name]
+        if len(shards) == 1:
+            return shard
+        if name not in self._sharded:
+            self._sharded[name] = Sharded(name, [weakref.ref(each) for each in shards])
+        return ShardGradient.of(shard, self._sharded[name])
 
     def shown(self, name: str) -> DTensorShard | None:
         """The DTensor view of a parameter's shard; None: the parameter is the shard."""
@@ -212,7 +232,7 @@ class Store:
 
     def _plain(self, tensor: Tensor) -> Tensor:
         """The plain local tensor behind a stored one."""
-        return tensor
+        return plain(tensor)
 
     def _write(self, stored: Iterable[Tensor], own_shards: Sequence[Tensor]) -> None:
         """Copy shards into the stored ones."""

@@ -130,10 +130,6 @@ class Outbox:
                 threading.Thread(target=_arrive, args=(self._thread, self._failed), daemon=True).start()
             self._thread.put((work, sent))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Outbox:
-        """An empty outbox: sends in flight are this one's."""
-        return Outbox(self._by_stream)
-
     def empty(self) -> None:
         """Wait until all sends have completed, or make a stream wait for that."""
         for work, _ in self._sent:

@@ -24,7 +24,6 @@ from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.store import Store
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
-from shardfx.runtime.virtual.virtual_store import VirtualStore
 
 KNOWN = tuple(name for name in inspect.signature(torch.compile).parameters if name != "model")
 """The options of ``torch.compile``."""
@@ -153,7 +152,7 @@ class ExecutionTarget:
     def make_store(self, graph: Graph) -> Store:
         """A store for the parameters and buffers of a planned graph."""
         if self.virtual:
-            return VirtualStore(graph, self.device)
+            return Store(graph, self.device)
         from shardfx.runtime.distributed.process_store import ProcessStore
 
         check_messages(graph, self.device)

@@ -88,6 +88,10 @@ class ParallelModule(PlannedModule):
 
     def _register(self) -> None:
         self._tree.register(self._state)
+        self._watch_norms()
+
+    def _watch_norms(self) -> None:
+        """Have torch compute norms of gradients over all shards."""
         if self._compiled.after.pipeline is not None or self._target.virtual:
             watch_norms(self._state.store, self._norm)
 
@@ -113,6 +117,7 @@ class ParallelModule(PlannedModule):
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         watch(made._state)
         made._peers.holds(made._state.store)
+        made._watch_norms()
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
