@@ -214,7 +214,7 @@ class Store:
         return None
 
     def _held(self, name: str) -> Sequence[Tensor]:
-        return self.parameters.get(name) or self.buffers.get(name) or self.states.get(name, ())
+        return self.parameters.get(name) or self.buffers.get(name) or self.states.get(name) or ()
 
     # ---- what differs between all ranks in one process and one of them
 
