@@ -163,14 +163,11 @@ def test_a_compiled_step_is_one_of_plain_gradients() -> None:
 # ---- gradients that a script changes shard by shard ---------------------------------------------------------------
 
 
-def clipped_one_by_one(parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        nn.utils.clip_grad_norm_(p, 0.1)
+Change = Callable[[list[nn.Parameter]], object]
 
 
-def normalised(parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        p.grad.data.div_(p.grad.norm())
+def of_each(change: Callable[[Any], object]) -> Change:
+    return lambda parameters: [change(p) for p in parameters]
 
 
 def normalised_by_lists(parameters: list[nn.Parameter]) -> None:
@@ -178,41 +175,10 @@ def normalised_by_lists(parameters: list[nn.Parameter]) -> None:
     torch._foreach_div_(grads, torch._foreach_norm(grads))
 
 
-def centred(parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        p.grad = p.grad - p.grad.mean(dim=-1, keepdim=True)
-
-
-def normalised_by_a_number(parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        p.grad.mul_(1 / p.grad.norm().item())
-
-
-def normalised_by_an_array(parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        p.grad.mul_(1 / float((p.grad.numpy(force=True) ** 2).sum() ** 0.5))
-
-
-def zeroed_by_a_number(parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        if p.grad.norm() > 0:
-            p.grad.zero_()
-
-
-def orthogonalised(parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        p.grad.copy_(torch.linalg.qr(p.grad.T)[0].T)
-
-
 def stepped_by_hand(parameters: list[nn.Parameter]) -> None:
     with torch.no_grad():
         for p in parameters:
             p.sub_(p.grad / p.grad.norm())
-
-
-def clipped_together(parameters: list[nn.Parameter]) -> None:
-    nn.utils.clip_grad_norm_(parameters, 0.1)
-    nn.utils.clip_grad_value_(parameters, 0.05)
 
 
 def clipped_by_hand(parameters: list[nn.Parameter]) -> None:
@@ -222,14 +188,29 @@ def clipped_by_hand(parameters: list[nn.Parameter]) -> None:
         p.grad.data.mul_(0.1 / (total + 1e-6))
 
 
-def read_as_a_list(parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        p.grad.mul_(1 / max(p.grad.tolist()[0]))
+def clipped_together(parameters: list[nn.Parameter]) -> None:
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+    nn.utils.clip_grad_value_(parameters, 0.05)
 
 
-def unscaled(parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        p.grad = torch.nan_to_num(p.grad / 8).clamp(-1, 1) + 0.01 * p.detach()
+def unscaled(p: nn.Parameter) -> None:
+    p.grad = torch.nan_to_num(p.grad / 8).clamp(-1, 1) + 0.01 * p.detach()
+
+
+SHARD_BY_SHARD: dict[str, Change] = {
+    "clipped": of_each(lambda p: nn.utils.clip_grad_norm_(p, 0.1)),
+    "normalised": of_each(lambda p: p.grad.data.div_(p.grad.norm())),
+    "normalised by lists": normalised_by_lists,
+    "centred": of_each(lambda p: setattr(p, "grad", p.grad - p.grad.mean(dim=-1, keepdim=True))),
+    "by a number": of_each(lambda p: p.grad.mul_(1 / p.grad.norm().item())),
+    "by an array": of_each(lambda p: p.grad.mul_(1 / float((p.grad.numpy(force=True) ** 2).sum() ** 0.5))),
+    "by a list": of_each(lambda p: p.grad.mul_(1 / max(p.grad.tolist()[0]))),
+    "by a branch": of_each(lambda p: p.grad.zero_() if p.grad.norm() > 0 else None),
+    "clipped by hand": clipped_by_hand,
+    "orthogonalised": of_each(lambda p: p.grad.copy_(torch.linalg.qr(p.grad.T)[0].T)),
+    "stepped by hand": stepped_by_hand,
+}
+TOGETHER: dict[str, Change] = {"clipped": clipped_together, "unscaled": of_each(unscaled)}
 
 
 def ran(change: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -246,22 +227,7 @@ def ran(change: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return whole["weight"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        clipped_one_by_one,
-        normalised,
-        normalised_by_lists,
-        centred,
-        normalised_by_a_number,
-        normalised_by_an_array,
-        zeroed_by_a_number,
-        clipped_by_hand,
-        read_as_a_list,
-        orthogonalised,
-        stepped_by_hand,
-    ],
-)
+@pytest.mark.parametrize("change", SHARD_BY_SHARD.values(), ids=SHARD_BY_SHARD)
 def test_gradients_that_are_changed_shard_by_shard_are_an_error(change: Any) -> None:
     pm, x = sharded()
     with pytest.raises(sx.Error, match="the gradient of 'weight' is used shard by shard"):
@@ -274,7 +240,7 @@ def test_a_gradient_of_some_shards_alone_is_an_error() -> None:
         ran(lambda parameters: setattr(parameters[0], "grad", None), pm, x)
 
 
-@pytest.mark.parametrize("change", [clipped_together, unscaled])
+@pytest.mark.parametrize("change", TOGETHER.values(), ids=TOGETHER)
 def test_gradients_that_are_changed_by_all_shards_are_those_of_one_device(change: Any) -> None:
     pm, x = sharded()
     assert torch.allclose(ran(change, pm, x), ran(change, net("matrix")[0], x), rtol=1e-12, atol=1e-12)
