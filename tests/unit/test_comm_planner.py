@@ -18,7 +18,7 @@ from shardfx.ir.mesh import Link, Mesh
 from shardfx.ir.ops import comm, redistribute
 from shardfx.ir.ops.redistribute import CommStep, Redistribution
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.spec import Spec, TensorType, coarsen, on_view, refine
+from shardfx.ir.spec import Spec, TensorType
 
 MESH = Mesh(a=2, b=3, c=2, one=1)
 Case = tuple[tuple[int, ...], Spec, Spec]
@@ -119,22 +119,6 @@ def test_no_detour_is_cheaper(case: Case) -> None:
     middle = Spec((REPLICATED,) * len(shape), target.partial)
     detour = planner.seconds(type, source, middle) + planner.seconds(type, middle, target)
     assert planner.seconds(type, source, target) <= detour * (1 + 1e-9)
-
-
-@given(cases())
-def test_coarsen_is_the_inverse_of_refine(case: Case) -> None:
-    shape, *specs = case
-    for together in ([specs[0]], [specs[1]], specs):
-        refined = refine(shape, together, MESH)
-        if refined is None:
-            assert len(together) == 2
-            continue
-        view, seen = refined
-        assert math.prod(view) == math.prod(shape)
-        for given_spec, on in zip(together, seen, strict=True):
-            assert not any(sharding.parts for sharding in on.dims)
-            assert coarsen(shape, view, on, MESH) == given_spec
-            assert on_view(shape, view, given_spec, MESH) == on
 
 
 # ---- known answers -----------------------------------------------------------------------------------------

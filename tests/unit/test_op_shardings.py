@@ -13,7 +13,6 @@ from torch import nn
 
 import shardfx as sx
 from shardfx.ir.graph import OutputKind, Value
-from shardfx.ir.text import parse_graph, print_graph
 from tests.captures import captured_once
 from tests.reference import check_step
 
@@ -137,21 +136,6 @@ def test_a_pin_wins_over_a_parameter_and_keeps_factors_replicated() -> None:
     product = next(node for node in pm.planned.nodes if node.pin is not None)
     assert product.strategy is not None and dict(product.strategy.shardings) == {"m": ("x",)}
     assert "; the hint ':mm' says m{x} n{} k{}" in str(pm.explain(product.name))
-
-
-@pytest.mark.long
-def test_explanations_and_plans_know_them() -> None:
-    pm = convolutions({"fc1": "m{} k{} n{x}", "fc2:aten.mm": "k{x}"})
-    assert "the hint 'fc1'" in str(pm.explain("fc1.weight"))
-    assert "the hint 'fc2:aten.mm'" in str(pm.explain("fc2.weight"))
-    assert pm.plan.hinted_strategies == {"fc1": "m{} k{} n{x}", "fc2:aten.mm": "k{x}"}
-    x, y = batch()
-    again = sx.parallelize(
-        Convolutions().double(), sx.Mesh(x=4), sx.Hints(args=(x,), loss=LOSS, targets=(y,), specs=pm.plan.specs)
-    )
-    assert again.plan == pm.plan and not again.planned.notes
-    text = print_graph(pm.planned, sources=False)
-    assert 'pinned "fc1" m{} k{} n{x}' in text and print_graph(parse_graph(text), sources=False) == text
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from shardfx.ir.capture.optimizer import gradient_scaling, training_step
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import OutputKind
 
-aten = torch.ops.aten
 X, Y = torch.rand(8, 6), torch.randint(4, (8,))
 
 
@@ -31,11 +30,6 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layer(self.norm(x)) * self.scale
         return out
-
-
-def of_real_parts(builder: Any, gradient: Any) -> Any:
-    real = builder.add(aten.select.int, (builder.add(aten.view_as_real.default, (gradient,)), -1, 0))
-    return builder.add(aten.sum.default, (builder.add(aten.pow.Tensor_Scalar, (real, 2)),))
 
 
 def never_smaller(graph: Any, finite: Any, scale: Any) -> Any:
@@ -93,20 +87,6 @@ def test_step_that_is_written_wrong_is_an_error(
     with pytest.raises(sx.Error, match="not what torch makes, on small tensors") as caught:
         sx.parallelize(Net().to(device), sx.Mesh(dp=2), hints(asked), virtual=True)
     assert said in str(caught.value.where)
-
-
-def test_squares_of_complex_gradients_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wave(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wave = nn.Parameter(torch.ones(6, dtype=torch.complex64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.wave).abs()
-
-    monkeypatch.setattr(gradient_scaling, "_square", of_real_parts)
-    with pytest.raises(sx.Error, match="gradients that are scaled and clipped are not what torch makes"):
-        capture(Wave(), sx.Mesh(dp=2), args=(X,), loss=torch.sum, clip=1.0)
 
 
 def test_clipped_gradient_of_a_bfloat16_number_keeps_its_dtype() -> None:

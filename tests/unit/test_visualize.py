@@ -152,18 +152,6 @@ def test_there_are_never_more_boxes_than_asked_for(limit: int, equal: bool, nest
     assert 0 < show(decoder(40, norm=4, heads=4, equal=equal, nested=nested), limit).size <= limit
 
 
-def test_a_module_that_is_used_twice_is_split() -> None:
-    s = Sketch(dp=2)
-    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
-    for module in ("shared", "between", "shared"):
-        for _ in range(3):
-            x = s.op(aten.mm.default, (x, x), (ROWS, DIM), "dp, -", module)
-    s.output(OutputKind.RESULT, "results.0", x)
-    (lane,) = show(s.graph).lanes
-    assert [box.path for box in lane.boxes if box.nodes or box.children] == ["shared", "shared", "between"]
-    assert all(len(box.children) == 3 for box in lane.boxes if box.children)
-
-
 def test_views_are_part_of_the_op_that_uses_them() -> None:
     s = Sketch(dp=2)
     x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")

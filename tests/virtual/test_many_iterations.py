@@ -12,9 +12,7 @@ from torch import Tensor, fx, nn
 
 import shardfx as sx
 from shardfx.ir.ops.loop import loop_ops
-from shardfx.ir.program import lower
 from shardfx.ir.registry import PROGRAM_OPS
-from tests.reference import check_step
 from tests.zoo import make
 
 MANY = 256
@@ -41,41 +39,6 @@ def in_iterations(count: int, rows: int = 2 * MANY) -> sx.ParallelModule:
     y[: rows // 3, 1:] = -100
     hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "dp, -"}, grad_accumulation=count)
     return sx.parallelize(Language().double(), sx.Mesh(dp=2), hints, virtual=True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("rows", [4 * MANY, 3 * MANY + 200], ids=["even", "uneven"])
-def test_a_program_of_many_iterations_is_written_as_often_as_one_of_few(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[object] = []
-    made = lower.Lowering.__post_init__
-
-    def counted(self: lower.Lowering) -> None:
-        written.append(self)
-        made(self)
-
-    monkeypatch.setattr(lower.Lowering, "__post_init__", counted)
-    counts, lengths = [], []
-    for count in (4, MANY):
-        pm = in_iterations(count, rows)
-        written.clear()
-        lengths.append(len(pm.rank_program(1).graph.nodes))
-        counts.append(len(written))
-    assert counts[1] <= counts[0] + 3
-    assert lengths[1] <= 1.2 * lengths[0]
-
-
-@pytest.mark.long
-def test_uneven_iterations_are_those_of_one_device() -> None:
-    rows = 3 * MANY + 200
-    pm = in_iterations(MANY, rows)
-    assert "loop.piecewise_index" in str(pm.rank_program(1))
-    model = Language().double()
-    model.load_state_dict(pm.full_state_dict())
-    torch.manual_seed(1)
-    x, y = torch.randint(40, (rows, 3)), torch.randint(40, (rows, 3))
-    check_step(pm, model, next_tokens, (x,), (y,), bound=1e-12, proven=False)
 
 
 @pytest.mark.long

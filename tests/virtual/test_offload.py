@@ -156,19 +156,6 @@ def test_states_travel_during_the_backward(hints: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hints", [{"clip_grad_norm": 0.1}, {"grad_accumulation": 2}], ids=str)
-def test_an_update_that_needs_all_gradients_stands_behind_the_backward(hints: dict[str, Any]) -> None:
-    pms = [blocks(sx.Mesh(dp=1), optimizer=nadam, **hints, **more) for more in ({}, {"offload": away("optimizer")})]
-    before, behind = _split_at_the_end_of_the_backward(pms[1])
-    assert len(before) < len(behind)
-    torch.manual_seed(1)
-    x = torch.randn(256, 16)
-    for _ in range(3):
-        losses = [pm.step(x, x) for pm in pms]
-        assert torch.equal(*losses)
-
-
-@pytest.mark.long
 def test_states_are_saved_and_loaded() -> None:
     """In shards, whole, and into a plan that keeps them on the device."""
     first, same, other = (

@@ -12,26 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import shardfx as sx
-from tests.virtual.test_space import Block, UNet, image
+from tests.virtual.test_space import UNet, image
 
 MESH = sx.Mesh(h=2, w=2)
-
-
-class Pyramid(nn.Module):
-    """A residual net with a feature pyramid: maps of several scales, each brought to the size of the one below."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 7, 2, 3, bias=False)
-        self.norm, self.one, self.two = nn.BatchNorm2d(4), Block(4, 4, 1), Block(4, 6, 2)
-        self.left, self.right, self.head = nn.Conv2d(4, 5, 1), nn.Conv2d(6, 5, 1), nn.Conv2d(5, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = self.one(nn.functional.max_pool2d(torch.relu(self.norm(self.stem(x))), 3, 2, 1))
-        b = self.right(self.two(a))
-        up = nn.functional.interpolate(b, size=a.shape[-2:], mode="bilinear", align_corners=False)
-        made = self.head(self.left(a) + up)
-        return nn.functional.interpolate(made, size=x.shape[-2:], mode="nearest")
 
 
 class ConvNext(nn.Module):
@@ -53,7 +36,6 @@ class ConvNext(nn.Module):
 NETS: dict[str, Callable[[], nn.Module]] = {
     "unet": UNet,
     "bilinear unet": lambda: UNet("bilinear"),
-    "pyramid": Pyramid,
     "convnext": ConvNext,
     "no padding": lambda: nn.Sequential(nn.Conv2d(3, 4, 5), nn.SiLU(), nn.Conv2d(4, 4, 4, 3), nn.Conv2d(4, 2, 2)),
     "pools": lambda: nn.Sequential(
@@ -99,7 +81,6 @@ def check(model: nn.Module, pm: sx.ParallelModule, scene: Tensor, window: Sequen
 CASES: list[tuple[str, tuple[int, int], tuple[int, int]]] = [
     ("unet", (48, 40), (132, 76)),
     ("bilinear unet", (40, 48), (60, 48)),
-    ("pyramid", (104, 112), (168, 112)),
     ("convnext", (48, 40), (104, 88)),
     ("no padding", (33, 40), (100, 77)),
     ("pools", (36, 40), (91, 90)),
@@ -236,14 +217,12 @@ class Counts(nn.Module):
 class Table(nn.Module):
     """A table of numbers for each row, of which as many are taken as there are rows."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.rows, self.how = nn.Parameter(torch.randn(100, 1)), how
+        self.rows = nn.Parameter(torch.randn(100, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[2]
-        taken = self.rows[:n] if self.how == "slice" else self.rows.split([n, 100 - n])[0]
-        return x * taken
+        return x * self.rows[: x.shape[2]]
 
 
 class Whole(nn.Module):
@@ -266,8 +245,7 @@ NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: nn.Dropout().train(), "random numbers are drawn by position"),
     "places of maxima": (Largest, "max_pool2d.* is not local: it gives positions in the image"),
     "unpooling": (Unpools, "max_.*pool2d.* is not local"),
-    "a table": (lambda: Table("slice"), "is not local"),
-    "another table": (lambda: Table("split"), "is not local"),
+    "a table": (Table, "is not local"),
     "samples that lie second": (Whole, "the first dim of its result is not that of the images"),
     "a size": (Counts, "is not local"),
     "a flip": (lambda: Flips(), "flip is not local"),

@@ -23,7 +23,6 @@ from shardfx.runtime import rendezvous
 from tests.plans import MESHES, plan
 from tests.reference import check_step, rel_err
 from tests.virtual.test_calls import batch, near, parallel
-from tests.virtual.test_update import dispatched
 from tests.zoo import make
 
 
@@ -166,21 +165,6 @@ def test_gradients_are_those_of_the_loss_times_its_own(way: str, trained: Any) -
     (pm, grads), (scale, backward) = trained, WAYS[way]
     for mine, theirs in zip(delivered(pm, backward), grads, strict=True):
         torch.testing.assert_close(mine, scale * theirs)
-
-
-def test_a_loss_of_its_own_dispatches_nothing_and_others_one_product(trained: Any) -> None:
-    pm, _ = trained
-    pm(X, Y).backward()
-    loss = pm(X, Y)
-    pm.zero_grad()
-    assert not dispatched(loss.backward)
-    loss = pm(X, Y) / 4
-    pm.zero_grad()
-    assert dispatched(loss.backward) == {
-        "aten.ones_like.default": 1,
-        "aten.div.Tensor": 1,
-        "aten._foreach_mul_.Tensor": 1,
-    }
 
 
 def test_asked_of_autograd(trained: Any) -> None:
