@@ -51,13 +51,7 @@ class Simulation:
         check_complete(schedule, len(schedule.stages), len(schedule.microbatches))
         table = cost_table(costs, {action.kind for action in schedule}, len(schedule.stages))
         if not _is_time(comm):
-            raise Error(
-                "this is no time of a transfer",
-                where="comm",
-                expected="a number of at least 0",
-                got=repr(comm),
-                remedy="say how long a transfer takes, in the unit of the costs",
-            )
+            raise _no_cost("comm", "the time of a transfer, a number of at least 0", comm)
         needs, spans = dependencies(schedule), dict[Action, Span]()
         free = [0.0 for _ in schedule.ranks]
         for action in executable_order(schedule):
@@ -117,55 +111,34 @@ def cost_table(costs: Costs, kinds: Collection[str], stages: int) -> Mapping[str
     table = {}
     for kind in sorted(kinds):
         if kind not in costs:
-            raise Error(
-                f"there is no cost of {kind} ({KINDS[kind]}), which the schedule has",
-                where="costs",
-                expected=f"a number for each of {', '.join(sorted(kinds))}",
-                got=dict(costs),
-                remedy=f'add it: costs={{..., "{kind}": 1}}',
-            )
+            raise _no_cost("costs", f"a number for {kind} ({KINDS[kind]}), which the schedule has", dict(costs))
         cost = costs[kind]
         table[kind] = tuple(cost) if isinstance(cost, Sequence) else (cost,) * stages
         if len(table[kind]) != stages:
-            raise Error(
-                f"the costs of {kind} are not those of the stages",
-                where=f"costs[{kind!r}]",
-                expected=f"a number, or {stages} of them, one for each stage",
-                got=cost,
-                remedy="say one for each stage, or one for all",
-            )
+            raise _no_cost(f"costs[{kind!r}]", f"a number, or {stages} of them, one for each stage", cost)
     return table
 
 
 def check_costs(costs: Costs) -> None:
     """Check that kinds are known, and costs are finite and not negative."""
     if not isinstance(costs, Mapping):
-        raise Error(
-            "these are no costs",
-            where="costs",
-            expected='a mapping such as {"F": 1, "B": 2}',
-            got=repr(costs),
-            remedy="say a cost for each kind of action, or leave costs out",
-        )
+        raise _no_cost("costs", 'a mapping such as {"F": 1, "B": 2}', costs)
     for kind, cost in costs.items():
         if kind not in KINDS:
-            known = ", ".join(KINDS)
-            raise Error(
-                f"no action is of kind {kind!r}",
-                where="costs",
-                expected=f"some of {known}",
-                got=repr(kind),
-                remedy="leave it out",
-            )
+            raise _no_cost("costs", f"some of {', '.join(KINDS)}", kind)
         each = cost if isinstance(cost, Sequence) else (cost,)
         if not all(map(_is_time, each)):
-            raise Error(
-                "this is no cost",
-                where=f"costs[{kind!r}]",
-                expected="a number of at least 0, or one for each stage",
-                got=repr(cost),
-                remedy="say how long the action takes, in any unit",
-            )
+            raise _no_cost(f"costs[{kind!r}]", "a number of at least 0, or one for each stage", cost)
+
+
+def _no_cost(where: str, expected: str, got: object) -> Error:
+    return Error(
+        "these are no costs of a schedule's actions",
+        where=where,
+        expected=expected,
+        got=repr(got),
+        remedy='say how long each kind of action takes, in any unit: costs={"F": 1, "B": 2}; or leave costs out',
+    )
 
 
 def _is_time(value: object) -> bool:

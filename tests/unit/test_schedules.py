@@ -224,7 +224,7 @@ def test_wrong_schedules_are_errors_that_name_rank_and_action(text: str) -> None
         ),
         (
             lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=8, costs={"G": 1}),
-            "no action is of kind 'G'",
+            "got:      'G'",
         ),
     ],
 )

@@ -53,15 +53,19 @@ def test_what_costs_nothing_takes_no_time() -> None:
 @pytest.mark.parametrize(
     ("costs", "comm", "words"),
     [
-        ({"F": 1, "B": 2}, 0, "there is no cost of U (update), which the schedule has"),
-        ({"F": 1, "B": 2, "U": 0, "G": 1}, 0, "no action is of kind 'G'"),
-        ({"F": -1, "B": 2, "U": 0}, 0, "this is no cost\n  where:    costs['F']"),
-        ({"F": 1, "B": float("nan"), "U": 0}, 0, "this is no cost\n  where:    costs['B']"),
+        (
+            {"F": 1, "B": 2},
+            0,
+            "no costs of a schedule's actions\n  where:    costs\n  expected: a number for U (update)",
+        ),
+        ({"F": 1, "B": 2, "U": 0, "G": 1}, 0, "expected: some of F, B, I, W, U\n  got:      'G'"),
+        ({"F": -1, "B": 2, "U": 0}, 0, "these are no costs of a schedule's actions\n  where:    costs['F']"),
+        ({"F": 1, "B": float("nan"), "U": 0}, 0, "these are no costs of a schedule's actions\n  where:    costs['B']"),
         ({"F": (1, 2, 3), "B": 2, "U": 0}, 0, "a number, or 2 of them, one for each stage"),
-        ({"F": "1", "B": 2, "U": 0}, 0, "this is no cost\n  where:    costs['F']"),
-        ((1, 2), 0, "these are no costs"),
-        ({"F": 1, "B": 2, "U": 0}, -1, "this is no time of a transfer"),
-        ({"F": 1, "B": 2, "U": 0}, "1", "this is no time of a transfer"),
+        ({"F": "1", "B": 2, "U": 0}, 0, "these are no costs of a schedule's actions\n  where:    costs['F']"),
+        ((1, 2), 0, "expected: a mapping such as"),
+        ({"F": 1, "B": 2, "U": 0}, -1, "where:    comm\n  expected: the time of a transfer"),
+        ({"F": 1, "B": 2, "U": 0}, "1", "where:    comm\n  expected: the time of a transfer"),
     ],
 )
 def test_what_are_no_costs(costs: dict[str, float], comm: float, words: str) -> None:
