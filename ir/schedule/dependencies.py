@@ -60,18 +60,11 @@ def _missing(schedule: Schedule, action: Action, most: int = 12) -> Error:
     rank = next((rank for rank in schedule.ranks if action.stage in schedule.stages_of(rank)), None)
     row = schedule.rows[rank or 0]
     text = " ".join(map(str, row[:most])) + " ..." * (len(row) > most)
-    needed = {
-        "F": "F of each stage and micro-batch",
-        "B": "B, or I and W, of each stage and micro-batch",
-        "I": "I beside each W",
-        "W": "W beside each I",
-        "U": "U of each stage, or of none",
-    }
     last, end = schedule.stages[-1], schedule.microbatches[-1]
     return Error(
         f"{action} is missing",
         where="no rank has that stage" if rank is None else f"rank {rank}, the row  {text}",
-        expected=needed[action.kind],
+        expected="F, and B, or I and W, of each stage and micro-batch; U of each stage, or of none",
         got=f"rows of stages 0 .. {last} and micro-batches 0 .. {end}, without it",
         remedy=f"add {action}",
     )
