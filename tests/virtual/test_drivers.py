@@ -86,30 +86,19 @@ def operands(module: fx.GraphModule) -> list[Any]:
     return list(takes["B0"])
 
 
+def of_results(result: tuple[str, int]) -> Callable[[fx.GraphModule], None]:
+    """The backward takes another result of a unit, for all that it takes of units."""
+    return lambda module: take(module, [result if isinstance(each, tuple) else each for each in operands(module)])
+
+
 def take(module: fx.GraphModule, changed: list[Any]) -> None:
     takes: Any = loop_of(module).args[3]
     loop_of(module).update_arg(3, {**takes, "B0": changed})
 
 
-def without_an_operand(module: fx.GraphModule) -> None:
-    take(module, operands(module)[:-1])
-
-
-def result_that_is_not_there(module: fx.GraphModule) -> None:
-    take(module, [("F0", 99) if isinstance(each, tuple) else each for each in operands(module)])
-
-
-def result_of_a_later_unit(module: fx.GraphModule) -> None:
-    take(module, [("B0", 0) if isinstance(each, tuple) else each for each in operands(module)])
-
-
 def no_module(module: fx.GraphModule) -> None:
     bodies: Any = loop_of(module).args[2]
     loop_of(module).update_arg(2, {**bodies, "B0": next(iter(module.graph.nodes))})
-
-
-def another_count(module: fx.GraphModule) -> None:
-    loop_of(module).update_arg(1, 3)
 
 
 def other_weight(module: fx.GraphModule) -> None:
@@ -142,11 +131,11 @@ MUTANTS: list[tuple[Callable[[fx.GraphModule], None], str]] = [
     (in_another_order("F0.1 B0.0 F0.2 B0.1", "B0.0 F0.2 B0.1 F0.1"), "used in B0 of iteration 1, before F0 makes it"),
     (in_another_order("F0.2", "F0.5"), "F0.2 is done 0 times"),
     (in_another_order("F0.2", "C0.2"), "F0.2 is done 0 times"),
-    (without_an_operand, "operands of 'B0'"),
-    (result_that_is_not_there, "result 99 of F0"),
-    (result_of_a_later_unit, "result 0 of B0"),
+    (lambda module: take(module, operands(module)[:-1]), "operands of 'B0'"),
+    (of_results(("F0", 99)), "result 99 of F0"),
+    (of_results(("B0", 0)), "result 0 of B0"),
     (no_module, "no module of calls"),
-    (another_count, ""),
+    (lambda module: loop_of(module).update_arg(1, 3), ""),
     (other_weight, ""),
     (another_forward, ""),
     (kept_value_exchanged, ""),
