@@ -118,20 +118,12 @@ def named(graph: fx.Graph, name: str, last: bool = False) -> fx.Node:
     return found[-1 if last else 0]
 
 
-def ordered(graph: fx.Graph, change: Callable[[list[str]], list[str]]) -> None:
-    begin = next(node for node in graph.nodes if len(node.args) > 3 and node.target is loop_ops.begin)
-    begin.args = (*begin.args[:3], " ".join(change(begin.args[3].split())))
+def ordered(change: Callable[[list[str]], list[str]]) -> Callable[[fx.Graph], None]:
+    def damage(graph: fx.Graph) -> None:
+        begin = next(node for node in graph.nodes if len(node.args) > 3 and node.target is loop_ops.begin)
+        begin.update_arg(3, " ".join(change(begin.args[3].split())))
 
-
-def another_iteration_first(graph: fx.Graph) -> None:
-    """One rank comes to a collective with the other iteration."""
-    other = {"0": "1", "1": "0"}
-    ordered(graph, lambda words: [word[:-1] + other[word[-1]] for word in words])
-
-
-def a_slice_twice(graph: fx.Graph) -> None:
-    at = named(graph, "loop.index")
-    at.args = (*at.args[:2], 0)
+    return damage
 
 
 def a_wait_moved(graph: fx.Graph) -> None:
@@ -139,19 +131,6 @@ def a_wait_moved(graph: fx.Graph) -> None:
     wait = named(graph, "c10d.wait_tensor")
     wait.replace_all_uses_with(wait.args[0])  # type: ignore[arg-type]
     graph.erase_node(wait)
-
-
-def a_unit_earlier(graph: fx.Graph) -> None:
-    """It waits for what was not started yet."""
-
-    def change(words: list[str]) -> list[str]:
-        return [words[2], *words[:2], *words[3:]]
-
-    ordered(graph, change)
-
-
-def a_unit_left_out(graph: fx.Graph) -> None:
-    ordered(graph, lambda words: words[:-1])
 
 
 def added_twice(graph: fx.Graph) -> None:
@@ -162,9 +141,22 @@ def added_twice(graph: fx.Graph) -> None:
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
 
 
+OTHER = {"0": "1", "1": "0"}
+WRONG: dict[str, Callable[[fx.Graph], None]] = {
+    "one rank comes with the other iteration": ordered(lambda words: [word[:-1] + OTHER[word[-1]] for word in words]),
+    "a slice twice": lambda graph: named(graph, "loop.index").update_arg(2, 0),
+    "added twice": added_twice,
+}
+IMPOSSIBLE: dict[str, Callable[[fx.Graph], None]] = {
+    "a wait moved": a_wait_moved,
+    "a unit waits for what was not started": ordered(lambda words: [words[2], *words[:2], *words[3:]]),
+    "a unit left out": ordered(lambda words: words[:-1]),
+}
+
+
 @pytest.mark.long
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("damage", [another_iteration_first, a_slice_twice, added_twice])
+@pytest.mark.parametrize("damage", WRONG.values(), ids=WRONG)
 def test_a_wrong_program_is_not_proven(damage: Callable[[fx.Graph], None]) -> None:
     pm = beside(True)
     program = pm.rank_program(1)
@@ -175,7 +167,7 @@ def test_a_wrong_program_is_not_proven(damage: Callable[[fx.Graph], None]) -> No
     assert verdict.fault.rank is not None
 
 
-@pytest.mark.parametrize("damage", [a_wait_moved, a_unit_earlier, a_unit_left_out])
+@pytest.mark.parametrize("damage", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_a_program_that_cannot_be_is_refused(damage: Callable[[fx.Graph], None]) -> None:
     program = beside(True).rank_program(1)
     damage(program.graph)
