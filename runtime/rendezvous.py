@@ -161,7 +161,8 @@ def _passed(message: Message, asked: Asked, mail: Mailbox[Tensor]) -> list[Tenso
     if request.message == "sends":
         mail.put(message, given)
         return [given]
-    return [mail.take(message).clone()] if mail.has(message) else []
+    received = mail.take(message)
+    return [] if received is None else [received.clone()]
 
 
 class Mailbox(Generic[T]):
@@ -174,14 +175,16 @@ class Mailbox(Generic[T]):
         """Send."""
         self._sent.setdefault(message[:3], deque()).append((message, content))
 
-    def has(self, message: Message) -> bool:
-        """Whether a message is the next in its queue.
+    def take(self, message: Message) -> T | None:
+        """Receive; None where nothing has arrived yet.
 
         Raises:
-            Error: it is another one.
+            Error: another message comes first.
         """
         sent = self._sent.get(message[:3])
-        if sent and sent[0][0] != message:
+        if not sent:
+            return None
+        if sent[0][0] != message:
             raise Error(
                 "two ranks do not send and receive in one order",
                 where=f"place {message.to} of {message.group}",
@@ -189,11 +192,7 @@ class Mailbox(Generic[T]):
                 got=str(sent[0][0]),
                 remedy="let both ranks run their iterations in the order of one schedule",
             )
-        return bool(sent)
-
-    def take(self, message: Message) -> T:
-        """Receive."""
-        return self._sent[message[:3]].popleft()[1]
+        return sent.popleft()[1]
 
     def left(self) -> Message | None:
         """A message that was never received."""

@@ -143,7 +143,7 @@ class ProgramRunner:
                 outs = engine.run(programs, values, watch)
             except Error:
                 guarded = any(output.guard for each in programs.values() for output in each.outputs)
-                if kinds and guarded and self._is_alone:
+                if kinds and guarded and len(programs) == self.graph.mesh.size:
                     self.run(frozenset(), inputs)  # the guards alone, of which one may say why
                 raise
             for rank, out in outs.items():
@@ -239,14 +239,9 @@ class ProgramRunner:
             self._written[program] = frozenset(written)
         return self._written[program]
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether all ranks are in this process."""
-        return len(self.ranks) > 1 or self.graph.mesh.size == 1
-
     def local_shapes(self, inp: Input) -> set[tuple[int, ...]]:
         """The local shapes that a rank of this process may pass for an input, beside the global one."""
-        if self._is_alone:
+        if len(self.ranks) == self.graph.mesh.size:  # all are here
             return set()
         shards = self.shards(inp)
         return {shards.local_shapes[shards.by_rank[rank]] for rank in self.ranks}

@@ -66,7 +66,8 @@ def parallelize(
         virtual: run all ranks in this process. By default so, unless ``torch.distributed`` is initialised or the
             process was started by ``torchrun``: then it is one rank of the mesh (and joins the job if need be). The
             only process of a job that ``torchrun`` started is the rank of a mesh of one, and has all ranks of a larger
-            one.
+            one. On torch's ``fake`` process group this process runs its rank alone, a dry run: shapes, memory, kernels
+            and the order of starts and waits are real, and numbers are not, for those of the others are missing.
         optimizer: one that was made of the model's parameters, or several: it goes on with those of the parallel
             module, in the same groups and with its states. (One that is not given and steps the model's own
             parameters later is an error, for they no longer train.)

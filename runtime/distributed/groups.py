@@ -7,6 +7,7 @@ Groups remain registered with torch until ``destroy_process_group``, so a second
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -42,9 +43,14 @@ def launched(ranks: int) -> bool:
     return rank is not None and size is not None and not alone
 
 
+def is_dry_run() -> bool:
+    """Whether this process runs one rank alone, on torch's ``fake`` process group, without its peers' data."""
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
 def by_stream(device: torch.device) -> bool:
     """Whether communication is asynchronous on streams of the process groups, so that only a stream waits for it."""
-    return device.type != "cpu"
+    return device.type != "cpu" or is_dry_run()
 
 
 def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
@@ -67,6 +73,9 @@ def check_size(mesh: Mesh) -> None:
             got=f"{mesh}, {mesh.size} ranks",
             remedy=f"start {mesh.size} processes, or parallelize(..., virtual=True) for ranks within each process",
         )
+    if is_dry_run():
+        say = "a dry run: rank %d alone, so losses, gradients and full state dicts are no numbers"
+        logging.getLogger("shardfx").warning(say, dist.get_rank())
 
 
 def initialise(device: torch.device) -> None:
@@ -91,14 +100,14 @@ def asks_for_shm() -> bool:
 
 def check_backend(kind: str) -> None:
     """Check that the process group of all ranks serves the type of device. Gloo takes CUDA tensors and crashes on some
-    collectives of them; of torch's groups with "shm" it is the only backend; "fake" has no data of other ranks.
+    collectives of them; of torch's groups with "shm" it is the only backend.
 
     Raises:
         Error: it does not.
     """
     backend = backends().get(kind, "")
     mixed = shm.NAME in backends().values() and len(backends()) > 1
-    if backend not in ("", "fake") and not mixed and (backend != "gloo" or kind == "cpu"):
+    if backend and not mixed and (backend != "gloo" or kind == "cpu"):
         return
     own = "gloo" if kind == "cpu" else "nccl"
     raise Error(
@@ -145,9 +154,7 @@ CPU_GROUP = "shardfx/cpu"
 
 
 def _register(name: str, made: dist.ProcessGroup) -> None:
-    """Register a group under a name that programs use, which may have been another group's."""
-    if find_group(name) is not None:
-        _unregister_process_group(name)  # type: ignore[arg-type]
+    """Register a group under a name that programs use."""
     _register_process_group(name, made)  # type: ignore[arg-type]
     _made[name] = made
 

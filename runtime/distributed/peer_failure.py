@@ -19,7 +19,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.runtime.rank_errors import failed, place, target_name
 
-from .groups import leave_groups, the_cpu_group
+from .groups import is_dry_run, leave_groups, the_cpu_group
 
 T = TypeVar("T")
 
@@ -45,8 +45,10 @@ def exchange(mine: Sequence[int], what: str) -> list[list[int]]:
 
 
 def tell_all(mine: T) -> list[T]:
-    """All-gather an object; by rank."""
-    every: list[Any] = [None] * dist.get_world_size()
+    """All-gather an object; by rank. In a dry run, what this rank has for each."""
+    every: list[Any] = [mine] * dist.get_world_size()
+    if is_dry_run():
+        return every
     with ending_together("telling something"):
         dist.all_gather_object(every, mine, group=the_cpu_group())
     return every
@@ -59,7 +61,8 @@ def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
         what = "a collective of the compiled program"
     waits = row is not None and row.name == "c10d.wait_tensor"
     communicates = waits or (row is not None and row.group is not None)
-    leave_groups()
+    if not is_dry_run():
+        leave_groups()
     if not what and not (communicates and isinstance(error, RuntimeError)):
         return failed(rank, node, error)
     started = node.args[0] if node is not None and waits else node

@@ -92,7 +92,7 @@ RankInputs = Callable[[], Sequence[RankInput]]
 
 class Peers:
     """The peers of this process, for one parallel module, or one yet to be planned; ``alone``: there are none, as all
-    ranks are in this process."""
+    ranks are in this process, or it is a dry run."""
 
     def __init__(self, alone: bool) -> None:
         self._alone, self._lock = alone, threading.RLock() if alone else _lock

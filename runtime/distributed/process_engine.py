@@ -21,7 +21,7 @@ from shardfx.runtime.memory_pool import MemoryPool
 
 from . import shm
 from . import stage_transport as messages
-from .groups import axes_of, by_stream, make_groups, share_memory
+from .groups import axes_of, by_stream, is_dry_run, make_groups, share_memory
 from .peer_failure import ended, ending_together, exchange
 
 c10d = torch.ops._c10d_functional
@@ -84,7 +84,7 @@ class ProcessEngine:
                 raise ended(source.node_of(error), error) from error
             with ending_together("waiting for what it sent to other stages to arrive"):
                 self._outbox.empty()
-            if watch is not None:  # a rank may need nothing more from one that failed
+            if watch is not None and not is_dry_run():  # a rank may need nothing more from one that failed
                 exchange([0], "the end of the step")
         return {self.rank: results}
 

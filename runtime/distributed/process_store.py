@@ -27,7 +27,7 @@ from shardfx.runtime.store import Store, norm_of, spec_of, with_strides_of
 
 from .checksum import checksum
 from .dtensor_shard import DTensorShard
-from .groups import device_mesh, make_groups
+from .groups import device_mesh, is_dry_run, make_groups
 from .peer_failure import ending_together, tell_all
 
 Tensor = torch.Tensor
@@ -142,7 +142,7 @@ class ProcessStore(Store):
     def _of_rank_0(self, inp: Input, full: Tensor) -> Tensor:
         if isinstance(full, DTensor):
             full = full.full_tensor()
-        if self.rank:  # what it has itself does not count
+        if self.rank and not is_dry_run():  # what it has itself does not count
             sent = torch.empty(full.shape, dtype=full.dtype, device=self.device)
         else:
             sent = full.to(self.device, copy=True).contiguous()

@@ -27,11 +27,7 @@ AHEAD = 2
 """The number of receives posted ahead of their use: where messages travel only when their receiver is ready."""
 FORTH, BACK = "/forth", "/back"
 """Suffixes of group names: the groups of the same ranks for messages to higher places, and to lower ones."""
-
-
 Sent = tuple[dist.Work, Tensor]
-
-
 Asked = tuple[Sequence[int], torch.dtype, str, int, int, int, str]
 """A receive request: shape, dtype, device, source place in the group, tag, iteration, group."""
 

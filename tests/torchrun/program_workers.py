@@ -115,6 +115,8 @@ def on_gloo() -> Iterator[None]:
     finally:
         shm.connect = connect
         for name, group in known.items():
+            if groups.find_group(name) is not None:
+                groups._unregister_process_group(name)
             groups._register(name, group)
 
 

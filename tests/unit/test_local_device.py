@@ -103,12 +103,6 @@ def test_shared_memory_is_used_where_it_is_asked_for(monkeypatch: pytest.MonkeyP
                 groups.check_backend("cuda")
         finally:
             dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=2)
-    try:
-        with pytest.raises(sx.Error, match="cannot serve a plan on cpu"):
-            groups.check_backend("cpu")
-    finally:
-        dist.destroy_process_group()
     joined: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: joined.append(backend))
     monkeypatch.setattr(groups, "check_backend", lambda kind: None)

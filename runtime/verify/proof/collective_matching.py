@@ -112,12 +112,11 @@ class LockStep:
             self.mail.put(message, Known(codes=sent, hints=hints, why=why))
             return Known(why="a send gives nothing")
         try:
-            if not self.mail.has(message):
-                return None
+            got = self.mail.take(message)
         except Error as error:
             raise self._impossible(f"{error.got} comes, where {error.expected} is expected", rank, node) from error
-        got, (shape, dtype) = self.mail.take(message), node.args[:2]
-        if got.codes is None:
+        shape, dtype = node.args[:2]
+        if got is None or got.codes is None:
             return got
         dtypes = self.proof.numbering.dtypes(got.codes, got.hints)
         if got.codes.shape != tuple(shape) or dtypes - {dtype}:  # type: ignore[arg-type]

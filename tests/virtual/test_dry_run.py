@@ -1,14 +1,20 @@
-"""The order in which a rank's program starts collectives and messages, and waits for them; and their memory."""
+"""A dry run: one rank's program alone, on torch's ``fake`` process group; the order of its starts and waits.
+
+Numbers of other ranks are missing, so results say nothing. Shapes, calls, memory, and what starts and waits when are
+those of the rank.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
@@ -50,10 +56,19 @@ PLANS: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
 }
 
 
+@contextmanager
+def alone(rank: int) -> Iterator[None]:
+    """This process as one rank, without the others."""
+    dist.init_process_group("fake", rank=rank, world_size=RANKS)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def planned(name: str, **more: Any) -> sx.ParallelModule:
     mesh, hints = PLANS[name]
-    given = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), **hints, **more)
-    return sx.parallelize(Blocks(), mesh, given, virtual=True)
+    return sx.parallelize(Blocks(), mesh, sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), **hints, **more))
 
 
 def run(pm: sx.ParallelModule, name: str) -> None:
@@ -65,21 +80,26 @@ def run(pm: sx.ParallelModule, name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PLANS)
-def test_a_rank_calls_what_its_program_says_in_its_order(name: str, tmp_path: Path) -> None:
-    rank, pm = 3, planned(name)
-    run(pm, name)
-    with pm.record(tmp_path / "step.json") as recording:
+def test_dry_run_does_what_the_program_of_the_rank_says(name: str, tmp_path: Path) -> None:
+    rank = 3
+    with alone(rank):
+        pm = planned(name)
+        assert pm._this_rank == rank
         run(pm, name)
-    done = [node for node, _ in recording._open[-1][rank].stamps]
-    program = pm.rank_program(rank)
-    wanted = [node for node, _ in execution_order([n for n in program.graph.nodes if n.op == "call_function"])]
-    assert [str(node) for node in done] == [str(node) for node in wanted if _is_called(node)]
-    assert (tmp_path / "step.json").exists() and recording.step > 0
-    links = {link_of(node) for node in done if _starts(node) or _is(node, "stage.send")}
-    assert {each.partition(",")[0] for each in links} == {axis.name for axis in pm.mesh.space}
-    assert sum(map(_starts, done)) == sum(map(_waits, done)) > 0
-    _check_waits(done)
-    _check_starts(done)
+        with pm.record(tmp_path / "step.json") as recording:
+            run(pm, name)
+        done = [node for node, _ in recording._open[-1][rank].stamps]
+        program = pm.rank_program(rank)
+        wanted = [node for node, _ in execution_order([n for n in program.graph.nodes if n.op == "call_function"])]
+        assert [str(node) for node in done] == [str(node) for node in wanted if _is_called(node)]
+        assert (tmp_path / "step.json").exists() and recording.step > 0
+        links = {link_of(node) for node in done if _starts(node) or _is(node, "stage.send")}
+        assert {each.partition(",")[0] for each in links} == {axis.name for axis in pm.mesh.space}
+        assert sum(map(_starts, done)) == sum(map(_waits, done)) > 0
+        _check_waits(done)
+        _check_starts(done)
+        if "update" not in name:
+            assert all(p.grad is not None and p.grad.shape == p.shape for p in pm.parameters())
 
 
 def _is_called(node: fx.Node) -> bool:
@@ -206,15 +226,15 @@ def test_messages_from_rank_to_rank_are_received_in_the_order_in_which_they_are_
 
 
 class InFlight:
-    """A watch that sees each memory that a rank's program asks for, and what collectives read and write until they are
-    waited for."""
+    """A watch that sees each memory that a program asks for, and what collectives read and write until they are waited
+    for."""
 
     def __init__(self) -> None:
         self.reads: dict[fx.Node, set[int]] = {}
         self.lent = self.most = 0
 
     def watch(self, rank: int) -> InFlight:
-        return self if rank == 3 else InFlight()
+        return self
 
     def inputs(self, inputs: Any, tensors: Any) -> None:
         """A step begins: nothing is under way."""
@@ -237,12 +257,14 @@ class InFlight:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["zero 3, tp, update", "zero 3, no buckets"])
 def test_memory_of_a_collective_under_way_is_not_lent(name: str) -> None:
-    """It is the program that holds what is sent until its wait."""
-    pm, watch = planned(name), InFlight()
-    pm._watch = watch
-    for _ in range(3):
-        run(pm, name)
-    assert watch.lent and watch.most > 1
+    """The fake group holds no tensor: it is the program that holds what is sent until its wait."""
+    with alone(3):
+        pm = planned(name)
+        watch = InFlight()
+        pm._watch = watch
+        for _ in range(3):
+            run(pm, name)
+        assert watch.lent and watch.most > 1
 
 
 @pytest.mark.long
@@ -256,3 +278,19 @@ def test_gathers_on_cuda_send_what_lies_side_by_side_and_keep_no_memory() -> Non
         texts[device] = str(sx.parallelize(model, sx.Mesh(dp=4, tp=2), hints, virtual=True).rank_program(3))
     assert all("memory.adjoin" in text for text in texts.values())
     assert "c10d.all_gather_into(" in texts["cpu"] and "c10d.all_gather_into(" not in texts["cuda"]
+
+
+@pytest.mark.long
+def test_a_dry_run_takes_the_part_of_the_batch_that_is_the_ranks() -> None:
+    with alone(3):
+        pm = planned("zero 3, no buckets")
+        pm(X[24:32], Y[24:32]).backward()
+        assert {tuple(p.grad.shape) for p in pm.parameters()} == {tuple(p.shape) for p in pm.parameters()}
+
+
+@pytest.mark.long
+def test_an_error_in_a_dry_run_is_that_of_the_rank() -> None:
+    with alone(1):
+        pm = planned("tp")
+        with pytest.raises(sx.Error, match="expected"):
+            pm(X[:, :4], Y)
