@@ -220,9 +220,7 @@ class Peers:
         for i, each in enumerate(given):
             shards = [(row[2 * i], f"{row[2 * i + 1] & 0xFFFFFFFF:08x}") for row in rows]
             if len({*shards}) > len({shard for shard, _ in shards}):
-                expected = (
-                    f"the global batch {each.whole}, or of each rank its own part of the global batch, {each.part}"
-                )
+                expected = f"the global batch {each.whole}, or of each rank its own part of it, {each.part}"
                 contents = [{"content": content + f" of shard {n}" * (n >= 0)} for n, content in shards]
                 raise disagreement(INPUTS, contents, ["content"], f"pm(...), {each.name!r}", expected)
 

@@ -71,8 +71,7 @@ class ProcessEngine:
         else:
             source = self.source(program)
         self._pools[program].next_step()
-        if program in self._inboxes:
-            self._inboxes[program].begin()
+        self._inboxes[program].begin()
         eager = self._write is write_source
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd() if eager else nullcontext():  # dispatch is faster
             try:

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from queue import Queue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,17 +36,15 @@ Asked = tuple[Sequence[int], torch.dtype, str, int, int, int, str]
 def _started(asked: Asked, by_stream: bool) -> Started:
     shape, dtype, device, origin, tag, iteration, group = asked
     into = torch.empty(shape, dtype=dtype, device=device)
-    if by_stream:  # NCCL has no tags
-        work = dist.irecv(into, group=one_way(group, origin, peers(group).rank()), group_src=origin)
-    else:
-        work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, iteration))
-    return Started(work, into)
+    channel = _channel(by_stream, group, origin, peers(group).rank(), tag, iteration)
+    return Started(dist.irecv(into, group_src=origin, **channel), into)
 
 
-def one_way(group: str, origin: int, to: int) -> dist.ProcessGroup:
-    """The process group for messages in one direction, from one rank to another, on a stream."""
-    found: dist.ProcessGroup = peers(group + (FORTH if origin < to else BACK))
-    return found
+def _channel(by_stream: bool, group: str, origin: int, to: int, tag: int, iteration: int) -> dict[str, Any]:
+    """The process group and the tag of a message. NCCL has no tags, but a group for each direction."""
+    if by_stream:
+        return {"group": peers(group + (FORTH if origin < to else BACK))}
+    return {"group": peers(group), "tag": number(tag, iteration)}
 
 
 def check_messages(graph: Graph, device: torch.device) -> None:
@@ -113,10 +112,8 @@ class Outbox:
     def send(self, x: Tensor, to: int, tag: int, iteration: int, group: str) -> None:
         """Start a send (:func:`shardfx.ir.ops.loop.stage_transfer.send`)."""
         sent = x.contiguous()
-        if self._by_stream:
-            work = dist.isend(sent, group=one_way(group, peers(group).rank(), to), group_dst=to)
-        else:
-            work = dist.isend(sent, group=peers(group), group_dst=to, tag=number(tag, iteration))
+        channel = _channel(self._by_stream, group, peers(group).rank(), to, tag, iteration)
+        work = dist.isend(sent, group_dst=to, **channel)
         assert work is not None
         if self._by_stream:
             self._sent.append((work, sent))

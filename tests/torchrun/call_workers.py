@@ -125,7 +125,7 @@ def own_batches_in_the_shape_of_the_whole_are_noticed() -> None:
         text = error(partial(pm, x + rank, y))
         assert "ranks pass different batches as the same one" in text and "pm(...), 'args.0'" in text, text
         assert re.search(r"rank 0: content: (\w{8})\n +rank 1: content: (?!\1)\w{8}\n", text), text
-        assert f"its own part of the global batch, {(4, 6) if 'dp' in mesh else (8, 6)}" in text, text
+        assert f"its own part of it, {(4, 6) if 'dp' in mesh else (8, 6)}" in text, text
         assert rel_err(pm(x, y), F.mse_loss(model(x), y)) < 1e-12
 
 
