@@ -40,9 +40,12 @@ class Decomposer:
         """Of a node that is a part: the ops that were decomposed to it, of which none is decomposed again."""
 
     def can(self, node: Node) -> bool:
-        """Whether the node has a decomposition, and is not itself the remainder of one: so decomposing terminates."""
+        """Whether the node has a decomposition, and is not itself the remainder of one: so decomposing terminates. A
+        decomposition that writes to an operand (``diagonal_scatter`` by ``prims.copy_to``) does not count."""
         entry = self._book.entry(node.op)
-        return node.op not in self._parts_of.get(node, ()) and entry is not None and bool(entry.expand)
+        if node.op in self._parts_of.get(node, ()) or entry is None or not entry.expand:
+            return False
+        return not any(isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable for op in self.parts(node))
 
     def parts(self, node: Node) -> list[Any]:
         """The ops of a node's decomposition."""

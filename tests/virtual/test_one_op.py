@@ -391,3 +391,23 @@ def test_step_with_complex_parameters_loss_scale_and_clip_matches_single_device(
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         own.step()
     torch.testing.assert_close(pm.full_state_dict(), copy.copy(model.state_dict()))
+
+
+class Diagonal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x).clone()
+        out.diagonal().mul_(2)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:no sharding rule:shardfx.ShardfxWarning")
+def test_decomposition_that_writes_to_an_operand_is_not_used() -> None:
+    """Torch's for ``diagonal_scatter`` is a clone and ``prims.copy_to``: as values, the clone alone."""
+    model, x = Diagonal().double(), torch.randn(4, 6, dtype=torch.float64)
+    hints = sx.Hints(args=(x,), loss=squares, specs={"args.0": "dp, -"})
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints, virtual=True)
+    check_step(pm, model, squares, (x,))

@@ -272,6 +272,8 @@ class _GraphReader:
             if each.op == "placeholder":
                 builder.env[each] = next(operands)
             elif each.op == "call_function":
+                if isinstance(each.target, torch._ops.OpOverload) and each.target._schema.is_mutable:
+                    raise Unjustified(f"the decomposition of {op_name(node.op)} writes to an operand")
                 builder.env[each] = convert_call(builder, each)
             elif each.op == "output":
                 results = torch.fx.map_arg(each.args[0], builder.env.__getitem__)
