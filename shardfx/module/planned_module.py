@@ -143,7 +143,8 @@ class PlannedModule(ProxyRoot):
         timeline = self._timeline(machine, None, replayed)
         timed = self.schedule is not None or self._measured is not None
         when = Timing(timeline, self._measured, self._target.virtual) if timed else None
-        return make_report(self._compiled, memory, timeline, machine, programs.warnings(), when)
+        made = make_report(self._compiled, memory, timeline, machine, programs.warnings(), when)
+        return replace(made, notes=self._variants.notes)
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
         """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``, as
@@ -267,7 +268,7 @@ class PlannedModule(ProxyRoot):
             Error: the model cannot be captured for them.
         """
         with no_collection():
-            return self._variants.trace(args, self._tree.training)
+            return self._variants.trace(args)
 
     def explain(self, name: str) -> Explanation:
         """Explain why a parameter, ``args.N``, a module's ops or a value (``%12``) are sharded so, back to the hints.

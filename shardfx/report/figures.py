@@ -142,6 +142,8 @@ class Report:
     """The timing of a plan with stages, or with measured steps."""
     tiles: tuple[TileRow, ...] = ()
     """The layers of which ranks have tiles, with what these cost."""
+    notes: tuple[str, ...] = ()
+    """The reasons of further specializations."""
 
     def __str__(self) -> str:
         return render(self.__rich__())

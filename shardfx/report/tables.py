@@ -39,6 +39,8 @@ def report_tables(report: Report, first: Iterable[RenderableType] = ()) -> Rende
     head = Text.assemble(("Plan", "bold"), f"  {axes}: {mesh.size} ranks; {before} ops captured, {after} planned")
     parts: list[RenderableType] = [head, "", *first, *_memory(report), "", _communication(report), ""]
     parts += [*_tiles(report), *_time(report)]
+    if report.notes:
+        parts += [Text("notes"), *(Padding(Text(f"- {note}"), (0, 0, 0, 2)) for note in report.notes)]
     if report.warnings:
         parts += ["", Text("Warnings", "bold")]
         parts += [Padding(Text(f"- {warning}", "yellow"), (0, 0, 0, 2)) for warning in report.warnings]
