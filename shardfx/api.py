@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfx.ir.capture.frontend.dynamo import TracedCall, trace_call
-from shardfx.ir.capture.frontend.loss_module import OwnLoss, with_own_loss
+from shardfx.ir.capture.frontend.dynamo import UntracedContent
+from shardfx.ir.capture.frontend.loss_module import with_own_loss
 from shardfx.ir.capture.frontend.model_preparation import as_module, without_weights
-from shardfx.ir.capture.hidden_state import StatefulModel
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
@@ -25,6 +24,7 @@ from shardfx.module.call_signature import autocast_around, check_modes
 from shardfx.module.execution_target import ExecutionTarget
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rule_checks import check_own_rules
+from shardfx.module.source_model import SourceModel
 from shardfx.module.specializations import Specializations
 from shardfx.module.state_checks import unwatched, watch_original
 from shardfx.passes import Pass
@@ -32,7 +32,7 @@ from shardfx.plan import PlannedSpecs
 from shardfx.runtime.distributed.groups import check_size, initialise, launched
 from shardfx.runtime.local_device import local_device
 
-from .compile import capture_model, check_offload, compile_model, no_collection
+from .compile import capture_model, check_offload, compile_model, no_collection, trace_model
 from .compiled import Compiled
 from .gradients import check_gradients, check_scale, check_stepped, product, reject_half
 from .hints import Hints
@@ -55,9 +55,10 @@ def parallelize(
     """Make ``model`` parallel over ``mesh``: the same computation, one program per rank.
 
     Args:
-        model: any ``nn.Module`` that ``torch.export`` takes (an ``fx.GraphModule`` is one), or an
-            ``ExportedProgram``; it is left as it is, but for hooks that notice when it is called or saved while only
-            the parallel module was trained: its own parameters do not train. Weights may be fake, or on ``meta``:
+        model: any ``nn.Module`` that Dynamo traces as one graph (an ``fx.GraphModule`` is one), or an
+            ``ExportedProgram``. Its attributes and modes are those of the parallel module, whose calls change them as
+            eager calls do; its own parameters do not train, and hooks notice when it is called or saved while only the
+            parallel module was trained. Weights may be fake, or on ``meta``:
             then there is a plan, and no weights. Of several processes it is rank 0's model that counts: the others'
             weights may be on ``meta``.
         mesh: a :class:`Mesh`, or a torch ``DeviceMesh`` with named dimensions.
@@ -115,17 +116,20 @@ def parallelize(
             if not place.virtual:
                 check_size(described)
             rules = all_rules(hints.rules)
-            traced = not (hints.guard or hints.mixed_precision or isinstance(hints.loss, OwnLoss))
-            try:
-                compiled = compile_model(module, described, hints, rules, on_pass)
-            except StatefulModel as refused:
-                if not traced:
-                    raise
-                call = TracedCall(skeleton, hints.loss, hints.args, dict(hints.kwargs), hints.targets)
+            found = refused = None
+            if variants.traces and not later:
                 try:
-                    compiled = compile_model(module, described, hints, rules, on_pass, found=trace_call(call))
-                except Error as error:
-                    raise refused from error
+                    found = trace_model(source.module, hints)
+                except UntracedContent as error:  # which torch.export may take
+                    refused, variants.traces = error, False
+                except Error:  # torch.export may say more of why
+                    compile_model(module, described, hints, rules, on_pass)
+                    raise
+            compiled = compile_model(module, described, hints, rules, on_pass, found)
+            if found is None and compiled.captured.sets and not later:
+                raise refused or keeps_state(compiled.captured.sets)
+            if refused is not None:
+                compiled.after.notes.append(f"{UNGUARDED} ({refused.where}: {refused.got})")
             check_gradients(module, compiled)
             check_stepped(module, compiled)
             return checked(compiled)
@@ -140,14 +144,33 @@ def parallelize(
             return compiled
 
         place = _place(module, described, hints, virtual)
-        skeleton = without_weights(module)
+        tensors = [*module.parameters(), *module.buffers()]
+        later = place.virtual and any(each.is_meta or isinstance(each, FakeTensor) for each in tensors)
+        watch, source = watch_original(given), SourceModel(given, loss)
+        traces = not hints.guard and not isinstance(model, torch.export.ExportedProgram)
+        variants = Specializations(source, without_weights(module), hints, build, traces)
         peers = place.make_peers()
         with peers.calling():
             compiled = peers.planned(first, Compiled.subjects)
-            variants = Specializations(skeleton, hints, build)
             pm = ParallelModule(compiled, place, peers, module, variants, optimizer)
-    pm._watch_model(given, watch_original(given, pm._store))
+    if pm._store.parameters:  # weights that may become stale
+        watch.begin(given, pm._store)
+        pm._watch_model(given, watch)
     return pm
+
+
+UNGUARDED = "Dynamo does not trace the model, so changes of what it reads beside its attributes are not seen"
+
+
+def keeps_state(names: Sequence[str]) -> Error:
+    """The error of a model that sets attributes, and is exported."""
+    return Error(
+        "the model keeps something from call to call, and with guards no program does",
+        where=", ".join(names[:5]),
+        expected="what forward returns, parameters and buffers",
+        got="attributes that its code sets",
+        remedy="make it a buffer, or return it; without guard=True, effects on Python state are as in eager code",
+    )
 
 
 def _within_budget(compiled: Compiled, place: ExecutionTarget) -> Compiled:

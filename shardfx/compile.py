@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -14,8 +14,8 @@ from torch import nn
 
 from shardfx.ir.capture.canonical.batch_norms import ONE, BatchParts
 from shardfx.ir.capture.canonical.mixed_precision import MixedPrecision
-from shardfx.ir.capture.frontend.dynamo import DynamoTrace
-from shardfx.ir.capture.hidden_state import EarlierCapture
+from shardfx.ir.capture.frontend.dynamo import DynamoTrace, TracedCall, trace_call
+from shardfx.ir.capture.frontend.loss_module import OwnLoss
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured, capture
 from shardfx.ir.cost.machine import Machine
@@ -179,10 +179,9 @@ def capture_model(
     model: nn.Module | torch.export.ExportedProgram,
     mesh: Mesh,
     hints: Hints,
-    behind: Sequence[EarlierCapture] = (),
     found: DynamoTrace | None = None,
 ) -> Captured:
-    """Capture ``model`` for the examples of the hints, ``behind`` other calls; ``found`` is Dynamo's trace."""
+    """Capture ``model`` for the examples of the hints; ``found`` is Dynamo's trace of it."""
     return capture(
         model,
         mesh,
@@ -196,9 +195,31 @@ def capture_model(
         scheduled=hints.scheduled_options,
         batch_parts=batch_parts(mesh, hints),
         compute=MixedPrecision.of(hints.mixed_precision),
-        behind=behind,
         found=found,
     )
+
+
+def traced_call(
+    model: nn.Module, hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
+) -> TracedCall:
+    """A call under these hints; ``model`` is without the loss that is a submodule."""
+    loss = hints.loss.module if isinstance(hints.loss, OwnLoss) else hints.loss
+    compute = MixedPrecision.of(hints.mixed_precision) or MixedPrecision()
+    return TracedCall(model, loss, args, dict(kwargs), targets, compute.output_dtype)
+
+
+def trace_model(
+    model: nn.Module,
+    hints: Hints,
+    changing: Collection[str] = (),
+    trainable: Collection[str] | None = None,
+    known: Collection[str] | None = None,
+) -> DynamoTrace:
+    """Dynamo's trace of the call of the examples."""
+    name = hints.loss.name if isinstance(hints.loss, OwnLoss) else "loss"
+    compute = MixedPrecision.of(hints.mixed_precision)
+    call = traced_call(model, hints, hints.args, hints.kwargs, hints.targets)
+    return trace_call(call, changing, compute, trainable, name, known)
 
 
 def batch_parts(mesh: Mesh, hints: Hints) -> BatchParts:
@@ -236,7 +257,6 @@ def compile_model(
     hints: Hints,
     rules: RuleBook,
     on_pass: Callable[[Pass, Graph], None] | None = None,
-    behind: Sequence[EarlierCapture] = (),
     found: DynamoTrace | None = None,
 ) -> Compiled:
     """Capture ``model`` as :func:`capture_model` does, and run the passes. Links that the mesh does not
@@ -244,7 +264,7 @@ def compile_model(
     passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
     mesh = with_iterations(mesh, hints)
     with no_collection():
-        captured = capture_model(model, mesh, hints, behind, found)
+        captured = capture_model(model, mesh, hints, found)
         said = as_checkpointed(captured, hints)
         if said is not hints:
             hints, passes = said, default_passes(said)

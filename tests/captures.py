@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +18,9 @@ from torch import nn
 import shardfx as sx
 import shardfx.compile
 from shardfx.ir.capture.frontend.dynamo import DynamoTrace
-from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured
+from shardfx.module.state_checks import SourceModelWatch
 
 KNOWN: dict[Hashable, Captured] = {}
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -46,22 +46,22 @@ def captured_once(name: str) -> Iterator[None]:
         model: nn.Module | torch.export.ExportedProgram,
         mesh: sx.Mesh,
         hints: sx.Hints,
-        behind: Sequence[EarlierCapture] = (),
         found: DynamoTrace | None = None,
     ) -> Captured:
         examples = leaf_names(hints.args, hints.kwargs, hints.targets)
         alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples) and hints.batch_stats is None
-        if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model) or found is not None:
-            return capture(model, mesh, hints, behind, found)
+        if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
+            return capture(model, mesh, hints, found)
         given = tuple((each, _key(leaf)) for each, leaf in examples)
         asked = (hints.loss, hints.optimizer, hints.clip_grad_norm, hints.mixed_precision)
         key = (name, shardfx.compile.capture, asked, _content(model), given, _surroundings())
-        kept = key in KNOWN and bool(behind) and KNOWN[key].keeps
-        if key not in KNOWN or kept or any(each.keeps for each in behind):
-            KNOWN[key] = capture(model, mesh, hints, behind)
+        if found is not None:
+            key = (*key, found.has_loss, found.gradients, found.trained)
+        if key not in KNOWN:
+            KNOWN[key] = capture(model, mesh, hints, found)
         graph = shardfx.compile.own_constants(KNOWN[key].graph.copy())
         graph.mesh = mesh
-        return replace(KNOWN[key], graph=graph)
+        return replace(KNOWN[key], graph=graph, trace=found)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shardfx.compile, "capture_model", once)
@@ -69,11 +69,10 @@ def captured_once(name: str) -> Iterator[None]:
 
 
 def _is_changed(model: nn.Module) -> bool:
-    """Whether a module has hooks, or a forward of its own."""
-    return any(
-        "forward" in vars(module) or any(vars(module)[each] for each in vars(module) if each.endswith("_hooks"))
-        for module in model.modules()
-    )
+    """Whether a module has hooks but for our own, or a forward of its own."""
+    hooks = [hook for m in model.modules() for n in vars(m) if n.endswith("_hooks") for hook in vars(m)[n].values()]
+    own = any("forward" in vars(module) for module in model.modules())
+    return own or any(not isinstance(getattr(hook, "__self__", hook), SourceModelWatch) for hook in hooks)
 
 
 def _surroundings() -> Hashable:

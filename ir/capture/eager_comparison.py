@@ -35,10 +35,8 @@ from shardfx.ir.spec import as_it_lies
 from .canonical.batch_norms import BatchParts, NormByParts, WideStatistics
 from .convert import ProgramNames
 from .data_dependent import stored
-from .frontend.model_preparation import copied
+from .frontend.model_preparation import copied, python_state_restored
 from .graph_interpreter import interpret
-from .python_state.python_state import PythonState
-from .python_state.state_snapshot import state_restored
 
 aten = torch.ops.aten
 MAX_NUMEL = 2**24
@@ -71,7 +69,6 @@ class EagerReference:
         tensors: tuple[Tensor, ...],
         names: ProgramNames,
         parts: BatchParts,
-        around: PythonState,
         *,
         guarded: bool = False,
         recast: bool = False,
@@ -86,7 +83,7 @@ class EagerReference:
         self._runs &= guarded or sum(each.numel() for each in everything) <= MAX_NUMEL
         if self._runs:
             try:
-                with state_restored(around), _stand_ins(program):
+                with _stand_ins(program), python_state_restored(program):
                     self._expected = self._eager(program, tensors, ReproducibleRun())
             except Exception as error:  # reported where the capture succeeds, or fails too
                 self.raised = error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,8 +32,6 @@ from .frontend.capture_errors import reject_unknown_shapes
 from .frontend.model_preparation import without_overlap
 from .joint_graph import joint_graph
 from .model_and_loss import ModelAndLoss
-from .python_state.python_state import PythonState
-from .python_state.state_snapshot import StateSnapshot, state_restored
 
 
 def write_graph(
@@ -64,15 +62,15 @@ def write_graph(
 
 
 def exported_of(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
-    """The program as torch exports it; the Python state of the model's code is restored."""
-    around, known = PythonState(program.model, program.loss), len(program.assigned.names)
+    """The program as torch exports it."""
+    known = len(program.assigned.names)
     inputs = tuple(map(without_overlap, tensors)) if program.guard else tensors
-    with with_real_tensors() if program.guard else nullcontext(), state_restored(around), transforms_refused():
-        program.exported, program.found = True, partial(StateSnapshot, around)  # torch itself puts some of it back
+    with with_real_tensors() if program.guard else nullcontext(), transforms_refused():
+        program.exported = True
         try:
             made: torch.fx.GraphModule = torch.export.export(program, inputs, strict=False).module(check_guards=False)
         finally:
-            program.exported, program.found = False, None
+            program.exported = False
     return made if len(program.assigned.names) == known else exported_of(program, tensors)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,9 @@ from shardfx.ir.graph import Guard, Where
 from .canonical.mixed_precision import MixedPrecision
 from .data_dependent import DataGuards, stored
 from .frontend.capture_errors import explain_decision, user_frame
-from .frontend.forward_probes import AssignedBuffers, CheckpointedModules, is_compiling_answered, reject_foreign_random
+from .frontend.forward_probes import AssignedBuffers, CheckpointedModules, reject_foreign_random
 from .frontend.loss_module import OwnLoss
 from .frontend.model_preparation import marks_of
-from .python_state.state_snapshot import StateSnapshot
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,10 @@ class TraceResults:
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
     guards: tuple[Guard, ...] = ()
-    asked_whether_compiled = False
+    sets: tuple[str, ...] = ()
+    """The attributes that the model's code sets, where it is exported itself."""
     kept: Sequence[str] | None = None
     """The results (``result 2``) that the model's code keeps, where Dynamo's code makes the objects of results."""
-    keeps = False
-    """Whether it changes Python state, beside buffers."""
 
     def __init__(self) -> None:
         self.checkpointed = CheckpointedModules()
@@ -81,8 +80,7 @@ class TensorLeaf:
 
 
 class ModelAndLoss(nn.Module):
-    """The model and its loss as one function of tensor leaves; ``one`` has for each the first that is identical, where
-    the code compares identities."""
+    """The model and its loss as one function of tensor leaves; ``one`` has for each the first that is identical."""
 
     def __init__(
         self,
@@ -107,10 +105,6 @@ class ModelAndLoss(nn.Module):
         self.compute = compute or MixedPrecision()
         self.assigned, self.exported = AssignedBuffers(), False
         """The buffers that it replaces; whether it is traced, and so writes into them."""
-        self.found: Callable[[], StateSnapshot] | None = None
-        """Takes a snapshot when the program is called, to see what it changes."""
-        self.unasked = False
-        """Whether code that asks whether it is compiled is told that it is not."""
         own = {name: marks_of(tensor) for name, tensor in stored(model).items()}
         self._marks = {name: marks for name, marks in own.items() if marks}
         self._stored = stored(model) if guard and real else None
@@ -119,6 +113,19 @@ class ModelAndLoss(nn.Module):
     def eager(self) -> ModelAndLoss:
         """The program that calls the model's own code."""
         return self
+
+    @contextmanager
+    def entering(self, enter: Callable[[str], object]) -> Iterator[None]:
+        """Within, ``enter`` is called with the path of each module that is called."""
+        handles = [
+            module.register_forward_pre_hook(lambda *_, path=path: enter(path))
+            for path, module in self.model.named_modules()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @property
     def by_example(self) -> bool:
@@ -141,13 +148,11 @@ class ModelAndLoss(nn.Module):
         decisions = DataGuards(self.model, self._stored, self.guard, tensors)
         noting = self.results.checkpointed.noting(self.model, self.exported)
         assigned = self.assigned.noting(self, written=self.exported)
-        state = self.found() if self.found is not None else None
         try:
             with (
                 decisions,
                 self.compute.parameters_of(self.model),
                 noting,
-                is_compiling_answered(self._answer),
                 assigned,
             ):
                 outs = reject_foreign_random(lambda: self._run(tensors, decisions))
@@ -160,15 +165,8 @@ class ModelAndLoss(nn.Module):
             if found is None:
                 raise
             raise found from error
-        if state is not None:
-            self.results.keeps = state.changed
         self.results.guards = tuple(decisions.guards)
         return (*outs, *decisions.values)
-
-    def _answer(self, compiled: bool) -> bool:
-        """The answer to code that asks whether it is compiled, which is recorded."""
-        self.results.asked_whether_compiled |= compiled
-        return compiled and not self.unasked
 
     def _run(self, tensors: tuple[torch.Tensor, ...], decisions: DataGuards) -> tuple[torch.Tensor, ...]:
         for name, tensor in stored(self.model).items() if self._marks else ():

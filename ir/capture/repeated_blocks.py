@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from shardfx.ir.repeat import AROUND, Repeat
 
 from .abstract_tensors import OutcomeCache, UnknownOrigin
+from .model_and_loss import ModelAndLoss
 
 TRACED_WHOLE = "repeated blocks were traced one by one, which takes longer"
 
@@ -41,11 +42,12 @@ class FoldedModel:
 
 
 def find_repeats(
-    model: nn.Module, tensors: Sequence[torch.Tensor], forward: Forward, aliases: Mapping[str, str]
+    model: nn.Module, tensors: Sequence[torch.Tensor], program: MakeProgram, aliases: Mapping[str, str]
 ) -> FoldedModel:
     """Find the equal blocks of a model, and leave out those that unfolding can restore.
 
     Args:
+        program: makes the program of a model without the blocks of some repeats.
         aliases: for every parameter the first name of the same tensor; blocks that share one by
             two names are not equal.
     """
@@ -54,12 +56,12 @@ def find_repeats(
         return FoldedModel(model)
     try:
         outcomes = OutcomeCache((*model.parameters(), *model.buffers(), *tensors))
-        trace = record(model, tensors, forward, lists, outcomes)
+        trace = record(program(model, ()), tensors, lists, outcomes)
         repeats = [r for path in lists if (r := trace.repeat(path)) is not None and _untied(r, aliases)]
         if not repeats:
             return FoldedModel(model, outcomes=outcomes)
         short = shorten(model, repeats)
-        if record(short, tensors, forward, lists, outcomes).calls == trace.without(repeats):
+        if record(program(short, repeats), tensors, lists, outcomes).calls == trace.without(repeats):
             return FoldedModel(short, tuple(repeats), outcomes=outcomes)
         why = "without some of its equal blocks the model calls other ops"
     except Exception as error:  # the whole model is captured then, which says what stands in the way of that
@@ -111,8 +113,7 @@ MOST_CONSTANT = 4096
 """Constants of the code with more elements are not compared; then nothing is left out."""
 
 
-Forward = Callable[[nn.Module, Sequence[torch.Tensor]], Any]
-"""Runs a model on the tensors of an example."""
+MakeProgram = Callable[[nn.Module, Sequence[Repeat]], ModelAndLoss]
 
 
 # ---- the trace --------------------------------------------------------------------------------------
@@ -142,25 +143,22 @@ BlockIndex = tuple[str, int] | None
 
 
 def record(
-    model: nn.Module, tensors: Sequence[torch.Tensor], forward: Forward, lists: Sequence[str], outcomes: OutcomeCache
+    program: ModelAndLoss, tensors: Sequence[torch.Tensor], lists: Sequence[str], outcomes: OutcomeCache
 ) -> OpTrace:
-    """The trace of a model, which runs on abstract tensors and is not changed."""
+    """The trace of a program, which runs on abstract tensors; its model is not changed."""
+    model = program.model
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    stored = {name: outcomes.abstract(tensor) for name, tensor in state.items()}
+    abstract = {name: outcomes.abstract(tensor) for name, tensor in state.items()}
     inputs = [outcomes.abstract(tensor) for tensor in tensors]
-    trace = OpTrace(stored, inputs, outcomes)
-    handles = [
-        module.register_forward_pre_hook(lambda *_, at=place: trace.enter(at))
-        for path, module in model.named_modules()
-        if (place := _block_of(path, lists)) is not None
-    ]
-    try:
-        swapped = nn.utils.stateless._reparametrize_module(model, stored, tie_weights=True, stack_weights=True)
-        with outcomes.mode, swapped, trace:  # put back in the other order: a module may stand in several places
-            forward(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    trace = OpTrace(abstract, inputs, outcomes)
+
+    def enter(path: str) -> None:
+        if (place := _block_of(path, lists)) is not None:
+            trace.enter(place)
+
+    swapped = nn.utils.stateless._reparametrize_module(model, abstract, tie_weights=True, stack_weights=True)
+    with program.entering(enter), outcomes.mode, swapped, trace:  # in the other order: a module may have several places
+        program(*inputs)
     return trace
 
 

@@ -11,7 +11,7 @@ fake, or on ``meta``, and examples may be fake.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,13 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.repeat import Repeat
 from shardfx.ir.spec import dim_order_of
 from shardfx.ir.unfolding.regular import IrregularBlocks
 from shardfx.ir.unfolding.unfold import check_regular
@@ -38,27 +41,22 @@ from .export_program import write_graph
 from .frontend.autograd_in_forward import transforms_exited
 from .frontend.capture_errors import DataDependent, explain
 from .frontend.dynamo import DynamoTrace
-from .frontend.forward_hooks import WatchedHooks
-from .frontend.loss_module import OwnLoss
-from .frontend.model_preparation import as_module, on_cpu, quiet_fake_tensors, without_onednn
-from .frontend.traced_program import TracedProgram
-from .hidden_state import (
-    EarlierCapture,
-    ProgramCall,
-    reject_hidden_state,
-    reject_hidden_state_between,
-    reject_history,
-    trained_by,
+from .frontend.model_preparation import (
+    as_module,
+    attributes_of,
+    on_cpu,
+    python_state_restored,
+    quiet_fake_tensors,
+    without_onednn,
 )
+from .frontend.traced_program import TracedProgram, without_repeats
 from .model_and_loss import ModelAndLoss, TraceResults, leaf_names, loss_source
 from .optimizer.gradient_scaling import SCALE
 from .optimizer.optimizer_groups import Factory
 from .optimizer.training_step import TrainingStep
 from .optimizer.update_spec import UpdateSpec
-from .python_state.bytecode import one_where_asked
-from .python_state.python_state import PythonState
-from .python_state.state_snapshot import state_restored
 from .repeated_blocks import TRACED_WHOLE, FoldedModel, find_repeats
+from .source_locations import describe
 from .step_rewrites import compare_rewrites
 
 
@@ -68,8 +66,9 @@ class Captured:
 
     ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters. ``update``
     is what the graph has of an optimizer, ``checkpointed`` the modules (patterns) that the model's code checkpoints, by
-    call. ``keeps``: the model's code changes what it holds beside buffers. ``compared``: what was written into the step
-    and compared with plain torch. ``trace``: that of Dynamo, if it traced the model.
+    call. ``compared``: what was written into the step
+    and compared with plain torch. ``trace``: that of Dynamo, if it traced the model; if not,
+    ``sets`` are attributes that the model's code sets.
     """
 
     graph: Graph
@@ -79,9 +78,9 @@ class Captured:
     aliases: Mapping[str, str]
     update: UpdateSpec | None = None
     checkpointed: tuple[tuple[str, ...], ...] = ()
-    keeps: bool = False
     compared: tuple[str, ...] = ()
     trace: DynamoTrace | None = None
+    sets: tuple[str, ...] = ()
 
 
 def capture(
@@ -99,7 +98,6 @@ def capture(
     scheduled: Sequence[str] = (),
     batch_parts: BatchParts = ONE,
     compute: MixedPrecision | None = None,
-    behind: Sequence[EarlierCapture] = (),
     found: DynamoTrace | None = None,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
@@ -114,14 +112,13 @@ def capture(
         guard: what depends on the data is as for the examples, and checked by guards (see :mod:`.data_dependent`).
         batch_parts: batch norms normalise these parts of the batch apart (see :mod:`.canonical.batch_norms`).
         compute: the dtypes of computing and of reducing gradients (see :mod:`.canonical.mixed_precision`).
-        behind: the specializations that it was captured for before.
         found: Dynamo's trace of the call, or of it without the loss; None: ``torch.export`` traces the model itself.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
     """
     arguments = (model, mesh, args, dict(kwargs or {}), loss, targets, fold)
-    further = (optimizer, clip, scheduled, batch_parts, compute, behind, found)
+    further = (optimizer, clip, scheduled, batch_parts, compute, found)
     try:
         return _capture(*arguments, guard, *further)
     except DataDependent as error:
@@ -166,7 +163,6 @@ def _capture(
     scheduled: Sequence[str],
     batch_parts: BatchParts,
     compute: MixedPrecision | None,
-    behind: Sequence[EarlierCapture],
     found: DynamoTrace | None,
     real: bool = True,
 ) -> Captured:
@@ -182,54 +178,45 @@ def _capture(
             expected="the global batch as tensors (fake ones will do)",
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
-    own = tensors
-    if found is not None and (guard or compute is not None or isinstance(loss, OwnLoss)):
-        raise Error(
-            "Dynamo captures no guards on data, no mixed precision, and no loss with tensors of its own",
-            where="capture(..., found=...)",
-            expected="found=None, with which torch.export captures them",
-        )
+    one = _first_places(names, tensors) if guard or (found is not None and found.one) else ()
     if found is not None:
         names, tensors = [*names, *found.others], [*tensors, *found.others.values()]
     with ExitStack() as stack:
         for each in (plain_batch_norms(), transforms_exited(), without_onednn(), quiet_fake_tensors()):
             stack.enter_context(each)
-        hooks = WatchedHooks(as_module(model))
+        module = as_module(model)
+        stack.enter_context(python_state_restored(module))
         with with_real_tensors() if guard else nullcontext():
-            traced, tensors = on_cpu(hooks.model, tensors, stack, guard and real)
+            traced, tensors = on_cpu(module, tensors, stack, guard and real)
         aliases = aliases_of(stored(traced))
         if compute is not None:
             compute.check(traced)
         results = TraceResults()
         if found is not None:
             results.kept = found.kept
-        around = PythonState(traced, loss)
-        one = one_where_asked(own, around.names.named)
 
-        def program(model: nn.Module) -> ModelAndLoss:
+        def program(model: nn.Module, left_out: Sequence[Repeat] = ()) -> ModelAndLoss:
             program = model, tree, leaves, loss, len(targets), results, guard, compute, real, one
-            return ModelAndLoss(*program) if found is None else TracedProgram(found, names, *program)
+            if found is None:
+                return ModelAndLoss(*program)
+            return TracedProgram(without_repeats(found, left_out), names, *program)
 
         short = FoldedModel(traced)
         scale = compute.loss_scale if compute is not None else None
-        if fold and found is None:
-            with state_restored(around):
-                short = find_repeats(traced, tensors, lambda model, inputs: program(model)(*inputs), aliases)
+        if fold:
+            short = find_repeats(traced, tensors, program, aliases)
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
         wanted = ProgramNames(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
         trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute)
-        trace = partial(trace, outcomes=short.outcomes, trained=trained_by(behind))
-        graph, note = trace(program(short.model), tuple(tensors)), short.note
+        trace = partial(trace, outcomes=short.outcomes)
+        graph, note = trace(program(short.model, short.repeats), tuple(tensors)), short.note
         graph.repeats = short.repeats
         try:
             check_regular(graph)
         except IrregularBlocks as error:
             graph = trace(program(traced), tuple(tensors))
             note = f"{TRACED_WHOLE} ({error.what})"
-        if found is None:
-            reject_hidden_state_between(ProgramCall(program(traced), tensors), behind)
-    hooks.check()
     name_ties(graph, aliases)
     known = {**stored(traced), **dict(zip(names, tensors, strict=True))}
     for inp in graph.inputs:
@@ -247,7 +234,7 @@ def _capture(
     unsaid = NO_MODULE if asked.others and loss is not None else ""
     graph.notes = [each for each in (*graph.notes, note, apart, said, parts, unsaid) if each]
     layout = results.tree, results.leaves, aliases
-    return Captured(graph, tuple(names), *layout, update, again, results.keeps, compared, found)
+    return Captured(graph, tuple(names), *layout, update, again, compared, found, results.sets)
 
 
 NO_MODULE = (
@@ -256,24 +243,7 @@ NO_MODULE = (
 )
 
 
-def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], **how: Any) -> Graph:
-    """The graph of a program's forward and backward. Code that asks whether it is compiled is told so; where it then
-    cannot be captured, or does something else, it is traced once more and told that it is not."""
-    try:
-        return _traced(program, tensors, **how)
-    except DataDependent:
-        raise
-    except Error as error:
-        if not program.results.asked_whether_compiled or program.unasked:
-            raise
-        program.unasked = True
-        try:
-            return _traced(program, tensors, **how)
-        except Error:
-            raise error from None
-
-
-def _traced(
+def _trace(
     program: ModelAndLoss,
     tensors: tuple[torch.Tensor, ...],
     mesh: Mesh,
@@ -281,26 +251,25 @@ def _traced(
     batch_parts: BatchParts,
     compute: MixedPrecision | None,
     outcomes: OutcomeCache | None,
-    trained: Collection[str],
 ) -> Graph:
     """The graph of a program's forward and backward, by one trace, compared with eager PyTorch on the example."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    around = PythonState(program.model, program.loss)
     eager: EagerReference | None = None
+    before = attributes_of(program.model)
     try:
         with warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
             how: dict[str, Any] = {"guarded": program.by_example, "recast": compute is not None}
             how["kept"] = program.results.kept or ()
-            eager = EagerReference(program.eager, tensors, names, batch_parts, around, **how)
+            eager = EagerReference(program.eager, tensors, names, batch_parts, **how)
             how = {"mesh": mesh, "names": names, "batch_parts": batch_parts, "outcomes": outcomes}
             graph, drawn = write_graph(program, tensors, **how)
-            with state_restored(around):
-                eager.check(graph, drawn)
-        reject_history(ProgramCall(program, tensors), graph, around)
-        if program.results.keeps and program is program.eager:
-            reject_hidden_state(ProgramCall(program, tensors), around, trained=trained)
+            changed = attributes_of(program.model)
+            program.results.sets = tuple(name for name, text in changed.items() if text != before.get(name))
+            eager.check(graph, drawn)
+        if program.assigned.with_history and program.loss is not None:
+            _reject_history(program, tensors, graph)
         graph.notes = [each for each in (eager.note, *graph.notes) if each]
         if compute is not None:
             sum_gradients_in(graph, compute.sums)
@@ -308,8 +277,55 @@ def _traced(
     except Error:
         raise
     except Exception as error:
-        asked = program.model, program.guard, around.tensors, program.unseen
+        asked = program.model, program.guard, program.unseen
         raise explain(error, *asked, eager.raised if eager is not None else None) from error
+
+
+def _first_places(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[int]:
+    """For each input of a model, and each target, the first input that is the same tensor."""
+    first: dict[object, int] = {}
+    keys = (name if name.startswith("targets.") else id(each) for name, each in zip(names, tensors, strict=True))
+    return [first.setdefault(key, place) for place, key in enumerate(keys)]
+
+
+def _reject_history(program: ModelAndLoss, tensors: Sequence[torch.Tensor], graph: Graph) -> None:
+    """Refuse buffers through which the backward of a call goes into the call before: torch raises at the second
+    backward, or adds the gradients of all earlier calls.
+
+    Raises:
+        Error: naming the buffer.
+    """
+    known = {f"model.{name}": each for name, each in stored(program.model).items()}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = {id(each): _fake_like(each) for each in (*known.values(), *tensors)}
+        begins = {
+            name: made[id(known[name])].detach().requires_grad_() for name in sorted(program.assigned.with_history)
+        }
+        made.update((id(known[name]), leaf.clone()) for name, leaf in begins.items())
+        with _reparametrize_module(program, {name: made[id(each)] for name, each in known.items()}):
+            loss = program(*(made[id(each)] for each in tensors))[0]
+        leaves = [*begins.values()]
+        found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
+    reached = next((name for name, grad in zip(begins, found, strict=True) if grad is not None), None)
+    if reached is None:
+        return
+    name = reached.removeprefix("model.")
+    written = next((o.value.where for o in graph.outputs if (o.kind, o.name) == (OutputKind.BUFFER, name)), None)
+    raise Error(
+        "a buffer carries an autograd graph from one call to the next",
+        where="  ".join(filter(None, (name, describe(written) if written is not None else ""))),
+        expected="a backward that ends in its own call",
+        got="a loss that depends on what the buffer was, with a gradient: the second backward raises, or goes through "
+        "all calls so far",
+        remedy=f"compute a new tensor of self.{name.rpartition('.')[2]}.detach(), use that, and copy_() it into the "
+        "buffer under torch.no_grad()",
+    )
+
+
+def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
 
 
 def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -60,6 +60,7 @@ Subjects = Mapping[str, Sequence[str]]
 
 
 AROUND = "what the code reads beside its inputs"
+GUARDS = "guards"
 
 
 class OtherStates(Error):
@@ -140,6 +141,7 @@ class Peers:
         passed: Passed = Passed.EITHER,
         rates: Mapping[str, torch.Tensor] | None = None,
         anew: bool = False,
+        beside: Words = dict,
     ) -> bool:
         """Check that all ranks make the same call, of which ``key`` is the local and ``words`` the common description.
         Returns whether inputs are passed as shards.
@@ -148,6 +150,7 @@ class Peers:
             passed: how this rank's inputs are passed.
             rates: numbers of the optimizer, the same on all ranks.
             anew: all that is stored is loaded, so that earlier differences do not matter.
+            beside: what is said beside ``words`` where they differ.
 
         Raises:
             Error: they differ; a rank did something else to its parameters since the last call; or a rank failed
@@ -161,7 +164,8 @@ class Peers:
         done = {} if anew or self._store is None else self._store.done()
         also = digest(f"{said} {done}") if said or done else 0
         how = {} if passed is Passed.EITHER else {"inputs": ("the global batch", "this rank's own part")[passed]}
-        rows = self._exchange([self._digests[key], passed, also, 0], lambda: {**words(), **how, **said, **done})
+        mine = [self._digests[key], passed, also, 0]
+        rows = self._exchange(mine, lambda: {**words(), **beside(), **how, **said, **done})
         self._seen[key] += 1
         self._together = True
         return any(row[1] == Passed.PART for row in rows)
@@ -199,7 +203,9 @@ class Peers:
         if "runs" not in differ and every[0]["runs"] == PLANNING:
             raise disagreement(PLANS, every, differ[:1], PLANNING)
         if not {*differ} <= {WRITTEN, DONE}:
-            raise disagreement(CALLS, every, differ[:SHOWN], kind=OtherStates if differ == [AROUND] else Error)
+            raise disagreement(
+                CALLS, every, differ[:SHOWN], kind=OtherStates if {*differ} <= {AROUND, GUARDS} else Error
+            )
         if self._store is not None and self._store.is_staged:  # steps are not counted, so this remains
             self._store.history[f"the others did not do the same as rank {dist.get_rank()}"] = 1
         raise disagreement(HISTORIES, every, differ)

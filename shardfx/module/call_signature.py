@@ -4,12 +4,14 @@ Beside shapes, dtypes and Python values of the inputs, the signature has what th
 
     a is b          x.is_contiguous()          h.requires_grad
 
-What the code asks is told by the names in it (see :mod:`shardfx.ir.capture.python_state.bytecode`). Inputs that differ
+What the code asks is told by the names in it. Inputs that differ
 only in facts that the code never asks for are served by the same programs.
 """
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +29,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
+from shardfx.ir.capture.frontend.dynamo import WHICH, users_hooks
+from shardfx.ir.capture.frontend.model_preparation import refuse_hook
 from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
-from shardfx.ir.capture.python_state.bytecode import asks_which
-from shardfx.ir.capture.python_state.python_modules import is_users_class
-from shardfx.ir.capture.python_state.python_state import ASKS_FOR_GRADIENTS
-from shardfx.ir.capture.python_state.python_values import ValueReader
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Input, InputKind, OutputKind
@@ -40,6 +40,8 @@ from shardfx.runtime.distributed.peers import AROUND, Passed, RankInput
 from shardfx.runtime.step import ProgramRunner, Results
 from shardfx.runtime.verify.interface import without_content
 
+ASKS_FOR_GRADIENTS = frozenset(("is_grad_enabled", "requires_grad", "grad_fn", "is_leaf"))
+"""Names in code that query whether gradients are enabled."""
 ASKS_HOW_IT_LIES = frozenset(
     "is_contiguous stride strides as_strided dim_order storage_offset is_non_overlapping_and_dense".split()
 )
@@ -138,10 +140,12 @@ class InputQueries:
     identity: bool
 
     @staticmethod
-    def of(named: Collection[str]) -> InputQueries:
-        """The queries of code that names these."""
-        gradients, memory = (not each.isdisjoint(named) for each in (ASKS_FOR_GRADIENTS, ASKS_HOW_IT_LIES))
-        return InputQueries(gradients, memory, asks_which(named))
+    def of(named: Collection[str] | None) -> InputQueries:
+        """The queries of code that names these; None: of unknown code, all of them."""
+        if named is None:
+            return InputQueries(True, True, True)
+        asks = ASKS_FOR_GRADIENTS, ASKS_HOW_IT_LIES, (WHICH, "id", "is_set_to")
+        return InputQueries(*(not each.isdisjoint(named) for each in map(frozenset, asks)))
 
     def of_call(
         self,
@@ -165,6 +169,15 @@ class InputQueries:
 
 OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
 """Modules of torch whose saved-tensor hooks return the tensors unchanged."""
+INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class is of the user's code, and not of an installed library or of shardfx."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return not file.startswith(INSTALLED) and kind.__module__.partition(".")[0] not in ("torch", "shardfx")
+
+
 PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
 NO_PART = (vars(torch.Tensor)["__torch_function__"].__func__, torch._C._disabled_torch_function_impl)
 """The ``__torch_function__`` of classes that override no function."""
@@ -228,7 +241,7 @@ def check_modes(where: str) -> None:
         )
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return
-    mode = next((each for each in _get_current_function_mode_stack() if is_users_class(type(each))), None)
+    mode = next((each for each in _get_current_function_mode_stack() if _is_users(type(each))), None)
     if mode is not None:
         raise Error(
             "a mode around a call sees no function of the model, and changes none",
@@ -237,7 +250,7 @@ def check_modes(where: str) -> None:
             got=f"a {type(mode).__name__}",
             remedy=f"open it in the model's forward, with which it is captured; or call {where} outside of it",
         )
-    mode = next((each for each in _get_current_dispatch_mode_stack() if is_users_class(type(each))), None)
+    mode = next((each for each in _get_current_dispatch_mode_stack() if _is_users(type(each))), None)
     if mode is not None:
         warnings.warn(
             f"{type(mode).__name__} around {where} sees the ops of the ranks' programs, on their shards, and not those "
@@ -252,7 +265,7 @@ def _check_class(name: str, kind: type[torch.Tensor]) -> None:
 
     Of installed ones those that only wrap (``tv_tensors``) have the values of plain ones."""
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-    own = function not in NO_PART and is_users_class(kind)
+    own = function not in NO_PART and _is_users(kind)
     if issubclass(kind, FakeTensor) or (not own and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl):
         return
     raise Error(
@@ -287,7 +300,7 @@ def _check_hooks(tensors: Iterable[torch.Tensor]) -> None:
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
-TARGETS = "targets."
+TARGETS, KWARGS = "targets.", "kwargs."
 KNOWN = 8
 """The number of argument structures that are cached."""
 
@@ -312,36 +325,6 @@ class ModuleCall:
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
 
 
-@dataclass(frozen=True, eq=False)
-class ObjectInput:
-    """An input of no plain type: which object it is, and its attributes as they were. A reference is kept: no other
-    object takes its place in memory."""
-
-    value: object
-    attributes: tuple[tuple[str, Hashable], ...]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectInput) and self.value is other.value and self.attributes == other.attributes
-
-    def __hash__(self) -> int:
-        return hash((id(self.value), self.attributes))
-
-    def __str__(self) -> str:
-        said = ", ".join(f"{name}={value}" for name, value in self.attributes if name)
-        return f"a {type(self.value).__name__}" + (f"({said})" if said else "")
-
-
-def attributes(thing: object) -> tuple[tuple[str, Hashable], ...]:
-    """The attributes of an object, or the content of a container, as text."""
-    fields = CONTENTS.fields(thing)
-    if isinstance(fields, str):
-        return (("", fields),)
-    return tuple((name, CONTENTS.said(value)) for name, value in fields)
-
-
-CONTENTS = ValueReader()
-
-
 @dataclass(frozen=True)
 class CallSignature:
     """The signature of a call, the key of a specialization: other signatures need other programs.
@@ -350,7 +333,7 @@ class CallSignature:
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
     around the call. ``pulls``: the targets are gradients of the results. ``state`` is the number of the state
     in which is what the code reads beside its inputs, and ``changed`` what of it is not as it was first;
-    ``asked`` what the code asks of the tensors themselves.
+    ``asked`` what the code asks of the tensors themselves; ``hooks`` are those of all modules, by number.
     """
 
     training: frozenset[str]
@@ -361,6 +344,7 @@ class CallSignature:
     state: int = 0
     changed: tuple[str, ...] = ()
     asked: InputFacts = NO_FACTS
+    hooks: tuple[int, ...] = ()
 
     def serves(self, other: CallSignature) -> bool:
         """Whether programs for this signature serve a call of another: one without targets, or with fewer gradients."""
@@ -371,7 +355,7 @@ class CallSignature:
 
     @property
     def _around(self) -> Hashable:
-        return self.training, self.autocast, self.pulls, self.state, self.asked
+        return self.training, self.autocast, self.pulls, self.state, self.asked, self.hooks
 
     @property
     def trainable(self) -> frozenset[str]:
@@ -408,7 +392,8 @@ class CallSignature:
             dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in other.autocast)
             found.append(f"under torch.autocast({dtypes})" if dtypes else "not under torch.autocast")
         if self.state != other.state and other.changed:
-            found.append(f"another value of {', '.join(other.changed[:3])}, which the code reads")
+            found.append(f"guard {', '.join(other.changed[:3])} fails")
+        found += ["other hooks of all modules"] * (self.hooks != other.hooks)
         found += [*self.asked.differences(other.asked)][:3]
         found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
         return "; ".join(found) or "no targets"
@@ -426,7 +411,8 @@ def input_key(leaf: object) -> object:
     """The key of an input that programs depend on: a tensor's type, any other leaf itself."""
     if isinstance(leaf, torch.Tensor):
         return TensorType(tuple(leaf.shape), leaf.dtype)
-    return (type(leaf).__name__, repr(leaf)) if isinstance(leaf, PLAIN) else ObjectInput(leaf, attributes(leaf))
+    fields = getattr(leaf, "__dict__", None)
+    return type(leaf).__name__, repr(leaf) if isinstance(leaf, PLAIN) or fields is None else repr(fields)
 
 
 def first_signature(
@@ -439,7 +425,19 @@ def first_signature(
     inputs = {name: input_key(leaf) for name, leaf in named}
     tensors = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
     asked = asks.of_call(tensors, inputs, lambda: wanting)
-    return CallSignature(training, inputs, frozenset(wanting), autocast_around(), asked=asked)
+    return CallSignature(training, inputs, frozenset(wanting), autocast_around(), asked=asked, hooks=global_hooks())
+
+
+def global_hooks() -> tuple[int, ...]:
+    """The numbers of the forward hooks of all modules, which Dynamo traces and does not guard.
+
+    Raises:
+        Error: there are backward hooks, which programs do not call.
+    """
+    every = nn.modules.module
+    if every._global_backward_hooks or every._global_backward_pre_hooks:
+        refuse_hook("all modules", "a backward hook", "remove it, or compute that in forward")
+    return (*users_hooks(every._global_forward_hooks), *users_hooks(every._global_forward_pre_hooks))
 
 
 def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:
@@ -476,7 +474,8 @@ class CallReader:
 
     def _check(self, names: Sequence[str], has_targets: bool) -> None:
         needed = [name for name in self._wanted if has_targets or not name.startswith(TARGETS)]
-        if sorted(names) != sorted(needed):
+        given, wanted = (sorted(n for n in each if not n.startswith(KWARGS)) for each in (names, needed))
+        if given != wanted:  # others by name are another specialization
             raise Error(
                 "the inputs are not those that the model was captured with",
                 where="pm(...)",

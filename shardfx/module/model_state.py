@@ -22,6 +22,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind
 from shardfx.ir.spec import TensorType
 from shardfx.module.elementwise_trial import Layout
+from shardfx.module.source_model import SourceModel
 from shardfx.plan import some
 from shardfx.runtime.step import STORED
 from shardfx.runtime.store import Store
@@ -39,8 +40,8 @@ class ModelState:
     ``extra`` are the parameters and buffers that no program uses.
     """
 
-    def __init__(self, compiled: Compiled, store: Store, model: nn.Module, skeleton: nn.Module) -> None:
-        self.compiled, self.store, self._skeleton = compiled, store, skeleton
+    def __init__(self, compiled: Compiled, store: Store, model: nn.Module, source: SourceModel) -> None:
+        self.compiled, self.store, self._source = compiled, store, source
         self.aliases = compiled.captured.aliases
         every = model.state_dict()
         own = {name for name, _ in _tensors(model, remove_duplicate=False)}
@@ -134,13 +135,13 @@ class ModelState:
     def _saying(self) -> list[tuple[str, nn.Module]]:
         """The modules with extra state, and its keys in a state dict."""
         named = ((name, name.rpartition(".")) for name in self.beside)
-        return [(name, self._skeleton.get_submodule(path)) for name, (path, _, last) in named if last == EXTRA]
+        return [(name, self._source.at(path)) for name, (path, _, last) in named if last == EXTRA]
 
-    def filled(self, skeleton: nn.Module) -> nn.Module:
+    def filled(self, model: nn.Module) -> nn.Module:
         """A copy of the module with its current full weights, on the CPU. All ranks call it alike."""
         full: dict[str, torch.Tensor] = {}
         memo: dict[int, object] = {}
-        for name, tensor in _tensors(skeleton):
+        for name, tensor in _tensors(model):
             known = self.aliases.get(name, name)
             if known not in full:
                 full[known] = self._whole(known).detach().cpu().clone()
@@ -148,7 +149,7 @@ class ModelState:
             shards = self.store.parameters.get(known, [tensor])
             wants = known in self.store.trained_elsewhere or all(shard.requires_grad for shard in shards)
             memo[id(tensor)] = marked(nn.Parameter(made, wants) if isinstance(tensor, nn.Parameter) else made, tensor)
-        return copied(skeleton, memo)
+        return copied(model, memo)
 
     def known_inputs(self) -> dict[str, torch.Tensor]:
         """Global inputs of known content: real example inputs, and buffers that are not sharded."""

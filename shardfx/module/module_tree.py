@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import nn
 
-from shardfx.ir.capture.python_state.bytecode import set_by_calls
 from shardfx.ir.errors import Error
 from shardfx.module.model_state import NUMBER, ModelState
 from shardfx.module.optimizer_hooks import watch_optimizers
 
 if TYPE_CHECKING:
-    from shardfx.module.state_checks import SourceModelCheck, SourceWeightsCheck
+    from shardfx.module.source_model import SourceModel
+    from shardfx.module.state_checks import SourceWeightsCheck
 
 
 STATE = frozenset(vars(nn.Module()))
@@ -26,44 +26,52 @@ REINITIALISE = "initialise the model before parallelize; or pm.load_full_state_d
 
 
 class ModelProxy(nn.Module):
-    """Stands for a module of the model: nn.Module's own methods, and all else delegated to ``_twin``, a copy of the
-    module without weights. What would change the model is an error: the plan was made of it as it was."""
+    """Stands for a module of the model: nn.Module's own methods, and all else delegated to ``_twin``, the user's own
+    module. Another module or tensor in it is an error: the plan was made of it as it was."""
 
-    _twin: nn.Module
+    @property
+    def _twin(self) -> nn.Module:
+        source: SourceModel = self.__dict__["_source"]
+        return source.at(self.__dict__["_path"].partition(f".{NUMBER}")[0])
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return "_source" not in self.__dict__ or self._twin.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Set the mode of the module."""
+        if "_source" in self.__dict__:
+            self._twin.training = mode
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
         for place in ("_parameters", "_buffers", "_modules"):
             if name in own.get(place, ()):
                 return own[place][name]
-        twin = own.get("_twin")
-        if twin is None or (name.startswith("__") and name.endswith("__")):
+        if "_source" not in own or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        twin = self._twin
         kind = type(twin)
         if name in vars(twin) and name not in STATE:
-            if not own.get("_replayed") and name in set_by_calls(kind):
-                raise Error(
-                    f"{name!r} is set by the model's forward, and no program sets attributes",
-                    where=f"pm.{name}",
-                    expected="what forward returns, parameters and buffers",
-                    got=f"an attribute of {kind.__name__}",
-                    remedy="return it with the results, or make it a buffer that forward writes into",
-                )
             return vars(twin)[name]
         if name in WHOLE and hasattr(twin, name):
             return lambda *args, **kwargs: reject_gathered(name)
         found = inspect.getattr_static(kind, name, own)
         if found is own:
             self._reject_in_shards(name)
+            if name in twin._buffers:  # one that was None when the model was parallelized
+                return twin._buffers[name]
             raise AttributeError(f"neither a parallel module nor {kind.__name__!r} has an attribute {name!r}")
         return found.__get__(self, kind) if hasattr(type(found), "__get__") else found
 
     def _set_on_twin(self, name: str, value: object) -> bool:
-        """Set an attribute of a model whose guards see it; whether it was one."""
-        own = self.__dict__.get("_replayed", False) and not isinstance(value, (torch.Tensor, nn.Module))
+        """Set an attribute of the model, which guards see; whether it was one."""
+        own = "_source" in self.__dict__ and not isinstance(value, (torch.Tensor, nn.Module))
         if own := own and name in vars(self._twin).keys() - STATE:
             setattr(self._twin, name, value)
-        return bool(own)
+        return own
 
     def __getitem__(self, index: Any) -> Any:
         """Indexing as in the twin's class: a part of a list or a dict of modules."""
@@ -149,15 +157,14 @@ class ProxyModule(ModelProxy):
     """A module inside a parallel module: it holds stored shards and the mode, and computes nothing. ``isinstance``
     sees the class of the module that it stands for."""
 
-    def __init__(self, path: str, twin: nn.Module, replayed: bool = False) -> None:
+    def __init__(self, path: str, source: SourceModel) -> None:
         super().__init__()
-        self.__dict__.update(_path=path, _twin=twin, _replayed=replayed)
+        self.__dict__.update(_path=path, _source=source)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The class of the original module; ``type(part)`` is the proxy's."""
-        twin = self.__dict__.get("_twin")
-        return ProxyModule if twin is None else type(twin)
+        return type(self._twin) if "_source" in self.__dict__ else ProxyModule
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported: always an Error."""
@@ -165,7 +172,7 @@ class ProxyModule(ModelProxy):
 
     def train(self, mode: bool = True) -> ProxyModule:
         """The module's own ``train``."""
-        train_as(self, self._twin, mode)
+        self._twin.train(mode)
         return self
 
     def get_extra_state(self) -> Any:
@@ -194,18 +201,6 @@ class ProxyModule(ModelProxy):
 
     register_forward_hook = register_forward_pre_hook = register_backward_hook = _refuse_hook
     register_full_backward_hook = register_full_backward_pre_hook = _refuse_hook
-
-
-def train_as(part: nn.Module, twin: nn.Module, mode: bool) -> None:
-    """Set the training modes of a module and its submodules to those that ``twin.train(mode)`` gives the twin's."""
-    modes = [(path, module.training) for path, module in part.named_modules(remove_duplicate=False)]
-    others = dict(twin.named_modules(remove_duplicate=False))
-    for path, training in modes:
-        if path in others:
-            others[path].training = training
-    twin.train(mode)
-    for path, module in part.named_modules(remove_duplicate=False):
-        module.training = others[path].training if path in others else mode
 
 
 class ProxyRoot(ModelProxy):
@@ -264,49 +259,36 @@ def watch(state: ModelState) -> None:
 
 
 class ProxyTree:
-    """The proxy tree of the model's modules under ``root``, and the stored tensors in it. ``replayed``: calls have the
-    effects of the model's code on the attributes of ``twin``."""
+    """The proxy tree of the model's modules under ``root``, and the stored tensors in it."""
 
-    def __init__(self, root: ProxyRoot, model: nn.Module, twin: nn.Module, replayed: bool) -> None:
-        self.root, self.twin, self._replayed = root, twin, replayed
-        root.__dict__.update(_twin=twin, _replayed=replayed)
+    def __init__(self, root: ProxyRoot, model: nn.Module, source: SourceModel) -> None:
+        self.root, self.source = root, source
+        root.__dict__.update(_source=source, _path="")
         self.paths: list[tuple[str, ModelProxy]] = [("", root)]
-        self._children: dict[str, dict[str, nn.Module | None]] = {}
+        self._sizes = list[tuple[int, int, int]]()
         self._made: dict[int, nn.Module] = {id(model): root}
-        self._grow(root, model, twin, "")
+        self._grow(root, model, "")
         self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
-        self.watched: list[SourceModelCheck | SourceWeightsCheck] = []
+        self.watched: list[SourceWeightsCheck] = []
         """Checks that other state of the model is unchanged."""
-        self._order = {name: i for i, (name, _) in enumerate(twin.named_parameters())}
+        self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
 
-    def _grow(self, part: nn.Module, model: nn.Module, twin: nn.Module, path: str) -> None:
+    def _grow(self, part: nn.Module, model: nn.Module, path: str) -> None:
         for name, child in model._modules.items():
             if child is None:
                 continue
             made = self._made.get(id(child))
             if made is None:
                 own = f"{path}.{name}" if path else name
-                other = twin._modules[name]
-                assert other is not None
-                made = self._made[id(child)] = ProxyModule(own, other, self._replayed)
-                made.training = child.training
+                made = self._made[id(child)] = ProxyModule(own, self.source)
                 self.paths.append((own, made))
-                self._grow(made, child, other, own)
+                self._grow(made, child, own)
             part._modules[name] = made
 
     @property
     def names(self) -> tuple[str, ...]:
         """The model's parameters by name, in its order."""
         return tuple(self._order)
-
-    @property
-    def training(self) -> frozenset[str]:
-        """The paths of the modules that are in training mode."""
-        return frozenset(path for path, module in self.paths if module.training)
-
-    def train(self, mode: bool) -> None:
-        """Set training modes through the model's own ``train``."""
-        train_as(self.root, self.twin, mode)
 
     def register(self, state: ModelState) -> None:
         """Make the stored shards parameters and buffers of the tree, under the model's own names and in their order.
@@ -329,15 +311,15 @@ class ProxyTree:
                 self.registered.append((place._buffers, leaf, tensor, name))
                 if name not in state.names:
                     place._non_persistent_buffers_set.add(leaf)
-        self._children = {path: _inside(part) for path, part in self.paths}
+        self._sizes = [*map(_size, self.paths)]
 
     def _places(self, name: str, holder: ModelProxy, count: int) -> list[ModelProxy]:
         """The modules that hold the shards of a parameter: its own; or a proxy for each shard."""
         if count == 1:
             return [holder]
-        twin = self.twin.get_submodule(name.rpartition(".")[0])
+        path = name.rpartition(".")[0]
         made: list[tuple[str, ModelProxy]] = [
-            (f"{NUMBER}{i}", ProxyModule(f"{name.rpartition('.')[0]}.{NUMBER}{i}", twin)) for i in range(count)
+            (f"{NUMBER}{i}", ProxyModule(f"{path}.{NUMBER}{i}", self.source)) for i in range(count)
         ]
         return [cast(ModelProxy, holder._modules.setdefault(own, part)) for own, part in made]
 
@@ -361,24 +343,20 @@ class ProxyTree:
                 )
 
     def _check_children(self) -> None:
-        for path, part in self.paths:
-            was, now = self._children[path], _inside(part)
-            if was == now:
-                continue
-            other = next(
-                (n for n in was if was[n] is not now.get(n)), next((n for n in now if n not in was), "another order")
-            )
+        if (sizes := [*map(_size, self.paths)]) == self._sizes:
+            return
+        for (path, part), was, now in zip(self.paths, self._sizes, sizes, strict=True):
             container = isinstance(part._twin, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-            if part is self.root and other not in was and not container and other in part._modules:
-                continue  # of a module that is put beside nothing is known, nor asked
-            raise Error(
-                "modules of a parallel module, or what they hold, were changed, and its programs are of the model "
-                "as it was",
-                where=f"pm.{path} ({type(part._twin).__name__})" if path else "pm",
-                expected=f"{', '.join(was) or 'none'}",
-                got=f"{', '.join(now) or 'none'}: {other!r} is another one",
-                remedy="change the model, and parallelize it again",
-            )
+            beside = part is self.root and not container and now[0] > was[0] and now[1:] == was[1:]
+            if was != now and not beside:  # of a module that is put beside the model nothing is known, nor asked
+                raise Error(
+                    "modules of a parallel module, or what they hold, were changed, and its programs are of the model "
+                    "as it was",
+                    where=f"pm.{path} ({type(part._twin).__name__})" if path else "pm",
+                    expected="{} modules, {} parameters, {} buffers".format(*was),
+                    got="{} modules, {} parameters, {} buffers".format(*now),
+                    remedy="change the model, and parallelize it again",
+                )
 
     def _holder(self, name: str) -> tuple[ModelProxy, str]:
         """The module that holds a parameter or buffer, and the last part of its name. A child may be called as one of
@@ -392,6 +370,6 @@ class ProxyTree:
         return holder, leaf
 
 
-def _inside(part: ModelProxy) -> dict[str, nn.Module | None]:
-    """The contents of a module: its submodules, and the names of its own tensors."""
-    return {**part._modules, **dict.fromkeys((*part._parameters, *part._buffers))}
+def _size(named: tuple[str, ModelProxy]) -> tuple[int, int, int]:
+    own = named[1].__dict__
+    return len(own["_modules"]), len(own["_parameters"]), len(own["_buffers"])

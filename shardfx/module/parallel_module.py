@@ -13,10 +13,9 @@ from torch import fx, nn
 
 from shardfx.compile import default_rank_passes
 from shardfx.compiled import Compiled
-from shardfx.ir.capture.frontend.loss_module import without_own_loss
 from shardfx.ir.capture.frontend.model_preparation import quiet_copies
 from shardfx.ir.errors import Error
-from shardfx.module.call_signature import CallReader, check_modes, first_signature
+from shardfx.module.call_signature import CallReader, check_modes
 from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.model_state import ModelState, stamp_state_dicts
 from shardfx.module.module_tree import STATE, ProxyTree, watch
@@ -26,7 +25,7 @@ from shardfx.module.planned_module import PlannedModule
 from shardfx.module.program_optimizer import ProgramOptimizer
 from shardfx.module.programs import Programs
 from shardfx.module.specializations import Specializations
-from shardfx.module.state_checks import SourceModelCheck, SourceModelWatch, SourceWeightsCheck
+from shardfx.module.state_checks import SourceModelWatch, SourceWeightsCheck
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.store import version
@@ -60,8 +59,7 @@ class ParallelModule(PlannedModule):
     ) -> None:
         super().__init__()
         self._compiled, self._target, self.mesh = compiled, place, compiled.after.mesh
-        self.training = model.training
-        self._state = ModelState(compiled, place.make_store(compiled.after), model, variants.skeleton)
+        self._state = ModelState(compiled, place.make_store(compiled.after), model, variants.source)
         self._peers = peers
         peers.holds(self._state.store)
         self._compiling = None
@@ -71,20 +69,18 @@ class ParallelModule(PlannedModule):
         self._state.load_from(model)
         own = {name for name in vars(self) if name.startswith("_") and name not in STATE}
         self.__dict__["_own"] = frozenset((*own, "_tree"))
-        self._tree = ProxyTree(self, model, variants.skeleton, compiled.captured.trace is not None)
+        self._tree = ProxyTree(self, model, variants.source)
         self._register()
         stamp_state_dicts(self)
-        first = first_signature(compiled.hints, self._tree.training, self._state.trainable, variants.asks)
+        first = variants.first_signature(compiled, self._state.trainable)
         variants.begin(first, self._new_programs(compiled), self._state.filled)
         if optimizer is not None:
             carry_over(optimizer, model, self._state)
 
-    def _watch_model(self, model: nn.Module, watch: SourceModelWatch | None) -> None:
-        """Have each call check that the source model is unchanged."""
-        self._tree.watched.append(SourceModelCheck(model, self._variants.names))
-        if watch is not None:
-            ranks = range(self.mesh.size) if self._this_rank is None else (self._this_rank,)
-            self._tree.watched.append(SourceWeightsCheck(model, self.planned, self._state, ranks, watch))
+    def _watch_model(self, model: nn.Module, watch: SourceModelWatch) -> None:
+        """Have each call check that the source model's weights are unchanged."""
+        ranks = range(self.mesh.size) if self._this_rank is None else (self._this_rank,)
+        self._tree.watched.append(SourceWeightsCheck(model, self.planned, self._state, ranks, watch))
 
     def _register(self) -> None:
         self._tree.register(self._state)
@@ -160,7 +156,7 @@ class ParallelModule(PlannedModule):
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Set the training mode as ``model.train(mode)`` does, also where that leaves some modules as they are."""
-        self._tree.train(mode)
+        self._twin.train(mode)
         return self
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +188,7 @@ class ParallelModule(PlannedModule):
                 self.optimizer.begin_counts()
             beside = WITH_RESULTS not in self._compiled.hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
             call = self._reader.read(args, kwargs)
-            around = self._tree.training, self._peers, self._new_programs, self._watch
+            around = self._peers, self._new_programs, self._watch
             return self._variants.run(call, *around, beside, optimizer.options() if optimizer is not None else None)
 
     @contextmanager
@@ -372,10 +368,7 @@ class ParallelModule(PlannedModule):
         """
         with self._together("gathered()"):
             self._state.check_complete()
-            filled = self._state.filled(self._variants.skeleton).to(self._target.device)
-        for path, part in self._tree.paths:
-            filled.get_submodule(path).training = part.training
-        model = without_own_loss(filled)
+            model = self._state.filled(self._variants.source.module).to(self._target.device)
         before = [version(p) for p in model.parameters()]
         yield model
         if [version(p) for p in model.parameters()] != before:

@@ -1,39 +1,38 @@
-"""Specializations: the programs for each call signature (mode, batch size, number, which inputs need gradients).
+"""Specializations: the programs for each call signature (batch size, autocast, which inputs need gradients), and for
+each state of what the code reads beside its inputs, as Dynamo's guards say.
 
-A plan is captured for the example inputs, in the mode that the model was in. Another signature is planned when it is
-first seen, under the same hints, from a copy of the model without weights, with the placements that the first plan
-stores: all work on one store. With ``Hints(guard=True)`` the copy has the current
-weights, and the call's own tensors are the examples.
-
-A Python number is part of a program: it is specialized on. Python state that the code reads beside its inputs is
-numbered: by values, or, where Dynamo traces a model that keeps something from call to call, by the specialization whose
-guards hold. Ranks compare the number before anything runs; what a rank reads may be its own if it leads to one plan.
+A plan is captured for the example inputs. Another call is planned when it is first seen, under the same hints, with the
+placements that the first plan stores: all work on one store. Ranks compare the number of the specialization before
+anything runs; what a rank reads may be its own if it leads to one plan. A model that is not traced (``guard=True``, an
+``ExportedProgram``) has the texts of its attributes in place of guards.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from shardfx.compile import capture_model
+from shardfx.compile import capture_model, trace_model, traced_call
 from shardfx.compiled import Compiled
 from shardfx.gradients import is_pulled, product
 from shardfx.hints import Hints
-from shardfx.ir.capture.frontend.dynamo import TracedCall, changing_number, trace_call
-from shardfx.ir.capture.hidden_state import EarlierCapture
-from shardfx.ir.capture.python_state.bytecode import CodeNames
-from shardfx.ir.capture.python_state.python_state import PythonState
+from shardfx.ir.capture.data_dependent import stored
+from shardfx.ir.capture.frontend.dynamo import TracedCall, changing_number
+from shardfx.ir.capture.frontend.loss_module import OwnLoss
+from shardfx.ir.capture.frontend.model_preparation import attributes_of, reject_backward_hooks, without_weights
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
+from shardfx.ir.text import print_graph
 from shardfx.ir.unfolding.unfold import unfolded
 from shardfx.module.call_signature import (
     TARGETS,
@@ -41,6 +40,8 @@ from shardfx.module.call_signature import (
     InputQueries,
     ModuleCall,
     autocast_around,
+    first_signature,
+    global_hooks,
     in_structure,
     inputs_of,
     passing_of,
@@ -61,21 +62,16 @@ from shardfx.module.grad_delivery import (
 )
 from shardfx.module.grad_delivery import gradients as gradients_of
 from shardfx.module.programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN, Programs
+from shardfx.module.source_model import SourceModel
 from shardfx.passes import stages_as_planned
 from shardfx.plan import as_said
-from shardfx.runtime.distributed.peers import OtherStates, Peers, RankInput
+from shardfx.runtime.distributed.peers import GUARDS, OtherStates, Peers, RankInput
 from shardfx.runtime.engine import Probe
 from shardfx.runtime.step import HELD, ProgramRunner
 from shardfx.runtime.verify.verdict import Verdict, together
 
 Build = Callable[..., Compiled]
-"""Plans a model under hints, after calls of other signatures, from Dynamo's trace if there is one."""
-
-
-def earlier_capture(form: CallSignature, compiled: Compiled) -> EarlierCapture:
-    """The call for which a plan was captured."""
-    hints, keeps = compiled.hints, compiled.captured.keeps
-    return EarlierCapture(hints.args, hints.kwargs, hints.targets, hints.loss, form.training, form.trainable, keeps)
+"""Plans a model under hints, from Dynamo's trace if there is one."""
 
 
 UNSTEPPED: dict[str, Any] = {"optimizer": None, "clip_grad_norm": None}
@@ -190,12 +186,12 @@ log = logging.getLogger("shardfx")
 class Specializations:
     """The programs of a module by call signature: those it was captured for, and the most recent others."""
 
-    def __init__(self, skeleton: nn.Module, hints: Hints, build: Build) -> None:
-        self.skeleton, self.hints, self.build = skeleton, hints, build
+    def __init__(self, source: SourceModel, skeleton: nn.Module, hints: Hints, build: Build, traces: bool) -> None:
+        self.source, self.skeleton, self.hints, self.build, self.traces = source, skeleton, hints, build, traces
         self.fill: Fill = lambda model: model
-        self._surroundings = PythonState(skeleton, hints.loss)
         self._last_state = self._joins = 0
-        self._joined: dict[int, int] = {}
+        self._attributes = list[dict[str, str]]()
+        """What attributes were at calls, where the model is not traced."""
         self._changing, self._fixed = list[str](), set[str]()
         """The sources of numbers that are inputs of plans, and of those that cannot be."""
         self.known: list[tuple[CallSignature, Programs]] = []
@@ -204,17 +200,24 @@ class Specializations:
     def begin(self, form: CallSignature, programs: Programs, fill: Fill) -> None:
         """Set the first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
         self.known, self.fill = [(form, programs)], fill
-        self._surroundings.settle(0)
+        self._attributes = [] if self.traces else [attributes_of(self.source.module)]
+        if isinstance(self.hints.loss, OwnLoss):
+            self.hints.loss.settle()
+
+    def first_signature(self, compiled: Compiled, trainable: Mapping[str, bool]) -> CallSignature:
+        """The signature of the first programs."""
+        return first_signature(compiled.hints, self._training, trainable, _asks(compiled))
 
     @property
-    def names(self) -> CodeNames:
-        """The names in the code of the model and its loss."""
-        return self._surroundings.names
+    def notes(self) -> tuple[str, ...]:
+        """The reason of each specialization beside the first."""
+        first = self.known[0][0]
+        return tuple(f"planned for another call: {first.difference(form)}" for form, _ in self.known[1:])
 
     @property
-    def asks(self) -> InputQueries:
-        """The queries of the code about tensors beside their types."""
-        return InputQueries.of(self.names.named)
+    def _training(self) -> frozenset[str]:
+        """The modules in training mode, where guards do not say what the code reads of that."""
+        return frozenset() if self.traces else self.source.training
 
     def verify(
         self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]
@@ -230,19 +233,24 @@ class Specializations:
     def run(
         self,
         call: ModuleCall,
-        training: frozenset[str],
         peers: Peers,
         make: Make,
         watch: Probe | None,
         with_results: bool = False,
         options: Mapping[str, torch.Tensor] | None = None,
+        joined: int = 0,
     ) -> Any:
-        """Run a call on this process's ranks, these paths in training mode; the other ranks make the same call.
+        """Run a call on this process's ranks; the other ranks make the same call. ``joined``: the number of a state
+        for which all ranks plan, as what their code reads is not alike.
         ``with_results``: the loss, and the model's results. ``options``: a full step, with these optimizer's rates.
 
         Raises:
             Error: they do not; there is no loss where one is asked for; no plan for such a call; a rank fails.
         """
+        if isinstance(self.hints.loss, OwnLoss):
+            self.hints.loss.check()
+        if self.traces and self.known[0][1].compiled.captured.trace is None:
+            self._trace_first(make)
         first, trace = self.known[0][1], self.known[0][1].compiled.captured.trace
         trains = call.has_targets and first.trains
         steps, learns = options is not None, trains and torch.is_grad_enabled()
@@ -256,21 +264,26 @@ class Specializations:
             gradients = frozenset(tensors_with_grad(first.step.store))
             check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
         inputs = inputs_of(call, first.step)
-        asked = self.asks.of_call(call.tensors, inputs, lambda: tensors_with_grad(first.step.store, call))
-        form = self._in_state(CallSignature(training, inputs, gradients, autocast_around(), asked=asked), call)
+        trainable = frozenset(tensors_with_grad(first.step.store, call))
+        form = CallSignature(self._training, inputs, gradients, autocast_around(), hooks=global_hooks())
+        form = self._in_state(form, call, trainable)
+        form = replace(form, state=joined) if joined else form
 
         def words() -> dict[str, str]:
             watched = {"watched by": type(watch).__name__} if watch is not None else {}
-            guards = {"guards": ", ".join(form.changed) or f"those of state {form.state} hold"} if trace else {}
-            return {"runs": RUNS[kinds], **form.words(), **guards, **watched}
+            return {"runs": RUNS[kinds], **form.words(), **watched}
+
+        def beside() -> dict[str, str]:
+            modes = {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.source.training)}
+            guards = f"{', '.join(form.changed)} fails" if form.changed else f"those of state {form.state} hold"
+            return {**modes, GUARDS: guards} if trace is not None else {}
 
         key = (kinds, form.key, watch is not None)
         try:
-            local = peers.agree(key, words, passing_of(first.step, call), options)
-        except OtherStates:  # on all ranks, and nothing was run: no rank has programs for this state
+            local = peers.agree(key, words, passing_of(first.step, call), options, beside=beside)
+        except OtherStates:  # on all ranks, and nothing was run
             self._joins += 1
-            self._joined[self._surroundings.state()[0]] = -self._joins
-            return self.run(call, training, peers, make, watch, with_results, options)
+            return self.run(call, peers, make, watch, with_results, options, -self._joins)
         programs = self.serving(form, call, peers, make)
         call = self._alike(programs.step, call, key, peers, local)
         if kinds is INFER and wanted:
@@ -304,6 +317,24 @@ class Specializations:
             return call.holding(peers.firsts(step.graph.mesh, given))
         peers.compare(key, given, bool(self.hints.check_inputs))
         return call
+
+    def _trace_first(self, make: Make) -> None:
+        """Trace the model of a plan that was made without weights, for its first call, and plan again where the graph
+        is another one."""
+        form, programs = self.known[0]
+        compiled, model = programs.compiled, self.skeleton
+        with torch.enable_grad():
+            trace = trace_model(self.source.module, compiled.hints, trainable=form.trainable)
+            captured = capture_model(model, compiled.captured.graph.mesh, compiled.hints, trace)
+            if print_graph(captured.graph, sources=False) == print_graph(compiled.captured.graph, sources=False):
+                programs.compiled = replace(compiled, captured=replace(compiled.captured, trace=trace))
+            else:
+                specs = {**as_said(compiled.hints).specs, **stored_specs(compiled.after)}
+                made = self.build(model, replace(compiled.hints, specs=specs), trace)
+                reject_stored_otherwise(compiled.after, made.after)
+                programs = make(made)
+        trainable = dict.fromkeys(form.trainable, True)
+        self.known[0] = self.first_signature(programs.compiled, trainable), programs
 
     def _onwards(
         self, programs: Programs, call: ModuleCall, form: CallSignature, around: CallContext, wanted: Wanted
@@ -366,24 +397,33 @@ class Specializations:
         """A call as programs were traced: without targets, it has those of the trace."""
         hints = programs.compiled.hints
         targets = call.targets if call.has_targets else hints.targets
-        return TracedCall(self.skeleton, hints.loss, call.args, dict(call.kwargs), targets)
+        return traced_call(self.source.module, hints, call.args, call.kwargs, targets)
 
-    def _in_state(self, form: CallSignature, call: ModuleCall) -> CallSignature:
-        """The signature, with the number of the specialization whose guards hold, or of a new one, and why."""
-        if self.known[0][1].compiled.captured.trace is None:
-            state, changed = self._surroundings.state()
-            return replace(form, state=self._joined.get(state, state), changed=changed)
-        self._set_modes(form.training)
+    def _in_state(self, form: CallSignature, call: ModuleCall, trainable: frozenset[str]) -> CallSignature:
+        """The signature, with what the code asks of the tensors, and the number of the specialization whose guards
+        hold, or of a new one, and why."""
+        types = form.inputs
         failed = ""
-        for known, programs in self.known:
+        for known, programs in reversed(self.known):  # the newest first, which other ranks may have joined
+            form = replace(form, asked=_asks(programs.compiled).of_call(call.tensors, types, lambda: trainable))
             trace = programs.compiled.captured.trace
+            if trace is None and not self.traces:
+                return self._by_attributes(form)
             if trace is None or not replace(known, state=0, changed=()).serves(form):
                 continue
             traced = self._traced_call(programs, call)
             if trace.is_valid(traced):
                 return replace(form, state=known.state)
-            failed = trace.reason(traced)
+            failed = failed or trace.reason(traced)
         return replace(form, state=self._last_state + 1, changed=(failed,) if failed else ())
+
+    def _by_attributes(self, form: CallSignature) -> CallSignature:
+        """The signature of a call of a model that is not traced: its attributes are part of it."""
+        now = attributes_of(self.source.module)
+        if now not in self._attributes:
+            self._attributes.append(now)
+        first, state = self._attributes[0], self._attributes.index(now)
+        return replace(form, state=state, changed=tuple(n for n in now if now[n] != first.get(n))[:3])
 
     def serving(self, form: CallSignature, call: ModuleCall, peers: Peers, make: Make) -> Programs:
         """The programs for a call; planned on all ranks, if missing."""
@@ -402,16 +442,14 @@ class Specializations:
         started = time.perf_counter()
         with naming_call(first, form):
             made = make(peers.planned(lambda: self._plan(ours, form, call), Compiled.subjects))
-        self._surroundings.settle({said: own for own, said in self._joined.items()}.get(form.state, form.state))
         self._last_state = max(self._last_state, form.state)
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another call signature: %s", seconds, first.difference(form))
         self.known.append((form, made))
         return made
 
-    def trace(self, args: tuple[Any, ...], training: frozenset[str]) -> Graph:
-        """The captured program of the model's results for other arguments, in a mode."""
-        self._set_modes(training)
+    def trace(self, args: tuple[Any, ...]) -> Graph:
+        """The captured program of the model's results for other arguments."""
         hints = replace(self.hints, args=args, targets=(), loss=None, **UNSTEPPED)
         return unfolded(capture_model(self.skeleton, self.known[0][1].compiled.after.mesh, hints).graph)
 
@@ -419,30 +457,50 @@ class Specializations:
         """Lower all programs again."""
         self.known = [(form, make(programs.compiled)) for form, programs in self.known]
 
-    def _built(self, model: nn.Module, hints: Hints, behind: Sequence[EarlierCapture], form: CallSignature) -> Compiled:
+    def _built(self, model: nn.Module, hints: Hints, form: CallSignature) -> Compiled:
         """The plan for a signature. Where Dynamo traces the model, a backward of results has the trace of its forward,
         and numbers that have changed are inputs of the plan, if they can be."""
-        if self.known[0][1].compiled.captured.trace is None:
-            return self.build(model, hints, behind)
+        if not self.traces:
+            return self.build(model, hints)
         same = (p.compiled.captured.trace for known, p in self.known if known.state == form.state and not known.pulls)
-        if form.pulls and (trace := next(same, None)) is not None:
-            return self.build(model, hints, behind, trace.without_loss())
-        call = TracedCall(self.skeleton, hints.loss, hints.args, dict(hints.kwargs), hints.targets)
+        if form.pulls and (forward := next(same, None)) is not None:
+            return self.build(model, hints, forward.without_loss())
+        self._check_parameters()
+        reject_backward_hooks(self.source.module)
+        trace = partial(trace_model, self.source.module, hints, trainable=form.trainable, known=stored(self.skeleton))
         number = next(filter(None, map(changing_number, form.changed)), "")
         if number and number not in self._fixed:
             try:
-                made = self.build(model, hints, behind, trace_call(call, [*self._changing, number]))
+                changing = [*self._changing, number]
+                made = self.build(model, hints, trace(changing))
                 self._changing.append(number)
                 return made
             except Error as error:
                 log.info("%s is a constant of each plan: %s", number, error)
                 self._fixed.add(number)
-        return self.build(model, hints, behind, trace_call(call, self._changing))
+        try:
+            found = trace(self._changing)
+        except Error:  # torch.export may say more of why
+            self.build(model, hints)
+            raise
+        return self.build(model, hints, found)
 
-    def _set_modes(self, training: frozenset[str]) -> None:
-        """Set the modes of the twin's modules."""
-        for path, module in self.skeleton.named_modules():
-            module.training = path in training
+    def _check_parameters(self) -> None:
+        """Raise where the model has got other parameters.
+
+        Raises:
+            Error: one is new, or has another shape.
+        """
+        known = dict(self.skeleton.named_parameters(remove_duplicate=False))
+        for name, each in self.source.module.named_parameters(remove_duplicate=False):
+            if name not in known or known[name].shape != each.shape:
+                raise Error(
+                    "the model has got other parameters since it was parallelized",
+                    where=name,
+                    expected=f"shape {tuple(known[name].shape)}" if name in known else "the parameters that it had",
+                    got=f"a new one of shape {tuple(each.shape)}",
+                    remedy="parallelize it again; pm.full_state_dict() has the trained weights of the others",
+                )
 
     def _plan(self, first: Graph, form: CallSignature, call: ModuleCall) -> Compiled:
         """The plan for a call signature, which stores what ``first`` stores.
@@ -450,8 +508,9 @@ class Specializations:
         Raises:
             Error: it would store a parameter otherwise.
         """
-        self._set_modes(form.training)
-        model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
+        model = self.skeleton
+        if not self.traces:
+            model = (self.fill if self.hints.guard else without_weights)(self.source.with_loss)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in form.trainable)
         states = {each.name for each in first.of_kind(InputKind.STATE)}
@@ -460,10 +519,15 @@ class Specializations:
         if hints.pipeline is not None:
             hints = replace(hints, pipeline=replace(hints.pipeline, stages=stages_as_planned(first)))
         with torch.set_grad_enabled(bool(form.gradients) or torch.is_grad_enabled()):
-            behind = [earlier_capture(known, programs.compiled) for known, programs in self.known]
-            made = self._built(model, hints, behind, form)
+            made = self._built(model, hints, form)
         reject_stored_otherwise(first, made.after)
         return made
+
+
+def _asks(compiled: Compiled) -> InputQueries:
+    """The queries of the code about tensors beside their types."""
+    trace = compiled.captured.trace
+    return InputQueries.of(trace.code_names if trace is not None else None)
 
 
 def _pulled(programs: Programs) -> list[Output]:

@@ -1,11 +1,10 @@
-"""Checks that the source model of a parallel module is unchanged: its modules, attributes, hooks, and weights.
+"""Checks that the weights of a source model are unchanged, and not mistaken for those of its parallel module.
 
-    model.act = nn.GELU()        model.config = other        model.load_state_dict(...)        model.head.weight = tied
+    model.load_state_dict(...)        model.head.weight = tied        torch.optim.SGD(model.parameters(), lr).step()
 
-Programs made before see none of these, so each is an error at the next call. A script that goes on with the source
-model's parameters would train nothing and save untrained weights: an optimizer that steps them, and evaluating or
-saving the model after the parallel module was trained, are errors too. Its modes (``eval()``), and training or loading
-it for its own sake, are fine.
+Programs have weights of their own, and see none of these. A script that goes on with the source model's parameters
+would train nothing and save untrained weights: an optimizer that steps them, and evaluating or saving the model after
+the parallel module was trained, are errors too. Training or loading it for its own sake is fine.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfx.ir.capture.frontend.forward_hooks import is_users
-from shardfx.ir.capture.python_state.bytecode import CodeNames, set_by_calls
-from shardfx.ir.capture.python_state.python_values import ATOMS, STATE, ValueReader, is_apart
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph
 from shardfx.ir.shards import local_shard
@@ -77,7 +73,9 @@ class SourceModelWatch:
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
         """The module's forward pre-hook: a call is the beginning of a training of its own, or reads its weights."""
-        if not torch.compiler.is_compiling() and not (module.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling():
+            return
+        if not (module.training and torch.is_grad_enabled()):
             self._check(module, "model(...)")
         if module.training and not _quiet and self._model is not None and self._model() is module:
             self.trainings += 1
@@ -116,16 +114,13 @@ def _version_of(parameters: Mapping[str, list[Any]]) -> int:
     return sum(version(p) for shards in parameters.values() for p in shards)
 
 
-def watch_original(model: nn.Module, store: Store) -> SourceModelWatch | None:
-    """Watch a source model from now on, if it has weights that may become stale."""
-    if not store.parameters:
-        return None
+def watch_original(model: nn.Module) -> SourceModelWatch:
+    """The watch of a source model, which is hooked before it is traced: guards compare hooks."""
     watch = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, SourceModelWatch)), None)
-    if watch is None or watch._model is None:
+    if watch is None or (watch._model is not None and watch._model() is not model):
         watch = SourceModelWatch()
         model.register_forward_pre_hook(watch)
         model.register_state_dict_pre_hook(watch.saving)
-    watch.begin(model, store)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
     return watch
@@ -151,134 +146,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         )
 
 
-HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class ValueText(NamedTuple):
-    """A stand-in for a value with tensors or modules in it, which must not be kept alive."""
-
-    said: str
-
-
-class ModuleSnapshot(NamedTuple):
-    """A snapshot of a module, which does not keep it alive."""
-
-    path: str
-    module: weakref.ref[nn.Module]
-    kind: type
-    children: Mapping[str, weakref.ref[nn.Module] | None]
-    hooks: list[int]
-    attributes: Mapping[str, object]
-    size: int
-
-
-class SourceModelCheck:
-    """A snapshot of the source model, to detect changes.
-
-    Args:
-        names: what its code names.
-    """
-
-    def __init__(self, model: nn.Module, names: CodeNames) -> None:
-        self._names, self._contents = names, ValueReader(names)
-        self._model = weakref.ref(model)
-        self._was = [self._of(path, module) for path, module in model.named_modules()]
-        self._ties, self._parameters = _ties(model), list[int]()
-
-    def __deepcopy__(self, memo: object) -> SourceModelCheck:
-        return self
-
-    def _of(self, path: str, module: nn.Module) -> ModuleSnapshot:
-        children = {name: None if child is None else weakref.ref(child) for name, child in module._modules.items()}
-        own = vars(module)
-        read = {name: own[name] for name in self._read(module)}
-        kept = {n: v if is_apart(v) else ValueText(self._contents.said(v)) for n, v in read.items()}
-        return ModuleSnapshot(path, weakref.ref(module), type(module), children, _hook_ids(module), kept, len(own))
-
-    def _read(self, module: nn.Module) -> Iterable[str]:
-        """The attributes that the code reads, and does not set itself."""
-        set_there = set_by_calls(type(module))
-        return (n for n in self._names.of(module, vars(module).keys() - STATE) if n not in set_there)
-
-    def check(self) -> None:
-        """Raise if the model has changed.
-
-        Raises:
-            Error: naming the module, and what is other in it.
-        """
-        model = self._model()
-        if model is None:
-            return
-        parameters: list[int] = []
-        for was in self._was:
-            module = was.module()
-            if module is None:
-                continue  # of which its parent says more
-            parameters += map(id, module._parameters.values())
-            if type(module) is not was.kind:
-                _refuse(was, f"a {type(module).__name__}, and was a {was.kind.__name__}")
-            if module._modules or was.children:
-                self._check_children(was, module._modules)
-            if _hook_ids(module) != was.hooks:
-                _refuse(was, "another hook")
-            self._check_attributes(was, module)
-        if parameters != self._parameters and _ties(model) not in (self._ties, None):
-            _refuse(self._was[0], "other parameters of it are one, or are not any more")
-        self._parameters = parameters  # none of which is another one, as long as these are the same
-
-    def _check_children(self, was: ModuleSnapshot, now: Mapping[str, nn.Module | None]) -> None:
-        for name, child in now.items():
-            known = was.children.get(name, self._model)
-            if child is not (known and known()):
-                _refuse(was, f"another module {name!r}" + (f", a {type(child).__name__}" if child is not None else ""))
-        if len(now) != len(was.children):
-            _refuse(was, f"no module {next(name for name in was.children if name not in now)!r}")
-
-    def _check_attributes(self, was: ModuleSnapshot, module: nn.Module) -> None:
-        own = vars(module)
-        for name, kept in was.attributes.items():
-            if (now := own.get(name, was)) is not kept and not self._same(kept, now):
-                _refuse(was, f"another {name!r}" if now is not was else f"no {name!r}")
-        if len(own) != was.size:
-            new = next((name for name in self._read(module) if name not in was.attributes), None)
-            if new is not None:
-                _refuse(was, f"a {new!r}, which the code reads")
-
-    def _same(self, kept: object, now: object) -> bool:
-        if isinstance(kept, ValueText):
-            return kept.said == self._contents.said(now)
-        if isinstance(kept, ATOMS):
-            return type(kept) is type(now) and bool(kept == now)
-        return self._contents.said(kept) == self._contents.said(now)
-
-
-def _hook_ids(module: nn.Module) -> list[int]:
-    """The ids of a script's hooks."""
-    own = vars(module)
-    hooks = [pair for kind in HOOK_DICTS for pair in (own.get(kind) or {}).items()]
-    return [key for key, hook in hooks if type(hook) is not SourceModelWatch and is_users(hook)]
-
-
-def _ties(model: nn.Module) -> list[int] | None:
-    """For each parameter the index of the first identical one (tied); None, where the model has no content now."""
-    first: dict[int, int] = {}
-    every: list[Any] = [p for module in model.modules() for p in module._parameters.values()]
-    if any(p is not None and p.is_meta for p in every):
-        return None
-    return [first.setdefault(id(p), place) for place, p in enumerate(every)]
-
-
-def _refuse(was: ModuleSnapshot, got: str) -> NoReturn:
-    raise Error(
-        "the model was changed after parallelize, and the parallel module is of the model as it was",
-        where=f"{was.path or 'the model'} ({was.kind.__name__})",
-        expected="the model as it was parallelized",
-        got=got,
-        remedy="parallelize it again; a model that is to go its own way is a copy: "
-        "parallelize(copy.deepcopy(model), mesh, hints)",
-    )
-
-
 REMEDY = (
     "load them into pm: pm.load_full_state_dict(model.state_dict()); a model that is to go its own way is a copy: "
     "parallelize(copy.deepcopy(model), mesh, hints)"
@@ -300,7 +167,8 @@ class SourceWeightsCheck:
     def __init__(
         self, model: nn.Module, graph: Graph, state: ModelState, ranks: Sequence[int], watch: SourceModelWatch
     ) -> None:
-        self._model, self._modules = weakref.ref(model), [weakref.ref(module) for module in model.modules()]
+        self._model = weakref.ref(model)
+        self._modules = [(weakref.ref(m), [n for n, b in m._buffers.items() if b is not None]) for m in model.modules()]
         self._graph, self._state, self._ranks, self._watch = graph, state, ranks, watch
         self._trainings = watch.trainings
         parameters, every = self._tensors()
@@ -341,10 +209,10 @@ class SourceWeightsCheck:
             self._known, self._written = self._content(every), self._version()
 
     def _tensors(self) -> tuple[list[Any], list[Any]]:
-        """The parameters, and these with the buffers."""
-        modules = [module for each in self._modules if (module := each()) is not None]
-        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-        buffers = [b for module in modules if module._buffers for b in module._buffers.values() if b is not None]
+        """The parameters, and these with the buffers that there were."""
+        modules = [(module, names) for each, names in self._modules if (module := each()) is not None]
+        parameters = [p for module, _ in modules for p in module._parameters.values() if p is not None]
+        buffers = [b for module, names in modules for n in names if (b := module._buffers.get(n)) is not None]
         return parameters, parameters + buffers
 
     def _content(self, tensors: Sequence[Any]) -> list[object]:

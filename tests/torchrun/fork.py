@@ -12,8 +12,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +24,6 @@ import tests.plans
 from shardfx.compile import compile_model
 from shardfx.compiled import Compiled
 from shardfx.ir.capture.frontend.dynamo import DynamoTrace
-from shardfx.ir.capture.hidden_state import EarlierCapture
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.rules.book import RuleBook
 from tests.plans import MESHES, plan, stored_specs
@@ -68,7 +66,6 @@ def remember_plans() -> None:
         hints: sx.Hints,
         rules: RuleBook,
         on_pass: Any = None,
-        behind: Sequence[EarlierCapture] = (),
         found: DynamoTrace | None = None,
     ) -> Compiled:
         shapes = [(n, t.shape, t.dtype) for n, t in model.state_dict().items()]
@@ -84,11 +81,9 @@ def remember_plans() -> None:
                 [getattr(hints, name) for name in OTHERS],
             )
         )
-        if found is not None:
-            return compile_model(model, mesh, hints, rules, on_pass, behind, found)
-        if key not in known or known[key].captured.keeps or any(each.keeps for each in behind):
-            known[key] = compile_model(model, mesh, hints, rules, on_pass, behind)
-        return known[key]
+        if key not in known or (found is not None and found.keeps):
+            known[key] = compile_model(model, mesh, hints, rules, on_pass, found)
+        return replace(known[key], captured=replace(known[key].captured, trace=found))
 
     shardfx.api.compile_model = compile_once  # type: ignore[assignment]
     references: dict[str, Reference] = {}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.compiler import is_compiling
 
 import shardfx as sx
-from shardfx.ir.capture.frontend.forward_probes import is_compiling_answered
 
 MESH = sx.Mesh(dp=2)
 
@@ -38,79 +35,19 @@ WATCHED: dict[str, Callable[[Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("watched", WATCHED)
-@pytest.mark.parametrize("guard", [False, True])
-def test_model_that_detects_tracing_is_refused(watched: str, guard: bool) -> None:
+def test_model_that_detects_tracing_is_refused_with_guards(watched: str) -> None:
     model = Doubles(WATCHED[watched])
-    hints = sx.Hints(args=(torch.rand(4, 4),), loss=torch.mean, guard=guard)
+    hints = sx.Hints(args=(torch.rand(4, 4),), loss=torch.mean, guard=True)
     with pytest.raises(sx.Error, match="something else when it is traced"):
         sx.parallelize(model, MESH, hints)
     assert model.calls == 0, "the model was run, but is as it was"
 
 
-ASKED = {
-    "torch.compiler.is_compiling": lambda: torch.compiler.is_compiling(),
-    "torch.compiler.is_exporting": lambda: torch.compiler.is_exporting(),
-    "as imported": is_compiling,
-    "as imported from dynamo": torch._dynamo.is_compiling,  # type: ignore[attr-defined]
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("fails", [False, True])
-def test_is_compiling_is_answered_as_in_eager_where_the_traces_differ(asked: str, fails: bool) -> None:
-    def watched(x: Tensor) -> bool:
-        assert torch.compiler.is_compiling is is_compiling, "torch.compile knows it by identity"
-        compiled = bool(ASKED[asked]())
-        return compiled and (None if fails else x).shape[0] > 0  # type: ignore[union-attr]
-
-    model, x = Doubles(watched).double(), torch.rand(4, 4, dtype=torch.float64)
-    pm = sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=torch.mean))
-    assert torch.allclose(pm(x), model(x).mean(), rtol=0, atol=1e-12)
-
-
-def test_is_compiling_answers_are_per_thread_and_nested() -> None:
-    """One within another, and others in threads of their own; afterwards torch's functions are as they were."""
-    code, said, inner = is_compiling.__code__, [], threading.Event()
-
-    def other() -> None:
-        said.append(is_compiling())
-        with is_compiling_answered(lambda _: True):
-            said.append(is_compiling())
-            inner.set()
-        said.append(is_compiling())
-
-    with is_compiling_answered(lambda _: True), is_compiling_answered(lambda _: False):
-        assert not is_compiling()
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert inner.wait(10)
-        with is_compiling_answered(lambda _: True):
-            assert is_compiling() and torch.compiler.is_exporting()
-        assert not is_compiling()
-        thread.join()
-    assert said == [False, True, False] and not is_compiling() and is_compiling.__code__ is code
-
-
-class Shows(nn.Module):
-    """Keeps for others what it computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.last, self.length = nn.Linear(4, 4), None, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last, self.length = self.fc(x), max(self.length, len(x))
-        return self.last * self.length
-
-
-def test_attribute_that_forward_sets_raises_where_it_is_read() -> None:
-    x, model = torch.rand(4, 4), Shows()
-    pm = sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=torch.mean))
-    assert torch.allclose(pm(x), model(x).mean())
-    for name in ("last", "length"):
-        with pytest.raises(sx.Error, match=f"{name}' is set by the model's forward(.|\n)*return it"):
-            getattr(pm, name)
+@pytest.mark.parametrize("guard", [False, True])
+def test_model_that_asks_whether_it_is_compiled_is_refused(guard: bool) -> None:
+    model, x = Doubles(lambda x: torch.compiler.is_compiling()).double(), torch.rand(4, 4, dtype=torch.float64)
+    with pytest.raises(sx.Error, match="something else when it is traced"):
+        sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=torch.mean, guard=guard))
 
 
 def test_model_on_meta_is_not_compared() -> None:

@@ -180,7 +180,6 @@ QUESTIONS: dict[str, Ask] = {
     "requires_grad": lambda model, h, a: h.requires_grad,
     "of_a_weight": lambda model, h, a: model.fc.weight.requires_grad,
     "of_an_input": lambda model, h, a: a.requires_grad,
-    "grad_fn": lambda model, h, a: h.grad_fn is not None,
     "is_leaf": lambda model, h, a: h.is_leaf,
 }
 

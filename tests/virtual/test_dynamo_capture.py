@@ -14,9 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfx as sx
 from benchmarks.capture_front_ends import without_lines
-from shardfx.ir.capture.canonical.mixed_precision import MixedPrecision
 from shardfx.ir.capture.frontend.dynamo import TracedCall, trace_call
-from shardfx.ir.capture.frontend.loss_module import OwnLoss
 from shardfx.ir.capture.frontend.model_preparation import without_weights
 from shardfx.ir.capture.graph_interpreter import interpret
 from shardfx.ir.capture.trace import Captured, capture
@@ -101,16 +99,6 @@ def test_both_captures_give_the_same_text(
     made = model()
     exported = unfolded(capture(made, sx.Mesh(dp=2), args=args, loss=loss, targets=targets).graph)
     assert without_lines(by_dynamo(made, loss, args, targets).graph) == without_lines(exported)
-
-
-@pytest.mark.parametrize(
-    "how", [{"guard": True}, {"compute": MixedPrecision(torch.bfloat16)}, {"loss": OwnLoss("loss", F.mse_loss)}]
-)
-def test_what_dynamo_does_not_capture_is_an_error(how: dict[str, Any]) -> None:
-    model = nn.Linear(6, 4)
-    found = trace_call(TracedCall(model, F.mse_loss, (X,), {}, (Y,)))
-    with pytest.raises(sx.Error, match="Dynamo captures no"):
-        capture(model, sx.Mesh(dp=2), args=(X,), targets=(Y,), found=found, **{"loss": F.mse_loss, **how})
 
 
 def test_unedited_decoder_has_eagers_gradients() -> None:

@@ -165,31 +165,14 @@ def with_hook(register: Callable[[nn.Sequential], Any]) -> nn.Module:
     return model
 
 
-class Plain(nn.Module):
-    """Has a tensor that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scales = nn.Linear(8, 4), [torch.ones(4, dtype=F64)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scales[0]
-
-
-WEIGHTS = [torch.rand(4, dtype=F64)]
-
-
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "hints", "what"),
     [
         (lambda: with_hook(lambda m: m[0].weight.register_hook(lambda g: g)), {}, "a hook would never be called"),
         (lambda: with_hook(lambda m: m[0].register_full_backward_hook(lambda *_: None)), {}, "a backward hook"),
-        (lambda: with_hook(lambda m: m[0].register_forward_hook(lambda *_: print())), {}, "only looks"),
         (lambda: torch.jit.script(mlp()), {}, "a ScriptModule cannot be captured"),  # type: ignore[no-untyped-call]
         (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 4))).double(), {}, "computed outside of forward"),
-        (lambda: Plain().double(), {}, "no input, parameter or buffer(.|\n)*scales(.|\n)*register_buffer"),
-        (mlp, {"loss": lambda o, y: F.cross_entropy(o, y, WEIGHTS[0])}, "WEIGHTS(.|\n)*as a target"),
         (lambda: nn.DataParallel(mlp()), {}, "parallel already(.|\n)*model.module"),
         (lambda: mlp().half(), {"args": (batch()[0].half(),)}, "float16 would vanish"),
         (mlp, {"check_inputs": 1}, "check_inputs(.|\n)*True or False, or .broadcast."),
@@ -244,16 +227,14 @@ class Output:
     logits: torch.Tensor
 
 
-def test_results_of_no_known_class() -> None:
+def test_results_of_any_class() -> None:
     x, y = batch()
     model = mlp()
     model.register_forward_hook(lambda module, given, out: Output(out))
     pm = parallel(model, loss=lambda out, y: F.cross_entropy(out.logits, y))
     assert near(pm(x, y), F.cross_entropy(mlp()(x), y))
-    with pytest.raises(sx.Error, match="register_dataclass"):
-        pm(x)
-    with pytest.raises(sx.Error, match="register_dataclass"):
-        parallel(model, loss=None, targets=(), specs={})
+    torch.testing.assert_close(pm(x).logits, mlp()(x))
+    torch.testing.assert_close(parallel(model, loss=None, targets=(), specs={})(x).logits, mlp()(x))
 
 
 def test_indices_out_of_range_of_a_sharding_table() -> None:
@@ -372,10 +353,12 @@ class OfBatch(nn.Module):
         return self.linear(given.x)
 
 
-def test_an_argument_that_hides_tensors_is_named() -> None:
-    x, _ = batch()
-    with pytest.raises(sx.Error, match=r"(?s)argument holds tensors.*got: +Batch.*register_dataclass\(Batch\)"):
-        parallel(OfBatch().double(), args=(Batch(x),), specs={"targets.0": "dp"})
+def test_an_argument_that_hides_tensors() -> None:
+    x, y = batch()
+    model = OfBatch().double()
+    pm = parallel(model, args=(Batch(x),), specs={"targets.0": "dp"})
+    for each in (x, -x):
+        assert near(pm(Batch(each), y), F.cross_entropy(model.linear(each), y))
 
 
 def test_gradients_in_a_batch_are_refused() -> None:

@@ -112,7 +112,7 @@ def test_a_function_that_changes_its_input_is_an_error() -> None:
         def backward(ctx: Any, *above: torch.Tensor) -> Any:
             return above[0] * 2
 
-    with pytest.raises(sx.Error, match="Doubled gives one of its inputs back"):
+    with pytest.raises(sx.Error, match=r"(?s)Function gives one of its inputs back.*test_gradients.py:\d+"):
         parallel(Net(lambda x, w: Doubled.apply(x * w)).double())
 
 
@@ -226,12 +226,11 @@ def not_read(inner: Inner, y: Tensor) -> Tensor:
     return y
 
 
-def detached_before(inner: Inner, y: Tensor) -> Tensor:
-    inner.kept.detach_()
-    for row in y[:3]:
-        inner.kept.mul_(0.5).add_(row)
-        y = y + inner.kept
-    return y
+def computed_anew(inner: Inner, y: Tensor) -> Tensor:
+    fresh = inner.kept.detach() * 0.9 + y.mean(0)
+    with torch.no_grad():
+        inner.kept.copy_(fresh)
+    return y + fresh
 
 
 def written_through_a_view(inner: Inner, y: Tensor) -> Tensor:
@@ -244,7 +243,7 @@ def with_an_infinite_derivative(inner: Inner, y: Tensor) -> Tensor:
     return y
 
 
-WRITTEN = [detached_read, not_read, detached_before, written_through_a_view, with_an_infinite_derivative]
+WRITTEN = [detached_read, not_read, computed_anew, written_through_a_view, with_an_infinite_derivative]
 
 
 @pytest.mark.long
@@ -306,27 +305,10 @@ def nothing_saved(inner: Inner, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        (read_behind, "backward through the graph a second time"),
-        (overwritten, "backward through the graph a second time"),
-        (nothing_saved, "sum over all calls so far"),
-    ],
-)
-def test_backward_through_the_previous_call_is_refused(how: Callable[..., Tensor], said: str, device: str) -> None:
+@pytest.mark.parametrize("how", [read_behind, overwritten, nothing_saved])
+def test_backward_through_the_previous_call_is_refused(how: Callable[..., Tensor], device: str) -> None:
     model = Model(how).to(device)
     loss = (lambda out: out) if how is nothing_saved else (lambda out: out.pow(2).sum())
     with pytest.raises(sx.Error, match="carries an autograd graph") as caught:
         sx.parallelize(model, sx.Mesh(dp=2), sx.Hints((X,), loss=loss, specs={"args.0": "dp, -"}), virtual=True)
-    assert said in str(caught.value.got) and "inner.kept  inner  test_gradients.py:" in str(caught.value.where)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", [read_behind, overwritten])
-def test_remedy_for_a_backward_through_the_previous_call_works(how: Callable[..., Tensor]) -> None:
-    def detached(inner: Inner, y: Tensor) -> Tensor:
-        inner.kept.detach_()
-        return how(inner, y)
-
-    test_buffer_written_in_place_with_gradient_matches_single_device(detached, "cpu")
+    assert "inner.kept  inner  test_gradients.py:" in str(caught.value.where)

@@ -87,9 +87,8 @@ def test_attributes_and_methods(both: tuple[sx.ParallelModule, Net]) -> None:
         _ = pm.missing
     with pytest.raises(sx.Error, match=r"full weights(.|\n)*pm.gathered"):
         pm.generate()
-    for change in (lambda: setattr(pm, "config", None), lambda: setattr(pm.drop, "p", 0.5)):
-        with pytest.raises(sx.Error, match="parallelize it again"):
-            change()
+    with pytest.raises(sx.Error, match="parallelize it again"):
+        pm.first = nn.Linear(8, 16)
 
 
 @pytest.mark.long
@@ -160,8 +159,7 @@ def test_modes_are_set_as_the_model_sets_them(both: tuple[sx.ParallelModule, Net
 
 @pytest.mark.long
 def test_averages_and_statistics(both: tuple[sx.ParallelModule, Net]) -> None:
-    """``AveragedModel`` is right; ``update_bn`` changes modules, which is an error: it is for the model with whole
-    weights, whose statistics are loaded then."""
+    """``AveragedModel`` is right; ``update_bn`` is for the model with full weights, and its statistics are loaded."""
     pm, model = both
     averages = [AveragedModel(each, use_buffers=True) for each in (pm, model)]
     for each, average in zip((pm, model), averages, strict=True):
@@ -173,8 +171,6 @@ def test_averages_and_statistics(both: tuple[sx.ParallelModule, Net]) -> None:
             average.update_parameters(each)
     with torch.no_grad():
         assert near(averages[0](X), averages[1](X)) and not near(averages[0](X), pm(X))
-    with pytest.raises((sx.Error, AttributeError), match=r"another 'momentum'|'running_mean' is in 2 shards"):
-        update_bn([X], pm)
     with averages[0].module.gathered() as whole:
         update_bn([X, X.sin()], whole)
     averages[0].module.load_full_state_dict(whole.state_dict())
@@ -210,7 +206,7 @@ def test_what_a_script_changes_in_a_configuration_is_captured_anew(caplog: pytes
     for each in (model, pm):
         each.cfg["more"][1]["power"] = 3
     assert near(pm(X, Y), F.cross_entropy(model(X), Y))
-    assert "another value of cfg" in caplog.text
+    assert "guard L['model'].cfg" in caplog.text
     for each in (model, pm):
         each.cfg["more"][1]["power"] = 1
         each.losses.append(0.5)  # which no code of the model reads
@@ -264,7 +260,7 @@ def test_numbers_that_the_loss_reads_are_those_of_the_call(
     assert near(pm(X, Y), weighted([1.0])(model(X), Y)) and len(caplog.records) == planned
     smooth.label_smoothing = 0.3
     assert near(other(X, Y), smooth(model(X), Y))
-    assert all(each in caplog.text for each in ("value of closure,", "FACTOR", "value of loss.label_smoothing"))
+    assert all(each in caplog.text for each in ("L['loss'].__closure__", "FACTOR", "L['loss'].label_smoothing"))
 
 
 class Sized(nn.Module):

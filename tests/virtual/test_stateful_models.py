@@ -62,8 +62,9 @@ def test_state_is_that_of_eager_code(caplog: pytest.LogCaptureFixture) -> None:
         assert pm.calls == model.calls
     same_grads(pm, model)
     assert [record.getMessage().partition("signature: ")[2] for record in caplog.records] == [
-        "another value of L['model'].calls == 0, which the code reads"
+        "guard L['model'].calls == 0 fails"
     ]
+    assert "planned for another call: guard L['model'].calls == 0 fails" in pm.report().notes
     ours, theirs = pm(X), model(X)
     assert ours["calls"] == theirs["calls"] == 7
     ours["h"].square().sum().backward(), theirs["h"].square().sum().backward()

@@ -145,7 +145,7 @@ class MixedPrecision:
         Raises:
             Error: one has fewer bits than what is computed with it, or more than its gradient is to be summed in.
         """
-        kept = {id(parameter) for module in self._kept(model) for parameter in module.parameters()}
+        kept = {id(parameter) for module in self.kept(model) for parameter in module.parameters()}
         for name, parameter in model.named_parameters():
             dtype = parameter.dtype
             if id(parameter) in kept or not dtype.is_floating_point:
@@ -185,7 +185,7 @@ class MixedPrecision:
         if self.dtype is None:
             yield
             return
-        kept = self._kept(model)
+        kept = self.kept(model)
         inside = {part for module in kept for part in module.modules()}
         made: dict[tuple[int, bool], torch.Tensor] = {}
         with ExitStack() as stack:
@@ -196,7 +196,7 @@ class MixedPrecision:
                     stack.enter_context(cast_when_read(module, self.dtype, made))
             yield
 
-    def _kept(self, model: nn.Module) -> list[nn.Module]:
+    def kept(self, model: nn.Module) -> list[nn.Module]:
         """The modules that compute as they are: those of ``keep``, and norms whose buffers are statistics."""
         named = dict(model.named_modules())
         found = [module for module in named.values() if isinstance(module, _NormBase) and module.track_running_stats]

@@ -69,6 +69,10 @@ class AppliedFunction:
         return [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
 
 
+OF_DYNAMO = "ApplyTemplate"
+"""The function that torch makes of a user's own one in the graphs of Dynamo."""
+
+
 class OwnGradients:
     """The calls of custom functions in one trace."""
 
@@ -95,7 +99,7 @@ class OwnGradients:
 
     def _noted(self, kind: type[Function], forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a function: where ``apply`` calls it, its results are those of one op."""
-        of_torch = kind.__module__.partition(".")[0] == "torch"
+        of_torch = kind.__module__.partition(".")[0] == "torch" and kind.__name__ != OF_DYNAMO
         context = 1 if kind.setup_context is Function.setup_context else 0
 
         @wraps(forward)
@@ -113,8 +117,7 @@ class OwnGradients:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if any(leaves[i] is tensor for i in places for tensor in call.tensors):
             raise Error(
-                f"{call.kind.__name__} gives one of its inputs back, or changes it in place",
-                where=f"{call.kind.__module__}.{call.kind.__qualname__}.apply(...)",
+                "a torch.autograd.Function gives one of its inputs back, or changes it in place",
                 expected="a torch.autograd.Function whose results are new tensors",
                 got="an input",
                 remedy="clone it in forward",
@@ -184,9 +187,13 @@ class Refusal(NamedTuple):
         def refuse(*args: Any, **named: Any) -> Any:
             if self.but_of_torch and not is_user_file(sys._getframe(1).f_code.co_filename):
                 return function(*args, **named)
-            raise Error(self.what, expected=self.expected, got=self.got, remedy=self.remedy)
+            raise self.error()
 
         return refuse
+
+    def error(self, where: str | None = None) -> Error:
+        """The error."""
+        return Error(self.what, where=where, expected=self.expected, got=self.got, remedy=self.remedy)
 
 
 TRANSFORM = Refusal(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -106,13 +106,11 @@ def explain(
     error: Exception,
     model: nn.Module,
     guarded: bool,
-    kept: Callable[[], Sequence[str]] = list,
     unseen: Sequence[type] = (),
     alone: Exception | None = None,
 ) -> Error:
-    """The error of a failed export, in the user's terms. ``kept``: what holds tensors of all that
-    the code reads beside; ``unseen``: the classes of arguments that hold some, and that torch does not look into;
-    ``alone``: what the model raised before any trace."""
+    """The error of a failed export, in the user's terms. ``unseen``: the classes of arguments that contain tensors, and
+    that torch does not look into; ``alone``: what the model raised before any trace."""
     decision = explain_decision(error, model, guarded)
     if decision is not None:
         return decision
@@ -128,7 +126,7 @@ def explain(
             "or torch.utils._pytree.register_pytree_node of a class that is no dataclass",
         )
     if FOREIGN in text:
-        return _foreign(where, model, kept())
+        return _foreign(where, model)
     for words, what, expected, remedy in ON_ONE_DEVICE:
         if any(each in text for each in words):
             what = f"{what}, on one device as well"
@@ -150,7 +148,7 @@ def explain(
     )
 
 
-def _foreign(where: str | None, model: nn.Module, kept: Sequence[str]) -> Error:
+def _foreign(where: str | None, model: nn.Module) -> Error:
     """The error of a tensor that is no input, parameter or buffer."""
     plain = [
         f"{path}.{name}".lstrip(".")
@@ -163,9 +161,8 @@ def _foreign(where: str | None, model: nn.Module, kept: Sequence[str]) -> Error:
         "a tensor is used that is no input, parameter or buffer",
         where=where,
         expected="tensors that come in as arguments or targets, or belong to a module",
-        got=", ".join([*dict.fromkeys((*plain, *kept))][:5]) or "a tensor of the code around",
-        remedy=f"{register}, or give it to the loss as a target"
-        + (f"; if {kept[0]} is a cache that an earlier call filled, empty it before parallelize" if kept else ""),
+        got=", ".join(plain[:5]) or "a tensor of the code around",
+        remedy=f"{register}, or give it to the loss as a target",
     )
 
 

@@ -12,27 +12,35 @@ are the parts of torch's ahead-of-time compilation (2.11 to 2.15).
 from __future__ import annotations
 
 import builtins
+import dis
 import logging
+import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from types import CodeType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._guards import Guard
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfx.ir.errors import Error
 
+from ..canonical.batch_norms import plain_batch_norms
+from ..canonical.mixed_precision import MixedPrecision, as_it_is, cast
 from ..data_dependent import stored
 from ..model_and_loss import leaf_names
-from ..source_locations import LOSS, PREFIX
-from .model_preparation import copied, marked
+from ..source_locations import LOSS, OWN, PREFIX, is_user_file
+from .loss_module import Rebound
+from .model_preparation import marked, python_state_restored, quiet_fake_tensors
 
 
 class TracedCall(NamedTuple):
@@ -43,6 +51,7 @@ class TracedCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: tuple[Any, ...]
+    output_dtype: torch.dtype | None = None
 
 
 def model_with_loss(
@@ -51,9 +60,12 @@ def model_with_loss(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     targets: tuple[Any, ...],
+    output_dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
     """The function that is traced: the loss, if there is one, and the model's results."""
     out = model(*args, **kwargs)
+    if output_dtype is not None:
+        out = cast(out, output_dtype)
     return (out,) if loss is None else (loss(out, *targets), out)
 
 
@@ -66,8 +78,10 @@ class DynamoTrace:
     code keeps, in this order; ``buffers`` replace buffers, by name; ``trained`` require gradients; ``numbers`` are no
     tensors. ``has_loss``: there is a loss; ``keeps``: the code keeps outputs. ``others`` are, by source, the tensors
     that are no weights and no inputs, and numbers that are inputs of the graph. ``tree`` and ``leaves`` are the model's
-    results as a pytree; ``code_names`` the names in the traced code; ``gradients`` whether they were enabled; ``call``
-    makes Dynamo's generated code of a function that computes the graph.
+    results as a pytree; ``code_names`` the names in the traced code; ``gradients`` whether they were enabled; ``code``
+    is what Dynamo generated around the graph. ``weights`` are outputs that are weights;
+    ``one``: a tensor that was passed twice was traced as one. ``forwards`` are the functions of the modules' classes,
+    which are not guarded.
     """
 
     graph: fx.GraphModule
@@ -84,11 +98,16 @@ class DynamoTrace:
     code_names: frozenset[str]
     gradients: bool
     guards: Any
-    call: Callable[..., Any]
+    code: GeneratedCode
+    weights: frozenset[int]
+    one: bool
+    forwards: tuple[tuple[type[nn.Module], Any], ...]
 
     def is_valid(self, call: TracedCall) -> bool:
         """Whether the guards hold for a call; the grad mode counts where the code asks for it."""
-        with self._mode():
+        if any(kind.forward is not forward for kind, forward in self.forwards):
+            return False
+        with self._mode(), without_function_modes(), _without_hooks_of_torch():
             return bool(self.guards.check(call._asdict()))
 
     def _mode(self) -> AbstractContextManager[Any]:
@@ -97,7 +116,7 @@ class DynamoTrace:
 
     def reason(self, call: TracedCall) -> str:
         """The guard that does not hold for a call, in Dynamo's words; empty where all do."""
-        with self._mode():
+        with self._mode(), without_function_modes(), _without_hooks_of_torch():
             found = self.guards.check_verbose(call._asdict()).verbose_code_parts
         return _IDS.sub("...", str(found[0]).split("  #")[0].strip()) if found else ""
 
@@ -119,11 +138,14 @@ class DynamoTrace:
         """The loss, if there is one, and the model's results, in the user's own objects, with the effects on Python
         state that eager code has, except that buffers stay the same tensors. ``run`` gives the tensors of ``results``
         for the current ``others``; None for what nobody asks for."""
-        buffers = stored(call.model) if self.buffers else {}
+        own = stored(call.model) if self.buffers else {}
+        buffers = {name: own[name] for name in self.buffers}
+        known = list[Sequence[Tensor | None]]()
 
         def compiled(*inputs: Any) -> list[Any]:
-            known = zip(self.inputs, inputs, strict=True)
-            made = run({name: _like(self.others[name], each) for name, each in known if name in self.others})
+            named = zip(self.inputs, inputs, strict=False)  # of those that nothing is computed with there are none
+            made = run({name: _like(self.others[name], each) for name, each in named if name in self.others})
+            known.append(made[self.has_loss :])
             outputs: list[Any] = [*_outputs(self.graph)]
             for number, value in zip(self.numbers, self._numbers(inputs), strict=True):
                 outputs[number] = value
@@ -133,14 +155,25 @@ class DynamoTrace:
                 outputs[number] = buffers[name]
             return outputs
 
-        return self.call(compiled_fn=compiled)(*call)
+        results = self.code(compiled, call)
+        for name, buffer in buffers.items():
+            path, _, leaf = name.rpartition(".")
+            call.model.get_submodule(path)._buffers[leaf] = buffer
+        if not self.weights:
+            return results
+        flat, tree = pytree.tree_flatten(results[-1])
+        tensors = iter([*zip(self.results[self.has_loss :], known.pop(), strict=True)])
+        for i, leaf in enumerate(self.leaves):
+            number, tensor = next(tensors) if leaf == "tensor" else (None, None)
+            flat[i] = tensor if number in self.weights else flat[i]
+        return (*results[:-1], pytree.tree_unflatten(flat, tree))
 
     def _numbers(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's outputs that are numbers."""
         if not self.numbers:
             return []
         nodes = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
-        env = {node: each for node, each in zip(nodes, inputs, strict=True) if not isinstance(each, Tensor)}
+        env = {node: each for node, each in zip(nodes, inputs, strict=False) if not isinstance(each, Tensor)}
         for node in self.graph.graph.nodes:
             if node.op == "call_function" and node.all_input_nodes and env.keys() >= {*node.all_input_nodes}:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
@@ -164,46 +197,83 @@ def _like(example: Tensor, value: Any) -> Tensor:
 _IDS = re.compile(r"\b\d{9,}\b")
 
 
-def trace_call(call: TracedCall, changing: Collection[str] = ()) -> DynamoTrace:
+def trace_call(
+    call: TracedCall,
+    changing: Collection[str] = (),
+    compute: MixedPrecision | None = None,
+    trainable: Collection[str] | None = None,
+    loss_name: str = LOSS,
+    known: Collection[str] | None = None,
+) -> DynamoTrace:
     """Trace a call of a model on any device, with inputs that are real, fake or on ``meta``. The model is not changed.
 
     Args:
         changing: sources of numbers (:func:`changing_number`) that are to be inputs of the graph.
+        compute: the dtype in which parameters and inputs are traced.
+        trainable: the parameters that require a gradient; None: those that do.
+        loss_name: the prefix of names of the loss's own parameters and buffers, if it is a module.
+        known: the parameters and buffers that are inputs by name; None: all.
 
-    Dynamo's generated code runs once, on a copy of the model, to find out which output is what: what it changes
-    outside of the model (a global list) is changed once.
+    Dynamo's generated code runs once to find out which output is what, and the model's Python state is restored: what
+    it changes outside of the model (a global list) is changed once.
 
     Raises:
         Error: the code cannot be traced as one graph; the model gives an input or a weight itself.
     """
-    model, loss, *inputs = call
-    fakes = FakeWeights(model)
-    fake_call = TracedCall(model, loss, *fakes.inputs(inputs))
-    with fakes.installed(model), fakes.numbers(model, changing), _tracing(changing):
+    compute = compute or MixedPrecision()
+    made = _traced(call, changing, compute, trainable, loss_name, known, one=False)
+    tensors = [each for each in pytree.tree_leaves(call[2:4]) if isinstance(each, Tensor)]
+    if len({*map(id, tensors)}) < len(tensors) and WHICH in made.code_names:
+        return _traced(call, changing, compute, trainable, loss_name, known, one=True)
+    return made
+
+
+def _traced(
+    call: TracedCall,
+    changing: Collection[str],
+    compute: MixedPrecision,
+    trainable: Collection[str] | None,
+    loss_name: str,
+    known: Collection[str] | None,
+    one: bool,
+) -> DynamoTrace:
+    """``one``: a tensor that the model is passed in several places is one."""
+    model, loss = call.model, call.loss
+    fakes = FakeWeights(model, loss, loss_name, compute, trainable, known)
+    args, kwargs = fakes.inputs((call.args, call.kwargs), compute.dtype, one)
+    fake_call = call._replace(args=args, kwargs=kwargs, targets=fakes.inputs(call.targets, None, False))
+    as_they_are = compute.kept(model) if compute.dtype is not None else []
+    with fakes.installed(model, loss), fakes.numbers(model, changing), _tracing(changing), ExitStack() as stack:
+        for module in as_they_are:
+            stack.enter_context(as_it_is(module, compute.dtype or torch.float32))
         out = _captured(fake_call)
-        guards = _guards(out, changing)
+        paths = [path for path, each in model.named_modules() if each in as_they_are]
+        guards = _guards(out, changing, fakes, paths)
     graph: fx.GraphModule = out.backend_input.graph_module
-    replayed = partial(out.forward_callable, extra_globals={**vars(builtins), **model_with_loss.__globals__})
-    names, others = _names_of_inputs(graph, out.backend_input.example_inputs, fakes, fake_call[2:])
+    code = GeneratedCode(out)
+    names, others = _names_of_inputs(graph, out.backend_input.example_inputs, fakes, fake_call[2:5])
     outputs = _outputs(graph)
     tensors = {i: example for i, each in enumerate(outputs) if isinstance(example := _example(each), Tensor)}
     _name_modules(graph, model, loss)
     markers = [torch.empty(()) if i in tensors else 0 for i in range(len(outputs))]
     number = {id(markers[i]): i for i in tensors}
-    twin = _twin(model)
-    result = replayed(compiled_fn=lambda *_: list(markers))(*fake_call._replace(model=twin))
-    flat, tree = pytree.tree_flatten(result[-1])
-    if any(isinstance(each, Tensor) and id(each) not in number for each in flat):
-        raise Error("the model gives an input or a weight itself", expected="tensors that it computes")
-    order = [number[id(each)] for each in (*result[:-1], *flat) if id(each) in number]
-    buffers = {name: number[id(b)] for name, b in twin.named_buffers(remove_duplicate=False) if id(b) in number}
-    kept = [i for i in sorted(tensors) if i not in order and i not in buffers.values()]
-    leaves = tuple("tensor" if id(each) in number else each for each in flat)
-    del result, flat
-    keeps = bool(kept) or any(sys.getrefcount(markers[i]) > UNKEPT for i in order)
+    own = stored(model)
+    with python_state_restored(model):
+        result = code(lambda *_: list(markers), fake_call)
+        flat, tree = pytree.tree_flatten(result[-1])
+        given = _OutputNumbers(graph, names, own, others, fake_call, number)
+        order = [given.number(each) for each in (*result[:-1], *flat) if isinstance(each, Tensor)]
+        weights = frozenset(given.weights)
+        now = dict(model.named_buffers(remove_duplicate=False))
+        there = own if known is None else known
+        buffers = {n: given.number(b) for n, b in now.items() if n in there and n in own and b is not own[n]}
+        kept = [i for i in sorted(tensors) if i not in order and i not in buffers.values()]
+        leaves = tuple("tensor" if isinstance(each, Tensor) else each for each in flat)
+        del result, flat
+        keeps = bool(kept) or any(sys.getrefcount(markers[i]) > UNKEPT for i in order if i in tensors)
     return DynamoTrace(
         graph,
-        names,
+        given.names,
         (*order, *kept),
         buffers,
         frozenset(i for i, each in tensors.items() if each.requires_grad),
@@ -213,11 +283,103 @@ def trace_call(call: TracedCall, changing: Collection[str] = ()) -> DynamoTrace:
         tuple(i for i, each in enumerate(outputs) if isinstance(each, fx.Node) and i not in tensors),
         tree,
         leaves,
-        frozenset(name for code in out.graph_capture_output.traced_code for name in code.co_names),
+        frozenset(name for code in out.graph_capture_output.traced_code for name in _names_in(code)),
         torch.is_grad_enabled(),
         guards,
-        replayed,
+        code,
+        weights,
+        one,
+        tuple({type(each): type(each).forward for each in model.modules()}.items()),
     )
+
+
+class GeneratedCode:
+    """Dynamo's generated code around a graph, which a given function computes."""
+
+    def __init__(self, out: Any) -> None:
+        self._run: Callable[..., Any] = list
+        known = {**vars(builtins), **model_with_loss.__globals__}
+        self._function = out.forward_callable(compiled_fn=lambda *inputs: self._run(*inputs), extra_globals=known)
+
+    def __call__(self, run: Callable[..., Any], call: TracedCall) -> Any:
+        before, self._run = self._run, run
+        try:
+            return self._function(*call)
+        finally:
+            self._run = before
+
+
+class _OutputNumbers:
+    """The numbers of tensors among a graph's outputs; inputs and weights that a model gives or keeps itself become
+    outputs. ``weights`` are the numbers of weights."""
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        names: Sequence[str],
+        own: Mapping[str, Tensor],
+        others: Mapping[str, Tensor],
+        call: TracedCall,
+        known: Mapping[int, int],
+    ) -> None:
+        self._graph, self._known, self.weights = graph, dict(known), set[int]()
+        inputs = [*leaf_names(call.args, call.kwargs, call.targets), *others.items()]
+        self._inputs = {id(leaf): name for name, leaf in reversed(inputs)}
+        self._own = {id(each): name for name, each in reversed([*own.items()])}
+        placeholders = (node for node in graph.graph.nodes if node.op == "placeholder")
+        self._nodes = dict(zip(names, placeholders, strict=True))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the graph's placeholders."""
+        return tuple(self._nodes)
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of a tensor."""
+        if (number := self._known.get(id(tensor))) is not None:
+            return number
+        name = self._inputs.get(id(tensor)) or self._own[id(tensor)]
+        if name not in self._nodes:  # nothing is computed with it
+            with self._graph.graph.inserting_before(next(n for n in self._graph.graph.nodes if n.op != "placeholder")):
+                self._nodes[name] = self._graph.graph.placeholder(f"given_{len(self._nodes)}")
+        outputs = _outputs(self._graph)
+        self._graph.graph.output_node().args = ((*outputs, self._nodes[name]),)
+        self._known[id(tensor)] = len(outputs)
+        if id(tensor) in self._own:
+            self.weights.add(len(outputs))
+        return len(outputs)
+
+
+WHICH = "is"
+"""Among the names of code: it compares identities of values."""
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names in code, and :data:`WHICH` where it compares values (``a is b``, ``a in (b, c)``), not constants."""
+    if code.co_filename.startswith(OWN):
+        return
+    yield from code.co_names
+    if not is_user_file(code.co_filename) and f"{os.sep}nn{os.sep}" not in code.co_filename:
+        return
+    before = ""
+    for each in dis.get_instructions(code):
+        is_op = each.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL")
+        if is_op or (each.opname == "CONTAINS_OP" and before in ("BUILD_LIST", "BUILD_TUPLE", "BUILD_SET")):
+            yield WHICH
+        before = each.opname
+
+
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Within, no ``TorchFunctionMode`` is active (``torch.set_default_device``): guards compare them."""
+    modes = []
+    while torch._C._len_torch_function_stack():
+        modes.append(torch._C._pop_torch_function_stack())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 NOTHING = torch.empty(())
@@ -232,49 +394,86 @@ def _example(output: Any) -> Any:
     return output.meta.get("example_value") if isinstance(output, fx.Node) else None
 
 
-UNKEPT = sys.getrefcount([object()][0])
+UNKEPT = sys.getrefcount((_alone := [object()])[0])
 """The references to an element of a list that nothing else keeps."""
 
 
 class FakeWeights:
-    """Fake CPU tensors for the parameters and buffers of a module, and for inputs."""
+    """Fake CPU tensors for the parameters and buffers of a module and its loss, and for inputs."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: object = None,
+        loss_name: str = LOSS,
+        compute: MixedPrecision | None = None,
+        trainable: Collection[str] | None = None,
+        known: Collection[str] | None = None,
+    ) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.by_id: dict[int, Tensor] = {}
         self.of_numbers: dict[int, Tensor] = {}
         """The numbers that fakes stand for."""
         self.names: dict[int, str] = {}
         """The first name of each fake weight."""
-        for name, tensor in stored(model).items():
-            if id(tensor) in self.by_id:
+        self.inputs_by_id: dict[int, Tensor] = {}
+        kept = {id(p) for module in (compute.kept(model) if compute else ()) for p in module.parameters()}
+        weights = stored(model)
+        if isinstance(loss, nn.Module):
+            weights |= {f"{loss_name}.{name}": tensor for name, tensor in stored(loss).items()}
+        for name, tensor in weights.items():
+            if id(tensor) in self.by_id or (known is not None and name not in known):
                 continue
-            made = self._fake(tensor)
-            if isinstance(tensor, nn.Parameter):
-                made = marked(nn.Parameter(made, tensor.requires_grad), tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            casts = compute is not None and is_parameter and id(tensor) not in kept
+            made = self._fake(tensor, compute.dtype if compute is not None and casts else None)
+            if is_parameter:
+                made = nn.Parameter(made, tensor.requires_grad if trainable is None else name in trainable)
+            made = marked(made, tensor)
             self.by_id[id(tensor)] = made
             self.names[id(made)] = name
 
-    def _fake(self, tensor: Tensor) -> Tensor:
+    def _fake(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
         with torch.no_grad(), self.mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
 
-    def inputs(self, tree: Any) -> Any:
-        """Inputs with fakes in place of tensors, another one for each place, also where a tensor is passed twice."""
-        return pytree.tree_map_only(Tensor, lambda each: self._fake(each).requires_grad_(each.requires_grad), tree)
+    def inputs(self, tree: Any, dtype: torch.dtype | None, one: bool) -> Any:
+        """Inputs with fakes in place of tensors, floating ones in a ``dtype``; with ``one``, one for each tensor, else
+        one for each place."""
+
+        def fake(tensor: Tensor) -> Tensor:
+            if one and id(tensor) in self.inputs_by_id:
+                return self.inputs_by_id[id(tensor)]
+            made = self._fake(tensor, dtype).requires_grad_(tensor.requires_grad)
+            return self.inputs_by_id.setdefault(id(tensor) if one else id(made), made)
+
+        return pytree.tree_map_only(Tensor, fake, tree)
+
+    @property
+    def ids(self) -> set[int]:
+        """The ids of the fakes."""
+        return {*self.names, *map(id, self.inputs_by_id.values())}
 
     @contextmanager
-    def installed(self, model: nn.Module) -> Iterator[None]:
-        """Replace the parameters and buffers of a module by the fakes, within the context."""
-        places: list[dict[str, Any]] = [each for m in model.modules() for each in (m._parameters, m._buffers)]
+    def installed(self, model: nn.Module, loss: object) -> Iterator[None]:
+        """Replace the parameters and buffers of a module and its loss by the fakes, within the context."""
+        modules = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
+        places: list[dict[str, Any]] = [each for m in modules for each in (m._parameters, m._buffers)]
         before = [dict(tensors) for tensors in places]
+        recurrent = [(m, m._flat_weights) for m in modules if isinstance(m, nn.RNNBase)]
         for tensors in places:
-            tensors.update((name, self.by_id[id(each)]) for name, each in tensors.items() if each is not None)
+            tensors.update((name, self.by_id.get(id(each), each)) for name, each in tensors.items())
+        for module, weights in recurrent:  # which keep a list of their parameters
+            vars(module)["_flat_weights"] = [self.by_id.get(id(each), each) for each in weights]
         try:
-            yield
+            with loss.bound() if isinstance(loss, Rebound) else nullcontext():
+                yield
         finally:
             for tensors, was in zip(places, before, strict=True):
                 tensors.update(was)
+            for module, weights in recurrent:
+                vars(module)["_flat_weights"] = weights
 
     @contextmanager
     def numbers(self, model: nn.Module, sources: Collection[str]) -> Iterator[None]:
@@ -291,6 +490,14 @@ class FakeWeights:
 
 
 # ---- torch's own parts ----------------------------------------------------------------------------------------------
+
+
+class UntracedContent(Error):
+    """Dynamo does not trace what a tensor's content decides, be it made of nothing (``torch.arange(4).sum() > 3``), nor
+    code of a module that cannot be imported (of ``runpy``)."""
+
+
+BY_EXPORT = "Hints(guard=True) captures it by torch.export, for which Python state is as it is when it plans"
 
 
 @contextmanager
@@ -313,14 +520,44 @@ def _tracing(changing: Collection[str]) -> Iterator[None]:
         "skip_nnmodule_hook_guards": False,
         "ignore_logging_functions": {*config.ignore_logging_functions, *filter(callable, once)},
     }
+    if hasattr(config, "trace_autograd_ops"):  # from torch 2.12 on
+        options["trace_autograd_ops"] = True
     validates = torch.distributions.Distribution._validate_args
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
         sources = compiler_config.patch(dynamic_sources=",".join(changing))  # type: ignore[attr-defined]
-        with get_metrics_context(), config.patch(options), sources:
-            yield
+        with (
+            get_metrics_context(),
+            config.patch(options),
+            sources,
+            without_function_modes(),
+            _without_hooks_of_torch(),
+            plain_batch_norms(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            with _disable_current_modes(), quiet_fake_tensors():
+                yield
     finally:
         torch.distributions.Distribution.set_default_validate_args(validates)
+
+
+@contextmanager
+def _without_hooks_of_torch() -> Iterator[None]:
+    """Within, the forward hooks of all modules that torch itself installs (``FlopCounterMode``) are not there."""
+    every = nn.modules.module
+    if not every._global_forward_hooks and not every._global_forward_pre_hooks:
+        yield
+        return
+    with ExitStack() as stack:
+        for hooks in (every._global_forward_hooks, every._global_forward_pre_hooks):
+            stack.enter_context(mock.patch.dict(hooks, users_hooks(hooks), clear=True))
+        yield
+
+
+def users_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    """The hooks that are not torch's own."""
+    return {key: hook for key, hook in hooks.items() if not str(hook.__module__).startswith("torch.")}
 
 
 def _captured(call: TracedCall) -> Any:
@@ -336,13 +573,15 @@ def _captured(call: TracedCall) -> Any:
     grad = torch.is_grad_enabled()
     try:
         return fullgraph_capture(model_with_loss, tuple(call))
-    except TorchDynamoException as error:
+    except (TorchDynamoException, ImportError) as error:  # also of a module that runpy ran
         stack = getattr(error, "real_stack", None)
-        raise Error(
+        by_content = isinstance(error, ImportError) or re.search("data.dependent", str(error), re.IGNORECASE)
+        raise (UntracedContent if by_content else Error)(
             "Dynamo cannot trace the model and its loss as one graph",
             where=f"{stack[-1].filename}:{stack[-1].lineno}  {stack[-1].line}" if stack else None,
             expected="code that torch.compile(fullgraph=True) takes",
             got=str(error).splitlines()[0],
+            remedy=BY_EXPORT,
         ) from error
     finally:
         torch._C._set_grad_enabled(grad)  # which a failed trace may leave off
@@ -357,31 +596,33 @@ def changing_number(reason: str) -> str:
     return f"{found[1]}.{found[2]}" if found else ""
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy of a module, of the same tensors."""
-    with mock.patch.object(Tensor, "__deepcopy__", lambda tensor, memo: tensor):
-        return copied(model, {id(each): each for each in stored(model).values()})
-
-
-def _guards(out: Any, changing: Collection[str]) -> Any:
-    """The guards of a capture, but for those of tensors that belong to inputs and weights, or stand for numbers."""
-    from torch._dynamo.hooks import Hooks
-    from torch._dynamo.types import GuardFilterEntry
+def _guards(out: Any, changing: Collection[str], fakes: FakeWeights, kept: Collection[str]) -> Any:
+    """The guards of a capture, but for those of tensors that are inputs and weights, or stand for numbers, and of the
+    hooks that cast for modules that are kept in their dtype."""
     from torch._dynamo.utils import dynamo_timed
 
-    def wanted(entries: Sequence[GuardFilterEntry]) -> list[bool]:
-        tensors = (each.guard_type == "TENSOR_MATCH" for each in entries)
-        elsewhere = (each.name in names or COMPARED_ELSEWHERE.search(each.name) for each in entries)
-        return [not (tensor and other) for tensor, other in zip(tensors, elsewhere, strict=True)]
+    placeholders = (n for n in out.backend_input.graph_module.graph.nodes if n.op == "placeholder")
+    examples = zip(placeholders, out.backend_input.example_inputs, strict=True)
+    known = {_source_text(node) for node, example in examples if id(example) in fakes.ids}
+    known |= {*changing}
 
-    names = {source.replace("L['model']", "model", 1) for source in changing}
+    def wanted(guard: Guard) -> bool:
+        holder, hooks, _ = guard.name.partition("._forward_")
+        if hooks and kept and ".".join(re.findall(r"_modules\['([^']+)'\]", holder)) in kept:
+            return False
+        of_tensor = guard.create_fn_name() == "TENSOR_MATCH"
+        return not (of_tensor and (guard.name in known or COMPARED_ELSEWHERE.search(guard.name)))
 
+    capture = out.graph_capture_output
+    guards = capture.output_graph.guards
+    guards.inner = type(guards.inner)(filter(wanted, guards.inner))
     with dynamo_timed("build_guards"):
-        made = out.graph_capture_output.build_guards(model_with_loss.__code__, hooks=Hooks(guard_filter_fn=wanted))
+        made = capture.build_guards(model_with_loss.__code__)
+    capture.output_graph.local_scope.clear()  # which would keep the model alive
     return made.guard_manager
 
 
-COMPARED_ELSEWHERE = re.compile(r"^(args|kwargs|targets)\b|_parameters|_buffers")
+COMPARED_ELSEWHERE = re.compile(r"^L\['(args|kwargs|targets)'\](\[[^]]*\])*$|(_parameters|_buffers)\['\w+'\]$")
 """The sources of inputs and weights."""
 
 
@@ -404,10 +645,13 @@ def _names_of_inputs(
 
 def _source_name(node: fx.Node) -> str:
     """The source of a tensor in the user's code: ``model.cache``, ``globals.TABLE``."""
+    return re.sub(r"^([LG])\['(\w+)'\]", lambda m: m[2] if m[1] == "L" else f"globals.{m[2]}", _source_text(node))
+
+
+def _source_text(node: fx.Node) -> str:
     source = getattr(node, "_dynamo_source", None)
     named = node.name if source is None else source.name
-    text = named if isinstance(named, str) else named()  # a method before torch 2.12
-    return re.sub(r"^([LG])\['(\w+)'\]", lambda m: m[2] if m[1] == "L" else f"globals.{m[2]}", text)
+    return named if isinstance(named, str) else named()  # a method before torch 2.12
 
 
 def _name_modules(graph: fx.GraphModule, model: nn.Module, loss: object) -> None:

@@ -6,7 +6,6 @@
 
       self.low = torch.min(self.low, x.amin())    ->    low.copy_(torch.min(low.clone(), x.amin()))
 
-- :func:`is_compiling_answered`: whether it asks ``torch.compiler.is_compiling()``, and what it is told.
 - :func:`reject_foreign_random`: random numbers of Python or numpy would be drawn once, and are refused.
 """
 
@@ -16,12 +15,11 @@ import linecache
 import random
 import re
 import sys
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import FrameType, FunctionType, SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -96,9 +94,13 @@ class CheckpointedModules:
         finally:
             for hook in hooks:
                 hook.remove()
-        if found:
-            self.calls[tuple(dict.fromkeys(found))] = None
-        self.others |= not found
+        self.add(found)
+
+    def add(self, paths: Sequence[str]) -> None:
+        """Note a checkpoint in which these modules are called."""
+        if paths:
+            self.calls[tuple(dict.fromkeys(paths))] = None
+        self.others |= not paths
 
     def patterns(self, model: nn.Module, there: Iterable[str]) -> tuple[tuple[str, ...], ...]:
         """The modules as patterns, by call: one for a list whose blocks are all called alone; none where nothing is
@@ -140,7 +142,7 @@ class AssignedBuffers:
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.with_history: set[str] = set()
-        """The names of buffers that carry an autograd graph from one call to the next (:mod:`..hidden_state`)."""
+        """The names of buffers that carry an autograd graph from one call to the next."""
 
     @contextmanager
     def noting(self, program: nn.Module, *, written: bool) -> Iterator[None]:
@@ -223,72 +225,6 @@ def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool) -> None
         remedy="detach() what becomes a buffer; register it in the shape that it takes; what only this call needs is "
         "no buffer",
     )
-
-
-Answer = Callable[[bool], bool]
-"""The answer to code that asks, given the truth."""
-
-
-class _ThreadAnswers(threading.local):
-    """The answers in this thread, the innermost last: a loss may capture a model while it is captured."""
-
-    def __init__(self) -> None:
-        self.answers: list[Answer] = []
-
-
-def _compiling() -> bool:
-    return _shardfx_compiling()  # type: ignore[name-defined, no-any-return] # noqa: F821 (among torch's own names)
-
-
-def _exporting() -> bool:
-    return _shardfx_exporting()  # type: ignore[name-defined, no-any-return] # noqa: F821
-
-
-ASKED: dict[str, tuple[Any, Any, Any]] = {
-    f"_shardfx_{other.__name__[1:]}": (function, function.__code__, other.__code__)
-    for function, other in ((torch.compiler.is_compiling, _compiling), (torch.compiler.is_exporting, _exporting))
-}
-"""The functions that are asked, their own code and the temporary one, by the global name of the answer. They stay
-themselves, for code that imported them, and for ``torch.compile``, which knows them by identity."""
-PASSED_ON = frozenset(function.__name__ for function, *_ in ASKED.values())
-"""Functions of torch that ask on behalf of others."""
-_here = _ThreadAnswers()
-_lock = threading.Lock()
-_within = 0
-"""The number of active answers, in all threads."""
-
-
-@contextmanager
-def is_compiling_answered(answer: Answer) -> Iterator[None]:
-    """Within, code that asks whether it is compiled or exported gets this answer; torch's own is told the truth."""
-    _here.answers.append(answer)
-    _enter(1)
-    try:
-        yield
-    finally:
-        _enter(-1)
-        _here.answers.pop()
-
-
-def _enter(by: int) -> None:
-    global _within
-    with _lock:
-        _within += by
-        for name, (function, own, other) in ASKED.items():
-            if _within:
-                function.__globals__.setdefault(name, _answers(FunctionType(own, function.__globals__)))
-            function.__code__ = other if _within else own
-
-
-def _answers(truth: Callable[[], bool]) -> Callable[[], bool]:
-    def answers() -> bool:
-        frame = sys._getframe(2)
-        while frame.f_code.co_name in PASSED_ON and frame.f_back is not None:
-            frame = frame.f_back
-        of_torch = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
-        return truth() if of_torch or not _here.answers else _here.answers[-1](truth())
-
-    return answers
 
 
 Result = TypeVar("Result")

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from types import CellType, FunctionType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -23,11 +25,18 @@ NAMES = ("loss", "loss_function", "the_loss")
 
 
 class OwnLoss:
-    """A loss that is a submodule of the model, by name; ``given`` is the user's."""
+    """A loss that is a submodule of the model, by name; ``given`` is the user's, ``module`` that with its tensors."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self.given = name, function
+    def __init__(self, name: str, function: Callable[..., Any], module: nn.Module) -> None:
+        self.name, self.given, self.module = name, function, module
         self._was: dict[str, tuple[int, int]] = {}
+
+    def beside(self, model: nn.Module) -> nn.Module:
+        """A twin of a model that has the loss as a submodule."""
+        twin = object.__new__(_beside(type(model), self.name))
+        twin.__dict__.update(model.__dict__)
+        twin.__dict__["_modules"] = {**model._modules, self.name: self.module}
+        return twin
 
     def settle(self) -> None:
         """Take the user's tensors as unchanged: a capture may write into them, and restore them."""
@@ -74,15 +83,28 @@ class Rebound(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """The result of the function, with the tensors of this module in its closure and globals."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._function(*args)
+        with self.bound():
+            return self._function(*args)
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Within, the closure and the globals of the function have the tensors and modules of this module."""
         function = self._function
         current = {**self._parameters, **self._buffers, **self._modules}
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
-        closure = tuple(CellType(current[n]) if n in current else c for n, c in zip(names, cells, strict=True))
-        made = FunctionType(
-            function.__code__, {**function.__globals__, **current}, function.__name__, function.__defaults__, closure
-        )
-        made.__kwdefaults__ = function.__kwdefaults__
-        return made(*args)
+        closed = [
+            (cell, cell.cell_contents, current.pop(n)) for n, cell in zip(names, cells, strict=True) if n in current
+        ]
+        with mock.patch.dict(function.__globals__, current):
+            for cell, _, value in closed:
+                cell.cell_contents = value
+            try:
+                yield
+            finally:
+                for cell, was, _ in closed:
+                    cell.cell_contents = was
 
 
 class Filled(nn.Module):
@@ -124,20 +146,8 @@ def with_own_loss(
     made = _as_module(loss)
     if made is None or loss is None:
         return model, loss
-    name = next(name for name in NAMES if not hasattr(model, name))
-    twin = object.__new__(_beside(type(model), name))
-    twin.__dict__.update(model.__dict__)
-    twin.__dict__["_modules"] = {**model._modules, name: made}
-    return twin, OwnLoss(name, loss)
-
-
-def without_own_loss(model: nn.Module) -> nn.Module:
-    """The model without the loss that :func:`with_own_loss` added."""
-    name = vars(type(model)).get("loss_beside")
-    if name is not None:
-        del model._modules[name]
-        model.__class__ = type(model).__bases__[0]
-    return model
+    own = OwnLoss(next(name for name in NAMES if not hasattr(model, name)), loss, made)
+    return own.beside(model), own
 
 
 def _beside(kind: type[nn.Module], name: str) -> type[nn.Module]:
@@ -150,7 +160,7 @@ def _beside(kind: type[nn.Module], name: str) -> type[nn.Module]:
         finally:
             self._modules[name] = loss
 
-    return type(kind.__name__, (kind,), {"forward": forward, "loss_beside": name, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _as_module(loss: Callable[..., Any] | None) -> nn.Module | None:

@@ -6,17 +6,17 @@ import copy
 import logging
 import types
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
+from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardfx.ir.capture.python_state.python_values import STATE, is_apart
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 
@@ -73,15 +73,99 @@ def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
 
 
 def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of the module tree on ``meta``: tied weights stay tied, nothing is stored. A configuration that the model
-    holds is the same object, for whoever made it may change it."""
-    attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in STATE)
-    memo: dict[int, object] = {id(value): value for value in attributes if is_apart(value)}
+    """A copy of the module tree on ``meta``: tied weights stay tied, and tensors that are no weights are the same."""
+    memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = marked(nn.Parameter(made, tensor.requires_grad) if is_parameter else made, tensor)
-    return copied(model, memo)
+    return shared_copy(model, memo)
+
+
+def shared_copy(model: nn.Module, memo: dict[int, object] | None = None) -> nn.Module:
+    """A copy of a module with Python state of its own, of the same tensors but for those in ``memo``."""
+    with mock.patch.object(torch.Tensor, "__deepcopy__", lambda tensor, memo: memo.get(id(tensor), tensor)):
+        return copied(model, {id(each): each for each in (*model.parameters(), *model.buffers())} | (memo or {}))
+
+
+@contextmanager
+def python_state_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of a module, and the containers and objects in them, after the context; within, iterators
+    are copies."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        _note_state(vars(module), found)
+    for holder, was in found.values():
+        for key, value in was.items() if isinstance(was, dict) else enumerate(was if isinstance(was, list) else ()):
+            if isinstance(value, Iterator):
+                with quiet_copies():
+                    holder[key] = _deep(value, {})
+    try:
+        yield
+    finally:
+        for holder, was in found.values():
+            if isinstance(holder, list):
+                holder[:] = was
+            elif isinstance(holder, (dict, set, deque)):
+                holder.clear()
+                (holder.extend if isinstance(holder, deque) else holder.update)(was)
+            else:
+                for name, value in was.items():
+                    object.__setattr__(holder, name, value)
+
+
+def _note_state(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
+    """Note the contents of a container or of an object, and of those in it."""
+    if isinstance(value, (torch.Tensor, nn.Module, type, *CODE, *PLAIN)) or id(value) in found:
+        return
+    if type(value).__module__.partition(".")[0] == "torch":
+        return
+    slots = [n for n in getattr(type(value), "__slots__", ()) if isinstance(n, str) and hasattr(value, n)]
+    if isinstance(value, (list, dict, set, deque)):
+        found[id(value)] = value, copy.copy(value)
+    elif slots and not isinstance(value, tuple):
+        found[id(value)] = value, {name: getattr(value, name) for name in slots}
+        for name in slots:
+            _note_state(getattr(value, name), found)
+    inside = value if isinstance(value, (list, dict, set, deque, tuple)) else getattr(value, "__dict__", ())
+    if isinstance(inside, dict) and inside is not value:
+        _note_state(inside, found)
+    elif inside is value:
+        for each in [*(inside.values() if isinstance(inside, dict) else inside)]:
+            _note_state(each, found)
+
+
+def attributes_of(model: nn.Module) -> dict[str, str]:
+    """The attributes of modules by path, as texts: equal where the numbers and texts in them are, and other objects are
+    the same."""
+    known: dict[int, str] = {}
+    return {
+        f"{path}.{name}".lstrip("."): _as_text(value, known)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in STATE
+    }
+
+
+def _as_text(value: Any, known: dict[int, str]) -> str:
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if id(value) not in known:
+        content = hash(value.tobytes()) if hasattr(value, "tobytes") else ""  # of an array
+        known[id(value)] = f"{type(value).__name__} {id(value)} {content}"  # also within itself
+        inside = value
+        if not isinstance(value, (torch.Tensor, nn.Module, type, list, tuple, set, deque, dict, *CODE)):
+            inside = getattr(value, "__dict__", None)
+        if isinstance(inside, dict):
+            known[id(value)] = str({_as_text(k, known): _as_text(each, known) for k, each in inside.items()})
+        elif isinstance(inside, (list, tuple, set, deque)):
+            known[id(value)] = str([_as_text(each, known) for each in inside])
+    return known[id(value)]
+
+
+STATE = frozenset(vars(nn.Module()))
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice)
+CODE = types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType
 
 
 def marked(made: Made, tensor: torch.Tensor) -> Made:
@@ -130,10 +214,20 @@ def _copied(thing: Any, memo: dict[int, object]) -> Any:
     if kind is nn.Parameter:
         return marked(copy.deepcopy(thing, memo), thing)
     if not (isinstance(thing, nn.Module) and all(getattr(kind, n, None) is getattr(nn.Module, n, None) for n in HOW)):
-        return copy.deepcopy(thing, memo)
+        return _deep(thing, memo)
     new = memo[id(thing)] = object.__new__(kind)
     new.__setstate__(_copied(thing.__dict__, memo))
     return new
+
+
+def _deep(thing: Any, memo: dict[int, object]) -> Any:
+    """A deep copy; what cannot be copied (a lock, an open file, an iterator) is shared."""
+    try:
+        return copy.deepcopy(thing, memo)
+    except TypeError:
+        if isinstance(thing, nn.Module):
+            raise
+        return thing
 
 
 HOW = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")
@@ -259,9 +353,7 @@ def reject_module(model: nn.Module) -> None:
         Error: a wrapper that is parallel, a ScriptModule, hooks on gradients, forward hooks that only look, a parameter
             that is computed, or has no shape yet.
     """
-    for attribute, what in HOOKS.items():
-        if getattr(nn.modules.module, f"_global{attribute}"):
-            refuse_hook("all modules", what, "register it on pm, or compute that in forward")
+    reject_backward_hooks(model)
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -281,9 +373,6 @@ def reject_module(model: nn.Module) -> None:
                 got=type(module).__name__,
                 remedy="parallelize the module itself, and leave torch.jit.script out",
             )
-        for attribute, what in HOOKS.items():
-            if getattr(module, attribute, None):
-                refuse_hook(where, what, "register it on pm, or compute that in forward")
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 raise Error(
@@ -321,6 +410,21 @@ def reject_module(model: nn.Module) -> None:
                 got="an inference tensor",
                 remedy="make the model outside of it",
             )
+
+
+def reject_backward_hooks(model: nn.Module) -> None:
+    """Refuse backward hooks of modules.
+
+    Raises:
+        Error: there is one, of a module or of all.
+    """
+    remedy = "register it on pm, or compute that in forward"
+    for attribute, what in HOOKS.items():
+        if getattr(nn.modules.module, f"_global{attribute}"):
+            refuse_hook("all modules", what, remedy)
+        for path, module in model.named_modules():
+            if getattr(module, attribute, None):
+                refuse_hook(f"{path or 'the model'} ({type(module).__name__})", what, remedy)
 
 
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from shardfx.ir.errors import Error
+from shardfx.ir.repeat import Repeat
 
+from ..canonical.mixed_precision import MixedPrecision
 from ..data_dependent import DataGuards, stored
 from ..model_and_loss import ModelAndLoss
-from ..source_locations import LOSS, source_of
-from .dynamo import DynamoTrace
+from ..source_locations import LOSS, PREFIX, source_of
+from .autograd_in_forward import TRANSFORM
+from .dynamo import BY_EXPORT, DynamoTrace
+from .forward_probes import CheckpointedModules
 
 
 class TracedProgram(ModelAndLoss):
@@ -24,7 +30,20 @@ class TracedProgram(ModelAndLoss):
 
     def __init__(self, trace: DynamoTrace, names: Sequence[str], *program: Any) -> None:
         super().__init__(*program)
+        self._casts, self.compute = _casts_of(self.compute, self.model, names), MixedPrecision()
         self._trace, self._names, self._program = (trace,), list(names), program
+        self._enter: Callable[[str], object] = str
+        _note_checkpoints(trace.graph, self.results.checkpointed)
+        _reject_transforms(trace.graph)
+
+    @contextmanager
+    def entering(self, enter: Callable[[str], object]) -> Iterator[None]:
+        """Within, ``enter`` is called with the module path of each node."""
+        self._enter = enter
+        try:
+            yield
+        finally:
+            self._enter = str
 
     @property
     def eager(self) -> ModelAndLoss:
@@ -34,11 +53,17 @@ class TracedProgram(ModelAndLoss):
     def _run(self, tensors: tuple[Tensor, ...], decisions: DataGuards) -> tuple[Tensor, ...]:
         (trace,) = self._trace
         known = stored(self.model) | dict(zip(self._names, tensors, strict=True))
+        runner = _NodeRunner(trace.graph, decisions, self._enter)
+        inputs = zip(runner.inputs, trace.inputs, strict=True)
+        runner.casts = {node: self._casts[name] for node, name in inputs if name in self._casts}
         with preserve_node_meta():
-            outputs = _NodeRunner(trace.graph, decisions).run(*(known[name] for name in trace.inputs))
+            replaced = {id(known[name]) for name in trace.buffers}
+            given = (known[name] for name in trace.inputs)
+            outputs = runner.run(*(each.clone() if id(each) in replaced else each for each in given))
         self.results.tree, self.results.leaves = trace.tree, trace.leaves
-        for name, number in trace.buffers.items():
-            known[name].copy_(outputs[number].detach())
+        with torch.no_grad():  # several may have changed places, and one may be a view of another
+            for name, value in [(name, outputs[number].clone()) for name, number in trace.buffers.items()]:
+                known[name].copy_(value)
         outs = [outputs[number] for number in trace.results]
         if self.loss is not None and not trace.has_loss:
             targets = [each for name, each in zip(self._names, tensors, strict=True) if name.startswith("targets.")]
@@ -47,6 +72,19 @@ class TracedProgram(ModelAndLoss):
         return (*outs[:trains], *(each.detach() for each in outs[trains:]))
 
 
+def _casts_of(compute: MixedPrecision, model: nn.Module, names: Sequence[str]) -> dict[str, torch.dtype]:
+    """The dtypes of parameters and inputs in which a model computes."""
+    if compute.dtype is None:
+        return {}
+    kept = {id(p) for module in compute.kept(model) for p in module.parameters()}
+    parameters = model.named_parameters(remove_duplicate=False)
+    cast = [name for name, each in parameters if each.dtype.is_floating_point and id(each) not in kept]
+    return dict.fromkeys([*cast, *(name for name in names if name.startswith(("args.", "kwargs.")))], compute.dtype)
+
+
+GET_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+TRANSFORMS = ("_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level")
+"""The functions that begin transforms which differentiate."""
 _OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow"
 OUT_OF_PLACE = {getattr(operator, f"i{name}"): getattr(operator, name) for name in _OPERATORS}
 """The operators of numbers in place of those that change tensors."""
@@ -55,14 +93,39 @@ OUT_OF_PLACE = {getattr(operator, f"i{name}"): getattr(operator, name) for name 
 class _NodeRunner(fx.Interpreter):
     """Interpreter of a graph of torch functions, with the source locations of its nodes."""
 
-    def __init__(self, graph: fx.GraphModule, decisions: DataGuards) -> None:
+    def __init__(self, graph: fx.GraphModule, decisions: DataGuards, enter: Callable[[str], object]) -> None:
         super().__init__(graph)
-        self._decisions = decisions
+        self._decisions, self._enter, self.extra_traceback = decisions, enter, False
+        self.casts: dict[fx.Node, torch.dtype] = {}
+        """The dtypes to which inputs are cast where they are read, each once."""
+        self._cast: dict[tuple[fx.Node, bool], Tensor] = {}
+        self._full: dict[fx.Node, Tensor] = {}
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The placeholders."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """The arguments of a node."""
+        for each in n.all_input_nodes if self.casts else ():
+            if each in self.casts:
+                key = each, torch.is_grad_enabled()  # what is cast without a gradient has none
+                full = self._full.setdefault(each, self.env[each])
+                if key not in self._cast:
+                    dtype = self.casts[each] if full.dtype.is_floating_point else full.dtype
+                    self._cast[key] = full.to(dtype)
+                self.env[each] = self._cast[key]
+        return super().fetch_args_kwargs_from_env(n)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node."""
-        self._decisions.at = source_of(n)
-        self._decisions.of_loss = any(path.split(".")[0] == LOSS for path, _ in n.meta["nn_module_stack"].values())
+        if n.op == "placeholder" or n.op == "output" or n.op == "get_attr":
+            return super().run_node(n)
+        if n.stack_trace:
+            self._decisions.at = source_of(n)
+        self._enter(_module_path(n))
+        self._decisions.of_loss = _is_of_loss(n)
         if n.meta["number"] and n.target in OUT_OF_PLACE:  # which is a tensor here
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             return OUT_OF_PLACE[n.target](*args, **kwargs)
@@ -75,12 +138,93 @@ class _NodeRunner(fx.Interpreter):
             Error: another higher-order op.
         """
         if target is torch.ops.higher_order.tag_activation_checkpoint:
-            return _NodeRunner(args[0], self._decisions).run(*args[1:])
+            return _NodeRunner(args[0], self._decisions, self._enter).run(*args[1:])
+        if target is torch.ops.higher_order.autograd_function_apply:
+            return target(*args, **kwargs)
+        if target is GET_DATA:  # x.data
+            return args[0].detach()
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise Error(
                 f"{target} in the graph of Dynamo cannot be captured",
                 where=str(self._decisions.at),
                 expected="functions of tensors, and torch.utils.checkpoint",
-                remedy="capture(...) without python=, by torch.export",
+                remedy=BY_EXPORT,
             )
         return super().call_function(target, args, kwargs)
+
+
+def _is_of_loss(node: fx.Node) -> bool:
+    return any(path.split(".")[0] == LOSS for path, _ in node.meta["nn_module_stack"].values())
+
+
+def _module_path(node: fx.Node) -> str:
+    """The path of the innermost module of the model that calls a node; "" outside of it."""
+    stack = [path for path, _ in node.meta["nn_module_stack"].values()]
+    return stack[-1].removeprefix(PREFIX) if stack and not _is_of_loss(node) else ""
+
+
+def _reject_transforms(graph: fx.GraphModule) -> None:
+    """Refuse transforms that differentiate.
+
+    Raises:
+        Error: one is begun.
+    """
+    line: fx.Node | None = None
+    for node in graph.graph.nodes:
+        line = node if node.stack_trace else line
+        if getattr(node.target, "__name__", "") in TRANSFORMS:
+            raise TRANSFORM.error(str(source_of(line)) if line is not None else None)
+
+
+def _note_checkpoints(graph: fx.GraphModule, found: CheckpointedModules) -> None:
+    """Note the modules that are called in each checkpoint, once: of a graph that leaves no block out."""
+    if found.calls or found.others:
+        return
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            depth = len(node.meta["nn_module_stack"])
+            body: Any = graph.get_submodule(node.args[0].target)
+            calls = (each for each in body.graph.nodes if each.op.startswith("call"))
+            stacks = ([*each.meta["nn_module_stack"].values()] for each in calls)
+            found.add([stack[depth][0].removeprefix(PREFIX) for stack in stacks if len(stack) > depth])
+
+
+def without_repeats(trace: DynamoTrace, repeats: Sequence[Repeat]) -> DynamoTrace:
+    """A trace without the blocks that are left out; what follows them reads the results of the last block before.
+
+    Raises:
+        ValueError: blocks have other numbers of nodes.
+    """
+    if not repeats:
+        return trace
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(trace.graph.graph, {}))
+    graph = fx.GraphModule(trace.graph, copied)
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    blocks: dict[tuple[Repeat, int], list[fx.Node]] = {(each, index): [] for each in repeats for index in _near(each)}
+    at: tuple[Repeat, int] | None = None
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "output", "get_attr"):
+            path = _module_path(node)
+            found = ((each, index) for each in repeats if (index := each.within(path)) is not None)
+            at = next(found, at)
+            if at in blocks:
+                blocks[at].append(node)
+    for repeat in repeats:
+        gone = dict.fromkeys(node for index in repeat.left_out for node in blocks[repeat, index])
+        for last, kept in zip(blocks[repeat, repeat.last], blocks[repeat, repeat.first - 1], strict=True):
+            for user in [each for each in last.users if each not in gone]:
+                user.replace_input_with(last, kept)
+        for node in reversed(gone):
+            graph.graph.erase_node(node)
+    names = dict(zip(placeholders, trace.inputs, strict=True))
+    for node, name in [*names.items()]:
+        if not node.users and any(each.within(name) in each.left_out for each in repeats):
+            graph.graph.erase_node(node)
+            del names[node]
+    return replace(trace, graph=graph, inputs=tuple(names.values()))
+
+
+def _near(repeat: Repeat) -> range:
+    """The blocks that are left out, and the one before."""
+    return range(repeat.first - 1, repeat.last + 1)
