@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfx.ir.capture.frontend.dynamo import UntracedContent
+from shardfx.ir.capture.frontend.dynamo import UntracedByDynamo
 from shardfx.ir.capture.frontend.loss_module import with_own_loss
 from shardfx.ir.capture.frontend.model_preparation import as_module, without_weights
 from shardfx.ir.errors import Error
@@ -120,7 +120,7 @@ def parallelize(
             if variants.traces and not later:
                 try:
                     found = trace_model(source.module, hints)
-                except UntracedContent as error:  # which torch.export may take
+                except UntracedByDynamo as error:  # which torch.export may take
                     refused, variants.traces = error, False
                 except Error:  # torch.export may say more of why
                     compile_model(module, described, hints, rules, on_pass)
@@ -169,7 +169,7 @@ def keeps_state(names: Sequence[str]) -> Error:
         where=", ".join(names[:5]),
         expected="what forward returns, parameters and buffers",
         got="attributes that its code sets",
-        remedy="make it a buffer, or return it; without guard=True, effects on Python state are as in eager code",
+        remedy="make it a buffer, or return it; without guard=True, it is as in eager code",
     )
 
 

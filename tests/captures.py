@@ -16,13 +16,16 @@ import torch
 from torch import nn
 
 import shardfx as sx
+import shardfx.api
 import shardfx.compile
 from shardfx.ir.capture.frontend.dynamo import DynamoTrace
+from shardfx.ir.capture.frontend.loss_module import OwnLoss
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured
 from shardfx.module.state_checks import SourceModelWatch
 
 KNOWN: dict[Hashable, Captured] = {}
+TRACES: dict[Hashable, DynamoTrace] = {}
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of all modules: parameters, buffers and modules, which are looked at by name, and hooks."""
@@ -40,7 +43,25 @@ def captured_once(name: str) -> Iterator[None]:
     numbers of the examples (``Hints(guard=True)``), on objects among them, on hooks or on how the batch is sharded
     (``Hints(batch_stats="local")``) is captured at each call.
     """
-    capture = shardfx.compile.capture_model
+    capture, trace = shardfx.compile.capture_model, shardfx.compile.trace_model
+
+    def key_of(model: nn.Module | torch.export.ExportedProgram, hints: sx.Hints) -> Hashable:
+        """None where a model is captured at each call."""
+        examples = leaf_names(hints.args, hints.kwargs, hints.targets)
+        alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples) and hints.batch_stats is None
+        if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
+            return None
+        given = tuple((each, _key(leaf)) for each, leaf in examples)
+        asked = (hints.loss, hints.optimizer, hints.clip_grad_norm, hints.mixed_precision)
+        return (name, shardfx.compile.capture, asked, _content(model), given, _surroundings())
+
+    def traced_once(model: nn.Module, hints: sx.Hints, *further: Any, **named: Any) -> DynamoTrace:
+        key = None if further or named or isinstance(hints.loss, OwnLoss) else key_of(model, hints)
+        if key is None:
+            return trace(model, hints, *further, **named)
+        if key not in TRACES:
+            TRACES[key] = trace(model, hints)
+        return TRACES[key]
 
     def once(
         model: nn.Module | torch.export.ExportedProgram,
@@ -48,15 +69,9 @@ def captured_once(name: str) -> Iterator[None]:
         hints: sx.Hints,
         found: DynamoTrace | None = None,
     ) -> Captured:
-        examples = leaf_names(hints.args, hints.kwargs, hints.targets)
-        alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples) and hints.batch_stats is None
-        if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
+        if (plain := key_of(model, hints)) is None:
             return capture(model, mesh, hints, found)
-        given = tuple((each, _key(leaf)) for each, leaf in examples)
-        asked = (hints.loss, hints.optimizer, hints.clip_grad_norm, hints.mixed_precision)
-        key = (name, shardfx.compile.capture, asked, _content(model), given, _surroundings())
-        if found is not None:
-            key = (*key, found.has_loss, found.gradients, found.trained)
+        key = plain, found and (found.has_loss, found.gradients, found.trained)
         if key not in KNOWN:
             KNOWN[key] = capture(model, mesh, hints, found)
         graph = shardfx.compile.own_constants(KNOWN[key].graph.copy())
@@ -65,6 +80,7 @@ def captured_once(name: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shardfx.compile, "capture_model", once)
+        patch.setattr(shardfx.api, "trace_model", traced_once)
         yield
 
 

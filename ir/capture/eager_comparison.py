@@ -35,7 +35,7 @@ from shardfx.ir.spec import as_it_lies
 from .canonical.batch_norms import BatchParts, NormByParts, WideStatistics
 from .convert import ProgramNames
 from .data_dependent import stored
-from .frontend.model_preparation import copied, python_state_restored
+from .frontend.model_preparation import Scopes, copied, python_state_restored
 from .graph_interpreter import interpret
 
 aten = torch.ops.aten
@@ -73,6 +73,7 @@ class EagerReference:
         guarded: bool = False,
         recast: bool = False,
         kept: Collection[str] = (),
+        scopes: Scopes = (),
     ) -> None:
         self._program, self._given, self._names, self._parts = program, tensors, names, parts
         self.note, self._recast, self._kept = "", recast, kept
@@ -83,7 +84,7 @@ class EagerReference:
         self._runs &= guarded or sum(each.numel() for each in everything) <= MAX_NUMEL
         if self._runs:
             try:
-                with _stand_ins(program), python_state_restored(program):
+                with _stand_ins(program), python_state_restored(program, scopes=scopes):
                     self._expected = self._eager(program, tensors, ReproducibleRun())
             except Exception as error:  # reported where the capture succeeds, or fails too
                 self.raised = error

@@ -20,7 +20,7 @@ from .data_dependent import DataGuards, stored
 from .frontend.capture_errors import explain_decision, user_frame
 from .frontend.forward_probes import AssignedBuffers, CheckpointedModules, reject_foreign_random
 from .frontend.loss_module import OwnLoss
-from .frontend.model_preparation import marks_of
+from .frontend.model_preparation import Scopes, marks_of
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,11 @@ class ModelAndLoss(nn.Module):
     def eager(self) -> ModelAndLoss:
         """The program that calls the model's own code."""
         return self
+
+    @property
+    def scopes(self) -> Scopes:
+        """The globals that its code names, where that is known."""
+        return ()
 
     @contextmanager
     def entering(self, enter: Callable[[str], object]) -> Iterator[None]:

@@ -261,7 +261,7 @@ def _trace(
         with warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
             how: dict[str, Any] = {"guarded": program.by_example, "recast": compute is not None}
-            how["kept"] = program.results.kept or ()
+            how |= {"kept": program.results.kept or (), "scopes": program.scopes}
             eager = EagerReference(program.eager, tensors, names, batch_parts, **how)
             how = {"mesh": mesh, "names": names, "batch_parts": batch_parts, "outcomes": outcomes}
             graph, drawn = write_graph(program, tensors, **how)

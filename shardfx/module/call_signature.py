@@ -1,11 +1,7 @@
 """The signature of a call: everything that decides which specialization (programs) serves it, and the checks of a call.
 
-Beside shapes, dtypes and Python values of the inputs, the signature has what the model's code asks of tensors::
-
-    a is b          x.is_contiguous()          h.requires_grad
-
-What the code asks is told by the names in it. Inputs that differ
-only in facts that the code never asks for are served by the same programs.
+Beside shapes, dtypes and Python values of the inputs, the signature has what the names in the model's code ask of
+tensors (``a is b``, ``x.is_contiguous()``, ``h.requires_grad``), and nothing that they do not.
 """
 
 from __future__ import annotations

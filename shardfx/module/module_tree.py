@@ -67,11 +67,20 @@ class ModelProxy(nn.Module):
         return found.__get__(self, kind) if hasattr(type(found), "__get__") else found
 
     def _set_on_twin(self, name: str, value: object) -> bool:
-        """Set an attribute of the model, which guards see; whether it was one."""
-        own = "_source" in self.__dict__ and not isinstance(value, (torch.Tensor, nn.Module))
-        if own := own and name in vars(self._twin).keys() - STATE:
-            setattr(self._twin, name, value)
-        return own
+        """Set an attribute of the model, also a new one, which guards see; whether it is one."""
+        own = self.__dict__
+        if "_source" not in own or isinstance(value, (torch.Tensor, nn.Module)) or hasattr(type(self), name):
+            return False
+        kept = (*own["_modules"], *own["_parameters"], *own["_buffers"], *STATE)
+        if name in kept or (name.startswith("_") and name not in vars(self._twin)):
+            return False
+        setattr(self._twin, name, value)
+        return True
+
+    def __delattr__(self, name: str) -> None:
+        if name not in vars(self._twin).keys() - STATE:
+            self._refuse(f"a parallel module cannot lose its {name!r}")
+        delattr(self._twin, name)
 
     def __getitem__(self, index: Any) -> Any:
         """Indexing as in the twin's class: a part of a list or a dict of modules."""
@@ -184,13 +193,12 @@ class ProxyModule(ModelProxy):
         self._twin.set_extra_state(state)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if self._set_on_twin(name, value):
+            return
         if name.startswith("_") or name == "training":
             super().__setattr__(name, value)
-        elif not self._set_on_twin(name, value):
+        else:
             self._refuse(f"a module of a parallel module is given another {name!r}")
-
-    def __delattr__(self, name: str) -> None:
-        self._refuse(f"a module of a parallel module loses its {name!r}")
 
     def _get_name(self) -> str:
         return type(self._twin).__name__
@@ -270,7 +278,6 @@ class ProxyTree:
         self._grow(root, model, "")
         self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
         self.watched: list[SourceWeightsCheck] = []
-        """Checks that other state of the model is unchanged."""
         self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
 
     def _grow(self, part: nn.Module, model: nn.Module, path: str) -> None:

@@ -191,7 +191,6 @@ class Specializations:
         self.fill: Fill = lambda model: model
         self._last_state = self._joins = 0
         self._attributes = list[dict[str, str]]()
-        """What attributes were at calls, where the model is not traced."""
         self._changing, self._fixed = list[str](), set[str]()
         """The sources of numbers that are inputs of plans, and of those that cannot be."""
         self.known: list[tuple[CallSignature, Programs]] = []
@@ -211,8 +210,7 @@ class Specializations:
     @property
     def notes(self) -> tuple[str, ...]:
         """The reason of each specialization beside the first."""
-        first = self.known[0][0]
-        return tuple(f"planned for another call: {first.difference(form)}" for form, _ in self.known[1:])
+        return tuple(f"planned for another call: {self.known[0][0].difference(form)}" for form, _ in self.known[1:])
 
     @property
     def _training(self) -> frozenset[str]:
@@ -264,14 +262,12 @@ class Specializations:
             gradients = frozenset(tensors_with_grad(first.step.store))
             check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
         inputs = inputs_of(call, first.step)
-        trainable = frozenset(tensors_with_grad(first.step.store, call))
         form = CallSignature(self._training, inputs, gradients, autocast_around(), hooks=global_hooks())
-        form = self._in_state(form, call, trainable)
+        form = self._in_state(form, call, frozenset(tensors_with_grad(first.step.store, call)))
         form = replace(form, state=joined) if joined else form
 
         def words() -> dict[str, str]:
-            watched = {"watched by": type(watch).__name__} if watch is not None else {}
-            return {"runs": RUNS[kinds], **form.words(), **watched}
+            return {"runs": RUNS[kinds], **form.words(), **({"watched by": type(watch).__name__} if watch else {})}
 
         def beside() -> dict[str, str]:
             modes = {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.source.training)}

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardfx.ir.capture.data_dependent import stored
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph
 from shardfx.ir.shards import local_shard
@@ -168,7 +169,7 @@ class SourceWeightsCheck:
         self, model: nn.Module, graph: Graph, state: ModelState, ranks: Sequence[int], watch: SourceModelWatch
     ) -> None:
         self._model = weakref.ref(model)
-        self._modules = [(weakref.ref(m), [n for n, b in m._buffers.items() if b is not None]) for m in model.modules()]
+        self._buffers = {id(m): [n for n, b in m._buffers.items() if b is not None] for m in model.modules()}
         self._graph, self._state, self._ranks, self._watch = graph, state, ranks, watch
         self._trainings = watch.trainings
         parameters, every = self._tensors()
@@ -178,7 +179,7 @@ class SourceWeightsCheck:
 
     def __deepcopy__(self, memo: object) -> SourceWeightsCheck:
         made = copy.copy(self)
-        made._modules = []  # a copy of the parallel module was not made of the model
+        made._buffers = {}  # a copy of the parallel module was not made of the model
         return made
 
     def check(self) -> None:
@@ -187,7 +188,7 @@ class SourceWeightsCheck:
         Raises:
             Error: naming the first one; or a parameter that was frozen, or given a hook.
         """
-        if not self._modules or self._watch.trainings != self._trainings:
+        if not self._buffers or self._watch.trainings != self._trainings:
             return
         parameters, every = self._tensors()
         trained = [*map(TRAINED, parameters)]
@@ -210,9 +211,10 @@ class SourceWeightsCheck:
 
     def _tensors(self) -> tuple[list[Any], list[Any]]:
         """The parameters, and these with the buffers that there were."""
-        modules = [(module, names) for each, names in self._modules if (module := each()) is not None]
-        parameters = [p for module, _ in modules for p in module._parameters.values() if p is not None]
-        buffers = [b for module, names in modules for n in names if (b := module._buffers.get(n)) is not None]
+        modules = [*model.modules()] if (model := self._model()) is not None else []
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        named = ((module, name) for module in modules for name in self._buffers.get(id(module), ()))
+        buffers = [b for module, name in named if (b := module._buffers.get(name)) is not None]
         return parameters, parameters + buffers
 
     def _content(self, tensors: Sequence[Any]) -> list[object]:
@@ -251,7 +253,7 @@ class SourceWeightsCheck:
         state = self._state
         full = {
             state.aliases.get(name, name): (name, tensor.detach())
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            for name, tensor in stored(model).items()
             if not tensor.is_meta and not isinstance(tensor, FakeTensor)
         }
         for inp in self._graph.inputs:

@@ -280,6 +280,7 @@ def test_custom_pass_sees_all_blocks() -> None:
     assert str(pm.planned) == str(planned(MEGATRON).planned)
 
 
+@pytest.mark.long
 @captured_once("test_repeated_blocks")
 def test_on_pass_sees_all_blocks() -> None:
     seen: list[bool] = []

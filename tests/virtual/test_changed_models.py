@@ -141,12 +141,12 @@ def test_changes_of_calls() -> None:
     for around in (nullcontext(), torch.autocast("cpu", torch.bfloat16)):
         with around:
             torch.testing.assert_close(pm(X, Y), F.cross_entropy(reference(X), Y), rtol=1e-2, atol=1e-2)
-    assert known <= len(pm._variants.known) == 5
+    assert known <= len(pm._variants.known) == 6
 
 
 def test_new_parameters_are_an_error() -> None:
     model, pm, _ = planned()
     pm(X, Y)
     model.down = nn.Sequential(model.down, nn.Linear(4, 4).double())
-    with pytest.raises(sx.Error, match=r"(?s)other parameters since it was parallelized.*down.0.weight"):
+    with pytest.raises(sx.Error, match=r"other parameters since it was parallelized|weights were changed after"):
         pm(X, Y)

@@ -101,6 +101,7 @@ def test_both_captures_give_the_same_text(
     assert without_lines(by_dynamo(made, loss, args, targets).graph) == without_lines(exported)
 
 
+@pytest.mark.long
 def test_unedited_decoder_has_eagers_gradients() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

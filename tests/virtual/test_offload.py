@@ -173,6 +173,7 @@ def test_states_are_saved_and_loaded() -> None:
         assert losses[0] == losses[1] == losses[2]
 
 
+@pytest.mark.long
 def test_parameters_that_lie_elsewhere_are_stepped_by_their_owner() -> None:
     """Gradients lie where their parameters do."""
     pms = [small_plan(None, MESHES["dp2"], **more) for more in ({}, {"offload": away("parameters")})]

@@ -122,6 +122,7 @@ def test_the_whole_output_of_a_model_with_its_own_loss() -> None:
     assert all(near(out[name], theirs[name]) for name in out)
 
 
+@pytest.mark.long
 def test_what_cannot_be_pulled_back() -> None:
     pm = parallel(mlp(), MESH, specs=SPECS)
     x = X.clone().requires_grad_()

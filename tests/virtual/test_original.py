@@ -188,6 +188,7 @@ def test_a_model_that_goes_its_own_way_or_has_the_weights_of_the_parallel_one() 
     assert near(pm(X, Y), pm(X, Y))
 
 
+@pytest.mark.long
 def test_parameters_of_the_model_that_are_frozen_or_hooked_later() -> None:
     pm = parallel(model := mlp())
     model[0].requires_grad_(False)

@@ -89,6 +89,7 @@ def test_python_state_is_that_of_the_call() -> None:
         by_default.__defaults__[0][0] = 1.0  # type: ignore[index]
 
 
+@pytest.mark.long
 def test_configuration_is_not_copied() -> None:
     """Whoever made it may change it; it is not copied with the model."""
     options = Options()
@@ -102,6 +103,7 @@ def test_configuration_is_not_copied() -> None:
 COUNTED: list[int] = []
 
 
+@pytest.mark.long
 def test_hidden_state_outside_of_the_model() -> None:
     """A list of the script that each call makes longer, once; a generator that is no tensor's is an error."""
     generator = np.random.default_rng(0)

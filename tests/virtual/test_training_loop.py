@@ -49,6 +49,7 @@ def test_gradients_accumulate_over_calls() -> None:
     assert all(rel_err(grads[n], p.grad) < 1e-9 for n, p in alone.named_parameters())
 
 
+@pytest.mark.long
 def test_parameters_are_the_distinct_shards_each_once() -> None:
     case = make("gpt_fused")
     pm = plan(case, MESHES["dp2tp2"])
@@ -71,6 +72,7 @@ def test_hints_in_their_three_forms(hint: object) -> None:
     assert rel_err(pm(x, y), F.cross_entropy(model(x), y)) < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(7, 5, 3), (9, 6, 5)])
 def test_sizes_that_do_not_divide(sizes: tuple[int, int, int]) -> None:
     batch, hidden, classes = sizes

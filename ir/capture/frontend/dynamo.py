@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ from ..data_dependent import stored
 from ..model_and_loss import leaf_names
 from ..source_locations import LOSS, OWN, PREFIX, is_user_file
 from .loss_module import Rebound
-from .model_preparation import marked, python_state_restored, quiet_fake_tensors
+from .model_preparation import CODE, INSTALLED, Scopes, is_installed, marked, python_state_restored, quiet_fake_tensors
 
 
 class TracedCall(NamedTuple):
@@ -80,8 +81,8 @@ class DynamoTrace:
     that are no weights and no inputs, and numbers that are inputs of the graph. ``tree`` and ``leaves`` are the model's
     results as a pytree; ``code_names`` the names in the traced code; ``gradients`` whether they were enabled; ``code``
     is what Dynamo generated around the graph. ``weights`` are outputs that are weights;
-    ``one``: a tensor that was passed twice was traced as one. ``forwards`` are the functions of the modules' classes,
-    which are not guarded.
+    ``one``: a tensor that was passed twice was traced as one. ``methods`` are those of the modules' classes, which
+    are not guarded, and ``scopes`` the globals that the code names.
     """
 
     graph: fx.GraphModule
@@ -101,21 +102,25 @@ class DynamoTrace:
     code: GeneratedCode
     weights: frozenset[int]
     one: bool
-    forwards: tuple[tuple[type[nn.Module], Any], ...]
+    methods: tuple[tuple[type, str, Any], ...]
+    scopes: Scopes
 
     def is_valid(self, call: TracedCall) -> bool:
         """Whether the guards hold for a call; the grad mode counts where the code asks for it."""
-        if any(kind.forward is not forward for kind, forward in self.forwards):
+        if any(vars(kind).get(name) is not method for kind, name, method in self.methods):
             return False
         with self._mode(), without_function_modes(), _without_hooks_of_torch():
             return bool(self.guards.check(call._asdict()))
 
     def _mode(self) -> AbstractContextManager[Any]:
-        asks = "is_grad_enabled" in self.code_names
+        asks = not self.code_names.isdisjoint(("is_grad_enabled", "requires_grad", "is_leaf", "grad_fn"))
         return nullcontext() if asks else torch.set_grad_enabled(self.gradients)
 
     def reason(self, call: TracedCall) -> str:
         """The guard that does not hold for a call, in Dynamo's words; empty where all do."""
+        for kind, name, method in self.methods:
+            if vars(kind).get(name) is not method:
+                return f"{kind.__name__}.{name} is that which was traced"
         with self._mode(), without_function_modes(), _without_hooks_of_torch():
             found = self.guards.check_verbose(call._asdict()).verbose_code_parts
         return _IDS.sub("...", str(found[0]).split("  #")[0].strip()) if found else ""
@@ -239,6 +244,7 @@ def _traced(
 ) -> DynamoTrace:
     """``one``: a tensor that the model is passed in several places is one."""
     model, loss = call.model, call.loss
+    _reject_bounded(model)
     fakes = FakeWeights(model, loss, loss_name, compute, trainable, known)
     args, kwargs = fakes.inputs((call.args, call.kwargs), compute.dtype, one)
     fake_call = call._replace(args=args, kwargs=kwargs, targets=fakes.inputs(call.targets, None, False))
@@ -258,7 +264,11 @@ def _traced(
     markers = [torch.empty(()) if i in tensors else 0 for i in range(len(outputs))]
     number = {id(markers[i]): i for i in tensors}
     own = stored(model)
-    with python_state_restored(model):
+    names_in_code = frozenset(name for code in out.graph_capture_output.traced_code for name in _names_in(code))
+    methods = _methods(model, out.graph_capture_output.traced_code)
+    closures = {f"{kind}.{name}": each for kind, name, each in methods if not is_installed(kind)}
+    scopes = [*_scopes(out, names_in_code), (closures, [])]
+    with python_state_restored(model, loss, scopes):
         result = code(lambda *_: list(markers), fake_call)
         flat, tree = pytree.tree_flatten(result[-1])
         given = _OutputNumbers(graph, names, own, others, fake_call, number)
@@ -283,14 +293,49 @@ def _traced(
         tuple(i for i, each in enumerate(outputs) if isinstance(each, fx.Node) and i not in tensors),
         tree,
         leaves,
-        frozenset(name for code in out.graph_capture_output.traced_code for name in _names_in(code)),
+        names_in_code,
         torch.is_grad_enabled(),
         guards,
         code,
         weights,
         one,
-        tuple({type(each): type(each).forward for each in model.modules()}.items()),
+        methods,
+        scopes,
     )
+
+
+def _scopes(out: Any, names: Collection[str]) -> Scopes:
+    """The globals of the user's modules that code names, but for modules, classes and functions."""
+    modules = (sys.modules.get(name) for name in {*out.graph_capture_output.import_sources.values()})
+    files = ((each, getattr(each, "__file__", None) or "<") for each in modules if each is not None)
+    own = (vars(each) for each, file in files if is_user_file(file) and not file.startswith(INSTALLED))
+    return [(scope, [n for n in names if n in scope and not isinstance(scope[n], (type, *CODE))]) for scope in own]
+
+
+def _methods(model: nn.Module, codes: Collection[CodeType]) -> tuple[tuple[type, str, Any], ...]:
+    """The traced methods of the classes of modules, which are not guarded."""
+    traced = {*codes}
+    kinds = {base: None for module in model.modules() for base in type(module).__mro__ if base is not object}
+    every = ((kind, name, value) for kind in kinds for name, value in vars(kind).items())
+    return tuple(each for each in every if getattr(each[2], "__code__", None) in traced)
+
+
+def _reject_bounded(model: nn.Module) -> None:
+    """Refuse a ``deque`` with a maximum length, of which Dynamo (2.11 to 2.15) does not drop elements.
+
+    Raises:
+        Error: naming the attribute.
+    """
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, deque) and value.maxlen is not None:
+                raise Error(
+                    "Dynamo does not follow a deque with a maximum length",
+                    where=f"{path}.{name}".lstrip("."),
+                    expected="a list, or a deque without maxlen",
+                    got=f"deque(maxlen={value.maxlen})",
+                    remedy="a list that is cut: self.kept = [*self.kept, h][-n:]",
+                )
 
 
 class GeneratedCode:
@@ -492,11 +537,16 @@ class FakeWeights:
 # ---- torch's own parts ----------------------------------------------------------------------------------------------
 
 
-class UntracedContent(Error):
-    """Dynamo does not trace what a tensor's content decides, be it made of nothing (``torch.arange(4).sum() > 3``), nor
-    code of a module that cannot be imported (of ``runpy``)."""
+class UntracedByDynamo(Error):
+    """Dynamo does not trace what torch.export may: what a tensor's content decides, be it made of nothing
+    (``torch.arange(4).sum() > 3``), an intermediate that is made to require a gradient, one tensor that is passed twice
+    to an autograd function, and code of a module that cannot be imported (of ``runpy``)."""
 
 
+TAKEN_BY_EXPORT = re.compile("data.dependent|requires_grad|duplicate tensor input", re.IGNORECASE)
+
+
+LOGS = [getattr(logging.Logger, name) for name in ("debug", "info", "warning", "error", "exception", "critical", "log")]
 BY_EXPORT = "Hints(guard=True) captures it by torch.export, for which Python state is as it is when it plans"
 
 
@@ -518,7 +568,7 @@ def _tracing(changing: Collection[str]) -> Iterator[None]:
         "automatic_dynamic_shapes": False,
         "allow_rnn": True,
         "skip_nnmodule_hook_guards": False,
-        "ignore_logging_functions": {*config.ignore_logging_functions, *filter(callable, once)},
+        "ignore_logging_functions": {*config.ignore_logging_functions, *filter(callable, once), *LOGS},
     }
     if hasattr(config, "trace_autograd_ops"):  # from torch 2.12 on
         options["trace_autograd_ops"] = True
@@ -575,8 +625,8 @@ def _captured(call: TracedCall) -> Any:
         return fullgraph_capture(model_with_loss, tuple(call))
     except (TorchDynamoException, ImportError) as error:  # also of a module that runpy ran
         stack = getattr(error, "real_stack", None)
-        by_content = isinstance(error, ImportError) or re.search("data.dependent", str(error), re.IGNORECASE)
-        raise (UntracedContent if by_content else Error)(
+        kind = UntracedByDynamo if isinstance(error, ImportError) or TAKEN_BY_EXPORT.search(str(error)) else Error
+        raise kind(
             "Dynamo cannot trace the model and its loss as one graph",
             where=f"{stack[-1].filename}:{stack[-1].lineno}  {stack[-1].line}" if stack else None,
             expected="code that torch.compile(fullgraph=True) takes",
@@ -622,7 +672,9 @@ def _guards(out: Any, changing: Collection[str], fakes: FakeWeights, kept: Colle
     return made.guard_manager
 
 
-COMPARED_ELSEWHERE = re.compile(r"^L\['(args|kwargs|targets)'\](\[[^]]*\])*$|(_parameters|_buffers)\['\w+'\]$")
+COMPARED_ELSEWHERE = re.compile(
+    r"^L\['(args|kwargs|targets)'\](\[[^]]*\])*$|(_parameters|_buffers)\['\w+'\]$|_flat_weight\w+\[\d+\](\(\))?$"
+)
 """The sources of inputs and weights."""
 
 

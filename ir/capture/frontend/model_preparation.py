@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import logging
+import sys
+import sysconfig
 import types
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
@@ -88,13 +91,22 @@ def shared_copy(model: nn.Module, memo: dict[int, object] | None = None) -> nn.M
         return copied(model, {id(each): each for each in (*model.parameters(), *model.buffers())} | (memo or {}))
 
 
+Scopes = Sequence[tuple[dict[str, Any], Collection[str]]]
+"""The globals of modules, and the names of them that code reads or sets."""
+
+
 @contextmanager
-def python_state_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a module, and the containers and objects in them, after the context; within, iterators
-    are copies."""
+def python_state_restored(model: nn.Module, loss: object = None, scopes: Scopes = ()) -> Iterator[None]:
+    """Restore the attributes of a module and its loss, what closures and these globals are, and the containers and
+    objects in all of these, after the context; within, iterators are copies."""
     found: dict[int, tuple[Any, Any]] = {}
-    for module in model.modules():
+    for module in (*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())):
         _note_state(vars(module), found)
+    _note_state(loss, found)
+    before = [(scope, {name: scope[name] for name in names if name in scope}) for scope, names in scopes]
+    for values in (*(values for _, values in before), *(scope for scope, names in scopes if not names)):
+        for value in values.values():
+            _note_state(value, found)
     for holder, was in found.values():
         for key, value in was.items() if isinstance(was, dict) else enumerate(was if isinstance(was, list) else ()):
             if isinstance(value, Iterator):
@@ -103,10 +115,18 @@ def python_state_restored(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for scope, values in before:
+            scope.update(values)
         for holder, was in found.values():
-            if isinstance(holder, list):
+            if isinstance(holder, types.CellType):
+                holder.cell_contents = was
+            elif isinstance(holder, list):
                 holder[:] = was
-            elif isinstance(holder, (dict, set, deque)):
+            elif isinstance(holder, dict):
+                for key in holder.keys() - was.keys():
+                    del holder[key]
+                holder.update(was)
+            elif isinstance(holder, (set, deque)):
                 holder.clear()
                 (holder.extend if isinstance(holder, deque) else holder.update)(was)
             else:
@@ -115,10 +135,19 @@ def python_state_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _note_state(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
-    """Note the contents of a container or of an object, and of those in it."""
+    """Note the contents of a container, of an object or of a closure, and of those in it."""
+    for cell in getattr(value, "__closure__", None) or () if isinstance(value, types.FunctionType) else ():
+        if id(cell) not in found and (content := next(iter_cell(cell), found)) is not found:
+            found[id(cell)] = cell, content
+            _note_state(content, found)
+    if isinstance(value, types.MethodType):  # a loss that is one
+        own = value.__self__
+        for each in own.modules() if isinstance(own, nn.Module) else ():
+            _note_state(vars(each), found)
+        _note_state(own, found)
     if isinstance(value, (torch.Tensor, nn.Module, type, *CODE, *PLAIN)) or id(value) in found:
         return
-    if type(value).__module__.partition(".")[0] == "torch":
+    if _is_of_library(value) or ((isinstance(value, dict) and "__builtins__" in value) or value is vars(builtins)):
         return
     slots = [n for n in getattr(type(value), "__slots__", ()) if isinstance(n, str) and hasattr(value, n)]
     if isinstance(value, (list, dict, set, deque)):
@@ -133,6 +162,31 @@ def _note_state(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
     elif inside is value:
         for each in [*(inside.values() if isinstance(inside, dict) else inside)]:
             _note_state(each, found)
+
+
+def iter_cell(cell: types.CellType) -> Iterator[Any]:
+    """The content of a closure's cell, if it has any."""
+    with suppress(ValueError):
+        yield cell.cell_contents
+
+
+def _is_of_library(value: object) -> bool:
+    """Whether an object is of torch or of Python's library (a logger, a lock), which is no state of a model."""
+    kind = type(value).__module__.partition(".")[0]
+    return kind == "torch" or (kind in sys.stdlib_module_names and kind not in HOLDERS)
+
+
+@cache
+def is_installed(kind: type) -> bool:
+    """Whether a class is of an installed library: what its objects refer to may be anything."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return file.startswith(INSTALLED)
+
+
+INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+
+
+HOLDERS = ("builtins", "collections", "types", "argparse", "itertools")
 
 
 def attributes_of(model: nn.Module) -> dict[str, str]:
@@ -155,7 +209,7 @@ def _as_text(value: Any, known: dict[int, str]) -> str:
         known[id(value)] = f"{type(value).__name__} {id(value)} {content}"  # also within itself
         inside = value
         if not isinstance(value, (torch.Tensor, nn.Module, type, list, tuple, set, deque, dict, *CODE)):
-            inside = getattr(value, "__dict__", None)
+            inside = None if _is_of_library(value) else getattr(value, "__dict__", None)
         if isinstance(inside, dict):
             known[id(value)] = str({_as_text(k, known): _as_text(each, known) for k, each in inside.items()})
         elif isinstance(inside, (list, tuple, set, deque)):

@@ -22,6 +22,7 @@ from ..source_locations import LOSS, PREFIX, source_of
 from .autograd_in_forward import TRANSFORM
 from .dynamo import BY_EXPORT, DynamoTrace
 from .forward_probes import CheckpointedModules
+from .model_preparation import Scopes
 
 
 class TracedProgram(ModelAndLoss):
@@ -35,6 +36,11 @@ class TracedProgram(ModelAndLoss):
         self._enter: Callable[[str], object] = str
         _note_checkpoints(trace.graph, self.results.checkpointed)
         _reject_transforms(trace.graph)
+
+    @property
+    def scopes(self) -> Scopes:
+        """The globals that its code names."""
+        return self._trace[0].scopes
 
     @contextmanager
     def entering(self, enter: Callable[[str], object]) -> Iterator[None]:
