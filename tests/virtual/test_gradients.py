@@ -112,7 +112,7 @@ def test_a_function_that_changes_its_input_is_an_error() -> None:
         def backward(ctx: Any, *above: torch.Tensor) -> Any:
             return above[0] * 2
 
-    with pytest.raises(sx.Error, match=r"(?s)Function gives one of its inputs back.*test_gradients.py:\d+"):
+    with pytest.raises(sx.Error, match="Function gives one of its inputs back"):
         parallel(Net(lambda x, w: Doubled.apply(x * w)).double())
 
 
