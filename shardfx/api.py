@@ -123,7 +123,7 @@ def parallelize(
                 except UntracedByDynamo as error:  # which torch.export may take
                     refused, variants.traces = error, False
                 except Error:  # torch.export may say more of why
-                    compile_model(module, described, hints, rules, on_pass)
+                    capture_model(module, described, hints)
                     raise
             compiled = compile_model(module, described, hints, rules, on_pass, found)
             if found is None and compiled.captured.sets and not later:

@@ -66,9 +66,8 @@ class Captured:
 
     ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters. ``update``
     is what the graph has of an optimizer, ``checkpointed`` the modules (patterns) that the model's code checkpoints, by
-    call. ``compared``: what was written into the step
-    and compared with plain torch. ``trace``: that of Dynamo, if it traced the model; if not,
-    ``sets`` are attributes that the model's code sets.
+    call. ``compared``: what was written into the step and compared with plain torch. ``trace``: that of Dynamo, if it
+    traced the model; if not, ``sets`` are attributes that the model's code sets.
     """
 
     graph: Graph
@@ -256,7 +255,7 @@ def _trace(
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     eager: EagerReference | None = None
-    before = attributes_of(program.model)
+    before = attributes_of(program.model) if program is program.eager else {}
     try:
         with warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
@@ -265,8 +264,9 @@ def _trace(
             eager = EagerReference(program.eager, tensors, names, batch_parts, **how)
             how = {"mesh": mesh, "names": names, "batch_parts": batch_parts, "outcomes": outcomes}
             graph, drawn = write_graph(program, tensors, **how)
-            changed = attributes_of(program.model)
-            program.results.sets = tuple(name for name, text in changed.items() if text != before.get(name))
+            if program is program.eager:
+                now = attributes_of(program.model)
+                program.results.sets = tuple(name for name, text in now.items() if text != before.get(name))
             eager.check(graph, drawn)
         if program.assigned.with_history and program.loss is not None:
             _reject_history(program, tensors, graph)

@@ -7,7 +7,6 @@ tensors (``a is b``, ``x.is_contiguous()``, ``h.requires_grad``), and nothing th
 from __future__ import annotations
 
 import sys
-import sysconfig
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +24,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
-from shardfx.ir.capture.frontend.dynamo import WHICH, users_hooks
-from shardfx.ir.capture.frontend.model_preparation import refuse_hook
+from shardfx.ir.capture.frontend.dynamo import ASKS_FOR_GRADIENTS, WHICH, users_hooks
+from shardfx.ir.capture.frontend.model_preparation import is_installed, refuse_hook
 from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.errors import Error, ShardfxWarning
@@ -36,8 +35,6 @@ from shardfx.runtime.distributed.peers import AROUND, Passed, RankInput
 from shardfx.runtime.step import ProgramRunner, Results
 from shardfx.runtime.verify.interface import without_content
 
-ASKS_FOR_GRADIENTS = frozenset(("is_grad_enabled", "requires_grad", "grad_fn", "is_leaf"))
-"""Names in code that query whether gradients are enabled."""
 ASKS_HOW_IT_LIES = frozenset(
     "is_contiguous stride strides as_strided dim_order storage_offset is_non_overlapping_and_dense".split()
 )
@@ -165,13 +162,12 @@ class InputQueries:
 
 OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
 """Modules of torch whose saved-tensor hooks return the tensors unchanged."""
-INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+OF_OTHERS = sys.stdlib_module_names | {"torch", "shardfx"}
 
 
 def _is_users(kind: type) -> bool:
     """Whether a class is of the user's code, and not of an installed library or of shardfx."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return not file.startswith(INSTALLED) and kind.__module__.partition(".")[0] not in ("torch", "shardfx")
+    return not is_installed(kind) and kind.__module__.partition(".")[0] not in OF_OTHERS
 
 
 PLAIN_CLASSES = (torch.Tensor, nn.Parameter)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import nn
 
+from shardfx.ir.capture.frontend.model_preparation import STATE
 from shardfx.ir.errors import Error
 from shardfx.module.model_state import NUMBER, ModelState
 from shardfx.module.optimizer_hooks import watch_optimizers
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from shardfx.module.state_checks import SourceWeightsCheck
 
 
-STATE = frozenset(vars(nn.Module()))
 WHOLE = ("generate", "save_pretrained", "push_to_hub")
 """Methods that want the full weights of the model."""
 AGAIN = "change the model, and parallelize it again"

@@ -13,12 +13,12 @@ from torch import fx, nn
 
 from shardfx.compile import default_rank_passes
 from shardfx.compiled import Compiled
-from shardfx.ir.capture.frontend.model_preparation import quiet_copies
+from shardfx.ir.capture.frontend.model_preparation import STATE, quiet_copies
 from shardfx.ir.errors import Error
 from shardfx.module.call_signature import CallReader, check_modes
 from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.model_state import ModelState, stamp_state_dicts
-from shardfx.module.module_tree import STATE, ProxyTree, watch
+from shardfx.module.module_tree import ProxyTree, watch
 from shardfx.module.optimizer_hooks import checked, clip, gradients_here, watch_norms
 from shardfx.module.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, carry_over, joined, sharding
 from shardfx.module.planned_module import PlannedModule

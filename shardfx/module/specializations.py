@@ -477,7 +477,7 @@ class Specializations:
         try:
             found = trace(self._changing)
         except Error:  # torch.export may say more of why
-            self.build(model, hints)
+            capture_model(model, self.known[0][1].compiled.captured.graph.mesh, hints)
             raise
         return self.build(model, hints, found)
 

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -113,7 +114,7 @@ class DynamoTrace:
             return bool(self.guards.check(call._asdict()))
 
     def _mode(self) -> AbstractContextManager[Any]:
-        asks = not self.code_names.isdisjoint(("is_grad_enabled", "requires_grad", "is_leaf", "grad_fn"))
+        asks = not ASKS_FOR_GRADIENTS.isdisjoint(self.code_names)
         return nullcontext() if asks else torch.set_grad_enabled(self.gradients)
 
     def reason(self, call: TracedCall) -> str:
@@ -199,6 +200,8 @@ def _like(example: Tensor, value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=example.dtype)
 
 
+ASKS_FOR_GRADIENTS = frozenset(("is_grad_enabled", "requires_grad", "grad_fn", "is_leaf"))
+"""Names in code that query whether gradients are enabled."""
 _IDS = re.compile(r"\b\d{9,}\b")
 
 
@@ -219,11 +222,10 @@ def trace_call(
         loss_name: the prefix of names of the loss's own parameters and buffers, if it is a module.
         known: the parameters and buffers that are inputs by name; None: all.
 
-    Dynamo's generated code runs once to find out which output is what, and the model's Python state is restored: what
-    it changes outside of the model (a global list) is changed once.
+    Dynamo's generated code runs once to find out which output is what; Python state is restored afterwards.
 
     Raises:
-        Error: the code cannot be traced as one graph; the model gives an input or a weight itself.
+        Error: the code cannot be traced as one graph.
     """
     compute = compute or MixedPrecision()
     made = _traced(call, changing, compute, trainable, loss_name, known, one=False)
@@ -267,7 +269,7 @@ def _traced(
     names_in_code = frozenset(name for code in out.graph_capture_output.traced_code for name in _names_in(code))
     methods = _methods(model, out.graph_capture_output.traced_code)
     closures = {f"{kind}.{name}": each for kind, name, each in methods if not is_installed(kind)}
-    scopes = [*_scopes(out, names_in_code), (closures, [])]
+    scopes = [*_scopes(out, names_in_code), (closures, [*closures])]
     with python_state_restored(model, loss, scopes):
         result = code(lambda *_: list(markers), fake_call)
         flat, tree = pytree.tree_flatten(result[-1])
@@ -342,16 +344,16 @@ class GeneratedCode:
     """Dynamo's generated code around a graph, which a given function computes."""
 
     def __init__(self, out: Any) -> None:
-        self._run: Callable[..., Any] = list
+        self._here = threading.local()  # copies of a parallel module share the code
         known = {**vars(builtins), **model_with_loss.__globals__}
-        self._function = out.forward_callable(compiled_fn=lambda *inputs: self._run(*inputs), extra_globals=known)
+        self._function = out.forward_callable(compiled_fn=lambda *inputs: self._here.run(*inputs), extra_globals=known)
 
     def __call__(self, run: Callable[..., Any], call: TracedCall) -> Any:
-        before, self._run = self._run, run
+        before, self._here.run = getattr(self._here, "run", None), run
         try:
             return self._function(*call)
         finally:
-            self._run = before
+            self._here.run = before
 
 
 class _OutputNumbers:
@@ -380,10 +382,21 @@ class _OutputNumbers:
         return tuple(self._nodes)
 
     def number(self, tensor: Tensor) -> int:
-        """The number of a tensor."""
+        """The number of a tensor.
+
+        Raises:
+            Error: the code neither makes nor reads it.
+        """
         if (number := self._known.get(id(tensor))) is not None:
             return number
-        name = self._inputs.get(id(tensor)) or self._own[id(tensor)]
+        name = self._inputs.get(id(tensor)) or self._own.get(id(tensor))
+        if name is None:
+            raise Error(
+                "the model gives a tensor that it neither computes nor is passed",
+                expected="what it computes, its inputs, parameters and buffers",
+                got=f"one of shape {tuple(tensor.shape)}",
+                remedy="register it as a buffer",
+            )
         if name not in self._nodes:  # nothing is computed with it
             with self._graph.graph.inserting_before(next(n for n in self._graph.graph.nodes if n.op != "placeholder")):
                 self._nodes[name] = self._graph.graph.placeholder(f"given_{len(self._nodes)}")
@@ -625,7 +638,8 @@ def _captured(call: TracedCall) -> Any:
         return fullgraph_capture(model_with_loss, tuple(call))
     except (TorchDynamoException, ImportError) as error:  # also of a module that runpy ran
         stack = getattr(error, "real_stack", None)
-        kind = UntracedByDynamo if isinstance(error, ImportError) or TAKEN_BY_EXPORT.search(str(error)) else Error
+        why = str(error).partition("from user code")[0]
+        kind = UntracedByDynamo if isinstance(error, ImportError) or TAKEN_BY_EXPORT.search(why) else Error
         raise kind(
             "Dynamo cannot trace the model and its loss as one graph",
             where=f"{stack[-1].filename}:{stack[-1].lineno}  {stack[-1].line}" if stack else None,

@@ -104,7 +104,7 @@ def python_state_restored(model: nn.Module, loss: object = None, scopes: Scopes 
         _note_state(vars(module), found)
     _note_state(loss, found)
     before = [(scope, {name: scope[name] for name in names if name in scope}) for scope, names in scopes]
-    for values in (*(values for _, values in before), *(scope for scope, names in scopes if not names)):
+    for _, values in before:
         for value in values.values():
             _note_state(value, found)
     for holder, was in found.values():
@@ -137,7 +137,7 @@ def python_state_restored(model: nn.Module, loss: object = None, scopes: Scopes 
 def _note_state(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
     """Note the contents of a container, of an object or of a closure, and of those in it."""
     for cell in getattr(value, "__closure__", None) or () if isinstance(value, types.FunctionType) else ():
-        if id(cell) not in found and (content := next(iter_cell(cell), found)) is not found:
+        if id(cell) not in found and (content := next(_contents(cell), found)) is not found:
             found[id(cell)] = cell, content
             _note_state(content, found)
     if isinstance(value, types.MethodType):  # a loss that is one
@@ -164,7 +164,7 @@ def _note_state(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
             _note_state(each, found)
 
 
-def iter_cell(cell: types.CellType) -> Iterator[Any]:
+def _contents(cell: types.CellType) -> Iterator[Any]:
     """The content of a closure's cell, if it has any."""
     with suppress(ValueError):
         yield cell.cell_contents
@@ -184,8 +184,6 @@ def is_installed(kind: type) -> bool:
 
 
 INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
-
-
 HOLDERS = ("builtins", "collections", "types", "argparse", "itertools")
 
 
