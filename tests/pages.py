@@ -12,8 +12,10 @@ import doctest
 import io
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -46,9 +48,13 @@ def ports(page: str) -> list[tuple[str, str]]:
 
 def renewed(page: str) -> str:
     """The page with what its sessions print now."""
-    scope: dict[str, Any] = {"__name__": "__main__"}
-    with in_root():
-        return SESSION.sub(lambda match: run(match[1], scope), read(page))
+    session = ModuleType("page_session")
+    sys.modules[session.__name__] = session  # Dynamo looks up globals there
+    try:
+        with in_root():
+            return SESSION.sub(lambda match: run(match[1], vars(session)), read(page))
+    finally:
+        del sys.modules[session.__name__]
 
 
 def run(session: str, scope: dict[str, Any]) -> str:

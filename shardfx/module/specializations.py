@@ -447,7 +447,8 @@ class Specializations:
     def trace(self, args: tuple[Any, ...]) -> Graph:
         """The captured program of the model's results for other arguments."""
         hints = replace(self.hints, args=args, targets=(), loss=None, **UNSTEPPED)
-        return unfolded(capture_model(self.skeleton, self.known[0][1].compiled.after.mesh, hints).graph)
+        model = without_weights(self.source.with_loss)
+        return unfolded(capture_model(model, self.known[0][1].compiled.after.mesh, hints).graph)
 
     def renew(self, make: Make) -> None:
         """Lower all programs again."""

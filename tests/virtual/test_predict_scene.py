@@ -67,7 +67,8 @@ def planned(model: nn.Module, *sizes: int, batch: int = 1, mesh: sx.Mesh = MESH)
     x = torch.zeros(batch, 3, *sizes, dtype=torch.float64)
     sharding = ["dp", "-", "h", "w", "d"][: x.ndim]
     specs = {"args.0": ", ".join(axis if axis in mesh.names else "-" for axis in sharding)}
-    return sx.parallelize(model, mesh, sx.Hints(args=(x,), specs=specs), virtual=True)
+    mode = model.training
+    return sx.parallelize(model.train(), mesh, sx.Hints(args=(x,), specs=specs), virtual=True).train(mode)
 
 
 def check(model: nn.Module, pm: sx.ParallelModule, scene: Tensor, window: Sequence[int] | None = None) -> None:
