@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -241,16 +241,16 @@ def may_lack(node: Node, mesh: Mesh) -> bool:
     if made is None:
         return False
     pairs = (*zip(node.operands, made.operands, strict=False), *zip(node.outs, made.results, strict=False))
-    return any(_may_lack(spec, value.shape, mesh) for value, spec in pairs if spec.axes)
+    return any(_may_lack(spec, value.shape, mesh) for value, spec in pairs)
 
 
-@lru_cache(4096)
-def _may_lack(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
-    return any(
-        sharding.rows is not None or any(part.size < mesh.extent(part.axes) for part in sharding.sub(size))
-        for sharding, size in zip(spec.dims, shape, strict=True)
-        if sharding.axes and size > 0
-    )
+def _may_lack(spec: Spec, shape: Sequence[int], mesh: Mesh) -> bool:
+    for sharding, size in zip(spec.dims, shape, strict=True):
+        if sharding.axes and size > 0:
+            small = any(part.size < mesh.extent(part.axes) for part in sharding.sub(size))
+            if small or sharding.rows is not None:
+                return True
+    return False
 
 
 def results_of_empty_shard(rule: ShardingRule | None, emit: Emit) -> Any:

@@ -83,12 +83,13 @@ def _scalars_last(program: RankProgram) -> bool:
         if waits(node) or not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
     for node in reversed(nodes):
-        planned = planned_node(node)
-        values = (*planned.operands, *planned.outs) if planned is not None else ()
-        number = bool(values) and all(math.prod(value.shape) == 1 for value in values)
-        computes = isinstance(node.target, torch._ops.OpOverload) and not waits(node) and not inside[node]
-        if number and computes and node in behind and node.users and all(u is end or u in late for u in node.users):
-            late.add(node)
+        computes = isinstance(node.target, torch._ops.OpOverload) and not inside[node]
+        needed = not node.users or any(user is not end and user not in late for user in node.users)
+        if computes and not needed and node in behind and not waits(node):
+            planned = planned_node(node)
+            values = (*planned.operands, *planned.outs) if planned is not None else ()
+            if values and all(math.prod(value.shape) == 1 for value in values):
+                late.add(node)
     moved = [node for node in nodes if node in late]
     changed = moved != nodes[len(nodes) - 1 - len(moved) : -1]
     for node in moved if changed else ():

@@ -96,7 +96,7 @@ class Propagate(Pass):
 def _decompose(graph: Graph, decomposer: Decomposer, propagation: Propagation) -> None:
     """Decompose ops that cannot be sharded as wanted, and propagate further, as long as there are any."""
     state = propagation.state
-    while blocked := [node for node in state.nodes if decomposer.can(node) and _is_blocked(node, state)]:
+    while blocked := [node for node in state.nodes if _is_blocked(node, state) and decomposer.can(node)]:
         around = [value for node in blocked for value in node.operands]
         decomposed = decomposer.apply(graph, blocked)
         around += [value for each in decomposed for node in each.made for value in node.operands]

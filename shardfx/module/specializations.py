@@ -399,7 +399,7 @@ class Specializations:
         """The signature, with what the code asks of the tensors, and the number of the specialization whose guards
         hold, or of a new one, and why."""
         types = form.inputs
-        failed = ""
+        failed = tuple[str, ...]()
         for known, programs in reversed(self.known):  # the newest first, which other ranks may have joined
             form = replace(form, asked=_asks(programs.compiled).of_call(call.tensors, types, lambda: trainable))
             trace = programs.compiled.captured.trace
@@ -410,8 +410,8 @@ class Specializations:
             traced = self._traced_call(programs, call)
             if trace.is_valid(traced):
                 return replace(form, state=known.state)
-            failed = failed or trace.reason(traced)
-        return replace(form, state=self._last_state + 1, changed=(failed,) if failed else ())
+            failed = failed or trace.reasons(traced)
+        return replace(form, state=self._last_state + 1, changed=failed)
 
     def _by_attributes(self, form: CallSignature) -> CallSignature:
         """The signature of a call of a model that is not traced: its attributes are part of it."""
@@ -465,16 +465,16 @@ class Specializations:
         self._check_parameters()
         reject_backward_hooks(self.source.module)
         trace = partial(trace_model, self.source.module, hints, trainable=form.trainable, known=stored(self.skeleton))
-        number = next(filter(None, map(changing_number, form.changed)), "")
-        if number and number not in self._fixed:
+        changed = [number for number in map(changing_number, form.changed) if number and number not in self._fixed]
+        for numbers in [changed, *([each] for each in changed if len(changed) > 1)] if changed else []:
             try:
-                changing = [*self._changing, number]
+                changing = [*self._changing, *numbers]
                 made = self.build(model, hints, trace(changing))
-                self._changing.append(number)
+                self._changing = changing
                 return made
             except Error as error:
-                log.info("%s is a constant of each plan: %s", number, error)
-                self._fixed.add(number)
+                log.info("%s: constants of each plan: %s", ", ".join(numbers), error)
+        self._fixed |= {*changed}
         try:
             found = trace(self._changing)
         except Error:  # torch.export may say more of why

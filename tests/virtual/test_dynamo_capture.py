@@ -165,7 +165,7 @@ def test_guards_name_what_changed() -> None:
     def changed(change: Callable[[], object], back: Callable[[], object]) -> str:
         assert trace.is_valid(call)
         change()
-        valid, reason = trace.is_valid(call), trace.reason(call)
+        valid, (reason, *_) = trace.is_valid(call), trace.reasons(call) or ("",)
         back()
         assert not valid and trace.is_valid(call)
         return reason

@@ -4,6 +4,8 @@ code and with few plans."""
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,6 +85,43 @@ def test_a_number_that_changes_at_each_step_is_an_input_of_few_plans(caplog: pyt
         pm.beta = model.beta = 1.0 - step / 128
         torch.testing.assert_close(pm(X, Y), mse(model(X), Y))
     assert len(caplog.records) <= 3
+
+
+class Annealed(nn.Module):
+    """A counter and a factor that forward changes, as Python numbers."""
+
+    def __init__(self, scale: Callable[[Annealed], float]) -> None:
+        super().__init__()
+        self.linear, self.calls, self.beta, self.scale = nn.Linear(4, 4), 0, 0.5, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.beta *= 0.9
+        return self.linear(x) * self.scale(self)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda m: (1 + 0.001 * m.calls) * m.beta,
+        lambda m: 0.5 * (1 + math.cos(math.pi * m.calls / 10)),
+        lambda m: max(0.1, 1 - float(m.calls) / 4) + 1 / (1 + m.calls) + m.calls % 3,
+        lambda m: 0.9**m.calls + m.beta**m.calls + m.calls // 2,
+    ],
+)
+def test_numbers_that_forward_changes_are_inputs_of_one_more_plan(
+    scale: Callable[[Annealed], float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of three layers, in Python's precision."""
+    layers = nn.Sequential(*(Annealed(scale) for _ in range(3))).double()
+    x = X[:, :4]
+    hints = sx.Hints(args=(x,), loss=torch.sum, specs={"args.0": "dp, -"})
+    pm = sx.parallelize(copy.deepcopy(layers), sx.Mesh(dp=2), hints, virtual=True)
+    for _ in range(5):
+        torch.testing.assert_close(pm(x), layers(x).sum(), rtol=1e-12, atol=1e-12)
+        assert [(each.calls, each.beta) for each in pm] == [(each.calls, each.beta) for each in layers]
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.long

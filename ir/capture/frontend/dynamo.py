@@ -83,7 +83,7 @@ class DynamoTrace:
     results as a pytree; ``code_names`` the names in the traced code; ``gradients`` whether they were enabled; ``code``
     is what Dynamo generated around the graph. ``weights`` are outputs that are weights;
     ``one``: a tensor that was passed twice was traced as one. ``methods`` are those of the modules' classes, which
-    are not guarded, and ``scopes`` the globals that the code names.
+    are not guarded, ``scopes`` the globals that the code names, and ``guarded_numbers`` the guards of numbers.
     """
 
     graph: fx.GraphModule
@@ -105,6 +105,7 @@ class DynamoTrace:
     one: bool
     methods: tuple[tuple[type, str, Any], ...]
     scopes: Scopes
+    guarded_numbers: tuple[str, ...]
 
     def is_valid(self, call: TracedCall) -> bool:
         """Whether the guards hold for a call; the grad mode counts where the code asks for it."""
@@ -117,14 +118,17 @@ class DynamoTrace:
         asks = not ASKS_FOR_GRADIENTS.isdisjoint(self.code_names)
         return nullcontext() if asks else torch.set_grad_enabled(self.gradients)
 
-    def reason(self, call: TracedCall) -> str:
-        """The guard that does not hold for a call, in Dynamo's words; empty where all do."""
+    def reasons(self, call: TracedCall) -> tuple[str, ...]:
+        """The first guard that does not hold for a call, in Dynamo's words, then all others of numbers; none where all
+        hold."""
         for kind, name, method in self.methods:
             if vars(kind).get(name) is not method:
-                return f"{kind.__name__}.{name} is that which was traced"
+                return (f"{kind.__name__}.{name} is that which was traced",)
         with self._mode(), without_function_modes(), _without_hooks_of_torch():
             found = self.guards.check_verbose(call._asdict()).verbose_code_parts
-        return _IDS.sub("...", str(found[0]).split("  #")[0].strip()) if found else ""
+        first = [_IDS.sub("...", str(each).split("  #")[0].strip()) for each in found[:1]]
+        changed = (guard for guard in self.guarded_numbers if first and _has_changed(guard, call.model))
+        return tuple(dict.fromkeys([*first, *changed]))
 
     @property
     def count(self) -> int:
@@ -181,7 +185,7 @@ class DynamoTrace:
         nodes = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
         env = {node: each for node, each in zip(nodes, inputs, strict=False) if not isinstance(each, Tensor)}
         for node in self.graph.graph.nodes:
-            if node.op == "call_function" and node.all_input_nodes and env.keys() >= {*node.all_input_nodes}:
+            if node.op == "call_function" and node.meta["number"]:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
                 env[node] = node.target(*args, **kwargs)
         outputs = _outputs(self.graph)
@@ -256,12 +260,14 @@ def _traced(
             stack.enter_context(as_it_is(module, compute.dtype or torch.float32))
         out = _captured(fake_call)
         paths = [path for path, each in model.named_modules() if each in as_they_are]
-        guards = _guards(out, changing, fakes, paths)
+        guards, guarded_numbers = _guards(out, changing, fakes, paths)
     graph: fx.GraphModule = out.backend_input.graph_module
     code = GeneratedCode(out)
     names, others = _names_of_inputs(graph, out.backend_input.example_inputs, fakes, fake_call[2:5])
     outputs = _outputs(graph)
-    tensors = {i: example for i, each in enumerate(outputs) if isinstance(example := _example(each), Tensor)}
+    _mark_numbers(graph)
+    made = {i: each for i, each in enumerate(outputs) if isinstance(each, fx.Node)}
+    tensors = {i: _example(each) for i, each in made.items() if not each.meta["number"]}
     _name_modules(graph, model, loss)
     markers = [torch.empty(()) if i in tensors else 0 for i in range(len(outputs))]
     number = {id(markers[i]): i for i in tensors}
@@ -292,7 +298,7 @@ def _traced(
         loss is not None,
         keeps,
         others,
-        tuple(i for i, each in enumerate(outputs) if isinstance(each, fx.Node) and i not in tensors),
+        tuple(i for i in made if i not in tensors),
         tree,
         leaves,
         names_in_code,
@@ -303,6 +309,7 @@ def _traced(
         one,
         methods,
         scopes,
+        guarded_numbers,
     )
 
 
@@ -539,7 +546,7 @@ class FakeWeights:
         with ExitStack() as stack:
             for source in sources:
                 path, _, name = source.rpartition(".")
-                holder = eval(path, {"L": {"model": model}})
+                holder = _resolved(path, model)
                 if isinstance(value := getattr(holder, name), float):
                     made = self._fake(number := _as_tensor(value))
                     self.of_numbers[id(made)] = number
@@ -628,6 +635,7 @@ def _captured(call: TracedCall) -> Any:
     does not trace: they are installed before."""
     from torch._dynamo.convert_frame import fullgraph_capture
     from torch._dynamo.exc import TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
     hooks: Any = sys.modules.get("transformers.utils.output_capturing")
     for module in call.model.modules() if hooks is not None else ():
@@ -636,7 +644,11 @@ def _captured(call: TracedCall) -> Any:
     grad = torch.is_grad_enabled()
     try:
         return fullgraph_capture(model_with_loss, tuple(call))
-    except (TorchDynamoException, ImportError) as error:  # also of a module that runpy ran
+    except (
+        TorchDynamoException,
+        PendingUnbackedSymbolNotFound,
+        ImportError,
+    ) as error:  # also where runpy ran the module
         stack = getattr(error, "real_stack", None)
         why = str(error).partition("from user code")[0]
         kind = UntracedByDynamo if isinstance(error, ImportError) or TAKEN_BY_EXPORT.search(why) else Error
@@ -651,18 +663,35 @@ def _captured(call: TracedCall) -> Any:
         torch._C._set_grad_enabled(grad)  # which a failed trace may leave off
 
 
-_NUMBER = re.compile(r"(L\['model'\](?:\.\w+|\['\w+'\]|\[\d+\])*)\.(\w+) == (-?[\d.]+(?:e-?\d+)?)$")
+_NUMBER = re.compile(r"(L\['model'\](?:\.\w+|\['\w+'\]|\[\d+\])*\.\w+) == (-?[\d.]+(?:e-?\d+)?)$")
+_STEP = re.compile(r"\.(\w+)|\['(\w+)'\]|\[(\d+)\]")
 
 
 def changing_number(reason: str) -> str:
     """The source of an attribute whose number has changed, by the guard that says so; empty where it is no number."""
     found = _NUMBER.match(reason)
-    return f"{found[1]}.{found[2]}" if found else ""
+    return found[1] if found else ""
 
 
-def _guards(out: Any, changing: Collection[str], fakes: FakeWeights, kept: Collection[str]) -> Any:
-    """The guards of a capture, but for those of tensors that are inputs and weights, or stand for numbers, and of the
-    hooks that cast for modules that are kept in their dtype."""
+def _resolved(source: str, model: nn.Module) -> Any:
+    """The object of a source (``L['model'].layers[0].beta``)."""
+    found: Any = model
+    for name, key, index in _STEP.findall(source.removeprefix("L['model']")):
+        found = getattr(found, name) if name else found[key or int(index)]
+    return found
+
+
+def _has_changed(guard: str, model: nn.Module) -> bool:
+    """Whether the guard of a number does not hold."""
+    source, _, number = guard.rpartition(" == ")
+    return bool(_resolved(source, model) != float(number))
+
+
+def _guards(
+    out: Any, changing: Collection[str], fakes: FakeWeights, kept: Collection[str]
+) -> tuple[Any, tuple[str, ...]]:
+    """The guards of a capture, and the texts of those of numbers. Left out are those of tensors that are inputs and
+    weights, or stand for numbers, and of the hooks that cast for modules that are kept in their dtype."""
     from torch._dynamo.utils import dynamo_timed
 
     placeholders = (n for n in out.backend_input.graph_module.graph.nodes if n.op == "placeholder")
@@ -683,7 +712,8 @@ def _guards(out: Any, changing: Collection[str], fakes: FakeWeights, kept: Colle
     with dynamo_timed("build_guards"):
         made = capture.build_guards(model_with_loss.__code__)
     capture.output_graph.local_scope.clear()  # which would keep the model alive
-    return made.guard_manager
+    texts = (text for guard in guards.inner for text in guard.code_list or ())
+    return made.guard_manager, tuple(dict.fromkeys(filter(changing_number, texts)))
 
 
 COMPARED_ELSEWHERE = re.compile(
@@ -700,6 +730,7 @@ def _names_of_inputs(
     names, others = [], {}
     for node, example in zip((n for n in graph.graph.nodes if n.op == "placeholder"), examples, strict=True):
         name = leaves.get(id(example)) or fakes.names.get(id(example))
+        node.meta["number"] = not isinstance(example, Tensor) or id(example) in fakes.of_numbers
         if name is None:
             name = _source_name(node)
             if not isinstance(example, Tensor):
@@ -720,6 +751,20 @@ def _source_text(node: fx.Node) -> str:
     return named if isinstance(named, str) else named()  # a method before torch 2.12
 
 
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _mark_numbers(graph: fx.GraphModule) -> None:
+    """Mark the nodes that are numbers in the user's code: also where a fake tensor stands for a float that changes."""
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            used = [each.meta["number"] for each in node.all_input_nodes]
+            computed = node.op == "call_function" and bool(used) and all(used)
+            of_numbers = computed and getattr(node.target, "__module__", "") == "_operator"
+            of_code = isinstance(_example(node), NUMBERS)
+            node.meta["number"] = node.meta.get("number", False) or of_numbers or of_code
+
+
 def _name_modules(graph: fx.GraphModule, model: nn.Module, loss: object) -> None:
     """Set the module paths of nodes, which Dynamo keys by module id; what no module calls is of the loss."""
     modules = [(f"{PREFIX}{path}".rstrip("."), each) for path, each in model.named_modules()]
@@ -734,6 +779,5 @@ def _name_modules(graph: fx.GraphModule, model: nn.Module, loss: object) -> None
             node.meta["nn_module_stack"] = {
                 key: (paths.get(key.split("@")[0], path), kind) for key, (path, kind) in stack.items()
             }
-            node.meta["number"] = node.op == "call_function" and not isinstance(_example(node), Tensor)
             for name in ("example_value", "eager_input_vals"):
                 node.meta.pop(name, None)

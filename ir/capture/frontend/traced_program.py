@@ -94,6 +94,16 @@ TRANSFORMS = ("_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_
 _OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow"
 OUT_OF_PLACE = {getattr(operator, f"i{name}"): getattr(operator, name) for name in _OPERATORS}
 """The operators of numbers in place of those that change tensors."""
+_MATH = "acos", "asin", "atan", "cos", "cosh", "log2", "sin", "sinh", "sqrt", "tan", "tanh"
+OF_FLOATS: dict[Any, Any] = {getattr(torch, f"_sym_{name}"): getattr(torch, name) for name in _MATH}
+OF_FLOATS |= {torch.sym_float: torch.Tensor.double, operator.truediv: operator.truediv}
+"""Functions whose results are floats, and what computes them on tensors."""
+OF_NUMBERS: dict[Any, Any] = {
+    **OF_FLOATS,
+    **OUT_OF_PLACE,
+    torch.sym_max: lambda a, b: a.clamp(min=b) if isinstance(a, Tensor) else b.clamp(min=a),
+    torch.sym_min: lambda a, b: a.clamp(max=b) if isinstance(a, Tensor) else b.clamp(max=a),
+}
 
 
 class _NodeRunner(fx.Interpreter):
@@ -132,9 +142,10 @@ class _NodeRunner(fx.Interpreter):
             self._decisions.at = source_of(n)
         self._enter(_module_path(n))
         self._decisions.of_loss = _is_of_loss(n)
-        if n.meta["number"] and n.target in OUT_OF_PLACE:  # which is a tensor here
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            return OUT_OF_PLACE[n.target](*args, **kwargs)
+        if n.op == "call_function" and n.meta["number"]:  # which is a tensor here
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            function = OF_NUMBERS.get(n.target, n.target)
+            return function(*_as_wide(function, args))
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,6 +168,13 @@ class _NodeRunner(fx.Interpreter):
                 remedy=BY_EXPORT,
             )
         return super().call_function(target, args, kwargs)
+
+
+def _as_wide(function: Any, args: Sequence[Any]) -> list[Any]:
+    """The arguments of a function of numbers, as wide as Python computes: with floats all are."""
+    floats = (each.is_floating_point() if isinstance(each, Tensor) else isinstance(each, float) for each in args)
+    wide = function in OF_FLOATS.values() or any(floats)
+    return [each.double() if wide and isinstance(each, Tensor) else each for each in args]
 
 
 def _is_of_loss(node: fx.Node) -> bool:
