@@ -17,9 +17,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import unfolded
-from shardfx.memory.budget import MemoryPredictor, check_budget, with_fastest_reduction, with_fitting_schedule
-from shardfx.memory.recompute_search import fitted
-from shardfx.memory.stage_split import staged
+from shardfx.memory.budget import within_budget
 from shardfx.module.call_signature import autocast_around, check_modes
 from shardfx.module.execution_target import ExecutionTarget
 from shardfx.module.parallel_module import ParallelModule
@@ -136,7 +134,7 @@ def parallelize(
 
         def checked(compiled: Compiled) -> Compiled:
             reject_half(compiled, autocast_around())
-            compiled = _within_budget(compiled, place)
+            compiled = within_budget(compiled, place)
             if isinstance(compiled.hints.specs, PlannedSpecs):
                 compiled.hints.specs.plan.check_planned(compiled)
             check_own_rules(compiled.after, compiled.context, hints.rules)
@@ -171,16 +169,6 @@ def keeps_state(names: Sequence[str]) -> Error:
         got="attributes that its code sets",
         remedy="make it a buffer, or return it; without guard=True, it is as in eager code",
     )
-
-
-def _within_budget(compiled: Compiled, place: ExecutionTarget) -> Compiled:
-    """Choose what hints leave open so that the plan fits into the memory budget."""
-    predictor = MemoryPredictor(place)
-    chosen = with_fitting_schedule(
-        fitted(staged(with_fastest_reduction(compiled, predictor), predictor), predictor), predictor
-    )
-    check_budget(chosen, predictor)
-    return chosen
 
 
 def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: Mesh | None = None) -> Graph:

@@ -21,14 +21,14 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Value, factors_text
+from shardfx.ir.graph import Graph, factors_text
 from shardfx.ir.mesh import Link, Loop, Mesh
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.ops.alike import key_of, node_keys
@@ -66,17 +66,11 @@ def read_plan(path: str | Path) -> Plan:
     except OSError as error:
         raise Error("the plan cannot be read", where=where, got=error.strerror or str(error)) from None
     except (ValueError, RecursionError) as error:
-        remedy = "save it again: pm.plan.save(path)"
-        raise Error(
-            "the plan is cut short, or no JSON", where=where, expected="a complete file", got=error, remedy=remedy
-        ) from None
+        what, remedy = "the plan is cut short, or no JSON", "save it again: pm.plan.save(path)"
+        raise Error(what, where=where, expected="a complete file", got=error, remedy=remedy) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Error(
-            "this file is not a plan",
-            where=where,
-            expected=f'JSON with "format": "{FORMAT}"',
-            got=str(content)[:60],
-        )
+        expected = f'JSON with "format": "{FORMAT}"'
+        raise Error("this file is not a plan", where=where, expected=expected, got=str(content)[:60])
     if content.get("version") != VERSION:
         raise Error(
             "the plan is of another version",
@@ -85,35 +79,31 @@ def read_plan(path: str | Path) -> Plan:
             got=f"version {content.get('version')}, written by shardfx {content.get('shardfx')}",
             remedy="make the plan anew, or read it with that version of shardfx",
         )
-    return _fields_of(content, where)
-
-
-def _fields_of(content: dict[str, Any], where: str) -> Plan:
     try:
-        axes = {_typed(str, a["name"], "name"): _size(a) for a in _typed(list, content["mesh"], "mesh")}
-        links = {a["name"]: Link(a["bandwidth"], a["latency"]) for a in content["mesh"]}
-        plan = Plan(
-            mesh=Mesh(links=links, **axes),
-            inputs=_texts("inputs", content["inputs"]),
-            hinted=_texts("hinted", content["hinted"]),
-            hinted_strategies=_texts("hinted_strategies", content.get("hinted_strategies", {})),
-            strategies=_texts("strategies", content["strategies"]),
-            passes=tuple(_typed(str, each, "passes") for each in _typed(list, content["passes"], "passes")),
-            fingerprint=_typed(str, content["fingerprint"], "fingerprint"),
-            shardfx=_typed(str, content["shardfx"], "shardfx"),
-            torch=_typed(str, content["torch"], "torch"),
-            said=_texts("said", content["said"]) if content.get("said") is not None else None,
-        )
-        exact = [text for text in (plan.said or {}).values() if text.startswith("[")]
-        for text in (*plan.inputs.values(), *plan.hinted.values(), *exact):
-            parse_spec(text, plan.mesh)
+        return _plan_of(content)
     except Error as error:
-        raise Error(
-            error.what, where=f"{where}: {error.where or 'mesh'}", expected=error.expected, got=error.got
-        ) from None
+        at = f"{where}: {error.where or 'mesh'}"
+        raise Error(error.what, where=at, expected=error.expected, got=error.got) from None
     except (KeyError, TypeError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise Error("the plan is incomplete", where=where, expected="what Plan.save writes", got=what) from None
+
+
+def _plan_of(content: dict[str, Any]) -> Plan:
+    mesh = _typed(list, content["mesh"], "mesh")
+    axes = {_typed(str, axis["name"], "name"): _extent(axis) for axis in mesh}
+    links = {axis["name"]: Link(axis["bandwidth"], axis["latency"]) for axis in mesh}
+    texts: dict[str, Any] = {
+        name: {key: _typed(str, text, f"{name}: {key}") for key, text in content[name].items()}
+        for name in ("inputs", "hinted", "hinted_strategies", "strategies", "said")
+    }
+    texts |= {name: _typed(str, content[name], name) for name in ("fingerprint", "shardfx", "torch")}
+    passes = tuple(_typed(str, each, "passes") for each in _typed(list, content["passes"], "passes"))
+    plan = Plan(Mesh(links=links, **axes), passes=passes, **texts)
+    for text in (*plan.inputs.values(), *plan.hinted.values()):
+        parse_spec(text, plan.mesh)
+    for text in plan.said.values():
+        _read(text, plan.mesh)
     return plan
 
 
@@ -123,14 +113,11 @@ def _typed(kind: type[T], value: Any, name: str) -> T:
     return value
 
 
-def _texts(name: str, content: dict[str, Any]) -> dict[str, str]:
-    return {key: _typed(str, text, f"{name}: {key}") for key, text in content.items()}
-
-
-def _size(axis: dict[str, Any]) -> int | Loop:
-    size, loop = _typed(int, axis["size"], "size"), _typed(bool, axis["loop"], "loop")
-    interleave = _typed(bool, axis.get("interleave", False), "interleave")
-    return Loop(size, interleave) if loop else size
+def _extent(axis: dict[str, Any]) -> int | Loop:
+    size, loop, interleave = (
+        _typed(kind, axis[name], name) for name, kind in (("size", int), ("loop", bool), ("interleave", bool))
+    )
+    return Loop(size, bool(interleave)) if loop else size
 
 
 class PlannedSpecs(dict[str, Spec]):
@@ -145,8 +132,7 @@ class PlannedSpecs(dict[str, Spec]):
     @property
     def said(self) -> dict[str, Any]:
         """The hints from which the plan came, by pattern."""
-        said = self.plan.said
-        return dict(self) if said is None else {text: _read(hint, self.plan.mesh) for text, hint in said.items()}
+        return {text: _read(hint, self.plan.mesh) for text, hint in self.plan.said.items()}
 
 
 def as_said(hints: Hints) -> Hints:
@@ -162,7 +148,7 @@ class Plan:
 
     ``inputs`` and ``hinted`` are placements as text, by name; ``hinted_strategies`` the hints on ops; ``strategies``
     the shardings of each op's factors, by the op's key: phase, module, op, and its number among those alike. ``said``
-    is what hints said of values, by pattern; None in a file of before it was kept.
+    is what hints said of values, by pattern.
     """
 
     mesh: Mesh
@@ -174,7 +160,7 @@ class Plan:
     fingerprint: str
     shardfx: str
     torch: str
-    said: Mapping[str, str] | None = None
+    said: Mapping[str, str]
 
     @property
     def specs(self) -> PlannedSpecs:
@@ -209,11 +195,9 @@ class Plan:
 
     def differences(self, graph: Graph) -> list[str]:
         """Differences to a planned graph, in words: ops sharded otherwise, and inputs stored otherwise."""
-        there = {key: shardings_text(node) for key, node in node_keys(graph).items() if node.strategy is not None}
-        stored = _stored(graph)
         pairs = [
             (key, mine.get(key, "absent"), theirs.get(key, "absent"))
-            for mine, theirs in ((self.strategies, there), (self.inputs, stored))
+            for mine, theirs in ((self.strategies, _strategies(graph)), (self.inputs, _stored(graph)))
             for key in dict.fromkeys([*mine, *theirs])
         ]
         return [f"{key}: {planned} in the plan, {found} here" for key, planned, found in pairs if planned != found]
@@ -242,23 +226,12 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as JSON; returns the path."""
-        axes = [(axis, axis.link) for axis in self.mesh.axes]
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            **{each.name: getattr(self, each.name) for each in fields(self)},
-            "mesh": [
-                {
-                    "name": a.name,
-                    "size": a.size,
-                    "loop": a.loop,
-                    "interleave": a.interleave,
-                    "bandwidth": link.bandwidth,
-                    "latency": link.latency,
-                }
-                for a, link in axes
-            ],
-        }
+        axes = [
+            {name: getattr(axis, name) for name in ("name", "size", "loop", "interleave")} | asdict(axis.link)
+            for axis in self.mesh.axes
+        ]
+        decisions = {each.name: getattr(self, each.name) for each in fields(self)}
+        content = {"format": FORMAT, "version": VERSION, **decisions, "mesh": axes}
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -276,77 +249,58 @@ class Plan:
 
 def make_plan(compiled: Compiled) -> Plan:
     """The plan of a compiled model (see ``ParallelModule.plan``)."""
-    graph = compiled.after
+    graph, (said, hinted) = compiled.after, _hints_of(compiled)
+    pins = (node.pin for node in graph.nodes if node.pin is not None)
     return Plan(
         graph.mesh,
         _stored(graph),
-        dict(_hinted(compiled)),
-        _pinned(graph),
-        {key: shardings_text(node) for key, node in node_keys(graph).items() if node.strategy is not None},
+        hinted,
+        {pin.by: factors_text(pin.shardings) for pin in pins},
+        _strategies(graph),
         tuple(str(each) for each in compiled.passes),
         fingerprint(compiled.before),
         version(),
         torch.__version__,
-        _said(compiled),
+        said,
     )
 
 
 def _stored(graph: Graph) -> dict[str, str]:
     """The stored placement of each input, as text."""
-    return {g.name: _text(g.value, g.value.spec) for g in graph.inputs if not g.kind.is_of_optimizer}
+    inputs = (each for each in graph.inputs if not each.kind.is_of_optimizer)
+    return {
+        each.name: (each.value.spec or Spec.replicated(each.value.type.ndim)).text(each.value.shape) for each in inputs
+    }
 
 
-def _said(compiled: Compiled) -> dict[str, str]:
-    """Hints of values, by pattern: text as the user wrote it, an exact spec as the graph's text has it."""
+def _strategies(graph: Graph) -> dict[str, str]:
+    """The shardings of each op's factors, as text."""
+    return {key: factors_text(node.strategy.shardings) for key, node in node_keys(graph).items() if node.strategy}
+
+
+def _hints_of(compiled: Compiled) -> tuple[dict[str, str], dict[str, str]]:
+    """Hints of values, by pattern: text as the user wrote it, an exact spec as the graph's text has it; and the
+    placements of the module outputs that they name."""
     graph, hints = compiled.before, as_said(compiled.hints)
-    sizes = {each.name: each.value.shape for each in graph.inputs}
-    sizes |= {name: sizes[known] for name, known in graph.aliases.items() if known in sizes}
-    sizes |= {path: values[-1].shape for path, values in module_outputs(graph).items() if path not in sizes}
-    found = {}
+    shapes = {each.name: each.value.shape for each in graph.inputs}
+    shapes |= {name: shapes[known] for name, known in graph.aliases.items() if known in shapes}
+    results = {path: values[-1].shape for path, values in module_outputs(graph).items()}
+    said, hinted = dict[str, str](), dict[str, str]()
     for text, hint in specs_in_iterations(graph.mesh, hints).items():
-        matcher = pattern(text)
-        shape = next(shape for name, shape in sizes.items() if matcher.fullmatch(name))
+        matches = pattern(text).fullmatch
+        named = [shape for name, shape in shapes.items() if matches(name)]
+        modules = {path: shape for path, shape in results.items() if not named and matches(path)}
+        shape = next(iter([*named, *modules.values()]))
         spec = as_spec(hint, graph.mesh, len(shape), text)
         words = ", ".join(" ".join(sharding.axes) or "-" for sharding in spec.dims)
-        found[text] = spec.text(shape) if isinstance(hint, Spec) else words
-    return found
+        said[text] = spec.text(shape) if isinstance(hint, Spec) else words
+        hinted |= {path: as_spec(hint, graph.mesh, len(of), text).text(of) for path, of in modules.items()}
+    return said, hinted
 
 
 def _read(text: str, mesh: Mesh) -> str | Spec:
-    """Read a hint that ``_said`` wrote."""
+    """Read a hint that ``_hints_of`` wrote."""
     return parse_spec(text, mesh)[1] if text.startswith("[") else text
-
-
-def _hinted(compiled: Compiled) -> dict[str, str]:
-    """The modules whose output a hint places, each by its own path."""
-    graph = compiled.before
-    names = {inp.name for inp in graph.inputs} | set(compiled.captured.aliases)
-    modules = module_outputs(graph)
-    found = {}
-    for text, hint in compiled.hints.specs.items():
-        matcher = pattern(text)
-        if any(matcher.fullmatch(name) for name in names):
-            continue
-        for path, values in modules.items():
-            if matcher.fullmatch(path):
-                found[path] = _text(values[-1], as_spec(hint, graph.mesh, values[-1].type.ndim, text))
-    return found
-
-
-def _pinned(graph: Graph) -> dict[str, str]:
-    """Hints on ops, as ``Hints(strategies=...)`` takes them."""
-    pins = (node.pin for node in graph.nodes if node.pin is not None)
-    return {pin.by: factors_text(pin.shardings) for pin in pins}
-
-
-def _text(value: Value, spec: Spec | None) -> str:
-    return (spec or Spec.replicated(value.type.ndim)).text(value.shape)
-
-
-def shardings_text(node: Node) -> str:
-    """``m{dp} k{tp}``, or ``-`` where nothing is sharded."""
-    assert node.strategy is not None
-    return factors_text(node.strategy.shardings)
 
 
 def fingerprint(graph: Graph) -> str:

@@ -18,23 +18,28 @@ rounded, and prints that it does. (After Jain et al., Checkmate, 2020; over fold
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from shardfx.compile import offloads
 from shardfx.compiled import Compiled
-from shardfx.hints import bytes_of
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Phase
-from shardfx.ir.names import prefixes
 from shardfx.ir.text.printer import size_text
-from shardfx.memory.budget import Candidate, MemoryPredictor, repeated_modules, what_fits
-from shardfx.memory.recompute_segments import OpGroup, SegmentedStep, SegmentKind, runs, segmentations
+from shardfx.memory.candidates import Candidate, PlanSearch, repeated_modules, what_fits
+from shardfx.memory.recompute_segments import (
+    ModelSegment,
+    Modules,
+    OpGroup,
+    SegmentedStep,
+    SegmentKind,
+    runs,
+    segmentations,
+)
 from shardfx.passes import Offload, Recompute
+from shardfx.passes.memory.module_patterns import matching_modules
 from shardfx.passes.memory.offload import ACTIVATIONS
 
 TOGETHER = (2, 4, 8)
@@ -43,13 +48,13 @@ TRIES = 4
 """The number of corrections of the budget by a plan's replayed peak."""
 
 
-def fitted(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
+def fitting_recompute(search: PlanSearch) -> Compiled:
     """The plan with enough recomputation to fit; the same plan, where none is asked for, or it fits already.
 
     Raises:
         Error: there is no budget; or no choice fits.
     """
-    hints = compiled.hints
+    hints, compiled = search.hints, search.compiled
     if hints.recompute != "auto":
         return compiled
     if hints.memory is None:
@@ -60,181 +65,146 @@ def fitted(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
             got="memory=None",
             remedy="say it; or name modules: Hints(recompute='layers.*')",
         )
-    budget, memory = bytes_of(hints.memory), predictor.of(compiled)
-    if memory.peak <= budget or not compiled.has_gradients:
+    if search.fits(search.initial) or not compiled.has_gradients:
         return compiled
-    search = RecomputeSearch(compiled, predictor, budget)
-    made = search.within(budget) or search.from_leanest() or search.joined() or search.wholesale()
+    choices = RecomputeChoices(search)
+    made, budget = search.first(choices.candidates()), size_text(search.budget)
     if made is None:
         raise Error(
             f"no choice of what is recomputed fits into Hints(memory={hints.memory!r})",
             where="Hints(recompute='auto')",
-            expected=f"a budget of at least about {size_text(search.least)}",
-            got=f"{size_text(budget)}, where a rank that keeps all holds {size_text(memory.peak)}",
-            remedy=what_fits(compiled, predictor, budget),
+            expected=f"a budget of at least about {size_text(search.smallest().peak)}",
+            got=f"{budget}, where a rank that keeps all holds {size_text(search.initial.peak)}",
+            remedy=what_fits(search),
         )
-    longer = made.seconds / memory.seconds - 1
+    longer = made.seconds / search.initial.seconds - 1
     away = any(isinstance(each, Offload) and ACTIVATIONS in each.whats for each in made.plan.passes)
     how = "recomputed or offloaded" if away else "recomputed"
     made.plan.after.notes.append(
-        f"{how} to fit into {size_text(budget)}: {longer:.1%} more time in a step; "
-        f"{search.said}; the rank holds {size_text(made.peak)}"
+        f"{how} to fit into {budget}: {longer:.1%} more time in a step; {choices.quality}; "
+        f"the rank holds {size_text(made.peak)}"
     )
     return made.plan
 
 
-@dataclass
-class RecomputeSearch:
-    """The search for a plan that fits into a budget, from one that stores all activations.
+class RecomputeChoices:
+    """Candidates from a plan that stores all activations, by what of it they recompute or offload.
 
-    ``parts``: the modules of each segment, where they are several. ``said``: the quality of the last plan found;
-    ``least``: the lowest peak of the plans tried.
+    ``quality``: what is known of the last candidate's distance to the best one.
     """
 
-    compiled: Compiled
-    predictor: MemoryPredictor
-    budget: int
-    parts: tuple[tuple[str, ...], ...] = ()
-    said: str = ""
-    least: int = 0
+    def __init__(self, search: PlanSearch) -> None:
+        self.search, self.quality = search, ""
+        offloaded = offloads(search.hints)
+        self.options = next((each for each in offloaded if ACTIVATIONS in each.whats), None)
+        self._others = tuple(left for each in offloaded for left in each.without(ACTIVATIONS))
+        self._step = self._segmented()
 
-    @cached_property
-    def course(self) -> SegmentedStep:
-        """The segments that may be recomputed or offloaded."""
-        hints = self.compiled.hints
-        options = next((each for each in offloads(hints) if ACTIVATIONS in each.whats), None)
-        memory, machine = self.predictor.of(self.compiled).memory, Machine.of(hints.machine)
-        return SegmentedStep(memory, self.compiled.after, machine, options, self.parts)
+    def candidates(self) -> Iterator[Candidate]:
+        """Choices for segments that are one module each; for longer ones; and those that recompute all alike."""
+        yield from self._chosen(self._step)
+        yield from self._joined()
+        yield from self._wholesale()
 
-    @cached_property
-    def _moments(self) -> dict[tuple[int, ...], int]:
-        return self.course.moments()
+    def _segmented(self, parts: tuple[Modules, ...] = ()) -> SegmentedStep:
+        memory, machine = self.search.initial.memory, Machine.of(self.search.hints.machine)
+        return SegmentedStep(memory, self.search.compiled.after, machine, self.options, parts)
 
-    def within(self, wanted: int) -> Candidate | None:
-        """The cheapest choice that fits; bytes of its plan beyond the prediction are subtracted from ``wanted``."""
+    def _chosen(self, step: SegmentedStep) -> Iterator[Candidate]:
+        """The cheapest choices; if they do not fit, and the leanest does, which needs less than predicted, those with
+        its margin, and itself."""
+        budget = self.search.budget
+        yield from self._cheapest(step, budget)
+        floor = least_peak(step.kinds, step.moments)
+        choice = cheapest(step.kinds, step.moments, floor)
+        leanest = self._planned(step, choice) if choice is not None else None
+        if leanest is not None and self.search.fits(leanest):
+            yield from self._cheapest(step, budget + floor - leanest.peak)
+            self.quality = "no cheaper choice was found"
+            yield leanest
+
+    def _cheapest(self, step: SegmentedStep, budget: int) -> Iterator[Candidate]:
+        """The cheapest choices; bytes of each plan beyond the prediction are subtracted from the budget of the next."""
         for _ in range(TRIES):
-            choice = cheapest(self.course.kinds, self._moments, wanted)
+            choice = cheapest(step.kinds, step.moments, budget)
             if choice is None:
-                return None
-            made = self._chosen(choice)
-            if made.peak <= self.budget:
-                self.said = f"the cheapest choice is at most {choice.gap:.1%} cheaper"
-                return made
-            wanted -= made.peak - self.budget
-        return None
+                return
+            made = self._planned(step, choice)
+            self.quality = f"the cheapest choice is at most {choice.gap:.1%} cheaper"
+            yield made
+            budget -= made.peak - self.search.budget
 
-    def from_leanest(self) -> Candidate | None:
-        """The search for plans that need less than predicted, with the margin of the leanest one."""
-        floor = least_peak(self.course.kinds, self._moments)
-        choice = cheapest(self.course.kinds, self._moments, floor)
-        leanest = self._chosen(choice) if choice is not None else None
-        if leanest is None or leanest.peak > self.budget:
-            return None
-        self.said = "no cheaper choice was found"
-        return self.within(self.budget + floor - leanest.peak) or leanest
+    def _joined(self) -> Iterator[Candidate]:
+        """Choices for longer segments, of consecutive modules: those first whose cheapest choice costs least. Of those
+        that are predicted not to fit the leanest is tried alone."""
+        ranked = []
+        for parts in segmentations(self._step):
+            step = self._segmented(parts)
+            choice = cheapest(step.kinds, step.moments, self.search.budget)
+            ranked.append(
+                (inf, least_peak(step.kinds, step.moments), step) if choice is None else (choice.seconds, 0, step)
+            )
+        for seconds, _, step in sorted(ranked, key=lambda each: each[:2]):
+            yield from self._chosen(step)
+            if seconds == inf:
+                return
 
-    def joined(self) -> Candidate | None:
-        """The search with longer segments, of consecutive modules: those first whose choice is cheapest."""
-        choices = []
-        for parts in segmentations(self.course):
-            search = RecomputeSearch(self.compiled, self.predictor, self.budget, parts)
-            kinds, moments = search.course.kinds, search._moments
-            choice = cheapest(kinds, moments, self.budget)
-            fit = (inf, least_peak(kinds, moments)) if choice is None else (choice.seconds, 0)
-            choices.append((*fit, search))
-        for seconds, _, search in sorted(choices, key=lambda each: each[:2]):
-            made = search.within(self.budget) or search.from_leanest()
-            self.said, self.least = search.said, min(self.least, search.least or self.least)
-            if made is not None or seconds == inf:
-                return made
-        return None
-
-    def wholesale(self) -> Candidate | None:
+    def _wholesale(self) -> Iterator[Candidate]:
         """The fastest that fits, of those that recompute all segments, or all modules of a list, or those of the root,
         alone or several together; that offload all; or both."""
-        all_again = tuple(
-            replace(_pass(self.course, kind, 0, len(kind.segments), frozenset()), regather=True)
-            for kind in self.course.kinds
-        )
-        options = self.course.offload
-        all_away = () if options is None else (replace(options, what=ACTIVATIONS),)
-        patterns = (*repeated_modules(self.compiled), "*")
+        all_again = tuple(_recompute(self._step, kind.segments, regather=True) for kind in self._step.kinds)
+        all_away = () if self.options is None else (replace(self.options, what=ACTIVATIONS),)
+        patterns = (*repeated_modules(self.search.compiled), "*")
         named = [(Recompute(pattern, segment=several),) for pattern in patterns for several in (1, *TOGETHER)]
         ways = [(again, away) for again in ((), all_again, *named) for away in dict.fromkeys(((), all_away))][1:]
-        fit = [made for made in (self._planned(*way) for way in ways) if made.peak <= self.budget]
-        self.said = "nothing between was found"
-        return min(fit, key=lambda made: made.seconds, default=None)
+        found = self.search.fastest(self._plan(*way) for way in ways)
+        self.quality = "nothing between was found"
+        yield from () if found is None else (found,)
 
-    def _chosen(self, choice: RecomputeChoice) -> Candidate:
-        return self._planned(tuple(_passes(self.course, choice)), tuple(_offloads(self.course, choice)))
+    def _planned(self, step: SegmentedStep, choice: RecomputeChoice) -> Candidate:
+        """The candidate of a choice: of each kind a pass for each run of segments that recompute, or offload, alike."""
+        again, away = list[Recompute](), list[Offload]()
+        for kind in step.kinds:
+            needed, indices = {group for group in kind.groups if group.nbytes}, range(len(kind.segments))
+            for segments, kept in runs(
+                kind, [frozenset(g for g in kind.groups if choice.keeps(g, i)) for i in indices]
+            ):
+                if not needed <= kept:
+                    again.append(_recompute(step, segments, kept))
+            for segments, gone in runs(
+                kind, [frozenset(g for g in kind.groups if choice.offloads(g, i)) for i in indices]
+            ):
+                if gone:
+                    assert self.options is not None
+                    where, only = _named(step, segments, gone)
+                    away.append(replace(self.options, what=ACTIVATIONS, only=only, **where))
+        return self._plan(tuple(again), tuple(away))
 
-    def _planned(self, again: tuple[Recompute, ...], away: tuple[Offload, ...]) -> Candidate:
+    def _plan(self, again: tuple[Recompute, ...], away: tuple[Offload, ...]) -> Candidate:
         """The candidate with some recomputation, and some activations offloaded."""
-        others = tuple(left for each in offloads(self.compiled.hints) for left in each.without(ACTIVATIONS))
-        made = self.predictor.under(self.compiled, recompute=again, offload=(*others, *away))
-        self.least = min(self.least or made.peak, made.peak)
-        return made
+        return self.search.plan(recompute=again, offload=(*self._others, *away))
 
 
-def _passes(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Recompute]:
-    """The choice as passes: of each kind one for each run of segments that keep the same."""
-    for kind in course.kinds:
-        count = len(kind.segments)
-        kept = [frozenset(g for g in kind.groups if _keeps(g, choice, i)) for i in range(count)]
-        needed = {group for group in kind.groups if group.nbytes}
-        for start, length in runs(kept):
-            if not needed <= kept[start]:
-                yield _pass(course, kind, start, length, kept[start])
-
-
-def _offloads(course: SegmentedStep, choice: RecomputeChoice) -> Iterator[Offload]:
-    """The offloaded groups as passes, likewise."""
-    assert course.offload is not None or not any(choice.away.values())
-    for kind in course.kinds:
-        gone = [
-            frozenset(g for g in kind.groups if 0 <= i - choice.again[g] < choice.away.get(g, 0))
-            for i in range(len(kind.segments))
-        ]
-        for start, length in runs(gone):
-            if gone[start] and course.offload is not None:
-                modules, skip, count, only = _named(course, kind, start, length, gone[start])
-                chosen = replace(course.offload, what=ACTIVATIONS, modules=modules, only=only, skip=skip, count=count)
-                yield chosen
-
-
-def _keeps(group: OpGroup, choice: RecomputeChoice, index: int) -> bool:
-    """Whether a segment keeps a group."""
-    again = choice.again[group]
-    return again <= index and (group.nbytes > 0 or index < again + choice.kept[group])
-
-
-def _pass(course: SegmentedStep, kind: SegmentKind, start: int, length: int, kept: frozenset[OpGroup]) -> Recompute:
-    modules, skip, count, keep = _named(course, kind, start, length, kept)
-    together = len(kind.segments[start].paths)
-    return Recompute(modules, keep, regather=False, skip=skip, count=count, segment=together)
+def _recompute(
+    step: SegmentedStep, segments: Sequence[ModelSegment], kept: Iterable[OpGroup] = (), regather: bool = False
+) -> Recompute:
+    where, save = _named(step, segments, kept)
+    return Recompute(save=save, regather=regather, segment=len(segments[0].paths), **where)
 
 
 def _named(
-    course: SegmentedStep, kind: SegmentKind, start: int, length: int, groups: frozenset[OpGroup]
-) -> tuple[str | tuple[str, ...], int, int, tuple[str, ...]]:
-    """The arguments by which a pass names segments and groups: module patterns, how many to skip and to take, ops."""
-    chosen = kind.segments[start : start + length]
-    paths = [path for each in chosen for path in each.paths]
+    step: SegmentedStep, segments: Sequence[ModelSegment], groups: Iterable[OpGroup]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """How a pass names consecutive segments, by a pattern where that is possible, and the ops of groups in them."""
+    paths = [path for each in segments for path in each.paths]
     pattern = ".".join([*paths[0].split(".")[:-1], "*"])
-    there = _matched(course, pattern)
-    first = there.index(paths[0]) if paths[0] in there else 0
-    if there[first : first + length] == paths and len(there) > 1:
-        return pattern, first, length, tuple(sorted(group.pattern([pattern]) for group in groups))
-    return tuple(paths), 0, 0, tuple(sorted({group.pattern(each.paths) for group in groups for each in chosen}))
-
-
-def _matched(course: SegmentedStep, pattern: str) -> list[str]:
-    """The modules that match a pattern of a pass, in its order."""
-    depth = pattern.count(".") + 1
-    outer = pattern[:-1]
-    nodes = [node for node in course.graph.nodes if node.phase is Phase.FORWARD]
-    paths = (prefixes(node.where.module)[depth - 1 : depth] for node in nodes)
-    return list(dict.fromkeys(path for each in paths for path in each if path.startswith(outer)))
+    there = list(dict.fromkeys(matching_modules(step.graph, pattern, where="Hints(recompute='auto')").values()))
+    first, count = there.index(paths[0]), len(segments)
+    if there[first : first + count] == paths and len(there) > 1:
+        where = {"modules": pattern, "skip": first, "count": count}
+        return where, tuple(sorted(group.pattern([pattern]) for group in groups))
+    named = {group.pattern(each.paths) for group in groups for each in segments}
+    return {"modules": tuple(paths)}, tuple(sorted(named))
 
 
 SECONDS = 20.0
@@ -247,6 +217,9 @@ LEAST = 1e-9
 """The least cost in seconds, so that nothing is recomputed needlessly."""
 LiveCounts = tuple[int, ...]
 """The number of segments of each kind that are between forward and backward."""
+Variable = tuple[Hashable, ...]
+"""A variable of the mixed integer program: its name, and its group, if it has one."""
+PEAK: Variable = ("peak",)
 
 
 @dataclass(frozen=True)
@@ -257,105 +230,97 @@ class RecomputeChoice:
 
     again: dict[OpGroup, int]
     kept: dict[OpGroup, int]
+    away: dict[OpGroup, int]
     seconds: float
     gap: float
-    away: dict[OpGroup, int] = field(default_factory=dict)
+
+    def keeps(self, group: OpGroup, index: int) -> bool:
+        """Whether a segment keeps a group."""
+        again = self.again[group]
+        return again <= index and (group.nbytes > 0 or index < again + self.kept[group])
+
+    def offloads(self, group: OpGroup, index: int) -> bool:
+        """Whether a segment offloads a group."""
+        return 0 <= index - self.again[group] < self.away.get(group, 0)
 
 
 def cheapest(kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int], budget: int) -> RecomputeChoice | None:
     """The cheapest choice with at most ``budget`` live bytes at each moment; None: there is none."""
-    problem = _Problem(kinds, moments)
-    problem.upper[problem.peak] = budget / UNIT
-    cost = [0.0] * len(problem.upper)
-    for kind in kinds:
-        for group in kind.groups:
-            cost[problem.number["R", group, 0]] = max(group.seconds, LEAST) * UNIT
-            if ("A", group, 0) in problem.number:
-                cost[problem.number["A", group, 0]] = max(group.away, LEAST) * UNIT
-    found = problem.solved(cost)
-    if found.x is None:
+    groups = [group for kind in kinds for group in kind.groups]
+    cost: dict[Variable, float] = {("again", group): max(group.seconds, LEAST) * UNIT for group in groups}
+    cost |= {("away", group): max(group.away, LEAST) * UNIT for group in groups}
+    found = _Problem(kinds, moments, budget).solve(cost)
+    if found is None:
         return None
-    named = {(name, group): round(found.x[i]) for (name, group, _), i in problem.number.items()}
-    again = {group: count for (name, group), count in named.items() if name == "R"}
-    kept = {group: count for (name, group), count in named.items() if name == "kept"}
-    away = {group: count for (name, group), count in named.items() if name == "A"}
+    values, gap = found
+    again, kept, away = (
+        {group: round(values[name, group]) for group in groups if (name, group) in values}
+        for name in ("again", "kept", "away")
+    )
     seconds = sum(group.seconds * count for group, count in again.items())
     seconds += sum(group.away * count for group, count in away.items())
-    return RecomputeChoice(again, kept, seconds, float(found.mip_gap or 0.0), away)
+    return RecomputeChoice(again, kept, away, seconds, gap)
 
 
 def least_peak(kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int]) -> int:
     """The lowest peak of any choice, in bytes."""
-    problem = _Problem(kinds, moments)
-    cost = [0.0] * len(problem.upper)
-    cost[problem.peak] = 1
-    return round((float(problem.solved(cost).x[problem.peak]) + ROUNDING) * UNIT)
+    found = _Problem(kinds, moments).solve({PEAK: 1})
+    assert found is not None
+    return round(float(found[0][PEAK] + ROUNDING) * UNIT)
 
 
 class _Problem:
-    """The mixed integer program: variables and rows; ``peak`` is the variable of the peak memory."""
+    """The mixed integer program: ``upper`` bounds of its variables, and ``rows`` of factors with a lower bound each."""
 
-    def __init__(self, kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int]) -> None:
-        self.number: dict[tuple[str, OpGroup, int], int] = {}
-        self.upper: list[float] = [inf]
-        self.integrality: list[int] = [0]
-        self.peak = 0
-        self._rows: list[dict[int, float]] = []
-        self._least: list[float] = []
+    def __init__(self, kinds: Sequence[SegmentKind], moments: Mapping[LiveCounts, int], budget: float = inf) -> None:
+        self.upper: dict[Variable, float] = {PEAK: budget / UNIT}
+        self.rows: list[tuple[dict[Variable, float], float]] = []
         for kind in kinds:
-            self._kind(kind, len(kind.segments))
+            count = len(kind.segments)
+            for group in kind.groups:
+                again, kept, away = ("again", group), ("kept", group), ("away", group)
+                self.upper |= {again: count, kept: count}
+                if group.nbytes and group.away < inf:
+                    self.upper[away] = count
+                    self.rows.append(({again: -1, away: -1}, -count))
+                for user in group.users:
+                    self.upper["again", user] = count
+                    self.rows.append(({again: 1, kept: 1, ("again", user): -1}, 0))
         for waiting, live in moments.items():
-            self._moment(kinds, waiting, live)
+            self._moment(zip(kinds, waiting, strict=True), live)
 
-    def _variable(self, name: str, group: OpGroup, most: float, at: int = 0) -> int:
-        key = name, group, at
-        if key not in self.number:
-            self.number[key] = len(self.upper)
-            self.upper.append(most)
-            self.integrality.append(1)
-        return self.number[key]
-
-    def _row(self, row: dict[int, float], least: float) -> None:
-        self._rows.append(row)
-        self._least.append(least)
-
-    def _kind(self, kind: SegmentKind, count: int) -> None:
-        for group in kind.groups:
-            again, kept = self._variable("R", group, count), self._variable("kept", group, count)
-            if group.nbytes and group.away < inf:
-                self._row({again: -1, self._variable("A", group, count): -1}, -count)
-            for user in group.users:
-                self._row({again: 1, kept: 1, self._variable("R", user, count): -1}, 0)
-
-    def _moment(self, kinds: Sequence[SegmentKind], waiting: LiveCounts, live: int) -> None:
-        row: dict[int, float] = {self.peak: 1}
-        least = live / UNIT
-        for kind, p in zip(kinds, waiting, strict=True):
-            for group in kind.groups if p else ():
-                count = len(kind.segments)
+    def _moment(self, waiting: Iterable[tuple[SegmentKind, int]], live: int) -> None:
+        row: dict[Variable, float] = {PEAK: 1}
+        for kind, count in waiting:
+            for group in kind.groups if count else ():
                 if group.users:
-                    row[self._variable("kept", group, count)] = -group.extra / UNIT
-                fresh = ("m", group, p) not in self.number
-                stays = self._variable("m", group, p, p)
-                if fresh:
-                    gone = {self.number[name, group, 0]: 1.0 for name in "RA" if (name, group, 0) in self.number}
-                    self._row({stays: 1, **gone}, p)
+                    row["kept", group] = -group.extra / UNIT
+                stays: Variable = ("stays", group, count)
+                if stays not in self.upper:
+                    self.upper[stays] = count
+                    gone = [each for each in (("again", group), ("away", group)) if each in self.upper]
+                    self.rows.append(({stays: 1, **dict.fromkeys(gone, 1)}, count))
                 row[stays] = -group.nbytes / UNIT
-                least -= group.nbytes / UNIT * p
-        self._row(row, least)
+                live -= group.nbytes * count
+        self.rows.append((row, live / UNIT))
 
-    def solved(self, cost: Sequence[float]) -> Any:
-        """The solver's result, for the cost of each variable."""
+    def solve(self, cost: Mapping[Variable, float]) -> tuple[dict[Variable, float], float] | None:
+        """The values of the variables at the lowest cost, and the gap to the optimum; None: there are none."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # which takes a second to import
         from scipy.sparse import csr_array
 
-        entries = [(i, column, value) for i, row in enumerate(self._rows) for column, value in row.items()]
+        column = {variable: i for i, variable in enumerate(self.upper)}
+        entries = [(i, column[each], value) for i, (row, _) in enumerate(self.rows) for each, value in row.items()]
         rows, columns, values = zip(*entries, strict=True)
-        matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self.upper)))
-        return milp(
-            cost,
-            integrality=self.integrality,
-            bounds=Bounds(0, self.upper),
-            constraints=LinearConstraint(matrix, [least - ROUNDING for least in self._least], inf),
+        found = milp(
+            [cost.get(variable, 0) for variable in self.upper],
+            integrality=[variable != PEAK for variable in self.upper],
+            bounds=Bounds(0, list(self.upper.values())),
+            constraints=LinearConstraint(
+                csr_array((values, (rows, columns)), shape=(len(self.rows), len(self.upper))),
+                [least - ROUNDING for _, least in self.rows],
+                inf,
+            ),
             options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},
         )
+        return None if found.x is None else (dict(zip(self.upper, found.x, strict=True)), float(found.mip_gap or 0.0))

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from math import inf
+from typing import TypeVar
 
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
@@ -23,6 +24,8 @@ from shardfx.ir.ops.traits import gives_alias
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.passes import Offload
 from shardfx.passes.memory.module_patterns import joined
+
+Mark = TypeVar("Mark", bound=Hashable)
 
 
 def segment_of(module: str) -> str:
@@ -223,6 +226,7 @@ class SegmentedStep:
         footprint, stored = self.memory.footprint, sum(self.memory.stored.values())
         return [stored + a + b for a, b in zip(footprint.live, footprint.inside, strict=True)]
 
+    @cached_property
     def moments(self) -> dict[tuple[int, ...], int]:
         """The peak of live bytes by the number of segments of each kind that are between forward and backward.
 
@@ -272,13 +276,10 @@ def sources(values: Iterable[Value]) -> set[Value]:
     return found
 
 
-def runs(marks: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
-    """The starts and lengths of the segments of equal marks."""
-    start = 0
-    for i in range(1, len(marks) + 1):
-        if i == len(marks) or marks[i] != marks[start]:
-            yield start, i - start
-            start = i
+def runs(kind: SegmentKind, marks: Sequence[Mark]) -> Iterator[tuple[list[ModelSegment], Mark]]:
+    """Consecutive segments of equal marks, and their mark."""
+    for mark, pairs in groupby(zip(kind.segments, marks, strict=True), key=lambda pair: pair[1]):
+        yield [segment for segment, _ in pairs], mark
 
 
 SLACK = (1.0, 1.1, 1.25, 1.5)

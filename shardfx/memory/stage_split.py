@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
-from math import prod
+from math import inf, prod
 
 from shardfx.compiled import Compiled
 from shardfx.ir.graph import Graph, Node, OutputKind, Phase, Value
@@ -22,13 +22,14 @@ from shardfx.ir.schedule.actions import Pipelined
 from shardfx.ir.schedule.simulation import KEEPS
 from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
-from shardfx.memory.budget import Candidate, MemoryPredictor, budget_of, first_ranks
+from shardfx.memory.candidates import Candidate, PlanSearch
 from shardfx.memory.recompute_segments import sources
 from shardfx.passes.stages import SearchedCounts, stages_as_planned
 from shardfx.passes.stages.assignment import OF_WEIGHTS, Assignment
 from shardfx.passes.stages.balance import MemoryBudget, StageMemory, balanced_split, smallest_split
 from shardfx.passes.stages.make_schedule import AUTO
 from shardfx.passes.stages.stage_blocks import ModelBlocks
+from shardfx.schedules.timeline import first_ranks
 
 TRIES = 4
 """The most splits that are planned."""
@@ -37,89 +38,77 @@ HOPED = 0.2
 an iteration had most of it beside all its activations."""
 
 
-def staged(compiled: Compiled, predictor: MemoryPredictor) -> Compiled:
+def fitting_stages(search: PlanSearch) -> Compiled:
     """The plan whose stages fit into what a rank may hold; itself, where nothing is to be chosen, or all fits.
 
     Where no split fits, the plan is the one whose fullest rank holds least; but where it is also to be chosen what is
     recomputed, or how many iterations are live, it is left to that.
     """
-    pipeline, budget = compiled.hints.pipeline, budget_of(compiled.hints)
-    trains_in_stages = compiled.has_gradients and compiled.after.pipeline is not None
-    if not trains_in_stages or pipeline is None or pipeline.stages is not None or budget is None:
+    compiled, pipeline = search.compiled, search.hints.pipeline
+    in_stages = compiled.has_gradients and compiled.after.pipeline is not None
+    if not in_stages or pipeline is None or pipeline.stages is not None or not search.budget:
         return compiled
-    search = StageSearch(compiled, predictor, budget)
-    if not search.balanced:
+    splits = StageSplits(search)
+    if not splits.balanced:
         return compiled
-    found = search.found()
+    found = search.fastest(splits.candidates(), splits.seconds)
     if found is None:
-        others = compiled.hints.recompute == "auto" or pipeline.schedule == AUTO
-        return compiled if others else search.roomiest()
-    plan = search.known[found].plan
-    if plan is not compiled:
-        plan.after.notes.append(search.note(found))
-    return plan
+        others = search.hints.recompute == "auto" or pipeline.schedule == AUTO
+        return compiled if others else splits.smallest().plan
+    if found.plan is not compiled:
+        found.plan.after.notes.append(splits.note(found))
+    return found.plan
 
 
-class StageSearch:
-    """The search over splits: those planned so far, and what their memory and time tell."""
+class StageSplits:
+    """Candidates by their splits into stages, and what their memory tells of the next one."""
 
-    def __init__(self, compiled: Compiled, predictor: MemoryPredictor, budget: int) -> None:
-        assert compiled.after.pipeline is not None
-        self.compiled, self.predictor, self.budget = compiled, predictor, budget
-        self.homes = compiled.after.pipeline.homes
-        self.blocks = BlockMemory(compiled.after, compiled.after.pipeline)
-        self.more = [-HOPED * budget] * (max(self.homes) + 1)
+    def __init__(self, search: PlanSearch) -> None:
+        graph = search.compiled.after
+        assert graph.pipeline is not None
+        self.search, self.homes = search, graph.pipeline.homes
+        self.blocks = BlockMemory(graph, graph.pipeline)
+        self.more = [-HOPED * search.budget] * (max(self.homes) + 1)
         """The error of the estimate for each rank: bytes beyond the prediction."""
+        self.balanced = first_blocks(graph, self.blocks.blocks.names)
+        """The first blocks of the initial plan's stages; empty where they are no contiguous ranges of blocks."""
         self.known: dict[tuple[int, ...], Candidate] = {}
         """The plans so far, by the first blocks of their stages."""
 
     @property
     def room(self) -> MemoryBudget:
         """The memory budget of ranks, corrected by the plans so far."""
-        return MemoryBudget(self.homes, [self.budget - more for more in self.more], self.blocks.memory_of)
+        return MemoryBudget(self.homes, [self.search.budget - more for more in self.more], self.blocks.memory_of)
 
-    @cached_property
-    def balanced(self) -> tuple[int, ...]:
-        """The first blocks of the initial plan's stages; empty where they are no contiguous ranges of blocks."""
-        return first_blocks(self.compiled.after, self.blocks.blocks.names)
-
-    def found(self) -> tuple[int, ...] | None:
-        """The first blocks of the stages of the fastest split that fits, of those planned."""
-        thought = self.room.of(self.balanced, self.blocks.count)
-        fits = all(peak <= budget for peak, budget in zip(thought, self.room.budgets, strict=True))
-        if fits and self._planned(self.balanced).peak <= self.budget:
-            return self.balanced
+    def candidates(self) -> Iterator[Candidate]:
+        """The balanced split, where it may fit; then the fastest that may fit, until none is faster than one that
+        does."""
+        predicted = self.room.of(self.balanced, self.blocks.count)
+        if all(peak <= budget for peak, budget in zip(predicted, self.room.budgets, strict=True)):
+            yield (made := self._planned(self.balanced))
+            if self.search.fits(made):
+                return
         for _ in range(TRIES):
             firsts = balanced_split(self.blocks.costs, len(self.homes), budget=self.room)
-            if firsts is None or tuple(firsts) in self.known:
-                break
-            fitting = self._fitting()
-            if fitting is not None and self._seconds(firsts) >= self._seconds(fitting):
-                break
-            self._planned(tuple(firsts))
-        return self._fitting()
+            fitting = [self._seconds(split) for split, made in self.known.items() if self.search.fits(made)]
+            if firsts is None or tuple(firsts) in self.known or self._seconds(firsts) >= min(fitting, default=inf):
+                return
+            yield self._planned(tuple(firsts))
 
-    def _fitting(self) -> tuple[int, ...] | None:
-        fitting = (firsts for firsts, made in self.known.items() if made.peak <= self.budget)
-        return min(fitting, key=self._seconds, default=None)
-
-    def roomiest(self) -> Compiled:
+    def smallest(self) -> Candidate:
         """The split with the lowest peak over ranks."""
         firsts, _ = smallest_split(self.blocks.costs, len(self.homes), self.room)
         made = self.known.get(tuple(firsts)) or self._planned(tuple(firsts))
-        return min((made, *self.known.values()), key=lambda made: made.peak).plan
+        return min((made, *self.known.values()), key=lambda made: made.peak)
 
     def _planned(self, firsts: tuple[int, ...]) -> Candidate:
         """Plan a split, and correct the estimates by its ranks' memory."""
-        pipeline, counts = self.compiled.hints.pipeline, (b - a for a, b in self._edges(firsts))
+        pipeline, counts = self.search.hints.pipeline, SearchedCounts(b - a for a, b in self._edges(firsts))
         assert pipeline is not None
-        made = (
-            self.predictor.of(self.compiled)
-            if firsts == self.balanced
-            else self.predictor.under(self.compiled, pipeline=replace(pipeline, stages=SearchedCounts(counts)))
-        )
-        thought = self.room.of(firsts, self.blocks.count)
-        self.more = [a - b for a, b in zip(made.peaks, thought, strict=True)]
+        planned = firsts != self.balanced
+        made = self.search.plan(pipeline=replace(pipeline, stages=counts)) if planned else self.search.initial
+        predicted = self.room.of(firsts, self.blocks.count)
+        self.more = [a - b for a, b in zip(made.peaks, predicted, strict=True)]
         self.known[firsts] = made
         return made
 
@@ -127,18 +116,24 @@ class StageSearch:
         return [*pairwise((*firsts, self.blocks.count))]
 
     def _seconds(self, firsts: Sequence[int]) -> float:
-        """The seconds of the slowest stage."""
         return max(sum(self.blocks.costs[a:b]) for a, b in self._edges(firsts))
 
-    def note(self, firsts: tuple[int, ...]) -> str:
-        """A note with the seconds and bytes of each stage."""
-        counts = ", ".join(str(b - a) for a, b in self._edges(firsts))
-        ranks = ", ".join(map(str, first_ranks(self.compiled.after)))
-        peaks = ", ".join(map(size_text, self.known[firsts].peaks))
-        longer = self._seconds(firsts) / self._seconds(self.balanced)
+    def firsts_of(self, made: Candidate) -> tuple[int, ...]:
+        """The first blocks of the stages of a candidate."""
+        return next(firsts for firsts, each in self.known.items() if each is made)
+
+    def seconds(self, made: Candidate) -> float:
+        """The time of a candidate's slowest stage."""
+        return self._seconds(self.firsts_of(made))
+
+    def note(self, made: Candidate) -> str:
+        """A note with the time and bytes of each stage."""
+        counts = ", ".join(str(b - a) for a, b in self._edges(self.firsts_of(made)))
+        ranks, peaks = ", ".join(map(str, first_ranks(made.plan.after))), ", ".join(map(size_text, made.peaks))
+        longer = self.seconds(made) / self._seconds(self.balanced)
         return (
-            f"stages of {counts} blocks, so that no rank holds more than {size_text(self.budget)}: ranks {ranks} hold "
-            f"{peaks}; the slowest stage takes {longer:.2f} times as long as that of the balanced split"
+            f"stages of {counts} blocks, so that no rank holds more than {size_text(self.search.budget)}: ranks "
+            f"{ranks} hold {peaks}; the slowest stage takes {longer:.2f} times as long as that of the balanced split"
         )
 
 

@@ -212,11 +212,10 @@ def plan_timeline(
     """
     mesh = machine.connect(graph.mesh, instead_of=planned_for)
     places = rank_places(graph)
-    firsts = [places.index(place) for place in range(max(places) + 1)]
     rows: list[Any] = []
     peaks: list[int] = []
     host = 0.0
-    for rank in firsts:
+    for rank in first_ranks(graph):
         made = program(rank)
         footprint = replayed(made)
         rows.append(rank_tasks(made, footprint, machine, mesh))
@@ -247,6 +246,12 @@ def rank_places(graph: Graph) -> tuple[int, ...]:
     """For each rank its place along the axis of stages."""
     mesh, pipeline = graph.mesh, graph.pipeline
     return tuple(mesh.coords(rank)[pipeline.axis] if pipeline is not None else 0 for rank in range(mesh.size))
+
+
+def first_ranks(graph: Graph) -> list[int]:
+    """The first rank at each place along the axis of stages; of no stages, the first."""
+    places = rank_places(graph)
+    return [places.index(place) for place in range(max(places) + 1)]
 
 
 def write_recording(path: str | Path, recording: Recording) -> Path:

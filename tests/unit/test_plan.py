@@ -165,7 +165,7 @@ class Two(nn.Module):
     [
         ({"fc2.weight": "tp, -"}, {"fc2": "k{tp}"}),
         ({}, {"fc1:addmm": "n{tp} m{dp}", ":mm": "k{dp}"}),
-        ({"args.0": "dp, -"}, {"fc1": "m{}", "fc2": ("-, dp", "dp, tp")}),
+        ({"args.0": "dp, -"}, {"fc1": "m{}", "fc2": "k{dp} n{tp}"}),
         ({"fc*.weight": (Shard(0), Shard(1))}, {":cumsum": "d0{tp dp}"}),
     ],
 )
