@@ -9,22 +9,24 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import sympy
 
 from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, OutputKind, Where, op_name
+from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, OutputKind, Value, Where, op_name
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
-from shardfx.report.console import render, table
+from shardfx.report.console import render
 
 from .formula import PeakStorage, Sizes, formula, no_formula, spec_of
 
@@ -89,10 +91,7 @@ class RankMemory:
     @cached_property
     def stored(self) -> Mapping[str, int]:
         """The bytes of the program's inputs on the device, by category."""
-        found: dict[str, int] = {}
-        for stored in self.given:
-            found[stored.category] = found.get(stored.category, 0) + stored.nbytes
-        return found
+        return _by_category(self.given)
 
     @property
     def gradients(self) -> int:
@@ -132,23 +131,15 @@ class RankMemory:
     @cached_property
     def by_category(self) -> Mapping[str, int]:
         """The bytes at the predicted peak by category, the largest first; they sum up to it."""
-        found: dict[str, int] = {}
-        for holder in self.at_peak:
-            found[holder.category] = found.get(holder.category, 0) + holder.nbytes
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return dict(sorted(_by_category(self.at_peak).items(), key=lambda item: -item[1]))
 
     @cached_property
     def course(self) -> tuple[Mapping[str, int], ...]:
         """The live bytes by category after each call of the program; ``footprint.calls`` are the calls."""
-        fixed = self.stored
-        made: dict[str, list[int]] = {}
+        moments = [Counter(self.stored) for _ in range(self._calls)]
         for category, course in (*self.footprint.by_category.items(), (BUFFERS, self.footprint.idle)):
-            there = made.setdefault(MADE.get(category, category), [0] * self._calls)
-            there[:] = map(operator.add, there, course)
-        moments = []
-        for call in range(self._calls):
-            now = {name: course[call] + fixed.get(name, 0) for name, course in made.items()}
-            moments.append({**fixed, **now})
+            for moment, nbytes in zip(moments, course, strict=True):
+                moment[MADE.get(category, category)] += nbytes
         return tuple(moments)
 
     @cached_property
@@ -234,24 +225,27 @@ class RankMemory:
         return len(self.footprint.calls)
 
     def _holder(self, inp: Input) -> Holder:
-        value, mesh = inp.value, self.program.mesh
-        assert value.spec is not None
-        shape = held_shape(value.spec, value.shape, mesh, self.rank)
-        nbytes = value.type.dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        return Holder(CATEGORIES[inp.kind], nbytes, inp.name)
+        return Holder(CATEGORIES[inp.kind], stored_bytes(inp.value, self.program.mesh, self.rank), inp.name)
 
     def __str__(self) -> str:
-        basis = " (predicted; torch.compile plans memory itself)" if self.compiled else ""
-        made = table(f"Memory of rank {self.rank}: {size_text(self.peak)} at most{basis}", "", "bytes", right=[1])
-        for category, nbytes in self.by_category.items():
-            made.add_row(category, size_text(nbytes))
-        made.add_row("reserved on CUDA", size_text(self.reserved))
-        if self.host:
-            made.add_row("offloaded to host memory", size_text(self.host))
-        largest = "\n".join(f"  {holder}" for holder in self.at_peak[:8])
-        return f"{render(made)}\n\nThe largest:\n{largest}"
+        from rich.console import Group  # imported where it is used: plans and steps need no rich
+
+        from shardfx.report.tables import memory_tables
+
+        return render(Group(*memory_tables(self)))
+
+
+def stored_bytes(value: Value, mesh: Mesh, rank: int) -> int:
+    """The bytes of a rank's shard of an input."""
+    assert value.spec is not None
+    return prod(held_shape(value.spec, value.shape, mesh, rank)) * value.type.dtype.itemsize
+
+
+def _by_category(holders: Iterable[Holder]) -> Counter[str]:
+    found = Counter[str]()
+    for holder in holders:
+        found[holder.category] += holder.nbytes
+    return found
 
 
 def _made(category: str, nbytes: int, node: Node | None) -> Holder:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
-from math import inf, prod
+from math import inf
 
 from shardfx.compiled import Compiled
 from shardfx.ir.graph import Graph, Node, OutputKind, Phase, Value
@@ -20,9 +20,9 @@ from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.schedule.actions import Pipelined
 from shardfx.ir.schedule.simulation import KEEPS
-from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
 from shardfx.memory.candidates import Candidate, PlanSearch
+from shardfx.memory.rank_memory import stored_bytes
 from shardfx.memory.recompute_segments import sources
 from shardfx.passes.stages import SearchedCounts, stages_as_planned
 from shardfx.passes.stages.assignment import OF_WEIGHTS, Assignment
@@ -194,10 +194,8 @@ class BlockMemory:
         """The bytes of inputs and gradients, with the blocks that use them."""
         values = {each.name: each for each in self.graph.inputs}
         for each in self.graph.inputs:
-            value = each.value
-            if not each.pool and value.spec is not None:
-                shape = held_shape(value.spec, value.shape, self.graph.mesh, 0)
-                yield prod(shape) * value.type.dtype.itemsize, self._assigned.inputs[value]
+            if not each.pool and each.value.spec is not None:
+                yield stored_bytes(each.value, self.graph.mesh, 0), self._assigned.inputs[each.value]
         for output in self.graph.outputs:
             mine = values.get(output.name)
             if output.kind is OutputKind.GRADIENT and mine is not None and mine.kind in OF_WEIGHTS:

@@ -78,19 +78,14 @@ def comm_rows(
             rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node, mesh)), []).append(node)
     made = []
     for (axes, kind), nodes in rows.items():
-        sent = [replace(traffic(node, mesh), iterations=iterations.times.get(node, 1)) for node in nodes]
-        causes = [
-            cause
-            for node, one in zip(nodes, sent, strict=True)
-            for cause in causes_of(node, one.total, mesh, inputs, outputs)
-        ]
+        link, causes, calls, nbytes, seconds = mesh.link(axes), list[Cause](), 0, 0.0, 0.0
+        for node in nodes:
+            sent = replace(traffic(node, mesh), iterations=iterations.times.get(node, 1))
+            causes += causes_of(node, sent.total, mesh, inputs, outputs)
+            calls, nbytes = calls + sent.iterations, nbytes + sent.total
+            seconds += link.seconds(*node.op.sends(node, mesh)) * sent.iterations
         causes.sort(key=lambda cause: -cause.nbytes)
-        calls = sum(one.iterations for one in sent)
-        link = mesh.link(axes)
-        seconds = sum(
-            link.seconds(*node.op.sends(node, mesh)) * one.iterations for node, one in zip(nodes, sent, strict=True)
-        )
-        made.append(CommRow(axes, kind, calls, sum(one.total for one in sent), seconds, tuple(causes)))
+        made.append(CommRow(axes, kind, calls, nbytes, seconds, tuple(causes)))
     return sorted(made, key=lambda row: ([mesh.order(axis) for axis in row.axes], -row.nbytes))
 
 

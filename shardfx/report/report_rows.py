@@ -113,13 +113,12 @@ def tile_rows(nodes: Iterable[Node], mesh: Mesh, prices: NodeCosts) -> list[Tile
     found: dict[str, list[tuple[int, float, float, float]]] = {}
     for node in chosen:
         if node.op is halo:
-            taker, sent = takers.get(node.outs[0], node), traffic(node, mesh)
-            found.setdefault(taker.where.module, []).append(
-                (sent.iterations if sent.nbytes else 0, sent.total, 0.0, 0.0)
-            )
+            layer, sent = takers.get(node.outs[0], node).where.module, traffic(node, mesh)
+            figures = sent.iterations if sent.nbytes else 0, sent.total, 0.0, 0.0
         else:
-            flops = prices.of(node).flops * loop_of(node, mesh)
-            found.setdefault(node.where.module, []).append((0, 0.0, flops, flops * border_recompute(node, mesh)))
+            layer, flops = node.where.module, prices.of(node).flops * loop_of(node, mesh)
+            figures = 0, 0.0, flops, flops * border_recompute(node, mesh)
+        found.setdefault(layer, []).append(figures)
     rows = [TileRow(module, *map(sum, zip(*each, strict=True))) for module, each in found.items()]
     return [row for row in rows if row.exchanges or row.border_flops]
 
@@ -129,20 +128,11 @@ def border_recompute(node: Node, mesh: Mesh) -> float:
     most = 0.0
     for value in node.outs:
         spec = value.spec
-        if spec is None or not any(sharding.rows for sharding in spec.dims):
+        over = [axis for sharding in spec.dims if sharding.rows for axis in sharding.axes] if spec is not None else []
+        if spec is None or not over:
             continue
-        tiles = Spec(
-            tuple(DimSharding(sharding.axes) if sharding.rows else sharding for sharding in spec.dims), spec.partial
-        )
-        first, over = (
-            dict.fromkeys(mesh.names, 0),
-            [axis for sharding in spec.dims if sharding.rows for axis in sharding.axes],
-        )
-        ranks = mesh.along(first, over)
-        sizes = [(_numel(spec, value.shape, mesh, at), _numel(tiles, value.shape, mesh, at)) for at in ranks]
-        most = max(most, max(made - own for made, own in sizes) / max(sizes[0][0], 1))
+        tiles = Spec(tuple(DimSharding(each.axes) if each.rows else each for each in spec.dims), spec.partial)
+        ranks = mesh.along(dict.fromkeys(mesh.names, 0), over)
+        made, own = ([math.prod(each.local_shape(value.shape, mesh, at)) for at in ranks] for each in (spec, tiles))
+        most = max(most, max(a - b for a, b in zip(made, own, strict=True)) / max(made[0], 1))
     return most
-
-
-def _numel(spec: Spec, shape: tuple[int, ...], mesh: Mesh, at: dict[str, int]) -> int:
-    return math.prod(spec.local_shape(shape, mesh, at))

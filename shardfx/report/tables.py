@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from rich.console import Group, RenderableType
@@ -20,16 +20,34 @@ from shardfx.ir.text.printer import size_text
 from shardfx.report.console import count_text, seconds_text, table
 
 if TYPE_CHECKING:
-    from shardfx.ir.cost.footprint import Peak
-    from shardfx.report.figures import Cause, CommRow, Report, Timing
+    from shardfx.ir.cost.footprint import Peak, PeakItem
+    from shardfx.ir.cost.machine import Machine
+    from shardfx.memory.rank_memory import RankMemory
+    from shardfx.report.figures import CommRow, Report, Timing
     from shardfx.report.report_rows import TileRow
 
 
 MOST_CAUSES, MOST_HOLDERS, MOST_LAYERS = 4, 6, 20
-FORMULA = (
+COUNTED = (
     "peak = parameters + buffers + states + constants + inputs + the largest sum of live storages over the program\n"
     "Not counted: the states of an optimizer outside of the program, workspaces inside of ops, fragmentation."
 )
+NOTES = {
+    "parameters": "the stored shards",
+    "buffers": "the stored shards",
+    "optimizer states": "the stored shards",
+    "constants": "tensors that the model made when it was captured",
+    "inputs": "this rank's part of the batch",
+    "gathered parameters": "stored parameters, gathered",
+    "cast parameters": "in the dtype of mixed precision",
+    "fetched": "what was offloaded, shortly before and while it is used",
+    "activations": "made by the forward pass, kept for the backward",
+    "results": "loss and results",
+    "communication buffers": "what is packed, sent and received, and memory for it that is kept between steps",
+    "temporaries": "everything else",
+}
+"""What is counted at the peak, by category."""
+T = TypeVar("T")
 
 
 def report_tables(report: Report, first: Iterable[RenderableType] = ()) -> RenderableType:
@@ -37,150 +55,113 @@ def report_tables(report: Report, first: Iterable[RenderableType] = ()) -> Rende
     mesh, (before, after) = report.mesh, report.ops
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
     head = Text.assemble(("Plan", "bold"), f"  {axes}: {mesh.size} ranks; {before} ops captured, {after} planned")
-    parts: list[RenderableType] = [head, "", *first, *_memory(report), "", _communication(report), ""]
+    memory = memory_tables(report.memory, report.time.machine)
+    parts: list[RenderableType] = [head, "", *first, *memory, "", _communication(report), ""]
     parts += [*_tiles(report), *_time(report)]
-    if report.notes:
-        parts += [Text("notes"), *(Padding(Text(f"- {note}"), (0, 0, 0, 2)) for note in report.notes)]
-    if report.warnings:
-        parts += ["", Text("Warnings", "bold")]
-        parts += [Padding(Text(f"- {warning}", "yellow"), (0, 0, 0, 2)) for warning in report.warnings]
+    for title, style, texts in (("notes", "", report.notes), ("Warnings", "yellow", report.warnings)):
+        if texts:
+            parts += ["", Text(title, "bold"), *(Padding(Text(f"- {text}", style), (0, 0, 0, 2)) for text in texts)]
     return Group(*parts)
 
 
-NEW = ("new buffers", "new parameters", "new states")
-"""The outputs that are written to stored values once the program is done."""
-
-
-def _memory(report: Report) -> list[RenderableType]:
-    memory, peak = report.memory, report.memory.footprint.peak
-    arena = arena_use(memory.program)
-    slots = f"{arena.slots} slots in one arena, of which {size_text(arena.live)} are live at once" if arena else ""
-    made = table("Memory of one rank", "", "bytes", "what is counted", right=[1])
-    for name, size, note in (
-        ("parameters", memory.stored.get("parameters", 0), "the stored shards"),
-        ("buffers", memory.stored.get("buffers", 0), "the stored shards"),
-        ("states", memory.stored.get("optimizer states", 0), "the stored shards of the optimizer's"),
-        ("constants", memory.stored.get("constants", 0), "tensors that the model made when it was captured"),
-        ("inputs", memory.stored.get("inputs", 0), "this rank's part of the batch"),
-        ("gathered", peak.of("gathered"), "at the peak: stored parameters, gathered"),
-        ("fetched", peak.of("fetched"), "at the peak: what was offloaded, shortly before and while it is used"),
-        ("activations", peak.of("activations"), "at the peak: made by the forward pass, kept for the backward"),
-        ("gradients", peak.of("gradients"), f"at the peak; {size_text(memory.gradients)} when the step is done"),
-        ("results", peak.of("results") + sum(map(peak.of, NEW)), "at the peak: loss, results, new contents of buffers"),
-        ("communication", peak.of("communication"), "at the peak: what is packed, sent and received"),
-        ("kept", peak.of("kept"), "at the peak: memory of gathers and gradients that is kept between steps, idle then"),
-        ("arena", peak.of("arena"), slots),
-        ("temporaries", peak.of("temporaries"), "at the peak: everything else"),
-    ):
-        if size or name in ("parameters", "activations", "gradients", "temporaries"):
-            made.add_row(name, size_text(size), Text(note, "dim"))
-    node = peak.node
-    at = f"in %{node.name} = {op_name(node.op)} {node.where}" if node is not None else ""
+def memory_tables(memory: RankMemory, machine: Machine | None = None) -> list[RenderableType]:
+    """The bytes of a rank at the peak by category, and the largest storages; as a share of those of ``machine``."""
+    peak, arena = memory.footprint.peak, arena_use(memory.program)
+    basis = " (predicted; torch.compile plans memory itself)" if memory.compiled else ""
+    notes = NOTES | {"gradients": f"{size_text(memory.gradients)} when the step is done"}
+    if arena:
+        notes["arena"] = f"{arena.slots} slots in one arena, of which {size_text(arena.live)} are live at once"
+    made = table(f"Memory of rank {memory.rank}{basis}", "at the peak", "bytes", "what is counted", right=[1])
+    for name, nbytes in memory.by_category.items():
+        made.add_row(name, size_text(nbytes), Text(notes.get(name, ""), "dim"))
+    at = f"in %{peak.node.name} = {op_name(peak.node.op)} {peak.node.where}".rstrip() if peak.node is not None else ""
     made.add_section()
-    how = f"their sum, {at}".rstrip(", ")
-    made.add_row(Text("peak", "bold"), Text(size_text(memory.peak), "bold"), Text(how))
-    for iteration in loop_memory(memory.footprint):
-        name, text = (
-            f"an iteration of {iteration.axis}",
-            f"at its peak: made in each of {iteration.count} iterations, and gone with it",
-        )
-        if iteration.in_flight > 1:
-            name, text = (
-                f"iterations of {iteration.axis}",
-                f"at the peak of {iteration.in_flight} under way, of {iteration.count}",
-            )
-        stays = f"{text}; beside it {size_text(iteration.before)} stay"
-        made.add_row(name, size_text(iteration.own), Text(stays, "dim"))
+    made.add_row(Text("peak", "bold"), Text(size_text(memory.peak), "bold"), f"their sum, {at}".rstrip(", "))
+    for each in loop_memory(memory.footprint):
+        name, text = f"an iteration of {each.axis}", f"made in each of {each.count} iterations, and gone with it"
+        if each.in_flight > 1:
+            name, text = f"iterations of {each.axis}", f"{each.in_flight} in flight, of {each.count}"
+        made.add_row(name, size_text(each.own), Text(f"{text}; beside it {size_text(each.before)} stay", "dim"))
     if memory.host:
         made.add_row("offloaded", size_text(memory.host), Text("in other memory than the device's, at most", "dim"))
-    machine = report.time.machine
-    share = memory.peak / machine.memory
-    of = "" if machine.name == DEFAULT else f"\n{share:.2%} of the {size_text(machine.memory)} of {machine.name}."
-    return [made, Text(FORMULA + of, "dim"), *_holders(peak)]
+    if machine is None:
+        made.add_row("reserved on CUDA", size_text(memory.reserved), Text("with rounding and fragmentation", "dim"))
+    share, named = "", machine is not None and machine.name != DEFAULT
+    if machine is not None and named:
+        share = f"\n{memory.peak / machine.memory:.2%} of the {size_text(machine.memory)} of {machine.name}."
+    return [made, Text(COUNTED + share, "dim"), *_holders(peak)]
 
 
 def _holders(peak: Peak) -> list[RenderableType]:
-    """The largest storages at the peak, those alike in repeated layers merged."""
-    alike: dict[tuple[str, str], list[int]] = {}
-    for stored in peak.items:
-        node = stored.node
-        what = f"{op_name(node.op)} @ {node.where.module}" if node is not None and node.where.module else ""
-        what = what or (op_name(node.op) if node is not None else "")
-        alike.setdefault((stored.category, starred(what)), []).append(stored.nbytes)
-    if not alike:
-        return []
-    made = table("Held at the peak", "by", "bytes", "as", right=[1])
-    ranked = sorted(alike.items(), key=lambda item: -sum(item[1]))
-    for (category, what), sizes in ranked[:MOST_HOLDERS]:
-        made.add_row(f"{what}{times(len(sizes))}", size_text(sum(sizes)), Text(category, "dim"))
-    if len(ranked) > MOST_HOLDERS:
-        rest = sum(sum(sizes) for _, sizes in ranked[MOST_HOLDERS:])
-        made.add_row(f"and {len(ranked) - MOST_HOLDERS} more kinds", size_text(rest), "")
-    return ["", made]
+    """The largest storages at the peak."""
+    found: list[tuple[str, PeakItem]] = []
+    for item in peak.items:
+        node = item.node
+        module = f" @ {node.where.module}" if node is not None and node.where.module else ""
+        found.append((f"{item.category}: {op_name(node.op)}{module}" if node is not None else item.category, item))
+    made = table("Held at the peak", "by", "bytes", right=[1])
+    ranked = merged(found, nbytes=lambda item: item.nbytes)
+    for text, items in ranked[:MOST_HOLDERS]:
+        made.add_row(text, size_text(sum(item.nbytes for item in items)))
+    if rest := ranked[MOST_HOLDERS:]:
+        made.add_row(f"and {len(rest)} more kinds", size_text(sum(item.nbytes for _, items in rest for item in items)))
+    return ["", made] if ranked else []
 
 
-def starred(name: str) -> str:
-    """A name with its numbers as stars, so that those of repeated layers are equal."""
-    return re.sub(r"(?<![^. ])\d+(?![^. ])", "*", name)
-
-
-def times(count: int) -> str:
-    """A count in words: nothing for once."""
-    return f" ({count}x)" if count > 1 else ""
+def merged(named: Iterable[tuple[str, T]], nbytes: Callable[[T], float] | None = None) -> list[tuple[str, list[T]]]:
+    """Things by their names, those of repeated layers as one (``layers.* (8x)``), most bytes first."""
+    alike: dict[str, list[T]] = {}
+    for name, each in named:
+        alike.setdefault(re.sub(r"(?<![^. ])\d+(?![^. ])", "*", name), []).append(each)
+    found = [(f"{name} ({len(each)}x)" if len(each) > 1 else name, each) for name, each in alike.items()]
+    return found if nbytes is None else sorted(found, key=lambda pair: -sum(map(nbytes, pair[1])))
 
 
 def _communication(report: Report) -> RenderableType:
-    rows = report.communication.rows
-    if not rows:
+    total = report.communication
+    if not total.rows:
         return Text.assemble(("Communication", "bold"), "  none")
     columns = ("axes", "kind", "calls", "sent", "time", "because of")
     made = table("Communication of one rank in one step", *columns, right=[2, 3, 4])
-    for row in rows:
-        axes = ", ".join(row.axes)
-        made.add_row(
-            Text(axes, "cyan"), row.kind, str(row.calls), size_text(row.nbytes), seconds_text(row.seconds), _causes(row)
-        )
-    total = report.communication
+    for row in total.rows:
+        figures = str(row.calls), size_text(row.nbytes), seconds_text(row.seconds)
+        made.add_row(Text(", ".join(row.axes), "cyan"), row.kind, *figures, _causes(row))
     made.add_section()
     made.add_row("all", "", str(total.calls), size_text(total.nbytes), seconds_text(total.seconds), "")
     return made
 
 
+def _causes(row: CommRow) -> Text:
+    """The causes of a row, the most bytes first."""
+    named = []
+    for cause in row.causes:
+        in_name = "is stored" in cause.what or cause.what.startswith(("gradient of", "new content of"))
+        named.append((f"{cause.what} @ {cause.module}" if cause.module and not in_name else cause.what, cause))
+    ranked = merged(named, nbytes=lambda cause: cause.nbytes)
+    more = [f"and {len(ranked) - MOST_CAUSES} more kinds"] if len(ranked) > MOST_CAUSES else []
+    return Text("\n".join([*(text for text, _ in ranked[:MOST_CAUSES]), *more]), "dim")
+
+
 def _tiles(report: Report) -> list[RenderableType]:
-    """Costs of image tiles by layer, those alike in repeated layers merged."""
+    """Costs of image tiles by layer."""
     if not report.tiles:
         return []
-    alike: dict[str, list[TileRow]] = {}
-    for row in report.tiles:
-        alike.setdefault(starred(row.module), []).append(row)
     columns = ("layer", "exchanges", "rows sent", "border recompute", "of the layer")
     made = table("Tiles of one rank by layer; border recompute is work done twice", *columns, right=[1, 2, 3, 4])
-    for name, rows in list(alike.items())[:MOST_LAYERS]:
-        border, flops = sum(row.border_flops for row in rows), sum(row.flops for row in rows)
-        sent, share = size_text(sum(row.nbytes for row in rows)), f"{border / flops:.1%}" if border else ""
-        exchanges = str(sum(row.exchanges for row in rows))
-        made.add_row(f"{name}{times(len(rows))}", exchanges, sent, count_text(border, "FLOP"), share)
-    if len(alike) > MOST_LAYERS:
-        made.add_row(f"and {len(alike) - MOST_LAYERS} more layers", "", "", "", "")
+
+    def add(name: str, rows: Sequence[TileRow], flops: float) -> None:
+        border, sent = sum(row.border_flops for row in rows), size_text(sum(row.nbytes for row in rows))
+        share = f"{border / flops:.1%}" if border else ""
+        made.add_row(name, str(sum(row.exchanges for row in rows)), sent, count_text(border, "FLOP"), share)
+
+    layers = merged((row.module, row) for row in report.tiles)
+    for name, rows in layers[:MOST_LAYERS]:
+        add(name, rows, sum(row.flops for row in rows))
+    if len(layers) > MOST_LAYERS:
+        made.add_row(f"and {len(layers) - MOST_LAYERS} more layers")
     made.add_section()
-    sent, border = size_text(sum(row.nbytes for row in report.tiles)), sum(row.border_flops for row in report.tiles)
-    share = f"{border / report.time.cost.flops:.1%}" if border else ""
-    made.add_row("all", str(sum(row.exchanges for row in report.tiles)), sent, count_text(border, "FLOP"), share)
+    add("all", report.tiles, report.time.cost.flops)
     return [made, ""]
-
-
-def _causes(row: CommRow) -> Text:
-    """The causes of a row, those alike in repeated layers merged, the most bytes first."""
-    alike: dict[str, list[Cause]] = {}
-    for cause in row.causes:
-        module = "" if " of " in cause.what and cause.what.startswith(("gradient", "new")) else cause.module
-        text = f"{cause.what} @ {module}" if module and "is stored" not in cause.what else cause.what
-        alike.setdefault(starred(text), []).append(cause)
-    ranked = sorted(alike.items(), key=lambda item: -sum(cause.nbytes for cause in item[1]))
-    lines = [f"{text}{times(len(causes))}" for text, causes in ranked[:MOST_CAUSES]]
-    if len(ranked) > MOST_CAUSES:
-        lines.append(f"and {len(ranked) - MOST_CAUSES} more kinds")
-    return Text("\n".join(lines), "dim")
 
 
 def _time(report: Report) -> list[RenderableType]:
@@ -221,7 +202,7 @@ def stage_tables(report: Report) -> list[RenderableType]:
     if report.stages:
         made += [_stages(report), ""]
     if report.timing is not None:
-        made += [*_schedule(report.timing, bool(report.stages)), _step(report.timing), ""]
+        made += [*(_schedule(report.timing) if report.stages else ()), _step(report.timing), ""]
     return made
 
 
@@ -229,40 +210,33 @@ def _stages(report: Report) -> RenderableType:
     columns = "stage", "ranks", "modules", "parameters", "on a rank", "sent an iteration", "operations"
     made = table("Stages", *columns, right=[0, 3, 4, 5, 6])
     for row in report.stages:
-        ranks = f"{row.ranks[0]}" if len(row.ranks) == 1 else f"{row.ranks[0]} .. {row.ranks[-1]}"
+        ranks = " .. ".join(map(str, dict.fromkeys((row.ranks[0], row.ranks[-1]))))
         numbers = size_text(row.nbytes), size_text(row.sent), count_text(row.flops, "FLOP")
         made.add_row(f"{row.stage}", ranks, ", ".join(row.modules), count_text(row.parameters, "").strip(), *numbers)
     return made
 
 
-def _schedule(timing: Timing, staged: bool) -> list[RenderableType]:
+def _schedule(timing: Timing) -> list[RenderableType]:
     """The rows, and the live iterations of each."""
-    if not staged:
-        return []
     schedule = timing.predicted.planned
     assert schedule is not None
-    report = check_schedule(schedule, stages=len(schedule.stages), microbatches=len(schedule.microbatches))
+    peaks = check_schedule(schedule, stages=len(schedule.stages), microbatches=len(schedule.microbatches)).peaks
     made = table("Schedule", "place", "live iterations", "actions", right=[0, 1])
     for place, row in enumerate(schedule.rows[:MOST_ROWS]):
         more = f" ... ({len(row)})" if len(row) > SHOWN else ""
-        made.add_row(f"{place}", f"{report.peaks[place]}", Text(" ".join(map(str, row[:SHOWN])) + more, "dim"))
+        made.add_row(f"{place}", f"{peaks[place]}", Text(" ".join(map(str, row[:SHOWN])) + more, "dim"))
     if len(schedule.rows) > MOST_ROWS:
         made.add_row("...", "", Text(f"and {len(schedule.rows) - MOST_ROWS} rows more", "dim"))
     return [made, ""]
 
 
 def _step(timing: Timing) -> RenderableType:
-    seen, measured = timing.predicted, timing.measured
-    columns = ["predicted"] if measured is None else ["predicted", "measured"]
-    made = table("A step, over all ranks", "", *columns, right=[1, 2])
-
-    def add(name: str, predicted: str, then: str) -> None:
-        made.add_row(name, predicted, *([then] if measured is not None else []))
-
-    add("step", seconds_text(seen.step), "" if measured is None or timing.virtual else seconds_text(measured.step))
+    seen, measured, shown = timing.predicted, timing.measured, timing.measured is not None and not timing.virtual
+    made = table("A step, over all ranks", "", "predicted", *(["measured"] if measured else []), right=[1, 2])
+    made.add_row("step", seconds_text(seen.step), *([seconds_text(measured.step)] if measured and shown else []))
     if measured is not None and timing.virtual:
-        add("all ranks' work in one process", seconds_text(timing.as_measured), seconds_text(measured.step))
-    bubble = "" if measured is None or timing.virtual else f"{measured.bubble:.1%}"
-    add("bubble", f"{seen.bubble:.1%}", bubble)
-    add("communication that nothing hides", seconds_text(seen.exposed), "")
+        both = seconds_text(timing.as_measured), seconds_text(measured.step)
+        made.add_row("all ranks' work in one process", *both)
+    made.add_row("bubble", f"{seen.bubble:.1%}", *([f"{measured.bubble:.1%}"] if measured and shown else []))
+    made.add_row("communication that nothing hides", seconds_text(seen.exposed))
     return made

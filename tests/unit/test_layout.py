@@ -28,6 +28,7 @@ IN_FUNCTIONS = {
     ("memory.rank_memory", "visualize"),
     ("schedules.timeline", "visualize"),
     ("images.receptive_field", "visualize"),
+    ("memory.rank_memory", "report.tables"),
     ("report.figures", "report.tables"),  # need rich, which only what is printed does
     ("runtime.compiled_programs", "runtime.inductor_passes"),  # needs Inductor, which only pm.compile() does
     ("module.execution_target", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
