@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardfx.ir.cost.replay import source_of
@@ -21,6 +21,7 @@ from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.reasons import Carrier, ShardingDecision
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.sharding_rule import rule_text
+from shardfx.ir.spec import Spec
 from shardfx.ir.text.printer import Printer, size_text
 
 NEVER = 1 << 62
@@ -28,15 +29,16 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Because:
-    """One link of a trail: ``value`` is sharded over an axis because of what ``text`` says, decided at ``step``."""
+    """One link of a trail: ``value`` is sharded over an axis because of what ``text`` says, decided at ``step``, where
+    something else was ``rejected``."""
 
     value: str
     text: str
     step: int = 0
-    turned_down: str = ""
+    rejected: str = ""
 
     def __str__(self) -> str:
-        return self.text + (f"; rejected: {self.turned_down}" if self.turned_down else "")
+        return self.text + (f"; rejected: {self.rejected}" if self.rejected else "")
 
 
 class Trails:
@@ -51,28 +53,24 @@ class Trails:
         seen: set[tuple[Value, int | None]] = set()
         while (value, dim) not in seen:
             seen.add((value, dim))
-            name = self.name(value)
+            name, node = self.name(value), value.node
             made = self._decision(value, axis, dim, before)
-            if made is not None:
-                carrier = self._carrier(made, axis)
-                if carrier is None or not made.op:
-                    yield Because(name, self._decided(value, axis, dim), made.step, made.down(self.name))
-                    return
-                before = made.step
-                near, dim = carrier.value, carrier.dim
+            carrier = self._carrier(made, axis) if made is not None and made.op else None
+            if made is not None and carrier is not None:
+                near, dim, before = carrier.value, carrier.dim, made.step
                 text = f"{self._dim(near, dim)} is, through {_at(made.op, made.where)} (step {made.step}, {made.how})"
                 yield Because(name, text, made.step, made.down(self.name))
+            elif made is not None:
+                yield Because(name, self._decided(value, axis, dim), made.step, made.down(self.name))
+                return
+            elif node is None or (found := self._operand(value, axis, dim)) is None:
+                yield Because(name, self._made(node))
+                return
             else:
-                node = value.node
-                found = self._operand(value, axis, dim)
-                if node is None or found is None:
-                    yield Because(name, self._made(node))
-                    return
                 near, dim = found
-                state = f"sharded over {axis}" if dim is not None else f"partial over {axis}"
-                yield Because(
-                    name, f"{self._dim(near, dim)} is {state}, and goes into {_at(op_name(node.op), node.where)}"
-                )
+                state = f"{'sharded' if dim is not None else 'partial'} over {axis}"
+                goes = f"goes into {_at(op_name(node.op), node.where)}"
+                yield Because(name, f"{self._dim(near, dim)} is {state}, and {goes}")
             value = near
 
     def _made(self, node: Node | None) -> str:
@@ -106,19 +104,18 @@ class Trails:
             spec = source.spec
             if spec is None or axis not in (*spec.axes, *spec.partial_axes):
                 return None
-            return source, next((d for d, sharding in enumerate(spec.dims) if axis in sharding.axes), None)
+            return source, dim_of(spec, axis)
         shardings = {f for f, axes in (node.strategy.shardings if node.strategy is not None else ()) if axis in axes}
         found: list[tuple[Value, int | None]] = []
         entry = self.rules.entry(node.op)
         rule = entry.make(node) if entry is not None else None
         for operand, dims in zip(node.operands, rule.operands if rule is not None else (), strict=False):
             spec = operand.spec
-            if spec is not None and axis in spec.partial_axes and dim is None and not shardings:
+            if spec is None:
+                continue
+            if axis in spec.partial_axes and dim is None and not shardings:
                 return operand, None
-            at = [
-                d for d, factors in enumerate(dims) if spec and axis in spec.dims[d].axes and shardings & set(factors)
-            ]
-            found += [(operand, d) for d in at]
+            found += [(operand, d) for d, of in enumerate(dims) if axis in spec.dims[d].axes and shardings & set(of)]
         decided = [(v, d) for v, d in found if self._decision(source_of(v), axis, d) is not None]
         return next(iter([*decided, *found]), None)
 
@@ -134,6 +131,11 @@ class Trails:
 
     def _dim(self, value: Value, dim: int | None) -> str:
         return self.name(value) + (f" dim {dim}" if dim is not None else "")
+
+
+def dim_of(spec: Spec, axis: str) -> int | None:
+    """The dim that an axis shards."""
+    return next((dim for dim, sharding in enumerate(spec.dims) if axis in sharding.axes), None)
 
 
 def _at(op: str, where: Where) -> str:
@@ -157,18 +159,21 @@ class Trail:
     def lines(self, brief: bool) -> list[str]:
         """The printed lines: the links back to the hint, a long middle left out; ``brief`` returns the last one
         alone."""
-        links = [str(link) for link in self.because]
+        links, count = list(self.because), len(self.because)
         if brief and links:
-            down = dict.fromkeys(link.turned_down for link in self.because if link.turned_down)
-            away = f", {len(links) - 1} links away" if len(links) > 2 else ""
-            last = f"{self.because[-1].text}{away}" + "".join(f"; rejected on the way: {text}" for text in down)
-            return [f"{self.axis}: {self.role}, because of {last}"]
-        if len(links) > MOST_LINKS:
-            middle = self.because[2:-2]
-            down = dict.fromkeys(link.turned_down for link in middle if link.turned_down)
-            hidden = f"... {len(middle)} links: {' '.join(link.value for link in middle)}"
-            links[2:-2] = [hidden + "".join(f"; rejected: {text}" for text in down)]
-        return [f"{self.axis}: {self.role}", *(f"    {link}" for link in links)]
+            away = f", {count - 1} links away" if count > 2 else ""
+            return [f"{self.axis}: {self.role}, because of {links[-1].text}{away}{rejected(links, ' on the way')}"]
+        lines = [str(link) for link in links]
+        if count > MOST_LINKS:
+            middle = links[2:-2]
+            lines[2:-2] = [f"... {len(middle)} links: {' '.join(link.value for link in middle)}{rejected(middle)}"]
+        return [f"{self.axis}: {self.role}", *(f"    {line}" for line in lines)]
+
+
+def rejected(links: Iterable[Because], where: str = "") -> str:
+    """What was rejected at some links, for a line."""
+    found = dict.fromkeys(link.rejected for link in links if link.rejected)
+    return "".join(f"; rejected{where}: {text}" for text in found)
 
 
 @dataclass(frozen=True)
@@ -306,11 +311,7 @@ class _Explainer:
         if entry is not None and entry.discovered and (made := entry.make(node)) is not None:
             rule = f", of the rule {rule_text(made)}, which was found by running the op"
         shardings = ", ".join(f"{factor} over {' and '.join(axes)}" for factor, axes in node.strategy.shardings)
-        said = (
-            f"shards {shardings}{rule}"
-            if shardings
-            else "shards nothing: every rank that has the operands does the same"
-        )
+        said = f"shards {shardings}{rule}" if shardings else "shards nothing: all ranks with the operands do the same"
         return said if node.pin is None else f"{said}; the hint {node.pin.by!r} says {factors_text(node.pin.shardings)}"
 
     def _trails(self, value: Value) -> tuple[Trail, ...]:
@@ -318,19 +319,14 @@ class _Explainer:
         spec, node = value.spec, value.node
         if spec is None:
             return ()
-        factors = (
-            {} if node is None or node.strategy is None else {a: f for f, axes in node.strategy.shardings for a in axes}
-        )
+        strategy = node.strategy if node is not None else None
+        factors = {axis: factor for factor, axes in (strategy.shardings if strategy else ()) for axis in axes}
         found = []
         for axis in self.graph.mesh.sort([*spec.axes, *spec.partial_axes]):
-            dim = next((d for d, sharding in enumerate(spec.dims) if axis in sharding.axes), None)
-            if dim is not None:
-                role = f"shards dim {dim}"
-            else:
-                adds = (
-                    f"for the op adds up over the factor {factors[axis]}" if axis in factors else "as its operands are"
-                )
-                role = f"the result is a partial {dict(spec.partial)[axis]}, {adds}"
+            dim = dim_of(spec, axis)
+            adds = f"for the op adds up over the factor {factors[axis]}" if axis in factors else "as its operands are"
+            partial = f"the result is a partial {dict(spec.partial).get(axis)}, {adds}"
+            role = f"shards dim {dim}" if dim is not None else partial
             found.append(Trail(axis, role, tuple(self.trails.follow(value, axis, dim))))
         return tuple(found)
 
