@@ -17,7 +17,6 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.oracle.run_isolated import Lost, isolated
-from shardfx.ir.oracle.shrink import small_sizes
 from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 from shardfx.ir.spec import TensorType
 
@@ -198,16 +197,6 @@ def test_discovery_leaves_the_users_random_numbers_alone() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_small_sizes_divide_as_the_large_ones_do() -> None:
-    sizes = [3, 8, 64, 4096, 12288, 50257]
-    small = small_sizes(sizes)
-    assert small is not None and small[3] == 3 and small[12288] == 3 * small[4096]
-    for a in sizes:
-        for b in sizes:
-            assert (a % b == 0) == (small[a] % small[b] == 0), (a, b)
-    assert max(small.values()) <= 400
-
-
 # ---- kernels that do not check what they are given
 
 
@@ -232,12 +221,6 @@ in_groups.register_fake(lambda x, ends: torch.empty_like(x))
 
 def test_a_kernel_that_crashes_takes_nothing_with_it() -> None:
     assert rule_of(node(ops.crashing.default, (6, 4))) is None
-
-
-def test_a_backward_of_torch_that_does_not_check_is_survived() -> None:
-    op = torch.ops.aten._weight_norm_interface_backward.default
-    made = instance(op, (torch.randn(8, 6), torch.randn(8, 6), torch.randn(8, 1), torch.rand(8, 1) + 1, 0)).node
-    rule_of(made)
 
 
 def test_an_index_is_drawn_over_all_that_it_may_be() -> None:

@@ -140,10 +140,6 @@ def test_at_most_two_segments_of_gathered_parameters_are_whole(level: int) -> No
     assert (max(alive) <= 2 * segment) == (level == 3), (max(alive), segment)
 
 
-def layers() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-
-
 # ---- a budget
 
 
@@ -172,21 +168,6 @@ def test_what_may_be_offloaded_is_a_remedy() -> None:
     with pytest.raises(sx.Error, match="more than Hints") as raised:
         blocks(memory="100 kB", offload=("activations",), **hints)
     assert "Hints(offload=('activations', 'parameters')) needs" in str(raised.value.remedy)
-
-
-@pytest.mark.long
-def test_parameters_are_offloaded_where_nothing_else_fits() -> None:
-    """They travel most often, so they are the last remedy; and it holds what it says."""
-
-    def wide(**hints: Any) -> sx.ParallelModule:
-        model, x = nn.Sequential(nn.Linear(16, 1024), nn.ReLU(), nn.Linear(1024, 16)), torch.zeros(8, 16)
-        return sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=F.mse_loss, targets=(x,), **hints))
-
-    budget = wide().memory().peak - 4 * 16 * 1000
-    with pytest.raises(sx.Error, match="more than Hints") as raised:
-        wide(memory=budget)
-    assert "Hints(offload=('activations', 'parameters')) holds" in str(raised.value.remedy)
-    assert wide(memory=budget, offload=("activations", "parameters")).memory().host > 0
 
 
 # ---- mistakes
