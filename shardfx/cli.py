@@ -2,7 +2,7 @@
 
     shardfx passes
     shardfx rules
-    shardfx plan shardfx.demo_model:make --mesh dp=2,tp=2 --draw out --save plan.json
+    shardfx plan shardfx.demo.demo_model:make --mesh dp=2,tp=2 --draw out --save plan.json
     shardfx explain my/model.py:make --mesh dp=2,tp=2 layers.0.wo
     shardfx schedule 1f1b --stages 4 --microbatches 8 --out 1f1b.svg
 
@@ -110,20 +110,17 @@ def _demo(arguments: argparse.Namespace, out: Console) -> int:
 def run_passes(arguments: argparse.Namespace, out: Console) -> int:
     """The table of passes; a plugin that cannot be used is named below it, and makes the exit code 2."""
     made = table("Passes", "name", "what it does", "options", "requires", "establishes", "from")
-    broken = []
-    for found in all_passes():
-        if found.kind is None:
-            made.add_row(Text(found.name, "red"), Text("see below", "red"), "", "", "", found.origin)
-            broken.append(found)
+    broken = list[Error]()
+    for name, origin, kind in all_passes():
+        if isinstance(kind, Error):
+            made.add_row(Text(name, "red"), Text("see below", "red"), "", "", "", origin)
+            broken.append(kind)
             continue
-        names = ("\n".join(sorted(each)) for each in (found.kind.requires, found.kind.establishes))
-        made.add_row(
-            Text(found.name, "bold"), summary(found.kind), options_text(found.kind, "\n"), *names, found.origin
-        )
+        names = ("\n".join(sorted(each)) for each in (kind.requires, kind.establishes))
+        made.add_row(Text(name, "bold"), summary(kind), options_text(kind, "\n"), *names, origin)
     out.print(made)
-    for found in broken:
-        out.print()
-        print(found.error, file=sys.stderr)
+    for error in broken:
+        print(f"\n{error}", file=sys.stderr)
     return 2 if broken else 0
 
 
@@ -197,18 +194,16 @@ def load(target: str) -> tuple[nn.Module, Hints]:
     Raises:
         Error: there is no such module or function; it fails, or returns something else.
     """
-    name, colon, function = target.partition(":")
-    if not colon or not name or not function:
-        raise Error(
-            "this does not name a function", where="MODULE:FUNCTION", expected="package.module:function", got=target
-        )
+    name, _, function = target.partition(":")
+    if not name or not function:
+        expected = "package.module:function"
+        raise Error("this does not name a function", where="MODULE:FUNCTION", expected=expected, got=target)
     module = _import(name, target)
     make = getattr(module, function, None)
     if not callable(make):
         found = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise Error(
-            f"no function {function!r} in {name}", where=target, expected=", ".join(found) or "a function", got=function
-        )
+        expected = ", ".join(found) or "a function"
+        raise Error(f"no function {function!r} in {name}", where=target, expected=expected, got=function)
     try:
         made = make()
     except Error:
@@ -218,9 +213,8 @@ def load(target: str) -> tuple[nn.Module, Hints]:
     match made:
         case (nn.Module() as model, Hints() as hints):
             return model, hints
-    raise Error(
-        f"{function}() returns something else", where=target, expected="(model, Hints(...))", got=repr(made)[:200]
-    )
+    what, got = f"{function}() returns something else", repr(made)[:200]
+    raise Error(what, where=target, expected="(model, Hints(...))", got=got)
 
 
 def _import(name: str, target: str) -> ModuleType:
@@ -241,13 +235,11 @@ def _import(name: str, target: str) -> ModuleType:
 
 def _failed(what: str, error: Exception, target: str) -> Error:
     """An error in the user's own code: its last line, without the whole traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
     ours = (__file__, importlib.__file__)
-    last = next((f for f in reversed(frames) if f.filename not in ours and not f.filename.startswith("<frozen")), None)
-    where = f"{last.filename}:{last.lineno} in {last.name}" if last is not None else target
-    return Error(
-        what, where=where, expected="a function that returns (model, hints)", got=f"{type(error).__name__}: {error}"
-    )
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename not in ours]
+    lines = [f"{each.filename}:{each.lineno} in {each.name}" for each in frames if "<frozen" not in each.filename]
+    expected, got = "a function that returns (model, hints)", f"{type(error).__name__}: {error}"
+    return Error(what, where=[target, *lines][-1], expected=expected, got=got)
 
 
 COST = re.compile(r"(\w+)\s*=\s*(\d+\.?\d*(?:e-?\d+)?)", re.ASCII)

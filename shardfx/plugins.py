@@ -19,8 +19,7 @@ See docs/writing_passes.md and docs/writing_rules.md.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -43,16 +42,6 @@ OPS = "shardfx.ops"
 T = TypeVar("T", Pass, RankPass)
 
 
-@dataclass(frozen=True)
-class PassInfo:
-    """An available pass: its origin, and its class; or the error on import."""
-
-    name: str
-    origin: str
-    kind: type[Pass] | None = None
-    error: Error | None = None
-
-
 @cache
 def _entry_points(group: str) -> tuple[EntryPoint, ...]:
     """The entry points of a group; the same one found twice (in a checkout and installed) counts once."""
@@ -67,15 +56,15 @@ def refresh() -> None:
     _registered.clear()
 
 
-def all_passes() -> list[PassInfo]:
-    """Every pass, built-in ones first; a plugin that cannot be used is in the list with its error."""
-    found = [PassInfo(name, "built-in", kind) for name, kind in BUILT_IN.items()]
+def all_passes() -> Iterator[tuple[str, str, type[Pass] | Error]]:
+    """Every pass with its origin, built-in ones first; of a plugin that cannot be used, its error."""
+    for name, kind in BUILT_IN.items():
+        yield name, "built-in", kind
     for point in sorted(_entry_points(PASSES), key=lambda point: point.name):
         try:
-            found.append(PassInfo(point.name, _origin(point), _load_pass(point, Pass, BUILT_IN)))
+            yield point.name, _origin(point), _load_pass(point, Pass, BUILT_IN)
         except Error as error:
-            found.append(PassInfo(point.name, _origin(point), error=error))
-    return found
+            yield point.name, _origin(point), error
 
 
 def find_pass(name: str) -> type[Pass]:
@@ -159,7 +148,7 @@ def plugin_rules() -> list[tuple[RuleEntry, str]]:
         Error: a plugin's rules cannot be had.
     """
     return [
-        (entry, _origin(point)) for point in _entry_points(RULES) for entry in _load_rows(point, (RuleEntry,), "rules")
+        (rule, _origin(point)) for point in _entry_points(RULES) for rule in _load_rows(point, (RuleEntry,), "rules")
     ]
 
 
@@ -189,7 +178,7 @@ def _discovery() -> Discovery:
 
 @cache
 def _plugin_rules() -> tuple[RuleEntry, ...]:
-    return tuple(entry for point in _entry_points(RULES) for entry in _load_rows(point, (RuleEntry,), "rules"))
+    return tuple(rule for rule, _ in plugin_rules())
 
 
 def _load_pass(point: EntryPoint, base: type[T], built_in: Mapping[str, type[T]]) -> type[T]:
@@ -223,13 +212,8 @@ def _load(point: EntryPoint) -> object:
     try:
         return point.load()
     except Exception as error:  # whatever a module does when it is imported
-        raise _wrong(
-            point,
-            "cannot be imported",
-            f"{point.value} to be there",
-            f"{type(error).__name__}: {error}",
-            f"mend or uninstall {_origin(point)}",
-        ) from error
+        expected, got = f"{point.value} to be there", f"{type(error).__name__}: {error}"
+        raise _wrong(point, "cannot be imported", expected, got, f"mend or uninstall {_origin(point)}") from error
 
 
 def _origin(point: EntryPoint) -> str:

@@ -121,6 +121,6 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def make() -> tuple[Decoder, Hints]:
-    """The model and the hints: ``shardfx plan shardfx.demo_model:make --mesh dp=2,tp=2``."""
+    """The model and the hints: ``shardfx plan shardfx.demo.demo_model:make --mesh dp=2,tp=2``."""
     x, y = next(batches())
     return Decoder(), Hints(args=(x,), loss=loss, targets=(y,), specs=SPECS)
