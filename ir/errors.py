@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class Error(Exception):
     """A mistake that the caller can mend.
@@ -40,6 +43,12 @@ class Error(Exception):
         """Say it of a call that differs from the captured one."""
         got = f"{self.got}; the call differs from the captured one: {how}" if self.got is not None else f"a call: {how}"
         Error.__init__(self, self.what, where=self.where, expected=self.expected, got=got, remedy=self.remedy)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None, *, count: int = 1) -> str | None:
+    """The remedy of an unknown name: up to ``count`` names that come near, or else another one."""
+    near = difflib.get_close_matches(name, list(known), count, 0.6 if count == 1 else 0.5)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else otherwise
 
 
 class ShardfxWarning(UserWarning):

@@ -10,14 +10,13 @@ A value is a Python literal (``25.0``, ``None``, ``[["a.*", "b"]]``), or a bare 
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, did_you_mean
 
 HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\{(.*)\}\s*)?", re.DOTALL)
 BARE = re.compile(r"[\w.*/+-]+")
@@ -44,9 +43,8 @@ def parse_pass(text: str, find: Callable[[str], type[Made]]) -> Made:
     options = _options(match[2] or "", text)
     for name, value in options.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
             what, expected = f"pass {match[1]!r} has no option {name!r}", ", ".join(known) or "no options"
-            raise _wrong(text, what, expected, name, f"did you mean {near[0]!r}?" if near else None)
+            raise _wrong(text, what, expected, name, did_you_mean(name, known))
         if not fits(value, hints[name]) and (type(value) is int or value in NOT_FINITE) and fits(0.0, hints[name]):
             options[name] = value = float(value)
         if not fits(value, hints[name]):

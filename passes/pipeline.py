@@ -6,13 +6,12 @@ of a built-in one that has its name; who names ``propagate`` among his own says 
 
 from __future__ import annotations
 
-import difflib
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph
 from shardfx.ir.validate import Validator
 
@@ -83,8 +82,7 @@ def _slot(each: Pass, line: Sequence[Pass]) -> int:
     names = [other.name for other in line]
     near = each.after or each.before
     if near not in names:
-        found = difflib.get_close_matches(near, names, 1)
-        remedy = f"did you mean {found[0]!r}?" if found else None
+        remedy = did_you_mean(near, names)
         what = f"pass {each.name!r} stands {'after' if each.after else 'before'} a pass that is not there"
         raise Error(what, where=WHERE, expected=f"one of {', '.join(names)}", got=near, remedy=remedy)
     at = names.index(near)

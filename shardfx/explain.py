@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardfx.ir.cost.replay import source_of
 from shardfx.ir.cost.traffic import traffic
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, Where, factors_text, op_name
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.ops.table import OwnOp
@@ -246,13 +245,12 @@ class _Explainer:
         if within or stored:
             return self._module(name, within, stored)
         known = [*inputs, *results, *dict.fromkeys(node.where.module for node in self.graph.nodes if node.where.module)]
-        near = difflib.get_close_matches(name, known, 3, 0.5)
         raise Error(
             f"nothing is called {name!r}",
             where="explain",
             expected="a parameter, args.N, targets.N, a module's path, or a value such as %12",
             got=name,
-            remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "print(pm.after) shows all names",
+            remedy=did_you_mean(name, known, "print(pm.planned) shows all names", count=3),
         )
 
     def _module(self, name: str, within: list[Node], stored: list[Input]) -> Explanation:

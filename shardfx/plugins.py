@@ -18,13 +18,12 @@ See docs/writing_passes.md and docs/writing_rules.md.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.ops.table import LocalOp, OwnOp
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.registry import register, unregister
@@ -96,13 +95,12 @@ def _find(name: str, base: type[T], built_in: Mapping[str, type[T]], group: str,
             remedy="uninstall one, or pass an instance instead of text",
         )
     known = [*built_in, *(point.name for point in _entry_points(group))]
-    near = difflib.get_close_matches(name, known, 3, 0.5)
     raise Error(
         f"unknown pass {name!r}",
         where=where,
         expected=f"one of {', '.join(known)}",
         got=name,
-        remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "install its package; see `shardfx passes`",
+        remedy=did_you_mean(name, known, "install its package; see `shardfx passes`", count=3),
     )
 
 

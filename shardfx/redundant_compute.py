@@ -24,6 +24,7 @@ from shardfx.ir.ops import comm
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_heavy, uncast
+from shardfx.ir.spec import Spec
 from shardfx.passes import Pipeline
 from shardfx.passes.replicated_spatial_ops import space_axes
 
@@ -62,6 +63,11 @@ class Redundancy:
         return sum(self.by_node.values())
 
     @property
+    def reported(self) -> list[Node]:
+        """The ops that a warning names: those that are lost, if there are such."""
+        return [node for node in self.by_node if node in self.lost or not self.lost]
+
+    @property
     def is_reported(self) -> bool:
         """Whether there is so much of it that a warning says so."""
         lost = sum(self.by_node[node] for node in self.lost)
@@ -73,7 +79,11 @@ def report_redundant_compute(compiled: Compiled) -> None:
     note it in the plan."""
     graph, hints = compiled.after, compiled.hints
     texts = [_of_ranks(found, compiled) for found in redundancies(graph) if found.is_reported]
-    texts += [_of_loop(axis, graph) for axis in unused_loops(graph)]
+    texts += [
+        f"loop axis {axis.name} ({axis.size} iterations) is not used: a step is one iteration, with the memory of the "
+        f"global batch and 0 redundant FLOPs. Write {_batch_hint(axis, graph)}"
+        for axis in unused_loops(graph)
+    ]
     texts += _of_zero(graph, hints)
     for text in texts:
         graph.notes.append(text)
@@ -138,22 +148,20 @@ def unused_loops(graph: Graph) -> list[Axis]:
 def _of_ranks(found: Redundancy, compiled: Compiled) -> str:
     """The warning of an axis of ranks."""
     name, graph = found.axis.name, compiled.after
+    said = (
+        f"redundant compute over {name} ({found.axis.size} ranks): {found.flops:.3g} of the {found.total:.3g} FLOPs of "
+        f"a rank in a step ({found.flops / found.total:.0%}), in {len(found.by_node)} ops"
+    )
     if not any(_is_sharded(node, name) for node in graph.nodes) and not any(_sharded_arguments(graph, name)):
-        return f"{_said(found)}: nothing is sharded over it. Write {_batch_hint(found.axis, graph)}"
-    node = next(node for node in found.by_node if node in found.lost or not found.lost)
-    how = "shards unevenly" if _is_sharded(node, name) else "does not shard"
-    begins = f"It begins at {_op(node)}, which {name} {how}"
+        return f"{said}: nothing is sharded over it. Write {_batch_hint(found.axis, graph)}"
+    node = found.reported[0]
+    begins = (
+        f"It begins at {_op(node)}, which {name} {'shards unevenly' if _is_sharded(node, name) else 'does not shard'}"
+    )
     cause = _gather_before(node, name)
     if cause is not None and cause is not node:
         begins += f", for {_op(cause)} needs more than a shard"
-    return f"{_said(found)}. {begins}. Write {_hint(found, compiled)}"
-
-
-def _said(found: Redundancy) -> str:
-    return (
-        f"redundant compute over {found.axis.name} ({found.axis.size} ranks): {found.flops:.3g} of the "
-        f"{found.total:.3g} FLOPs of a rank in a step ({found.flops / found.total:.0%}), in {len(found.by_node)} ops"
-    )
+    return f"{said}. {begins}. Write {_hint(found, compiled)}"
 
 
 def _op(node: Node) -> str:
@@ -186,8 +194,8 @@ def _hint(found: Redundancy, compiled: Compiled) -> str:
         parts, size = graph.mesh.extent(sharding.axes), inp.value.shape[dim]
         if size % parts:
             return f"a multiple of {parts} in place of {size} as dim {dim} of {inp.name}"
-    nodes = [node for node in found.by_node if node in found.lost or not found.lost]
-    node = max([each for each in nodes if each.phase is Phase.FORWARD] or nodes, key=found.by_node.__getitem__)
+    forward = [node for node in found.reported if node.phase is Phase.FORWARD]
+    node = max(forward or found.reported, key=found.by_node.__getitem__)
     strategy = dict(node.strategy.shardings) if node.strategy is not None else {}
     rule = compiled.context.cache.rule(node)
     free = [factor for dims in rule.results for dim in dims or () for factor in dim if factor not in rule.replicated]
@@ -220,28 +228,16 @@ def _batch_hint(axis: Axis, graph: Graph) -> str:
     """The spec of the first argument whose leading dim, the batch, the axis divides."""
     stages = f'pipeline=sx.Pipeline(axis="{axis.name}", microbatches=""), or ' if axis.name == Pipeline.axis else ""
     for inp in graph.of_kind(InputKind.ARGUMENT):
-        value = inp.value
-        dims = (
-            [list(sharding.axes) for sharding in value.hint.dims]
-            if value.hint is not None
-            else [[] for _ in value.shape]
-        )
+        spec, shape = inp.value.hint or Spec.replicated(inp.value.type.ndim), inp.value.shape
+        dims = [list(sharding.axes) for sharding in spec.dims]
         if not dims:
             continue
         dims[0] = [axis.name, *dims[0]] if axis.loop else [*dims[0], axis.name]
-        if value.shape[0] and value.shape[0] % graph.mesh.extent(dims[0]) == 0:
+        if shape[0] and shape[0] % graph.mesh.extent(dims[0]) == 0:
             text = ", ".join(" ".join(axes) or "-" for axes in dims)
             return f'{stages}specs={{"{inp.name}": "{text}"}}, or leave {axis.name} out of the mesh'
     name = axis.name
     return f"{stages}specs of parameters over {name}, or leave {name} out of the mesh: no batch is a multiple of it"
-
-
-def _of_loop(axis: Axis, graph: Graph) -> str:
-    """The warning of a loop axis."""
-    return (
-        f"loop axis {axis.name} ({axis.size} iterations) is not used: a step is one iteration, with the memory of the "
-        f"global batch and 0 redundant FLOPs. Write {_batch_hint(axis, graph)}"
-    )
 
 
 def _of_zero(graph: Graph, hints: Hints) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from shardfx.compile import new_context, no_collection, own_constants
 from shardfx.compiled import Compiled
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph, Value
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.text import parse_graph, print_graph
@@ -85,13 +85,12 @@ def diff(compiled: Compiled, name: str) -> str:
             )
         names, text = _state(graph)
         seen.append(ran)
-    near = difflib.get_close_matches(name, seen, 1)
     raise Error(
         f"no pass {name!r} in this plan",
         where="pm.diff",
         expected=f"one of {', '.join(seen)}",
         got=name,
-        remedy=f"did you mean {near[0]!r}?" if near else None,
+        remedy=did_you_mean(name, seen),
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph, Node, Phase, op_name
 from shardfx.ir.names import pattern, prefixes
 
@@ -111,7 +110,6 @@ def _as_tuple(patterns: str | Iterable[str]) -> tuple[str, ...]:
 
 def _no_match(text: str, what: str, known: Iterable[str], where: str) -> Error:
     names = sorted(known)
-    near = difflib.get_close_matches(text, names, 1)
-    hint = f"did you mean {near[0]!r}?" if near else "in a pattern * is one part of a name, ** any number"
+    hint = did_you_mean(text, names, "in a pattern * is one part of a name, ** any number")
     expected = f"the name of one of the {what} of the forward, such as {', '.join(names[:4])}"
     return Error(f"pattern {text!r} matches none of the {what}", where=where, expected=expected, got=text, remedy=hint)

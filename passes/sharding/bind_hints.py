@@ -14,13 +14,12 @@ of an input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shardfx.ir.dim_sharding import DimSharding, Part, compound, project
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import module_outputs, pattern
@@ -116,13 +115,12 @@ def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]
         hits = {names[n]: inputs[names[n]].value for n in names if matches(n)}
         values = list(hits.values()) or [v for m, vs in modules.items() if matches(m) for v in vs]
         if not values:
-            near = difflib.get_close_matches(text, [*names, *modules], 3, 0.5)
             raise Error(
                 f"hint {text!r} matches nothing",
                 where="Hints(specs=...)",
                 expected="a name of a parameter, args.N, kwargs.NAME, targets.N or a module's path",
                 got=text,
-                remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_parameters()",
+                remedy=did_you_mean(text, [*names, *modules], "see model.named_parameters()", count=3),
             )
         for value in values:
             spec = as_spec(hint, graph.mesh, value.type.ndim, text)

@@ -10,12 +10,11 @@ free, and ``m{}`` is replicated.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import FactorAxes, Graph, Node, Phase, Pin, factors_text, op_name
 from shardfx.ir.names import pattern
 from shardfx.ir.ops.traits import is_heavy, is_own
@@ -81,9 +80,8 @@ def _named(
         return
     rules = {op_name(n.op): rule_text(context.cache.rule(n)) for n in sorted(inside, key=is_heavy, reverse=True)}
     paths = dict.fromkeys(node.where.module for node in forward if node.where.module)
-    near = [] if inside else difflib.get_close_matches(path, paths, 3, 0.5)
     known = "; ".join(f"{name}: {rule}" for name, rule in rules.items()) or "the modules that call an op"
-    remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "print(sx.api.trace(...)) has all ops"
+    remedy = did_you_mean(path, [] if inside else paths, "print(sx.api.trace(...)) has all ops", count=3)
     if any(op in names_of(node.op) and matches(node.where.module) for node in graph.nodes):
         remedy = "hint the op of the forward: those of its backward follow it"
     lacks = f" with {' and '.join(factor for factor, _ in said)} among its factors" if inside and not op else ""

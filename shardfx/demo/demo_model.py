@@ -36,17 +36,6 @@ SPECS = {
 }
 
 
-class Norm(nn.Module):
-    """RMS norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions."""
     a, b = x.chunk(2, dim=-1)
@@ -59,7 +48,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         head = DIM // HEADS
-        self.norm1, self.norm2 = Norm(), Norm()
+        self.norm1, self.norm2 = nn.RMSNorm(DIM, eps=1e-6), nn.RMSNorm(DIM, eps=1e-6)
         self.wq = nn.Linear(DIM, HEADS * head, bias=False)
         self.wk = nn.Linear(DIM, KV_HEADS * head, bias=False)
         self.wv = nn.Linear(DIM, KV_HEADS * head, bias=False)
@@ -89,7 +78,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = Norm()
+        self.norm = nn.RMSNorm(DIM, eps=1e-6)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         half = DIM // HEADS // 2
         angles = torch.outer(torch.arange(LENGTH), 10000.0 ** (-torch.arange(half) / half))

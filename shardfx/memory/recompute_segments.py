@@ -7,6 +7,7 @@ segments are kept in any case.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +31,7 @@ Mark = TypeVar("Mark", bound=Hashable)
 
 def segment_of(module: str) -> str:
     """The module of a list that a module lies in, or else the module of the root; empty for the root itself."""
-    return block_of(module) or next(iter(prefixes(module)), "")
+    return block_of(module) or module.partition(".")[0]
 
 
 @dataclass
@@ -117,11 +118,14 @@ class SegmentedStep:
     @cached_property
     def _names(self) -> dict[Node, str]:
         """The segment of each node of the forward that lies in one, by the first of its modules."""
-        forward = [node for node in self.graph.nodes if node.phase is Phase.FORWARD]
         if not self.parts:
-            return {node: path for node in forward if (path := segment_of(node.where.module))}
-        of = {node: path for node in forward for path in prefixes(node.where.module) if path in self._into}
+            return {node: path for node in self._forward if (path := segment_of(node.where.module))}
+        of = {node: path for node in self._forward for path in prefixes(node.where.module) if path in self._into}
         return joined(self.graph, of, self._into)
+
+    @cached_property
+    def _forward(self) -> list[Node]:
+        return [node for node in self.graph.nodes if node.phase is Phase.FORWARD]
 
     @cached_property
     def segments(self) -> list[ModelSegment]:
@@ -157,28 +161,26 @@ class SegmentedStep:
         other segments, so that to gather some of them again frees nothing."""
         found: dict[tuple[int, str, str], OpGroup] = {}
         of: dict[Node, OpGroup] = {}
-        made: dict[Node, list[Value]] = {}
-        carried: dict[OpGroup, list[Value]] = {}
+        offloaded: dict[OpGroup, list[Value]] = {}
         leaving = sources(value for value, users in self._users.items() if users - {segment.paths[0]})
         for node in segment.nodes:
-            made[node] = [value for value in node.outs if value not in leaving]
             gathers = is_comm(node) and self._fetched.issuperset(node.outs)
-            if made[node] and not gives_alias(node.op) and not moves_pool(node) and not gathers:
+            if not leaving.issuperset(node.outs) and not gives_alias(node.op) and not moves_pool(node) and not gathers:
                 key = *segment.place(node.where.module), op_name(node.op)
                 of[node] = found.setdefault(key, OpGroup(*key))
         for node, group in of.items():
             group.seconds += self._seconds.get(node, 0.0)
-            for value in made[node]:
+            for value in (value for value in node.outs if value not in leaving):
                 if value in self.needed:
                     group.nbytes += value.local_bytes(self.graph.mesh)
-                    carried.setdefault(group, []).append(value)
+                    offloaded.setdefault(group, []).append(value)
                 else:
                     group.extra += value.local_bytes(self.graph.mesh)
             for value in sources(node.operands):
                 used = of.get(value.node) if value.node is not None else None
                 if used is not None and used is not group and value not in self.needed:
                     used.users.append(group)
-        for group, values in carried.items():
+        for group, values in offloaded.items():
             group.away = self._carrying(values)
         return list(found.values())
 
@@ -194,8 +196,8 @@ class SegmentedStep:
     def _users(self) -> dict[Value, set[str]]:
         """The segments whose forward uses each value; or a mark that it leaves the graph."""
         found: dict[Value, set[str]] = {output.value: {"outputs"} for output in self.graph.outputs}
-        for node in self.graph.nodes:
-            for value in node.operands if node.phase is Phase.FORWARD else ():
+        for node in self._forward:
+            for value in node.operands:
                 found.setdefault(value, set()).add(self._names.get(node, ""))
         return found
 
@@ -292,9 +294,9 @@ Modules = tuple[str, ...]
 Sizes = dict[Modules, int]
 
 
-def segmentations(course: SegmentedStep) -> Iterator[tuple[Modules, ...]]:
+def segmentations(step: SegmentedStep) -> Iterator[tuple[Modules, ...]]:
     """The modules of longer segments, in several ways."""
-    live, outgoing = _live_units(course)
+    live, outgoing = _live_units(step)
     seen = set()
     for runs in (*_lean(live, outgoing), *(_even(live, count) for count in COUNTS)):
         parts = tuple(tuple(chain.from_iterable(run)) for run in runs)
@@ -339,22 +341,22 @@ def _even(live: Sizes, count: int) -> list[list[Modules]]:
     return list(found.values())
 
 
-def _live_units(course: SegmentedStep) -> tuple[Sizes, Sizes]:
+def _live_units(step: SegmentedStep) -> tuple[Sizes, Sizes]:
     """Modules that are not parted: the bytes of each that are live until the backward, and what it gives to others. A
     module whose output the backward does not need goes with the next, or it would be live as well."""
-    mesh = course.graph.mesh
-    forward = [node for node in course.graph.nodes if node.phase is Phase.FORWARD and node.where.module]
-    nbytes = {node: sum(v.local_bytes(mesh) for v in node.outs if v in course.needed) for node in forward}
-    blocks: dict[str, int] = {}
+    mesh, blocks, units = step.graph.mesh, Counter[str](), dict[Node, str]()
+    nbytes = {
+        node: sum(value.local_bytes(mesh) for value in node.outs if value in step.needed)
+        for node in step.graph.nodes
+        if node.phase is Phase.FORWARD and node.where.module
+    }
     for node, size in nbytes.items():
-        path = course.segment_at(node.where.module)
-        blocks[path] = blocks.get(path, 0) + size
-    large = {path for path, size in blocks.items() if size > SHARE * sum(blocks.values())}
-    modules = dict.fromkeys(node.where.module for node in forward)
-    outer = {module for module in modules if any(other != module and within(other, module) for other in modules)}
-    units = {}
-    for node in forward:
-        path, module = course.segment_at(node.where.module), node.where.module
+        blocks[step.segment_at(node.where.module)] += size
+    large = {path for path, size in blocks.items() if size > SHARE * blocks.total()}
+    modules = {node.where.module for node in nbytes}
+    outer = {path for module in modules for path in prefixes(module)[:-1] if path in modules}
+    for node in nbytes:
+        path, module = step.segment_at(node.where.module), node.where.module
         if path not in large or module not in outer:  # what an outer one does itself lies around the others
             units[node] = module if path in large else path
     live, outgoing = dict.fromkeys(units.values(), 0), dict.fromkeys(units.values(), 0)
@@ -362,12 +364,12 @@ def _live_units(course: SegmentedStep) -> tuple[Sizes, Sizes]:
         live[unit] += nbytes[node]
     open_, passed = set[str](), set[Value]()
     for node, unit in units.items():
-        for value in sources(node.operands):
+        for value in sources(node.operands) - passed:
             maker = units.get(value.node, unit) if value.node is not None else unit
-            if maker != unit and value not in passed:
+            if maker != unit:
                 passed.add(value)
                 outgoing[maker] += value.local_bytes(mesh)
-                if value not in course.needed:
+                if value not in step.needed:
                     open_.add(maker)
     together: list[list[str]] = [[]]
     for unit in live:

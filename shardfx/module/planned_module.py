@@ -37,7 +37,7 @@ from shardfx.module.module_tree import ProxyRoot, ProxyTree
 from shardfx.module.programs import Programs
 from shardfx.module.specializations import Specializations
 from shardfx.plan import Plan, make_plan
-from shardfx.report.figures import Report, Timing
+from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.distributed.groups import is_dry_run
@@ -136,14 +136,13 @@ class PlannedModule(ProxyRoot):
         """The cost report of the plan: ``.memory``, ``.communication``, ``.time``, ``.warnings``.
 
         Memory and time are those of the program that rank 0 runs, on the machine that the hints name, or another one
-        (``"h100-dgx"``). ``.stages`` and ``.timing`` are those of a pipeline, with what :meth:`record` measured.
+        (``"h100-dgx"``). ``.stages`` are those of a pipeline, and ``.measured`` is what :meth:`record` measured.
         """
         programs, replayed = self._programs, self._replays()
         memory = self._memory(programs, 0, programs.kinds(), replayed)
         timeline = self._timeline(machine, None, replayed)
-        timed = self.schedule is not None or self._measured is not None
-        when = Timing(timeline, self._measured, self._target.virtual) if timed else None
-        made = make_report(self._compiled, memory, timeline, machine, programs.warnings(), when)
+        warnings, virtual = programs.warnings(), self._target.virtual
+        made = make_report(self._compiled, memory, timeline, machine, warnings, self._measured, virtual)
         return replace(made, notes=self._variants.notes)
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:

@@ -110,23 +110,6 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Timelines of ranks: predicted, and as last measured."""
-
-    predicted: PlanTimeline
-    measured: Recording | None = None
-    virtual: bool = False
-    """Whether one process did the work of all ranks, one after the other."""
-
-    @property
-    def as_measured(self) -> float:
-        """The predicted seconds that a measurement compares with: of virtual ranks the work of all of them."""
-        seen = self.predicted
-        rows = seen.places or seen.schedule.ranks
-        return sum(seen.busy[row] for row in rows) if self.virtual else seen.step
-
-
-@dataclass(frozen=True)
 class Report:
     """The costs of a plan; ``str(report)`` is a few tables."""
 
@@ -138,17 +121,26 @@ class Report:
     warnings: tuple[str, ...] = ()
     passes: Mapping[str, float] = field(default_factory=dict)
     stages: tuple[StageRow, ...] = ()
-    timing: Timing | None = None
-    """The timing of a plan with stages, or with measured steps."""
+    measured: Recording | None = None
+    """The steps that were measured last."""
+    virtual: bool = False
+    """Whether one process did the work of all ranks, one after the other."""
     tiles: tuple[TileRow, ...] = ()
     """The layers of which ranks have tiles, with what these cost."""
     notes: tuple[str, ...] = ()
     """The reasons of further specializations."""
 
+    @property
+    def as_measured(self) -> float:
+        """The predicted seconds that a measurement compares with: of virtual ranks the work of all of them."""
+        timeline = self.time.timeline
+        rows = timeline.places or timeline.schedule.ranks
+        return sum(timeline.busy[row] for row in rows) if self.virtual else timeline.step
+
     def __str__(self) -> str:
         return render(self.__rich__())
 
     def __rich__(self) -> RenderableType:
-        from shardfx.report.tables import report_tables, stage_tables
+        from shardfx.report.tables import report_tables
 
-        return report_tables(self, stage_tables(self))
+        return report_tables(self)

@@ -18,9 +18,10 @@ from shardfx.ir.ops.traits import gives_alias
 from shardfx.ir.program.lower import select
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.report.report_rows import is_of_rank, stage_rows, tile_rows
+from shardfx.runtime.recording import Recording
 from shardfx.schedules.timeline import PlanTimeline
 
-from .figures import Cause, CommRow, Communication, Estimate, Report, Timing
+from .figures import Cause, CommRow, Communication, Estimate, Report
 
 if TYPE_CHECKING:
     from shardfx.compiled import Compiled
@@ -32,13 +33,14 @@ def make_report(
     timeline: PlanTimeline,
     machine: Machine | str | None = None,
     notes: Iterable[str] = (),
-    when: Timing | None = None,
+    measured: Recording | None = None,
+    virtual: bool = False,
 ) -> Report:
     """The report of a compiled model, and of the memory and program of rank 0 (see ``ParallelModule.report``).
 
     It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
     state have that one's. ``timeline`` is that of the plan on that machine; ``notes`` are those of rank passes, and
-    what else is to be said of the programs; ``when`` is what ranks do when.
+    what else is to be said of the programs.
     """
     graph, context, program = compiled.after, compiled.context, memory.program
     planned = Machine.of(compiled.hints.machine)
@@ -57,7 +59,8 @@ def make_report(
         (*compiled.after.notes, *notes),
         dict(context.seconds),
         stage_rows(graph),
-        when,
+        measured,
+        virtual,
         tiles,
     )
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardfx.ir.cost.footprint import Peak, PeakItem
     from shardfx.ir.cost.machine import Machine
     from shardfx.memory.rank_memory import RankMemory
-    from shardfx.report.figures import CommRow, Report, Timing
+    from shardfx.report.figures import CommRow, Report
     from shardfx.report.report_rows import TileRow
 
 
@@ -50,14 +50,13 @@ NOTES = {
 T = TypeVar("T")
 
 
-def report_tables(report: Report, first: Iterable[RenderableType] = ()) -> RenderableType:
-    """The tables of a report: the ``first`` ones, memory, communication, time, warnings."""
+def report_tables(report: Report) -> RenderableType:
+    """The tables of a report: stages, memory, communication, tiles, time, warnings."""
     mesh, (before, after) = report.mesh, report.ops
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
     head = Text.assemble(("Plan", "bold"), f"  {axes}: {mesh.size} ranks; {before} ops captured, {after} planned")
-    memory = memory_tables(report.memory, report.time.machine)
-    parts: list[RenderableType] = [head, "", *first, *memory, "", _communication(report), ""]
-    parts += [*_tiles(report), *_time(report)]
+    parts: list[RenderableType] = [head, "", *_stages(report), *memory_tables(report.memory, report.time.machine), ""]
+    parts += [_communication(report), "", *_tiles(report), *_time(report)]
     for title, style, texts in (("notes", "", report.notes), ("Warnings", "yellow", report.warnings)):
         if texts:
             parts += ["", Text(title, "bold"), *(Padding(Text(f"- {text}", style), (0, 0, 0, 2)) for text in texts)]
@@ -187,6 +186,11 @@ def _time(report: Report) -> list[RenderableType]:
         Text(seconds_text(time.total), "bold"),
         Text(f"compute and exposed communication{idle}", "dim"),
     )
+    if measured := report.measured:
+        note = f"{measured.bubble:.1%} bubble"
+        if report.virtual:
+            note = f"all ranks' work in one process: predicted {seconds_text(report.as_measured)}"
+        made.add_row("measured", seconds_text(measured.step), Text(note, "dim"))
     passes = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in report.passes.items())
     return [made, "", Text.assemble(("Passes  ", "bold"), (passes or "none", "dim"))]
 
@@ -196,47 +200,23 @@ SHOWN = 12
 """The most actions of a row that are shown."""
 
 
-def stage_tables(report: Report) -> list[RenderableType]:
-    """Tables of stages, schedule and step time; empty for a plan that has no stages and was not measured."""
-    made: list[RenderableType] = []
-    if report.stages:
-        made += [_stages(report), ""]
-    if report.timing is not None:
-        made += [*(_schedule(report.timing) if report.stages else ()), _step(report.timing), ""]
-    return made
-
-
-def _stages(report: Report) -> RenderableType:
+def _stages(report: Report) -> list[RenderableType]:
+    """The stages, and the schedule with the live iterations of each row."""
+    schedule = report.time.timeline.planned
+    if schedule is None:
+        return []
     columns = "stage", "ranks", "modules", "parameters", "on a rank", "sent an iteration", "operations"
-    made = table("Stages", *columns, right=[0, 3, 4, 5, 6])
-    for row in report.stages:
-        ranks = " .. ".join(map(str, dict.fromkeys((row.ranks[0], row.ranks[-1]))))
-        numbers = size_text(row.nbytes), size_text(row.sent), count_text(row.flops, "FLOP")
-        made.add_row(f"{row.stage}", ranks, ", ".join(row.modules), count_text(row.parameters, "").strip(), *numbers)
-    return made
-
-
-def _schedule(timing: Timing) -> list[RenderableType]:
-    """The rows, and the live iterations of each."""
-    schedule = timing.predicted.planned
-    assert schedule is not None
+    stages = table("Stages", *columns, right=[0, 3, 4, 5, 6])
+    for each in report.stages:
+        ranks = " .. ".join(map(str, dict.fromkeys((each.ranks[0], each.ranks[-1]))))
+        figures = size_text(each.nbytes), size_text(each.sent), count_text(each.flops, "FLOP")
+        count = count_text(each.parameters, "").strip()
+        stages.add_row(f"{each.stage}", ranks, ", ".join(each.modules), count, *figures)
     peaks = check_schedule(schedule, stages=len(schedule.stages), microbatches=len(schedule.microbatches)).peaks
-    made = table("Schedule", "place", "live iterations", "actions", right=[0, 1])
+    rows = table("Schedule", "place", "live iterations", "actions", right=[0, 1])
     for place, row in enumerate(schedule.rows[:MOST_ROWS]):
         more = f" ... ({len(row)})" if len(row) > SHOWN else ""
-        made.add_row(f"{place}", f"{peaks[place]}", Text(" ".join(map(str, row[:SHOWN])) + more, "dim"))
+        rows.add_row(f"{place}", f"{peaks[place]}", Text(" ".join(map(str, row[:SHOWN])) + more, "dim"))
     if len(schedule.rows) > MOST_ROWS:
-        made.add_row("...", "", Text(f"and {len(schedule.rows) - MOST_ROWS} rows more", "dim"))
-    return [made, ""]
-
-
-def _step(timing: Timing) -> RenderableType:
-    seen, measured, shown = timing.predicted, timing.measured, timing.measured is not None and not timing.virtual
-    made = table("A step, over all ranks", "", "predicted", *(["measured"] if measured else []), right=[1, 2])
-    made.add_row("step", seconds_text(seen.step), *([seconds_text(measured.step)] if measured and shown else []))
-    if measured is not None and timing.virtual:
-        both = seconds_text(timing.as_measured), seconds_text(measured.step)
-        made.add_row("all ranks' work in one process", *both)
-    made.add_row("bubble", f"{seen.bubble:.1%}", *([f"{measured.bubble:.1%}"] if measured and shown else []))
-    made.add_row("communication that nothing hides", seconds_text(seen.exposed))
-    return made
+        rows.add_row("...", "", Text(f"and {len(schedule.rows) - MOST_ROWS} rows more", "dim"))
+    return [stages, "", rows, ""]
