@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -189,3 +191,20 @@ class UNet(nn.Module):
         x = self.up2(self.bottom(self.pool(b)))
         x = self.up1(self.dec2(torch.cat((x, b), dim=1)))
         return self.out(self.dec1(torch.cat((x, a), dim=1)))
+
+
+class Language(nn.Module):
+    """Logits of the next token from each token alone."""
+
+    def __init__(self, words: int = 40, width: int = 8, **table: Any) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(words, width, **table), nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.embed(x))))
+
+
+def next_tokens(out: Tensor, y: Tensor) -> Tensor:
+    """The mean loss of the tokens that count."""
+    return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)

@@ -16,6 +16,7 @@ from shardfx.ir.ops import comm, pack
 from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.module.programs import TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
+from tests.models import Language, next_tokens
 from tests.plans import plan
 from tests.reference import check_step
 from tests.zoo import Case, make
@@ -105,20 +106,6 @@ def test_whole_gradients_are_reduced_once() -> None:
 WORDS, WIDTH = 61, 8
 
 
-class Language(nn.Module):
-    def __init__(self, words: int = WORDS, **table: Any) -> None:
-        super().__init__()
-        self.embed, self.inner = nn.Embedding(words, WIDTH, **table), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, words, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(self.embed(x))))
-
-
-def next_tokens(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
-
-
 def batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     x, y = torch.randint(WORDS - 1, (8, 6)), torch.randint(WORDS - 1, (8, 6))
@@ -138,7 +125,7 @@ def add_planned(model: nn.Module, **hints: Any) -> sx.ParallelModule:
 @pytest.mark.one_in(9)
 def test_gradients_are_those_of_one_device(table: dict[str, Any], hints: dict[str, Any]) -> None:
     torch.manual_seed(1)
-    model = Language(**table).double()
+    model = Language(**{"words": WORDS, **table}).double()
     pm = add_planned(model, **hints)
     x, y = batch()
     check_step(pm, model, next_tokens, (x,), (y,), bound=1e-12)
@@ -150,8 +137,8 @@ def test_gradients_are_those_of_one_device(table: dict[str, Any], hints: dict[st
 @pytest.mark.long
 def test_a_gradient_is_never_there_twice() -> None:
     x, y = batch()
-    pm = add_planned(Language().double())
-    held = held_in_a_step(pm, Case("language", Language().double(), (x,), {}, next_tokens, (y,)))
+    pm = add_planned(Language(WORDS).double())
+    held = held_in_a_step(pm, Case("language", Language(WORDS).double(), (x,), {}, next_tokens, (y,)))
     for rank in range(2):
         check_footprint(pm._programs.running(rank, TRAIN), held[rank])
     table = WORDS * WIDTH * 8

@@ -12,21 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from tests.models import Language, next_tokens
 from tests.reference import check_step
-
-
-class Language(nn.Module):
-    def __init__(self, vocabulary: int = 300, width: int = 16) -> None:
-        super().__init__()
-        self.embed, self.inner = nn.Embedding(vocabulary, width), nn.Linear(width, width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(self.embed(x))))
-
-
-def next_tokens(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
 
 
 def language() -> tuple[nn.Module, Tensor, Tensor]:
@@ -34,7 +21,7 @@ def language() -> tuple[nn.Module, Tensor, Tensor]:
     x = torch.randint(300, (4, 15))
     y = torch.randint(300, (4, 15))
     y[0, :11] = -100  # iterations and ranks count otherwise
-    return Language().double(), x, y
+    return Language(300, 16).double(), x, y
 
 
 CHUNKS = {

@@ -7,29 +7,15 @@ from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx
 
 import shardfx as sx
 from shardfx.ir.ops.loop import loop_ops
-from shardfx.ir.registry import PROGRAM_OPS
+from tests.damage_loops import added_twice, an_iteration_less, calls, stale
+from tests.models import Language, next_tokens
 from tests.zoo import make
 
 MANY = 256
-
-
-class Language(nn.Module):
-    def __init__(self, words: int = 40, width: int = 8) -> None:
-        super().__init__()
-        self.embed, self.norm, self.inner = nn.Embedding(words, width), nn.LayerNorm(width), nn.Linear(width, width)
-        self.head = nn.Linear(width, words, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(torch.tanh(self.inner(self.embed(x)))))
-
-
-def next_tokens(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
 
 
 @cache
@@ -50,10 +36,6 @@ def test_many_iterations_are_proven_from_few_programs(rows: tuple[int, int]) -> 
     for what in ("whole programs", "families", "distinct ops at every rank"):
         assert many.checked[what] == few.checked[what]
     assert many.checked["programs read"] == len(many.programs) * 2 * MANY
-
-
-def named(graph: fx.Graph, name: str) -> fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.target is PROGRAM_OPS[name].function)
 
 
 def renumbered(graph: fx.Graph, change: Callable[[int, int], list[tuple[int, int, int]]]) -> None:
@@ -77,33 +59,15 @@ def iteration_100_skipped(graph: fx.Graph) -> None:
     renumbered(graph, lambda a, n: [(0, a, n), (100, a + 101 * n, n)])
 
 
-def a_iteration_less(graph: fx.Graph) -> None:
-    begin = named(graph, "loop.begin")
-    begin.args = (begin.args[0], begin.args[1] - 1, begin.args[2])
-
-
-def added_twice(graph: fx.Graph) -> None:
-    node = named(graph, "loop.add")
-    with graph.inserting_after(node):
-        again = graph.call_function(loop_ops.add, (node, node.args[1]))
-    again.meta = dict(node.meta)
-    node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
-
-
-def stale(graph: fx.Graph) -> None:
-    node = named(graph, "memory.filled")
-    node.args = (node.args[0], 1.0, *node.args[2:])
-
-
 def something_else_is_added(graph: fx.Graph) -> None:
-    node = named(graph, "loop.add")
+    node = calls(graph, "loop.add")[-1]
     with graph.inserting_before(node):
         other = graph.call_function(torch.ops.aten.neg.default, (node.args[1],))
     other.meta = dict(node.meta)
     node.args = (node.args[0], other)
 
 
-NUMBERS = [a_wrong_slice_in_iteration_100, iteration_100_skipped, a_iteration_less, added_twice, stale]
+NUMBERS = [a_wrong_slice_in_iteration_100, iteration_100_skipped, an_iteration_less, added_twice, stale]
 
 
 @pytest.mark.long

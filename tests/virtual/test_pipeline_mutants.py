@@ -14,30 +14,16 @@ from torch import Tensor, fx, nn
 import shardfx as sx
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.registry import PROGRAM_OPS
+from tests.damage_loops import Damage, calls, reordered
 
 from .test_pipelines import three_stages
 
 aten = torch.ops.aten
-Damage = Callable[[fx.Graph], object]
-
-
-def of(graph: fx.Graph, name: str) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.target is PROGRAM_OPS[name].function]
 
 
 def changed(name: str, number: int, at: int, value: Any) -> Damage:
     """Another argument of a call."""
-    return lambda graph: of(graph, name)[number].update_arg(at, value)
-
-
-def order(change: Callable[[list[str]], list[str]]) -> Damage:
-    """Units in another order."""
-
-    def damage(graph: fx.Graph) -> None:
-        node = of(graph, "loop.begin")[-1]
-        node.update_arg(3, " ".join(change(str(node.args[3]).split())))
-
-    return damage
+    return lambda graph: calls(graph, name)[number].update_arg(at, value)
 
 
 def exchanged_iterations(words: list[str]) -> list[str]:
@@ -46,41 +32,38 @@ def exchanged_iterations(words: list[str]) -> list[str]:
 
 
 def another_value(graph: fx.Graph) -> None:
-    first, second, *_ = of(graph, "stage.send")
+    first, second, *_ = calls(graph, "stage.send")
     first.args, second.args = (first.args[0], *second.args[1:]), (second.args[0], *first.args[1:])
+
+
+def another_message(graph: fx.Graph) -> None:
+    first, second, *_ = calls(graph, "stage.receive")
+    first.update_arg(4, second.args[4])
 
 
 def other_number(graph: fx.Graph, name: str, which: int, at: int, formula: tuple[int, int]) -> None:
     """The number of an iteration is that of another one."""
-    node = of(graph, name)[which]
+    node = calls(graph, name)[which]
     number: Any = node.args[at]
     with graph.inserting_after(number):
         node.update_arg(at, graph.call_function(loop_ops.index, (number.args[0], *formula)))
 
 
 def a_weight_gradient_lost(graph: fx.Graph) -> None:
-    node = of(graph, "loop.add")[-1]
+    node = calls(graph, "loop.add")[-1]
     node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op == "output")
-
-
-def added_twice(graph: fx.Graph) -> None:
-    total = of(graph, "loop.add")[-1]
-    with graph.inserting_after(total):
-        again = graph.call_function(total.target, (total, total.args[1]))
-    again.meta = dict(total.meta)
-    total.replace_all_uses_with(again, delete_user_cb=lambda user: user.op == "output")
 
 
 def an_activation_written_over(graph: fx.Graph) -> None:
     """What the backward reads is the memory of another value by then."""
     relu = next(node for node in graph.nodes if node.target is aten.relu.default)
-    with graph.inserting_after(of(graph, "c10d.wait_tensor")[-1]):
-        graph.call_function(PROGRAM_OPS["memory.write"].function, (relu, of(graph, "c10d.wait_tensor")[-1]))
+    with graph.inserting_after(calls(graph, "c10d.wait_tensor")[-1]):
+        graph.call_function(PROGRAM_OPS["memory.write"].function, (relu, calls(graph, "c10d.wait_tensor")[-1]))
 
 
 def summed_in_another_shape(graph: fx.Graph) -> None:
     """What iterations are added into is a row for what is a matrix: adding broadcasts, or fails when it runs."""
-    node = next(node for node in of(graph, "memory.filled") if len(node.args[0]) == 2)  # type: ignore[arg-type]
+    node = next(node for node in calls(graph, "memory.filled") if len(node.args[0]) == 2)  # type: ignore[arg-type]
     node.update_arg(0, [1, *node.args[0]])  # type: ignore[misc]
 
 
@@ -89,19 +72,14 @@ STAGES: dict[str, Damage] = {
     "to the wrong stage": changed("stage.send", -1, 1, 2),
     "from the wrong stage": changed("stage.receive", 0, 3, 2),
     "another value": another_value,
-    "a message taken for another": lambda graph: changed("stage.receive", 0, 4, of(graph, "stage.receive")[1].args[4])(
-        graph
-    ),
+    "a message taken for another": another_message,
     "of the iteration before": partial(other_number, name="stage.receive", which=0, at=5, formula=(3, -1)),
-    "two iterations exchanged": order(exchanged_iterations),
-    "a backward left out": order(lambda words: [word for word in words if word != "B1.3"]),
-    "a backward twice": order(lambda words: [*words, "B1.3"]),
-    "a backward before its forward": order(lambda words: sorted(words, key=lambda word: word != "B1.3")),
-    "a receive left out": order(lambda words: [word for word in words if word != "RB2.2"]),
+    "two iterations exchanged": reordered(exchanged_iterations),
+    "a backward before its forward": reordered(lambda words: sorted(words, key=lambda word: word != "B1.3")),
+    "a receive left out": reordered(lambda words: [word for word in words if word != "RB2.2"]),
     "a weight's gradient lost": a_weight_gradient_lost,
-    "added twice": added_twice,
     "an activation written over": an_activation_written_over,
-    "nothing is sent": lambda graph: graph.erase_node(of(graph, "stage.send")[-1]),
+    "nothing is sent": lambda graph: graph.erase_node(calls(graph, "stage.send")[-1]),
 }
 
 
@@ -177,7 +155,7 @@ def tied_sum(change: Callable[[fx.Node, fx.Node, fx.Node], object]) -> Damage:
     """Of the gradient of the shared weight: the sum of both stages', this stage's, and the other's."""
 
     def damage(graph: fx.Graph) -> None:
-        (own,) = of(graph, "loop.index_add")
+        (own,) = calls(graph, "loop.index_add")
         both = next(user for user in own.users if user.target is aten.add.Tensor)
         change(both, own, next(each for each in both.all_input_nodes if each is not own))
 
@@ -190,7 +168,7 @@ SUMS = [PROGRAM_OPS[name].function for name in ("loop.add", "loop.addmm", "loop.
 def without_the_iterations(graph: fx.Graph) -> fx.Node:
     """The step is done with what gradients were before any was added; gives its segment."""
     sums: dict[fx.Node, Any] = {node: node.args[0] for node in graph.nodes if node.target in SUMS}
-    (segment,) = (node for node in of(graph, "update.segment") if sums.keys() & set(node.all_input_nodes))
+    (segment,) = (node for node in calls(graph, "update.segment") if sums.keys() & set(node.all_input_nodes))
     for each in segment.all_input_nodes:
         if each in sums:
             segment.replace_input_with(each, sums[each])
@@ -199,15 +177,15 @@ def without_the_iterations(graph: fx.Graph) -> fx.Node:
 
 def in_each_backward(graph: fx.Graph) -> None:
     sums = [node for node in graph.nodes if node.target in SUMS]
-    (segment,) = (node for node in of(graph, "update.segment") if {*sums} & {*node.all_input_nodes})
-    of(graph, "loop.end")[-1].prepend(segment)
+    (segment,) = (node for node in calls(graph, "update.segment") if {*sums} & {*node.all_input_nodes})
+    calls(graph, "loop.end")[-1].prepend(segment)
 
 
 def old_weights_are_sent(graph: fx.Graph) -> None:
-    stepped = {user for segment in of(graph, "update.segment") for user in segment.users}
-    (new,) = (node for node in of(graph, "stage.send") if node.args[0] in stepped)
+    stepped = {user for segment in calls(graph, "update.segment") for user in segment.users}
+    (new,) = (node for node in calls(graph, "stage.send") if node.args[0] in stepped)
     weight = next(node for node in graph.nodes if node.name == "emb_weight")
-    with graph.inserting_before(of(graph, "loop.begin")[-1]):
+    with graph.inserting_before(calls(graph, "loop.begin")[-1]):
         new.update_arg(0, graph.call_function(aten.clone.default, (weight,)))
 
 
@@ -215,7 +193,7 @@ STEPPED: dict[str, Damage] = {
     "a tied sum is this stage's": tied_sum(lambda both, own, other: both.replace_all_uses_with(own)),
     "a tied sum is the other stage's": tied_sum(lambda both, own, other: both.replace_all_uses_with(other)),
     "a tied gradient twice": tied_sum(lambda both, own, other: setattr(both, "args", (own, own))),
-    "a step before the iterations": lambda graph: of(graph, "loop.begin")[-1].prepend(without_the_iterations(graph)),
+    "a step before the iterations": lambda graph: calls(graph, "loop.begin")[-1].prepend(without_the_iterations(graph)),
     "a step in each backward": in_each_backward,
     "a step without the iterations": without_the_iterations,
     "old weights are sent": old_weights_are_sent,

@@ -3,7 +3,7 @@ stay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.module.programs import TRAIN
+from tests.damage_loops import Damage, reordered
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan
 from tests.reference import rel_err, single_device
@@ -118,14 +119,6 @@ def begin(graph: fx.Graph) -> fx.Node:
     return next(node for node in graph.nodes if node.target is loop_ops.begin and len(node.args) > 3)
 
 
-def reorder(change: Callable[[list[str]], list[str]]) -> Callable[[fx.Graph], None]:
-    def damage(graph: fx.Graph) -> None:
-        node = begin(graph)
-        node.args = (*node.args[:3], " ".join(change(str(node.args[3]).split())))
-
-    return damage
-
-
 def backward_first(words: list[str]) -> list[str]:
     forward, backward = words.index("F0.2"), words.index("B0.2")
     words[forward], words[backward] = words[backward], words[forward]
@@ -150,13 +143,13 @@ def shared_memory(graph: fx.Graph) -> None:
     closes.args = (*closes.args[:2], [*closes.args[2], memory])
 
 
-FORMS: list[tuple[Callable[[fx.Graph], object], str]] = [
-    (reorder(lambda words: words[:-1]), "B0.3 is done 0 times"),
-    (reorder(lambda words: [*words, words[0]]), "F0.0 is done twice"),
-    (reorder(lambda words: [*words, "F0.4", "B0.4"]), "F0.4 is of none of 4 iterations"),
-    (reorder(lambda words: [*words, "B0"]), "'B0' is no unit of an iteration"),
-    (reorder(lambda words: []), "no unit of these iterations"),
-    (reorder(backward_first), "is used in B0 of iteration 2, before F0 makes it"),
+FORMS: list[tuple[Damage, str]] = [
+    (reordered(lambda words: words[:-1]), "B0.3 is done 0 times"),
+    (reordered(lambda words: [*words, words[0]]), "F0.0 is done twice"),
+    (reordered(lambda words: [*words, "F0.4", "B0.4"]), "F0.4 is of none of 4 iterations"),
+    (reordered(lambda words: [*words, "B0"]), "'B0' is no unit of an iteration"),
+    (reordered(lambda words: []), "no unit of these iterations"),
+    (reordered(backward_first), "is used in B0 of iteration 2, before F0 makes it"),
     (lambda graph: unit(graph, "F0").prepend(unit(graph, "F0").next), "stands in no unit of its iterations"),
     (lambda graph: unit(graph, "B0").update_arg(1, "B1"), "B1 is no unit of these iterations"),
     (lambda graph: unit(graph, "B0").update_arg(1, "F0"), "F0 is no unit of these iterations, or stands twice"),
@@ -166,7 +159,7 @@ FORMS: list[tuple[Callable[[fx.Graph], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "said"), FORMS)
-def test_an_order_that_cannot_be_done_is_no_program(damage: Callable[[fx.Graph], object], said: str) -> None:
+def test_an_order_that_cannot_be_done_is_no_program(damage: Damage, said: str) -> None:
     made = lowered(plan(make("mlp3"), sx.Mesh(dp=2), grad_accumulation=4), 1, ONE_AHEAD)
     validate_program(made, ends=False)
     damage(made.graph)
