@@ -28,7 +28,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.ir.spec import Spec
-from shardfx.ir.text.arguments import CONSTANTS, DTYPES, TORCH_CONSTANTS
+from shardfx.ir.text.arguments import SHORT, read_argument, write_argument
 from shardfx.ir.text.lexer import TextLine
 
 from .rank_program import RankProgram
@@ -36,7 +36,6 @@ from .rank_program import RankProgram
 VERSION = 1
 """Of the text's form: raised when an older reader could not make sense of it."""
 WIDTH = 80
-SHORT = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def print_program(program: RankProgram) -> str:
@@ -83,19 +82,13 @@ def _type(value: Value) -> str:
     return (value.spec or Spec.replicated(value.type.ndim)).text(value.shape, dtype)
 
 
+class _NodeNames:
+    def use(self, node: fx.Node) -> str:
+        return f"%{node.name}"
+
+
 def _text(arg: Any) -> str:
-    if isinstance(arg, fx.Node):
-        return f"%{arg.name}"
-    if isinstance(arg, (list, tuple)):
-        body = ", ".join(map(_text, arg))
-        return f"[{body}]" if isinstance(arg, list) else f"({body}{',' if len(arg) == 1 else ''})"
-    if isinstance(arg, str):
-        return json.dumps(arg)
-    if isinstance(arg, torch.device):
-        return f"device({json.dumps(str(arg))})"
-    if isinstance(arg, TORCH_CONSTANTS) or arg is None or isinstance(arg, (bool, int, float)):
-        return str(arg)
-    raise Error("an argument of a program has no text", expected="numbers, texts, dtypes and values", got=repr(arg))
+    return write_argument(arg, _NodeNames())
 
 
 def parse_program(text: str, graph: Graph, functions: Mapping[str, Callable[..., Any]] | None = None) -> RankProgram:
@@ -180,14 +173,14 @@ class _ProgramReader:
             if line.kind == "word" and line.text[line.at :].lstrip().startswith("="):
                 key = line.next()
                 line.expect("=")
-                kwargs[key] = self._argument(line)
+                kwargs[key] = read_argument(line, self)
             else:
-                args.append(self._argument(line))
+                args.append(read_argument(line, self))
 
         line.many(item, ")")
         made = self.env[name] = self.graph.create_node("call_function", target, tuple(args), kwargs, name)
         if line.accept(":"):
-            made.meta["shape"] = tuple(self._argument(line))
+            made.meta["shape"] = tuple(read_argument(line, self))
         if line.accept("from"):
             value = line.take("value", "a value of the planned graph")[1:]
             if value not in self.nodes:
@@ -207,7 +200,7 @@ class _ProgramReader:
                 line.fail("an output of the planned graph", f"{kind} {key}")
             line.expect("=")
             self.gives.append(output)
-            results.append(self._argument(line))
+            results.append(read_argument(line, self))
 
         line.many(item, "")
         self.graph.output(tuple(results))
@@ -225,29 +218,9 @@ class _ProgramReader:
             line.fail("an op of torch, a call of programs, or one of functions=", word)
         return found
 
-    def _argument(self, line: TextLine) -> Any:
-        if line.kind == "value":
-            name = line.next()[1:]
-            if name not in self.env:
-                line.fail("a value that an earlier line defines", f"%{name}")
-            return self.env[name]
-        if line.kind == "string":
-            return json.loads(line.next())
-        if line.kind == "number":
-            text = line.next()
-            return int(text) if text.lstrip("-").isdigit() else float(text)
-        for begin, end, kind in (("[", "]", list), ("(", ")", tuple)):
-            if line.accept(begin):
-                return kind(line.many(lambda: self._argument(line), end))
-        word = line.word("an argument")
-        if word == "device":
-            line.expect("(")
-            made = torch.device(json.loads(line.take("string", "a device in quotes")))
-            line.expect(")")
-            return made
-        if word in CONSTANTS:
-            return CONSTANTS[word]
-        found = getattr(torch, word.removeprefix("torch."), None)
-        if not isinstance(found, TORCH_CONSTANTS):
-            line.fail("an argument", word)
-        return found
+    def use(self, line: TextLine) -> fx.Node:
+        """The node of an earlier line."""
+        name = line.next()[1:]
+        if name not in self.env:
+            line.fail("a value that an earlier line defines", f"%{name}")
+        return self.env[name]

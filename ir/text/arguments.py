@@ -12,9 +12,10 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import fx
 
 from shardfx.ir.dim_sharding import DimSharding, Part, Window
 from shardfx.ir.errors import Error
@@ -43,13 +44,27 @@ ARGUMENT = "a value, a number, a string, a list, None, True, torch.float32, ..."
 # ---- arguments ---------------------------------------------------------------------------------------------
 
 
-def write_argument(arg: Any, scope: PrintScope) -> str:
-    """An argument of a node.
+class ValueNames(Protocol):
+    """What values are called where they are used."""
+
+    def use(self, value: Any) -> str:
+        """The name of a value."""
+
+
+class NamedValues(Protocol):
+    """What names stand for."""
+
+    def use(self, line: TextLine) -> Any:
+        """The value that the token at hand stands for."""
+
+
+def write_argument(arg: Any, scope: ValueNames) -> str:
+    """An argument of a node, of a graph or of a rank's program.
 
     Raises:
         Error: it has no text (a dict, say).
     """
-    if isinstance(arg, Value):
+    if isinstance(arg, (Value, fx.Node)):
         return scope.use(arg)
     if isinstance(arg, list):
         return f"[{', '.join(write_argument(each, scope) for each in arg)}]"
@@ -69,7 +84,7 @@ def write_argument(arg: Any, scope: PrintScope) -> str:
     raise Error("an argument of a node has no text", expected=expected, got=f"{arg!r} of type {type(arg).__name__}")
 
 
-def read_argument(line: TextLine, scope: ReadScope) -> Any:
+def read_argument(line: TextLine, scope: NamedValues) -> Any:
     """An argument of a node: a value, number, string or constant of torch, a list or a tuple of them."""
     if line.kind == "value":
         return scope.use(line)
