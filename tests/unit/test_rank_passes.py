@@ -107,30 +107,26 @@ def test_what_was_made_apart_is_not_taken_for_one_memory() -> None:
     assert "adjoin" in joining(made=False) and "adjoin" not in joining(made=True)
 
 
-def test_an_input_is_not_reduced_where_it_lies() -> None:
-    def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        return (reduced(graph, graph.call_function(aten.t.default, (a,))),)
-
-    assert "memory_ops.all_reduce_" not in after(InPlace(), write)
+def an_input(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+    return (reduced(graph, graph.call_function(aten.t.default, (a,))),)
 
 
-def test_what_is_used_later_is_not_reduced_where_it_lies() -> None:
-    def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        product = graph.call_function(aten.mm.default, (a, b))
-        seen = graph.call_function(aten.t.default, (product,))
-        whole = reduced(graph, product)
-        return whole, graph.call_function(aten.add.Tensor, (seen, whole))
-
-    assert "memory_ops.all_reduce_" not in after(InPlace(), write)
+def used_later(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+    product = graph.call_function(aten.mm.default, (a, b))
+    seen = graph.call_function(aten.t.default, (product,))
+    whole = reduced(graph, product)
+    return whole, graph.call_function(aten.add.Tensor, (seen, whole))
 
 
-def test_what_a_collective_still_sends_is_not_reduced_where_it_lies() -> None:
-    def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        product = graph.call_function(aten.mm.default, (a, b))
-        seen = graph.call_function(aten.t.default, (product,))
-        first, second = (graph.call_function(c10d.all_reduce.default, (x, "sum", GROUP)) for x in (product, seen))
-        return tuple(graph.call_function(c10d.wait_tensor.default, (x,)) for x in (first, second))
+def still_sent(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+    product = graph.call_function(aten.mm.default, (a, b))
+    seen = graph.call_function(aten.t.default, (product,))
+    both = [graph.call_function(c10d.all_reduce.default, (x, "sum", GROUP)) for x in (product, seen)]
+    return tuple(graph.call_function(c10d.wait_tensor.default, (x,)) for x in both)
 
+
+@pytest.mark.parametrize("write", [an_input, used_later, still_sent])
+def test_memory_that_others_need_is_not_reduced_in_place(write: Write) -> None:
     assert "memory_ops.all_reduce_" not in after(InPlace(), write)
 
 

@@ -7,62 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.program.program_text import parse_program
 from shardfx.module.programs import TRAIN
 from tests.live_memory import held_in_a_step
-from tests.models import GPT, LENGTH, VOCAB
 from tests.plans import plan, train_beside
-from tests.reference import check_step, rel_err
+from tests.reference import rel_err
 from tests.zoo import Case, make
 
 slow = pytest.mark.slow
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "breadth-first": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}
-SCHEDULES |= {"dualpipev": 2, "auto": 1}
-
-
-def tied(layers: int) -> nn.Module:
-    """A GPT whose head has the embedding's weight: the first stage and the last one have it."""
-    torch.manual_seed(0)
-    model = GPT(fused=True, layers=layers).double()
-    model.head.weight = model.tok_emb.weight
-    return model
-
-
-def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(out.flatten(0, 1), target.flatten())
-
-
-def batch(rows: int) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    tokens = torch.randint(0, VOCAB, (2, rows, LENGTH))
-    tokens[1, 0, : LENGTH // 2] = -100
-    return tokens[0], tokens[1]
-
-
-def in_stages(model: nn.Module, x: Tensor, y: Tensor, mesh: sx.Mesh, **hints: Any) -> sx.ParallelModule:
-    rows = "mb dp, -" if "dp" in mesh.names else "mb, -"
-    specs = {"args.0": rows, "targets.0": rows}
-    return sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=cross_entropy, targets=(y,), specs=specs, **hints))
-
-
-QUICKLY = ("zb-h1",)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICKLY else slow) for n in SCHEDULES])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow), pytest.param(4, marks=slow)])
-def test_every_schedule_is_the_whole_batch(name: str, ranks: int) -> None:
-    chunks, x, y = SCHEDULES[name], *batch(2 * ranks + 1)
-    model = tied(ranks * chunks)
-    mesh = sx.Mesh(pp=ranks, mb=sx.Loop(2 * ranks))
-    pm = in_stages(model, x, y, mesh, pipeline=sx.Pipeline(schedule=name, stages_per_rank=chunks))
-    check_step(pm, model, cross_entropy, (x,), (y,))
-
-
 TOGETHER: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
     "dp": (sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)), {}),
     "tp": (sx.Mesh(pp=2, tp=2, mb=sx.Loop(3)), {}),
