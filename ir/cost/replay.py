@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.errors import DOES_NOT_RUN, Error
+from shardfx.ir.errors import DOES_NOT_RUN
 from shardfx.ir.graph import InputKind, OutputKind, Phase, Value
-from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm, memory_ops
 from shardfx.ir.ops.comm import row_of_collective
 from shardfx.ir.ops.local_ops import row_of, sent_by
@@ -178,9 +177,7 @@ def values(program: RankProgram) -> dict[str, Any]:
 def _replayed(
     program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, at: At = FIRST
 ) -> _Replay:
-    parameters = {inp.value for inp in program.inputs if inp.kind is InputKind.PARAMETER}
-    walk = _Replay(program.mesh, parameters, transport, fakes)
-    walk.iteration, walk.inside_of = at, regions(program.graph.nodes)
+    walk = _Replay(program, transport, fakes or FakeCalls(), at)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, inp in places.items():
         assert inp.value.spec is not None
@@ -200,39 +197,29 @@ def _replayed(
                 walk.call(node)
             except DOES_NOT_RUN as error:
                 raise call_error(node, error) from error
-        elif node.op == "output":
+        else:
             for output, result in zip(program.outputs, node.args[0], strict=True):
                 walk.keep(result, KEPT[output.kind])
-        else:
-            raise Error(
-                "a program has a node that is no call of a function",
-                where=str(node.meta.get("shardfx", node.name)),
-                expected="placeholders, attributes, calls of functions and an output",
-                got=node.format_node(),
-            )
     return walk
 
 
 class _Replay:
     """The state of a replay between two calls."""
 
-    def __init__(
-        self, mesh: Mesh, parameters: Iterable[Value], transport: Transport, fakes: FakeCalls | None = None
-    ) -> None:
-        self.mesh, self.transport = mesh, transport
-        self.iteration = FIRST
-        self.parameters = set(parameters)
+    def __init__(self, program: RankProgram, transport: Transport, fakes: FakeCalls, iteration: At) -> None:
+        self.mesh, self.transport, self.iteration = program.mesh, transport, iteration
+        self.parameters = {inp.value for inp in program.inputs if inp.kind is InputKind.PARAMETER}
         self.values: dict[fx.Node, Any] = {}
         self.storages: list[Storage] = []
         self.calls: list[fx.Node] = []
         self.costs: list[Cost] = []
         self.inside: list[int] = []
-        self._fakes = fakes or FakeCalls()
-        self._costs: dict[Any, Cost] = {}
-        self.inside_of: dict[fx.Node, Scope] = {}
+        self.inside_of = regions(program.graph.nodes)
         """The loops and actions around each node."""
         self.scopes: list[Scope] = []
         """The actions around each call."""
+        self._fakes = fakes
+        self._costs: dict[Any, Cost] = {}
         self._before_sent: set[fx.Node] = set()
         """By the result of a reduce-scatter that is an exchange: what is received."""
 

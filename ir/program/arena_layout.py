@@ -146,22 +146,15 @@ class BufferIntervals:
         return Interval(nbytes, self._place[buffer], self._aliasing.until(buffer))
 
 
-def _slot_intervals(program: RankProgram) -> dict[fx.Node, Interval]:
-    nodes = list(program.graph.nodes)
-    if not (slots := arena_slots(nodes)):
-        return {}
-    live = BufferIntervals(nodes)
-    found = {node: live.of(node, slot.end - slot.begin) for node, slot in slots.items()}
-    return {node: interval for node, interval in found.items() if interval is not None}
-
-
 def arena_use(program: RankProgram) -> ArenaUse | None:
     """How large a program's arena is and could be; None: it has none."""
-    slots = arena_slots(program.graph.nodes)
-    if not slots:
+    nodes = list(program.graph.nodes)
+    if not (slots := arena_slots(nodes)):
         return None
+    live = BufferIntervals(nodes)
+    intervals = (live.of(node, slot.end - slot.begin) for node, slot in slots.items())
     sizes: list[Any] = [arena.args[0] for arena in dict.fromkeys(slot.arena for slot in slots.values())]
-    return ArenaUse(sum(sizes), peak_bytes([*_slot_intervals(program).values()]), len(slots))
+    return ArenaUse(sum(sizes), peak_bytes([*filter(None, intervals)]), len(slots))
 
 
 class ArenaCheck:

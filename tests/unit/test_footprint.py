@@ -269,12 +269,6 @@ def test_whether_a_reshape_copies_is_seen() -> None:
     assert TensorLayout((1000, 4), (0, 1), torch.float32).nbytes == 16, "an expanded dim is there once"
 
 
-def test_a_program_with_anything_but_calls_is_an_error() -> None:
-    code = program_of(lambda g, x, y: g.call_method("relu", (x,)))
-    with pytest.raises(sx.Error, match="no call of a function"):
-        replay(code)
-
-
 def test_a_group_of_another_mesh_is_an_error() -> None:
     code = program_of(lambda g, x, y: g.call_function(c10d.all_reduce.default, (x, "sum", "tp4/tp@0")))
     with pytest.raises(sx.Error, match="a group of another mesh"):

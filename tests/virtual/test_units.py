@@ -167,14 +167,6 @@ def test_an_order_that_cannot_be_done_is_no_program(damage: Damage, said: str) -
         validate_program(made, ends=False)
 
 
-def test_steps_that_units_cannot_hold_in_their_order() -> None:
-    pm = plan(make("mlp3"), sx.Mesh(dp=2), grad_accumulation=4)
-    with pytest.raises(AssertionError, match="which F0 makes later in iteration 1"):
-        lowered(pm, 0, ONE_AHEAD.replace("F0.1 B0.0 F0.2 B0.1", "B0.1 B0.0 F0.2 F0.1"))
-    with pytest.raises(AssertionError, match="no action B0 in the order"):
-        lowered(pm, 0, "F0.0 F0.1 F0.2 F0.3")
-
-
 def test_debug_nan_sees_units() -> None:
     case, pm = make("mlp3"), in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
     with pm.debug_nan():

@@ -14,6 +14,7 @@ A nested loop lies in one action: a loss in chunks has forward and backward in i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,21 +35,8 @@ def split_into_actions(loop: PlannedLoop, unit_of: Callable[[Node], str], order:
     words = ActionOrder.of(order)
     place = {unit: at for at, unit in enumerate(words.units)}
     units: dict[str, list[Node | PlannedLoop]] = {unit: [] for unit in words.units}
-    made: dict[Value, str] = {}
     for step in loop.steps:
-        names = dict.fromkeys(map(unit_of, nodes_of([step])))
-        assert names.keys() <= place.keys(), f"no action {', '.join(sorted(names.keys() - place.keys()))} in the order"
-        unit = max(names, key=place.__getitem__)
-        units[unit].append(step)
-        made |= {value: unit for node in nodes_of([step]) for value in node.outs}
-    for unit, steps in units.items():
-        for node in nodes_of(steps):
-            for value in node.operands:
-                maker = made.get(value, unit)
-                late = None if maker == unit else words.first_violation(maker, unit)
-                assert late is None, (
-                    f"{node.name} of {unit} needs {value.name}, which {maker} makes later in iteration {late}"
-                )
+        units[max(map(unit_of, nodes_of([step])), key=place.__getitem__)].append(step)
     return replace(
         loop,
         steps=tuple(step for part in units.values() for step in part),
@@ -74,17 +62,13 @@ def send_early(steps: Steps, late: Collection[Node], place: int, mesh: Mesh, axi
     if not sends:
         return list(steps)
     movable = _deferrable(steps[: sends[-1]], late)
-    live = _LiveBytes(steps, mesh, axis)
-    places = range(len(steps))
-    most, fewest = live.most(places), 0
-    many = len(movable)
-    while fewest < many:
-        middle = (fewest + many + 1) // 2
-        if live.most(_deferred(places, movable[:middle], sends[-1])) <= most:
-            fewest = middle
-        else:
-            many = middle - 1
-    return [steps[at] for at in _deferred(places, movable[:fewest], sends[-1])]
+    live, places = _LiveBytes(steps, mesh, axis), range(len(steps))
+
+    def moved(count: int) -> list[int]:
+        return _deferred(places, movable[:count], sends[-1])
+
+    count = bisect_right(range(1, len(movable) + 1), live.most(places), key=lambda each: live.most(moved(each)))
+    return [steps[at] for at in moved(count)]
 
 
 def _sends(node: Node, place: int) -> bool:
