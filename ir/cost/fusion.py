@@ -53,8 +53,8 @@ BY_DIMS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.var_mean
 READS = 4
 """The maximum number of loads of an inlined value with several users: Inductor's
 ``realize_reads_threshold``."""
-Loads = set[fx.Node]
-"""Values, or views of them, that a kernel loads."""
+Loads = dict[fx.Node, None]
+"""Values, or views of them, that a kernel loads, in order."""
 Layouts = Callable[[fx.Node], Sequence[TensorLayout]]
 """The layouts of a node's result tensors."""
 
@@ -72,7 +72,7 @@ def inlined_values(nodes: Sequence[fx.Node]) -> dict[fx.Node, Loads]:
 
 def kernel_loads(node: fx.Node, inside: Mapping[fx.Node, Loads]) -> Loads:
     """The loads of a kernel of one call: its operands, with those of inlined operands (``inside``) in their place."""
-    return {each for used in node.all_input_nodes for each in inside.get(root(used), (used,))}
+    return {each: None for used in node.all_input_nodes for each in inside.get(root(used), (used,))}
 
 
 def root(node: fx.Node) -> fx.Node:
@@ -91,7 +91,7 @@ class FusionGroup:
     number: int
     size: Hashable
     calls: list[fx.Node] = field(default_factory=list)
-    loads: Loads = field(default_factory=set)
+    loads: Loads = field(default_factory=dict)
     stores: list[fx.Node] = field(default_factory=list)
     """The calls whose results are used outside the kernel."""
     before: int = 0
@@ -126,13 +126,13 @@ def kernels(
         if node in inside or view_source(node, None) is not None:
             continue
         loads, computes = kernel_loads(node, inside), is_computed(node)
-        values = {*map(root, loads)}
+        values = dict.fromkeys(map(root, loads))
         makers = {value: kernel_of[maker_of(value)] for value in values if maker_of(value) in kernel_of}
         sized = node.all_input_nodes if node.target in REDUCTIONS else (node,)
         elements = max((_numel(layouts(each)) for each in sized), default=0)
         size = (elements, loop(node)) if computes else None
         if node.target is memory_ops.write and is_computed(maker_of(value := root(node.all_input_nodes[-1]))):
-            kernel, loads = makers[value], set()
+            kernel, loads = makers[value], {}
         else:
             ended = {makers[value] for value in makers if _ends_kernel(maker_of(value), layouts)}
             beside = [each for value in values if _numel(layouts(value)) >= elements for each in loaders.get(value, ())]

@@ -150,7 +150,7 @@ def _fused_costs(walk: _Replay) -> list[Cost]:
 
     for kernel in kernels(walk.calls, inside, layouts, loop):
         last = kernel.calls[-1]
-        if kernel.size is None or (len(kernel.calls) == 1 and kernel.loads == {*last.all_input_nodes}):
+        if kernel.size is None or (len(kernel.calls) == 1 and kernel.loads.keys() == {*last.all_input_nodes}):
             continue
         _, count = loop(last)
         for node in kernel.calls:
