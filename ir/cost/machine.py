@@ -82,30 +82,19 @@ class Machine:
     def __post_init__(self) -> None:
         rates = {f"flops {dtype}": rate for dtype, rate in self.flops.items()}
         rates |= {"bandwidth": self.bandwidth, "memory": self.memory}
-        some = f"flops={dict(self.flops)}, overhead={self.overhead}"
+        some, names = f"flops={dict(self.flops)}, overhead={self.overhead}", [level.name for level in self.links]
+        rated, linked = bool(self.flops) and self.overhead >= 0, bool(self.links) and self.links[-1].ranks is None
         checks: list[tuple[bool, str, str, object]] = [
-            *(
-                (0 < rate < math.inf, f"{what} must be positive", "a number above 0", rate)
-                for what, rate in rates.items()
-            ),
-            *(
-                (isinstance(getattr(torch, each, None), torch.dtype), "unknown dtype", "a dtype, as bfloat16", each)
-                for each in self.flops
-            ),
-            *((each in POOLS, "no other memory is called so", " or ".join(POOLS), each) for each in self.pools),
-            (
-                bool(self.flops) and self.overhead >= 0,
-                "needs a rate and an overhead that is not negative",
-                "flops={...}",
-                some,
-            ),
-            (
-                bool(self.links) and self.links[-1].ranks is None,
-                "the last link must connect all ranks",
-                "links, the last one without ranks",
-                [level.name for level in self.links],
-            ),
+            (rated, "needs a rate and an overhead that is not negative", "flops={...}", some),
+            (linked, "the last link must connect all ranks", "links, the last one without ranks", names),
         ]
+        for what, rate in rates.items():
+            checks.append((0 < rate < math.inf, f"{what} must be positive", "a number above 0", rate))
+        for dtype in self.flops:
+            known = isinstance(getattr(torch, dtype, None), torch.dtype)
+            checks.append((known, "unknown dtype", "a dtype, as bfloat16", dtype))
+        for pool in self.pools:
+            checks.append((pool in POOLS, "no other memory is called so", " or ".join(POOLS), pool))
         for right, what, expected, got in checks:
             if not right:
                 raise Error(f"machine {self.name!r}: {what}", expected=expected, got=got)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -58,11 +59,6 @@ def test_blocks_that_are_there_at_once_do_not_overlap(seed: int) -> None:
         for other, there in zip(blocks[:i], packing.offsets, strict=False):
             together = mine.born <= other.last and other.born <= mine.last
             assert not together or at + mine.nbytes <= there or there + other.nbytes <= at
-
-
-def test_nothing_that_is_never_there_together_needs_room_of_its_own() -> None:
-    blocks = [Interval(128, 0, 4), Interval(64, 1, 2), Interval(64, 3, 5)]
-    assert pack(blocks).nbytes == peak_bytes(blocks) == 192
 
 
 @pytest.mark.long
@@ -124,39 +120,25 @@ def test_what_is_made_in_iterations_has_no_place() -> None:
 
 
 @pytest.mark.long
-def test_two_that_are_needed_at_once_do_not_lie_in_the_same_place() -> None:
-    """Each place is moved onto each other one: what is refused is just what overlaps while both are needed."""
-    _, pm = arena_plans(1)
-    program = pm.rank_program(0)
+def test_slots_that_are_live_at_once_do_not_overlap() -> None:
+    """Each slot is moved onto each other one: what is refused is just what overlaps while both are live."""
+    program = arena_plans(1)[1].rank_program(0)
     nodes = list(program.graph.nodes)
-    tenancy, there = BufferIntervals(nodes), slots(program)
+    there, live = arena_slots(nodes), BufferIntervals(nodes)
+    spans = {node: interval for node in there if (interval := live.of(node, 1)) is not None}
     told = {True: 0, False: 0}
-    for mine in there:
-        for other in there:
-            a, b = (tenancy.of(each, 1) for each in (mine, other))
-            if mine is other or a is None or b is None:
-                continue
-            moved = program.copy()
-            by_name = {node.name: node for node in moved.graph.nodes}
-            by_name[mine.name].args = (by_name[mine.name].args[0], other.args[1], *mine.args[2:])
-            placed = arena_slots(moved.graph.nodes)
-            together = any(_meet(tenancy, placed, by_name[mine.name], each, by_name) for each in there)
-            arena: Any = by_name["arena"].args[0]
-            outside = placed[by_name[mine.name]].end > arena
-            told[together or outside] += 1
-            assert bool(refused(moved)) == (together or outside), (mine, other, refused(moved))
+    assert spans.keys() == there.keys()
+    for mine, other in permutations(there, 2):
+        moved, slot, begin = program.copy(), there[mine], there[other].begin
+        copied = next(node for node in moved.graph.nodes if node.name == mine.name)
+        copied.update_arg(1, begin)
+        slot = slot._replace(begin=begin, end=begin + slot.end - slot.begin)
+        beside = (each for each in there if each is not mine and slot.overlaps(there[each]))
+        together = any(spans[each].born <= spans[mine].last and spans[mine].born <= spans[each].last for each in beside)
+        wrong = together or slot.end > slot.arena.args[0]  # type: ignore[operator]
+        told[wrong] += 1
+        assert bool(refused(moved)) == wrong, (mine, other, refused(moved))
     assert told[True] > 10 and told[False] > 10
-
-
-def _meet(tenancy: BufferIntervals, placed: Any, mine: fx.Node, other: fx.Node, by_name: dict[str, fx.Node]) -> bool:
-    """Whether the moved place meets another one while both are needed."""
-    there = by_name[other.name]
-    if there is mine:
-        return False
-    nodes = {node.name: node for node in tenancy._place}
-    a, b = tenancy.of(nodes[mine.name], 1), tenancy.of(other, 1)
-    assert a is not None and b is not None
-    return a.born <= b.last and b.born <= a.last and placed[mine].overlaps(placed[there])
 
 
 def refused(program: RankProgram) -> str:

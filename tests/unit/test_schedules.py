@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -179,8 +181,12 @@ def test_wrong_schedules_are_errors_that_name_rank_and_action(text: str) -> None
     assert all(f"  {part}:" in str(error.value) for part in ("where", "expected", "got", "remedy")), error.value
 
 
+def make(name: str = "1f1b", **options: Any) -> sx.schedules.Schedule:
+    return sx.schedules.make_schedule(name, **{"stages": 4, "microbatches": 8, **options})
+
+
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("wrong", "words"),
     [
         (lambda: sx.schedules.Schedule.parse("F0.0\nF1.0 G1.0"), "'G1.0' is no action\n  where:    row 1, word 1"),
         (lambda: sx.schedules.Schedule.parse("F0"), "'F0' is no action"),
@@ -194,43 +200,21 @@ def test_wrong_schedules_are_errors_that_name_rank_and_action(text: str) -> None
         (lambda: sx.schedules.Schedule(((sx.schedules.Action("F", -1),),)), "got:      Action('F', -1, 0)"),
         (lambda: sx.schedules.Schedule(((sx.schedules.Action("U", 0, 1),),)), "this is no action"),
         (lambda: sx.schedules.Schedule.parse("F0.0 B0.0").rank_of(1), "no rank has an action of stage 1"),
-        (lambda: sx.schedules.make_schedule("2f2b", stages=4, microbatches=8), "no schedule is called '2f2b'"),
-        (lambda: sx.schedules.make_schedule("1f1b", stages=0, microbatches=8), "this is no number of stages"),
-        (
-            lambda: sx.schedules.check_schedule(sx.schedules.Schedule.parse("F0.0 B0.0"), stages=1.5, microbatches=1),
-            "this is no number of stages",
-        ),  # type: ignore[arg-type]
-        (lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=0), "this is no number of micro-batches"),
-        (lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=8, ranks=0), "this is no number of ranks"),
-        (
-            lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=8, ranks=3),
-            "1f1b has 1 stage on each rank",
-        ),
-        (
-            lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=8, ranks=2),
-            "or interleaved or breadth-first or zb-v",
-        ),
-        (
-            lambda: sx.schedules.make_schedule("zb-v", stages=12, microbatches=8, ranks=4),
-            "take 8 stages, or interleaved or breadth",
-        ),
-        (
-            lambda: sx.schedules.make_schedule("interleaved", stages=4, microbatches=8, ranks=4),
-            "take 8 stages, or gpipe or 1f1b",
-        ),
-        (
-            lambda: sx.schedules.make_schedule("dualpipev", stages=8, microbatches=7),
-            "dualpipev needs more micro-batches",
-        ),
-        (
-            lambda: sx.schedules.make_schedule("1f1b", stages=4, microbatches=8, costs={"G": 1}),
-            "got:      'G'",
-        ),
+        (partial(make, "2f2b"), "no schedule is called '2f2b'"),
+        (partial(make, stages=0), "this is no number of stages"),
+        (partial(make, microbatches=0), "this is no number of micro-batches"),
+        (partial(make, ranks=0), "this is no number of ranks"),
+        (partial(make, ranks=3), "1f1b has 1 stage on each rank"),
+        (partial(make, ranks=2), "or interleaved or breadth-first or zb-v"),
+        (partial(make, "zb-v", stages=12, ranks=4), "take 8 stages, or interleaved or breadth"),
+        (partial(make, "interleaved", ranks=4), "take 8 stages, or gpipe or 1f1b"),
+        (partial(make, "dualpipev", stages=8, microbatches=7), "dualpipev needs more micro-batches"),
+        (partial(make, costs={"G": 1}), "got:      'G'"),
     ],
 )
-def test_mistakes_are_errors(make: Callable[[], object], words: str) -> None:
+def test_mistakes_are_errors(wrong: Callable[[], object], words: str) -> None:
     with pytest.raises(sx.Error) as error:
-        make()
+        wrong()
     assert words in str(error.value), error.value
     assert all(f"  {part}:" in str(error.value) for part in ("where", "expected", "got", "remedy")), error.value
 
