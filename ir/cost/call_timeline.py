@@ -98,28 +98,27 @@ class CallTimeline:
 
     def __init__(self, scopes: Sequence[Scope], made_for: Mapping[int, int] = MappingProxyType({})) -> None:
         self.scopes, self._made_for = scopes, made_for
-        self._first: dict[int, list[int]] = {}
-        """Calls still to run once before a call."""
-        for call, other in made_for.items():
-            self._first.setdefault(other, []).append(call)
         self.calls: list[int] = []
         """The call of each moment."""
         self._runs: list[tuple[int, tuple[int, ...]]] = []
         """Runs of consecutive moments: their number, and the iterations of the actions around."""
         self._run(range(len(scopes)), 0, ())
+        depth = max(map(len, scopes), default=0)
+        counts, iterations = (
+            [count for count, _ in self._runs],
+            [(*at, *[0] * (depth - len(at))) for _, at in self._runs],
+        )
+        self._iteration = np.repeat(np.array(iterations, dtype=np.int64).reshape(len(counts), depth), counts, axis=0)
+        """The iterations of the actions around the call of each moment."""
+        for call, user in made_for.items():
+            at = self.calls.index(user)
+            self.calls.insert(at, call)
+            self._iteration = np.insert(self._iteration, at, 0, axis=0)
         calls = np.array(self.calls, dtype=np.int64)
         order = np.argsort(calls, kind="stable")
         starts = np.searchsorted(calls[order], np.arange(len(scopes) + 1))
         self._at = [order[a:b] for a, b in pairwise(starts)]
         """The moments of each call."""
-        depth = max(map(len, scopes), default=0)
-        iterations = np.array(
-            [(*iteration, *[0] * (depth - len(iteration))) for _, iteration in self._runs], dtype=np.int64
-        )
-        self._iteration = np.repeat(
-            iterations.reshape(len(self._runs), depth), [count for count, _ in self._runs], axis=0
-        )
-        """The iterations of the actions around the call of each moment."""
         self._within = [np.zeros(len(calls), dtype=np.int64)]
         """By depth: for each moment a number that identifies the iterations of so many actions around."""
         for iteration in self._iteration.T:
@@ -130,10 +129,7 @@ class CallTimeline:
         """Run calls that are nested in ``depth`` actions."""
         for loop, some in groupby(calls, lambda call: self._loop(call, depth)):
             if loop is None:
-                for call in (call for call in some if call not in self._made_for):
-                    for each in self._first.pop(call, ()):
-                        self._add([each], ())
-                    self._add([call], iteration)
+                self._add([call for call in some if call not in self._made_for], iteration)
                 continue
             actions: dict[str, list[int]] = {}
             for call in some:
@@ -141,7 +137,7 @@ class CallTimeline:
             flat = {name for name, inside in actions.items() if all(len(self.scopes[i]) == depth + 1 for i in inside)}
             for step in ActionOrder.of(action_order(loop).split()).words:
                 inside, iterations = actions.get(step.unit, []), (*iteration, step.iteration)
-                if step.unit in flat and self._first.keys().isdisjoint(inside):
+                if step.unit in flat:
                     self._add(inside, iterations)  # as nearly always, and there may be hundreds of iterations
                 else:
                     self._run(inside, depth + 1, iterations)
