@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of, sent_by
+from shardfx.ir.ops.loop import loop_ops
 
 DELIMITERS = ("opens", "unit", "closes")
 """Where iterations and their actions begin and end."""
@@ -46,14 +47,16 @@ def regions(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
     return found
 
 
-def declare_uses(graph: fx.Graph, begin: fx.Node) -> list[fx.Node]:
-    """Make values from outside that the last loop of a graph uses operands of its begin; returns them."""
+def close_loop(graph: fx.Graph, begin: fx.Node) -> None:
+    """End the last loop of a graph; both ends declare the values from outside that it uses, and its accumulators."""
     nodes = list(graph.nodes)
     inside = nodes[nodes.index(begin) :]
     own = set(inside)
-    around = list(dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in own))
-    begin.args = (*begin.args[:2], around, *begin.args[3:])
-    return around
+    around = dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in own)
+    into = dict.fromkeys(node.args[0] for node in inside if loop_role(node) == "collects")
+    begin.args = (*begin.args[:2], [*around], *begin.args[3:])
+    kept, collected = [each for each in around if each not in into], [each for each in around if each in into]
+    graph.call_function(loop_ops.end, (begin, kept, collected))
 
 
 def sibling_actions(made: Sequence[fx.Node], used: Sequence[fx.Node]) -> int | None:
@@ -168,7 +171,7 @@ def execution_order(nodes: Sequence[fx.Node], iterations: Iterations = ()) -> It
         end = loop_end(nodes, at)
         inside, axis = nodes[at + 1 : end], str(node.args[0])
         if order := action_order(node):
-            units = _units(inside, node)
+            units = action_nodes(inside, node)
             for word in ActionOrder.of(order.split()).words:
                 yield from execution_order(units[word.unit], (*iterations, (axis, word.iteration)))
         else:
@@ -189,8 +192,8 @@ def loop_end(nodes: Sequence[fx.Node], begin: int) -> int:
     raise AssertionError("iterations begin and do not end")
 
 
-def _units(nodes: Sequence[fx.Node], begin: fx.Node) -> dict[str, list[fx.Node]]:
-    """The nodes of each schedule action."""
+def action_nodes(nodes: Sequence[fx.Node], begin: fx.Node) -> dict[str, list[fx.Node]]:
+    """The nodes of each schedule action of a loop, by name; without one, those before the first."""
     found: dict[str, list[fx.Node]] = {"": []}
     name = ""
     for node in nodes:

@@ -16,11 +16,10 @@ from shardfx.ir.ops.comm_local import Site
 from shardfx.ir.ops.local_ops import COLLECTING
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.table import RankEmit
-from shardfx.ir.program.aliasing import destination
 from shardfx.ir.shards import held_shape
 
 from .loop_nest import PlannedLoop, iteration_place, iteration_rows, nodes_of, varies_over
-from .loop_regions import declare_uses
+from .loop_regions import close_loop
 
 if TYPE_CHECKING:
     from shardfx.ir.program.lower import Lowering
@@ -63,7 +62,7 @@ class LoopWriter:
             self._write(steps, loop)
             to.env.update(full)  # another action takes its own
         to.current = None
-        self._close(opened)
+        close_loop(to.fx, opened.begin)
         del self._open[axis]
         to.env.clear()
         to.env.update(before | opened.left)
@@ -78,12 +77,6 @@ class LoopWriter:
                 for value in step.outs:
                     if value in loop.ends:
                         self._give_out(value)
-
-    def _close(self, opened: OpenLoop) -> None:
-        """Declare at both ends what the loop uses of what was made before."""
-        around = declare_uses(self._to.fx, opened.begin)
-        into = [used for used in around if any(destination(user) is used for user in used.users)]
-        self._to.call(loop_ops.end, opened.begin, [used for used in around if used not in into], into)
 
     # ---- inputs and outputs -------------------------------------------------------------------------------------
 

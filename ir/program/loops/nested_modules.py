@@ -28,14 +28,7 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.loop import loop_ops
 
-from .loop_regions import (
-    action_name,
-    action_order,
-    declare_uses,
-    loop_end,
-    loop_role,
-    regions,
-)
+from .loop_regions import action_nodes, action_order, close_loop, loop_end, loop_role
 
 
 @dataclass
@@ -88,16 +81,11 @@ def _write_loop(
 
 def _loop_bodies(nodes: Sequence[fx.Node]) -> dict[str, _LoopBody]:
     """The bodies of a loop by schedule action, or its only one."""
-    if not action_order(nodes[0]):
-        found, of = {"": _LoopBody(list(nodes[1:-1]))}, dict.fromkeys(nodes[1:-1], "")
-    else:
-        inside = regions(nodes)
-        found = {
-            action_name(node): _LoopBody([]) for node in nodes if loop_role(node) == "unit" and len(inside[node]) == 1
-        }
-        of = {node: action_name(around[1]) for node, around in inside.items() if len(around) > 1}
-        for node, name in of.items():
-            found[name].nodes.append(node)
+    parts = action_nodes(nodes[1:-1], nodes[0])
+    if action_order(nodes[0]):
+        del parts[""]  # induction variables
+    found = {name: _LoopBody(part) for name, part in parts.items()}
+    of = {node: name for name, part in parts.items() for node in part}
     own = set(nodes)
     for name, body in found.items():
         used = [each for node in body.nodes for each in node.all_input_nodes if of.get(each) != name]
@@ -211,11 +199,7 @@ def _inline_loop(into: fx.Graph, node: fx.Node, args: Sequence[Any], path: str) 
     if order:
         nodes = list(into.nodes)
         _hoist_numbers(begin, nodes[nodes.index(begin) :])
-    around = declare_uses(into, begin)
-    collected = [
-        each for each in around if any(loop_role(user) == "collects" and user.args[0] is each for user in each.users)
-    ]
-    into.call_function(loop_ops.end, (begin, [each for each in around if each not in collected], collected))
+    close_loop(into, begin)
     return [each for results in made.values() for each in results]
 
 
