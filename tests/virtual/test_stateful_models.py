@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -142,3 +143,49 @@ def test_mixtral_with_the_loss_of_its_router() -> None:
         torch.testing.assert_close(loss, out.loss)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(pm.full_grads()[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+class Weighted(nn.Module):
+    """A loss with a weight that is annealed, and a scale of its own, learned if it is a parameter."""
+
+    def __init__(self, scale: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight, self.calls = 1.0, 0
+        if scale is not None:
+            self.scale = scale
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(out * self.scale if hasattr(self, "scale") else out, y) * self.weight
+
+
+def closure(scale: Tensor | None = None) -> tuple[Callable[..., Tensor], Callable[[float], None]]:
+    weight = 1.0
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out if scale is None else out * scale, y) * weight
+
+    def anneal(value: float) -> None:
+        nonlocal weight
+        weight = value
+
+    return loss, anneal
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scale", [None, nn.Parameter(torch.ones(4).double())])
+@pytest.mark.parametrize("kind", ["module", "closure"])
+def test_an_annealed_weight_of_the_loss(kind: str, scale: Tensor | None, caplog: pytest.LogCaptureFixture) -> None:
+    """On the user's own object, also where the loss has tensors that are the parallel module's."""
+    module = Weighted(scale)
+    loss, anneal = (module, partial(setattr, module, "weight")) if kind == "module" else closure(scale)
+    model = nn.Linear(6, 4).double()
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), sx.Hints(args=(X,), loss=loss, targets=(Y,), specs=SPECS))
+    for step in range(5):
+        anneal(1.0 - step / 8)
+        made = pm(X, Y)
+        assert module.calls in (0, step + 1)
+        calls = module.calls
+        torch.testing.assert_close(made, loss(model(X), Y))
+        module.calls = calls
+    assert len(caplog.records) == 1

@@ -127,7 +127,7 @@ class DynamoTrace:
         with self._mode(), without_function_modes(), _without_hooks_of_torch():
             found = self.guards.check_verbose(call._asdict()).verbose_code_parts
         first = [_IDS.sub("...", str(each).split("  #")[0].strip()) for each in found[:1]]
-        changed = (guard for guard in self.guarded_numbers if first and _has_changed(guard, call.model))
+        changed = (guard for guard in self.guarded_numbers if first and _has_changed(guard, call))
         return tuple(dict.fromkeys([*first, *changed]))
 
     @property
@@ -255,7 +255,7 @@ def _traced(
     args, kwargs = fakes.inputs((call.args, call.kwargs), compute.dtype, one)
     fake_call = call._replace(args=args, kwargs=kwargs, targets=fakes.inputs(call.targets, None, False))
     as_they_are = compute.kept(model) if compute.dtype is not None else []
-    with fakes.installed(model, loss), fakes.numbers(model, changing), _tracing(changing), ExitStack() as stack:
+    with fakes.installed(model, loss), fakes.numbers(fake_call, changing), _tracing(changing), ExitStack() as stack:
         for module in as_they_are:
             stack.enter_context(as_it_is(module, compute.dtype or torch.float32))
         out = _captured(fake_call)
@@ -541,16 +541,17 @@ class FakeWeights:
                 vars(module)["_flat_weights"] = weights
 
     @contextmanager
-    def numbers(self, model: nn.Module, sources: Collection[str]) -> Iterator[None]:
-        """Replace floating attributes of a model by fakes within the context."""
+    def numbers(self, call: TracedCall, sources: Collection[str]) -> Iterator[None]:
+        """Replace floating attributes of a model and its loss by fakes within the context."""
         with ExitStack() as stack:
             for source in sources:
                 path, _, name = source.rpartition(".")
-                holder = _resolved(path, model)
+                holder = _resolved(path, call)
                 if isinstance(value := getattr(holder, name), float):
                     made = self._fake(number := _as_tensor(value))
                     self.of_numbers[id(made)] = number
-                    stack.enter_context(mock.patch.object(holder, name, made))
+                    stack.callback(setattr, holder, name, value)
+                    setattr(holder, name, made)
             yield
 
 
@@ -663,7 +664,7 @@ def _captured(call: TracedCall) -> Any:
         torch._C._set_grad_enabled(grad)  # which a failed trace may leave off
 
 
-_NUMBER = re.compile(r"(L\['model'\](?:\.\w+|\['\w+'\]|\[\d+\])*\.\w+) == (-?[\d.]+(?:e-?\d+)?)$")
+_NUMBER = re.compile(r"(L\['(?:model|loss)'\](?:\.\w+|\['\w+'\]|\[\d+\])*\.\w+) == (-?[\d.]+(?:e-?\d+)?)$")
 _STEP = re.compile(r"\.(\w+)|\['(\w+)'\]|\[(\d+)\]")
 
 
@@ -673,18 +674,18 @@ def changing_number(reason: str) -> str:
     return found[1] if found else ""
 
 
-def _resolved(source: str, model: nn.Module) -> Any:
+def _resolved(source: str, call: TracedCall) -> Any:
     """The object of a source (``L['model'].layers[0].beta``)."""
-    found: Any = model
-    for name, key, index in _STEP.findall(source.removeprefix("L['model']")):
+    found: Any = call._asdict()
+    for name, key, index in _STEP.findall(source):
         found = getattr(found, name) if name else found[key or int(index)]
     return found
 
 
-def _has_changed(guard: str, model: nn.Module) -> bool:
+def _has_changed(guard: str, call: TracedCall) -> bool:
     """Whether the guard of a number does not hold."""
     source, _, number = guard.rpartition(" == ")
-    return bool(_resolved(source, model) != float(number))
+    return bool(_resolved(source, call) != float(number))
 
 
 def _guards(

@@ -25,11 +25,27 @@ NAMES = ("loss", "loss_function", "the_loss")
 
 
 class OwnLoss:
-    """A loss that is a submodule of the model, by name; ``given`` is the user's, ``module`` that with its tensors."""
+    """A loss that is a submodule of the model, by name; ``given`` is the user's, ``module`` that with its tensors.
+
+    Its modules are twins of the user's modules, ``given_modules`` by twin. The attributes that Python code has of them
+    are the user's: taken before guards and traces read them, and given back after a call has changed them.
+    """
 
     def __init__(self, name: str, function: Callable[..., Any], module: nn.Module) -> None:
         self.name, self.given, self.module = name, function, module
+        self.given_modules = {m: m.__dict__.pop(GIVEN) for m in module.modules() if GIVEN in m.__dict__}
         self._was: dict[str, tuple[int, int]] = {}
+
+    def take_attributes(self) -> nn.Module:
+        """The module, with the attributes of the user's modules as they are now."""
+        for twin, given in self.given_modules.items():
+            twin.__dict__.update(_attributes(given))
+        return self.module
+
+    def give_attributes(self) -> None:
+        """Set the attributes of the user's modules as they are now in the module."""
+        for twin, given in self.given_modules.items():
+            given.__dict__.update(_attributes(twin))
 
     def beside(self, model: nn.Module) -> nn.Module:
         """A twin of a model that has the loss as a submodule."""
@@ -187,6 +203,15 @@ def has_tensors(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (isinstance(value, nn.Parameter) or not value.requires_grad)
 
 
+GIVEN = "_given_module"
+"""The attribute of a twin for the user's module, until the loss takes it."""
+STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", GIVEN}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in module.__dict__.items() if name not in STRUCTURE}
+
+
 def _without_saved_buffers(module: nn.Module) -> nn.Module:
     """A twin of a module, of the same tensors."""
     twin = module.__new__(type(module))
@@ -194,4 +219,5 @@ def _without_saved_buffers(module: nn.Module) -> nn.Module:
     twin.__dict__["_non_persistent_buffers_set"] = set(module._buffers)
     children = module._modules.items()
     twin.__dict__["_modules"] = {n: child and _without_saved_buffers(child) for n, child in children}
+    twin.__dict__[GIVEN] = module
     return twin
