@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardfx as sx
-from shardfx.cli import load, main, parse_mesh
+from shardfx.cli import main, parse_mesh
 from shardfx.passes import BUILT_IN, ON_REQUEST
 
 TARGET = """
@@ -35,8 +35,6 @@ def fails():
 def wrong():
     return 3
 
-
-not_callable = 3
 """
 
 
@@ -74,10 +72,9 @@ def test_explain(target: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "TARGET:make", "--mesh", "dp=2", "--machine", "z80"], "no machine is called 'z80'"),
         (["plan", "TARGET", "--mesh", "dp=2"], "does not name a function"),
         (["plan", "TARGET:made", "--mesh", "dp=2"], "no function 'made'"),
-        (["plan", "TARGET:not_callable", "--mesh", "dp=2"], "no function 'not_callable'"),
         (["plan", "TARGET:fails", "--mesh", "dp=2"], "ZeroDivisionError: division by zero"),
+        (["plan", "TARGET:fails", "--mesh", "dp=2"], " in fails\n"),
         (["plan", "TARGET:wrong", "--mesh", "dp=2"], "returns something else"),
-        (["plan", "not_there:make", "--mesh", "dp=2"], "No module named 'not_there'"),
         (["plan", "not_there.py:make", "--mesh", "dp=2"], "cannot be imported"),
         (["explain", "TARGET:make", "--mesh", "dp=2,tp=2", "0.wait"], "did you mean '0.weight'"),
     ],
@@ -96,13 +93,6 @@ def test_a_command_line_that_cannot_be_read(arguments: list[str], capsys: pytest
         main(arguments)
     assert caught.value.code == 2
     assert "usage: shardfx" in capsys.readouterr().err
-
-
-def test_where_a_users_function_failed_is_said(target: str) -> None:
-    with pytest.raises(sx.Error) as caught:
-        load(f"{target}:fails")
-    assert caught.value.where is not None and caught.value.where.endswith("in fails")
-    assert "small_target.py" in caught.value.where
 
 
 def test_meshes_as_text() -> None:

@@ -215,14 +215,6 @@ def test_report_and_timeline_agree_on_exposed_communication(machine: Machine | N
         assert float(start) >= 0 and float(length) >= 0
 
 
-@pytest.mark.long
-def test_iterations_are_numbered() -> None:
-    timeline = planned(sx.Mesh(dp=2), grad_accumulation=3).timeline()
-    assert str(timeline.schedule).removesuffix(" U0") == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
-    alone = planned(sx.Mesh(dp=2)).timeline()
-    assert timeline.busy[0] == pytest.approx(alone.busy[0], rel=0.2)
-
-
 # ---- files
 
 
