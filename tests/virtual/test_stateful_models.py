@@ -189,3 +189,17 @@ def test_an_annealed_weight_of_the_loss(kind: str, scale: Tensor | None, caplog:
         torch.testing.assert_close(made, loss(model(X), Y))
         module.calls = calls
     assert len(caplog.records) == 1
+
+
+TEMPERATURE = 1.0
+
+
+@pytest.mark.long
+def test_an_annealed_global(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(6, 4).double()
+    hints = sx.Hints(args=(X,), loss=lambda out, y: F.mse_loss(out, y) / TEMPERATURE, targets=(Y,), specs=SPECS)
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints)
+    for step in range(5):
+        monkeypatch.setitem(globals(), "TEMPERATURE", 1.0 - step / 8)
+        torch.testing.assert_close(pm(X, Y), F.mse_loss(model(X), Y) / TEMPERATURE)
+    assert len(caplog.records) == 1

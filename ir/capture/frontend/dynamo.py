@@ -542,7 +542,7 @@ class FakeWeights:
 
     @contextmanager
     def numbers(self, call: TracedCall, sources: Collection[str]) -> Iterator[None]:
-        """Replace floating attributes of a model and its loss by fakes within the context."""
+        """Replace floating attributes of a model and its loss, and globals, by fakes within the context."""
         with ExitStack() as stack:
             for source in sources:
                 path, _, name = source.rpartition(".")
@@ -664,7 +664,9 @@ def _captured(call: TracedCall) -> Any:
         torch._C._set_grad_enabled(grad)  # which a failed trace may leave off
 
 
-_NUMBER = re.compile(r"(L\['(?:model|loss)'\](?:\.\w+|\['\w+'\]|\[\d+\])*\.\w+) == (-?[\d.]+(?:e-?\d+)?)$")
+_NUMBER = re.compile(
+    r"((?:L\['(?:model|loss)'\]|G\['__import_\w+'\])(?:\.\w+|\['\w+'\]|\[\d+\])*\.\w+) == (-?[\d.]+(?:e-?\d+)?)$"
+)
 _STEP = re.compile(r"\.(\w+)|\['(\w+)'\]|\[(\d+)\]")
 
 
@@ -675,8 +677,8 @@ def changing_number(reason: str) -> str:
 
 
 def _resolved(source: str, call: TracedCall) -> Any:
-    """The object of a source (``L['model'].layers[0].beta``)."""
-    found: Any = call._asdict()
+    """The object of a source (``L['model'].layers[0].beta``); modules are among our globals, where Dynamo puts them."""
+    found: Any = call._asdict() if source.startswith("L") else globals()
     for name, key, index in _STEP.findall(source):
         found = getattr(found, name) if name else found[key or int(index)]
     return found
