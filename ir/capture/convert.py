@@ -34,7 +34,6 @@ from shardfx.ir.rewriter import dead_code
 from shardfx.ir.spec import TensorType
 
 from .canonical.canonical_ops import convert_call
-from .canonical.export_rewrites import check_factored_contiguous
 from .frontend.model_preparation import reject_collective
 from .repeated_blocks import content
 from .source_locations import PREFIX, inherit_sources, source_of
@@ -78,7 +77,6 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: ProgramNames, drawn: di
         elif is_effect(node):
             convert_effect(builder, node)
         elif node.op == "call_function":
-            check_factored_contiguous(node, str(builder.where))
             builder.env[node] = None if is_token(node) else convert_call(builder, node)
         elif node.op == "output":
             output = node

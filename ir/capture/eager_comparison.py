@@ -32,7 +32,7 @@ from shardfx.ir.ops.traits import draws, positional, with_defaults
 from shardfx.ir.shards import wide
 from shardfx.ir.spec import as_it_lies
 
-from .canonical.batch_norms import BatchParts, NormByParts, WideStatistics
+from .canonical.batch_norms import BatchNorm, BatchParts
 from .convert import ProgramNames
 from .data_dependent import stored
 from .frontend.model_preparation import Scopes, copied, python_state_restored
@@ -357,8 +357,7 @@ class ReferenceOps(TorchFunctionMode):
 
     def __init__(self, parts: BatchParts) -> None:
         super().__init__()
-        plain = aten.batch_norm.default
-        self._normalise = WideStatistics(NormByParts(parts) if parts.count > 1 else plain)
+        self._normalise = BatchNorm(parts)
 
     def __enter__(self) -> Any:
         F.scaled_dot_product_attention = partial(_without_dropout, ATTENTION[0])  # which torch's own functions call

@@ -21,9 +21,9 @@ from shardfx.ir.graph import Graph, Value
 from shardfx.ir.mesh import Mesh
 
 from .abstract_tensors import OutcomeCache
-from .canonical.batch_norms import BatchParts, normalise_by_parts, take_wide_statistics
+from .canonical.batch_norms import BatchParts
 from .canonical.decompositions import decompositions
-from .canonical.export_rewrites import keep_single_ops, make_factored_contiguous, rewrite_prod
+from .canonical.export_rewrites import rewrite_exported
 from .convert import ProgramNames, convert
 from .data_dependent import with_real_tensors
 from .eager_comparison import Draws
@@ -49,12 +49,7 @@ def write_graph(
         exported = exported_of(program, tensors)
     reject_unknown_shapes(exported, program.guard)
     names = replace(names, guards=program.results.guards)
-    keep_single_ops(exported)
-    rewrite_prod(exported)
-    if batch_parts.count > 1:
-        normalise_by_parts(exported, batch_parts)
-    take_wide_statistics(exported)
-    make_factored_contiguous(exported)
+    rewrite_exported(exported, batch_parts)
     own.restore(exported)
     drawn: dict[Value, Call] = {}
     with ExitStack() as stack, own_kernels():

@@ -57,7 +57,6 @@ from .optimizer.training_step import TrainingStep
 from .optimizer.update_spec import UpdateSpec
 from .repeated_blocks import TRACED_WHOLE, FoldedModel, find_repeats
 from .source_locations import describe
-from .step_rewrites import compare_rewrites
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class Captured:
 
     ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters. ``update``
     is what the graph has of an optimizer, ``checkpointed`` the modules (patterns) that the model's code checkpoints, by
-    call. ``compared``: what was written into the step and compared with plain torch. ``trace``: that of Dynamo, if it
-    traced the model; if not, ``sets`` are attributes that the model's code sets.
+    call. ``trace``: that of Dynamo, if it traced the model; if not, ``sets`` are attributes that the model's code sets.
     """
 
     graph: Graph
@@ -77,7 +75,6 @@ class Captured:
     aliases: Mapping[str, str]
     update: UpdateSpec | None = None
     checkpointed: tuple[tuple[str, ...], ...] = ()
-    compared: tuple[str, ...] = ()
     trace: DynamoTrace | None = None
     sets: tuple[str, ...] = ()
 
@@ -222,7 +219,6 @@ def _capture(
         content = inp.constant if inp.constant is not None else known.get(inp.name)
         inp.dim_order = dim_order_of(content) if content is not None else ()
     step = TrainingStep(scale if loss is not None else None, clip, optimizer, scheduled)
-    compared = compare_rewrites(graph, step, compute, batch_parts)
     graph, update, apart = step.write(graph, dict(traced.named_parameters()))
     guards = _decisions(graph)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
@@ -233,7 +229,7 @@ def _capture(
     unsaid = NO_MODULE if asked.others and loss is not None else ""
     graph.notes = [each for each in (*graph.notes, note, apart, said, parts, unsaid) if each]
     layout = results.tree, results.leaves, aliases
-    return Captured(graph, tuple(names), *layout, update, again, compared, found, results.sets)
+    return Captured(graph, tuple(names), *layout, update, again, found, results.sets)
 
 
 NO_MODULE = (

@@ -162,9 +162,6 @@ class Programs:
                 {name: tensor for name, tensor in known.items() if shapes.get(name) == tuple(tensor.shape)},
                 torch.device(self.device),
             )
-        if verdict and compiled.captured.compared:
-            count = len(compiled.captured.compared)
-            verdict = replace(verdict, checked={**verdict.checked, "parts of the step compared with torch": count})
         if compiled.hints.batch_stats is not None:
             whose = "rank" if compiled.hints.batch_stats == "local" else "microbatch"
             verdict = replace(verdict, claim=f"{verdict.claim} with batch norms of each {whose}'s part of the batch")

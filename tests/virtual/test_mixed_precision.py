@@ -391,3 +391,14 @@ def test_a_gradient_of_which_a_rank_has_nothing_is_cast_from_a_share_of_its_sum(
     pm = sx.parallelize(model, sx.Mesh(a=4, b=2), hints, virtual=True)
     assert "aten.new_full" in str(pm.rank_program(6))
     assert pm.verify(), pm.verify().why
+
+
+@pytest.mark.long
+def test_clipped_gradient_of_a_bfloat16_number_keeps_its_dtype() -> None:
+    """Of a product of numbers without dims torch's dtype is the wider one."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.PReLU()).bfloat16()
+    model[1].weight = nn.Parameter(torch.tensor(0.25, dtype=BF16))
+    hints = sx.Hints((torch.randn(8, 6).bfloat16(),), loss=torch.sum, specs={"args.0": "dp, -"}, clip_grad_norm=1e-3)
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    pm(*hints.args).backward()
+    assert {grad.dtype for grad in pm.full_grads().values()} == {BF16} and pm.verify()

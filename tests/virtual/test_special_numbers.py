@@ -61,28 +61,17 @@ PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
     "kept": lambda x: x.prod(0, keepdim=True),
     "complex": lambda x: torch.complex(x, x * 2).prod(1),
 }
-AMONG: dict[str, dict[tuple[int, int], float]] = {
-    "a zero": {(1, 2): 0.0},
-    "two zeros": {(1, 2): 0.0, (1, 4): 0.0},
-    "none": {(1, 2): math.nan},
-    "none and a zero": {(1, 2): math.nan, (1, 0): 0.0},
-    "none and two zeros": {(1, 2): math.nan, (1, 0): 0.0, (3, 1): 0.0},
-    "infinite": {(2, 2): math.inf},
-    "far": {(0, 0): 1e200, (0, 3): 1e200},
-    "near": {(0, 0): 1e-200, (0, 3): 1e-200},
-}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_the_gradient_of_a_product_is_chosen_by_its_numbers(name: str) -> None:
-    """The plan is made for numbers without zeros, and a trace has one formula."""
+def test_gradient_of_a_product_with_zeros_matches_single_device(name: str) -> None:
+    """The plan is made for numbers without zeros."""
     x = torch.randn(4, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
     check = planned(PRODUCTS[name], (x,), args_0="-, r")
-    for among in AMONG.values():
+    for columns in ([], [2], [2, 4]):
         data = x.clone()
-        for at, number in among.items():
-            data[at] = number
+        data[1, columns] = 0
         check(data)
 
 

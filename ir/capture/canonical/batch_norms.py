@@ -15,7 +15,7 @@ float32, as torch's types say.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,30 +42,40 @@ class BatchParts:
 ONE = BatchParts()
 
 
-class NormByParts:
-    """``aten.batch_norm`` in training, on each part of the batch."""
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class BatchNorm:
+    """``aten.batch_norm``, in training of each part of the batch, and with float32 statistics of 16-bit inputs."""
+
+    __name__ = "batch_norm_of_parts"
 
     def __init__(self, parts: BatchParts) -> None:
-        self.parts, self.one_by_one, self.__name__ = parts.count, parts.one_by_one, "batch_norm_by_parts"
+        self.parts, self.one_by_one = parts.count, parts.one_by_one
 
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        var: Tensor | None,
-        training: bool,
-        *how: Any,
-    ) -> Tensor:
-        """The results of the parts, concatenated.
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        """The results of the parts, concatenated; the running statistics are replaced.
 
         Raises:
             Error: the parts are not equal, or of one row each.
         """
+        tensors, (training, *how) = args[:4], args[4:]
         if not training:
-            made: Tensor = aten.batch_norm.default(x, weight, bias, mean, var, training, *how)
+            made: Tensor = aten.batch_norm.default(x, *args)
             return made
+        wide = [*tensors]
+        if x.dtype in NARROW:
+            wide = [None if each is None else each.float() for each in tensors]
+            if wide == [None] * 4:
+                wide[0] = x.new_ones(x.shape[1], dtype=torch.float32)  # decides the dtype of the statistics
+        out, stats = self._by_parts(x, wide, how) if self.parts > 1 else (_normalised(x, wide, how), wide[2:])
+        for stored, new in zip(tensors[2:], stats, strict=True):
+            if stored is not new and stored is not None:
+                stored.copy_(new)
+        return out
+
+    def _by_parts(self, x: Tensor, tensors: Sequence[Tensor | None], how: Sequence[Any]) -> Any:
+        """The result, and the new running statistics."""
         rows, channels, rest = x.shape[0], x.shape[1], x.shape[2:]
         each = rows // self.parts
         if rows % self.parts:
@@ -75,12 +85,13 @@ class NormByParts:
             raise self._refused("has one value per channel", more, f"{self.parts} parts of {rows} rows")
         beside = x.reshape(self.parts, each, channels, *rest).transpose(0, 1)
         beside = beside.reshape(each, self.parts * channels, *rest)
-        own = [None if tensor is None else tensor.repeat(self.parts) for tensor in (weight, bias, mean, var)]
-        out: Tensor = aten.batch_norm.default(beside, *own, training, *how)
-        for kept, new in zip((mean, var), own[2:], strict=True):
-            if kept is not None and new is not None:
-                kept.copy_(self._kept(kept, new.reshape(self.parts, channels), float(how[0])))
-        return out.reshape(each, self.parts, channels, *rest).transpose(0, 1).reshape(x.shape)
+        own = [None if tensor is None else tensor.repeat(self.parts) for tensor in tensors]
+        out = _normalised(beside, own, how).reshape(each, self.parts, channels, *rest).transpose(0, 1)
+        stats = [
+            None if old is None or new is None else self._stats(old, new.reshape(self.parts, channels), float(how[0]))
+            for old, new in zip(tensors[2:], own[2:], strict=True)
+        ]
+        return out.reshape(x.shape), stats
 
     def _refused(self, what: str, expected: str, got: str) -> Error:
         return Error(
@@ -91,7 +102,7 @@ class NormByParts:
             remedy="DataLoader(drop_last=True); or the global batch's statistics: Hints(batch_stats=None)",
         )
 
-    def _kept(self, old: Tensor, by_part: Tensor, momentum: float) -> Tensor:
+    def _stats(self, old: Tensor, by_part: Tensor, momentum: float) -> Tensor:
         """The running statistics, from those that each part alone would make of the old ones."""
         if not self.one_by_one:
             return by_part.mean(0)
@@ -101,46 +112,9 @@ class NormByParts:
         return late.sum(0) + old * (left**self.parts - left * sum(weights))
 
 
-def normalise_by_parts(exported: torch.fx.GraphModule, parts: BatchParts) -> None:
-    """Replace the batch norms of an exported program by these."""
-    for node in exported.graph.nodes:
-        if node.target is aten.batch_norm.default:
-            node.target = NormByParts(parts)
-    exported.recompile()
-
-
-NARROW = (torch.bfloat16, torch.float16)
-
-
-class WideStatistics:
-    """A batch norm in training, with float32 statistics where its input is of 16 bits."""
-
-    def __init__(self, normalise: Any) -> None:
-        self.normalise, self.__name__ = normalise, "batch_norm_with_wide_statistics"
-
-    def __call__(self, x: Tensor, *args: Any) -> Tensor:
-        """The result of the op."""
-        tensors, (training, *how) = args[:4], args[4:]
-        if not training or x.dtype not in NARROW:
-            made: Tensor = self.normalise(x, *args)
-            return made
-        wide = [None if each is None else each.float() for each in tensors]
-        if wide == [None] * 4:
-            wide[0] = x.new_ones(x.shape[1], dtype=torch.float32)  # decides the dtype of the statistics
-        out: Tensor = self.normalise(x, *wide, training, *how)
-        for kept, new in zip(tensors[2:], wide[2:], strict=True):
-            if kept is not new and kept is not None and new is not None:
-                kept.copy_(new)
-        return out
-
-
-def take_wide_statistics(exported: torch.fx.GraphModule) -> None:
-    """Replace the batch norms of an exported program by these."""
-    for node in exported.graph.nodes:
-        target = node.target
-        if target is aten.batch_norm.default or getattr(target, "__name__", "") == "batch_norm_by_parts":
-            node.target = WideStatistics(target)
-    exported.recompile()
+def _normalised(x: Tensor, tensors: Sequence[Tensor | None], how: Sequence[Any]) -> Tensor:
+    made: Tensor = aten.batch_norm.default(x, *tensors, True, *how)
+    return made
 
 
 OWN, USUAL = nn.SyncBatchNorm.forward, _BatchNorm.forward

@@ -8,10 +8,6 @@ aten.pad(x, [1, 2], "circular")   ->   constant_pad_nd(x, [1, 2]) + constant_pad
 
 Matrices that torch.linalg factors are contiguous: of such, ``det``, ``slogdet`` and ``solve`` factor the transposed
 one, and their gradients are written for one or the other.
-
-Gradients of ``prod`` that torch chooses by the content, of which a trace has one, are written with both formulas:
-
-x.prod()   ->   behind it, of the gradient g:   where(any(x == 0), g * (the product of the others), g * out / x)
 """
 
 from __future__ import annotations
@@ -24,10 +20,11 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 
-from shardfx.ir.errors import Error
 from shardfx.ir.ops.computing.tiles import circular
 from shardfx.ir.ops.fused_attention import attention
 from shardfx.ir.ops.traits import with_defaults
+
+from .batch_norms import BatchNorm, BatchParts
 
 aten = torch.ops.aten
 
@@ -168,25 +165,7 @@ def drops_within(node: torch.fx.Node) -> bool:
     return bool(bound.get("dropout") and bound.get("train"))
 
 
-def keep_single_ops(exported: torch.fx.GraphModule) -> None:
-    """Call single ops in place of torch's composite ones.
-
-    Their results may have other strides than torch's, behind which ``contiguous()`` was no op: what was a view of such
-    is a reshape.
-    """
-    kept = False
-    for node in exported.graph.nodes:
-        first = node.all_input_nodes[:1]
-        if drops_within(node):
-            node.target = DecomposedByKernel(node.target)
-        elif node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
-            node.target, kept = KEPT[node.target], True
-        elif kept and node.target is aten.view.default:
-            node.target = aten.reshape.default
-    exported.recompile()
-
-
-CALLED = (
+FACTORS = (
     aten.det.default,
     aten.linalg_det.default,
     aten.linalg_slogdet.default,
@@ -196,102 +175,33 @@ CALLED = (
     aten.logdet.default,
     aten.slogdet.default,
 )
-FACTORING = (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default)
+"""The ops that factor their first operand."""
 
 
-def make_factored_contiguous(exported: torch.fx.GraphModule) -> None:
-    """Make the matrices that an exported program factors contiguous."""
-    for node in exported.graph.nodes:
-        if node.target in CALLED:
-            with exported.graph.inserting_before(node):
-                matrix = exported.graph.call_function(aten.contiguous.default, (node.args[0],))
-                matrix.meta = dict(node.meta)
-            node.args = (matrix, *node.args[1:])
-    exported.recompile()
-
-
-def check_factored_contiguous(node: torch.fx.Node, where: str) -> None:
-    """Check that a call of a traced graph factors a contiguous matrix.
-
-    Raises:
-        Error: it does.
-    """
-    args = node.args[0] if node.target in FACTORING else None
-    matrix = args.meta.get("val") if isinstance(args, torch.fx.Node) else None
-    if matrix is not None and not matrix.is_contiguous() and not matrix.is_complex():
-        raise Error(
-            f"{node.target} factors a matrix that does not lie row by row, and its gradient depends on that",
-            where=where,
-            expected="a matrix that is contiguous",
-            got=f"strides {tuple(matrix.stride())} of shape {tuple(matrix.shape)}",
-            remedy="call .contiguous() on the matrix first",
-        )
-
-
-class ProdAnyZeros(torch.autograd.Function):
-    """``prod`` over all elements or along a dim, whose gradient is right with zeros and without."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-        """The product."""
-        out = torch.prod(x) if dim is None else torch.prod(x, dim, keepdim)
-        ctx.save_for_backward(x, out)
-        ctx.along = dim, keepdim
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradient, of numbers with zeros among them and of others."""
-        x, out = ctx.saved_tensors
-        dim, keepdim = ctx.along
-        if not x.dim():
-            return grad, None, None
-        if not x.numel():
-            return torch.zeros_like(x), None, None
-        zeros = x == 0
-        if dim is None:
-            count = zeros.sum()
-            made = torch.where(count > 1, 0, _of_others(grad, x.reshape(-1), 0).view_as(x))
-            return torch.where(count == 0, grad * (out / x).conj(), made), None, None
-        if not keepdim:
-            grad, out = grad.unsqueeze(dim), out.unsqueeze(dim)
-        return torch.where(zeros.any(), _of_others(grad, x, dim), grad * (out / x).conj()), None, None
-
-
-def _of_others(grad: Tensor, x: Tensor, dim: int) -> Tensor:
-    """The gradient by the products of the elements before and behind each."""
-    if x.shape[dim] == 1:
-        return grad
-    one = torch.ones_like(x.narrow(dim, 0, 1))
-    before = torch.cat([one, x.narrow(dim, 0, x.shape[dim] - 1)], dim).cumprod(dim)
-    behind = torch.cat([one, x.narrow(dim, 1, x.shape[dim] - 1).flip(dim)], dim).cumprod(dim).flip(dim)
-    return grad * (before * behind).conj()
-
-
-def _product(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    made: Tensor = ProdAnyZeros.apply(x if dtype is None else x.to(dtype), None, False)  # type: ignore[no-untyped-call]
-    return made
-
-
-def _product_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    made: Tensor = ProdAnyZeros.apply(x if dtype is None else x.to(dtype), dim, keepdim)  # type: ignore[no-untyped-call]
-    return made
-
-
-CHOSEN: dict[Any, Callable[..., Any]] = {aten.prod.default: _product, aten.prod.dim_int: _product_along}
-"""The replacements of ``prod``."""
-
-
-def rewrite_prod(exported: torch.fx.GraphModule) -> None:
-    """Replace ``prod`` in an exported program."""
+def rewrite_exported(exported: torch.fx.GraphModule, parts: BatchParts) -> None:
+    """Rewrite an exported program, and the graphs that its higher-order ops call."""
     for module in exported.modules():
         if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                if node.target in CHOSEN and _may_have_gradient(node.args[0]):
-                    node.target = CHOSEN[node.target]
+            _rewrite(module.graph, parts)
             module.recompile()
 
 
-def _may_have_gradient(of: Any) -> bool:
-    x = of.meta.get("val") if isinstance(of, torch.fx.Node) else None
-    return x is not None and (x.is_floating_point() or x.is_complex())
+def _rewrite(graph: torch.fx.Graph, parts: BatchParts) -> None:
+    """Results of single ops may have other strides than torch's, behind which ``contiguous()`` was no op: what was a
+    view of such is a reshape."""
+    kept = False
+    for node in graph.nodes:
+        first = node.all_input_nodes[:1]
+        if drops_within(node):
+            node.target = DecomposedByKernel(node.target)
+        elif node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
+            node.target, kept = KEPT[node.target], True
+        elif kept and node.target is aten.view.default:
+            node.target = aten.reshape.default
+        elif node.target is aten.batch_norm.default:
+            node.target = BatchNorm(parts)
+        elif node.target in FACTORS:
+            with graph.inserting_before(node):
+                matrix = graph.call_function(aten.contiguous.default, (node.args[0],))
+                matrix.meta = dict(node.meta)
+            node.args = (matrix, *node.args[1:])
