@@ -86,12 +86,12 @@ class BatchNorm:
         beside = x.reshape(self.parts, each, channels, *rest).transpose(0, 1)
         beside = beside.reshape(each, self.parts * channels, *rest)
         own = [None if tensor is None else tensor.repeat(self.parts) for tensor in tensors]
-        out = _normalised(beside, own, how).reshape(each, self.parts, channels, *rest).transpose(0, 1)
+        out = _normalised(beside, own, how)
         stats = [
             None if old is None or new is None else self._stats(old, new.reshape(self.parts, channels), float(how[0]))
             for old, new in zip(tensors[2:], own[2:], strict=True)
         ]
-        return out.reshape(x.shape), stats
+        return out.reshape(each, self.parts, channels, *rest).transpose(0, 1).reshape(x.shape), stats
 
     def _refused(self, what: str, expected: str, got: str) -> Error:
         return Error(
