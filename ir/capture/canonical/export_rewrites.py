@@ -13,6 +13,7 @@ one, and their gradients are written for one or the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from math import prod
 from typing import Any
 
@@ -180,10 +181,26 @@ FACTORS = (
 
 def rewrite_exported(exported: torch.fx.GraphModule, parts: BatchParts) -> None:
     """Rewrite an exported program, and the graphs that its higher-order ops call."""
+    _sink_casts(exported.graph)
     for module in exported.modules():
         if isinstance(module, torch.fx.GraphModule):
             _rewrite(module.graph, parts)
             module.recompile()
+
+
+CASTS = (aten.to.dtype, aten._to_copy.default, aten._assert_tensor_metadata.default)
+
+
+def _sink_casts(graph: torch.fx.Graph) -> None:
+    """Move casts of weights and inputs, with which a program begins, before their first users."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    casts = [*takewhile(lambda each: each.target in CASTS and len(each.meta["nn_module_stack"]) == 1, calls)]
+    for cast in sorted(casts, key=lambda each: each.args[0].op == "get_attr"):  # inputs first
+        if cast.users:
+            user = min(cast.users, key=order.__getitem__)
+            user.prepend(cast)
+            cast.meta = {**user.meta, "val": cast.meta["val"]}
 
 
 def _rewrite(graph: torch.fx.Graph, parts: BatchParts) -> None:

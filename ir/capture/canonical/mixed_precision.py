@@ -1,7 +1,7 @@
 """Mixed precision: the dtype in which a model computes, beside that of its parameters.
 
     %w : f32[8, 6]                       the parameter: a master weight
-    %1 = aten._to_copy(%w, bf16)         cast once, at its first use
+    %1 = aten._to_copy(%w, bf16)         cast once, before its first use
     %2 = aten.mm(%0, %1) : bf16          the model computes so
     %8 = aten.mm(%7, %x) : bf16[8, 6]
     %9 = aten._to_copy(%8, f32)          its gradient: reduced over ranks behind the cast, as MixedPrecision.reduce says
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
 from shardfx.ir.errors import Error
@@ -177,7 +178,7 @@ class MixedPrecision:
 
     @contextmanager
     def parameters_of(self, model: nn.Module) -> Iterator[None]:
-        """Within, the parameters of a model are cast where they are read, each once; but for the modules that are kept.
+        """Within, the parameters of a model are cast, each once; but for those of modules that are kept.
 
         Raises:
             Error: a pattern of modules that are kept matches none.
@@ -186,14 +187,13 @@ class MixedPrecision:
             yield
             return
         kept = self.kept(model)
-        inside = {part for module in kept for part in module.modules()}
-        made: dict[tuple[int, bool], torch.Tensor] = {}
+        own = {parameter for module in kept for parameter in module.parameters()}
+        made = {parameter: cast(parameter, self.dtype) for parameter in model.parameters() if parameter not in own}
+        named = model.named_parameters(remove_duplicate=False)
         with ExitStack() as stack:
             for module in kept:
                 stack.enter_context(as_it_is(module, self.dtype))
-            for module in model.modules():
-                if module not in inside:
-                    stack.enter_context(cast_when_read(module, self.dtype, made))
+            stack.enter_context(_reparametrize_module(model, {name: made[p] for name, p in named if p in made}))
             yield
 
     def kept(self, model: nn.Module) -> list[nn.Module]:
@@ -216,19 +216,6 @@ class MixedPrecision:
 
 
 @contextmanager
-def cast_when_read(module: nn.Module, dtype: torch.dtype, made: dict[tuple[int, bool], torch.Tensor]) -> Iterator[None]:
-    """Within, a module's parameters are cast where they are read."""
-    before = dict(module.__dict__)
-    module.__dict__["_parameters"] = CastWhenRead(before["_parameters"], dtype, made)
-    if isinstance(module, nn.RNNBase):  # which keeps a list of its parameters
-        module.__dict__["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]
-    try:
-        yield
-    finally:
-        module.__dict__.update((name, before[name]) for name in ("_parameters", "_flat_weights") if name in before)
-
-
-@contextmanager
 def as_it_is(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within, a module is given its inputs in its own dtype, and its results go on in ``dtype``."""
     own = next((t.dtype for t in (*module.parameters(), *module.buffers()) if t.dtype.is_floating_point), dtype)
@@ -241,37 +228,6 @@ def as_it_is(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-class CastWhenRead(dict[str, Any]):
-    """A module's parameters, each cast when it is first read; ``made`` has what was cast, tied ones once."""
-
-    def __init__(self, value: Any, dtype: torch.dtype, made: dict[tuple[int, bool], torch.Tensor]) -> None:
-        super().__init__(value)
-        self._dtype, self._made = dtype, made
-
-    def _read(self, value: Any) -> Any:
-        if value is None or not value.dtype.is_floating_point or value.dtype is self._dtype:
-            return value
-        key = id(value), torch.is_grad_enabled()  # what was cast without a gradient has none
-        if key not in self._made:
-            self._made[key] = value.to(self._dtype)
-        return self._made[key]
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read(super().__getitem__(name))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The parameter of this name."""
-        return self._read(super().get(name, default))
-
-    def items(self) -> Any:
-        """Names and parameters."""
-        return [(name, self[name]) for name in self]
-
-    def values(self) -> Any:
-        """The parameters."""
-        return [self[name] for name in self]
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -172,11 +172,11 @@ class AssignedBuffers:
             for path, module, were, own in modules:  # what was None is looked at beside other attributes
                 filled = {name: was for name, was in were.items() if was is not None}
                 found |= {f"{path}.{name}": (was, module._buffers.get(name)) for name, was in filled.items()}
-                parameters = dict(module._parameters)  # which may give others when they are asked for one
-                found |= {f"{path}.{n}": (p, parameters.get(n)) for n, p in own.items() if p is not None}
+                found |= {f"{path}.{n}": (p, module._parameters.get(n)) for n, p in own.items() if p is not None}
                 if written:
                     module._buffers.update(filled)
                     module._parameters.update(own)
+        parameters = {f"{path}.{name}" for path, _, _, own in modules for name in own}
         held_as = defaultdict[int, set[int]](set)
         for was, value in found.values():
             held_as[id(was)].add(id(value))
@@ -186,7 +186,7 @@ class AssignedBuffers:
                     self.names.add(name)
                     self.with_history.add(name)
             elif value is not was:
-                _check(name.removeprefix("model."), was, value, len(held_as[id(was)]) == 1)
+                _check(name.removeprefix("model."), was, value, len(held_as[id(was)]) == 1, name in parameters)
                 self.names.add(name)
         with torch.no_grad():
             # Several may have changed places, and one may be a view of what it is written into.
@@ -194,9 +194,9 @@ class AssignedBuffers:
                 was.copy_(value)
 
 
-def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool) -> None:
+def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool, is_parameter: bool) -> None:
     alike = now is not None and (now.shape, now.dtype) == (was.shape, was.dtype) and not now.requires_grad
-    if alike and not everywhere and not isinstance(was, nn.Parameter):
+    if alike and not everywhere and not is_parameter:
         raise Error(
             "the model puts something else in the place of a buffer that has other names too",
             where=name,
@@ -204,9 +204,9 @@ def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool) -> None
             got="another one under this name alone",
             remedy="write into it under torch.no_grad() (buffer.copy_(...)), or register two buffers",
         )
-    if alike and not isinstance(was, nn.Parameter):
+    if alike and not is_parameter:
         return
-    if isinstance(was, nn.Parameter):
+    if is_parameter:
         raise Error(
             "the model puts something else in a parameter's place",
             where=name,

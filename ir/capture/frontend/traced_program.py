@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.traceback import preserve_node_meta
 
 from shardfx.ir.errors import Error
 from shardfx.ir.repeat import Repeat
 
-from ..canonical.mixed_precision import MixedPrecision
 from ..data_dependent import DataGuards, stored
 from ..model_and_loss import ModelAndLoss
 from ..source_locations import LOSS, PREFIX, source_of
@@ -31,7 +30,6 @@ class TracedProgram(ModelAndLoss):
 
     def __init__(self, trace: DynamoTrace, names: Sequence[str], *program: Any) -> None:
         super().__init__(*program)
-        self._casts, self.compute = _casts_of(self.compute, self.model, names), MixedPrecision()
         self._trace, self._names, self._program = (trace,), list(names), program
         self._enter: Callable[[str], object] = str
         _note_checkpoints(trace.graph, self.results.checkpointed)
@@ -58,14 +56,14 @@ class TracedProgram(ModelAndLoss):
 
     def _run(self, tensors: tuple[Tensor, ...], decisions: DataGuards) -> tuple[Tensor, ...]:
         (trace,) = self._trace
-        known = stored(self.model) | dict(zip(self._names, tensors, strict=True))
+        given = dict(zip(self._names, tensors, strict=True))
+        inputs = {name: each for name, each in given.items() if name.startswith(("args.", "kwargs."))}
+        known = stored(self.model) | given | self.compute.inputs(inputs)
         runner = _NodeRunner(trace.graph, decisions, self._enter)
-        inputs = zip(runner.inputs, trace.inputs, strict=True)
-        runner.casts = {node: self._casts[name] for node, name in inputs if name in self._casts}
         with preserve_node_meta():
             replaced = {id(known[name]) for name in trace.buffers}
-            given = (known[name] for name in trace.inputs)
-            outputs = runner.run(*(each.clone() if id(each) in replaced else each for each in given))
+            values = (known[name] for name in trace.inputs)
+            outputs = runner.run(*(each.clone() if id(each) in replaced else each for each in values))
         self.results.tree, self.results.leaves = trace.tree, trace.leaves
         with torch.no_grad():  # several may have changed places, and one may be a view of another
             for name, value in [(name, outputs[number].clone()) for name, number in trace.buffers.items()]:
@@ -76,16 +74,6 @@ class TracedProgram(ModelAndLoss):
             outs = [self.loss(outs, *targets), *outs]
         trains = self.loss is not None
         return (*outs[:trains], *(each.detach() for each in outs[trains:]))
-
-
-def _casts_of(compute: MixedPrecision, model: nn.Module, names: Sequence[str]) -> dict[str, torch.dtype]:
-    """The dtypes of parameters and inputs in which a model computes."""
-    if compute.dtype is None:
-        return {}
-    kept = {id(p) for module in compute.kept(model) for p in module.parameters()}
-    parameters = model.named_parameters(remove_duplicate=False)
-    cast = [name for name, each in parameters if each.dtype.is_floating_point and id(each) not in kept]
-    return dict.fromkeys([*cast, *(name for name in names if name.startswith(("args.", "kwargs.")))], compute.dtype)
 
 
 GET_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
@@ -112,27 +100,6 @@ class _NodeRunner(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule, decisions: DataGuards, enter: Callable[[str], object]) -> None:
         super().__init__(graph)
         self._decisions, self._enter, self.extra_traceback = decisions, enter, False
-        self.casts: dict[fx.Node, torch.dtype] = {}
-        """The dtypes to which inputs are cast where they are read, each once."""
-        self._cast: dict[tuple[fx.Node, bool], Tensor] = {}
-        self._full: dict[fx.Node, Tensor] = {}
-
-    @property
-    def inputs(self) -> list[fx.Node]:
-        """The placeholders."""
-        return [node for node in self.graph.nodes if node.op == "placeholder"]
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        """The arguments of a node."""
-        for each in n.all_input_nodes if self.casts else ():
-            if each in self.casts:
-                key = each, torch.is_grad_enabled()  # what is cast without a gradient has none
-                full = self._full.setdefault(each, self.env[each])
-                if key not in self._cast:
-                    dtype = self.casts[each] if full.dtype.is_floating_point else full.dtype
-                    self._cast[key] = full.to(dtype)
-                self.env[each] = self._cast[key]
-        return super().fetch_args_kwargs_from_env(n)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node."""
