@@ -51,9 +51,8 @@ from .frontend.model_preparation import (
 )
 from .frontend.traced_program import TracedProgram, without_repeats
 from .model_and_loss import ModelAndLoss, TraceResults, leaf_names, loss_source
-from .optimizer.gradient_scaling import SCALE
 from .optimizer.optimizer_groups import Factory
-from .optimizer.training_step import TrainingStep
+from .optimizer.training_step import SCALE, TrainingStep
 from .optimizer.update_spec import UpdateSpec
 from .repeated_blocks import TRACED_WHOLE, FoldedModel, find_repeats
 from .source_locations import describe
@@ -102,7 +101,7 @@ def capture(
 
     Args:
         optimizer: makes the optimizer whose step is emitted behind the backward (see :mod:`.optimizer.emit_update`).
-        clip: the maximum norm of all gradients (see :mod:`.optimizer.gradient_scaling`).
+        clip: the maximum norm of all gradients (see :mod:`.optimizer.training_step`).
         scheduled: options of the optimizer's groups that are inputs, beside the rate.
         fold: leave out equal blocks (see :mod:`.repeated_blocks`), as the graph's ``repeats`` say.
         guard: what depends on the data is as for the examples, and checked by guards (see :mod:`.data_dependent`).

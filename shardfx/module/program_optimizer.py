@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardfx.ir.capture.optimizer.gradient_scaling import SCALE
+from shardfx.ir.capture.optimizer.training_step import SCALE
 from shardfx.ir.capture.optimizer.update_spec import NAMES, OptimizerState, fixed, inputs_of, options_by_name
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.pools.transfer import finish

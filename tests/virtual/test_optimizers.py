@@ -264,7 +264,7 @@ class WantsAClosure(Own):
         (SeldomMore, "self.calls, which it changes"),
         (CountsInGroup, r"\['k'\], which it changes"),
         (CountsForAll, r"self.state\['k'\], which it changes"),
-        (ChangesItsRate, "'lr' of a group, which a step changes"),
+        (ChangesItsRate, r"\['lr'\], which it changes"),
         (ClipsLarge, r"others have other gradients\n.*Hints\(clip"),
         (SkipsAll, "others have other gradients"),
         (KeepsAList, "several things in one\n(.*\n)*.*'last', a list of 1"),

@@ -17,7 +17,7 @@ blocks that a graph leaves out (:mod:`shardfx.ir.repeat`) are stepped as those o
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -35,13 +35,14 @@ from shardfx.ir.rewriter import dead_code
 from shardfx.ir.spec import TensorType
 from shardfx.ir.unfolding.regular import IrregularBlocks
 
-from .initial_state import Recipe, Start, recipe
+from .initial_state import Recipe, recipe
 from .optimizer_groups import Factory, OptimizerGroup, make_groups_of, numbers_of
 from .optimizer_trial import OptimizerTrial, refusal
 from .step_trace import StepTraces, TracedStep, says_nothing
 from .update_spec import CounterState, OptimizerState, UpdateGroup, UpdateSpec
 
 aten = torch.ops.aten
+NUMBER = TensorType((), torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +86,7 @@ def write_update(
     check_alike(groups, graph.repeats)
     trained = {output.name: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     stepped = [name for group in groups for name in stepped_names(group, trained, graph.repeats)]
-    small = OptimizerTrial(factory, parameters, groups, stepped)
-    writer = _UpdateWriter(graph, trained, small)
+    writer = _UpdateWriter(graph, trained, OptimizerTrial(factory, parameters, groups, stepped))
     made = tuple(writer.group(group, parameters) for group in groups)
     dead_code(graph)
     graph.rename()
@@ -106,8 +106,8 @@ def _check_scheduled(groups: Sequence[OptimizerGroup], scheduled: Sequence[str])
             )
 
 
-class _SharedBuilder(GraphBuilder):
-    """A builder that appends to a graph; ``shared`` nodes are emitted once."""
+class UpdateBuilder(GraphBuilder):
+    """A builder that appends to the update of a graph; ``shared`` nodes are emitted once."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph.mesh)
@@ -133,24 +133,18 @@ class _SharedBuilder(GraphBuilder):
         return self._known[key]
 
 
-@dataclass
 class _UpdateWriter:
-    graph: Graph
-    trained: Mapping[str, Value]
-    small: OptimizerTrial
-    states: dict[str, tuple[OptimizerState, ...]] = field(default_factory=dict)
-    counts: dict[str, CounterState] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.builder, self.traces = _SharedBuilder(self.graph), StepTraces()
-        self.inputs = {inp.name: inp for inp in self.graph.inputs}
+    def __init__(self, graph: Graph, trained: Mapping[str, Value], trial: OptimizerTrial) -> None:
+        self.graph, self.trained, self.trial = graph, trained, trial
+        self.builder, self.traces = UpdateBuilder(graph), StepTraces()
+        self.states: dict[str, tuple[OptimizerState, ...]] = {}
+        self.counts: dict[str, CounterState] = {}
 
     def group(self, group: OptimizerGroup, parameters: Mapping[str, nn.Parameter]) -> UpdateGroup:
         """Emit the step of one group."""
         names = [name for name in group.names if name in self.trained]
-        type = TensorType((), torch.float64)
         numbers = {
-            name: self.builder.input(InputKind.OPTION, f"optimizer.{group.number}.{name}", type)
+            name: self.builder.input(InputKind.OPTION, f"optimizer.{group.number}.{name}", NUMBER)
             for name in (group.numbers if names else ())
         }
         alike: dict[Any, list[str]] = {}
@@ -158,18 +152,17 @@ class _UpdateWriter:
             alike.setdefault((tuple(parameters[name].shape), parameters[name].dtype), []).append(name)
         steps: dict[str, StepVariant] = {}
         for each in alike.values():
-            steps.update(dict.fromkeys(each, self._step(group, each, parameters)))
-        agreed = _agreed(steps)
-        shared: dict[str, Value] = {}
+            steps.update(dict.fromkeys(each, self._step(group, each, parameters[each[0]])))
+        shared: dict[str, Value | None] = dict.fromkeys(_agreed([*steps.values()]))
         for name in names:
-            self._write(name, group, steps[name], [*numbers.values()], agreed, shared)
+            self._write(name, group, steps[name], [*numbers.values()], shared)
         stepped = stepped_names(group, self.trained, self.graph.repeats)
         decided = frozenset().union(*(each.decided for step in steps.values() for each in step.traced))
         return UpdateGroup(group.kind, group.options, stepped, {k: v.name for k, v in numbers.items()}, decided)
 
-    def _step(self, group: OptimizerGroup, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> StepVariant:
-        like = parameters[names[0]]
-        found = recipe(self.small, group.number, names)
+    def _step(self, group: OptimizerGroup, names: Sequence[str], like: nn.Parameter) -> StepVariant:
+        """The step of some parameters, all of one shape."""
+        found = recipe(self.trial, group.number, names)
         state = dict(group.optimizer.state.get(like, {}))
         try:
             kept, later = self.traces.step(group, like.shape, like.dtype, state, found.options)
@@ -186,49 +179,48 @@ class _UpdateWriter:
         group: OptimizerGroup,
         step: StepVariant,
         numbers: Sequence[Value],
-        agreed: Mapping[str, Start],
-        written: dict[str, Value],
+        shared: dict[str, Value | None],
     ) -> None:
-        """Emit the step of one parameter."""
-        parameter, later = self.inputs[name].value, step.later
+        """Emit the step of one parameter; ``shared`` are the states that it shares with others, once they are there."""
+        parameter, later = self.graph.input(name), step.later
         states, ins = [], []
         for key in later.names:
-            first = written.get(key) if key in agreed else None
-            type = TensorType(later.shapes[key], later.dtypes[key])
-            label = f"{name}.{key}"
-            if first is not None:
-                shared = self.graph.input(first.name)
-                shared.aliases = (*shared.aliases, label)
-                value = first
+            value, label = shared.get(key), f"{name}.{key}"
+            if value is not None:
+                known = self.graph.input(value.name)
+                known.aliases = (*known.aliases, label)
             else:
-                dim_order = self.inputs[name].dim_order if type.shape == parameter.type.shape else ()
-                value = self.builder.input(InputKind.STATE, label, type, dim_order=dim_order)
-                if key in agreed:
-                    written[key] = value
+                made = TensorType(later.shapes[key], later.dtypes[key])
+                dim_order = parameter.dim_order if made.shape == parameter.value.shape else ()
+                value = self.builder.input(InputKind.STATE, label, made, dim_order=dim_order)
+                if key in shared:
+                    shared[key] = value
             ins.append(value)
-            states.append(OptimizerState(key, value.name, step.recipe.starts[key], _kept(step.kept[key])))
+            kept = step.kept[key]
+            kept = kept.dtype if isinstance(kept, torch.Tensor) else type(kept)
+            states.append(OptimizerState(key, value.name, step.recipe.starts[key], kept))
         self.states[name] = tuple(states)
-        before = [parameter, self.trained[name], *numbers, *ins]
-        new = self._apply(name, group, later, before, {*agreed})
+        before = [parameter.value, self.trained[name], *numbers, *ins]
+        new = self._apply(name, group, later, before, {*shared})
         if step.first is not None:
             began = self._apply(name, group, step.first, before, set())
-            count = self._count(group)
+            is_first = self._is_first(group)
             self.builder.where = Where(name.rpartition(".")[0], group.where.file, group.where.line)
             pairs = zip(began, new, strict=True)
-            new = [self.builder.add(aten.where.self, (count, one, other)) for one, other in pairs]
+            new = [self.builder.add(aten.where.self, (is_first, one, other)) for one, other in pairs]
         self.graph.outputs.append(Output(OutputKind.PARAMETER, name, new[0]))
         for state, value, was in zip(states, new[1:], ins, strict=True):
             if state.name == f"{name}.{state.key}" and value is not was:
                 self.graph.outputs.append(Output(OutputKind.STATE, state.name, value))
 
-    def _count(self, group: OptimizerGroup) -> Value:
+    def _is_first(self, group: OptimizerGroup) -> Value:
         """Whether the group was never stepped."""
         name = f"optimizer.{group.number}.steps"
         self.builder.shared = True
         self.builder.where = Where("optimizer", group.where.file, group.where.line)
         if name not in self.counts:
             self.counts[name] = CounterState(0.0, 1.0)
-            count = self.builder.input(InputKind.STATE, name, TensorType((), torch.float64))
+            count = self.builder.input(InputKind.STATE, name, NUMBER)
             more = self.builder.add(aten.add.Tensor, (count, 1))
             self.graph.outputs.append(Output(OutputKind.STATE, name, more))
         is_first: Value = self.builder.add(aten.eq.Scalar, (self.graph.input(name).value, 0))
@@ -236,25 +228,20 @@ class _UpdateWriter:
         return is_first
 
     def _apply(
-        self, name: str, group: OptimizerGroup, traced: TracedStep, values: Sequence[Value], agreed: set[str]
+        self, name: str, group: OptimizerGroup, traced: TracedStep, values: Sequence[Value], shared: set[str]
     ) -> list[Value]:
         """Emit a traced step on these values; returns the new ones."""
-        builder = self.builder
-        open_ = depending(traced, agreed)
-        places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
-        builder.env = dict(zip(places, values, strict=True))
-        output: Any = None
+        builder, open_ = self.builder, depending(traced, shared)
+        builder.env = dict(zip(traced.places, values, strict=True))
         for node in traced.module.graph.nodes:
-            if node.op == "output":
-                output = node.args[0]
-            elif node.op == "get_attr":
+            if node.op == "get_attr":
                 builder.env[node] = builder.constant(traced.module, node.target)
             elif node.op == "call_function" and not says_nothing(node):
                 builder.shared = node not in open_
                 builder.where = _source(node, name.rpartition(".")[0] if node in open_ else "optimizer", group)
                 builder.env[node] = _converted(builder, node)
         builder.shared = False
-        return [builder.env[node] for node in output]
+        return [builder.env[node] for node in traced.results]
 
 
 def _converted(builder: GraphBuilder, node: fx.Node) -> Any:
@@ -265,24 +252,18 @@ def _converted(builder: GraphBuilder, node: fx.Node) -> Any:
     if isinstance(node.target, torch._ops.OpOverload):
         args = fx.map_arg(node.args, builder.env.__getitem__)
         kwargs = fx.map_arg(node.kwargs, builder.env.__getitem__)
-        if unknown_numbers(node.target, args, kwargs):
+        if _has_unknown_number(node.target, args, kwargs):
             return call_with_numbers(builder, node.target, args, kwargs)
     return convert_call(builder, node)
 
 
-def _agreed(steps: Mapping[str, StepVariant]) -> dict[str, Start]:
+def _agreed(steps: Sequence[StepVariant]) -> list[str]:
     """The states that all parameters of a group share."""
-    every = list(steps.values())
-    found = {}
-    for key in every[0].shared if every else ():
-        alike = {(each.shared.get(key), each.recipe.starts.get(key)) for each in every}
-        if len(alike) == 1:
-            found[key] = every[0].recipe.starts[key]
+    found = []
+    for key in steps[0].shared if steps else ():
+        if len({(each.shared.get(key), each.recipe.starts.get(key)) for each in steps}) == 1:
+            found.append(key)
     return found
-
-
-def _kept(value: Any) -> torch.dtype | type:
-    return value.dtype if isinstance(value, torch.Tensor) else type(value)
 
 
 def _source(node: fx.Node, module: str, group: OptimizerGroup) -> Where:
@@ -338,10 +319,8 @@ def _of(name: str, state: OptimizerState, repeats: Sequence[Repeat]) -> Optimize
 
 def depending(traced: TracedStep, shared: Container[str]) -> set[fx.Node]:
     """The nodes that depend on a parameter, its gradient, or a state of its own."""
-    places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
-    states = places[2 + len(traced.inputs) :]
-    own = [place for place, key in zip(states, traced.names, strict=True) if key not in shared]
-    found = {*places[:2], *own}
+    states = zip(traced.places[2 + len(traced.inputs) :], traced.names, strict=True)
+    found = {*traced.places[:2], *(place for place, key in states if key not in shared)}
     for node in traced.module.graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
@@ -350,17 +329,13 @@ def depending(traced: TracedStep, shared: Container[str]) -> set[fx.Node]:
 
 def shared_states(traced: TracedStep) -> dict[str, str]:
     """The states that depend on no parameter, and how each changes, as a text that is the same where that is."""
-    (output,) = (node for node in traced.module.graph.nodes if node.op == "output")
-    new = dict(zip(traced.names, output.args[0][1:], strict=True))
-    shared = {key for key in traced.names if traced.shapes[key] == ()}
-    while True:
-        open_ = depending(traced, shared)
+    new = dict(zip(traced.names, traced.results[1:], strict=True))
+    names = dict(zip(traced.places, ("p", "grad", *traced.inputs, *traced.names), strict=True))
+    fewer, shared = {key for key in traced.names if traced.shapes[key] == ()}, set[str]()
+    while fewer != shared:
+        shared, open_ = fewer, depending(traced, fewer)
         fewer = {key for key in shared if new[key] not in open_}
-        if fewer == shared:
-            places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
-            names = dict(zip(places, ("p", "grad", *traced.inputs, *traced.names), strict=True))
-            return {key: _said(new[key], names) for key in shared}
-        shared = fewer
+    return {key: _said(new[key], names) for key in shared}
 
 
 def _said(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
@@ -370,17 +345,11 @@ def _said(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     return f"{node.target}{args}{kwargs}"
 
 
-NUMBERS = ("NumberType", "FloatType", "IntType", "Optional[NumberType]", "number", "float", "int")
-
-
-def unknown_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """The arguments of a call that are to be Python numbers, and are values here."""
+def _has_unknown_number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an argument of a call that is to be a Python number is a value here."""
     bound = with_defaults(op, args, kwargs)
-    numbers = {each.name for each in op._schema.arguments if str(each.real_type).lower() in SAID}
-    return [name for name, arg in bound.items() if isinstance(arg, Value) and name in numbers]
-
-
-SAID = frozenset(each.lower() for each in NUMBERS)
+    others = (each.name for each in op._schema.arguments if "Tensor" not in str(each.type))
+    return any(isinstance(bound.get(name), Value) for name in others)
 
 
 def call_with_numbers(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -448,10 +417,7 @@ def _cast(add: Add, value: Value, dtype: torch.dtype) -> Any:
 
 
 def _of_tensors(op: Any) -> Form:
-    def same(add: Add, x: Any, y: Any, *rest: Any) -> Any:
-        return add(op, (x, y))
-
-    return same
+    return lambda add, x, y, *rest: add(op, (x, y))
 
 
 FORMS: dict[Any, Form] = {

@@ -65,6 +65,17 @@ class TracedStep:
     """The comparisons that the step made with scheduled numbers, as they were when it was traced."""
 
     @property
+    def places(self) -> list[torch.fx.Node]:
+        """The placeholders."""
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def results(self) -> Sequence[torch.fx.Node]:
+        """The nodes of the new parameter and states."""
+        (output,) = (node for node in self.module.graph.nodes if node.op == "output")
+        return output.args[0]  # type: ignore[return-value]
+
+    @property
     def is_pointwise(self) -> bool:
         """Whether the step is elementwise: of the parameter, its gradient, states of its shape, and 0-d tensors."""
         nodes = [n for n in self.module.graph.nodes if n.op not in ("placeholder", "output") and not says_nothing(n)]
