@@ -38,48 +38,47 @@ class Recipe:
     once: bool = False
 
 
-def recipe(small: OptimizerTrial, number: int, names: Sequence[str]) -> Recipe:
+def recipe(trial: OptimizerTrial, number: int, names: Sequence[str]) -> Recipe:
     """The recipe for the parameters ``names`` of group ``number``, all of one shape.
 
     Raises:
         Error: the step cannot be traced; or no program is what the optimizer does.
     """
-    group = small.groups[number]
+    group = trial.groups[number]
     tried: list[Exception] = []
-    capturable = ({}, {"capturable": True}) if "capturable" in group.options else ({},)
-    for options in capturable:
+    for options in ({}, {"capturable": True}) if "capturable" in group.options else ({},):
         try:
-            return _recipe(small, group, [*dict.fromkeys((*names[:2], names[-1]))], options)
+            return _recipe(trial, group, [*dict.fromkeys((*names[:2], names[-1]))], options)
         except Exception as error:  # whatever the user's own code raises
             tried.append(error)
     raise refusal(group, tried[0]) from tried[0]
 
 
-def _recipe(small: OptimizerTrial, group: OptimizerGroup, names: Sequence[str], options: Mapping[str, Any]) -> Recipe:
+def _recipe(trial: OptimizerTrial, group: OptimizerGroup, names: Sequence[str], options: Mapping[str, Any]) -> Recipe:
     """A recipe that does what the optimizer does, if there is one."""
-    states = group.optimizer.state
-    like = small.named[names[0]]
-    state = dict(states.get(like, {}))
-    _, later = small.traces.step(group, like.shape, like.dtype, state, options)
+    like = trial.named[names[0]]
+    state = dict(group.optimizer.state.get(like, {}))
+    _, later = trial.traces.step(group, like.shape, like.dtype, state, options)
     known = {name: _content(value, like, group) for name, value in state.items() if name in later.names}
     numbers = [v for v in group.options.values() if isinstance(v, float)]
-    choices: list[Start] = [0.0, 1.0, "parameter", *dict.fromkeys(v for v in numbers if v not in (0.0, 1.0))]
+    choices: list[Start] = [*dict.fromkeys([0.0, 1.0, "parameter", *numbers])]
     orders = [[known[name]] if name in known else choices for name in later.names]
-    apart = ""
     for content in sorted(product(*orders), key=lambda each: sum(value != 0.0 for value in each)):
         starts = dict(zip(later.names, content, strict=True))
-        apart = _apart(small, group, names, starts, later)
+        apart = _apart(trial, group, names, starts, later)
         if not apart:
             return Recipe(options, starts)
-    first = small.traces.step(group, like.shape, like.dtype, state, options, first=True)[1] if not state else None
-    starts = dict.fromkeys(later.names, 0.0)
-    if first is None or (apart := _apart(small, group, names, starts, later, first)):
-        raise not_alone(group, f"after {len(SHARES)} steps of small parameters its traced form is elsewhere: {apart}")
-    return Recipe(options, dict(starts), once=True)
+    if not state:
+        _, first = trial.traces.step(group, like.shape, like.dtype, state, options, first=True)
+        starts = dict.fromkeys(later.names, 0.0)
+        apart = _apart(trial, group, names, starts, later, first)
+        if not apart:
+            return Recipe(options, starts, once=True)
+    raise not_alone(group, f"after {len(SHARES)} steps of small parameters its traced form is elsewhere: {apart}")
 
 
 def _apart(
-    small: OptimizerTrial,
+    trial: OptimizerTrial,
     group: OptimizerGroup,
     names: Sequence[str],
     starts: Mapping[str, Start],
@@ -88,16 +87,16 @@ def _apart(
 ) -> str:
     """The difference of the traced step from the optimizer's, in words; "" where there is none."""
     for name in names:
-        p = small.named[name].detach().clone()
+        p = trial.named[name].detach().clone()
         states = [initial_content(starts[key], later.shapes[key], later.dtypes[key], p) for key in later.names]
-        for i, numbers in enumerate(small.numbers[group.number]):
+        for i, numbers in enumerate(trial.numbers[group.number]):
             module = first.module if first is not None and i == 0 else later.module
             values = [torch.tensor(number, dtype=torch.float64) for number in numbers.values()]
             try:
-                p, *states = module(p.clone(), small.grads[i][name].clone(), values, [s.clone() for s in states])
+                p, *states = module(p.clone(), trial.grads[i][name].clone(), values, [s.clone() for s in states])
             except RuntimeError as error:  # of a state that begins otherwise: a factorization of what is no number
                 return f"{error} in step {i + 1}"
-            want, kept = small.after[i][name]
+            want, kept = trial.after[i][name]
             pairs = [("the parameter", p, want)]
             pairs += [(key, s, kept[key]) for key, s in zip(later.names, states, strict=True) if key in kept]
             for what, mine, theirs in pairs:

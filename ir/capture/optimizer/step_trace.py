@@ -8,6 +8,7 @@ step that asks for no shape and is elementwise is traced once for all shapes, ot
 from __future__ import annotations
 
 import builtins
+import copy
 import operator
 import sys
 from collections import defaultdict
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor, is_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -51,11 +53,10 @@ class Comparison(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class TracedStep:
     """A traced step. The module takes parameter, gradient, the group's numbers ``inputs`` and the states of ``names``,
-    and gives the new parameter and states. ``numbers`` are those states that the optimizer keeps as Python numbers."""
+    and gives the new parameter and states."""
 
     module: torch.fx.GraphModule
     names: tuple[str, ...]
-    numbers: Mapping[str, type]
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
     shape: tuple[int, ...]
@@ -80,7 +81,7 @@ class TracedStep:
         """Whether the step is elementwise: of the parameter, its gradient, states of its shape, and 0-d tensors."""
         nodes = [n for n in self.module.graph.nodes if n.op not in ("placeholder", "output") and not says_nothing(n)]
         values = [value for node in nodes for value in pytree.tree_leaves(node.meta.get("val"))]
-        shapes = [*self.shapes.values(), *(tuple(v.shape) for v in values if isinstance(v, torch.Tensor))]
+        shapes = [*self.shapes.values(), *(tuple(v.shape) for v in values if isinstance(v, Tensor))]
         return set(shapes) <= {(), self.shape} and all(map(_is_pointwise, nodes))
 
     def at(self, shape: Sequence[int]) -> TracedStep:
@@ -89,18 +90,14 @@ class TracedStep:
             return self
 
         def moved(sized: Any) -> Any:
-            if isinstance(sized, torch.Tensor) and tuple(sized.shape) == self.shape:
+            if isinstance(sized, Tensor) and tuple(sized.shape) == self.shape:
                 return torch.empty(tuple(shape), dtype=sized.dtype, device="meta")
             return sized
 
-        graph = torch.fx.Graph()
-        places: dict[torch.fx.Node, torch.fx.Node] = {}
-        graph.output(graph.graph_copy(self.module.graph, places))
-        graph.set_codegen(self.module.graph._codegen)  # by which it takes a list of states
-        for node in graph.nodes:
+        module = copy.deepcopy(self.module)
+        for node in module.graph.nodes:
             node.meta["val"] = pytree.tree_map(moved, node.meta.get("val"))
         shapes = {name: tuple(shape) if sized else () for name, sized in self.shapes.items()}
-        module = torch.fx.GraphModule(self.module, graph)
         return replace(self, module=module, shapes=shapes, shape=tuple(shape))
 
 
@@ -138,19 +135,19 @@ OF_ONE_NUMBER = frozenset(
 def as_compiled() -> Iterator[None]:
     """Optimizers keep their numbers in tensors where ``torch.compile`` is at work. A number that is read out of a
     tensor is a tensor still, of Python's precision, and so is the least or largest of two."""
-    flag, low, high, item = torch.compiler._is_compiling_flag, builtins.min, builtins.max, torch.Tensor.item
+    flag, low, high, item = torch.compiler._is_compiling_flag, builtins.min, builtins.max, Tensor.item
     torch.compiler._is_compiling_flag = True
     builtins.min, builtins.max = _either(low, torch.minimum), _either(high, torch.maximum)
-    torch.Tensor.item = _number  # type: ignore[assignment, method-assign]
+    Tensor.item = _number  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag = flag
         builtins.min, builtins.max = low, high
-        torch.Tensor.item = item  # type: ignore[method-assign]
+        Tensor.item = item  # type: ignore[method-assign]
 
 
-def _number(tensor: torch.Tensor) -> torch.Tensor:
+def _number(tensor: Tensor) -> Tensor:
     """``Tensor.item`` of a trace: a 0-d tensor."""
     return tensor.reshape(()).to(torch.float64 if tensor.is_floating_point() else tensor.dtype)
 
@@ -159,8 +156,8 @@ def _either(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[.
     """``min`` or ``max``; of two operands of which one is a 0-d tensor, as an op."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 2 and not kwargs and any(isinstance(a, torch.Tensor) and a.dim() == 0 for a in args):
-            return traced(*(a if isinstance(a, torch.Tensor) else torch.full((), a, dtype=torch.float64) for a in args))
+        if len(args) == 2 and not kwargs and any(isinstance(a, Tensor) and a.dim() == 0 for a in args):
+            return traced(*(a if isinstance(a, Tensor) else torch.full((), a, dtype=torch.float64) for a in args))
         return plain(*args, **kwargs)
 
     return chosen
@@ -175,7 +172,7 @@ class StepProbe(TorchFunctionMode):
         self.file = file
         self.asked = False
         """Whether a number was asked of a tensor that has dims: its shape, or a part of that."""
-        self.numbers: dict[str, tuple[torch.Tensor, float]] = {}
+        self.numbers: dict[str, tuple[Tensor, float]] = {}
         """Scheduled numbers by name: the tensor that stands for each, and its value."""
         self.decided: set[Comparison] = set()
 
@@ -193,116 +190,17 @@ class StepProbe(TorchFunctionMode):
                 frame = frame.f_back
             fx_traceback.set_stack_trace([str(frame.f_lineno)])
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name[:-1]):
+        if name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name[:-1]):
             op = getattr(getattr(torch.ops.aten, name, None), "default", None)
             if op is not None and op.has_kernel_for_dispatch_key(COMPOSITE):
                 return args[0].copy_(getattr(args[0], name[:-1])(*args[1:], **(kwargs or {})))
         found = func(*args, **(kwargs or {}))
         if isinstance(found, (int, float, tuple, list)) and not isinstance(found, bool):
-            self.asked |= any(isinstance(arg, torch.Tensor) and arg.dim() > 0 for arg in args)
+            self.asked |= any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args)
         return found
 
 
 RELATIONS = ("eq", "ne", "lt", "le", "gt", "ge")
-
-
-def lone_step(
-    group: OptimizerGroup,
-    p: torch.Tensor,
-    grad: torch.Tensor,
-    numbers: Mapping[str, torch.Tensor],
-    states: States,
-    options: Mapping[str, Any],
-    watched: StepProbe,
-) -> States:
-    """Step one parameter as if it were the only one of the group, in place; gives its states."""
-    kind = type(group.optimizer)
-    lone = object.__new__(kind)
-    lone.__dict__.update(group.optimizer.__dict__)
-    mine: dict[str, Any] = {**group.options, "params": [p]}
-    mine.update({name: value for name, value in {**PLAIN, **options}.items() if name in mine})
-    mine.update(replace_numbers(group.options, numbers))
-    planned = group.numbers
-    watched.numbers = {name: (numbers[name], planned[name]) for name in numbers if name != RATE}
-    lone.param_groups, lone.state = [mine], defaultdict(dict)
-    if states:
-        lone.state[p] = dict(states)
-    p.grad = grad
-    with watched:
-        lone.step()
-    return dict(lone.state[p])
-
-
-def first_states(
-    group: OptimizerGroup, shape: Sequence[int], dtype: torch.dtype, states: States, watched: StepProbe, **options: Any
-) -> States:
-    """The states that a first step leaves of a parameter of this shape; tensors have no content."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with mode, as_compiled():
-        p, grad = (torch.empty(tuple(shape), dtype=dtype) for _ in range(2))
-        faked = {name: _fake(mode, value) for name, value in states.items()}
-        numbers = {name: torch.empty((), dtype=torch.float64) for name in group.numbers}
-        return lone_step(group, p, grad, numbers, faked, options, watched)
-
-
-def _fake(mode: FakeTensorMode, value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
-
-
-def trace_step(
-    group: OptimizerGroup,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    states: States,
-    first: bool,
-    watched: StepProbe,
-    **options: Any,
-) -> TracedStep:
-    """Trace a step on a parameter that has ``states`` (tensors without content, or numbers); ``first``: on one that has
-    none yet, which gives them."""
-    fixed = {name: value for name, value in states.items() if _is_fixed(value)}
-    open_ = {name: value for name, value in states.items() if name not in fixed}
-    names = tuple(open_)
-    numbers = {name: type(value) for name, value in open_.items() if not isinstance(value, torch.Tensor)}
-    shapes = {name: tuple(v.shape) if isinstance(v, torch.Tensor) else () for name, v in open_.items()}
-    dtypes = {name: held_as(value) for name, value in open_.items()}
-
-    inputs = tuple(group.numbers)
-
-    def step(
-        p: torch.Tensor, grad: torch.Tensor, numbers: list[torch.Tensor], tensors: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        start = {} if first else {**fixed, **dict(zip(names, tensors, strict=True))}
-        left = lone_step(group, p, grad, dict(zip(inputs, numbers, strict=True)), start, options, watched)
-        return [p, *(_tensor(left[name], dtypes[name]) for name in names)]
-
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with mode, as_compiled(), fx_traceback.preserve_node_meta():
-        p, grad = (torch.empty(tuple(shape), dtype=dtype) for _ in range(2))
-        rates = [torch.empty((), dtype=torch.float64) for _ in inputs]
-        given = [torch.empty(shapes[name], dtype=dtypes[name]) for name in names]
-        made = make_fx(torch.func.functionalize(step), decompositions(), tracing_mode="fake")
-        module = made(p, grad, rates, given)
-    return TracedStep(module, names, numbers, dtypes, shapes, tuple(shape), inputs, frozenset(watched.decided))
-
-
-def held_as(value: Any) -> torch.dtype:
-    """The dtype in which a program holds a state: numbers as exactly as Python does."""
-    if isinstance(value, torch.Tensor):
-        is_number = value.dim() == 0 and value.dtype is torch.float32  # halves are states of a parameter without dims
-        return torch.float64 if is_number else value.dtype
-    return torch.float64
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether a state is no number and no tensor: it must not change."""
-    return not isinstance(value, (torch.Tensor, int, float)) or isinstance(value, bool)
-
-
-def _tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value if value.dtype == dtype else value.to(dtype)
-    return torch.full((), value, dtype=dtype)
 
 
 class StepTraces:
@@ -316,27 +214,98 @@ class StepTraces:
         group: OptimizerGroup,
         shape: Sequence[int],
         dtype: torch.dtype,
-        states_: States,
+        before: States,
         options: Mapping[str, Any],
         first: bool = False,
     ) -> tuple[States, TracedStep]:
         """The states that a step keeps, and the step of a parameter of this shape that has them.
 
         Args:
-            given: the states that are there before the first step.
+            before: the states that are there before the first step; tensors alone do not tell parameters apart.
             first: the step of a parameter that has none yet.
         """
-        key = (id(group), *sorted(options), dtype, first) if len(shape) and _all_tensors(states_) else None
+        of_tensors = all(isinstance(value, Tensor) for value in before.values())
+        key = (id(group), *sorted(options), dtype, first) if len(shape) and of_tensors else None
         if key not in self._known:
-            watched = StepProbe(group.where.file)
-            states = first_states(group, shape, dtype, states_, watched, **options)
+            run = _LoneRun(group, tuple(shape), dtype, options)
+            states = run.first_states(before)
             _check_states(group, states)
-            traced = trace_step(group, shape, dtype, states, first, watched, **options)
-            if key is None or watched.asked or not traced.is_pointwise:
+            traced = run.trace(states, first)
+            if key is None or run.probe.asked or not traced.is_pointwise:
                 return states, traced
             self._known[key] = states, traced
         states, traced = self._known[key]
         return states, traced.at(shape)
+
+
+@dataclass
+class _LoneRun:
+    """Runs of a step on one parameter as if it were the only one of its group, without content."""
+
+    group: OptimizerGroup
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.probe = StepProbe(self.group.where.file)
+
+    def first_states(self, before: States) -> States:
+        """The states that a first step leaves."""
+        with self._fake() as (p, grad, numbers):
+            faked = {n: torch.empty(v.shape, dtype=v.dtype) if is_tensor(v) else v for n, v in before.items()}
+            return self._step(p, grad, numbers, faked)
+
+    def trace(self, states: States, first: bool) -> TracedStep:
+        """Trace a step on a parameter that has ``states``; ``first``: that has none yet, which gives them."""
+        open_ = {n: v for n, v in states.items() if isinstance(v, (Tensor, int, float)) and type(v) is not bool}
+        fixed = {name: value for name, value in states.items() if name not in open_}
+        shapes = {name: tuple(value.shape) if is_tensor(value) else () for name, value in open_.items()}
+        dtypes = {name: _stored_as(value) for name, value in open_.items()}
+
+        def step(p: Tensor, grad: Tensor, numbers: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+            before = {} if first else {**fixed, **dict(zip(open_, tensors, strict=True))}
+            left = self._step(p, grad, numbers, before)
+            return [p, *(_tensor(left[name], dtype) for name, dtype in dtypes.items())]
+
+        with self._fake() as (p, grad, rates), fx_traceback.preserve_node_meta():
+            stored = [torch.empty(shapes[name], dtype=dtype) for name, dtype in dtypes.items()]
+            made = make_fx(torch.func.functionalize(step), decompositions(), tracing_mode="fake")
+            module = made(p, grad, rates, stored)
+        inputs, decided = tuple(self.group.numbers), frozenset(self.probe.decided)
+        return TracedStep(module, tuple(open_), dtypes, shapes, self.shape, inputs, decided)
+
+    @contextmanager
+    def _fake(self) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
+        """Within, tensors are fake; gives a parameter, its gradient, and the numbers of the group."""
+        with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), as_compiled():
+            p, grad = (torch.empty(self.shape, dtype=self.dtype) for _ in range(2))
+            yield p, grad, [torch.empty((), dtype=torch.float64) for _ in self.group.numbers]
+
+    def _step(self, p: Tensor, grad: Tensor, numbers: Sequence[Tensor], states: States) -> States:
+        """Step the parameter in place; gives its states."""
+        lone, planned = object.__new__(type(self.group.optimizer)), self.group.numbers
+        named = dict(zip(planned, numbers, strict=True))
+        options = self.group.options
+        mine = {**options, **{n: v for n, v in (PLAIN | self.options).items() if n in options}, "params": [p]}
+        mine.update(replace_numbers(options, named))
+        self.probe.numbers = {name: (named[name], planned[name]) for name in named if name != RATE}
+        lone.__dict__.update(self.group.optimizer.__dict__)
+        lone.param_groups, lone.state = [mine], defaultdict(dict, {p: dict(states)} if states else {})
+        p.grad = grad
+        with self.probe:
+            lone.step()
+        return dict(lone.state[p])
+
+
+def _stored_as(value: Any) -> torch.dtype:
+    """The dtype in which a program stores a state: numbers as exactly as Python does."""
+    is_number = not is_tensor(value) or (value.dim() == 0 and value.dtype is torch.float32)
+    return torch.float64 if is_number else value.dtype  # halves are states of a parameter without dims
+
+
+def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if is_tensor(value) else torch.full((), value, dtype=dtype)
 
 
 def _check_states(group: OptimizerGroup, states: States) -> None:
@@ -346,8 +315,8 @@ def _check_states(group: OptimizerGroup, states: States) -> None:
         Error: a state is a list, or the like, of such.
     """
     for key, value in states.items():
-        leaves = [] if isinstance(value, (torch.Tensor, int, float)) else pytree.tree_leaves(value)
-        if any(isinstance(leaf, (torch.Tensor, int, float)) and not isinstance(leaf, bool) for leaf in leaves):
+        leaves = [] if isinstance(value, (Tensor, int, float)) else pytree.tree_leaves(value)
+        if any(isinstance(leaf, (Tensor, int, float)) and not isinstance(leaf, bool) for leaf in leaves):
             raise Error(
                 f"a state of {group.kind} is several things in one",
                 where=f"{WHERE}  {group.where}",
@@ -356,8 +325,3 @@ def _check_states(group: OptimizerGroup, states: States) -> None:
                 remedy=f"self.state[p]['{key}_0'], ...; or leave optimizer= out of the hints, and step it outside, of "
                 "pm.parameters()",
             )
-
-
-def _all_tensors(states: States) -> bool:
-    """Whether nothing among the states could make the step of one parameter another than that of the next."""
-    return all(isinstance(value, torch.Tensor) for value in states.values())
