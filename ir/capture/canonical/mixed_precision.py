@@ -35,6 +35,7 @@ from shardfx.ir.rules.template import keeps_precision
 from shardfx.ir.spec import TensorType
 
 WHERE = "Hints(mixed_precision=...)"
+NO_SCALE = "this is nothing to scale a loss by"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -86,49 +87,37 @@ class MixedPrecision:
         for name in ("dtype", "reduce_dtype", "output_dtype"):
             value = getattr(self, name)
             if value is not None and value not in DTYPES:
-                raise Error(
-                    f"{value} is nothing to compute in" if isinstance(value, torch.dtype) else "this is no dtype",
-                    where=f"{WHERE}: {name}",
-                    expected=f"one of {', '.join(map(str, DTYPES))}",
-                    got=f"{value!r}",
-                    remedy="mixed_precision=torch.bfloat16 casts parameters and inputs, and keeps master weights",
-                )
-        patterns = (self.keep,) if isinstance(self.keep, str) else self.keep
-        if not (isinstance(patterns, tuple) and all(type(each) is str for each in patterns)):
-            raise Error(
-                "this is no pattern of modules",
-                where=f"{WHERE}: keep",
-                expected="a module's path, with * and **, or a tuple of such",
-                got=repr(self.keep),
-            )
-        if patterns not in ((), ("",)) and self.dtype is None:
-            raise Error(
-                "keep says nothing where all modules compute as they are",
-                where=f"{WHERE}: keep",
-                expected="a dtype in which the other modules compute",
-                got=f"MixedPrecision(keep={self.keep!r})",
-                remedy=f"MixedPrecision(torch.bfloat16, keep={self.keep!r})",
-            )
-        number = type(self.loss_scale) in (int, float) and 0 < self.loss_scale < float("inf")  # type: ignore[operator]
+                what = f"{value} is nothing to compute in" if isinstance(value, torch.dtype) else "this is no dtype"
+                remedy = "mixed_precision=torch.bfloat16 casts parameters and inputs, and keeps master weights"
+                raise _error(what, name, f"one of {', '.join(map(str, DTYPES))}", repr(value), remedy)
+        if not all(type(each) is str for each in self._patterns):
+            expected = "a module's path, with * and **, or a tuple of such"
+            raise _error("this is no pattern of modules", "keep", expected, repr(self.keep))
+        if self.keep and self.dtype is None:
+            expected, remedy = "a dtype in which the other modules compute", f"torch.bfloat16, keep={self.keep!r}"
+            got = f"MixedPrecision(keep={self.keep!r})"
+            what = "keep says nothing where all modules compute as they are"
+            raise _error(what, "keep", expected, got, f"MixedPrecision({remedy})")
+        number = type(self.loss_scale) in (int, float) and 0 < self.loss_scale < math.inf  # type: ignore[operator]
         if self.loss_scale is not None and not number and not isinstance(self.loss_scale, LossScale):
-            raise Error(
-                "this is nothing to scale a loss by",
-                where=f"{WHERE}: scale",
-                expected="a number above zero, such as 2.0**14, or a shardfx.LossScale",
-                got=repr(self.loss_scale),
-            )
-        if (
-            self.dtype is not None
-            and self.reduce_dtype is not None
-            and not keeps_precision(self.dtype, self.reduce_dtype)
-        ):
-            raise Error(
-                f"gradients in {self.dtype} cannot be summed in {self.reduce_dtype}",
-                where=f"{WHERE}: reduce_dtype",
-                expected=f"a dtype that holds all numbers of {self.dtype}",
-                got=str(self.reduce_dtype),
-                remedy="leave reduce_dtype= out: gradients are reduced in float32, or in their own wider dtype",
-            )
+            expected = "a number above zero, such as 2.0**14, or a shardfx.LossScale"
+            raise _error(NO_SCALE, "loss_scale", expected, repr(self.loss_scale))
+        if self.dtype is not None and not self._can_sum(self.dtype):
+            remedy = "leave reduce_dtype= out: gradients are reduced in float32, or in their own wider dtype"
+            raise self._narrow(f"gradients in {self.dtype}", self.dtype, remedy)
+
+    @property
+    def _patterns(self) -> tuple[Any, ...]:
+        return self.keep if isinstance(self.keep, tuple) else (self.keep,)
+
+    def _can_sum(self, dtype: torch.dtype) -> bool:
+        return self.reduce_dtype is None or keeps_precision(dtype, self.reduce_dtype)
+
+    def _narrow(self, gradients: str, dtype: torch.dtype, remedy: str) -> Error:
+        what = f"{gradients} cannot be summed in {self.reduce_dtype}"
+        return _error(
+            what, "reduce_dtype", f"a dtype that holds all numbers of {dtype}", str(self.reduce_dtype), remedy
+        )
 
     @staticmethod
     def of(option: MixedPrecision | torch.dtype | None) -> MixedPrecision | None:
@@ -146,27 +135,18 @@ class MixedPrecision:
         Raises:
             Error: one has fewer bits than what is computed with it, or more than its gradient is to be summed in.
         """
-        kept = {id(parameter) for module in self.kept(model) for parameter in module.parameters()}
+        kept = {parameter for module in self.kept(model) for parameter in module.parameters()}
         for name, parameter in model.named_parameters():
             dtype = parameter.dtype
-            if id(parameter) in kept or not dtype.is_floating_point:
+            if parameter in kept or not dtype.is_floating_point:
                 continue
             if self.dtype is not None and not keeps_precision(self.dtype, dtype):
-                raise Error(
-                    f"parameter {name!r} is in {dtype}, and cannot be the master weight of one in {self.dtype}",
-                    where=f"{WHERE}: dtype",
-                    expected=f"parameters that hold all numbers of {self.dtype}",
-                    got=str(dtype),
-                    remedy=f"model.float(), or mixed_precision={dtype}",
-                )
-            if self.dtype is None and self.reduce_dtype is not None and not keeps_precision(dtype, self.reduce_dtype):
-                raise Error(
-                    f"the gradient of {name!r} in {dtype} cannot be summed in {self.reduce_dtype}",
-                    where=f"{WHERE}: reduce_dtype",
-                    expected=f"a dtype that holds all numbers of {dtype}",
-                    got=str(self.reduce_dtype),
-                    remedy="leave reduce_dtype out; or say the dtype of the model: MixedPrecision(torch.bfloat16)",
-                )
+                what = f"parameter {name!r} is in {dtype}, and cannot be the master weight of one in {self.dtype}"
+                expected = f"parameters that hold all numbers of {self.dtype}"
+                raise _error(what, "dtype", expected, str(dtype), f"model.float(), or mixed_precision={dtype}")
+            if self.dtype is None and not self._can_sum(dtype):
+                remedy = "leave reduce_dtype out; or say the dtype of the model: MixedPrecision(torch.bfloat16)"
+                raise self._narrow(f"the gradient of {name!r} in {dtype}", dtype, remedy)
 
     def inputs(self, tree: Any) -> Any:
         """Inputs of the model, as it computes with them."""
@@ -200,19 +180,18 @@ class MixedPrecision:
         """The modules that compute as they are: those of ``keep``, and norms whose buffers are statistics."""
         named = dict(model.named_modules())
         found = [module for module in named.values() if isinstance(module, _NormBase) and module.track_running_stats]
-        for text in (self.keep,) if isinstance(self.keep, str) else self.keep:
+        for text in filter(None, self._patterns):
             hits = [module for path, module in named.items() if pattern(text).fullmatch(path)]
             if not hits:
                 near = difflib.get_close_matches(text, named, 3, 0.5)
-                raise Error(
-                    f"no module is called {text!r}",
-                    where=f"{WHERE}: keep",
-                    expected="a module's path, with * and **",
-                    got=text,
-                    remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_modules()",
-                )
+                remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_modules()"
+                raise _error(f"no module is called {text!r}", "keep", "a module's path, with * and **", text, remedy)
             found += hits
         return list(dict.fromkeys(found))
+
+
+def _error(what: str, field: str, expected: str, got: str, remedy: str | None = None) -> Error:
+    return Error(what, where=f"{WHERE}: {field}", expected=expected, got=got, remedy=remedy)
 
 
 @contextmanager
@@ -273,12 +252,8 @@ class LossScale:
         }
         for name, (right, expected) in fits.items():
             if not right:
-                raise Error(
-                    "this is nothing to scale a loss by",
-                    where=f"LossScale({name}=...)",
-                    expected=expected,
-                    got=repr(getattr(self, name)),
-                )
+                got = repr(getattr(self, name))
+                raise Error(NO_SCALE, where=f"LossScale({name}=...)", expected=expected, got=got)
 
 
 aten = torch.ops.aten

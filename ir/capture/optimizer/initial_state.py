@@ -60,9 +60,8 @@ def _recipe(trial: OptimizerTrial, group: OptimizerGroup, names: Sequence[str], 
     state = dict(group.optimizer.state.get(like, {}))
     _, later = trial.traces.step(group, like.shape, like.dtype, state, options)
     known = {name: _content(value, like, group) for name, value in state.items() if name in later.names}
-    numbers = [v for v in group.options.values() if isinstance(v, float)]
-    choices: list[Start] = [*dict.fromkeys([0.0, 1.0, "parameter", *numbers])]
-    orders = [[known[name]] if name in known else choices for name in later.names]
+    choices: list[Start] = [0.0, 1.0, "parameter", *(v for v in group.options.values() if isinstance(v, float))]
+    orders = [[known[name]] if name in known else list(dict.fromkeys(choices)) for name in later.names]
     for content in sorted(product(*orders), key=lambda each: sum(value != 0.0 for value in each)):
         starts = dict(zip(later.names, content, strict=True))
         apart = _apart(trial, group, names, starts, later)

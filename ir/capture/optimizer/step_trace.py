@@ -74,7 +74,8 @@ class TracedStep:
     def results(self) -> Sequence[torch.fx.Node]:
         """The nodes of the new parameter and states."""
         (output,) = (node for node in self.module.graph.nodes if node.op == "output")
-        return output.args[0]  # type: ignore[return-value]
+        results: Sequence[torch.fx.Node] = output.args[0]
+        return results
 
     @property
     def is_pointwise(self) -> bool:
@@ -287,7 +288,8 @@ class _LoneRun:
         lone, planned = object.__new__(type(self.group.optimizer)), self.group.numbers
         named = dict(zip(planned, numbers, strict=True))
         options = self.group.options
-        mine = {**options, **{n: v for n, v in (PLAIN | self.options).items() if n in options}, "params": [p]}
+        how = {name: value for name, value in {**PLAIN, **self.options}.items() if name in options}
+        mine = {**options, **how, "params": [p]}
         mine.update(replace_numbers(options, named))
         self.probe.numbers = {name: (named[name], planned[name]) for name in named if name != RATE}
         lone.__dict__.update(self.group.optimizer.__dict__)
