@@ -22,7 +22,7 @@ from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import OF_MEMORY, draws, positional, with_defaults
 from shardfx.ir.spec import TensorType
 
-from .random_numbers import DRAWN, RANDOM, calls_of, draws_nothing, seed_of, unshared
+from .random_numbers import DRAWN, RANDOM, calls_of, draws_nothing, seed_of
 
 aten = torch.ops.aten
 
@@ -62,7 +62,13 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
             builder.drawn |= calls_of(made, target, args, kwargs)
         return made
     if draws(target) and not draws_nothing(target, args, kwargs):
-        raise unshared(target, str(builder.where))
+        raise Error(
+            f"{target} draws random numbers in a way that ranks cannot agree on",
+            where=str(builder.where),
+            expected="dropout, rand, randn, uniform_, normal_, bernoulli_, exponential_ and the like",
+            got=str(target),
+            remedy="draw the numbers outside of the model and pass them as an input",
+        )
     return builder.add(target, args, types, **kwargs)
 
 

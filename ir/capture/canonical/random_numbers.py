@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from shardfx.ir.builder import Call, GraphBuilder
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, Value
 from shardfx.ir.ops.dropout import FACTORS, GOLDEN, LAST, draw
 from shardfx.ir.ops.traits import with_defaults
@@ -60,17 +59,6 @@ def normal(builder: GraphBuilder, type: TensorType) -> Value:
     return result
 
 
-def unshared(op: Any, where: str) -> Error:
-    """The error of an op that draws in a way of which ranks cannot each make their part."""
-    return Error(
-        f"{op} draws random numbers in a way that ranks cannot agree on",
-        where=where,
-        expected="dropout, rand, randn, uniform_, normal_, bernoulli_, exponential_ and the like",
-        got=str(op),
-        remedy="draw the numbers outside of the model and pass them as an input",
-    )
-
-
 def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Attention carries a dropout probability that is mostly zero."""
     for i, argument in enumerate(op._schema.arguments):
@@ -98,12 +86,14 @@ def _shifted(builder: GraphBuilder, x: Value, by: int) -> Value:
 Args = tuple[Any, ...]
 
 
-def _rand(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], types: Any) -> Value:
-    return uniform(builder, types)
+def _drawn(distribution: Callable[[GraphBuilder, TensorType], Value], shift: str = "", scale: str = "") -> Any:
+    """The lowering of an op to numbers of a distribution, times its argument ``scale`` and plus ``shift``."""
 
+    def lowered(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], types: Any) -> Value:
+        bound, made = with_defaults(op, args, kwargs), distribution(builder, types)
+        return _affine(builder, made, bound[scale], bound[shift]) if shift else made
 
-def _randn(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], types: Any) -> Value:
-    return normal(builder, types)
+    return lowered
 
 
 def _affine(builder: GraphBuilder, drawn: Value, by: Any, to: Any) -> Value:
@@ -113,22 +103,13 @@ def _affine(builder: GraphBuilder, drawn: Value, by: Any, to: Any) -> Value:
 
 
 def _uniform(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], types: Any) -> Value:
-    low, high = [*args[1:], 0.0, 1.0][:2] if len(args) != 2 else (args[1], 1.0)
-    return _affine(builder, uniform(builder, types), high - low, low)
-
-
-def _normal(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], types: Any) -> Value:
-    mean, std = [*args[1:], 0.0, 1.0][:2] if len(args) != 2 else (args[1], 1.0)
-    return _affine(builder, normal(builder, types), std, mean)
-
-
-def _normal_of(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], types: Any) -> Value:
-    return _affine(builder, normal(builder, types), args[1], args[0])
+    bound = with_defaults(op, args, kwargs)
+    return _affine(builder, uniform(builder, types), bound["to"] - bound["from"], bound["from"])
 
 
 def _exponential(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], types: Any) -> Value:
     left = builder.add(aten.rsub.Scalar, (uniform(builder, types), 1.0))
-    rate = args[1] if len(args) > 1 else 1.0
+    rate = with_defaults(op, args, kwargs)["lambd"]
     result: Value = builder.add(aten.mul.Scalar, (builder.add(aten.log.default, (left,)), -1.0 / rate))
     return result
 
@@ -155,13 +136,13 @@ def _rrelu(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], t
 
 
 RANDOM: dict[Any, Callable[..., Any]] = {
-    aten.rand.default: _rand,
-    aten.rand_like: _rand,
-    aten.randn.default: _randn,
-    aten.randn_like: _randn,
+    aten.rand.default: _drawn(uniform),
+    aten.rand_like: _drawn(uniform),
+    aten.randn.default: _drawn(normal),
+    aten.randn_like: _drawn(normal),
     aten.uniform.default: _uniform,
-    aten.normal_functional.default: _normal,
-    aten.normal.float_float: _normal_of,
+    aten.normal_functional.default: _drawn(normal, "mean", "std"),
+    aten.normal.float_float: _drawn(normal, "mean", "std"),
     aten.exponential.default: _exponential,
     aten.bernoulli.p: _bernoulli,
     aten.bernoulli.default: _bernoulli,
