@@ -8,7 +8,7 @@ What one device would raise, a program reports after its run, before results are
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: ProgramNames, drawn: di
         builder.where = source_of(node)
         builder.phase = Phase.BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else Phase.FORWARD
         if node.op == "placeholder":
-            builder.env[node] = None if is_token(node) else _placeholder(builder, node, names)
+            builder.env[node] = None if _is_token(node) else _placeholder(builder, node, names)
         elif node.op == "get_attr":
             constant = getattr(gm, node.target)
             key = content(constant)
@@ -74,18 +74,17 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: ProgramNames, drawn: di
             name = f"constant.{len(builder.graph.of_kind(InputKind.CONSTANT))}"
             type = TensorType(tuple(constant.shape), constant.dtype)
             builder.env[node] = constants[key or id(constant)] = builder.input(InputKind.CONSTANT, name, type, constant)
-        elif is_effect(node):
-            convert_effect(builder, node)
+        elif _is_effect(node):
+            _convert_effect(builder, node)
         elif node.op == "call_function":
-            builder.env[node] = None if is_token(node) else convert_call(builder, node)
+            builder.env[node] = None if _is_token(node) else convert_call(builder, node)
         elif node.op == "output":
             output = node
         else:
             raise Error(f"unexpected {node.op} in the captured graph", where=str(builder.where), got=node.format_node())
     assert output is not None
     _outputs(builder, output, names)
-    mark_loss_checks(builder.graph)
-    _drop_constant_guards(builder.graph)
+    _settle_guards(builder.graph)
     dead_code(builder.graph)
     inherit_sources(builder.graph, names.loss)
     for made in builder.graph.nodes:
@@ -138,19 +137,15 @@ def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: ProgramNames
 
 
 def _written(desc: object, names: ProgramNames) -> Error:
-    if isinstance(desc, PlainAOTInput):
-        return Error(
-            "the model changes one of its inputs in place",
-            where=_name_of(desc, names),
-            expected="inputs that the model leaves alone",
-            remedy="clone the input inside the model first",
-        )
+    of_input = isinstance(desc, PlainAOTInput)
     return Error(
-        "the model changes one of its parameters in place",
+        f"the model changes one of its {'inputs' if of_input else 'parameters'} in place",
         where=_name_of(desc, names),
-        expected="parameters that an optimizer changes alone",
-        remedy="compute with a new tensor (self.weight.clamp(-1, 1)), or change it behind the optimizer's step; what "
-        "has no gradient may be a buffer",
+        expected="inputs that the model leaves alone" if of_input else "parameters that an optimizer changes alone",
+        remedy="clone the input inside the model first"
+        if of_input
+        else "compute with a new tensor (self.weight.clamp(-1, 1)), or change it behind the optimizer's step; what has "
+        "no gradient may be a buffer",
     )
 
 
@@ -176,7 +171,7 @@ def _check_holds(scale: float, dtype: torch.dtype) -> None:
 def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: ProgramNames) -> None:
     flat = node.args[0]
     assert isinstance(flat, (list, tuple))
-    result = 0
+    outputs, gradients, result = builder.graph.outputs, dict[str, Output](), 0
     guards = iter(enumerate(names.guards))
     unguarded = sum(isinstance(desc, PlainAOTOutput) for desc in node.meta["desc"]) - len(names.guards)
     for arg, desc in zip(flat, node.meta["desc"], strict=True):
@@ -208,51 +203,55 @@ def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: ProgramNames) ->
             continue
         if value is None:
             continue
-        known = next(
-            (o for o in builder.graph.outputs if kind is OutputKind.GRADIENT and (o.kind, o.name) == (kind, name)), None
-        )
-        if known is not None:
+        if kind is OutputKind.GRADIENT and name in gradients:
             builder.phase = Phase.BACKWARD
-            known.value = builder.add(aten.add.Tensor, (known.value, value), value.type)
-        else:
-            builder.graph.outputs.append(Output(kind, name, value, guard=guard))
-    sort_gradients(builder.graph)
+            gradients[name].value = builder.add(aten.add.Tensor, (gradients[name].value, value), value.type)
+            continue
+        outputs.append(Output(kind, name, value, guard=guard))
+        if kind is OutputKind.GRADIENT:
+            gradients[name] = outputs[-1]
+    order = {inp.name: number for number, inp in enumerate(builder.graph.inputs)}
+    outputs.sort(key=lambda each: order[each.name] if each.kind is OutputKind.GRADIENT else -1)
 
 
-def _drop_constant_guards(graph: Graph) -> None:
-    """Leave out guards that depend on no input: they hold always."""
-    open_ = {inp.value for inp in graph.inputs if inp.kind is not InputKind.CONSTANT}
+def _depending(graph: Graph, values: Iterable[Value]) -> set[Value]:
+    """The values that depend on some, and these."""
+    found = {*values}
     for node in graph.nodes:
-        if not open_.isdisjoint(node.operands):
-            open_.update(node.outs)
-    graph.outputs = [output for output in graph.outputs if output.guard is None or output.value in open_]
+        if not found.isdisjoint(node.operands):
+            found.update(node.outs)
+    return found
 
 
-def sort_gradients(graph: Graph) -> None:
-    """The gradients in the order of the inputs."""
-    order = {inp.name: i for i, inp in enumerate(graph.inputs)}
-    gradients = iter(sorted((o for o in graph.outputs if o.kind is OutputKind.GRADIENT), key=lambda o: order[o.name]))
-    graph.outputs = [next(gradients) if o.kind is OutputKind.GRADIENT else o for o in graph.outputs]
+def _settle_guards(graph: Graph) -> None:
+    """Leave out guards that depend on no input, which hold always, and mark the checks of the loss: those that depend
+    on a target."""
+    of_inputs = _depending(graph, (inp.value for inp in graph.inputs if inp.kind is not InputKind.CONSTANT))
+    of_targets = _depending(graph, (inp.value for inp in graph.inputs if inp.kind is InputKind.TARGET))
+    graph.outputs = [output for output in graph.outputs if output.guard is None or output.value in of_inputs]
+    for output in graph.outputs:
+        if output.guard is not None and output.guard.op and output.value in of_targets:
+            output.guard = output.guard.in_loss()
 
 
 TOKENS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
 
 
-def is_token(node: torch.fx.Node) -> bool:
+def _is_token(node: torch.fx.Node) -> bool:
     """Whether a node of a traced graph is an effect token, which only orders calls."""
     if node.op == "placeholder":
         return isinstance(node.meta["desc"], TOKENS)
     if node.target is operator.getitem:
-        return is_effect(node.args[0]) and operator.index(node.args[1]) == 0  # type: ignore[arg-type]
+        return _is_effect(node.args[0]) and operator.index(node.args[1]) == 0  # type: ignore[arg-type]
     return False
 
 
-def is_effect(node: Any) -> bool:
+def _is_effect(node: Any) -> bool:
     """Whether a node is a call for its effect."""
     return isinstance(node, torch.fx.Node) and node.target is torch.ops.higher_order.with_effects
 
 
-def convert_effect(builder: GraphBuilder, node: torch.fx.Node) -> None:
+def _convert_effect(builder: GraphBuilder, node: torch.fx.Node) -> None:
     """Write a call for its effect as a guard.
 
     Raises:
@@ -272,14 +271,3 @@ def convert_effect(builder: GraphBuilder, node: torch.fx.Node) -> None:
     number = sum(output.kind is OutputKind.GUARD for output in builder.graph.outputs)
     guard = Guard(False, builder.where, builder.phase is Phase.BACKWARD, op=str(rest[0]))
     builder.graph.outputs.append(Output(OutputKind.GUARD, f"checks.{number}", wrong, guard=guard))
-
-
-def mark_loss_checks(graph: Graph) -> None:
-    """Mark the checks that depend on a target as those of the loss."""
-    known = {inp.value for inp in graph.inputs if inp.kind is InputKind.TARGET}
-    for node in graph.nodes:
-        if not known.isdisjoint(node.operands):
-            known.update(node.outs)
-    for output in graph.outputs:
-        if output.guard is not None and output.guard.op and output.value in known:
-            output.guard = output.guard.in_loss()
