@@ -8,7 +8,6 @@ step that asks for no shape and is elementwise is traced once for all shapes, ot
 from __future__ import annotations
 
 import builtins
-import copy
 import operator
 import sys
 from collections import defaultdict
@@ -95,9 +94,12 @@ class TracedStep:
                 return torch.empty(tuple(shape), dtype=sized.dtype, device="meta")
             return sized
 
-        module = copy.deepcopy(self.module)
-        for node in module.graph.nodes:
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(self.module.graph, {}))
+        graph.set_codegen(self.module.graph._codegen)  # by which it takes a list of states
+        for node in graph.nodes:
             node.meta["val"] = pytree.tree_map(moved, node.meta.get("val"))
+        module = torch.fx.GraphModule(self.module, graph)
         shapes = {name: tuple(shape) if sized else () for name, sized in self.shapes.items()}
         return replace(self, module=module, shapes=shapes, shape=tuple(shape))
 
