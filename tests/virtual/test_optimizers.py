@@ -15,6 +15,7 @@ import shardfx as sx
 from shardfx.ir.capture.optimizer.initial_state import recipe
 from shardfx.ir.capture.optimizer.optimizer_groups import make_groups_of
 from shardfx.ir.capture.optimizer.optimizer_trial import OptimizerTrial
+from shardfx.ir.capture.optimizer.step_trace import WITH_NUMBERS, StepProbe
 from tests.stepped import Optimizers, alone, apart, small_plan
 
 from .test_calls import batch, mlp, near, parallel
@@ -332,3 +333,30 @@ def test_custom_optimizers_are_captured() -> None:
 
 def test_bfloat16_state_of_a_parameter_without_dims() -> None:
     tried(HalfStates, scale=nn.Parameter(torch.tensor(1.5)))
+
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+NUMBER, COUNT = 0.77, 384
+"""Elements: a multiple of what a kernel takes at once, for it rounds the rest of bfloat16s in another way."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [
+        *((name, (dtype,) * 3) for name in ("addcmul", "addcdiv") for dtype in (F64, F32, BF16)),
+        *((name, (dtype, dtype)) for name in ("add", "sub") for dtype in (F64, F32, BF16)),
+        *((name, dtypes) for name in ("add", "sub") for dtypes in ((F64, BF16), (F32, BF16), (F64, F32))),
+    ],
+)
+def test_function_with_a_number_in_a_tensor_equals_its_kernel(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    number, function = WITH_NUMBERS[name][0], getattr(torch, name)
+    drawn = torch.Generator().manual_seed(0)
+    operands = [(torch.rand(COUNT, generator=drawn, dtype=F64) + 0.5).to(dtype) for dtype in dtypes]
+    expected = function(*operands, **{number: NUMBER})
+    with StepProbe(""):
+        made = function(*operands, **{number: torch.tensor(NUMBER, dtype=F64)})
+    assert made.dtype == expected.dtype
+    apart = (made.double() - expected.double()).abs()
+    assert apart.max() <= 4 * torch.finfo(made.dtype).eps * expected.abs().max()
+    if made.dtype is BF16:
+        assert (apart > 0).double().mean() < 0.01

@@ -16,9 +16,8 @@ blocks that a graph leaves out (:mod:`shardfx.ir.repeat`) are stepped as those o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -28,8 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardfx.ir.builder import GraphBuilder
 from shardfx.ir.capture.canonical.canonical_ops import convert_call
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value, Where, op_name
-from shardfx.ir.ops.traits import with_defaults
+from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value, Where
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.rewriter import dead_code
 from shardfx.ir.spec import TensorType
@@ -38,7 +36,7 @@ from shardfx.ir.unfolding.regular import IrregularBlocks
 from .initial_state import Recipe, recipe
 from .optimizer_groups import Factory, OptimizerGroup, make_groups_of, numbers_of
 from .optimizer_trial import OptimizerTrial, refusal
-from .step_trace import StepTraces, TracedStep, says_nothing
+from .step_trace import WITH_NUMBERS, StepTraces, TracedStep, says_nothing
 from .update_spec import CounterState, OptimizerState, UpdateGroup, UpdateSpec
 
 aten = torch.ops.aten
@@ -245,15 +243,17 @@ class _UpdateWriter:
 
 
 def _converted(builder: GraphBuilder, node: fx.Node) -> Any:
-    if node.target is aten._local_scalar_dense.default:
-        return builder.env[node.args[0]]  # type: ignore[index]
     if node.target is aten.copy_.default:  # what functionalisation leaves of a change of an input
         return builder.env[node.args[1]]  # type: ignore[index]
-    if isinstance(node.target, torch._ops.OpOverload):
-        args = fx.map_arg(node.args, builder.env.__getitem__)
-        kwargs = fx.map_arg(node.kwargs, builder.env.__getitem__)
-        if _has_unknown_number(node.target, args, kwargs):
-            return call_with_numbers(builder, node.target, args, kwargs)
+    if node.target is aten._local_scalar_dense.default:
+        used = ", ".join(str(user.target) for user in node.users)
+        raise Error(
+            f"{used} with a number that is read out of a tensor",
+            where=str(builder.where),
+            expected=f"products with the tensor itself; numbers in tensors for {', '.join(WITH_NUMBERS)}",
+            got=used,
+            remedy="multiply by the tensor itself",
+        )
     return convert_call(builder, node)
 
 
@@ -343,94 +343,3 @@ def _said(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         return names[node]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: _said(each, names))
     return f"{node.target}{args}{kwargs}"
-
-
-def _has_unknown_number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument of a call that is to be a Python number is a value here."""
-    bound = with_defaults(op, args, kwargs)
-    others = (each.name for each in op._schema.arguments if "Tensor" not in str(each.type))
-    return any(isinstance(bound.get(name), Value) for name in others)
-
-
-def call_with_numbers(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call with a number in a tensor, as ops of tensors alone, in the order of operations and the precision of its
-    kernel.
-
-    Raises:
-        Error: the op is not known in such a form.
-    """
-    bound = with_defaults(op, args, kwargs)
-    form = FORMS.get(op)
-    if form is None:
-        raise Error(
-            f"{op_name(op)} with a number that is read out of a tensor",
-            where=str(builder.where),
-            expected=f"one of {', '.join(map(op_name, FORMS))}",
-            got=op_name(op),
-            remedy="multiply by the tensor itself",
-        )
-    return form(builder.add, *(bound[each.name] for each in op._schema.arguments if each.name in bound))
-
-
-Add = Callable[..., Any]
-Form = Callable[..., Any]
-"""``form(add, *arguments)`` writes a call by ``add``, which writes one op of a builder."""
-
-
-def _scaled(op: Any) -> Form:
-    return lambda add, x, y, alpha: add(op, (x, add(aten.mul.Tensor, (y, alpha))))
-
-
-def _third(op: Any) -> Form:
-    return lambda add, x, a, b, value: add(op, (x, add(aten.mul.Tensor, (a, value)), b))
-
-
-def _interpolated(add: Add, x: Any, y: Any, weight: Any) -> Any:
-    return add(aten.add.Tensor, (x, add(aten.mul.Tensor, (add(aten.sub.Tensor, (y, x)), weight))))
-
-
-def _precise(form: Form, rounded: bool = False) -> Form:
-    """A rewrite of several ops whose operands are cast to the dtype in which a kernel computes, and its result to the
-    kernel's. The last argument is the number, ``rounded`` by the kernel to its result's dtype."""
-
-    def computed(add: Add, x: Any, *rest: Any) -> Any:
-        *others, number = rest
-        gives = _result_dtype(x, *others)
-        wide = torch.float32 if gives in HALVES else gives
-        number = _cast(add, number, gives) if rounded and gives in HALVES else number
-        return _cast(add, form(add, *(_cast(add, each, wide) for each in (x, *others)), number), gives)
-
-    return computed
-
-
-HALVES = (torch.bfloat16, torch.float16)
-
-
-def _result_dtype(*operands: Value) -> torch.dtype:
-    """The result dtype of these operands: one without dims changes nothing within its kind."""
-    shells = [torch.empty((1,) * len(each.shape), dtype=each.type.dtype, device="meta") for each in operands]
-    return reduce(lambda a, b: torch.empty(a.shape, dtype=torch.result_type(a, b), device="meta"), shells).dtype
-
-
-def _cast(add: Add, value: Value, dtype: torch.dtype) -> Any:
-    return value if value.type.dtype == dtype else add(aten._to_copy.default, (value,), dtype=dtype)
-
-
-def _of_tensors(op: Any) -> Form:
-    return lambda add, x, y, *rest: add(op, (x, y))
-
-
-FORMS: dict[Any, Form] = {
-    aten.add.Tensor: _precise(_scaled(aten.add.Tensor), rounded=True),
-    aten.sub.Tensor: _precise(_scaled(aten.sub.Tensor), rounded=True),
-    aten.mul.Scalar: _of_tensors(aten.mul.Tensor),
-    aten.div.Scalar: _of_tensors(aten.div.Tensor),
-    aten.add.Scalar: _of_tensors(aten.add.Tensor),
-    aten.sub.Scalar: _of_tensors(aten.sub.Tensor),
-    aten.pow.Tensor_Scalar: _of_tensors(aten.pow.Tensor_Tensor),
-    aten.rsub.Scalar: lambda add, x, y, alpha: add(aten.sub.Tensor, (y, x)),
-    aten.addcmul.default: _precise(_third(aten.addcmul.default)),
-    aten.addcdiv.default: _precise(_third(aten.addcdiv.default)),
-    aten.lerp.Scalar: _precise(_interpolated),
-}
-"""The rewrite of an op with such a number, of its arguments in the order of the schema."""

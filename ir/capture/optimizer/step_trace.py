@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +122,7 @@ OF_ONE_NUMBER = frozenset(
     {
         aten._to_copy.default,
         aten.clone.default,
+        aten.copy.default,
         aten.copy_.default,
         aten.detach.default,
         aten.full_like.default,
@@ -128,7 +130,6 @@ OF_ONE_NUMBER = frozenset(
         aten.ones_like.default,
         aten.scalar_tensor.default,
         aten.zeros_like.default,
-        aten._local_scalar_dense.default,
     }
 )
 """Elementwise ops and fills, though torch does not tag them so."""
@@ -168,7 +169,7 @@ def _either(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[.
 
 class StepProbe(TorchFunctionMode):
     """Records the line of ``file`` of each call, and comparisons with scheduled numbers. In-place methods that are
-    composite (``square_``), which torch cannot functionalise, become a copy."""
+    composite (``square_``), which torch cannot functionalise, become a copy, and so do :data:`WITH_NUMBERS`."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -192,17 +193,47 @@ class StepProbe(TorchFunctionMode):
             while frame is not None and frame.f_code.co_filename != self.file and frame.f_back is not None:
                 frame = frame.f_back
             fx_traceback.set_stack_trace([str(frame.f_lineno)])
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name[:-1]):
-            op = getattr(getattr(torch.ops.aten, name, None), "default", None)
-            if op is not None and op.has_kernel_for_dispatch_key(COMPOSITE):
-                return args[0].copy_(getattr(args[0], name[:-1])(*args[1:], **(kwargs or {})))
-        found = func(*args, **(kwargs or {}))
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        in_place = name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name[:-1])
+        plain = name[:-1] if in_place else name
+        number, compute = WITH_NUMBERS.get(plain, ("", None))
+        if compute is not None and isinstance(kwargs.get(number), Tensor):
+            made = compute(*args, kwargs[number])
+            return args[0].copy_(made) if in_place else made
+        op = getattr(getattr(torch.ops.aten, name, None), "default", None) if in_place else None
+        if op is not None and op.has_kernel_for_dispatch_key(COMPOSITE):
+            return args[0].copy_(getattr(args[0], plain)(*args[1:], **kwargs))
+        found = func(*args, **kwargs)
         if isinstance(found, (int, float, tuple, list)) and not isinstance(found, bool):
             self.asked |= any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args)
         return found
 
 
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _as_kernel(compute: Callable[..., Tensor], rounded: bool = False) -> Callable[..., Tensor]:
+    """A function of tensors and a number in a tensor, in the dtype in which a kernel computes, and rounded once;
+    ``rounded``: the kernel rounds the number to its result's dtype, too."""
+
+    def computed(*args: Tensor) -> Tensor:
+        *operands, number = args
+        sized = [each for each in operands if each.dim()] or operands
+        gives = reduce(torch.promote_types, (each.dtype for each in sized))
+        wide = torch.float32 if gives in HALVES else gives
+        number = number.to(gives) if rounded and gives in HALVES else number
+        return compute(*(each.to(wide) for each in operands), number).to(gives)
+
+    return computed
+
+
+WITH_NUMBERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "add": ("alpha", _as_kernel(lambda x, y, alpha: x + y * alpha, rounded=True)),
+    "sub": ("alpha", _as_kernel(lambda x, y, alpha: x - y * alpha, rounded=True)),
+    "addcmul": ("value", _as_kernel(lambda x, a, b, value: torch.addcmul(x, a * value, b))),
+    "addcdiv": ("value", _as_kernel(lambda x, a, b, value: torch.addcdiv(x, a * value, b))),
+}
+"""The functions that take a number, its name, and what they compute where it is in a tensor, which torch reads out."""
 RELATIONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
