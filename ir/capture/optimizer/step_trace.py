@@ -196,9 +196,9 @@ class StepProbe(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         in_place = name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name[:-1])
         plain = name[:-1] if in_place else name
-        number, compute = WITH_NUMBERS.get(plain, ("", None))
-        if compute is not None and isinstance(kwargs.get(number), Tensor):
-            made = compute(*args, kwargs[number])
+        option, compute = WITH_NUMBERS.get(plain, ("", None))
+        if compute is not None and isinstance(kwargs.get(option), Tensor):
+            made = compute(*args, kwargs[option])
             return args[0].copy_(made) if in_place else made
         op = getattr(getattr(torch.ops.aten, name, None), "default", None) if in_place else None
         if op is not None and op.has_kernel_for_dispatch_key(COMPOSITE):
