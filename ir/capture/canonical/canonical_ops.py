@@ -350,17 +350,13 @@ KINDS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torc
 
 def numbers_as_tensors(builder: GraphBuilder, op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a call, with tensors in place of numbers if no tensor is among those that the schema names."""
+    made = [*args]
     taken = [i for i, each in enumerate(op._schema.arguments[: len(args)]) if "Tensor" in str(each.type)]
-    numbers = [i for i in taken if type(args[i]) in KINDS]
-    if not numbers or any(isinstance(args[i], (Value, list)) for i in taken):
-        return args
-    return tuple(_tensor(builder, each) if i in numbers else each for i, each in enumerate(args))
-
-
-def _tensor(builder: GraphBuilder, number: Any) -> Value:
-    dtype = KINDS[type(number)]
-    made: Value = builder.add(torch.ops.aten.full.default, ([], number), TensorType((), dtype), dtype=dtype)
-    return made
+    for i in taken if not any(isinstance(args[i], (Value, list)) for i in taken) else ():
+        dtype = KINDS.get(type(args[i]))
+        if dtype is not None:
+            made[i] = builder.add(aten.full.default, ([], args[i]), TensorType((), dtype), dtype=dtype)
+    return tuple(made)
 
 
 CANONICAL: dict[Any, Canonical] = {

@@ -135,7 +135,7 @@ class MixedPrecision:
         Raises:
             Error: one has fewer bits than what is computed with it, or more than its gradient is to be summed in.
         """
-        kept = {parameter for module in self.kept(model) for parameter in module.parameters()}
+        kept = self.kept_parameters(model)
         for name, parameter in model.named_parameters():
             dtype = parameter.dtype
             if parameter in kept or not dtype.is_floating_point:
@@ -166,12 +166,11 @@ class MixedPrecision:
         if self.dtype is None:
             yield
             return
-        kept = self.kept(model)
-        own = {parameter for module in kept for parameter in module.parameters()}
+        own = self.kept_parameters(model)
         made = {parameter: cast(parameter, self.dtype) for parameter in model.parameters() if parameter not in own}
         named = model.named_parameters(remove_duplicate=False)
         with ExitStack() as stack:
-            for module in kept:
+            for module in self.kept(model):
                 stack.enter_context(as_it_is(module, self.dtype))
             stack.enter_context(_reparametrize_module(model, {name: made[p] for name, p in named if p in made}))
             yield
@@ -188,6 +187,10 @@ class MixedPrecision:
                 raise _error(f"no module is called {text!r}", "keep", "a module's path, with * and **", text, remedy)
             found += hits
         return list(dict.fromkeys(found))
+
+    def kept_parameters(self, model: nn.Module) -> set[nn.Parameter]:
+        """The parameters of these modules."""
+        return {parameter for module in self.kept(model) for parameter in module.parameters()}
 
 
 def _error(what: str, field: str, expected: str, got: str, remedy: str | None = None) -> Error:

@@ -61,11 +61,7 @@ def normal(builder: GraphBuilder, type: TensorType) -> Value:
 
 def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Attention carries a dropout probability that is mostly zero."""
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            value = args[i] if i < len(args) else kwargs.get(argument.name, 0.0)
-            return bool(value == 0.0)
-    return False
+    return with_defaults(op, args, kwargs).get("dropout_p") == 0.0
 
 
 def _mixed(builder: GraphBuilder, x: Value) -> Value:

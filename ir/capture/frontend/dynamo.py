@@ -482,7 +482,7 @@ class FakeWeights:
         self.names: dict[int, str] = {}
         """The first name of each fake weight."""
         self.inputs_by_id: dict[int, Tensor] = {}
-        kept = {id(p) for module in (compute.kept(model) if compute else ()) for p in module.parameters()}
+        kept = compute.kept_parameters(model) if compute else ()
         weights = stored(model)
         if isinstance(loss, nn.Module):
             weights |= {f"{loss_name}.{name}": tensor for name, tensor in stored(loss).items()}
@@ -490,7 +490,7 @@ class FakeWeights:
             if id(tensor) in self.by_id or (known is not None and name not in known):
                 continue
             is_parameter = isinstance(tensor, nn.Parameter)
-            casts = compute is not None and is_parameter and id(tensor) not in kept
+            casts = compute is not None and is_parameter and tensor not in kept
             made = self._fake(tensor, compute.dtype if compute is not None and casts else None)
             if is_parameter:
                 made = nn.Parameter(made, tensor.requires_grad if trainable is None else name in trainable)

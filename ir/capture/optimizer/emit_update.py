@@ -308,13 +308,12 @@ def states_of_all(
     names: Iterable[str], states: Mapping[str, tuple[OptimizerState, ...]], repeats: Sequence[Repeat]
 ) -> dict[str, tuple[OptimizerState, ...]]:
     """The states of the parameters ``names``, of which those are known that are there."""
-    return {name: tuple(_of(name, state, repeats) for state in states[like(name, repeats)]) for name in names}
-
-
-def _of(name: str, state: OptimizerState, repeats: Sequence[Repeat]) -> OptimizerState:
-    """A state of the parameter that ``name`` is like, as ``name`` has it."""
-    own = state.name == f"{like(name, repeats)}.{state.key}"
-    return replace(state, name=f"{name}.{state.key}") if own else state
+    found = {}
+    for name in names:
+        known = like(name, repeats)
+        own = {each.key: replace(each, name=f"{name}.{each.key}") for each in states[known]}
+        found[name] = tuple(own[s.key] if s.name == f"{known}.{s.key}" else s for s in states[known])
+    return found
 
 
 def depending(traced: TracedStep, shared: Container[str]) -> set[fx.Node]:

@@ -107,13 +107,19 @@ def make_groups_of(
     """
     made = factory(Parameters(named))
     optimizers = list(made) if isinstance(made, (list, tuple)) else [made]
-    if not optimizers:
-        raise _no_optimizer(made)
+    if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
+        raise Error(
+            "this is no optimizer",
+            where=WHERE,
+            expected="a function of the parameters that gives a torch.optim.Optimizer, or a list of some",
+            got=f"{made!r:.100} of type {type(made).__name__}",
+            remedy="Hints(optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4))",
+        )
     names = {id(parameter): name for name, parameter in named.items()}
     groups: list[OptimizerGroup] = []
     seen: dict[str, str] = {}
     for optimizer in optimizers:
-        _check(optimizer, made)
+        _check_closure(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             mine = tuple(names.get(id(parameter), "") for parameter in group["params"])
             _check_names(mine, group["params"], seen, optimizer)
@@ -123,19 +129,7 @@ def make_groups_of(
     return groups
 
 
-def _no_optimizer(made: object) -> Error:
-    return Error(
-        "this is no optimizer",
-        where=WHERE,
-        expected="a function of the parameters that gives a torch.optim.Optimizer, or a list of some",
-        got=f"{made!r:.100} of type {type(made).__name__}",
-        remedy="Hints(optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4))",
-    )
-
-
-def _check(optimizer: object, made: object) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _no_optimizer(made)
+def _check_closure(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
         raise Error(
