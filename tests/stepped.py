@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
@@ -196,3 +197,11 @@ def apart(pm: sx.ParallelModule, losses: list[float], params: dict[str, Tensor])
     off = [abs(float(pm.step(x, y)) - loss) for (x, y), loss in zip(batches(len(losses)), losses, strict=True)]
     full = pm.full_state_dict()
     return max(*off, *(float((full[name] - value).abs().max()) for name, value in params.items()))
+
+
+def refused(what: str, call: Callable[[], object]) -> sx.Error:
+    """The error of a call, which says this and what to do."""
+    with pytest.raises(sx.Error, match=what) as caught:
+        call()
+    assert caught.value.remedy or caught.value.expected
+    return caught.value

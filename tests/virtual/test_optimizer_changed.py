@@ -13,7 +13,7 @@ from torch import nn, optim
 
 import shardfx as sx
 from tests.plans import MESHES
-from tests.stepped import KINDS, Lamb, alone, batches, small_model, small_plan
+from tests.stepped import KINDS, Lamb, alone, batches, refused, small_model, small_plan
 
 DP2 = MESHES["dp2"]
 
@@ -24,13 +24,6 @@ def in_two(params: Any) -> optim.Optimizer:
 
 def turned_round(params: Any) -> optim.Optimizer:
     return optim.AdamW([{"params": params[2:], "weight_decay": 0.1}, {"params": params[:2], "lr": 1e-3}], lr=1e-2)
-
-
-def refused(what: str, call: Callable[[], object]) -> sx.Error:
-    with pytest.raises(sx.Error, match=what) as caught:
-        call()
-    assert caught.value.remedy
-    return caught.value
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import shardfx as sx
 from tests.plans import MESHES
-from tests.stepped import KINDS, alone, apart, batches, small_model, small_plan
+from tests.stepped import KINDS, alone, apart, batches, refused, small_model, small_plan
 
 DP2 = MESHES["dp2"]
 
@@ -108,13 +108,6 @@ def dropped(states: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
-
-
-def refused(what: str, call: Callable[[], object]) -> sx.Error:
-    with pytest.raises(sx.Error, match=what) as caught:
-        call()
-    assert caught.value.remedy or caught.value.expected
-    return caught.value
 
 
 class Decides(torch.optim.SGD):
