@@ -63,10 +63,6 @@ class Communication:
         """Seconds of the links for all of it, one after the other."""
         return sum(row.seconds for row in self.rows)
 
-    def over(self, axis: str) -> float:
-        """The bytes sent in groups that include ``axis``."""
-        return sum(row.nbytes for row in self.rows if axis in row.axes)
-
 
 @dataclass(frozen=True)
 class Estimate:
