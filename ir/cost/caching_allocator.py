@@ -52,10 +52,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """The allocator's state: ``reserved`` bytes of all segments, ``allocated`` bytes of blocks in use."""
+    """The allocator's state; ``reserved`` are the bytes of all segments."""
 
     def __init__(self) -> None:
-        self.reserved = self.allocated = 0
+        self.reserved = 0
         self._blocks: dict[int, _Block] = {}
         self._pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}
         """The free blocks by stream and class, sorted by size and address."""
@@ -76,7 +76,6 @@ class CachingAllocator:
             self._blocks[block.address] = block
             self.reserved += block.size
         self._split(block, size)
-        self.allocated += block.size
         return block.address
 
     def free(self, address: int) -> None:
@@ -84,7 +83,6 @@ class CachingAllocator:
         if address == NOTHING:
             return
         block = self._blocks[address]
-        self.allocated -= block.size
         if block.behind is not None and block.behind.free:
             self._merge(block, block.behind)
         if block.before is not None and block.before.free:

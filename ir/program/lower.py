@@ -63,11 +63,6 @@ class SharedLowering:
         """The parts of all values that are sharded over loop axes."""
         return looped_parts(self.chosen[1], self.graph.mesh)
 
-    def ends(self, coords: Mapping[str, int]) -> tuple[list[Input], list[Output]]:
-        """The inputs and outputs of the rank at ``coords``."""
-        inputs, _, outputs = self.chosen
-        return local_ends(self.graph, inputs, outputs, coords)
-
 
 def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list[Node], list[Output]]:
     """The subgraph that outputs of some kinds need, with the guards in effect for them."""
@@ -122,7 +117,7 @@ def lower(
     common = common or SharedLowering(graph, frozenset(kinds))
     coords = graph.mesh.coords(rank)
     steps = rank_actions(common.steps if arrange is None else arrange(common.steps), graph, coords)
-    inputs, outputs = common.ends(coords)
+    inputs, outputs = local_ends(graph, common.chosen[0], common.chosen[2], coords)
 
     def written(iterations: Mapping[str, int]) -> fx.Graph:
         """The program specialized to one iteration of each loop axis."""

@@ -181,7 +181,7 @@ class ReceiveTask(RankTask):
 
 def rank_tasks(program: RankProgram, footprint: Footprint, machine: Machine, mesh: Mesh) -> list[RankTask]:
     """The tasks of a rank in a step; ``footprint`` is the replay of the program, with the costs of its calls."""
-    return list(_merged(_TaskReader(program, footprint, machine, mesh).all()))
+    return _merged(_TaskReader(program, footprint, machine, mesh).all())
 
 
 class _TaskReader:
@@ -259,16 +259,14 @@ def call_label(call: fx.Node) -> str:
     return f"{kind} %{call.name}{where}"
 
 
-def _merged(tasks: Iterator[RankTask]) -> Iterator[RankTask]:
+def _merged(tasks: Iterable[RankTask]) -> list[RankTask]:
     """Merge consecutive compute for one purpose in one micro-batch into one task."""
-    last: RankTask | None = None
+    found: list[RankTask] = []
     for each in tasks:
+        last = found[-1] if found else None
         together = isinstance(last, ComputeTask) and isinstance(each, ComputeTask)
         if last is not None and together and (last.purpose, last.microbatch) == (each.purpose, each.microbatch):
-            last = replace(last, seconds=last.seconds + each.seconds)
-            continue
-        if last is not None:
-            yield last
-        last = each
-    if last is not None:
-        yield last
+            found[-1] = replace(last, seconds=last.seconds + each.seconds)
+        else:
+            found.append(each)
+    return found

@@ -85,14 +85,6 @@ def test_every_call_holds_what_a_run_holds(case: str) -> None:
 
 
 @pytest.mark.long
-def test_programs_in_which_every_value_has_memory_of_its_own_hold_what_a_run_holds() -> None:
-    given, pm = make("mlp3"), plan(make("mlp3"), MESHES["dp2"], specs=STORED)
-    for rank in range(pm.mesh.size):
-        pm._programs.step.put(rank, TRAIN, lowered(pm, rank))
-    check_footprint(lowered(pm), held_in_a_step(pm, given)[0])
-
-
-@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["sequence", "resnet", "stored"])
 def test_what_is_sent_is_what_a_run_counts(case: str) -> None:

@@ -59,17 +59,6 @@ def test_golden_texts(case: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["gpt_fused", "resnet", "dropout_mlp"])
-def test_the_text_of_a_program_is_read_back(name: str) -> None:
-    pm = plan(make(name), sx.Mesh(dp=2, tp=2))
-    for rank in (0, 3):
-        text = str(pm.rank_program(rank))
-        again = parse_program(text, pm.planned)
-        assert str(again) == text and again.module().code == pm.rank_module(rank).code
-        validate_program(again)
-
-
-@pytest.mark.long
 def test_a_text_that_is_no_program_of_the_plan_is_an_error() -> None:
     pm = plan(make("mlp3"), MESH)
     text = str(pm.rank_program(0))
