@@ -19,7 +19,7 @@ A loop in schedule actions has a body for each of them, which run in the order o
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,24 +208,22 @@ def _inputs(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _hoist_numbers(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
-    """Hoist the induction variables of actions: each stands once, behind the begin."""
-    head, last = {begin: begin}, begin
+    """Hoist the induction variables of actions, made of others or of values from outside: each stands once, behind the
+    begin."""
+    head, own, last = {begin}, set(inside), begin
     known: dict[Any, fx.Node] = {}
-    own = set(inside)
     for node in inside:
-        if loop_role(node) == "number" and _made_of(node.all_input_nodes, head, own):
-            key = (node.target, node.args)
-            if key in known:
-                node.replace_all_uses_with(known[key])
-                node.graph.erase_node(node)
-                continue
+        used = {*node.all_input_nodes}
+        if loop_role(node) != "number" or not used & head or used & own - head:
+            continue
+        key = (node.target, node.args)
+        if key in known:
+            node.replace_all_uses_with(known[key])
+            node.graph.erase_node(node)
+        else:
             last.append(node)
-            known[key] = last = head[node] = node
-
-
-def _made_of(used: Sequence[fx.Node], head: Collection[fx.Node], inside: Collection[fx.Node]) -> bool:
-    """Whether operands are induction variables of the loop, at least one, and values from before it."""
-    return any(each in head for each in used) and all(each in head or each not in inside for each in used)
+            known[key] = last = node
+            head.add(node)
 
 
 def _not_a_call(path: str, node: fx.Node, got: str) -> Error:
