@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
-from shardfx.ir.cost.footprint import PLAIN, STEPS, Footprint, Transport
+from shardfx.ir.cost.footprint import STEPS, Footprint
 from shardfx.ir.cost.replay import group_of, replay
 from shardfx.ir.graph import Input
 from shardfx.ir.ops.local_ops import row_of
@@ -195,12 +195,12 @@ def held_in_a_step(pm: sx.ParallelModule, case: Case, run: Callable[..., object]
     return {rank: Held.least(steps[settled:]) for rank, steps in engine.memory.steps.items()}
 
 
-def check_footprint(program: RankProgram, held: Held, *, exact: bool = True, transport: Transport = PLAIN) -> Footprint:
+def check_footprint(program: RankProgram, held: Held, *, exact: bool = True, ahead: int = 0) -> Footprint:
     """The footprint of a program is what its rank held, call by call, to the byte; and at most, within a percent.
 
     Not ``exact``: a call may hold more for a moment, as threads do.
     """
-    found = replay(program, transport)
+    found = replay(program, ahead)
     for call, predicted, beside in zip(found.calls, found.live, found.beside, strict=True):
         real = held.behind[call.name]
         assert held.beside[call.name] == beside, (call.name, beside, held.beside[call.name])

@@ -23,27 +23,6 @@ from .caching_allocator import CachingAllocator
 from .call_timeline import CallTimeline, LiveIntervals, Numbers, Scope, Since
 from .fake_calls import TensorLayout
 
-
-@dataclass(frozen=True)
-class Transport:
-    """The buffering of collectives and messages by an engine.
-
-    Args:
-        ahead: the number of messages from other stages whose buffers are allocated ahead: at the call that receives a
-        message so many before, or at the first call.
-    """
-
-    ahead: int = 0
-
-    def early(self, intervals: LiveIntervals) -> LiveIntervals:
-        """Live intervals, with those of messages starting as early as their buffers are allocated."""
-        return intervals.ahead(self.ahead) if self.ahead else intervals
-
-
-PLAIN = Transport()
-"""Transport without buffers of its own."""
-
-
 STEPS = 3
 """The number of steps after which the kept buffers are in a steady state."""
 
@@ -159,6 +138,8 @@ class Footprint:
 
     ``inside`` are the temporary bytes of a call beyond its results. ``moments`` is the execution order of schedule
     actions: figures of a call are then those of its moment with most live memory.
+    ``ahead``: the buffer of a message from another stage is allocated at the call that receives the one so many before,
+    or at the first call.
     """
 
     calls: tuple[fx.Node, ...]
@@ -166,7 +147,7 @@ class Footprint:
     costs: tuple[Cost, ...]
     inside: tuple[int, ...]
     moments: CallTimeline | None = None
-    transport: Transport = PLAIN
+    ahead: int = 0
 
     @cached_property
     def live(self) -> tuple[int, ...]:
@@ -202,7 +183,7 @@ class Footprint:
     def _made(self) -> LiveIntervals:
         """The live intervals of the storages, by moments."""
         made = LiveIntervals.once(self.storages) if self.moments is None else self.moments.of(self.storages)
-        return self.transport.early(made)
+        return made.ahead(self.ahead) if self.ahead else made
 
     def _in(self, chosen: Iterable[bool]) -> Numbers:
         """The bytes of the chosen storages, by moment; a flag for each."""

@@ -31,7 +31,7 @@ from .call_timeline import FIRST, At, CallTimeline, Scope, set_iteration_sizes
 from .curve import TOUCH, VIEW
 from .fake_calls import CallEffect, FakeCalls, Result, TensorLayout, call_error, leaves, map_nest
 from .flops import CAUSAL, MASKED
-from .footprint import PLAIN, Footprint, Storage, StoredTensor, Transport
+from .footprint import Footprint, Storage, StoredTensor
 from .fusion import drop_inlined_values, inlined_values, is_computed, kernels, maker_of, root
 
 
@@ -116,23 +116,21 @@ KEPT = {
 }
 
 
-def replay(
-    program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, compiled: bool = False
-) -> Footprint:
+def replay(program: RankProgram, ahead: int = 0, fakes: FakeCalls | None = None, compiled: bool = False) -> Footprint:
     """Replay a rank's program (rank 0 has the largest shards). ``fakes`` caches calls of other programs, too.
 
-    ``transport``: the buffers of communication. ``compiled``: elementwise values are fused into kernels
-    (:mod:`.fusion`). A call that cannot run is a :class:`CallError`.
+    ``ahead``: how many messages are received ahead (:class:`.Footprint`). ``compiled``: elementwise values are fused
+    into kernels (:mod:`.fusion`). A call that cannot run is a :class:`CallError`.
     """
     fakes = fakes or FakeCalls()
-    walk = _replayed(program, transport, fakes)
+    walk = _replayed(program, fakes)
     if compiled:
         walk.costs = _fused_costs(walk)
         drop_inlined_values(walk.calls, walk.storages_of)
     set_iteration_sizes(
-        program.graph.nodes, walk.storages, lambda iteration: _replayed(program, transport, fakes, iteration).storages
+        program.graph.nodes, walk.storages, lambda iteration: _replayed(program, fakes, iteration).storages
     )
-    return walk.footprint()
+    return walk.footprint(ahead)
 
 
 def _fused_costs(walk: _Replay) -> list[Cost]:
@@ -174,10 +172,8 @@ def values(program: RankProgram) -> dict[str, Any]:
     return {node.name: map_nest(stored, tensor, StoredTensor) for node, stored in _replayed(program).values.items()}
 
 
-def _replayed(
-    program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, at: At = FIRST
-) -> _Replay:
-    walk = _Replay(program, transport, fakes or FakeCalls(), at)
+def _replayed(program: RankProgram, fakes: FakeCalls | None = None, at: At = FIRST) -> _Replay:
+    walk = _Replay(program, fakes or FakeCalls(), at)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, inp in places.items():
         assert inp.value.spec is not None
@@ -206,8 +202,8 @@ def _replayed(
 class _Replay:
     """The state of a replay between two calls."""
 
-    def __init__(self, program: RankProgram, transport: Transport, fakes: FakeCalls, iteration: At) -> None:
-        self.mesh, self.transport, self.iteration = program.mesh, transport, iteration
+    def __init__(self, program: RankProgram, fakes: FakeCalls, iteration: At) -> None:
+        self.mesh, self.iteration = program.mesh, iteration
         self.parameters = {inp.value for inp in program.inputs if inp.kind is InputKind.PARAMETER}
         self.values: dict[fx.Node, Any] = {}
         self.storages: list[Storage] = []
@@ -347,13 +343,13 @@ class _Replay:
                 for tensor in leaves(self.values[source], StoredTensor):
                     tensor.storage.category = tensor.storage.category or category
 
-    def footprint(self) -> Footprint:
+    def footprint(self, ahead: int) -> Footprint:
         """The footprint of the replayed program."""
         for storage in self.storages:
             storage.category = self._category(storage)
         moments = CallTimeline(self.scopes, self._made_for()) if any(self.scopes) else None
         calls, costs, inside = tuple(self.calls), tuple(self.costs), tuple(self.inside)
-        return Footprint(calls, tuple(self.storages), costs, inside, moments, self.transport)
+        return Footprint(calls, tuple(self.storages), costs, inside, moments, ahead)
 
     def _made_for(self) -> dict[int, int]:
         """Calls that run right before the first user of their results, and that user."""

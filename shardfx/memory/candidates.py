@@ -80,7 +80,7 @@ class MemoryPredictor:
         for rank in first_ranks(compiled.after):
             with no_collection():
                 program = program_of(context, rank, usual_kinds(compiled), compiled.context.rules, passes)
-                yield RankMemory(program, replay(program, self.place.transport, self._fakes))
+                yield RankMemory(program, replay(program, self.place.ahead, self._fakes))
 
 
 class PlanSearch:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from shardfx.compiled import Compiled
-from shardfx.ir.cost.footprint import PLAIN, Transport
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops.pools.pool_ops import moves_pool
@@ -179,12 +178,12 @@ class ExecutionTarget:
         return self.make_engine(graph, write)
 
     @property
-    def transport(self) -> Transport:
-        """The transport of messages, where ranks are on several machines."""
-        return PLAIN if self.virtual else Transport(ahead=AHEAD)
+    def ahead(self) -> int:
+        """How many messages are received ahead, where ranks are on several machines."""
+        return 0 if self.virtual else AHEAD
 
     @property
-    def transport_here(self) -> Transport:
-        """The transport among these ranks, as far as it is known yet."""
+    def ahead_here(self) -> int:
+        """How many messages are received ahead among these ranks, as far as it is known yet."""
         found = share_memory()
-        return PLAIN if found and all(found) and not by_stream(self.device) else self.transport
+        return 0 if found and all(found) and not by_stream(self.device) else self.ahead

@@ -19,7 +19,7 @@ from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.explain import Explanation, explain
 from shardfx.ir.cost.fake_calls import FakeCalls
-from shardfx.ir.cost.footprint import PLAIN, Footprint, Transport
+from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay, values
 from shardfx.ir.dim_sharding import is_strided
@@ -199,8 +199,9 @@ class PlannedModule(ProxyRoot):
 
     def _replays(self) -> Callable[[RankProgram], Footprint]:
         """Replays programs, each once."""
-        fakes, transport, compiled = FakeCalls(), self._transport, self._compiling is not None
-        return cache(lambda program: replay(program, transport, fakes, compiled))
+        compiled = self._compiling is not None
+        fakes, ahead = FakeCalls(), 0 if compiled else self._target.ahead_here
+        return cache(lambda program: replay(program, ahead, fakes, compiled))
 
     def _memory(
         self, programs: Programs, rank: int, kinds: Kinds, replayed: Callable[[RankProgram], Footprint]
@@ -208,10 +209,6 @@ class PlannedModule(ProxyRoot):
         with no_collection():
             program = programs.running(rank, kinds)
             return RankMemory(program, replayed(program), compiled=self._compiling is not None)
-
-    @property
-    def _transport(self) -> Transport:
-        return self._target.transport_here if self._compiling is None else PLAIN
 
     @property
     def _this_rank(self) -> int | None:

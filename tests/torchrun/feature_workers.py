@@ -38,11 +38,11 @@ def features_hold_what_is_predicted(model: str) -> None:
     """Call by call, of each feature alone."""
     for names in fitting(False):
         pm, case = beside_one_device(model, names), model_of(model)
-        transport, steps = pm._target.transport_here, pm._compiled.hints.optimizer is not None
+        ahead, steps = pm._target.ahead_here, pm._compiled.hints.optimizer is not None
         for run, kinds in ((pm, TRAIN), *([(pm.step, STEP)] if steps else [])):
             for rank, held in held_in_a_step(pm, case, run).items():
                 try:
-                    check_footprint(pm._programs.running(rank, kinds), held, exact=False, transport=transport)
+                    check_footprint(pm._programs.running(rank, kinds), held, exact=False, ahead=ahead)
                 except AssertionError as error:
                     error.add_note(f"{model}: {names}, rank {rank}")
                     raise

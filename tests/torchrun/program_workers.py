@@ -98,7 +98,7 @@ def runs_what_is_printed(name: str, mesh: str, stored: str = "") -> None:
         held = held_in_a_step(pm, case)
     check_printed(pm, ran)
     ((rank, mine),) = held.items()
-    found = check_footprint(pm.rank_program(rank), mine, exact=False, transport=pm._target.transport_here)
+    found = check_footprint(pm.rank_program(rank), mine, exact=False, ahead=pm._target.ahead_here)
     assert rank or pm.report().memory.footprint.peak == found.peak
 
 

@@ -54,7 +54,7 @@ def tables_stay_in_the_host(mesh: str, zero: str) -> None:
     full = other.full_state_dict()
     assert all(torch.equal(value, full[name]) for name, value in plain.full_state_dict().items())
     for rank, held in held_in_a_step(other, case, other.step).items():
-        check_footprint(other._programs.running(rank, STEP), held, exact=False, transport=other._target.transport_here)
+        check_footprint(other._programs.running(rank, STEP), held, exact=False, ahead=other._target.ahead_here)
         assert max(held.beside.values()) > 0
 
 

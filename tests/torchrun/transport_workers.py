@@ -70,7 +70,7 @@ def pipelines_hold_what_is_predicted(name: str, mesh: str, schedule: str = "1f1b
         case, PIPELINES[mesh], specs=in_iterations(name, PIPELINES[mesh]), pipeline=sx.Pipeline(schedule=schedule)
     )
     ((rank, held),) = held_in_a_step(pm, case).items()
-    found = check_footprint(pm.rank_program(rank), held, exact=False, transport=pm._target.transport_here)
+    found = check_footprint(pm.rank_program(rank), held, exact=False, ahead=pm._target.ahead_here)
     assert pm.memory(rank).footprint.peak.nbytes == found.peak.nbytes
 
 
