@@ -54,11 +54,6 @@ class Layout:
     shape: tuple[int, ...]
     counts: tuple[int, ...]
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether there are several shards."""
-        return math.prod(self.counts) > 1
-
 
 @dataclass(frozen=True)
 class ParameterKind:
@@ -67,26 +62,27 @@ class ParameterKind:
     shape: tuple[int, ...]
     counts: tuple[int, ...]
     dtype: torch.dtype
-    marks: str = ""
-    name: str = field(default="", compare=False)
+    marked: str
+    name: str = field(compare=False)
+    marks: Mapping[str, Any] = field(compare=False)
 
     @staticmethod
     def of(parameter: Tensor) -> ParameterKind:
         """The kind of a parameter, which may be a shard, or not sharded at all."""
         layout = _layouts.get(parameter) or Layout("", tuple(parameter.shape), (1,) * parameter.dim())
         counts, shape = list(layout.counts), list(layout.shape)
+        most = MOST if math.prod(counts) > 1 else 64
         while math.prod(counts) > SHARDS:
             widest = counts.index(max(counts))
             counts[widest] = (counts[widest] + 1) // 2
-        most = MOST if layout.is_sharded else 64
         while math.prod(shape) > most:
             sizes = zip(shape, counts, strict=True)
             halves = [size // 2 if size > 16 and size // 2 >= count else size for size, count in sizes]
             if halves == shape:
                 break
             shape = halves
-        dtype = torch.complex128 if parameter.is_complex() else torch.float64
-        return ParameterKind(tuple(shape), tuple(counts), dtype, repr(sorted(marks_of(parameter).items())), layout.name)
+        dtype, marks = torch.complex128 if parameter.is_complex() else torch.float64, marks_of(parameter)
+        return ParameterKind(tuple(shape), tuple(counts), dtype, repr(sorted(marks.items())), layout.name, marks)
 
     def shards(self, full: Tensor) -> list[Tensor]:
         """The shards of a copy."""
@@ -95,33 +91,27 @@ class ParameterKind:
             found = [shard for each in found for shard in each.tensor_split(count, dim)]
         return found
 
+    def copies(self, start: Tensor, sharded: bool) -> list[nn.Parameter]:
+        """A copy as parameters, one or several shards."""
+        made = [nn.Parameter(each.clone()) for each in (self.shards(start) if sharded else [start])]
+        for each in made:
+            vars(each).update(self.marks)
+        return made
+
 
 @dataclass(frozen=True)
-class Trial:
-    """The result of a trial: the difference of shards and full tensors, relative to what the steps changed (0: by
-    rounding alone), its parameter and number of steps; or why nobody knows."""
+class Refusal:
+    """Why an optimizer must not step shards: the parameter of which they get other weights; or it cannot be tried."""
 
-    apart: float = 0.0
-    name: str = ""
-    steps: int = 0
-    failed: str = ""
-
-    def __str__(self) -> str:
-        if self.failed:
-            return f"steps of small copies: {self.failed}"
-        return (
-            f"after {self.steps} {'step' if self.steps == 1 else 'steps'} of small copies, weights of shards and of "
-            f"full tensors are {self.apart:.2g} apart, relative to their change"
-        )
+    name: str
+    why: str
+    failed: bool = False
 
 
-Options = list[dict[str, Any]]
-ParameterKinds = dict[Tensor, ParameterKind]
-
-
+Kinds = Sequence[Sequence[ParameterKind]]
+"""The distinct kinds of parameters of each group."""
 _layouts = WeakIdKeyDictionary()
-_known: dict[Hashable, Trial] = {}
-_seen: WeakKeyDictionary[Optimizer, dict[Hashable, Trial]] = WeakKeyDictionary()
+_tried: WeakKeyDictionary[Optimizer, dict[Hashable, Refusal | None]] = WeakKeyDictionary()
 """The trials so far of each optimizer, by the kinds of its options."""
 
 
@@ -130,18 +120,22 @@ def lay_out(parameter: Tensor, layout: Layout) -> None:
     _layouts[parameter] = layout
 
 
-def tried(optimizer: Optimizer, with_closure: bool = False) -> Trial:
-    """The trial of an optimizer's steps on shards. It is repeated where an option changes; for a number, only where it
-    becomes 0 or ceases to be (a rate that is warmed up)."""
-    options = _options(optimizer)
-    key, known = (_kind(options), with_closure), _seen.setdefault(optimizer, {})
+def tried(optimizer: Optimizer, with_closure: bool = False) -> Refusal | None:
+    """The trial of an optimizer's steps on shards; None: it is right. It is repeated where an option changes; for a
+    number, only where it becomes 0 or ceases to be (a rate that is warmed up)."""
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    key, known = (_kind(options), with_closure), _tried.setdefault(optimizer, {})
     if key not in known:
-        known[key] = _known_trial(optimizer, options, with_closure)
+        kinds = [list({ParameterKind.of(p): None for p in group["params"]}) for group in optimizer.param_groups]
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer itself gives them where it steps
+            try:
+                known[key] = _try(optimizer, kinds, device, with_closure)
+            except Exception as error:  # of somebody's optimizer, which may want what is not known here
+                text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                known[key] = Refusal("", f"steps of small copies: {text}", failed=True)
     return known[key]
-
-
-def _options(optimizer: Optimizer) -> Options:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _kind(value: object) -> Hashable:
@@ -155,59 +149,43 @@ def _kind(value: object) -> Hashable:
     return repr(value) if isinstance(value, PLAIN) else type(value).__name__
 
 
-def _known_trial(optimizer: Optimizer, options: Options, with_closure: bool) -> Trial:
-    groups = [{p: ParameterKind.of(p) for p in group["params"]} for group in optimizer.param_groups]
-    device = next(p.device for group in groups for p in group)
-    kinds = repr([list(dict.fromkeys(group.values())) for group in groups])
-    key = type(optimizer), repr(_own(optimizer)), repr(options), kinds, device.type, with_closure
-    if key not in _known:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the optimizer itself gives them where it steps
-                    _known[key] = _try(optimizer, options, groups, device, with_closure)
-            except Exception as error:  # of somebody's optimizer, which may want what is not known here
-                _known[key] = Trial(failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-    return _known[key]
-
-
-def _try(
-    optimizer: Optimizer, options: Options, groups: Sequence[ParameterKinds], device: torch.device, with_closure: bool
-) -> Trial:
+def _try(optimizer: Optimizer, groups: Kinds, device: torch.device, with_closure: bool) -> Refusal | None:
     generator = torch.Generator().manual_seed(0)
-    kinds = [kind for group in groups for kind in dict.fromkeys(group.values())]
+    kinds = [kind for group in groups for kind in group]
     drawn = [torch.randn((3, *kind.shape), dtype=kind.dtype, generator=generator).to(device) for kind in kinds]
     starts = [start for start, *_ in drawn]
     slopes = [(one + 0.5) * other.abs() for _, one, other in drawn]
-    runs = [_Run(optimizer, options, groups, starts, sharded, with_closure) for sharded in (False, True)]
+    full, split = (_Run(optimizer, groups, starts, sharded, with_closure) for sharded in (False, True))
     for number in range(STEPS + 1):
         # in the last step one element of each gradient is infinite: who skips it, skips full tensors
-        overflow = number == STEPS or runs[0].gradients > GRADIENTS
+        overflow = number == STEPS or full.gradients > GRADIENTS
         late = number - STEPS + len(LATE)
         scale = 1.0 if overflow else SCALES[number % len(SCALES)] if late < 0 else LATE[late]
         grads = [slope.roll(number) * scale for slope in slopes]
         for grad in grads if overflow else ():
             grad.view(-1)[:1] = math.inf
-        for run in runs:
+        for run in (full, split):
             _seed(device, number)
             try:
                 run.step(grads)
             except Exception:
-                if overflow and run is runs[0]:  # as on one device
-                    return Trial()
+                if overflow and run is full:  # as on one device
+                    return None
                 raise
-        for kind, start, (one,), shards in zip(kinds, starts, *(run.params for run in runs), strict=True):
+        for kind, start, (one,), shards in zip(kinds, starts, full.params, split.params, strict=True):
             size, change = (float(t.detach().abs().max()) if t.numel() else 0.0 for t in (one, one - start))
             if not overflow and not math.isfinite(size):
-                return Trial() if number else Trial(failed="the first of them gives weights that are not finite")
+                return None if number else Refusal("", "the first step gives weights that are not finite", failed=True)
             near = {"rtol": CLOSE, "atol": CLOSE} if overflow else {"rtol": 0, "atol": CLOSE * change + ROUNDING * size}
             for ours, theirs in zip(shards, kind.shards(one), strict=True):
                 if not torch.allclose(ours, theirs, **near, equal_nan=True):
-                    error = math.inf if overflow or not change else float((ours - theirs).detach().abs().max()) / change
-                    return Trial(error, kind.name, number + 1)
+                    apart = float((ours - theirs).detach().abs().max())
+                    said = f"up to {apart:.2g} apart, and changed by {change:.2g}"
+                    why = f"after {number + 1} steps of small copies, weights of shards and of full tensors are {said}"
+                    return Refusal(kind.name, why)
         if overflow:
             break
-    return Trial()
+    return None
 
 
 def _seed(device: torch.device, seed: int) -> None:
@@ -220,32 +198,18 @@ class _Run:
     """An optimizer of copies, in full or in shards."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        options: Options,
-        groups: Sequence[ParameterKinds],
-        starts: Sequence[Tensor],
-        sharded: bool,
-        with_closure: bool,
+        self, optimizer: Optimizer, kinds: Kinds, starts: Sequence[Tensor], sharded: bool, with_closure: bool
     ) -> None:
-        kinds = [kind for group in groups for kind in dict.fromkeys(group.values())]
-        self._sharding = [kind.shards if sharded else lambda full: [full] for kind in kinds]
-        self.params = [
-            [nn.Parameter(p.clone()) for p in sharding(t)] for sharding, t in zip(self._sharding, starts, strict=True)
-        ]
-        memo: dict[int, Any] = {}
-        remaining, given, names = iter(self.params), [], []
-        for group in groups:
-            copies = {kind: next(remaining) for kind in dict.fromkeys(group.values())}
-            for p, kind in group.items():
-                memo[id(p)] = copies[kind][0]
-                for each in copies[kind]:
-                    vars(each).update(marks_of(p))
-            given.append([p for several in copies.values() for p in several])
-            names.append([kind.name for kind, several in copies.items() for _ in several])
-        self.optimizer = _made(optimizer, options, given, memo)
-        for one, several in zip(self.optimizer.param_groups, names, strict=True):
-            one |= {"param_names": several} if "param_names" in one else {}
+        remaining, self.params, groups = iter(starts), list[list[nn.Parameter]](), []
+        for group, its in zip(optimizer.param_groups, kinds, strict=True):
+            copies = [kind.copies(next(remaining), sharded) for kind in its]
+            options = copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+            if "param_names" in options:
+                options["param_names"] = [kind.name for kind, several in zip(its, copies, strict=True) for _ in several]
+            groups.append({**options, "params": [p for several in copies for p in several]})
+            self.params += copies
+        self._sharding = [kind.shards if sharded else lambda full: [full] for group in kinds for kind in group]
+        self.optimizer = _made(optimizer, groups)
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.gradients = 0
         self._closure = with_closure or (closure is not None and closure.default is closure.empty)
@@ -266,33 +230,24 @@ class _Run:
         self.optimizer.step(*([gradient] if self._closure else []))  # type: ignore[arg-type]
 
 
-def _own(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of an instance in plain data: options that are no defaults of a group."""
-    own = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH and "hooks" not in name}
-    return {name: value for name, value in own.items() if all(isinstance(v, PLAIN) for v in tree_leaves(value))}
-
-
-def _made(
-    optimizer: Optimizer, options: Options, given: Sequence[Sequence[nn.Parameter]], memo: Mapping[int, Any]
-) -> Optimizer:
-    """Another optimizer of the same class and options: made by its constructor, or where that wants what only its
-    caller knows, a copy without states."""
-    kind = type(optimizer)
+def _made(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """Another optimizer of the same class and options, with the plain data of the instance: made by its constructor, or
+    without where that wants what only its caller knows."""
+    kind, given = type(optimizer), [{**group} for group in groups]
     takes = inspect.signature(kind.__init__).parameters
-    options = copy.deepcopy(options, dict(memo))
-    groups = [{**each, "params": list(params)} for each, params in zip(options, given, strict=True)]
-    known = {name: value for name, value in optimizer.defaults.items() if name in takes}
-    unnamed = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
+    own = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH and "hooks" not in name}
+    own = {name: value for name, value in own.items() if all(map(_is_data, tree_leaves(value)))}
     try:
-        made = kind(unnamed, **copy.deepcopy(known))
+        made = kind(given, **copy.deepcopy({n: value for n, value in optimizer.defaults.items() if n in takes}))
     except Exception:
         made = object.__new__(kind)
-        own = {n: v for n, v in vars(optimizer).items() if n not in OF_TORCH and "hooks" not in n}
-        vars(made).update(copy.deepcopy(own, {**memo, id(optimizer): made}))
         start = {"defaults": copy.deepcopy(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups}
         Optimizer.__setstate__(made, start)
-    else:
-        vars(made).update(copy.deepcopy(_own(optimizer)))
-        for group, each in zip(made.param_groups, groups, strict=True):
-            group.update({name: value for name, value in each.items() if name != "params"})
+    vars(made).update(copy.deepcopy(own))
+    for group, each in zip(made.param_groups, groups, strict=True):
+        group.update({name: value for name, value in each.items() if name != "params"})
     return made
+
+
+def _is_data(value: object) -> bool:
+    return isinstance(value, PLAIN) or type(value) is Tensor

@@ -4,11 +4,11 @@ An optimizer that needs the full tensor (Adafactor, Muon, LAMB) computes somethi
 found by running it (see :mod:`.elementwise_trial`); one that gives other weights, or cannot be tried, is an Error.
 
 Under ``torchrun`` sharded parameters are DTensors. To an elementwise optimizer of torch they are nothing but elements,
-and DTensor's dispatch of each op costs more than the op: a :class:`LocalOptimizer` steps the local shards in the same
+and DTensor's dispatch of each op costs more than the op: a copy of the optimizer steps the local shards in the same
 memory, and its states are wrapped as DTensors again. Optimizers of others, gradients of other placements, hooks and
 closures go through DTensor.
 
-In a pipeline ``clip_grad_norm_`` would clip each stage by a norm of its own: it gets that over all ranks instead.
+``torch.nn.utils.clip_grad_norm_`` gets the norm over all ranks and stages, of full tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.ir.errors import Error
@@ -37,6 +37,18 @@ if TYPE_CHECKING:
     from shardfx.runtime.distributed.dtensor_shard import DTensorShard
 
 Tensor = torch.Tensor
+
+_hooks: list[Any] = []
+_shards = WeakIdKeyDictionary()
+"""The parameters that are one shard of several, by their names in the model."""
+_stepped = WeakIdKeyDictionary()
+"""The parameters that a program steps."""
+_shown = WeakIdKeyDictionary()
+"""The DTensor view of each parameter's shard."""
+_plain_grads: WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor, Tensor]]] = WeakKeyDictionary()
+"""While an optimizer steps: each parameter, its gradient, and the plain one in its place."""
+_local_steps: WeakKeyDictionary[Optimizer, tuple[Optimizer, dict[Tensor, Tensor]]] = WeakKeyDictionary()
+"""While an optimizer steps: its copy on local shards, and the local shard of each parameter."""
 
 
 def watch_optimizers(store: Store, layouts: Mapping[str, Layout], stepped: Collection[str] = ()) -> None:
@@ -52,43 +64,68 @@ def watch_optimizers(store: Store, layouts: Mapping[str, Layout], stepped: Colle
             if shown is not None:
                 _shown[shard] = shown
     if (_shards or _shown or stepped) and not _hooks:
-        for before, after in ((_before_step, _after_step), (_begin_local_step, _end_local_step)):
-            _hooks.append(register_optimizer_step_pre_hook(before))
-            _hooks.append(register_optimizer_step_post_hook(after))
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
-_hooks: list[Any] = []
-_guarded: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
-"""The gradients that an optimizer does not see while it steps: of each parameter its own, and what is there instead."""
-_shards = WeakIdKeyDictionary()
-"""The parameters that are shards, by their names in the model."""
-_stepped = WeakIdKeyDictionary()
-"""The parameters that a program steps."""
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @torch._disable_dynamo
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if isinstance(optimizer, ProgramOptimizer):  # which says itself that it is a part of the program
         return None
-    reject_stepped(optimizer)
-    shard = next((p for group in optimizer.param_groups for p in group["params"] if p in _shards), None)
-    if shard is None:
-        return None
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    found = tried(optimizer, closure is not None)
-    if found.apart or found.failed:
-        kind, name = type(optimizer).__name__, found.name or _shards[shard]
+    parameters = parameters_of(optimizer)
+    if any(p in _stepped for p in parameters):
         raise Error(
-            f"{kind} looks at full tensors, and {name!r} is sharded here"
-            if found.apart
-            else f"{kind} cannot be tried on shards, and {name!r} is sharded here",
+            f"{type(optimizer).__name__} steps parameters that have an optimizer in the program",
+            where=f"{type(optimizer).__name__}.step()",
+            expected="pm.step(x, y)",
+            got="a second optimizer of the same parameters",
+            remedy="leave it out; or leave Hints(optimizer=...) out, and go on as with any module",
+        )
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if any(p in _shards for p in parameters):
+        return _begin_on_shards(optimizer, closure, args, kwargs)
+    if closure is None and any(p in _shown for p in parameters) and _may_step_locally(optimizer):
+        return _begin_local_step(optimizer, args, kwargs)
+    return None
+
+
+@torch._disable_dynamo
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for p, grad, taken in _plain_grads.pop(optimizer, ()):
+        if p.grad is taken:
+            p.grad = grad
+    twin, local = _local_steps.pop(optimizer, (None, {}))
+    if twin is not None and args[0] is twin:
+        _end_local_step(optimizer, twin, local)
+
+
+# ---- virtual ranks: all shards of a parameter
+
+
+def _begin_on_shards(optimizer: Optimizer, closure: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+    """Give an optimizer plain gradients, also behind its closure.
+
+    Raises:
+        Error: it steps shards otherwise than full tensors.
+    """
+    found = tried(optimizer, closure is not None)
+    if found is not None:
+        kind, name = type(optimizer).__name__, found.name or next(_shards[p] for p in parameters_of(optimizer))
+        what = "cannot be tried on shards" if found.failed else "looks at full tensors"
+        raise Error(
+            f"{kind} {what}, and {name!r} is sharded here",
             where=f"{kind}.step()",
             expected="an optimizer that works on each element alone, such as AdamW",
-            got=found,
+            got=found.why,
             remedy="Hints(optimizer=...), whose step is a part of the program and sees full tensors; or leave these "
             "parameters unsharded; or run under torchrun, where parameters are DTensors",
         )
-    _guarded[optimizer] = []
+    _plain_grads[optimizer] = []
     _take_plain(optimizer)
     if closure is None:
         return None
@@ -103,184 +140,87 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     return (args[0], computed, *args[2:]), kwargs
 
 
-def _take_plain(optimizer: torch.optim.Optimizer) -> None:
+def _take_plain(optimizer: Optimizer) -> None:
     """Give an optimizer plain gradients.
 
     Raises:
         Error: only some shards of a parameter have one.
     """
-    where = f"{type(optimizer).__name__}.step()"
-    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, ShardGradient)]
-    check_all_shards([p.grad for p in params], where)
-    for p in params:
-        _guarded[optimizer].append((p, p.grad, plain(p.grad)))
-        p.grad = _guarded[optimizer][-1][2]
+    guarded = [(p, p.grad) for p in parameters_of(optimizer) if isinstance(p.grad, ShardGradient)]
+    check_all_shards([grad for _, grad in guarded], f"{type(optimizer).__name__}.step()")
+    for p, grad in guarded:
+        p.grad = plain(grad)
+        _plain_grads[optimizer].append((p, grad, p.grad))
 
 
-@torch._disable_dynamo
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for p, guarded, taken in _guarded.pop(optimizer, ()):
-        if p.grad is taken:
-            p.grad = guarded
+# ---- real ranks: the local shard of a DTensor
 
 
-def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer steps parameters that the program steps.
-
-    Raises:
-        Error: it does.
-    """
-    for group in optimizer.param_groups:
-        if not isinstance(optimizer, ProgramOptimizer) and any(p in _stepped for p in group["params"]):
-            raise Error(
-                f"{type(optimizer).__name__} steps parameters that have an optimizer in the program",
-                where=f"{type(optimizer).__name__}.step()",
-                expected="pm.step(x, y)",
-                got="a second optimizer of the same parameters",
-                remedy="leave it out; or leave Hints(optimizer=...) out, and go on as with any module",
-            )
-
-
-_shown = WeakIdKeyDictionary()
-"""The user-facing view of each parameter's shard."""
-_twins: WeakKeyDictionary[torch.optim.Optimizer, LocalOptimizer] = WeakKeyDictionary()
-
-
-class _OtherPlacement(Exception):
-    """A tensor that is placed otherwise than its parameter."""
-
-
-class LocalOptimizer:
-    """Steps an optimizer on local shards. Parameters that are not sharded are the optimizer's own."""
-
-    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
-        self.optimizer = object.__new__(kind)
-        self._known: dict[Tensor, tuple[DTensorShard, Tensor, nn.Parameter]] = {}
-        """For each parameter that is a view of a shard: the view, that shard, and the shard as a parameter."""
-        self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the optimizer's options and states to the twin.
-
-        Raises:
-            _OtherPlacement: it cannot be.
-        """
-        self._state.clear()
-        groups = [{**group, "params": [self._own(p) for p in group["params"]]} for group in optimizer.param_groups]
-        for p, (shown, shard, own) in self._known.items():
-            own.grad = None if p.grad is None else with_strides_of(_shard(shown, p.grad), shard)
-            if current := optimizer.state.get(p):
-                self._state[own] = {key: _plain(shown, value) for key, value in current.items()}
-        others = {p: current for p, current in optimizer.state.items() if p not in self._known}
-        self._state.update(others)
-        self.optimizer.__dict__.update({**optimizer.__dict__, "param_groups": groups, "state": self._state})
-
-    def end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the twin's states and options back after a step, states placed as their parameters are."""
-        for p, (shown, shard, own) in self._known.items():
-            own.grad = None
-            for key, new in self._state.pop(own, {}).items():
-                current = optimizer.state[p]
-                if key not in current or _plain(shown, current[key]) is not new:
-                    current[key] = _as_shown(shown, shard, new)
-        optimizer.state.update(self._state)
-        for group, made in zip(optimizer.param_groups, self.optimizer.param_groups, strict=True):
-            group.update({key: value for key, value in made.items() if key != "params"})
-        self.optimizer.__dict__.clear()
-
-    def _own(self, p: Tensor) -> Tensor:
-        known = self._known.get(p)
-        shown = known[0] if known is not None else _shown.get(p)
-        if shown is None:
-            return p
-        shard = _shard(shown, p)
-        if known is None or known[1] is not shard:
-            known = self._known[p] = shown, shard, nn.Parameter(shard, requires_grad=p.requires_grad)
-        return known[2]
-
-
-def _shard(shown: DTensorShard, tensor: Tensor) -> Tensor:
-    """The local shard of a shown parameter.
-
-    Raises:
-        _OtherPlacement: it is placed otherwise.
-    """
-    shard = shown.plain(tensor)
-    if shard is None:
-        raise _OtherPlacement
-    return shard
-
-
-def _plain(shown: DTensorShard, value: Any) -> Any:
-    """An optimizer state of a parameter, as one of its shard."""
-    return _shard(shown, value) if isinstance(value, Tensor) else value
-
-
-def _as_shown(shown: DTensorShard, shard: Tensor, value: Any) -> Any:
-    """An optimizer state of a shard, as one of its parameter."""
-    alike = isinstance(value, Tensor) and value.dim() and value.shape == shard.shape
-    return shown.wrap(value) if alike else value
-
-
-def _begin_local_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    computes = kwargs.get("closure") is not None or any(each is not None for each in args[1:])
-    shown = any(p in _shown for group in optimizer.param_groups for p in group["params"])
-    if computes or not shown or not _may(optimizer):
-        return None
-    twin = _twins.setdefault(optimizer, LocalOptimizer(type(optimizer)))
-    try:
-        twin.begin(optimizer)
-    except _OtherPlacement:
-        return None
-    return (twin.optimizer, *args[1:]), kwargs
-
-
-def _may(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's step is known to be elementwise, so that it may run on shards."""
+def _may_step_locally(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is known to be elementwise."""
     if torch.compiler.is_compiling() or optimizer._optimizer_step_pre_hooks:
         return False
     own = type(optimizer).step.__module__.startswith("torch.optim.")
-    if not own or any(group.get("differentiable") for group in optimizer.param_groups):
-        return False
-    trial = tried(optimizer)
-    return not (trial.apart or trial.failed)
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    return own and not differentiable and tried(optimizer) is None
 
 
-def _end_local_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    twin = _twins.get(optimizer)
-    if twin is not None and args[0] is twin.optimizer:
-        twin.end(optimizer)
+def _begin_local_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Step a copy of the optimizer on local shards instead; itself where a tensor is placed otherwise than its
+    parameter."""
+    local: dict[Tensor, Tensor] = {}
+    state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict, optimizer.state)
+    for p, shown in ((p, _shown[p]) for p in parameters_of(optimizer) if p in _shown):
+        known = state.pop(p, {})
+        if any(isinstance(each, Tensor) and shown.plain(each) is None for each in (p, p.grad, *known.values())):
+            return None
+        shard = _local(shown, p)
+        local[p] = own = nn.Parameter(shard, requires_grad=p.requires_grad)
+        own.grad = None if p.grad is None else with_strides_of(_local(shown, p.grad), shard)
+        state[own] = {key: _local(shown, value) for key, value in known.items()}
+    twin = object.__new__(type(optimizer))
+    groups = [{**group, "params": [local.get(p, p) for p in group["params"]]} for group in optimizer.param_groups]
+    twin.__dict__.update({**optimizer.__dict__, "param_groups": groups, "state": state})
+    _local_steps[optimizer] = twin, local
+    return (twin, *args[1:]), kwargs
+
+
+def _end_local_step(optimizer: Optimizer, twin: Optimizer, local: Mapping[Tensor, Tensor]) -> None:
+    """Copy states and options back, states placed as their parameters are."""
+    for p, own in local.items():
+        current = optimizer.state[p]
+        for key, new in twin.state.pop(own, {}).items():
+            if key not in current or _local(_shown[p], current[key]) is not new:
+                alike = isinstance(new, Tensor) and new.dim() and new.shape == own.shape
+                current[key] = _shown[p].wrap(new) if alike else new
+    optimizer.state.update(twin.state)
+    for group, made in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        group.update({key: value for key, value in made.items() if key != "params"})
+
+
+def _local(shown: DTensorShard, value: Any) -> Any:
+    """A tensor of a parameter as one of its local shard; anything else as it is."""
+    return shown.plain(value) if isinstance(value, Tensor) else value
+
+
+# ---- norms
 
 
 Norm = Callable[[Mapping[str, Sequence[Tensor]], float], Tensor]
 """The norm of gradients by name, of which each rank gives its own."""
-_staged = WeakIdKeyDictionary()
-"""The norm function and the name of each parameter of a stage."""
-_taken: list[Any] = []
-
-
-def gradients_here(store: Store) -> dict[str, list[Tensor]]:
-    """The sharded gradients in this process."""
-    every = {name: [plain(p.grad) for p in shards if p.grad is not None] for name, shards in store.parameters.items()}
-    return {name: grads for name, grads in every.items() if grads}
-
-
-def clip(total: Tensor, grads: Mapping[str, Sequence[Tensor]], max_norm: float) -> None:
-    """Clip gradients by norm, as torch does."""
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    with torch.no_grad():
-        for grad in (grad for shards in grads.values() for grad in shards):
-            grad.mul_(scale.to(grad.device))
+_owners = WeakIdKeyDictionary()
+"""The norm function, and the name, of each parameter."""
+_torch_norm: list[Any] = []
 
 
 def watch_norms(store: Store, norm: Norm) -> None:
     """Have torch compute norms of these parameters' gradients by ``norm``, a method of their owner."""
     owner = weakref.WeakMethod(norm)
-    _staged.update({shard: (owner, name) for name, shards in store.parameters.items() for shard in shards})
-    if not _taken:
+    _owners.update({shard: (owner, name) for name, shards in store.parameters.items() for shard in shards})
+    if not _torch_norm:
         inside: Any = clip_grad
-        _taken.append(inside._get_total_norm)
-        inside._get_total_norm = utils.get_total_norm = functools.wraps(_taken[0])(_total_norm)
+        _torch_norm.append(inside._get_total_norm)
+        inside._get_total_norm = utils.get_total_norm = functools.wraps(_torch_norm[0])(_total_norm)
 
 
 def _total_norm(
@@ -290,28 +230,19 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    known = {id(p.grad): staged for p, staged in _staged.items() if p.grad is not None}
-    owner = next((known[id(grad)][0]() for grad in grads if id(grad) in known), None)
-    if owner is None:
-        made: Tensor = _taken[0](grads, norm_type, error_if_nonfinite, foreach)
-        return made
+    known = {id(p.grad): owner for p, owner in _owners.items() if p.grad is not None}
     mine: dict[str, list[Tensor]] = {}
     for grad in grads:
         if id(grad) in known:
-            mine.setdefault(known[id(grad)][1], []).append(grad)
+            norm, name = known[id(grad)]
+            mine.setdefault(name, []).append(grad)
     rest = [grad for grad in grads if id(grad) not in known]
-    total: Tensor = owner(mine, float(norm_type))
+    if not mine:
+        total: Tensor = _torch_norm[0](grads, norm_type, error_if_nonfinite, foreach)
+        return total
+    total = norm()(mine, float(norm_type))
     if rest:
-        total = torch.linalg.vector_norm(torch.stack([total, _taken[0](rest, norm_type).to(total)]), norm_type)
-    return checked(total, error_if_nonfinite)
-
-
-def checked(total: Tensor, error_if_nonfinite: bool) -> Tensor:
-    """The norm.
-
-    Raises:
-        RuntimeError: it is not finite, as torch has it.
-    """
+        total = torch.linalg.vector_norm(torch.stack([total, _torch_norm[0](rest, norm_type).to(total)]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError("the total norm of the gradients is not finite, so it cannot be clipped")
     return total

@@ -19,7 +19,7 @@ from shardfx.module.call_signature import CallReader, check_modes
 from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.model_state import ModelState, stamp_state_dicts
 from shardfx.module.module_tree import ProxyTree, watch
-from shardfx.module.optimizer_hooks import checked, clip, gradients_here, watch_norms
+from shardfx.module.optimizer_hooks import watch_norms
 from shardfx.module.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, carry_over, joined, sharding
 from shardfx.module.planned_module import PlannedModule
 from shardfx.module.program_optimizer import ProgramOptimizer
@@ -84,12 +84,7 @@ class ParallelModule(PlannedModule):
 
     def _register(self) -> None:
         self._tree.register(self._state)
-        self._watch_norms()
-
-    def _watch_norms(self) -> None:
-        """Have torch compute norms of gradients over all shards."""
-        if self._compiled.after.pipeline is not None or self._target.virtual:
-            watch_norms(self._state.store, self._norm)
+        watch_norms(self._store, self._norm)
 
     def _new_programs(self, compiled: Compiled) -> Programs:
         place, store = self._target, self._state.store
@@ -113,7 +108,7 @@ class ParallelModule(PlannedModule):
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         watch(made._state)
         made._peers.holds(made._state.store)
-        made._watch_norms()
+        watch_norms(made._store, made._norm)
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
@@ -208,10 +203,7 @@ class ParallelModule(PlannedModule):
         Raises:
             RuntimeError: ``error_if_nonfinite``, and the norm is not finite.
         """
-        grads = gradients_here(self._store)
-        total = checked(self._norm(grads, norm_type), error_if_nonfinite)
-        clip(total, grads, max_norm)
-        return total
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def _norm(self, grads: Mapping[str, Sequence[torch.Tensor]], kind: float) -> torch.Tensor:
         """The global norm of gradients, from each rank's own."""
