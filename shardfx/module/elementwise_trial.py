@@ -100,7 +100,7 @@ class ParameterKind:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class TrialFailure:
     """Why an optimizer must not step shards: the parameter of which they get other weights; or it cannot be tried."""
 
     name: str
@@ -111,7 +111,7 @@ class Refusal:
 Kinds = Sequence[Sequence[ParameterKind]]
 """The distinct kinds of parameters of each group."""
 _layouts = WeakIdKeyDictionary()
-_tried: WeakKeyDictionary[Optimizer, dict[Hashable, Refusal | None]] = WeakKeyDictionary()
+_tried: WeakKeyDictionary[Optimizer, dict[Hashable, TrialFailure | None]] = WeakKeyDictionary()
 """The trials so far of each optimizer, by the kinds of its options."""
 
 
@@ -120,7 +120,7 @@ def lay_out(parameter: Tensor, layout: Layout) -> None:
     _layouts[parameter] = layout
 
 
-def tried(optimizer: Optimizer, with_closure: bool = False) -> Refusal | None:
+def tried(optimizer: Optimizer, with_closure: bool = False) -> TrialFailure | None:
     """The trial of an optimizer's steps on shards; None: it is right. It is repeated where an option changes; for a
     number, only where it becomes 0 or ceases to be (a rate that is warmed up)."""
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
@@ -134,7 +134,7 @@ def tried(optimizer: Optimizer, with_closure: bool = False) -> Refusal | None:
                 known[key] = _try(optimizer, kinds, device, with_closure)
             except Exception as error:  # of somebody's optimizer, which may want what is not known here
                 text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                known[key] = Refusal("", f"steps of small copies: {text}", failed=True)
+                known[key] = TrialFailure("", f"steps of small copies: {text}", failed=True)
     return known[key]
 
 
@@ -149,7 +149,7 @@ def _kind(value: object) -> Hashable:
     return repr(value) if isinstance(value, PLAIN) else type(value).__name__
 
 
-def _try(optimizer: Optimizer, groups: Kinds, device: torch.device, with_closure: bool) -> Refusal | None:
+def _try(optimizer: Optimizer, groups: Kinds, device: torch.device, with_closure: bool) -> TrialFailure | None:
     generator = torch.Generator().manual_seed(0)
     kinds = [kind for group in groups for kind in group]
     drawn = [torch.randn((3, *kind.shape), dtype=kind.dtype, generator=generator).to(device) for kind in kinds]
@@ -175,14 +175,18 @@ def _try(optimizer: Optimizer, groups: Kinds, device: torch.device, with_closure
         for kind, start, (one,), shards in zip(kinds, starts, full.params, split.params, strict=True):
             size, change = (float(t.detach().abs().max()) if t.numel() else 0.0 for t in (one, one - start))
             if not overflow and not math.isfinite(size):
-                return None if number else Refusal("", "the first step gives weights that are not finite", failed=True)
+                return (
+                    None
+                    if number
+                    else TrialFailure("", "the first step gives weights that are not finite", failed=True)
+                )
             near = {"rtol": CLOSE, "atol": CLOSE} if overflow else {"rtol": 0, "atol": CLOSE * change + ROUNDING * size}
             for ours, theirs in zip(shards, kind.shards(one), strict=True):
                 if not torch.allclose(ours, theirs, **near, equal_nan=True):
                     apart = float((ours - theirs).detach().abs().max())
                     said = f"up to {apart:.2g} apart, and changed by {change:.2g}"
                     why = f"after {number + 1} steps of small copies, weights of shards and of full tensors are {said}"
-                    return Refusal(kind.name, why)
+                    return TrialFailure(kind.name, why)
         if overflow:
             break
     return None

@@ -10,10 +10,8 @@ targets. The same random numbers are drawn again, and buffers are as they were b
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,25 +27,6 @@ from shardfx.runtime.distributed.dtensor_shard import DTensorShard
 from shardfx.runtime.step import ProgramRunner, Results, RunStart
 from shardfx.runtime.store import Store, version
 
-Note = Callable[[torch.Tensor | float], None]
-
-
-def _backward(
-    loss: weakref.ref[torch.Tensor],
-    copy: torch.Tensor,
-    node: Any,
-    gradient: torch.Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """``Tensor.backward`` of a loss: its gradient is the one that its node knows, unless a hook may change that. In
-    ``pm(x, y).backward()`` the loss is gone by now, and a copy stands for it."""
-    self = loss()
-    own = gradient is None and self is not None and self.grad_fn is node
-    own = own and not (self._backward_hooks or self.retains_grad)  # type: ignore[union-attr]
-    grad = node.one if own else gradient
-    torch.Tensor.backward(copy if self is None else self, grad, *args, **kwargs)  # type: ignore[no-untyped-call]
-
 
 class DeliverGradients(torch.autograd.Function):
     """An autograd function of a loss with precomputed gradients: ``backward`` hands them out, and keeps none.
@@ -57,10 +36,14 @@ class DeliverGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, grads: list[torch.Tensor | None], note: Note, *parameters: torch.Tensor
+        ctx: Any,
+        loss: torch.Tensor,
+        grads: list[torch.Tensor | None],
+        note: Callable[[torch.Tensor | float], None],
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
         """The loss unchanged, with the gradients of ``parameters`` saved for ``backward``."""
-        ctx.grads, ctx.note, ctx.one = grads, note, None
+        ctx.grads, ctx.note = grads, note
         return loss.clone()
 
     @staticmethod
@@ -82,12 +65,11 @@ class DeliverGradients(torch.autograd.Function):
                 got="another one",
                 remedy="call pm(...) again, or keep them: loss.backward(retain_graph=True)",
             )
-        one = scale is ctx.one
-        ctx.note(1.0 if one and scale.device.type == "cpu" else scale)
-        if _kept_for_later():
+        ctx.note(scale)
+        if torch._C._autograd._get_current_graph_task_keep_graph():
             return (None, None, None, *(g if g is None else g * scale for g in grads))
         ctx.grads = None
-        if not one:
+        if scale.device.type != "cpu" or float(scale) != 1.0:  # to read it from another device takes longer
             _multiply([g for g in grads if g is not None], scale)
         return (None, None, None, *grads)
 
@@ -99,29 +81,6 @@ def _multiply(grads: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
         by_device.setdefault(grad.device, []).append(grad)
     for device, each in by_device.items():
         torch._foreach_mul_(each, scale.to(device))
-
-
-def _kept_for_later() -> bool:
-    """Whether this backward has ``retain_graph=True``."""
-    known = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return known is None or bool(known())
-
-
-def deliver_gradients(
-    loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: Sequence[torch.Tensor], note: Note
-) -> torch.Tensor:
-    """A loss whose ``backward()`` gives ``grads`` to ``parameters``, and records their factor.
-
-    Its own ``backward()`` multiplies by nothing, and reads nothing to know that: it is an attribute of this tensor,
-    which is saved and pickled without it.
-    """
-    made: Any = DeliverGradients.apply(loss, grads, note, *parameters)  # type: ignore[no-untyped-call]
-    node: Any = made.grad_fn
-    if node is not None:
-        node.one = torch.ones_like(loss)
-        made.backward = partial(_backward, weakref.ref(made), made.clone(), node)
-        made.__getstate__ = dict
-    return made  # type: ignore[no-any-return]
 
 
 def tensors_with_grad(store: Store, call: ModuleCall | None = None) -> dict[str, list[torch.Tensor]]:
@@ -176,10 +135,10 @@ def loss_with_grads(
     step: ProgramRunner, call: ModuleCall, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
 ) -> torch.Tensor:
     """The loss, with gradients ready for all tensors that require one."""
-    grads = gradients(step, call, local, wanted, results)
     tensors = leaves(wanted)
-    ready = grads or [None for _ in tensors]
-    return deliver_gradients(results[OutputKind.LOSS, "loss"][0], ready, tensors, step.store.handed_out)
+    grads = gradients(step, call, local, wanted, results) or [None for _ in tensors]
+    loss = results[OutputKind.LOSS, "loss"][0]
+    return DeliverGradients.apply(loss, grads, step.store.handed_out, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def check_step(
@@ -298,7 +257,8 @@ def reject_second(what: str, above: Sequence[torch.Tensor | None]) -> None:
     Raises:
         Error: the backward that is running was asked for ``create_graph``, or is of a batch of gradients.
     """
-    if any(each is not None and is_batched(each) for each in above):
+    inside = torch._C._functorch
+    if any(inside.is_batchedtensor(t) or inside.is_legacy_batchedtensor(t) for t in above if t is not None):
         raise Error(
             f"the gradients of {what} are asked for in a batch, and programs compute one of them",
             where="torch.autograd.grad(..., is_grads_batched=True), or torch.func.vmap",
@@ -315,12 +275,6 @@ def reject_second(what: str, above: Sequence[torch.Tensor | None]) -> None:
             got="create_graph=True",
             remedy="compute what needs second derivatives (a gradient penalty) on the model itself",
         )
-
-
-def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is batched by ``vmap``."""
-    inside = torch._C._functorch
-    return inside.is_batchedtensor(tensor) or inside.is_legacy_batchedtensor(tensor)
 
 
 def attach(out: Any, pull: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:

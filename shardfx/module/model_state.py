@@ -2,8 +2,8 @@
 
 ``pm.state_dict()`` has a rank's shards under the model's names. Another rank's shards, or those of another plan, have
 the same names and mostly the same shapes; loading them would give other weights, and no key would be missing. So each
-state dict, and each shard in it, is stamped with the sharding and the number of the shard. (A tensor that was computed
-has no stamp; a ``DTensor`` is redistributed to the placement of the one that it is copied to.)
+state dict, and each tensor of a rank in it, says its sharding and the number of the shard. (A tensor that was computed
+does not; ``torch.distributed.checkpoint`` moves shards between ranks and plans.)
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def check_types(values: Mapping[str, object], types: Mapping[str, TensorType]) -
             )
 
 
-STAMP, SHARD = "shardfx", "shardfx_shard"
+STAMP = "shardfx"
 
 
 def stamp_state_dicts(root: nn.Module) -> None:
@@ -260,18 +260,17 @@ def stamp_state_dicts(root: nn.Module) -> None:
 
 
 def put_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Stamp a state dict, and the tensors in it, with the shards that it holds, in picklable words."""
+    """Stamp a state dict, and the tensors in it, with the shards that they are, in picklable words. Its DTensors are
+    made such that torch copies them."""
     stamps = module._store.stamps()
     local_metadata[STAMP] = {name: list(each) for name, each in stamps.items()}
-    live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    for key, tensor in list(state_dict.items()):
-        place = _place(key.removeprefix(prefix), stamps)
-        if place is None or not isinstance(tensor, torch.Tensor) or id(tensor) in live:
+    for name, stamp in local_metadata[STAMP].items():
+        shown, tensor = module._store.shown(name), state_dict.get(prefix + name)
+        if tensor is None or isinstance(tensor, nn.Parameter):
             continue
-        shown = module._store.shown(key.removeprefix(prefix))
         if shown is not None:
-            tensor = state_dict[key] = shown.wrap(shown.plain(tensor))  # which may be copied
-        setattr(tensor, SHARD, list(place))
+            tensor = state_dict[prefix + name] = shown.wrap(shown.plain(tensor))
+        setattr(tensor, STAMP, stamp)
 
 
 def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
@@ -281,10 +280,22 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
         Error: naming the first parameter or buffer that is another shard, is sharded in another way, or is full where
             there are shards; new tensors are to be put in the place of those that there are.
     """
-    mine = dict(_tensors(module))
-    values = {name: state_dict[prefix + name] for name in module._store.stamps() if prefix + name in state_dict}
-    unsaid = values if STAMP not in local_metadata else {}
-    full = next((name for name, new in unsaid.items() if _is_shard(mine.get(name)) and not _is_shard(new)), None)
+    stamps, theirs = module._store.stamps(), local_metadata.get(STAMP, {})
+    for name, (spec, shard) in stamps.items():
+        got_spec, got = getattr(state_dict.get(prefix + name), STAMP, None) or theirs.get(name, (spec, shard))
+        if (got_spec, got) != (spec, shard):
+            sharding = got_spec != spec
+            raise Error(
+                f"{name!r} of this state dict is {'stored otherwise' if sharding else 'the shard of another rank'}",
+                where="pm.load_state_dict(...)",
+                expected=spec if sharding else f"shard {shard} of it",
+                got=got_spec if sharding else "all shards" if got < 0 else f"shard {got}",
+                remedy="save pm.full_state_dict(), and pm.load_full_state_dict(...) that; or save the shards of all "
+                "ranks by torch.distributed.checkpoint",
+            )
+    values = {name: state_dict[prefix + name] for name in stamps if prefix + name in state_dict}
+    mine = dict(_tensors(module))  # virtual ranks have a name for each shard
+    full = next((n for n, new in values.items() if n not in mine or _is_dtensor(mine[n]) > _is_dtensor(new)), None)
     if full is not None or local_metadata.get("assign_to_params_buffers"):
         raise Error(
             "new tensors cannot take the place of the stored ones"
@@ -296,36 +307,7 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
             remedy="leave assign=True out" if full is None else "pm.load_full_state_dict(...)",
         )
     module._store.loaded(values)
-    stamps, theirs = module._store.stamps(), local_metadata.get(STAMP, {})
-    said = [(name, own, tuple(theirs.get(name, own)), "the shard of another rank") for name, own in stamps.items()]
-    for key, tensor in state_dict.items():
-        place = _place(key.removeprefix(prefix), stamps) if key.startswith(prefix) else None
-        if place is not None:
-            said.append((key, place, tuple(getattr(tensor, SHARD, place)), "another shard, put under this name"))
-    for name, (spec, shard), (got_spec, got), otherwise in said:
-        if (got_spec, got) == (spec, shard):
-            continue
-        sharding, other = got_spec != spec, "all shards" if got < 0 else f"shard {got}"
-        raise Error(
-            f"{name!r} of this state dict is {'stored otherwise' if sharding else otherwise}",
-            where="pm.load_state_dict(...)",
-            expected=spec if sharding else f"shard {shard} of it",
-            got=got_spec if sharding else other,
-            remedy="save pm.full_state_dict(), and pm.load_full_state_dict(...) that; or save the shards of all "
-            "ranks by torch.distributed.checkpoint",
-        )
 
 
-def _place(key: str, stamps: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
-    """The placement of the parameter or buffer of a key, and the index of the key's shard; None: it is neither."""
-    path = key.split(".")
-    name = ".".join(part for part in path if not part.startswith(NUMBER))
-    if name not in stamps:
-        return None
-    spec, shard = stamps[name]
-    return spec, next((int(part.removeprefix(NUMBER)) for part in path if part.startswith(NUMBER)), shard)
-
-
-def _is_shard(value: object) -> bool:
-    """Whether this is a shard: one of a DTensor, or (None) of a parameter that has a name for each shard."""
-    return value is None or hasattr(type(value), "to_local")
+def _is_dtensor(value: object) -> bool:
+    return hasattr(type(value), "to_local")

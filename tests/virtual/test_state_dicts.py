@@ -87,17 +87,6 @@ def square() -> sx.ParallelModule:
     return parallel(made, sx.Mesh(tp=2), specs=specs, targets=(X,), loss=nn.functional.mse_loss)
 
 
-@pytest.mark.parametrize("keep", [lambda state: state, saved], ids=["as it is", "saved"])
-@pytest.mark.parametrize("put", ["up.@1.weight", "halves.@0.weight"])
-def test_a_shard_under_the_name_of_another_is_refused(put: str, keep: Any) -> None:
-    """Shards of one shape change places."""
-    pm = square()
-    state = keep(pm.state_dict())
-    state["up.@0.weight"], state[put] = state[put], state["up.@0.weight"]
-    with pytest.raises(sx.Error, match=r"weight' of this state dict is (another shard|stored otherwise)"):
-        pm.load_state_dict(state)
-
-
 def test_weights_that_are_sharded_alike_may_change_places() -> None:
     pm = square()
     state, whole = pm.state_dict(), pm.full_state_dict()
