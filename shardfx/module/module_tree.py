@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import is_
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -16,13 +18,23 @@ from shardfx.module.optimizer_hooks import watch_optimizers
 
 if TYPE_CHECKING:
     from shardfx.module.source_model import SourceModel
-    from shardfx.module.state_checks import SourceWeightsCheck
-
 
 WHOLE = ("generate", "save_pretrained", "push_to_hub")
 """Methods that want the full weights of the model."""
 AGAIN = "change the model, and parallelize it again"
 REINITIALISE = "initialise the model before parallelize; or pm.load_full_state_dict(state_dict)"
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """An operator as the class of a proxy's module defines it."""
+
+    def operate(proxy: ModelProxy, *args: Any) -> Any:
+        kind = type(proxy._twin)
+        if not hasattr(kind, name):
+            raise TypeError(f"{kind.__name__!r} object has no {name}")
+        return getattr(kind, name)(proxy, *args)
+
+    return operate
 
 
 class ModelProxy(nn.Module):
@@ -57,7 +69,8 @@ class ModelProxy(nn.Module):
         if name in vars(twin) and name not in STATE:
             return vars(twin)[name]
         if name in WHOLE and hasattr(twin, name):
-            return lambda *args, **kwargs: reject_gathered(name)
+            what = f"{name}() wants the model with full weights, and here they may be shards"
+            return partial(self._refuse, what, remedy=f"with pm.gathered() as model: model.{name}(...)")
         found = inspect.getattr_static(kind, name, own)
         if found is own:
             self._reject_in_shards(name)
@@ -82,56 +95,35 @@ class ModelProxy(nn.Module):
             self._refuse(f"a parallel module cannot lose its {name!r}")
         delattr(self._twin, name)
 
+    __iter__, __len__, __contains__ = map(_operator, ("__iter__", "__len__", "__contains__"))
+
     def __getitem__(self, index: Any) -> Any:
-        """Indexing as in the twin's class: a part of a list or a dict of modules."""
+        """Indexing as in the model's class: a part of a list or a dict of modules."""
         if isinstance(index, slice) and isinstance(self._twin, (nn.Sequential, nn.ModuleList)):
             return nn.ModuleList(list(self)[index])
-        return self._as_twin("__getitem__", index)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._refuse("the modules of a parallel module cannot be changed", "another module")
-
-    def __delitem__(self, index: Any) -> None:
-        self._refuse("the modules of a parallel module cannot be changed", "one module less")
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._as_twin("__iter__"))
-
-    def __len__(self) -> int:
-        return int(self._as_twin("__len__"))
-
-    def __contains__(self, key: Any) -> bool:
-        return bool(self._as_twin("__contains__", key))
+        return _operator("__getitem__")(self, index)
 
     def __bool__(self) -> bool:
         return True
-
-    def _as_twin(self, name: str, *args: Any) -> Any:
-        """An operator as the twin's class defines it.
-
-        Raises:
-            TypeError: nothing.
-        """
-        kind = type(self._twin)
-        if not hasattr(kind, name):
-            raise TypeError(f"{kind.__name__!r} object has no {name}")
-        return getattr(kind, name)(self, *args)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *dir(self._twin)]  # type: ignore[no-untyped-call]
 
     def apply(self, fn: Any) -> NoReturn:
         """Not supported, as it is no module of its class, and its parameters may be shards: always an Error."""
-        self._refuse("apply() cannot do to shards what it does to a model", getattr(fn, "__name__", fn), REINITIALISE)
+        self._refuse("apply() cannot do to shards what it does to a model", remedy=REINITIALISE)
 
-    def _refuse(self, what: str, got: object = None, remedy: str = AGAIN) -> NoReturn:
-        raise Error(
-            what,
-            where=f"{self.__dict__.get('_path', 'pm')} ({type(self._twin).__name__})",
-            expected="the model as it was parallelized",
-            got=got,
-            remedy=remedy,
-        )
+    def _refuse(
+        self,
+        what: str,
+        *args: object,
+        expected: str = "the model as it was parallelized",
+        got: object = None,
+        remedy: str = AGAIN,
+        **kwargs: object,
+    ) -> NoReturn:
+        where = f"{self.__dict__.get('_path') or 'pm'} ({type(self._twin).__name__})"
+        raise Error(what, where=where, expected=expected, got=got, remedy=remedy)
 
     def _reject_in_shards(self, name: str) -> None:
         """Raise an Error, no AttributeError: ``getattr(module, "weight", None)`` would say that there is none.
@@ -142,24 +134,12 @@ class ModelProxy(nn.Module):
         inside = {own: part for own, part in self._modules.items() if own.startswith(NUMBER) and part is not None}
         shards = [own for own, part in inside.items() if name in part._parameters or name in part._buffers]
         if shards:
-            raise Error(
+            self._refuse(
                 f"{name!r} is in {len(shards)} shards here",
-                where=f"{self.__dict__.get('_path', 'pm')} ({type(self._twin).__name__})",
                 expected=f"{', '.join(f'{own}.{name}' for own in shards)}, or the full tensors: pm.full_state_dict()",
                 got=f"the full {name!r} asked for",
                 remedy="what is to change a module (a parametrization, pruning) is put on the model before parallelize",
             )
-
-
-def reject_gathered(name: str) -> NoReturn:
-    """Refuse a method that wants full weights: always an Error."""
-    raise Error(
-        f"{name}() wants the model with full weights, and here they may be shards",
-        where=f"pm.{name}(...)",
-        expected="the model itself",
-        got="a parallel module",
-        remedy=f"with pm.gathered() as model: model.{name}(...)",
-    )
 
 
 class ProxyModule(ModelProxy):
@@ -245,7 +225,7 @@ class ProxyRoot(ModelProxy):
             return
         kept = (own.get(place, ()) for place in ("_modules", "_parameters", "_buffers"))
         if "_tree" in own and (any(name in each for each in kept) or name in vars(self._twin).keys() - STATE):
-            self._refuse(f"{name!r} of a parallel module cannot be replaced", type(value).__name__)
+            self._refuse(f"{name!r} of a parallel module cannot be replaced", got=type(value).__name__)
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -271,31 +251,16 @@ class ProxyTree:
 
     def __init__(self, root: ProxyRoot, model: nn.Module, source: SourceModel) -> None:
         self.root, self.source = root, source
-        root.__dict__.update(_source=source, _path="")
-        self.paths: list[tuple[str, ModelProxy]] = [("", root)]
-        self._sizes = list[tuple[int, int, int]]()
-        self._made: dict[int, nn.Module] = {id(model): root}
-        self._grow(root, model, "")
-        self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
-        self.watched: list[SourceWeightsCheck] = []
-        self._order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-
-    def _grow(self, part: nn.Module, model: nn.Module, path: str) -> None:
-        for name, child in model._modules.items():
-            if child is None:
-                continue
-            made = self._made.get(id(child))
-            if made is None:
-                own = f"{path}.{name}" if path else name
-                made = self._made[id(child)] = ProxyModule(own, self.source)
-                self.paths.append((own, made))
-                self._grow(made, child, own)
-            part._modules[name] = made
-
-    @property
-    def names(self) -> tuple[str, ...]:
+        self.names = tuple(name for name, _ in model.named_parameters())
         """The model's parameters by name, in its order."""
-        return tuple(self._order)
+        root.__dict__.update(_source=source, _path="")
+        made: dict[nn.Module, ModelProxy] = {model: root}
+        for path, module in model.named_modules():
+            made.setdefault(module, root if module is model else ProxyModule(path, source))
+        for module, proxy in made.items():
+            proxy._modules.update({name: made[child] for name, child in module._modules.items() if child is not None})
+        self._proxies = [*made.values()]
+        self._known = list[tuple[ModelProxy, Sequence[dict[str, Any]]]]()
 
     def register(self, state: ModelState) -> None:
         """Make the stored shards parameters and buffers of the tree, under the model's own names and in their order.
@@ -303,80 +268,55 @@ class ProxyTree:
         Whoever walks the modules finds them in the order of ``named_parameters()``: a copy that is held by a module of
         somebody else's (``AveragedModel``) is compared with them one by one.
         """
-        self.registered = []
         watch(state)
-        for name, shards in sorted(state.store.parameters.items(), key=lambda named: self._order.get(named[0], 0)):
-            holder, leaf = self._holder(name)
-            for place, shard in zip(self._places(name, holder, len(shards)), shards, strict=True):
-                parameters = place._parameters
-                parameters[leaf] = shard
-                self.registered.append((parameters, leaf, shard, name))
+        order = {name: i for i, name in enumerate(self.names)}
+        for name, shards in sorted(state.store.parameters.items(), key=lambda named: order.get(named[0], 0)):
+            for place, leaf, shard in self._places(name, shards):
+                place._parameters[leaf] = shard
         for name, tensors in state.store.buffers.items():
-            holder, leaf = self._holder(name)
-            for place, tensor in zip(self._places(name, holder, len(tensors)), tensors, strict=True):
+            for place, leaf, tensor in self._places(name, tensors):
                 place._buffers[leaf] = tensor
-                self.registered.append((place._buffers, leaf, tensor, name))
                 if name not in state.names:
                     place._non_persistent_buffers_set.add(leaf)
-        self._sizes = [*map(_size, self.paths)]
+        self._known = [(proxy, [{**each} for each in _held(proxy)]) for proxy in self._proxies]
 
-    def _places(self, name: str, holder: ModelProxy, count: int) -> list[ModelProxy]:
-        """The modules that hold the shards of a parameter: its own; or a proxy for each shard."""
-        if count == 1:
-            return [holder]
-        path = name.rpartition(".")[0]
-        made: list[tuple[str, ModelProxy]] = [
-            (f"{NUMBER}{i}", ProxyModule(f"{path}.{NUMBER}{i}", self.source)) for i in range(count)
-        ]
-        return [cast(ModelProxy, holder._modules.setdefault(own, part)) for own, part in made]
+    def _places(self, name: str, shards: Sequence[Any]) -> Iterator[tuple[ModelProxy, str, Any]]:
+        """The modules that hold the shards of a value, and under which name: its own; or a proxy for each shard. A
+        child may be called as one of our methods is (``memory``, ``step``): it is not asked for as an attribute."""
+        *path, leaf = name.split(".")
+        holder: Any = self.root
+        for each in path:
+            holder = holder._modules[each]
+        for i, shard in enumerate(shards):
+            own = f"{NUMBER}{i}"
+            if len(shards) > 1 and own not in holder._modules:
+                holder._modules[own] = ProxyModule(".".join([*path, own]), self.source)
+            yield holder if len(shards) == 1 else holder._modules[own], leaf, shard
 
     def check(self) -> None:
-        """Raise if somebody replaced a stored tensor, or changed watched state.
+        """Raise if somebody changed a module of the tree, or replaced a stored tensor.
 
         Raises:
             Error: naming it.
         """
-        for each in self.watched:
-            each.check()
-        self._check_children()
-        for parameters, key, tensor, name in self.registered:
-            if parameters.get(key) is not tensor:
-                raise Error(
-                    f"{name!r} of a parallel module was replaced by another tensor",
-                    where="pm(...)",
-                    expected="the stored shards, whose contents may change",
-                    got="another tensor, as torch.func.functional_call puts in",
+        for proxy, known in self._known:
+            modules, *tensors = _held(proxy)
+            if proxy is self.root and not isinstance(proxy._twin, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+                modules = {name: modules.get(name) for name in known[0]}  # others may be put beside the model
+            held = modules, *tensors
+            if [*map(len, held)] != [*map(len, known)]:
+                expected, got = ("{} modules, {} parameters, {} buffers".format(*map(len, n)) for n in (known, held))
+                what = "modules of a parallel module, or what they hold, were changed"
+                proxy._refuse(f"{what}, and its programs are of the model as it was", expected=expected, got=got)
+            if not all(all(map(is_, now.values(), was.values())) for now, was in zip(held, known, strict=True)):
+                proxy._refuse(
+                    "a tensor or a module of a parallel module was replaced",
+                    got="another one, as torch.func.functional_call puts in",
                     remedy="pm.load_full_state_dict(state_dict), or parameter.data.copy_(...), and call pm itself",
                 )
 
-    def _check_children(self) -> None:
-        if (sizes := [*map(_size, self.paths)]) == self._sizes:
-            return
-        for (path, part), was, now in zip(self.paths, self._sizes, sizes, strict=True):
-            container = isinstance(part._twin, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-            beside = part is self.root and not container and now[0] > was[0] and now[1:] == was[1:]
-            if was != now and not beside:  # of a module that is put beside the model nothing is known, nor asked
-                raise Error(
-                    "modules of a parallel module, or what they hold, were changed, and its programs are of the model "
-                    "as it was",
-                    where=f"pm.{path} ({type(part._twin).__name__})" if path else "pm",
-                    expected="{} modules, {} parameters, {} buffers".format(*was),
-                    got="{} modules, {} parameters, {} buffers".format(*now),
-                    remedy="change the model, and parallelize it again",
-                )
 
-    def _holder(self, name: str) -> tuple[ModelProxy, str]:
-        """The module that holds a parameter or buffer, and the last part of its name. A child may be called as one of
-        our methods is (``memory``, ``step``): it is not asked for as an attribute."""
-        *path, leaf = name.split(".")
-        holder: ModelProxy = self.root
-        for each in path:
-            inside = holder._modules[each]
-            assert isinstance(inside, ModelProxy)
-            holder = inside
-        return holder, leaf
-
-
-def _size(named: tuple[str, ModelProxy]) -> tuple[int, int, int]:
-    own = named[1].__dict__
-    return len(own["_modules"]), len(own["_parameters"]), len(own["_buffers"])
+def _held(proxy: ModelProxy) -> tuple[dict[str, Any], ...]:
+    """The modules, parameters and buffers of a proxy."""
+    own = proxy.__dict__
+    return own["_modules"], own["_parameters"], own["_buffers"]

@@ -47,6 +47,7 @@ class ParallelModule(PlannedModule):
 
     _reader: CallReader
     _optimizer: ProgramOptimizer | None
+    _source_check: SourceWeightsCheck | None
 
     def __init__(
         self,
@@ -64,8 +65,7 @@ class ParallelModule(PlannedModule):
         peers.holds(self._state.store)
         self._compiling = None
         self._variants, self._reader = variants, CallReader(compiled.hints)
-        self._watch = self._measured = None
-        self._optimizer = None
+        self._watch = self._measured = self._optimizer = self._source_check = None
         self._state.load_from(model)
         own = {name for name in vars(self) if name.startswith("_") and name not in STATE}
         self.__dict__["_own"] = frozenset((*own, "_tree"))
@@ -80,7 +80,7 @@ class ParallelModule(PlannedModule):
     def _watch_model(self, model: nn.Module, watch: SourceModelWatch) -> None:
         """Have each call check that the source model's weights are unchanged."""
         ranks = range(self.mesh.size) if self._this_rank is None else (self._this_rank,)
-        self._tree.watched.append(SourceWeightsCheck(model, self.planned, self._state, ranks, watch))
+        self._source_check = SourceWeightsCheck(model, self.planned, self._state, ranks, watch)
 
     def _register(self) -> None:
         self._tree.register(self._state)
@@ -175,6 +175,8 @@ class ParallelModule(PlannedModule):
         with self._peers.calling():
             check_modes("pm(...)")
             self._state.check_complete()
+            if self._source_check is not None:
+                self._source_check.check()
             self._tree.check()
             update = self._compiled.captured.update
             if optimizer is not None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -67,8 +66,8 @@ class SourceModelWatch:
     def begin(self, model: nn.Module, store: Store) -> None:
         """Watch a model beside a store that was filled from it."""
         self._model = weakref.ref(model)
-        self._stores[store] = _version_of(store.parameters)
-        self._version = _version_of({"": list(model.parameters())})
+        self._stores[store] = _version_of(_shards(store))
+        self._version = _version_of(model.parameters())
         for parameter in model.parameters():
             _originals[parameter] = self
 
@@ -88,11 +87,11 @@ class SourceModelWatch:
     def _check(self, module: nn.Module, where: str) -> None:
         if _quiet or self._model is None or self._model() is not module:
             return
-        now = _version_of({"": list(module.parameters())})
-        trained = [store for store, known in self._stores.items() if _version_of(store.parameters) != known]
+        now = _version_of(module.parameters())
+        trained = [store for store, known in self._stores.items() if _version_of(_shards(store)) != known]
         if now != self._version:  # the model was trained or loaded since
             self._version = now
-            self._stores.update({store: _version_of(store.parameters) for store in trained})
+            self._stores.update({store: _version_of(_shards(store)) for store in trained})
         elif trained:
             raise Error(
                 "the parallel module was trained, and the model that it was made of was not",
@@ -104,15 +103,18 @@ class SourceModelWatch:
             )
 
     @property
-    def stepped_elsewhere(self) -> bool:
-        """Whether a parallel module of the model has gradients to be stepped by."""
-        every = (p for store in self._stores for shards in store.parameters.values() for p in shards)
-        return any(p.grad is not None for p in every)
+    def gradients_elsewhere(self) -> bool:
+        """Whether a parallel module of the model has gradients."""
+        return any(p.grad is not None for store in self._stores for p in _shards(store))
 
 
-def _version_of(parameters: Mapping[str, list[Any]]) -> int:
+def _shards(store: Store) -> Iterator[torch.Tensor]:
+    return (shard for shards in store.parameters.values() for shard in shards)
+
+
+def _version_of(parameters: Iterable[torch.Tensor]) -> int:
     """The number of in-place writes to any of these."""
-    return sum(version(p) for shards in parameters.values() for p in shards)
+    return sum(map(version, parameters))
 
 
 def watch_original(model: nn.Module) -> SourceModelWatch:
@@ -136,7 +138,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         for p in old:
             _originals[p].trainings += 1
         return
-    if _originals[old[0]].stepped_elsewhere:
+    if _originals[old[0]].gradients_elsewhere:
         kind = type(optimizer).__name__
         raise Error(
             f"this {kind} has the parameters of the model, and gradients are those of the parallel module's",
@@ -168,19 +170,19 @@ class SourceWeightsCheck:
     def __init__(
         self, model: nn.Module, graph: Graph, state: ModelState, ranks: Sequence[int], watch: SourceModelWatch
     ) -> None:
-        self._model = weakref.ref(model)
-        self._buffers = {id(m): [n for n, b in m._buffers.items() if b is not None] for m in model.modules()}
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
         self._graph, self._state, self._ranks, self._watch = graph, state, ranks, watch
         self._trainings = watch.trainings
-        parameters, every = self._tensors()
-        self._plain = [_is_plain(each) for each in every]
-        self._known, self._written = self._content(every), self._version()
-        self._trained = [*map(TRAINED, parameters)]
+        self._trained = [*map(TRAINED, model.parameters())]
+        self._note(model)
 
     def __deepcopy__(self, memo: object) -> SourceWeightsCheck:
         made = copy.copy(self)
-        made._buffers = {}  # a copy of the parallel module was not made of the model
+        made._model = lambda: None  # a copy of the parallel module was not made of the model
         return made
+
+    def _note(self, model: nn.Module) -> None:
+        self._known, self._written = _content(model), _version_of(_shards(self._state.store))
 
     def check(self) -> None:
         """Raise if the weights have changed, and are not those of the parallel module.
@@ -188,12 +190,13 @@ class SourceWeightsCheck:
         Raises:
             Error: naming the first one; or a parameter that was frozen, or given a hook.
         """
-        if not self._buffers or self._watch.trainings != self._trainings:
+        model = self._model()
+        if model is None or self._watch.trainings != self._trainings:
             return
-        parameters, every = self._tensors()
+        parameters = [*model.parameters()]
         trained = [*map(TRAINED, parameters)]
         if trained != self._trained and any(trained):  # with none it is a teacher
-            self._check_trained()
+            self._check_trained(model)
         self._trained = trained
         if any(map(GRADIENT_HOOKS, parameters)) or any(map(ACCUMULATED_HOOKS, parameters)):
             raise Error(
@@ -203,37 +206,15 @@ class SourceWeightsCheck:
                 got="one that was registered on the model after parallelize",
                 remedy="register it on the parameters of pm, and remove this one",
             )
-        content = self._content(every)
-        if content != self._known:
-            self._compare()
-            self._plain = [_is_plain(each) for each in every]
-            self._known, self._written = self._content(every), self._version()
+        if _content(model) != self._known:
+            self._compare(model)
+            self._note(model)
 
-    def _tensors(self) -> tuple[list[Any], list[Any]]:
-        """The parameters, and these with the buffers that there were."""
-        modules = [*model.modules()] if (model := self._model()) is not None else []
-        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-        named = ((module, name) for module in modules for name in self._buffers.get(id(module), ()))
-        buffers = [b for module, name in named if (b := module._buffers.get(name)) is not None]
-        return parameters, parameters + buffers
-
-    def _content(self, tensors: Sequence[Any]) -> list[object]:
-        """A fingerprint of tensors: which there are, versions, addresses, and two elements, as writes by ``p.data``
-        count nowhere."""
-        plain = [*compress(tensors, self._plain)]
-        found: list[object] = [*map(id, tensors), *map(WRITTEN, plain), *map(torch.Tensor.data_ptr, plain)]
-        some = [each for each in (*plain[:1], *plain[-1:]) if each.numel() and each.device.type == "cpu"]
-        return found + [str(each.detach()[tuple(n // 2 for n in each.shape)].item()) for each in some]
-
-    def _version(self) -> int:
-        return sum(version(shard) for shards in self._state.store.parameters.values() for shard in shards)
-
-    def _compare(self) -> None:
-        model = self._model()
-        other = None if model is None else next(self._others(model), None)
+    def _compare(self, model: nn.Module) -> None:
+        other = next(self._others(model), None)
         if other is None:
             return
-        if self._version() == self._written:
+        if _version_of(_shards(self._state.store)) == self._written:
             raise Error(
                 "the model's weights were changed after parallelize, and the parallel module has those from before",
                 where="pm(...)",
@@ -268,10 +249,10 @@ class SourceWeightsCheck:
                     yield name
                     break
 
-    def _check_trained(self) -> None:
+    def _check_trained(self, model: nn.Module) -> None:
         """Raise where some parameters were frozen or unfrozen, but not those of the parallel module."""
-        model, state = self._model(), self._state
-        for name, p in model.named_parameters() if model is not None else ():
+        state = self._state
+        for name, p in model.named_parameters():
             shards = state.store.parameters.get(state.aliases.get(name, name), ())
             if any(shard.requires_grad != p.requires_grad for shard in shards):
                 did = "trainable" if p.requires_grad else "frozen"
@@ -288,6 +269,16 @@ class SourceWeightsCheck:
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal, NaN where NaN is."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _content(model: nn.Module) -> list[object]:
+    """A fingerprint of a model's tensors: which there are, versions, addresses, and two elements, as writes by
+    ``p.data`` count nowhere."""
+    tensors = [*model.parameters(), *model.buffers()]
+    plain = [each for each in tensors if _is_plain(each)]
+    found: list[object] = [*map(id, tensors), *map(WRITTEN, plain), *map(torch.Tensor.data_ptr, plain)]
+    some = [each for each in (*plain[:1], *plain[-1:]) if each.numel() and each.device.type == "cpu"]
+    return found + [str(each.detach()[tuple(n // 2 for n in each.shape)].item()) for each in some]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
