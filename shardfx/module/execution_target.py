@@ -61,39 +61,35 @@ class CompileOptions:
                 got="a plan with an arena",
                 remedy="leave out one of them",
             )
-        if self.cuda_graphs:
-            for expected, got, remedy in self._unfit(compiled, device, virtual):
-                raise Error(
-                    "this plan has no full step that can be recorded as a CUDA graph",
-                    where="pm.compile(cuda_graphs=True)",
-                    expected=expected,
-                    got=got,
-                    remedy=remedy,
-                )
+        unfit = [*self._unfit(compiled, device, virtual)] if self.cuda_graphs else []
+        if unfit:
+            raise Error(
+                "this plan has no full step that can be recorded as a CUDA graph",
+                where="pm.compile(cuda_graphs=True)",
+                expected="the program of one rank on a CUDA device that ends with the optimizer's step "
+                "(Hints(optimizer=...) and pm.step(...)), and has no need of the host",
+                got=unfit[0],
+                remedy="pm.compile() without cuda_graphs; or a plan without that",
+            )
 
-    def _unfit(self, compiled: Compiled, device: torch.device, virtual: bool) -> Iterator[tuple[str, str, str]]:
-        """The reason why steps cannot be recorded as CUDA graphs: expected, got, remedy."""
-        without, after = "pm.compile() without cuda_graphs", compiled.after
+    def _unfit(self, compiled: Compiled, device: torch.device, virtual: bool) -> Iterator[str]:
+        """The reasons why steps cannot be recorded as CUDA graphs."""
         if not torch.cuda.is_available():
-            yield "a CUDA device", "torch.cuda.is_available() is False", without
+            yield "torch.cuda.is_available() is False"
         if device.type != "cuda":
-            yield "a plan on a CUDA device", f"one on {device.type}", 'Hints(device="cuda"), or pm.to("cuda") before'
+            yield f"a plan on {device.type}"
         if compiled.captured.update is None:
-            got = "a plan without optimizer, whose step is forward and backward alone"
-            yield "a plan with the optimizer's step in it", got, "Hints(optimizer=...) and pm.step(...)"
-        if virtual and after.mesh.size > 1:
-            got = f"{after.mesh.size} virtual ranks, which meet on the host"
-            yield "one rank in this process", got, f"torchrun, with a process for each rank; or {without}"
-        if after.pipeline is not None:
-            yield "a plan without pipeline", "a pipeline, whose sends and receives are done by the host", without
-        if any(map(moves_pool, after.nodes)):
-            yield "a plan whose values lie on the device", "a plan with offload", without
+            yield "a plan without optimizer, whose step is forward and backward alone"
+        if virtual and compiled.after.mesh.size > 1:
+            yield f"{compiled.after.mesh.size} virtual ranks, which meet on the host"
+        if compiled.after.pipeline is not None:
+            yield "a pipeline, whose sends and receives are done by the host"
+        if any(map(moves_pool, compiled.after.nodes)):
+            yield "a plan with offload"
         if compiled.hints.guard:
-            got = "guards, which are looked at before a step is stored"
-            yield "a plan without guards", got, f"Hints(guard=False); or {without}"
+            yield "guards, which are looked at before a step is stored"
         if self.of_torch.get("mode") in OWN_GRAPHS:
-            got = f"mode={self.of_torch['mode']!r}"
-            yield "a mode in which torch records no graphs itself", got, 'mode="max-autotune-no-cudagraphs", or none'
+            yield f"mode={self.of_torch['mode']!r}, in which torch records graphs itself"
 
 
 @dataclass(frozen=True)
@@ -103,12 +99,13 @@ class ExecutionTarget:
     virtual: bool
     device: torch.device
 
-    def device_by(self, convert: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> torch.device:
-        """The device to which a conversion of tensors (that of ``pm.to(...)``) moves these ranks, whose tensors have
-        some dtypes.
+    def moved(self, convert: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> ExecutionTarget:
+        """The target on the device to which a conversion of tensors (that of ``pm.to(...)``) moves tensors of some
+        dtypes; itself, if it is of the same kind.
 
         Raises:
-            Error: it makes another dtype of them, which is another plan.
+            Error: it makes another dtype of them, which is another plan; the device holds no numbers; a real rank's
+                process group is for one kind of device.
         """
         device = self.device
         for dtype in sorted(dtypes, key=str):
@@ -122,14 +119,8 @@ class ExecutionTarget:
                     got=after.dtype,
                     remedy="convert the model, then parallelize it",
                 )
-        return device
-
-    def moved(self, device: torch.device) -> ExecutionTarget:
-        """The same target on another device.
-
-        Raises:
-            Error: the device holds no numbers; a real rank's process group is for one kind of device.
-        """
+        if device.type == self.device.type:
+            return self
         if device.type == "meta":
             raise Error(
                 "the shards of a parallel module cannot lose their content",

@@ -118,17 +118,16 @@ class ParallelModule(PlannedModule):
             Error: another dtype, which is another plan; a device that this rank's process group does not serve; or
                 programs that :meth:`use` put in, which are for the kind of device that they were made on.
         """
-        device = self._target.device_by(fn, {t.dtype for t in (*self.parameters(), *self.buffers())})
-        moves = device.type != self._target.device.type
+        place = self._target.moved(fn, {t.dtype for t in (*self.parameters(), *self.buffers())})
+        moves = place is not self._target
         if moves:
-            self._programs.reject_changed(device)
-            place = self._target.moved(device)
+            self._programs.reject_changed(place.device)
             if self._compiling is not None:
-                self._compiling.check(self._compiled, device, place.virtual)
+                self._compiling.check(self._compiled, place.device, place.virtual)
             self._target = place
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if moves:
-            self._state.store.to(device)
+            self._state.store.to(place.device)
             self._register()
             self._variants.renew(self._new_programs)
         return self
@@ -292,7 +291,7 @@ class ParallelModule(PlannedModule):
         """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``, with weights
         and (real) example inputs. Under ``torchrun`` all ranks call it, and each writes its own."""
         options = {}
-        if self._programs.steps:
+        if self._compiled.captured.update is not None:
             self.optimizer.begin()
             options = self.optimizer.options()
         return self._programs.save(Path(folder), ranks, options)

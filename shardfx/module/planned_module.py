@@ -45,7 +45,6 @@ from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.engine import Probe
 from shardfx.runtime.nan_debug import NanDebug
 from shardfx.runtime.recording import Recording
-from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
 from shardfx.schedules.timeline import PlanTimeline, plan_timeline, write_recording
@@ -92,9 +91,9 @@ class PlannedModule(ProxyRoot):
         buffers (or, where there is no loss, the model's results). ``str(pm.rank_program(rank))`` is its text.
         ``meta["val"]`` of a node is a tensor without content, of the shape and stride of what the node gives.
         """
-        kinds = self._programs.kinds(training)
+        program = self.rank_program(rank, training=training)
         with no_collection():
-            return self._programs.module(rank, kinds).tell(lambda: values(self._programs.running(rank, kinds)))
+            return program.module().tell(lambda: values(program))
 
     def rank_program(self, rank: int, *, training: bool | None = None) -> RankProgram:
         """The program of a rank: its ``graph``, its text (``str``), its inputs and outputs."""
@@ -139,7 +138,7 @@ class PlannedModule(ProxyRoot):
         (``"h100-dgx"``). ``.stages`` are those of a pipeline, and ``.measured`` is what :meth:`record` measured.
         """
         programs, replayed = self._programs, self._replays()
-        memory = self._memory(programs, 0, programs.kinds(), replayed)
+        memory = self._memory(programs, 0, None, replayed)
         timeline = self._timeline(machine, None, replayed)
         warnings, virtual = programs.warnings(), self._target.virtual
         made = make_report(self._compiled, memory, timeline, machine, warnings, self._measured, virtual)
@@ -156,14 +155,13 @@ class PlannedModule(ProxyRoot):
             training: as for :meth:`rank_program`.
         """
         programs, sizes = self._programs, Sizes.of(self._compiled.hints)
-        kinds = programs.kinds(training)
-        memory = self._memory(programs, rank, kinds, self._replays())
+        memory = self._memory(programs, rank, training, self._replays())
 
         def resized(by: dict[str, Fraction]) -> RankMemory:
             variants = self._variants
             with torch.enable_grad():
                 compiled = variants.build(variants.skeleton, sizes.changed(self._compiled.hints, by))
-            return self._memory(programs.of(compiled), rank, kinds, self._replays())
+            return self._memory(programs.of(compiled), rank, training, self._replays())
 
         return replace(memory, sizes=sizes, resized=resized)
 
@@ -204,10 +202,10 @@ class PlannedModule(ProxyRoot):
         return cache(lambda program: replay(program, ahead, fakes, compiled))
 
     def _memory(
-        self, programs: Programs, rank: int, kinds: Kinds, replayed: Callable[[RankProgram], Footprint]
+        self, programs: Programs, rank: int, training: bool | None, replayed: Callable[[RankProgram], Footprint]
     ) -> RankMemory:
         with no_collection():
-            program = programs.running(rank, kinds)
+            program = programs.running(rank, programs.kinds(training))
             return RankMemory(program, replayed(program), compiled=self._compiling is not None)
 
     @property
@@ -345,16 +343,14 @@ class PlannedModule(ProxyRoot):
             write_recording(path, recording)
 
 
-GIVEN = (InputKind.ARGUMENT, InputKind.TARGET)
-
-
 def input_value(graph: Graph, name: str, where: str) -> Value:
     """The graph value of an argument or a target.
 
     Raises:
         Error: no input has this name.
     """
-    known = {inp.name: inp.value for inp in graph.inputs if inp.kind in GIVEN}
+    given = (*graph.of_kind(InputKind.ARGUMENT), *graph.of_kind(InputKind.TARGET))
+    known = {inp.name: inp.value for inp in given}
     if name not in known:
         near = get_close_matches(name, known, 1)
         raise Error(
@@ -376,13 +372,7 @@ def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, .
             ranges of it.
     """
     if not isinstance(halo, int) or halo < 0:
-        raise Error(
-            "a halo is so many rows on each side",
-            where=f"pm.tile({name!r}, halo=...)",
-            expected="0 or more",
-            got=repr(halo),
-            remedy="say halo=0, or how many rows of its neighbours' a rank reads as well",
-        )
+        raise Error("a halo is a number of rows", where=f"pm.tile({name!r}, halo=...)", expected="0 or more", got=halo)
     value, mesh = input_value(graph, name, f"pm.tile({name!r})"), graph.mesh
     coords = mesh.coords(rank)
     assert value.spec is not None

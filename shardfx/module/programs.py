@@ -19,7 +19,6 @@ from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.lower import lower
-from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
 from shardfx.module.rule_checks import with_rules
@@ -61,15 +60,11 @@ USUAL = (TRAIN, LOSS, STEP, INFER)
 """The sets of outputs that any call may run; others are requested explicitly."""
 
 
-def trained_kinds(compiled: Compiled) -> Kinds:
-    """The output kinds of the training program: a full step's, where the optimizer is in the plan."""
-    return TRAIN if compiled.captured.update is None else STEP
-
-
-def usual_kinds(compiled: Compiled) -> Kinds:
-    """The default output kinds: of training, where there is a loss."""
-    trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs)
-    return trained_kinds(compiled) if trains else INFER
+def usual_kinds(compiled: Compiled, training: bool | None = None) -> Kinds:
+    """The default output kinds: of training (by default where there is a loss), with the optimizer's step if it is in
+    the plan; or of inference."""
+    trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs) if training is None else training
+    return INFER if not trains else TRAIN if compiled.captured.update is None else STEP
 
 
 def program_of(
@@ -114,14 +109,9 @@ class Programs:
         """Whether the model has a loss."""
         return any(output.kind is OutputKind.LOSS for output in self.compiled.after.outputs)
 
-    @property
-    def steps(self) -> bool:
-        """Whether a full training step can be run: an optimizer's is a part of the plan."""
-        return self.compiled.captured.update is not None
-
     def kinds(self, training: bool | None = None) -> Kinds:
-        """The default output kinds: of training, where there is a loss, with the optimizer's step."""
-        return usual_kinds(self.compiled) if training is None else trained_kinds(self.compiled) if training else INFER
+        """The default output kinds."""
+        return usual_kinds(self.compiled, training)
 
     def program(self, rank: int, kinds: Kinds) -> RankProgram:
         """The planned program of a rank."""
@@ -141,11 +131,6 @@ class Programs:
     def running(self, rank: int, kinds: Kinds) -> RankProgram:
         """The program that runs on a rank: the planned one, or the user's replacement."""
         return self.step.changed.get((rank, kinds)) or self.program(rank, kinds)
-
-    def module(self, rank: int, kinds: Kinds) -> RankModule:
-        """The program that runs on a rank, as a ``GraphModule``."""
-        changed = self.step.changed.get((rank, kinds))
-        return changed.module() if changed is not None else self.program(rank, kinds).into_module()
 
     def verify(
         self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]

@@ -147,7 +147,7 @@ def test_compile_refuses_options_that_it_does_not_know_and_graphs_without_a_devi
     with pytest.raises(sx.Error, match=r"is_available\(\) is False"):
         pm.compile(cuda_graphs=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    refused(pm, "plan on a CUDA device", "cpu")
+    refused(pm, "a plan on cpu", "cpu")
     refused(pm, "mode='reduce-overhead'", mode="reduce-overhead")
     assert pm._compiling is None
 
