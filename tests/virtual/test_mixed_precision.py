@@ -293,8 +293,9 @@ def routed(dtype: torch.dtype = F32, **hints: Any) -> sx.ParallelModule:
 
 
 @pytest.mark.long
-def test_modules_that_compute_as_they_are() -> None:
-    pm = routed(mixed_precision=sx.MixedPrecision(BF16, keep="router", output_dtype=F32))
+@pytest.mark.parametrize("guard", [False, True], ids=["Dynamo", "export"])
+def test_modules_that_compute_as_they_are(guard: bool) -> None:
+    pm = routed(mixed_precision=sx.MixedPrecision(BF16, keep="router", output_dtype=F32), guard=guard)
     products = {
         n.where.module: n.outs[0].type.dtype for n in pm.captured.nodes if "mm" in str(n.op) and n.phase == "forward"
     }

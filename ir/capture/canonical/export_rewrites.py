@@ -1,4 +1,5 @@
-"""Rewrites of an exported program before its backward is written.
+"""Rewrites of an exported program before its backward is written. Casts of weights, with which a program of mixed
+precision begins, are moved before their first users.
 
 Single ops of the graph, whatever torch would make of them on some device, or what only torch's kernels decompose:
 

@@ -37,6 +37,9 @@ COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 States = dict[str, Any]
 
 
+RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
 class Comparison(NamedTuple):
     """A comparison that a step makes with a scheduled number (``weight_decay != 0``), and its result."""
 
@@ -48,6 +51,9 @@ class Comparison(NamedTuple):
     def holds(self, value: float) -> bool:
         """Whether the result is the same for another value."""
         return bool(getattr(operator, self.relation)(value, self.other)) is self.answer
+
+    def __str__(self) -> str:
+        return f"{self.name} {RELATIONS[self.relation]} {self.other:g} is {self.answer}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +240,6 @@ WITH_NUMBERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "addcdiv": ("value", _as_kernel(lambda x, a, b, value: torch.addcdiv(x, a * value, b))),
 }
 """The functions that take a number, its name, and what they compute where it is in a tensor, which torch reads out."""
-RELATIONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 class StepTraces:

@@ -66,7 +66,6 @@ class UpdateSpec:
 NAMES = "param_names"
 BY_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Options that schedules store in a group for themselves."""
-SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 def fixed(group: Mapping[str, Any], made: UpdateGroup) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def inputs_of(
             raise Error(
                 f"with this {each.name!r} the step of {made.kind} is another program",
                 where=where,
-                expected=f"that {each.name} {SIGNS[each.relation]} {each.other:g} is {each.answer}, as it was planned",
+                expected=f"that {each}, as it was planned",
                 got=f"{numbers[each.name]!r}",
                 remedy="a number next to it, such as 1e-12; or parallelize again with other options",
             )
