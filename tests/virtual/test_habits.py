@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,59 +260,3 @@ def test_numbers_that_the_loss_reads_are_those_of_the_call(
     smooth.label_smoothing = 0.3
     assert near(other(X, Y), smooth(model(X), Y))
     assert all(each in caplog.text for each in ("L['loss'].__closure__", "FACTOR", "L['loss'].label_smoothing"))
-
-
-class Sized(nn.Module):
-    """Its code says ``size`` and ``step`` of a tensor and of itself; the script has globals of these names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.step(x).view(x.size(0), -1)
-
-
-def test_a_global_that_is_called_as_an_attribute_is_none_of_the_models(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(globals(), "step", 0)
-    monkeypatch.setitem(globals(), "size", "small")
-    pm = parallel(Sized().double())
-    pm(X, Y)
-    monkeypatch.setitem(globals(), "step", 1)
-    monkeypatch.setitem(globals(), "size", "large")
-    pm(X, Y)
-    assert not caplog.records
-
-
-@pytest.mark.slow
-def test_a_number_that_changes_at_each_call_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """As an argument, and where the loss reads it; as a tensor it is an input of one program."""
-    held = [1.0]
-
-    def mixed(out: torch.Tensor, y: torch.Tensor, share: Any) -> torch.Tensor:
-        return F.cross_entropy(out, y) * share * held[0]
-
-    def run(pm: sx.ParallelModule, share: Any) -> list[str]:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            assert near(pm(X, Y, share), mixed(model(X), Y, share))
-        return [str(each.message) for each in told if each.category is sx.ShardfxWarning]
-
-    model = Net().double()
-    pm = parallel(copy.deepcopy(model), loss=mixed, targets=(Y, 0.5))
-    assert [run(pm, share) for share in (0.5, 0.25)] == [[], []]
-    (text,) = run(pm, 2)
-    assert "planned for 3 values of targets.1, the last one 2" in text and "torch.tensor(2)" in text
-    assert run(pm, 0.75) == []
-    held[0] = 2.0
-    assert run(pm, 0.75) == []
-    held[0] = 3.0
-    (text,) = run(pm, 0.75)
-    assert "3 values of held, which the code reads" in text
-    one = parallel(copy.deepcopy(model), loss=mixed, targets=(Y, torch.tensor(0.5)))
-    run(one, torch.tensor(0.5))
-    planned = len(caplog.records)
-    assert [run(one, torch.tensor(share)) for share in (0.25, 2.0, 0.75)] == [[]] * 3
-    assert len(caplog.records) == planned

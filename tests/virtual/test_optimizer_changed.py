@@ -13,7 +13,7 @@ from torch import nn, optim
 
 import shardfx as sx
 from tests.plans import MESHES
-from tests.stepped import KINDS, Lamb, alone, batches, refused, small_model, small_plan
+from tests.stepped import KINDS, Lamb, batches, refused, small_model, small_plan
 
 DP2 = MESHES["dp2"]
 
@@ -67,16 +67,6 @@ def test_a_rate_that_is_a_tensor_is_changed_in_place() -> None:
         for rate in rates:
             rate.mul_(0.1)
     assert pm.optimizer.param_groups[0]["lr"] is rates[0]
-
-
-@pytest.mark.long
-def test_states_are_not_kept_by_parameter() -> None:
-    pm = small_plan(KINDS["AdamW"], DP2)
-    pm.step(*batches(1)[0])
-    assert not pm.optimizer.state
-    with pytest.raises(TypeError):
-        pm.optimizer.state[next(pm.parameters())] = {}
-    assert copy.deepcopy(pm).optimizer.state == {}
 
 
 # ---- what is loaded
@@ -153,29 +143,3 @@ def test_parameters_that_no_optimizer_has_are_told_of() -> None:
     pm.step(*batches(1)[0])
     assert torch.equal(pm.full_state_dict()["2.bias"], before)
     refused("this is no optimizer", lambda: small_plan(lambda ps: [], DP2))
-
-
-@pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("buffers", [False, True])
-def test_averages_of_parameters_are_those_of_one_device(buffers: bool) -> None:
-    """As many keep them: of a copy of the module, and by torch's own wrapper."""
-    losses, _, _ = alone(KINDS["AdamW"], 3)
-    pm, model = small_plan(KINDS["AdamW"], DP2, zero=3), small_model()
-    theirs = KINDS["AdamW"](list(model.parameters()))
-    averages = [copy.deepcopy(each) for each in (pm, model)]
-    wrapped = [optim.swa_utils.AveragedModel(each, use_buffers=buffers) for each in (pm, model)]
-    for (x, y), loss in zip(batches(3), losses, strict=True):
-        assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-12)
-        theirs.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        theirs.step()
-        with torch.no_grad():
-            for average, each in zip(averages, (pm, model), strict=True):
-                torch._foreach_lerp_(list(average.parameters()), list(each.parameters()), 0.1)
-        for wrapper, each in zip(wrapped, (pm, model), strict=True):
-            wrapper.update_parameters(each)
-    for ours, its in (averages, [each.module for each in wrapped]):
-        assert isinstance(ours, sx.ParallelModule)
-        full = ours.full_state_dict()
-        assert all(torch.allclose(full[name], value, atol=1e-12) for name, value in its.named_parameters())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import threading
 import weakref
@@ -20,40 +19,9 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 import shardfx as sx
 from shardfx.ir.dim_sharding import DimSharding
 from shardfx.runtime import rendezvous
-from tests.plans import MESHES, plan
+from tests.plans import MESHES
 from tests.reference import check_step, rel_err
 from tests.virtual.test_calls import batch, near, parallel
-from tests.zoo import make
-
-
-def test_two_losses_in_one_backward() -> None:
-    """Gradients that are there before ``backward`` are scaled and added as autograd would."""
-    case, alone = make("mlp3"), make("mlp3").model
-    pm = plan(case, MESHES["dp2tp2"])
-    (x,), (y,) = case.args, case.targets
-    first, second = pm(x, y), pm(2 * x, y)
-    (first + 3 * second).backward()
-    (case.loss(alone(x), y) + 3 * case.loss(alone(2 * x), y)).backward()
-    grads = pm.full_grads()
-    assert all(rel_err(grads[n], p.grad) < 1e-9 for n, p in alone.named_parameters())
-
-
-@pytest.mark.long
-def test_gradients_accumulate_over_calls() -> None:
-    case, alone = make("gpt_fused"), make("gpt_fused").model
-    pm = plan(case, MESHES["dp2tp2"])
-    for _ in range(2):
-        pm(*case.args, *case.targets).backward()
-        case.loss(alone(*case.args), *case.targets).backward()
-    grads = pm.full_grads()
-    assert all(rel_err(grads[n], p.grad) < 1e-9 for n, p in alone.named_parameters())
-
-
-@pytest.mark.long
-def test_parameters_are_the_distinct_shards_each_once() -> None:
-    case = make("gpt_fused")
-    pm = plan(case, MESHES["dp2tp2"])
-    assert sum(p.numel() for p in pm.parameters()) == sum(p.numel() for p in case.model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -197,34 +165,10 @@ def test_gradients_are_the_memory_that_programs_wrote(trained: Any) -> None:
     torch.testing.assert_close(seen[1], grads[0])
 
 
-def test_a_retained_gradient_of_the_loss_is_nobody_elses(trained: Any) -> None:
-    pm, grads = trained
-    loss = pm(X, Y)
-    loss.retain_grad()
-    pm.zero_grad()
-    loss.backward()
-    assert loss.grad == 1
-    loss.grad.zero_()
-    for mine, theirs in zip(delivered(pm, lambda loss: loss.backward()), grads, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-def test_a_loss_is_a_tensor_like_others(trained: Any) -> None:
-    """Plain where it is computed with, shown and pickled; let go with its gradients when nobody holds it."""
+def test_gradients_are_let_go_with_the_loss(trained: Any) -> None:
     pm, _ = trained
     loss = pm(X, Y)
-    assert isinstance(loss, Tensor)
-    assert not loss.is_leaf
-    assert type(loss * 1) is type(loss.detach()) is Tensor
-    assert f"{loss:.3f}" == f"{loss.item():.3f}"
-    assert repr(loss).startswith("tensor(")
-    assert type(pickle.loads(pickle.dumps(loss))) is Tensor
-    file = io.BytesIO()
-    torch.save({"loss": loss}, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True)["loss"], loss)
-    with pytest.raises(RuntimeError, match="deepcopy"):
-        copy.deepcopy(loss)
+    assert torch.equal(pickle.loads(pickle.dumps(loss)), loss)
     gradient = weakref.ref(next(g for g in loss.grad_fn.grads if g is not None))  # type: ignore[union-attr]
     gc.collect()
     gc.disable()
@@ -233,13 +177,3 @@ def test_a_loss_is_a_tensor_like_others(trained: Any) -> None:
         assert gradient() is None
     finally:
         gc.enable()
-
-
-def test_a_hook_that_writes_unnoticed_counts_and_is_nobody_elses(trained: Any) -> None:
-    """``.data`` and collectives write without a new version."""
-    pm, grads = trained
-    twice = delivered(pm, hooked(lambda grad: grad.data.mul_(2) and None))
-    for mine, theirs in zip(twice, grads, strict=True):
-        torch.testing.assert_close(mine, 2 * theirs)
-    for mine, theirs in zip(delivered(pm, lambda loss: loss.backward(retain_graph=True)), grads, strict=True):
-        torch.testing.assert_close(mine, theirs)
