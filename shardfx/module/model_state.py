@@ -19,7 +19,7 @@ from shardfx.compiled import Compiled
 from shardfx.ir.capture.frontend.model_preparation import copied, marked, marks_of
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Input, InputKind
+from shardfx.ir.graph import InputKind
 from shardfx.ir.spec import TensorType
 from shardfx.module.elementwise_trial import Layout
 from shardfx.module.source_model import SourceModel
@@ -75,7 +75,7 @@ class ModelState:
 
     def shape(self, name: str) -> torch.Size:
         """The global shape of a stored parameter."""
-        return torch.Size(self._given(name).value.shape)
+        return torch.Size(self.compiled.after.input(name).value.shape)
 
     def layouts(self) -> dict[str, Layout]:
         """The sharding of each parameter."""
@@ -89,11 +89,8 @@ class ModelState:
 
     def is_replicated(self, name: str) -> bool:
         """Whether a stored parameter is replicated on every rank."""
-        spec = self._given(name).value.spec
+        spec = self.compiled.after.input(name).value.spec
         return spec is not None and not spec.axes
-
-    def _given(self, name: str) -> Input:
-        return next(inp for inp in self.compiled.after.inputs if inp.name == name)
 
     def lacking(self) -> list[str]:
         """The parameters and buffers without content: the model was fake, or on meta."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shardfx.compile import default_rank_passes
 from shardfx.compiled import Compiled
 from shardfx.ir.capture.frontend.model_preparation import STATE, quiet_copies
 from shardfx.ir.errors import Error
@@ -26,7 +25,6 @@ from shardfx.module.program_optimizer import ProgramOptimizer
 from shardfx.module.programs import Programs
 from shardfx.module.specializations import Specializations
 from shardfx.module.state_checks import SourceModelWatch, SourceWeightsCheck
-from shardfx.plugins import as_rank_passes
 from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.store import version
 
@@ -87,18 +85,7 @@ class ParallelModule(PlannedModule):
         watch_norms(self._store, self._norm)
 
     def _new_programs(self, compiled: Compiled) -> Programs:
-        place, store = self._target, self._state.store
-        passes = default_rank_passes(compiled.hints, place.device.type)
-        made = Programs(compiled, place.device.type, passes, store, lambda: place.make_engine(compiled.after))
-        if self._compiling is not None:
-            self._compile(made, self._compiling)
-        return made
-
-    def _compile(self, programs: Programs, options: CompileOptions) -> None:
-        place, compiled = self._target, programs.compiled
-        programs.compile_with(
-            lambda: place.make_compiled(compiled.after, options), as_rank_passes(compiled.hints.rank_passes)
-        )
+        return Programs(compiled, self._target, self._store, self._compiling)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -285,7 +272,7 @@ class ParallelModule(PlannedModule):
         compiling.check(self._compiled, self._target.device, self._target.virtual)
         self._compiling = compiling
         for _, programs in self._variants.known:
-            self._compile(programs, compiling)
+            programs.compile(compiling)
 
     def save_programs(self, folder: str | Path, ranks: Iterable[int] | None = None) -> Path:
         """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``, with weights

@@ -204,7 +204,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self._set_options(options)
 
     def _check(self, name: str, state: OptimizerState, value: torch.Tensor, other: torch.Tensor | None) -> None:
-        type_ = next(g.value.type for g in self.model_state.compiled.after.inputs if g.name == state.name)
+        type_ = self.model_state.compiled.after.input(state.name).value.type
         wrong = "shape" if tuple(value.shape) != type_.shape else ""
         if not wrong and value.dim() and value.is_floating_point() != type_.dtype.is_floating_point:
             wrong = "kind of numbers"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from shardfx.compile import no_collection
+from shardfx.compile import default_rank_passes, no_collection
 from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.ir.capture.model_and_loss import leaf_names
@@ -21,9 +21,10 @@ from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
+from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.rule_checks import with_rules
 from shardfx.passes.rank import BUILT_IN, RankContext, RankPass, built_in, run_rank_passes
-from shardfx.runtime.engine import Engine
+from shardfx.plugins import as_rank_passes
 from shardfx.runtime.export_programs import write_rank, write_shared
 from shardfx.runtime.step import Kinds, ProgramRunner
 from shardfx.runtime.store import Store
@@ -84,15 +85,11 @@ class Programs:
     """The rank programs of one compiled model, on a store."""
 
     def __init__(
-        self,
-        compiled: Compiled,
-        device: str,
-        rank_passes: Sequence[RankPass],
-        store: Store,
-        engine: Callable[[], Engine],
+        self, compiled: Compiled, target: ExecutionTarget, store: Store, options: CompileOptions | None = None
     ) -> None:
-        self.compiled, self.device, self.rank_passes = compiled, device, tuple(rank_passes)
-        self.step = ProgramRunner(compiled.after, self.program, store, engine)
+        self.compiled, self.target, self.device = compiled, target, target.device.type
+        self.rank_passes = tuple(default_rank_passes(compiled.hints, self.device))
+        self.step = ProgramRunner(compiled.after, self.program, store, lambda: target.make_engine(compiled.after))
         self.notes: dict[str, None] = {}
         """The notes of rank passes, each once."""
         self.pulls = compiled.hints.loss is product
@@ -100,9 +97,20 @@ class Programs:
         self.unproven: set[int] = set()
         """Ranks that run programs which nobody has proven."""
 
+        if options is not None:
+            self.compile(options)
+
+    def compile(self, options: CompileOptions) -> None:
+        """Run the programs through ``torch.compile`` from now on, which plans memory itself."""
+        user = as_rank_passes(self.compiled.hints.rank_passes)
+        self.rank_passes = (*built_in(self.device, compiled=True), *user)
+        self.step.renew(lambda: self.target.make_compiled(self.compiled.after, options))
+
     def of(self, compiled: Compiled) -> Programs:
         """The programs of another plan, for inspection."""
-        return Programs(compiled, self.device, self.rank_passes, self.step.store, self.step.make_engine)
+        made = Programs(compiled, self.target, self.step.store)
+        made.rank_passes = self.rank_passes
+        return made
 
     @property
     def trains(self) -> bool:
@@ -221,11 +229,6 @@ class Programs:
             f"rank {rank} runs an unproven program (pm.use(..., proven=False))" for rank in sorted(self.unproven)
         ]
         return [*self.notes, *unproven]
-
-    def compile_with(self, make_engine: Callable[[], Engine], user: Sequence[RankPass]) -> None:
-        """Run the programs by another engine from now on, with memory planned by ``torch.compile``."""
-        self.rank_passes = (*built_in(self.device, compiled=True), *user)
-        self.step.renew(make_engine)
 
     def reject_changed(self, device: torch.device) -> None:
         """Raise where the user's programs would have to run on another kind of device.
