@@ -100,21 +100,6 @@ def test_arguments_that_are_no_tensors() -> None:
 
 
 @pytest.mark.long
-def test_modes_of_modules() -> None:
-    """Each module has its own mode, as the model has: frozen statistics stay frozen."""
-    x, y = batch()
-    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
-    model[1].eval(), model[2].eval()
-    alone = copy.deepcopy(model)
-    pm = parallel(model)
-    same_step(pm, alone, x, y)
-    pm.train(), alone.train()
-    pm.get_submodule("2").eval(), alone[2].eval()
-    same_step(pm, alone, x, y)
-    assert near(pm.full_state_dict()["1.running_mean"], alone[1].running_mean)
-
-
-@pytest.mark.long
 def test_what_wants_a_gradient() -> None:
     """Inputs too; parameters may be frozen and unfrozen."""
     x, y = batch()
@@ -173,22 +158,6 @@ def test_examples_that_are_something_else_too(which: str) -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-def test_a_target_that_is_an_input() -> None:
-    x, _ = batch()
-    model = nn.Sequential(nn.Linear(8, 8)).double()
-    pm = parallel(model, targets=(x,), loss=F.mse_loss, specs={"args.0": "dp, -"})
-    other = torch.randn_like(x)
-    assert near(pm(x, other), F.mse_loss(model(x), other))
-
-
-def test_one_module_used_many_times() -> None:
-    x, y = batch()
-    model = nn.Sequential(*([nn.Linear(8, 8)] * 8), nn.Linear(8, 4)).double()
-    alone = copy.deepcopy(model)
-    same_step(parallel(model), alone, x, y)
-    assert near(model(x), alone(x)) and len(list(model.parameters())) == 4
-
-
 class Sharing(nn.Module):
     """A block that holds a module which its siblings hold as well."""
 
@@ -243,13 +212,6 @@ def test_hooks_of_pm_are_called() -> None:
     pm.register_forward_hook(lambda *_: seen.append("module"))
     pm(x, y).backward()
     assert seen == ["module", "parameter", "accumulated"]
-
-
-def test_a_forward_hook_that_computes_is_captured() -> None:
-    x, y = batch()
-    model = mlp()
-    model[0].register_forward_hook(lambda module, given, out: out * 2)
-    assert near(parallel(model)(x, y), F.cross_entropy(model(x), y))
 
 
 @pytest.mark.long
