@@ -99,9 +99,14 @@ class ExecutionTarget:
     virtual: bool
     device: torch.device
 
-    def moved(self, convert: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> ExecutionTarget:
+    def moved(
+        self,
+        convert: Callable[[torch.Tensor], torch.Tensor],
+        dtypes: Iterable[torch.dtype],
+        check: Callable[[torch.device], None],
+    ) -> ExecutionTarget:
         """The target on the device to which a conversion of tensors (that of ``pm.to(...)``) moves tensors of some
-        dtypes; itself, if it is of the same kind.
+        dtypes; itself, if it is of the same kind. ``check`` is called with a device of another kind.
 
         Raises:
             Error: it makes another dtype of them, which is another plan; the device holds no numbers; a real rank's
@@ -121,6 +126,7 @@ class ExecutionTarget:
                 )
         if device.type == self.device.type:
             return self
+        check(device)
         if device.type == "meta":
             raise Error(
                 "the shards of a parallel module cannot lose their content",

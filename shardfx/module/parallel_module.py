@@ -105,10 +105,10 @@ class ParallelModule(PlannedModule):
             Error: another dtype, which is another plan; a device that this rank's process group does not serve; or
                 programs that :meth:`use` put in, which are for the kind of device that they were made on.
         """
-        place = self._target.moved(fn, {t.dtype for t in (*self.parameters(), *self.buffers())})
+        dtypes = {t.dtype for t in (*self.parameters(), *self.buffers())}
+        place = self._target.moved(fn, dtypes, self._programs.reject_changed)
         moves = place is not self._target
         if moves:
-            self._programs.reject_changed(place.device)
             if self._compiling is not None:
                 self._compiling.check(self._compiled, place.device, place.virtual)
             self._target = place
