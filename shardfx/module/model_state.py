@@ -8,7 +8,7 @@ does not; ``torch.distributed.checkpoint`` moves shards between ranks and plans.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,27 +171,28 @@ class ModelState:
         return {name: self.store.full(name, mine.get(name), dtype) for name, dtype in dtypes.items()}
 
     def load_full(self, state_dict: Mapping[str, torch.Tensor], strict: bool) -> None:
-        """Load full tensors by the model's own names."""
+        """Load full tensors by the model's own names.
+
+        Raises:
+            Error: missing or unexpected names, if ``strict``; another shape or dtype.
+        """
         stored = {g.name: g.value.type for g in self.compiled.after.inputs if g.kind in STORED}
-        names: dict[str, list[str]] = {name: [name] for name in stored}
-        for name, known in self.aliases.items():
-            if known in stored and name != known:
-                names[known].append(name)
-        if strict:
-            wanted = {self.aliases.get(name, name) for name in self.names} | set(self.lacking())
-            needed = {name: keys for name, keys in names.items() if name in wanted}
-            needed |= {name: [name] for name in self.extra if name in self.names}
-            check_names(state_dict, self.names, needed, [*self.aliases, *self.extra, *self.beside])
         extra = {name: TensorType(tuple(tensor.shape), tensor.dtype) for name, tensor in self.extra.items()}
-        check_types(state_dict, extra | {n: stored[k] for n, k in self.aliases.items() if k in stored} | stored)
-        full = {
-            k: next(state_dict[n] for n in keys if n in state_dict)
-            for k, keys in names.items()
-            if any(n in state_dict for n in keys)
-        }
-        self.store.load(full, self.trainable)
+        names = {name: self.aliases.get(name, name) for name in state_dict}
+        wanted = {self.aliases.get(name, name) for name in self.names} | set(self.lacking())
+        if strict:
+            given = {*names.values()}
+            missing = [name for name in (stored | extra) if name in wanted and name not in given]
+            others = {*stored, *extra, *self.names, *self.beside}
+            check_names(missing, [name for name, known in names.items() if not {name, known} & others])
+        for name, known in names.items():
+            if (type_ := (stored | extra).get(known)) is not None:
+                check_type(name, state_dict[name], type_)
+        own_first = sorted(names, key=lambda name: name == names[name])  # of several names of one, that counts
+        full = {names[name]: state_dict[name] for name in own_first}
+        self.store.load({name: tensor for name, tensor in full.items() if name in stored}, self.trainable)
         self._mark()
-        self.extra |= {name: state_dict[name].detach().clone() for name in self.extra if name in state_dict}
+        self.extra |= {name: full[name].detach().clone() for name in self.extra if name in full}
         self.beside |= {name: state_dict[name] for name in self.beside if name in state_dict}
         for name, module in self._saying():
             if name in state_dict:
@@ -203,19 +204,8 @@ def _tensors(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple
     yield from module.named_buffers(remove_duplicate=remove_duplicate)
 
 
-def check_names(
-    given: Collection[str], model: Collection[str], needed: Mapping[str, Sequence[str]], known: Collection[str]
-) -> None:
-    """Check that all names which the plan needs are passed, and no unknown ones.
-
-    Args:
-        given: the state dict's names.
-        model: the names of the model's own state dict.
-        needed: what the plan must get -> the names that it may go by (tied parameters have several).
-        known: further names that may be given (buffers that the model's state dict leaves out).
-    """
-    missing = [name for name, names in needed.items() if not any(n in given for n in names)]
-    unexpected = [name for name in given if name not in model and name not in known]
+def check_names(missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Check that no names of a state dict are missing, and none unexpected."""
     if missing or unexpected:
         raise Error(
             "the state dict is not that of the model",
@@ -227,24 +217,20 @@ def check_names(
         )
 
 
-def check_types(values: Mapping[str, object], types: Mapping[str, TensorType]) -> None:
-    """Check that every tensor has the model's global shape and dtype."""
-    for name, tensor in values.items():
-        wanted = types.get(name)
-        if wanted is None:
-            continue
-        shape, dtype = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else ((), type(tensor))
-        if shape != wanted.shape or dtype != wanted.dtype:
-            what = "shape" if shape != wanted.shape else "dtype"
-            raise Error(
-                f"{name!r} has the wrong {what}",
-                where=WHERE,
-                expected=f"{tuple(wanted.shape)}, {wanted.dtype}",
-                got=f"{shape}, {dtype}",
-                remedy="pass full tensors, such as full_state_dict() gives"
-                if what == "shape"
-                else f"convert it, if you mean to: state_dict[{name!r}].to({wanted.dtype})",
-            )
+def check_type(name: str, tensor: object, wanted: TensorType) -> None:
+    """Check that a tensor has the model's global shape and dtype."""
+    shape, dtype = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else ((), type(tensor))
+    if shape != wanted.shape or dtype != wanted.dtype:
+        what = "shape" if shape != wanted.shape else "dtype"
+        raise Error(
+            f"{name!r} has the wrong {what}",
+            where=WHERE,
+            expected=f"{tuple(wanted.shape)}, {wanted.dtype}",
+            got=f"{shape}, {dtype}",
+            remedy="pass full tensors, such as full_state_dict() gives"
+            if what == "shape"
+            else f"convert it, if you mean to: state_dict[{name!r}].to({wanted.dtype})",
+        )
 
 
 STAMP = "shardfx"
