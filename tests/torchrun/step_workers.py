@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardfx as sx
-from shardfx.module.programs import STEP
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan
 from tests.stepped import KINDS, alone, apart, batches, small_plan
@@ -54,7 +53,7 @@ def tables_stay_in_the_host(mesh: str, zero: str) -> None:
     full = other.full_state_dict()
     assert all(torch.equal(value, full[name]) for name, value in plain.full_state_dict().items())
     for rank, held in held_in_a_step(other, case, other.step).items():
-        check_footprint(other._programs.running(rank, STEP), held, exact=False, ahead=other._target.ahead_here)
+        check_footprint(other.rank_program(rank), held, exact=False, ahead=other._target.ahead_here)
         assert max(held.beside.values()) > 0
 
 

@@ -36,7 +36,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 def running(pm: sx.ParallelModule, rank: int = 0) -> RankProgram:
     """What the rank runs."""
-    return pm._programs.running(rank, TRAIN)
+    return pm.rank_program(rank)
 
 
 def lowered(pm: sx.ParallelModule, rank: int = 0) -> RankProgram:

@@ -16,7 +16,6 @@ from shardfx.ir.ops import pack
 from shardfx.ir.ops.computing import segment as module
 from shardfx.ir.ops.computing.segment import misfit, segment
 from shardfx.ir.program.store_layout import stepped_groups
-from shardfx.module.programs import STEP
 from shardfx.passes.rank import Segments
 from tests.plans import MESHES
 from tests.stepped import KINDS, batches, small_plan
@@ -107,7 +106,7 @@ def test_columns_of_other_shapes_are_an_error() -> None:
 
 def found(pm: sx.ParallelModule) -> list[fx.Node]:
     """The segments of rank 1's step."""
-    return [node for node in pm._programs.running(1, STEP).graph.nodes if node.target is segment]
+    return [node for node in pm.rank_program(1).graph.nodes if node.target is segment]
 
 
 ALL = ["AdamW", "momentum", "Adam", "Adagrad", "NAdam", "Lion", "Adafactor", "Lamb", "two"]

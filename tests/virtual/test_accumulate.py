@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.ops import comm, pack
 from shardfx.ir.program.loops.loop_regions import regions
-from shardfx.module.programs import TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.models import Language, next_tokens
 from tests.plans import plan
@@ -60,7 +59,7 @@ def test_sums_that_are_fused_may_be_as_long_as_a_iterations_rows() -> None:
     hints = sx.Hints(args=(x,), loss=lambda out: out.pow(2).mean(), specs=specs, grad_accumulation=2)
     pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(a=2), hints, virtual=True)
     check_step(pm, model, lambda out: out.pow(2).mean(), (x,), bound=1e-12, proven=False)
-    assert any(node.target is pack.unflatten for node in pm._programs.running(0, TRAIN).graph.nodes)
+    assert any(node.target is pack.unflatten for node in pm.rank_program(0).graph.nodes)
 
 
 def planned(**hints: Any) -> sx.ParallelModule:
@@ -140,7 +139,7 @@ def test_a_gradient_is_never_there_twice() -> None:
     pm = add_planned(Language(WORDS).double())
     held = held_in_a_step(pm, Case("language", Language(WORDS).double(), (x,), {}, next_tokens, (y,)))
     for rank in range(2):
-        check_footprint(pm._programs.running(rank, TRAIN), held[rank])
+        check_footprint(pm.rank_program(rank), held[rank])
     table = WORDS * WIDTH * 8
     assert all(storage.nbytes != table for storage in pm.memory(0).footprint.storages)
 

@@ -15,7 +15,6 @@ import shardfx as sx
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.module.programs import TRAIN
 from shardfx.runtime.export_programs import functions
 from tests.plans import plan
 from tests.unit_orders import ONE_AHEAD, ORDERS, in_order, program
@@ -48,7 +47,7 @@ def test_a_module_of_units_runs_as_it_stands(order: str) -> None:
 @pytest.mark.long
 def test_a_module_of_units_is_text_and_read_back() -> None:
     pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
-    made = pm._programs.running(1, TRAIN)
+    made = pm.rank_program(1)
     assert str(parse_program(str(made), pm.planned)) == str(made)
     read = made.changed(made.module())
     again = read.changed(read.module())

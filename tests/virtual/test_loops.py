@@ -16,7 +16,6 @@ import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.program.program_text import parse_program
-from shardfx.module.programs import TRAIN
 from tests.damage_loops import calls
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan, train_beside
@@ -102,7 +101,7 @@ def test_a_iteration_holds_what_a_run_holds(how: str) -> None:
     pm = plan(case, mesh, **hints)
     held = held_in_a_step(pm, case)
     for rank in range(pm.mesh.size):
-        check_footprint(pm._programs.running(rank, TRAIN), held[rank])
+        check_footprint(pm.rank_program(rank), held[rank])
 
 
 @pytest.mark.long

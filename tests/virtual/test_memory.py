@@ -14,7 +14,6 @@ import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Phase
 from shardfx.ir.ops import memory_ops
-from shardfx.module.programs import TRAIN
 from tests.captures import captured_once
 from tests.plans import MESHES, plan
 from tests.zoo import make
@@ -131,7 +130,7 @@ def test_at_most_two_segments_of_gathered_parameters_are_whole(level: int) -> No
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     x = torch.zeros(4, 512)
     hints = sx.Hints(args=(x,), loss=F.mse_loss, targets=(x,), specs=BATCH, zero=level)
-    found = replay(sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)._programs.running(0, TRAIN))
+    found = replay(sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True).rank_program(0))
     gathers = [call for call in found.calls if call.target is memory_ops.all_gather_into]
     assert len(gathers) == (8 + 7 if level == 3 else 4)  # nobody asks for the gradient of the input
     whole = [each for each in found.storages if each.category == "gathered" and each.kept]

@@ -12,7 +12,6 @@ from torch import nn
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.program.program_text import parse_program
-from shardfx.module.programs import TRAIN
 from tests.live_memory import held_in_a_step
 from tests.plans import plan, train_beside
 from tests.reference import rel_err
@@ -102,7 +101,7 @@ def test_a_rank_holds_what_a_run_holds(name: str) -> None:
     pm = plan(case, mesh, specs={"args.0": "mb, -", "targets.0": "mb"}, pipeline=sx.Pipeline(schedule=name))
     held = held_in_a_step(pm, case)
     for rank in range(pm.mesh.size):
-        program = pm._programs.running(rank, TRAIN)
+        program = pm.rank_program(rank)
         footprint = replay(program)
         sent = 4 * 2 * 64 * 8  # what goes to the other stage in four iterations, while it is under way
         assert footprint.peak.nbytes <= held[rank].peak <= footprint.peak.nbytes + sent

@@ -89,7 +89,7 @@ def test_units_hold_what_a_run_holds(name: str, how: str, mesh: sx.Mesh, hints: 
     pm = in_order(name, mesh, ORDERS[how], **hints)
     held = held_in_a_step(pm, make(name))
     for rank in range(pm.mesh.size):
-        check_footprint(pm._programs.running(rank, TRAIN), held[rank])
+        check_footprint(pm.rank_program(rank), held[rank])
 
 
 @pytest.mark.long
