@@ -77,8 +77,7 @@ class ParallelModule(PlannedModule):
 
     def _watch_model(self, model: nn.Module, watch: SourceModelWatch) -> None:
         """Have each call check that the source model's weights are unchanged."""
-        ranks = range(self.mesh.size) if self._this_rank is None else (self._this_rank,)
-        self._source_check = SourceWeightsCheck(model, self.planned, self._state, ranks, watch)
+        self._source_check = SourceWeightsCheck(model, self._state, watch)
 
     def _register(self) -> None:
         self._tree.register(self._state)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.ir.capture.data_dependent import stored
 from shardfx.ir.errors import Error, ShardfxWarning
-from shardfx.ir.graph import Graph
 from shardfx.ir.shards import local_shard
 from shardfx.module.model_state import ModelState
 from shardfx.runtime.step import STORED
@@ -154,26 +152,20 @@ REMEDY = (
     "parallelize(copy.deepcopy(model), mesh, hints)"
 )
 
-WRITTEN, TRAINED = attrgetter("_version"), attrgetter("requires_grad")
-GRADIENT_HOOKS, ACCUMULATED_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
-
 
 class SourceWeightsCheck:
     """A snapshot of a source model's weights when they last were those of a parallel module of it.
 
     Args:
-        graph: the plan by which ``state`` holds them.
-        ranks: those of this process.
+        state: the parallel module's.
         watch: knows whether the model is trained itself.
     """
 
-    def __init__(
-        self, model: nn.Module, graph: Graph, state: ModelState, ranks: Sequence[int], watch: SourceModelWatch
-    ) -> None:
+    def __init__(self, model: nn.Module, state: ModelState, watch: SourceModelWatch) -> None:
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
-        self._graph, self._state, self._ranks, self._watch = graph, state, ranks, watch
+        self._state, self._watch = state, watch
         self._trainings = watch.trainings
-        self._trained = [*map(TRAINED, model.parameters())]
+        self._trained = [p.requires_grad for p in model.parameters()]
         self._note(model)
 
     def __deepcopy__(self, memo: object) -> SourceWeightsCheck:
@@ -194,11 +186,11 @@ class SourceWeightsCheck:
         if model is None or self._watch.trainings != self._trainings:
             return
         parameters = [*model.parameters()]
-        trained = [*map(TRAINED, parameters)]
+        trained = [p.requires_grad for p in parameters]
         if trained != self._trained and any(trained):  # with none it is a teacher
             self._check_trained(model)
         self._trained = trained
-        if any(map(GRADIENT_HOOKS, parameters)) or any(map(ACCUMULATED_HOOKS, parameters)):
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
             raise Error(
                 "a hook on a parameter of the model would never be called",
                 where="pm(...)",
@@ -207,13 +199,11 @@ class SourceWeightsCheck:
                 remedy="register it on the parameters of pm, and remove this one",
             )
         if _content(model) != self._known:
-            self._compare(model)
+            if (other := next(self._others(model), None)) is not None:
+                self._report(other)
             self._note(model)
 
-    def _compare(self, model: nn.Module) -> None:
-        other = next(self._others(model), None)
-        if other is None:
-            return
+    def _report(self, other: str) -> None:
         if _version_of(_shards(self._state.store)) == self._written:
             raise Error(
                 "the model's weights were changed after parallelize, and the parallel module has those from before",
@@ -231,21 +221,21 @@ class SourceWeightsCheck:
 
     def _others(self, model: nn.Module) -> Iterator[str]:
         """The names of weights that differ from the parallel module's."""
-        state = self._state
+        state, store, graph = self._state, self._state.store, self._state.compiled.after
         full = {
             state.aliases.get(name, name): (name, tensor.detach())
             for name, tensor in stored(model).items()
             if not tensor.is_meta and not isinstance(tensor, FakeTensor)
         }
-        for inp in self._graph.inputs:
-            if inp.kind not in STORED or inp.name not in full or not state.store.is_here(inp.name):
+        for inp in graph.inputs:
+            if inp.kind not in STORED or inp.name not in full or not store.is_here(inp.name):
                 continue
-            (name, tensor), spec = full[inp.name], inp.value.spec
-            if tensor.dtype != inp.value.type.dtype or spec is None or tuple(tensor.shape) != inp.value.shape:
+            (name, tensor), type_, spec = full[inp.name], inp.value.type, inp.value.spec
+            if spec is None or (tuple(tensor.shape), tensor.dtype) != (type_.shape, type_.dtype):
                 continue
-            for rank in self._ranks:
-                shard = state.store.shard(inp.name, rank).detach()
-                if not same(shard, local_shard(tensor, spec, self._graph.mesh, rank).to(shard.device)):
+            for rank in range(graph.mesh.size) if store.rank is None else (store.rank,):
+                shard = store.shard(inp.name, rank).detach()
+                if not same(shard, local_shard(tensor, spec, graph.mesh, rank).to(shard.device)):
                     yield name
                     break
 
@@ -276,7 +266,7 @@ def _content(model: nn.Module) -> list[object]:
     ``p.data`` count nowhere."""
     tensors = [*model.parameters(), *model.buffers()]
     plain = [each for each in tensors if _is_plain(each)]
-    found: list[object] = [*map(id, tensors), *map(WRITTEN, plain), *map(torch.Tensor.data_ptr, plain)]
+    found: list[object] = [*map(id, tensors), *(each._version for each in plain), *map(torch.Tensor.data_ptr, plain)]
     some = [each for each in (*plain[:1], *plain[-1:]) if each.numel() and each.device.type == "cpu"]
     return found + [str(each.detach()[tuple(n // 2 for n in each.shape)].item()) for each in some]
 
