@@ -146,16 +146,13 @@ class ProgramOptimizer(torch.optim.Optimizer):
             Error: it is of another one.
         """
         self.begin()
-        store, saved = self.model_state.store, state_dict.get("state", {})
-        where = "pm.optimizer.load_state_dict(...)"
-        if state_dict.get("placed") != self._placed():
-            raise _other_states(where, _few(self._placed()), _few(state_dict.get("placed") or saved))
+        store, where = self.model_state.store, "pm.optimizer.load_state_dict(...)"
+        saved, placed = state_dict.get("state", {}), state_dict.get("placed", {})
         new = {name: tensors if isinstance(tensors, list) else [tensors] for name, tensors in saved.items()}
-        wanted, have = ({name: _shapes(tensors) for name, tensors in each.items()} for each in (store.states, new))
+        wanted, have = _described(store.states, self._placed()), _described(new, placed)
         if have != wanted:
             apart = [name for name in {**wanted, **have} if wanted.get(name) != have.get(name)]
-            said = (_few({name: each.get(name, "none") for name in apart}) for each in (wanted, have))
-            raise _other_states(where, *said)
+            raise _other_states(where, *({name: each.get(name, "none") for name in apart} for each in (wanted, have)))
         options = self._options_of(state_dict, where)
         finish(store.device)
         with torch.no_grad():
@@ -188,7 +185,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         wanted = {name: {state.key for state in states} for name, states in self.update.states.items() if states}
         have = {name: set(states) for name, states in saved.items() if states}
         if have != wanted:
-            raise _other_states("pm.optimizer.load_full_state_dict(...)", _few(wanted), _few(have))
+            raise _other_states("pm.optimizer.load_full_state_dict(...)", wanted, have)
         new: dict[str, torch.Tensor] = {}
         for name, states in self.update.states.items():
             for state in states:
@@ -256,18 +253,21 @@ def _other_groups(where: str, got: str) -> Error:
     )
 
 
-def _other_states(where: str, expected: str, got: str) -> Error:
+def _other_states(where: str, expected: Mapping[str, object], got: Mapping[str, object]) -> Error:
+    wanted, have = (some([f"{name}: {value}" for name, value in each.items()], 4)[:300] for each in (expected, got))
     return Error(
         "these are states of another optimizer, plan or model",
         where=where,
-        expected=expected,
-        got=got,
+        expected=wanted,
+        got=have,
         remedy="full_state_dict() and load_full_state_dict() move states between plans of one model and optimizer",
     )
 
 
-def _shapes(shards: Collection[Any]) -> list[tuple[int, ...]]:
-    return [tuple(torch.as_tensor(each).shape) for each in shards]
+def _described(states: Mapping[str, Collection[Any]], placed: Mapping[str, str]) -> dict[str, str]:
+    """The placement, and the shapes of the shards, of each state."""
+    shapes = {name: [tuple(torch.as_tensor(each).shape) for each in shards] for name, shards in states.items()}
+    return {name: f"{placed.get(name, 'nowhere')}, shards {shapes[name]}" for name in states}
 
 
 def _as_kept(value: torch.Tensor, state: OptimizerState) -> Any:
@@ -275,9 +275,3 @@ def _as_kept(value: torch.Tensor, state: OptimizerState) -> Any:
     if isinstance(state.kept, torch.dtype):
         return value.to(state.kept)
     return state.kept(value.item())
-
-
-def _few(arg: Any) -> str:
-    if not isinstance(arg, Mapping):
-        return repr(arg)[:200]
-    return some([f"{name}: {value}" for name, value in arg.items()], 4)[:300]
