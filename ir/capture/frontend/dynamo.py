@@ -561,10 +561,10 @@ class FakeWeights:
 class UntracedByDynamo(Error):
     """Dynamo does not trace what torch.export may: what a tensor's content decides, be it made of nothing
     (``torch.arange(4).sum() > 3``), an intermediate that is made to require a gradient, one tensor that is passed twice
-    to an autograd function, and code of a module that cannot be imported (of ``runpy``)."""
+    to an autograd function, ``checkpoint_sequential``, and code of a module that cannot be imported (of ``runpy``)."""
 
 
-TAKEN_BY_EXPORT = re.compile("data.dependent|requires_grad|duplicate tensor input", re.IGNORECASE)
+TAKEN_BY_EXPORT = re.compile("data.dependent|requires_grad|duplicate tensor input|checkpoint_sequential", re.IGNORECASE)
 
 
 LOGS = [getattr(logging.Logger, name) for name in ("debug", "info", "warning", "error", "exception", "critical", "log")]
