@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -196,9 +194,9 @@ class UNet(nn.Module):
 class Language(nn.Module):
     """Logits of the next token from each token alone."""
 
-    def __init__(self, words: int = 40, width: int = 8, **table: Any) -> None:
+    def __init__(self, words: int = 40, width: int = 8, padding_idx: int | None = None) -> None:
         super().__init__()
-        self.embed, self.inner = nn.Embedding(words, width, **table), nn.Linear(width, width)
+        self.embed, self.inner = nn.Embedding(words, width, padding_idx), nn.Linear(width, width)
         self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
