@@ -29,6 +29,7 @@ from shardfx.ir.capture.data_dependent import stored
 from shardfx.ir.capture.frontend.dynamo import TracedCall, changing_number
 from shardfx.ir.capture.frontend.loss_module import OwnLoss
 from shardfx.ir.capture.frontend.model_preparation import attributes_of, reject_backward_hooks, without_weights
+from shardfx.ir.capture.frontend.traced_program import without_loss
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
@@ -463,7 +464,7 @@ class Specializations:
             return self.build(model, hints)
         same = (p.compiled.captured.trace for known, p in self.known if known.state == form.state and not known.pulls)
         if form.pulls and (forward := next(same, None)) is not None:
-            return self.build(model, hints, forward.without_loss())
+            return self.build(model, hints, without_loss(forward))
         self._check_parameters()
         reject_backward_hooks(self.source.module)
         trace = partial(trace_model, self.source.module, hints, trainable=form.trainable, known=stored(self.skeleton))

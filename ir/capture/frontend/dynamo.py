@@ -22,7 +22,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -139,10 +139,6 @@ class DynamoTrace:
     def kept(self) -> list[str]:
         """The names of results that are not the model's, but what its code keeps."""
         return [f"result {i}" for i in range(self.count, len(self.results) - self.has_loss)]
-
-    def without_loss(self) -> DynamoTrace:
-        """The trace with the model's results alone."""
-        return replace(self, results=self.results[self.has_loss :], has_loss=False)
 
     def replay(self, call: TracedCall, run: Callable[[Mapping[str, Tensor]], Sequence[Tensor | None]]) -> Any:
         """The loss, if there is one, and the model's results, in the user's own objects, with the effects on Python

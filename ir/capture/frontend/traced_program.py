@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from shardfx.ir.errors import Error
@@ -32,7 +32,7 @@ class TracedProgram(ModelAndLoss):
         super().__init__(*program)
         self._trace, self._names, self._program = (trace,), list(names), program
         self._enter: Callable[[str], object] = str
-        _note_checkpoints(trace.graph, self.results.checkpointed)
+        _note_checkpoints(trace.graph, self.model, self.results.checkpointed)
         _reject_transforms(trace.graph)
 
     @property
@@ -167,8 +167,9 @@ def _reject_transforms(graph: fx.GraphModule) -> None:
             raise TRANSFORM.error(str(source_of(line)) if line is not None else None)
 
 
-def _note_checkpoints(graph: fx.GraphModule, found: CheckpointedModules) -> None:
-    """Note the modules that are called in each checkpoint, once: of a graph that leaves no block out."""
+def _note_checkpoints(graph: fx.GraphModule, model: nn.Module, found: CheckpointedModules) -> None:
+    """Note the modules that are called in each checkpoint, once: of a graph that leaves no block out. Where they are
+    all children of a module, its ``forward`` was called."""
     if found.calls or found.others:
         return
     for node in graph.graph.nodes:
@@ -177,7 +178,10 @@ def _note_checkpoints(graph: fx.GraphModule, found: CheckpointedModules) -> None
             body: Any = graph.get_submodule(node.args[0].target)
             calls = (each for each in body.graph.nodes if each.op.startswith("call"))
             stacks = ([*each.meta["nn_module_stack"].values()] for each in calls)
-            found.add([stack[depth][0].removeprefix(PREFIX) for stack in stacks if len(stack) > depth])
+            paths = [*dict.fromkeys(stack[depth][0].removeprefix(PREFIX) for stack in stacks if len(stack) > depth)]
+            parent = paths[0].rpartition(".")[0] if len(paths) > 1 else ""
+            children = [f"{parent}.{name}" for name, _ in model.get_submodule(parent).named_children()]
+            found.add([parent] if parent and sorted(children) == sorted(paths) else paths)
 
 
 def without_repeats(trace: DynamoTrace, repeats: Sequence[Repeat]) -> DynamoTrace:
@@ -214,6 +218,20 @@ def without_repeats(trace: DynamoTrace, repeats: Sequence[Repeat]) -> DynamoTrac
             graph.graph.erase_node(node)
             del names[node]
     return replace(trace, graph=graph, inputs=tuple(names.values()))
+
+
+def without_loss(trace: DynamoTrace) -> DynamoTrace:
+    """The trace with the model's results alone; what only the loss computes is gone."""
+    copied = fx.Graph()
+    outputs: Any = copied.graph_copy(trace.graph.graph, {})
+    needed = {*trace.results[trace.has_loss :], *trace.buffers.values(), *trace.numbers}
+    copied.output(tuple(each if i in needed else None for i, each in enumerate(outputs)))
+    for node in reversed(copied.nodes):
+        writes = str(node.target).endswith("_") and node.op == "call_method"
+        if node.op.startswith("call") and not node.users and not writes and _is_of_loss(node):
+            copied.erase_node(node)
+    graph = fx.GraphModule(trace.graph, copied)
+    return replace(trace, graph=graph, results=trace.results[trace.has_loss :], has_loss=False)
 
 
 def _near(repeat: Repeat) -> range:
