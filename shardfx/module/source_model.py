@@ -43,7 +43,7 @@ class SourceModel:
         """A module by its path; those of the loss as well."""
         name, _, rest = path.partition(".")
         if self._loss is not None and name == self._loss.name:
-            module: nn.Module = self._loss.module.get_submodule(rest)
+            module = self._loss.module.get_submodule(rest)
             return self._loss.given_modules.get(module, module)
         return self.module.get_submodule(path)
 

@@ -222,7 +222,7 @@ def test_the_tile_of_a_rank() -> None:
         pm.tile("args.1", 0)
     with pytest.raises(sx.Error, match="virtual ranks read a tile each"):
         pm.tile("args.0")
-    with pytest.raises(sx.Error, match="so many rows on each side"):
+    with pytest.raises(sx.Error, match="a halo is a number of rows"):
         pm.tile("args.0", 0, halo=-1)
 
 

@@ -33,7 +33,9 @@ class OwnLoss:
 
     def __init__(self, name: str, function: Callable[..., Any], module: nn.Module) -> None:
         self.name, self.given, self.module = name, function, module
-        self.given_modules = {m: m.__dict__.pop(GIVEN) for m in module.modules() if GIVEN in m.__dict__}
+        self.given_modules: dict[nn.Module, nn.Module] = {
+            m: m.__dict__.pop(GIVEN) for m in module.modules() if GIVEN in m.__dict__
+        }
         self._was: dict[str, tuple[int, int]] = {}
 
     def take_attributes(self) -> nn.Module:
