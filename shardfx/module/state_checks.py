@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,6 +166,7 @@ class SourceWeightsCheck:
         self._state, self._watch = state, watch
         self._trainings = watch.trainings
         self._trained = [p.requires_grad for p in model.parameters()]
+        self._buffers = {name for name, _ in model.named_buffers()}  # calls may add others
         self._note(model)
 
     def __deepcopy__(self, memo: object) -> SourceWeightsCheck:
@@ -174,7 +175,7 @@ class SourceWeightsCheck:
         return made
 
     def _note(self, model: nn.Module) -> None:
-        self._known, self._written = _content(model), _version_of(_shards(self._state.store))
+        self._known, self._written = _content(model, self._buffers), _version_of(_shards(self._state.store))
 
     def check(self) -> None:
         """Raise if the weights have changed, and are not those of the parallel module.
@@ -198,7 +199,7 @@ class SourceWeightsCheck:
                 got="one that was registered on the model after parallelize",
                 remedy="register it on the parameters of pm, and remove this one",
             )
-        if _content(model) != self._known:
+        if _content(model, self._buffers) != self._known:
             if (other := next(self._others(model), None)) is not None:
                 self._report(other)
             self._note(model)
@@ -261,10 +262,10 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _content(model: nn.Module) -> list[object]:
-    """A fingerprint of a model's tensors: which there are, versions, addresses, and two elements, as writes by
-    ``p.data`` count nowhere."""
-    tensors = [*model.parameters(), *model.buffers()]
+def _content(model: nn.Module, buffers: Collection[str]) -> list[object]:
+    """A fingerprint of a model's parameters and these buffers: which there are, versions, addresses, and two elements,
+    as writes by ``p.data`` count nowhere."""
+    tensors = [*model.parameters(), *(each for name, each in model.named_buffers() if name in buffers)]
     plain = [each for each in tensors if _is_plain(each)]
     found: list[object] = [*map(id, tensors), *(each._version for each in plain), *map(torch.Tensor.data_ptr, plain)]
     some = [each for each in (*plain[:1], *plain[-1:]) if each.numel() and each.device.type == "cpu"]
