@@ -32,6 +32,13 @@ class RowNorm(WholeTensor):
         return grad / (grad.flatten(1).norm(dim=1).view(-1, *[1] * (p.dim() - 1)) + 1e-3) if p.dim() > 1 else grad
 
 
+class Centralized(WholeTensor):
+    """Each row of a matrix, or filter, has the mean 0."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad - grad.mean(dim=tuple(range(1, p.dim())), keepdim=True) if p.dim() > 1 else grad
+
+
 class TrustRatio(WholeTensor):
     """Steps of large tensors are as long as these."""
 
@@ -44,6 +51,15 @@ class FanIn(WholeTensor):
 
     def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         return grad / max(1, math.prod(p.shape[1:]) // 2) if p.dim() > 1 else grad
+
+
+class AdaptiveClipping(WholeTensor):
+    """Clips the norm of each row, or of a vector, by that of the parameter."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        rows, grads = (t.flatten(1) if t.dim() > 1 else t[None] for t in (p, grad))
+        most = rows.norm(dim=1, keepdim=True).clamp(min=1e-3) * 0.01
+        return (grads * (most / grads.norm(dim=1, keepdim=True).clamp(min=1e-6)).clamp(max=1.0)).view_as(grad)
 
 
 class Late(WholeTensor):

@@ -15,6 +15,8 @@ import shardfx as sx
 from shardfx.module import elementwise_trial as trial
 from tests import whole_tensor
 from tests.whole_tensor import (
+    AdaptiveClipping,
+    Centralized,
     FanIn,
     Late,
     RarelyClipped,
@@ -38,13 +40,16 @@ SHARDED = {
 }
 RIGHT = {
     RowNorm: {"matrix rows", "vector rows", "filters rows"},
+    Centralized: {"matrix rows", "vector rows", "filters rows"},
     TrustRatio: set[str](),
     FanIn: {"matrix rows", "vector rows", "filters rows"},
+    AdaptiveClipping: {"matrix rows", "filters rows"},
     Late: set[str](),
     SkipsOverflow: set[str](),
     RarelyClipped: set[str](),
     torch.optim.AdamW: set(SHARDED),
     torch.optim.RAdam: set(SHARDED),
+    torch.optim.Adagrad: set(SHARDED),
     torch.optim.Adafactor: set[str](),
 }
 
@@ -277,3 +282,13 @@ def test_an_optimizer_sees_plain_gradients() -> None:
 
     stepped(pm, Seeing(pm.parameters()), x, 1)
     assert set(seen) == {torch.Tensor}
+    optimizer = torch.optim.LBFGS(pm.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = pm(x)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert type(optimizer.state_dict()["state"][0]["prev_flat_grad"]) is torch.Tensor
