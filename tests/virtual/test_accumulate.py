@@ -73,7 +73,7 @@ def reduced_in_iterations(pm: sx.ParallelModule) -> bool:
     return any("reduce_scatter" in node.name and inside[node] for node in nodes)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 2])  # with zero=3 buckets are finer, and "last" holds no more than "each"
 @pytest.mark.slow
 def test_it_is_what_fits(zero: int) -> None:
     last, each = (planned(zero=zero, reduce=way) for way in ("last", "each"))

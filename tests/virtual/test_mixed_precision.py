@@ -247,7 +247,7 @@ def test_gradients_are_reduced_as_hinted(mixed_precision: Any, reduce: Any, dtyp
     assert {str(node.op) for node, *_ in reductions} == {"comm.reduce_scatter" if zero else "comm.all_reduce"}
     assert {each for _, each, _ in reductions} == {dtype}
     assert sum(nbytes for *_, nbytes in reductions) == NUMBERS * dtype.itemsize
-    assert len({node for node, *_ in reductions}) == 1  # in one bucket
+    assert zero == 3 or len({node for node, *_ in reductions}) == 1  # in one bucket; beside gathers, in finer ones
     if mixed_precision is None:
         gradients = {output.value.type.dtype for output in pm.planned.outputs if output.kind.value == "gradient"}
         assert gradients == {BF16} and pm.verify()
