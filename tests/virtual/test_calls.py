@@ -132,6 +132,32 @@ def test_autocast_around_a_call() -> None:
         assert p.grad is not None and torch.allclose(grads[name], p.grad, rtol=0.02, atol=2e-3)
 
 
+class Autocast(nn.Module):
+    """Computes in bfloat16, and casts back behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.norm(self.linear(x))
+        return h.float()
+
+
+@pytest.mark.long
+def test_autocast_in_forward() -> None:
+    x, y = batch()
+    x, model = x.float(), Autocast()
+    pm = parallel(copy.deepcopy(model), args=(x,))
+    ours, theirs = pm(x, y), F.cross_entropy(model(x), y)
+    ours.backward(), theirs.backward()
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(pm.full_grads()[name], p.grad, rtol=0.05, atol=5e-3)
+    assert pm.verify()
+
+
 # ---- inputs are bound by position ---------------------------------------------------------------------------
 
 

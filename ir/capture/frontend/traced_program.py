@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.amp import autocast_mode
 from torch.fx.traceback import preserve_node_meta
 
 from shardfx.ir.errors import Error
@@ -127,6 +128,10 @@ class _NodeRunner(fx.Interpreter):
             return target(*args, **kwargs)
         if target is GET_DATA:  # x.data
             return args[0].detach()
+        if target is autocast_mode._enter_autocast:  # of which an export records the call alone
+            return autocast_mode.autocast(*args).__enter__()
+        if target is autocast_mode._exit_autocast:
+            return args[0].__exit__(None, None, None)
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise Error(
                 f"{target} in the graph of Dynamo cannot be captured",
