@@ -641,11 +641,7 @@ def _captured(call: TracedCall) -> Any:
     grad = torch.is_grad_enabled()
     try:
         return fullgraph_capture(model_with_loss, tuple(call))
-    except (
-        TorchDynamoException,
-        PendingUnbackedSymbolNotFound,
-        ImportError,
-    ) as error:  # also where runpy ran the module
+    except (TorchDynamoException, PendingUnbackedSymbolNotFound, ImportError) as error:
         stack = getattr(error, "real_stack", None)
         why = str(error).partition("from user code")[0]
         kind = UntracedByDynamo if isinstance(error, ImportError) or TAKEN_BY_EXPORT.search(why) else Error
