@@ -40,19 +40,15 @@ class Views(nn.Module):
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "itself": lambda held: held,
-    "a row": lambda held: held[0],
     "transposed": lambda held: held.t()[1:].detach(),
     "a copy": lambda held: held[0].clone(),
 }
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_results_that_are_views_of_what_is_written_later(view: str, device: str) -> None:
+def test_results_that_are_views_of_what_is_written_later(view: str) -> None:
     model = Views(VIEWS[view])
-    with torch.device(device):
+    with torch.device("meta"):
         ours = Views(VIEWS[view])
     pm = sx.parallelize(ours, sx.Mesh(dp=2), sx.Hints((torch.ones(4, 4),), specs={"args.0": "dp, -"}), virtual=True)
     pm.load_full_state_dict(model.state_dict())
@@ -99,22 +95,10 @@ def turned(module: Inner, x: Tensor) -> Tensor:
     return x * module.high
 
 
-def queued(module: Inner, x: Tensor) -> Tensor:
-    before = x + module.low
-    module.low = torch.cat([module.low[1:], x.detach().mean().reshape(1)])
-    return before
-
-
 def read_before(module: Inner, x: Tensor) -> Tensor:
     """Of what the gradient needs the old one."""
     made = x * module.low
     module.low = module.low.lerp(made.detach().mean(0), 0.1)
-    return made
-
-
-def registered(module: Inner, x: Tensor) -> Tensor:
-    made = x * module.high
-    module.register_buffer("high", module.high * 0.9)
     return made
 
 
@@ -123,7 +107,7 @@ def for_this_call(module: Inner, x: Tensor) -> Tensor:
     return x * module.later
 
 
-HELD = [follows, changes_places, turned, queued, read_before, registered, for_this_call]
+HELD = [follows, changes_places, turned, read_before, for_this_call]
 
 
 @pytest.mark.long
@@ -178,14 +162,12 @@ def taken_away(module: Inner, x: Tensor) -> Tensor:
         (taken_away, "None, or no such buffer"),
     ],
 )
-@pytest.mark.parametrize("meta", [False, True], ids=["", "meta"])
-def test_what_is_no_such_buffer_is_named(how: Callable[..., Tensor], got: str, meta: bool) -> None:
+def test_what_is_no_such_buffer_is_named(how: Callable[..., Tensor], got: str) -> None:
     model, x = Kept(how).double(), torch.randn(4, 4, dtype=torch.float64)
-    given = model.to("meta") if meta else model
-    own = dict(given.inner.named_buffers())
+    own = dict(model.inner.named_buffers())
     with pytest.raises(sx.Error, match=rf"in a buffer's place(.|\n)*inner\.low(.|\n)*{got}"):
-        sx.parallelize(given, sx.Mesh(dp=2), sx.Hints(args=(x.to("meta") if meta else x,), loss=torch.sum))
-    assert all(each is own[name] for name, each in given.inner.named_buffers())
+        sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=torch.sum))
+    assert all(each is own[name] for name, each in model.inner.named_buffers())
 
 
 def another_weight(module: Inner, x: Tensor) -> Tensor:
@@ -233,33 +215,3 @@ def test_what_changes_on_the_way_is_named_and_left(how: Callable[..., Tensor], s
     with pytest.raises(sx.Error, match=said):
         sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=torch.sum))
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
-
-
-def test_code_that_closes_over_a_module_is_that_modules() -> None:
-    """It was run on a copy, whose code was the given one's: this was another gradient, and the given one changed."""
-    torch.manual_seed(0)
-    model = Kept(lambda module, x: x)
-    model.layer.register_forward_hook(lambda layer, given, made: made * model.inner.weight * model.inner.high)
-    model.inner.how = lambda _, x: x + model.inner.low.mul_(0.9)
-    x = torch.randn(4, 4, dtype=torch.float64)
-    pm = sx.parallelize(model.double(), sx.Mesh(dp=2), sx.Hints(args=(x,), loss=torch.sum), virtual=True)
-    before = torch.arange(4, dtype=torch.float64)
-    assert torch.equal(model.inner.low, before)
-    pm(x)
-    assert torch.equal(pm.full_state_dict()["inner.low"], before * 0.9)
-
-
-def remembers(module: Inner, x: Tensor) -> Tensor:
-    if module.later is not None:
-        return x + module.later
-    module.later = x.detach()
-    return x
-
-
-def test_what_is_kept_where_nothing_was() -> None:
-    x = torch.randn(4, 4, dtype=torch.float64)
-    model = Kept(remembers).double()
-    ours = copy.deepcopy(model)
-    pm = sx.parallelize(ours, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=torch.sum))
-    for by in (1, 2, 3):
-        torch.testing.assert_close(pm(x * by), model(x * by).sum())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import fx
 
 import shardfx as sx
-from shardfx.ir.cost import calibrate, probes
+from shardfx.ir.cost import probes
 from shardfx.ir.cost.amounts import Cost, Work
 from shardfx.ir.cost.curve import Curve
 from shardfx.ir.cost.machine import Machine
@@ -32,16 +31,7 @@ def test_a_curve_goes_through_its_points_and_on() -> None:
     curve = Curve(((10.0, 2.0), (20.0, 4.0)))
     assert [curve.seconds(x) for x in (0.0, 5.0, 10.0, 15.0, 20.0, 60.0)] == [2.0, 2.0, 2.0, 3.0, 4.0, 12.0]
     assert Curve(((0.0, 3.0),)).seconds(5.0) == 3.0, "what takes the same, whatever it does"
-
-
-def test_what_takes_less_than_a_smaller_one_counts_for_that_as_well() -> None:
     assert Curve.of([(4.0, 2.0), (1.0, 3.0), (2.0, 1.0)]) == Curve(((1.0, 1.0), (2.0, 1.0), (4.0, 2.0)))
-
-
-@pytest.mark.parametrize("points", [(), ((1.0, 2.0), (1.0, 3.0)), ((1.0, 2.0), (2.0, 1.0)), ((1.0, -1.0),)])
-def test_seconds_that_do_not_rise_are_an_error(points: tuple[tuple[float, float], ...]) -> None:
-    with pytest.raises(sx.Error, match="must rise"):
-        Curve(points)
 
 
 def test_a_call_takes_what_was_measured_of_its_kind() -> None:
@@ -116,33 +106,6 @@ def test_a_probe_calls_its_op_and_knows_how_much_that_does(
         assert 0 < amounts[0] < amounts[1]
 
 
-def test_sustained_calls_run_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of calls, of which the first ten take half as long."""
-    done: list[int] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.at = 0.0
-
-        def record(self) -> None:
-            self.at = float(len(done) + max(len(done) - 10, 0))
-
-        def synchronize(self) -> None: ...
-
-        def elapsed_time(self, end: Event) -> float:
-            return (end.at - self.at) * 10.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    seconds = calibrate.sustained(done.append, [(0,), (1,)], torch.device("cuda"), 0.01, warm=0.1)
-    assert seconds == 0.02 and len(done) == 10 + 4 and done[:3] == [0, 1, 0]
-
-
-def test_a_curve_ends_where_calls_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_seconds", lambda op, ring, device, clock: ring[0][0].shape[0] / 1e3)
-    found = probes.curve(probes.HEAVY["cpu"][0], CPU, lambda: 0.0)
-    assert found.points == ((2 * 16.0**3, 0.016), (2 * 32.0**3, 0.032)) and found.rate == 2 * 32**3 / 0.032
-
-
 def test_attention_that_leaves_out_later_keys_is_a_kind_of_its_own() -> None:
     graph = fx.Graph()
     q = graph.placeholder("q")
@@ -154,28 +117,6 @@ def test_attention_that_leaves_out_later_keys_is_a_kind_of_its_own() -> None:
         "causal attention_backward",
     ]
     assert {kind_of(plain), kind_of(causal), kind_of(named)} <= {each.name for each in probes.HEAVY["cuda"]}
-
-
-def test_probes_take_off_what_stands_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that counts calls of ops: 1 for a product, 3 for an exp."""
-    monkeypatch.setattr(probes, "PASSES", 2)
-    ticks = 0.0
-
-    class Exp:
-        @staticmethod
-        def _op(x: torch.Tensor) -> torch.Tensor:
-            nonlocal ticks
-            ticks += 3
-            return x
-
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        nonlocal ticks
-        ticks += 1
-        return a
-
-    monkeypatch.setattr(torch, "mm", product)
-    clock: Callable[[], float] = lambda: ticks  # noqa: E731
-    assert probes._seconds(Exp, [(torch.ones(1),)] * 5, torch.device("cpu"), clock) == 3.0
 
 
 # ---- what is not hidden

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardfx as sx
@@ -39,44 +40,16 @@ def captured(model: nn.Module, dtype: torch.dtype = torch.float32, **hints: Any)
     return capture(model, MESH, args=(x,), loss=F.huber_loss, targets=(y,), **hints).graph
 
 
-def in_table(op: Any, form: Callable[..., Any]) -> Callable[[], dict[Any, Any]]:
-    found = export_program.decompositions() | {op: form}
-    return lambda: found
-
-
-def twice(grad: Tensor, *given: Any) -> Tensor:
-    return 2 * torch._decomp.decomposition_table[aten.huber_loss_backward.default](grad, *given)
-
-
 def squared(x: Tensor, y: Tensor, *how: Any) -> Tensor:
     return (x - y).square().mean()
 
 
-WRONG = {
-    "forward": (aten.huber_loss.default, squared, r"something else when it is traced(.|\n)*where: +loss"),
-    "backward": (
-        aten.huber_loss_backward.default,
-        twice,
-        r"something else when it is traced(.|\n)*where: +gradient first",
-    ),
-}
-
-
 @pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("of", WRONG)
-def test_wrong_decomposition_of_torch_is_an_error(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    op, form, said = WRONG[of]
-    monkeypatch.setattr(export_program, "decompositions", in_table(op, form))
-    with pytest.raises(sx.Error, match=said):
-        captured(Layers())
-
-
-@pytest.mark.long
-def test_wrong_canonical_op_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(canonical_ops.CANONICAL, aten.relu.default, lambda builder, op, args, kwargs, types: args[0])
+def test_wrong_decomposition_of_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = export_program.decompositions() | {aten.huber_loss.default: squared}
+    monkeypatch.setattr(export_program, "decompositions", lambda: found)
     with pytest.raises(sx.Error, match=r"something else when it is traced(.|\n)*where: +loss"):
-        captured(Layers(torch.relu))
+        captured(Layers())
 
 
 @pytest.mark.long
@@ -109,25 +82,16 @@ def test_random_numbers_are_equal_in_both_runs(monkeypatch: pytest.MonkeyPatch) 
     def drops_more(builder: Any, op: Any, args: Any, kwargs: Any, types: Any) -> Any:
         return whole(builder, op, (args[0], 0.4, True), kwargs, types)
 
-    with monkeypatch.context() as patch:
-        patch.setitem(canonical_ops.CANONICAL, aten.native_dropout, drops_more)
-        with pytest.raises(sx.Error, match=r"something else when it is traced(.|\n)*where: +loss"):
-            captured(model)
-    monkeypatch.setitem(canonical_ops.CANONICAL, aten.exp.default, lambda builder, op, args, kwargs, types: args[0])
+    monkeypatch.setitem(canonical_ops.CANONICAL, aten.native_dropout, drops_more)
     with pytest.raises(sx.Error, match=r"something else when it is traced(.|\n)*where: +loss"):
         captured(model)
 
 
 @pytest.mark.long
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_recurrent_layers_have_dropout_between_layers(kind: type[nn.RNNBase], device: str) -> None:
+def test_recurrent_layers_have_dropout_between_layers() -> None:
     """Torch's Python form of them does not; its kernel does."""
-    x = torch.randn(3, 2, 4, device=device)
-    graph = capture(
-        kind(4, 4, 2, dropout=0.3, device=device), MESH, args=(x,), loss=lambda out: out[0].square().mean()
-    ).graph
+    model, args = nn.LSTM(4, 4, 2, dropout=0.3), (torch.randn(3, 2, 4),)
+    graph = capture(model, MESH, args=args, loss=lambda out: out[0].square().mean()).graph
     assert sum(node.op is draw for node in graph.nodes) == 1 and not graph.notes
 
 
@@ -138,11 +102,6 @@ def test_models_with_dropout_are_captured_without_notes() -> None:
     assert not captured(Layers(lambda x: x + torch.rand_like(x.t()).t())).notes
     again = Layers(lambda x: checkpoint(torch.tanh, x, use_reentrant=True))
     assert not any("does not run" in note for note in captured(again).notes)
-
-
-def test_examples_with_a_grad_fn_are_captured() -> None:
-    x = torch.randn(6, 4, requires_grad=True) * 2
-    assert not capture(Layers(), MESH, args=(x,), loss=torch.mean).graph.notes
 
 
 class Attends(nn.Module):
@@ -162,49 +121,10 @@ class Attends(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
     x, y = torch.randn(6, 5, 8, dtype=dtype), torch.randn(6, 4, dtype=dtype)
     capture(Attends(dtype), MESH, args=(x,), loss=F.mse_loss, targets=(y,))
-
-
-@pytest.mark.long
-def test_cancellation_in_a_norm_of_two_rows_is_no_difference() -> None:
-    """Its gradient cancels to a hundred-thousandth; in float32 it is added up in float64, and does so exactly."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(F.gelu(self.up(self.norm(x))))
-
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Embedding(12, 8), *(Block() for _ in range(4)), nn.BatchNorm1d(8), nn.Linear(8, 12))
-    x, y = torch.randint(1, 12, (2,)), torch.randint(12, (2,))
-    capture(model.double(), MESH, args=(x,), loss=F.cross_entropy, targets=(y,))
-
-
-class Covaries(nn.Module):
-    """What is added to all rows cancels, and in some precision to nothing at all."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = torch.tensor([0.3, 0.1, 0.2, 0.5], dtype=torch.float64)
-        return torch.cov(self.layer(x).T, aweights=weights).abs().sin()
-
-
-@pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-def test_cancellation_to_zero_in_one_precision_is_no_difference(dtype: torch.dtype) -> None:
-    for seed in range(3):
-        torch.manual_seed(seed)
-        capture(Covaries(dtype), MESH, args=(torch.randn(4, 6, dtype=dtype),), loss=torch.sum)
 
 
 def test_capture_leaves_model_gradients_and_generators_unchanged() -> None:
@@ -218,13 +138,62 @@ def test_capture_leaves_model_gradients_and_generators_unchanged() -> None:
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
-def test_hooks_that_a_trace_leaves_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    export = export_program.exported_of
+# ---- code that looks whether it is traced
 
-    def leaving(program: Any, tensors: tuple[Tensor, ...]) -> Any:
-        made = export(program, tensors)
-        program.model.first.register_forward_hook(lambda module, given, out: 2 * out)
-        return made
 
-    monkeypatch.setattr(export_program, "exported_of", leaving)
-    assert not captured(Layers()).notes
+class Doubles(nn.Module):
+    """Doubles its input where it is not watched."""
+
+    def __init__(self, watched: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.watched = watched
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x if self.watched(x) else 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("watched", "guard"),
+    [
+        (lambda x: torch.jit.is_tracing() or isinstance(x, FakeTensor), True),
+        (lambda x: torch.compiler.is_compiling(), False),
+    ],
+    ids=["tracing", "compiling"],
+)
+def test_model_that_detects_tracing_is_refused(watched: Callable[[Tensor], bool], guard: bool) -> None:
+    model = Doubles(watched)
+    with pytest.raises(sx.Error, match="something else when it is traced"):
+        sx.parallelize(model, MESH, sx.Hints(args=(torch.rand(4, 4),), loss=torch.mean, guard=guard))
+    assert model.calls == 0, "the model was run, but is as it was"
+
+
+def test_model_on_meta_is_not_compared() -> None:
+    with torch.device("meta"):
+        model, x = Doubles(lambda x: isinstance(x, FakeTensor)), torch.rand(4, 4)
+    sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=torch.mean))
+
+
+def test_example_on_which_the_model_raises_is_noted() -> None:
+    ids = torch.full((4, 3), 1000)
+    pm = sx.parallelize(nn.Embedding(10, 4), MESH, sx.Hints(args=(ids,), loss=torch.mean))
+    assert "does not run on its example" in str(pm.report())
+
+
+def test_model_that_does_not_run_in_the_compute_dtype_is_refused() -> None:
+    """Its buffer stays what it is, and takes what is computed along; a fake product would not have minded."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4, dtype=torch.float64)
+            self.register_buffer("centre", torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x - self.centre)
+
+    hints = sx.Hints(args=(torch.randn(4, 4, dtype=torch.float64),), mixed_precision=torch.float32)
+    with pytest.raises(sx.Error, match="does not run in the dtype in which it is to compute"):
+        sx.parallelize(Centred(), MESH, hints)

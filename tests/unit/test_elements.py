@@ -87,22 +87,3 @@ def test_rows_that_are_repeated_are_read_as_they_are_written() -> None:
     rows = Elements.of((4, 3, 6), 0, ((4, 6), (3, 0), (6, 1)))
     again = read(rows.written_out())
     assert again.equals(rows) and again.runs == rows.runs
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda x: x.reshape([5]),
-        lambda x: x.reshape([-1, 5]),
-        lambda x: x.narrow(0, 1, 2),
-        lambda x: x.narrow(0, -1, 1),
-        lambda x: x.split([1, 2]),
-        lambda x: x.permute([0, 0]),
-        lambda x: x.select(0, 2),
-        lambda x: cat([x, x.reshape([3, 2])]),
-        lambda x: torch.stack([x, x]),
-    ],
-)
-def test_what_a_tensor_refuses_is_refused(wrong) -> None:
-    with pytest.raises((RuntimeError, IndexError, TypeError)):
-        wrong(whole((2, 3), 1)[0])

@@ -11,14 +11,12 @@ from torch import Tensor
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.oracle.completeness import missing_sums
-from shardfx.ir.oracle.draws import draws
 from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.oracle.sharding_search import Oracle
 from shardfx.ir.oracle.soundness import refutations
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import replicated
-from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
-from shardfx.ir.rules.template import parse_linear
+from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.passes.finite import Factors
 from tests.instances import CONVOLUTIONS, conv, picked
 from tests.op_calls import b, f, i
@@ -218,30 +216,3 @@ NOT_LINEAR: dict[str, Call] = {
 @pytest.mark.parametrize("call", NOT_LINEAR.values(), ids=NOT_LINEAR)
 def test_what_is_linear_but_for_some_numbers_is_not(call: Call) -> None:
     assert Oracle(instance(*call)).linear() == []
-
-
-def test_tensors_without_elements_are_drawn_too() -> None:
-    of = instance(aten.gather.default, (f(0), 0, i(1, 0)))
-    entry = BOOK.entry(of.node.op)
-    assert entry is not None and list(draws(of)) and not refutations(entry, of, drawn=True)
-
-
-def test_the_text_of_what_passes() -> None:
-    text = "0|1&2>0|3>"
-    groups = parse_linear(text)
-    assert "|".join(map(str, groups)) == text
-    of = instance(*NAMED["batch_norm"])
-    made = linear_rule_of(of)
-    assert made.passes("sum", frozenset({1, 2})) == {0}
-    assert made.passes("max", frozenset({3})) == frozenset()  # which nobody looks at
-    assert made.passes("sum", frozenset({1, 2, 3, 4})) == {0}
-    assert made.passes("sum", frozenset({0})) is None and made.passes("max", frozenset({1, 2})) is None
-
-
-def test_a_result_that_does_not_know_a_factor_is_not_summed() -> None:
-    """The gradient of a bias is the same whichever input channels a rank has."""
-    of = instance(*NAMED["convolution_backward"])
-    made = linear_rule_of(of)
-    assert rule_text(made).endswith("-> n ci h0! h1!, co ci k0! k1!, co") and made.unread == {"ci": {2}}
-    entry = BOOK.entry(of.node.op)
-    assert entry is not None and not refutations(entry, of)

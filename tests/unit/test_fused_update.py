@@ -131,27 +131,6 @@ def test_calls_that_differ_are_no_kernel(old: str, new: str) -> None:
     assert not run_of(changed, gives)
 
 
-def test_what_makes_the_gradient_runs_before_the_kernel() -> None:
-    calls, gives, columns = written(adamw())
-    grad = columns["grads"]
-    clipped = [f"aten.mul.Tensor({grad}, s2)"]
-    for call in calls:
-        read = read_call(call)
-        moved = {str(each): f"r{each.index + 1}" for each in read.refs if each.kind == "r"} | {str(grad): "r0"}
-        head, _, rest = call.partition("(")
-        clipped.append(
-            f"{head}({', '.join('='.join(moved.get(p, p) for p in a.split('=')) for a in rest[:-1].split(', '))})"
-        )
-    first, kernel = run_of(clipped, gives)
-    assert first == clipped[0]
-    assert read_call(kernel).args[1] == [SegmentRef("r", 0)]
-    rows = [torch.rand(6, 4, dtype=torch.float64) + 0.5 for _ in range(8)]
-    scalars = [torch.tensor(number, dtype=torch.float64) for number in (0.1, 2.0, 0.5)]
-    got = segment(clipped, gives, 2, [row.clone() for row in rows], scalars, [first, kernel])
-    wanted = segment(clipped, gives, 2, [row.clone() for row in rows], scalars)
-    assert all(torch.allclose(a, b, rtol=1e-14, atol=1e-14) for a, b in zip(got, wanted, strict=True))
-
-
 @pytest.mark.parametrize("layout", ["a gradient transposed", "all transposed", "a state transposed"])
 def test_members_that_a_kernel_does_not_take_are_computed_all_the_same(layout: str) -> None:
     """A gradient is copied; what is written elsewhere than in the order of the parameter goes call by call."""

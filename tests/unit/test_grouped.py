@@ -23,14 +23,6 @@ def places(ranges: Sequence[int], size: int) -> list[int]:
     return library.places(ranges, size, torch.device("cpu")).tolist()  # type: ignore[no-any-return]
 
 
-def by_hand(x: Tensor, w: Tensor, ends: list[int]) -> Tensor:
-    out, begin = torch.zeros(len(x), w.shape[2], dtype=x.dtype), 0
-    for group, end in enumerate(ends):
-        out[begin:end] = x[begin:end] @ w[group]
-        begin = end
-    return out
-
-
 @dataclass(frozen=True)
 class Share:
     """Rows and groups that a rank holds, of 12 rows and of the groups that ``ends`` has."""
@@ -126,23 +118,6 @@ def test_matrices_are_laid_out_as_the_grouped_kernel_takes_them() -> None:
         assert torch._grouped_mm(_aligned(rows), _aligned(w), offs=ends).shape == (5, 16)
     for kept in (base.new_empty(3, 24, 16), base.new_empty(3, 16, 24).mT, base.new_empty(3, 24, 32)[..., :16]):
         assert _aligned(kept) is kept
-
-
-@pytest.mark.parametrize(
-    ("held", "found"),
-    [([], [0, 1, 2, 3, 4, 5]), ([6, 2, 3], [2, 3, 4]), ([2, 0, 2, 3, 1, 2], [1, 2, 4, 5]), ([6, 6, 0], [])],
-    ids=["all", "a segment", "segments", "nothing"],
-)
-def test_what_is_held_of_the_whole(held: list[int], found: list[int]) -> None:
-    assert places(held, 6) == found
-
-
-@pytest.mark.parametrize("held", [[6, 1, 4], [3, 0, 3, 2, 1, 1]], ids=["a segment", "segments"])
-def test_a_rank_multiplies_those_of_its_rows_that_are_in_its_groups(held: list[int]) -> None:
-    x, w, ends = torch.randn(6, 3), torch.randn(4, 3, 5), torch.tensor(ENDS)
-    here = places(held, 6)
-    sums = sum(grouped_mm(x[here], w[first : first + 2], ends, held, [4, first, 2]) for first in (0, 2))
-    torch.testing.assert_close(sums, by_hand(x, w, ENDS)[here])
 
 
 class Forms(nn.Module):
