@@ -25,20 +25,18 @@ class Sketch:
         self.graph = Graph(self.mesh)
         self.phase = Phase.FORWARD
 
-    def spec(self, shape: tuple[int, ...], text: str | None) -> Spec | None:
+    def spec(self, shape: tuple[int, ...], text: str) -> Spec:
         """``"dp, - +tp"``: the axes of each dim, then those that it is partial over."""
-        if text is None:
-            return None
         dims, _, partial = text.partition("+")
         found = Spec.parse(dims.strip(), self.mesh, len(shape))
         return Spec(found.dims, tuple((axis, "sum") for axis in partial.split()))
 
-    def input(self, kind: InputKind, name: str, shape: tuple[int, ...], spec: str | None = None) -> Value:
+    def input(self, kind: InputKind, name: str, shape: tuple[int, ...], spec: str) -> Value:
         value = Value(TensorType(shape, torch.float32), name=name, spec=self.spec(shape, spec))
         self.graph.inputs.append(Input(kind, name, value))
         return value
 
-    def parameter(self, name: str, shape: tuple[int, ...], spec: str | None = None) -> Value:
+    def parameter(self, name: str, shape: tuple[int, ...], spec: str) -> Value:
         return self.input(InputKind.PARAMETER, name, shape, spec)
 
     def op(
@@ -46,7 +44,7 @@ class Sketch:
         op: Any,
         args: tuple[Any, ...],
         shape: tuple[int, ...],
-        spec: str | None,
+        spec: str,
         module: str,
         why: str = "",
         **kwargs: Any,
@@ -66,77 +64,68 @@ class Sketch:
         self.graph.outputs.append(Output(kind, name, value))
 
 
-def mlp(specs: bool = True) -> Graph:
-    """Two linear layers, sharded as Megatron-LM does, forward only; or the same with nothing sharded yet."""
+def mlp() -> Graph:
+    """Two linear layers, sharded as Megatron-LM does, forward only."""
     s = Sketch(dp=2, tp=4)
-
-    def p(text: str) -> str | None:
-        return text if specs else None
-
-    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), p("dp, -"))
-    w1 = s.parameter("up.weight", (DIM, HIDDEN), p("-, tp"))
-    w2 = s.parameter("down.weight", (HIDDEN, DIM), p("tp, -"))
-    h = s.op(aten.mm.default, (x, w1), (ROWS, HIDDEN), p("dp, tp"), "up", why="hint on 'up.weight'")
-    h = s.op(aten.relu.default, (h,), (ROWS, HIDDEN), p("dp, tp"), "")
-    y = s.op(aten.mm.default, (h, w2), (ROWS, DIM), p("dp, - + tp"), "down")
-    if specs:
-        y = s.comm(all_reduce, y, "tp", "dp, -", "down", reduce="sum")
+    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
+    w1 = s.parameter("up.weight", (DIM, HIDDEN), "-, tp")
+    w2 = s.parameter("down.weight", (HIDDEN, DIM), "tp, -")
+    h = s.op(aten.mm.default, (x, w1), (ROWS, HIDDEN), "dp, tp", "up", why="hint on 'up.weight'")
+    h = s.op(aten.relu.default, (h,), (ROWS, HIDDEN), "dp, tp", "")
+    y = s.op(aten.mm.default, (h, w2), (ROWS, DIM), "dp, - + tp", "down")
+    y = s.comm(all_reduce, y, "tp", "dp, -", "down", reduce="sum")
     s.output(OutputKind.RESULT, "results.0", y)
     return s.graph
 
 
-def decoder(layers: int, *, norm: int = 24, heads: int = 24, equal: bool = True, nested: bool = True) -> Graph:
+def decoder(layers: int, *, pointwise: int = 24, equal: bool = True) -> Graph:
     """A decoder of ``layers`` blocks with forward and backward.
 
     Args:
-        norm, heads: how many pointwise ops a norm, and an attention, is made of.
+        pointwise: how many ops a norm, and an attention, is made of.
         equal: whether all blocks have the same shapes.
-        nested: whether modules are known.
     """
     s = Sketch(dp=2, tp=4)
     x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
     kept: list[tuple[str, dict[str, Value]]] = []
     for layer in range(layers):
         hidden = HIDDEN if equal else HIDDEN + 8 * layer
-        path = f"layers.{layer}" if nested else ""
-        names = {
-            part: f"{path}.{part}" if path else "" for part in ("norm", "attn.wqkv", "attn.wo", "mlp.up", "mlp.down")
-        }
+        path = f"layers.{layer}"
         weight = {
-            "wqkv": s.parameter(f"layers.{layer}.attn.wqkv.weight", (DIM, 3 * DIM), "dp, tp"),
-            "wo": s.parameter(f"layers.{layer}.attn.wo.weight", (DIM, DIM), "tp, -"),
-            "up": s.parameter(f"layers.{layer}.mlp.up.weight", (DIM, hidden), "-, tp"),
-            "down": s.parameter(f"layers.{layer}.mlp.down.weight", (hidden, DIM), "tp, -"),
+            "wqkv": s.parameter(f"{path}.attn.wqkv.weight", (DIM, 3 * DIM), "dp, tp"),
+            "wo": s.parameter(f"{path}.attn.wo.weight", (DIM, DIM), "tp, -"),
+            "up": s.parameter(f"{path}.mlp.up.weight", (DIM, hidden), "-, tp"),
+            "down": s.parameter(f"{path}.mlp.down.weight", (hidden, DIM), "tp, -"),
         }
         n = x
-        for _ in range(norm):
-            n = s.op(aten.mul.Tensor, (n, 2.0), (ROWS, DIM), "dp, -", names["norm"])
-        whole = s.comm(all_gather, weight["wqkv"], "dp", "-, tp", names["attn.wqkv"], dim=0)
-        q = s.op(aten.mm.default, (n, whole), (ROWS, 3 * DIM), "dp, tp", names["attn.wqkv"], why="hint on wqkv.weight")
-        for _ in range(heads):
-            q = s.op(aten.mul.Tensor, (q, 2.0), (ROWS, DIM), "dp, tp", f"{path}.attn" if path else "")
-        o = s.op(aten.mm.default, (q, weight["wo"]), (ROWS, DIM), "dp, - + tp", names["attn.wo"])
-        o = s.comm(all_reduce, o, "tp", "dp, -", names["attn.wo"], reduce="sum")
+        for _ in range(pointwise):
+            n = s.op(aten.mul.Tensor, (n, 2.0), (ROWS, DIM), "dp, -", f"{path}.norm")
+        whole = s.comm(all_gather, weight["wqkv"], "dp", "-, tp", f"{path}.attn.wqkv", dim=0)
+        q = s.op(aten.mm.default, (n, whole), (ROWS, 3 * DIM), "dp, tp", f"{path}.attn.wqkv", why="hint on wqkv.weight")
+        for _ in range(pointwise):
+            q = s.op(aten.mul.Tensor, (q, 2.0), (ROWS, DIM), "dp, tp", f"{path}.attn")
+        o = s.op(aten.mm.default, (q, weight["wo"]), (ROWS, DIM), "dp, - + tp", f"{path}.attn.wo")
+        o = s.comm(all_reduce, o, "tp", "dp, -", f"{path}.attn.wo", reduce="sum")
         x1 = s.op(aten.add.Tensor, (x, o), (ROWS, DIM), "dp, -", path)
-        u = s.op(aten.mm.default, (x1, weight["up"]), (ROWS, hidden), "dp, tp", names["mlp.up"])
-        g = s.op(aten.gelu.default, (u,), (ROWS, hidden), "dp, tp", f"{path}.mlp" if path else "")
-        d = s.op(aten.mm.default, (g, weight["down"]), (ROWS, DIM), "dp, - + tp", names["mlp.down"])
-        d = s.comm(all_reduce, d, "tp", "dp, -", names["mlp.down"], reduce="sum")
+        u = s.op(aten.mm.default, (x1, weight["up"]), (ROWS, hidden), "dp, tp", f"{path}.mlp.up")
+        g = s.op(aten.gelu.default, (u,), (ROWS, hidden), "dp, tp", f"{path}.mlp")
+        d = s.op(aten.mm.default, (g, weight["down"]), (ROWS, DIM), "dp, - + tp", f"{path}.mlp.down")
+        d = s.comm(all_reduce, d, "tp", "dp, -", f"{path}.mlp.down", reduce="sum")
         kept.append((path, {**weight, "whole": whole, "x": x, "x1": x1, "u": u, "g": g, "q": q, "n": n}))
         x = s.op(aten.add.Tensor, (x1, d), (ROWS, DIM), "dp, -", path)
     loss = s.op(aten.sum.default, (x,), (), "+ dp", "")
     loss = s.comm(all_reduce, loss, "dp", "", "", reduce="sum")
     s.output(OutputKind.LOSS, "loss", loss)
-    _backward(s, kept, norm, heads)
+    _backward(s, kept, pointwise)
     return s.graph
 
 
-def _backward(s: Sketch, kept: list[tuple[str, dict[str, Value]]], norm: int, heads: int) -> None:
+def _backward(s: Sketch, kept: list[tuple[str, dict[str, Value]]], pointwise: int) -> None:
     s.phase = Phase.BACKWARD
     grad = s.op(aten.full.default, ((ROWS, DIM), 1.0), (ROWS, DIM), "dp, -", "")
 
-    def weight_grad(path: str, left: Value, right: Value, weight: Value, spec: str) -> None:
-        module = path and weight.name.removesuffix(".weight")
+    def weight_grad(left: Value, right: Value, weight: Value, spec: str) -> None:
+        module = weight.name.removesuffix(".weight")
         wide = s.op(aten.mm.default, (left, right), weight.shape, f"{spec} + dp", module)
         if weight.spec is not None and weight.spec.dims[0] == DimSharding(("dp",)):
             given = s.comm(reduce_scatter, wide, "dp", f"dp{spec.removeprefix('-')}", module, dim=0, reduce="sum")
@@ -145,25 +134,21 @@ def _backward(s: Sketch, kept: list[tuple[str, dict[str, Value]]], norm: int, he
         s.output(OutputKind.GRADIENT, weight.name, given)
 
     for path, v in reversed(kept):
-
-        def module(part: str, path: str = path) -> str:
-            return f"{path}.{part}" if path else ""
-
         hidden = v["u"].shape[1]
-        weight_grad(path, v["g"], grad, v["down"], "tp, -")
-        dg = s.op(aten.mm.default, (grad, v["down"]), (ROWS, hidden), "dp, tp", module("mlp.down"))
-        du = s.op(aten.gelu_backward.default, (dg, v["u"]), (ROWS, hidden), "dp, tp", module("mlp"))
-        weight_grad(path, v["x1"], du, v["up"], "-, tp")
-        dx = s.op(aten.mm.default, (du, v["up"]), (ROWS, DIM), "dp, - + tp", module("mlp.up"))
-        dx = s.comm(all_reduce, dx, "tp", "dp, -", module("mlp.up"), reduce="sum")
+        weight_grad(v["g"], grad, v["down"], "tp, -")
+        dg = s.op(aten.mm.default, (grad, v["down"]), (ROWS, hidden), "dp, tp", f"{path}.mlp.down")
+        du = s.op(aten.gelu_backward.default, (dg, v["u"]), (ROWS, hidden), "dp, tp", f"{path}.mlp")
+        weight_grad(v["x1"], du, v["up"], "-, tp")
+        dx = s.op(aten.mm.default, (du, v["up"]), (ROWS, DIM), "dp, - + tp", f"{path}.mlp.up")
+        dx = s.comm(all_reduce, dx, "tp", "dp, -", f"{path}.mlp.up", reduce="sum")
         grad = s.op(aten.add.Tensor, (grad, dx), (ROWS, DIM), "dp, -", "")
-        weight_grad(path, v["q"], grad, v["wo"], "tp, -")
-        dq = s.op(aten.mm.default, (grad, v["wo"]), (ROWS, 3 * DIM), "dp, tp", module("attn.wo"))
-        for _ in range(heads):
-            dq = s.op(aten.mul.Tensor, (dq, 2.0), (ROWS, 3 * DIM), "dp, tp", module("attn"))
-        weight_grad(path, v["n"], dq, v["wqkv"], "-, tp")
-        dn = s.op(aten.mm.default, (dq, v["whole"]), (ROWS, DIM), "dp, - + tp", module("attn.wqkv"))
-        dn = s.comm(all_reduce, dn, "tp", "dp, -", module("attn.wqkv"), reduce="sum")
-        for _ in range(norm):
-            dn = s.op(aten.mul.Tensor, (dn, v["x"]), (ROWS, DIM), "dp, -", module("norm"))
+        weight_grad(v["q"], grad, v["wo"], "tp, -")
+        dq = s.op(aten.mm.default, (grad, v["wo"]), (ROWS, 3 * DIM), "dp, tp", f"{path}.attn.wo")
+        for _ in range(pointwise):
+            dq = s.op(aten.mul.Tensor, (dq, 2.0), (ROWS, 3 * DIM), "dp, tp", f"{path}.attn")
+        weight_grad(v["n"], dq, v["wqkv"], "-, tp")
+        dn = s.op(aten.mm.default, (dq, v["whole"]), (ROWS, DIM), "dp, - + tp", f"{path}.attn.wqkv")
+        dn = s.comm(all_reduce, dn, "tp", "dp, -", f"{path}.attn.wqkv", reduce="sum")
+        for _ in range(pointwise):
+            dn = s.op(aten.mul.Tensor, (dn, v["x"]), (ROWS, DIM), "dp, -", f"{path}.norm")
         grad = s.op(aten.add.Tensor, (grad, dn), (ROWS, DIM), "dp, -", "")

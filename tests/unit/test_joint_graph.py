@@ -118,12 +118,6 @@ def cast(x: Tensor) -> Tensor:
         return (x @ x.t()).float() @ x
 
 
-def frozen() -> Model:
-    model = Model(torch.relu)
-    model.first.requires_grad_(False)
-    return model
-
-
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of each trace, why it was left to AOTAutograd, or that it was not."""
@@ -158,28 +152,18 @@ def texts(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *args: Any, loss: A
 
 
 FUNCTIONAL: dict[str, Callable[[], nn.Module]] = {
-    "plain": lambda: Model(torch.relu),
-    "used twice": lambda: Model(lambda x: x * x.sigmoid() + x),
-    "decomposed": lambda: Model(lambda x: F.huber_loss(x, x.detach() * 2, reduction="none") + x.var(dim=0)),
-    "several results": lambda: Model(lambda x: torch.cat([part * (n + 1) for n, part in enumerate(x.split(2, 1))], 1)),
     "views": lambda: Model(lambda x: x.t().reshape(2, -1).unflatten(1, (3, -1)).flatten().view(-1, 6)),
     "in place": lambda: Model(in_place),
     "without gradients": lambda: Model(without_gradients),
-    "constants": lambda: Model(lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])),
-    "attention": lambda: Model(lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0]),
     "dropout": lambda: Model(lambda x: F.dropout(x, 0.3) + torch.rand_like(x)),
     "of its own": lambda: Model(Doubled.apply),
     "autocast": lambda: Model(cast),
-    "batch norm": lambda: Model(nn.BatchNorm1d(6)),
-    "statistics": lambda: Model(lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6), training=True)),
     "followed": lambda: Model(Followed()),
     "tied": Tied,
-    "frozen": frozen,
 }
 
 
 @pytest.mark.long
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("of", FUNCTIONAL)
 def test_functional_program_equals_aotautograd(of: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.rand(4, 6, requires_grad=True)
@@ -188,20 +172,15 @@ def test_functional_program_equals_aotautograd(of: str, written: list[str], monk
     assert "backward:" in found and found == expected
 
 
-@pytest.mark.long
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("between", "why"),
     [
         (part_in_place, "aten.mul_.Tensor"),
-        (lambda x: torch.ones(4, 6).mul_(x.double()) * x, "with another signature"),
         (lambda x: torch.view_as_real(torch.fft.fft(x).conj() * 2)[..., 0], "complex"),
-        (lambda x: x.as_strided((4, 6), (1, 4)), "aten.as_strided"),
         (lambda x: x @ torch.linalg.inv(x.t() @ x + torch.eye(6)), "effect"),
-        (torch.sgn, "aten._efficientzerotensor"),
         (Followed(of_a_view), "seen elsewhere"),
     ],
-    ids="a_part_in_place another_form conjugated as_it_lies raises zeros viewed".split(),
+    ids=["a part in place", "conjugated", "raises", "viewed"],
 )
 def test_program_that_is_not_functional_is_left_to_aotautograd(
     between: Any, why: str, written: list[str], monkeypatch: pytest.MonkeyPatch
@@ -252,13 +231,6 @@ def test_tangent_of_a_buffer_written_in_place_is_zero(by: str) -> None:
     torch.testing.assert_close(gradient, model.weight.grad)
 
 
-def test_foreign_tensor_is_refused(written: list[str]) -> None:
-    scale = torch.rand(6)
-    with pytest.raises(sx.Error, match="no input, parameter or buffer"):
-        trace.capture(Model(lambda x: x * scale), sx.Mesh(dp=2), args=(torch.rand(4, 6),))
-    assert written == ["NotFunctional: a tensor that nothing gives"]
-
-
 def test_loss_without_gradients_has_no_backward(written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(torch.relu).requires_grad_(False)
     found, expected = texts(monkeypatch, model, torch.rand(4, 6), loss=lambda y: y.mean())
@@ -266,9 +238,7 @@ def test_loss_without_gradients_has_no_backward(written: list[str], monkeypatch:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", ["hf_gpt2_dropout", "hf_t5", "hf_vit", "moe_qwen3", "unet"])
-@pytest.mark.one_in(5)
-def test_zoo_models_are_functional(model: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make(model)
+def test_models_of_others_are_functional(written: list[str]) -> None:
+    case = make("hf_t5")
     trace.capture(case.model, sx.Mesh(dp=2), args=case.args, kwargs=case.kwargs, loss=case.loss, targets=case.targets)
     assert written == ["here"]

@@ -52,26 +52,12 @@ def test_an_axis_has_the_nearest_link_that_reaches_over_its_groups() -> None:
     assert a100.connect(stated, instead_of=h100)["tp"].link == own
 
 
-@pytest.mark.slow
-def test_measuring_takes_seconds_and_gives_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardfx.ir.cost.calibrate.LARGEST", 256)
-    machine = sx.Machine.measure("cpu", name="here")
-    assert machine.pools["host"].bandwidth == machine.bandwidth / 2
-    assert machine.name == "here" and set(machine.flops) == {"float64", "float32", "bfloat16", "float16"}
-    assert 1e8 < machine.bandwidth < 1e13 and machine.memory > 1e8 and 0 < machine.overhead < 1e-2
-    assert Machine.parse(machine.json()) == machine and "links as of cpu-laptop" in machine.source
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"bandwidth": 0}, "bandwidth must be positive"),
-        ({"flops": {"float32": -1}}, "flops float32 must be positive"),
         ({"flops": {"floof": 1}}, "unknown dtype"),
-        ({"flops": {}}, "needs a rate"),
-        ({"overhead": -1}, "an overhead that is not negative"),
         ({"links": []}, "the last link must connect all ranks"),
-        ({"links": [{"name": "a", "bandwidth": 0}]}, "a link needs a positive bandwidth"),
         ({"pools": {"tape": {}}}, "no other memory is called so"),
         ({"color": "green"}, "no description of a machine"),
     ],

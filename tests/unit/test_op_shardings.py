@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -110,17 +109,11 @@ class Product(nn.Module):
         return x @ self.weight
 
 
-STRATEGIES = [
-    {factor: tuple(axis for axis, at in zip("abc", where, strict=True) if at == factor) for factor in "mkn"}
-    for where in itertools.product("mkn-", repeat=3)
-]
-
-
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(each, marks=() if i % 7 == 0 else pytest.mark.slow) for i, each in enumerate(STRATEGIES)]
-)
-def test_strategies_of_a_product(strategy: dict[str, tuple[str, ...]]) -> None:
+@pytest.mark.parametrize("where", ["mkn", "kkm", "n-m", "knn"])
+def test_strategies_of_a_product(where: str) -> None:
+    """By the factors over which the axes a, b and c are."""
     torch.manual_seed(0)
+    strategy = {factor: tuple(axis for axis, at in zip("abc", where, strict=True) if at == factor) for factor in "mkn"}
     text = " ".join(f"{factor}{{{' '.join(axes)}}}" for factor, axes in strategy.items())
     x = torch.randn(8, 8, dtype=torch.float64)
     pm = equal(Product(), sx.Mesh(a=2, b=2, c=2), {":aten.mm": text}, x)
@@ -142,23 +135,14 @@ def test_a_pin_wins_over_a_parameter_and_keeps_factors_replicated() -> None:
     ("shardings", "what"),
     [
         ({"fc1": "q{x}"}, r"names no op with q among its factors(.|\n)*n, m k!, k! n -> m n"),
-        ({"fc1": "n{x} d0{}"}, "names no op with n and d0 among its factors"),
         ({"fc1:mm": "k{x}", "fc*:mm": "n{x}"}, "two hints disagree on aten.mm"),
-        ({"fc1:mm": "k{x}", "fc1:add": "d1{x}"}, "two hints disagree on aten.add"),
         ({"fc1:mm": "q{x}"}, r"cannot be sharded so(.|\n)*m k, k n -> m n"),
         ({"fc9": "n{x}"}, "did you mean 'fc3'"),
-        ({"fc1:aten.bmm": "n{x}"}, "names no op"),
-        ({"conv2:relu": "d0{x}"}, "names no op"),
         ({"conv2:convolution_backward": "n{x}"}, r"names no op(.|\n)*hint the op of the forward"),
         ({"conv1": "ci{x}"}, r"some ranks would get nothing(.|\n)*n ci! h0~p0"),
         ({"fc1": "n{y}"}, "mesh axis 'y' is unknown"),
         ({"fc1": "n{x} m{x}"}, "names axis 'x' twice"),
-        ({"fc1": "n{x} n{}"}, "names factor 'n' twice"),
         ({"fc1": "n x"}, "cannot be read"),
-        ({"fc1": ""}, "cannot be read"),
-        ({"fc1": 3}, "cannot be read"),
-        ({"fc1": ("x, -", "-, x")}, "cannot be read"),
-        ({"fc1": "n{x}", "fc1:addmm": "m{x}"}, "two hints disagree"),
         ({"conv1": "h0{x}"}, "what the chunks of 'p0' are made of"),
         (["fc1"], "is of another kind"),
     ],

@@ -27,11 +27,6 @@ def index(high: int, *shape: int) -> torch.Tensor:
     return torch.randint(0, high, shape)
 
 
-def conv(bias: torch.Tensor | None, transposed: bool = False) -> tuple[Any, ...]:
-    w = t(4, 6, 3) if transposed else t(6, 4, 3)
-    return aten.convolution.default, (t(2, 4, 8), w, bias, [1], [1], [1], transposed, [0], 1)
-
-
 def positive(*shape: int) -> torch.Tensor:
     return torch.rand(shape, dtype=torch.float64) + 0.5
 
@@ -54,19 +49,13 @@ def pool_backward() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def adaptive_backward() -> tuple[Any, ...]:
-    x = t(2, 8, 8)
-    y, places = aten.adaptive_max_pool2d(x, [4, 4])
-    return aten.adaptive_max_pool2d_backward.default, (torch.randn_like(y), x, places)
-
-
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "mm": lambda: (aten.mm.default, (t(4, 6), t(6, 5))),
     "addmm": lambda: (aten.addmm.default, (t(5), t(4, 6), t(6, 5)), {"beta": 0.5, "alpha": 2}),
-    "baddbmm": lambda: (aten.baddbmm.default, (t(2, 4, 4), t(2, 4, 6), t(2, 6, 4))),
-    "addbmm": lambda: (aten.addbmm.default, (t(4, 4), t(2, 4, 6), t(2, 6, 4))),
-    "convolution with bias": lambda: conv(t(6)),
-    "transposed convolution with bias": lambda: conv(t(6), transposed=True),
+    "convolution with bias": lambda: (
+        aten.convolution.default,
+        (t(2, 4, 8), t(6, 4, 3), t(6), [1], [1], [1], False, [0], 1),
+    ),
     "batch norm, training": lambda: (
         aten.native_batch_norm.default,
         (t(4, 4), t(4), t(4), None, None, True, 0.1, 1e-5),
@@ -74,17 +63,13 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "layer norm backward, no input": layer_norm_backward,
     "convolution backward, bias": bias_gradient,
     "slice_scatter": lambda: (aten.slice_scatter.default, (t(4, 6), t(4, 3), 1, 0, 6, 2)),
-    "scatter_reduce, sum": lambda: (aten.scatter_reduce.two, (t(5, 4), 0, index(5, 5, 4), t(5, 4), "sum")),
     "scatter_reduce, amax": lambda: (aten.scatter_reduce.two, (t(5, 4), 0, index(5, 5, 4), t(5, 4), "amax")),
-    "mse_loss, mean": lambda: (aten.mse_loss.default, (t(5, 6), t(5, 6), 1)),
     "mse_loss backward, mean": lambda: (aten.mse_loss_backward.default, (t(), t(5, 6), t(5, 6), 1)),
     "l1_loss, mean, discovered": lambda: (aten.l1_loss.default, (t(7, 6), t(7, 6), 1)),
     "index_add": lambda: (aten.index_add.default, (t(5, 4), 0, index(5, 8), t(8, 4))),
-    "scatter_add": lambda: (aten.scatter_add.default, (t(5, 4), 0, index(5, 5, 4), t(5, 4))),
     "index_put": lambda: (aten.index_put.default, (t(5, 6), [index(5, 4), index(6, 4)], t(4), True)),
     "mean": lambda: (aten.mean.dim, (t(4, 5, 6), [0, 1])),
     "max-pool backward": pool_backward,
-    "adaptive max-pool backward": adaptive_backward,
     "view": lambda: (aten.view.default, (t(4, 6, 5), [24, 5])),
 }
 
@@ -130,12 +115,8 @@ def test_every_listed_strategy_recomputes_the_result(name: str, mesh: sx.Mesh) -
     ("name", "expected"),
     [
         ("addmm", "[5] +{a}, [4, 6{a}], [6{a}, 5] -> [4, 5] +{a}"),
-        ("baddbmm", "[2, 4, 4] +{a}, [2, 4, 6{a}], [2, 6{a}, 4] -> [2, 4, 4] +{a}"),
-        ("addbmm", "[4, 4] +{a}, [2{a}, 4, 6], [2{a}, 6, 4] -> [4, 4] +{a}"),
         ("convolution with bias", "[2, 4{a}, 8], [6, 4{a}, 3], [6] +{a} -> [2, 6, 8] +{a}"),
-        ("transposed convolution with bias", "[2, 4{a}, 8], [4{a}, 6, 3], [6] +{a} -> [2, 6, 8] +{a}"),
         ("index_add", "[5, 4] +{a}, [8{a}], [8{a}, 4] -> [5, 4] +{a}"),
-        ("scatter_add", "[5, 4] +{a}, [5{a}, 4], [5{a}, 4] -> [5, 4] +{a}"),
         ("index_put", "[5, 6] +{a}, [4{a}], [4{a}], [4{a}] -> [5, 6] +{a}"),
         ("mean", "[4, 5{a}, 6] -> [6] +{a}"),
         ("batch norm, training", "[4, 4], [4] +{a}, [4] +{a} -> [4, 4] +{a}, [4], [4]"),
@@ -143,12 +124,9 @@ def test_every_listed_strategy_recomputes_the_result(name: str, mesh: sx.Mesh) -
         ("convolution backward, bias", "[2, 6, 6{a}], [2, 4, 8], [6, 4, 3] -> [6] +{a}"),
         ("convolution backward, bias", "[2, 6, 6{a}], [2, 4, 8] +{a}, [6, 4, 3] -> [6] +{a}"),
         ("slice_scatter", "[4, (3{a} 2)], [4, 3{a}] -> [4, (3{a} 2)]"),
-        ("scatter_reduce, sum", "[5, 4] +{a}, [5{a}, 4], [5{a}, 4] -> [5, 4] +{a}"),
         ("scatter_reduce, amax", "[5, 4], [5{a}, 4], [5{a}, 4] -> [5, 4] max{a}"),
-        ("mse_loss, mean", "[5{a}, 6], [5{a}, 6] -> [] +{a}"),
         ("mse_loss backward, mean", "[], [5{a}, 6], [5{a}, 6] -> [5{a}, 6]"),
         ("max-pool backward", "[2, 4{a}, 4], [2, 8, 8], [2, 4{a}, 4] -> [2, 8, 8] +{a}"),
-        ("adaptive max-pool backward", "[2, 4, 4{a}], [2, 8, 8], [2, 4, 4{a}] -> [2, 8, 8] +{a}"),
         ("view", "[4, 6{a}, 5] -> [(4 6{a}), 5]"),
     ],
 )
@@ -191,24 +169,3 @@ def test_an_op_without_a_rule_a_packet_and_other_shards_are_errors() -> None:
         sharded.call(t(4, 6), t(6, 5))
     with pytest.raises(sx.Error, match="no such rank"):
         sharded.call(t(4, 6), t(6, 3), rank=2)
-
-
-@pytest.mark.parametrize(
-    ("op", "args"),
-    [
-        (aten.as_strided_scatter.default, (torch.rand(4, 6), torch.rand(4, 3), [4, 3], [6, 1], 2)),
-        (aten.as_strided.default, (torch.rand(4, 6), [2, 3], [6, 1], 2)),
-    ],
-)
-def test_an_offset_in_a_storage_is_an_error(op: Any, args: Any) -> None:
-    with pytest.raises(sx.Error, match=r"no rule for this call|reads the storage of its operand at an offset"):
-        sx.strategies(op, args)
-
-
-def test_arguments_that_are_no_call_are_an_error() -> None:
-    x = torch.rand(4, 6)
-    for args, mesh in ((x, sx.Mesh(a=2)), ((x, x.t()), "a")):
-        with pytest.raises(sx.Error, match="no call on a mesh"):
-            sx.strategies(aten.mm.default, args, mesh=mesh)  # type: ignore[arg-type]
-    with pytest.raises(sx.Error, match="no tensors with content"):
-        sx.strategies(aten.mm.default, (x, x.t()))[0].call(x.to("meta"), x.t())

@@ -12,8 +12,7 @@ from torch import fx
 import shardfx as sx
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import comm, memory_ops, pack
-from shardfx.ir.program.aliasing import Aliasing
+from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import validate_program
 from shardfx.ir.spec import TensorType
@@ -87,25 +86,6 @@ def test_what_is_spread_lies_in_other_memory() -> None:
     program = RankProgram(0, Mesh(dp=2), graph, (Input(InputKind.PARAMETER, "a", value),), ())
     with pytest.raises(sx.Error, match="writes over own, which it reads"):
         validate_program(program)
-
-
-def test_memory_that_may_be_one_with_other_memory_meets_it() -> None:
-    """And not what lies beside it."""
-    program = stepped_beside(["send", "wait", "step"])
-    a, b, both, sent, *_ = program.graph.nodes
-    share = Aliasing(program.graph.nodes)
-    assert share.meet(a, both) and share.meet(both, b) and share.meet(a, a)
-    assert not (share.meet(a, b) or share.meet(a, sent) or share.owned(both))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("level", [1, 3])
-def test_gradients_of_biases_travel_with_those_of_weights(level: int) -> None:
-    """A sum over the batch passes the view to the bias's own shape, and is scattered with the others behind it."""
-    pm = small_plan(KINDS["AdamW"], Mesh(dp=2), zero=level)
-    scattered = [node for node in pm.planned.nodes if node.op is comm.reduce_scatter]
-    assert len(scattered) < len([name for name, _ in pm.named_parameters()])
-    assert {node.kwargs["dim"] for node in scattered} == {0}
 
 
 @pytest.mark.long

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard
 
 import shardfx as sx
 from shardfx.ir.graph import Graph
-from shardfx.plan import fingerprint
 from tests.captures import captured_once
 from tests.plans import MESHES, plan
 from tests.zoo import Case, make
@@ -81,7 +80,6 @@ def tied() -> Case:
     ("name", "mesh", "sequence"),
     [
         ("gpt_fused", "dp2tp2", True),
-        pytest.param("resnet", "dp2tp2", False, marks=pytest.mark.slow),
         ("tied", "2x2x2", False),
     ],
 )
@@ -157,13 +155,9 @@ class Two(nn.Module):
         return self.fc2(self.fc1(x).tanh() @ self.fc1.weight).cumsum(1)
 
 
-@pytest.mark.long
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("specs", "shardings"),
     [
-        ({"fc2.weight": "tp, -"}, {"fc2": "k{tp}"}),
-        ({}, {"fc1:addmm": "n{tp} m{dp}", ":mm": "k{dp}"}),
         ({"args.0": "dp, -"}, {"fc1": "m{}", "fc2": "k{dp} n{tp}"}),
         ({"fc*.weight": (Shard(0), Shard(1))}, {":cumsum": "d0{tp dp}"}),
     ],
@@ -180,12 +174,6 @@ def test_what_followed_from_hints_is_no_hint(specs: dict[str, Any], shardings: d
     for given in ({}, loaded.hinted_strategies):
         again = planned(loaded.specs, given)
         assert unhinted(again.planned) == unhinted(pm.planned) and again.plan == loaded
-
-
-def test_the_fingerprint_is_the_models_own() -> None:
-    one, two = small({"args.0": "dp, -"}), small({"args.0": "-, -"}, mesh=sx.Mesh(tp=4))
-    assert fingerprint(one.captured) == fingerprint(two.captured)
-    assert fingerprint(one.captured) != fingerprint(small({}, Net(hidden=12)).captured)
 
 
 # ---- files
@@ -220,22 +208,6 @@ def test_files_that_are_no_plan(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(sx.Error, match="another version") as caught:
         sx.Plan.load(broken(saved, tmp_path, version=2, shardfx="9.0"))
     assert caught.value.got == "version 2, written by shardfx 9.0"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"inputs": ["fc1.weight"]},
-        {"inputs": {"fc1.weight": "[8{qp}, 6]"}},
-        {"inputs": {"fc1.weight": "[8{tp}"}},
-        {"inputs": {"fc1.weight": "[8{tp}, 6{tp}]"}},
-        {"mesh": [{"name": "dp"}]},
-    ],
-)
-def test_a_plan_with_something_wrong_inside(changes: dict[str, object], saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(sx.Error) as caught:
-        sx.Plan.load(broken(saved, tmp_path, **changes))
-    assert str(tmp_path) in str(caught.value.where)
 
 
 WRONG: tuple[object, ...] = (None, 3, -1, 10**30, 1e400, True, "x", "*", [], [[]], {}, {"x": "[2]"})
@@ -274,7 +246,7 @@ def test_every_value_of_a_plan_with_every_wrong_type(saved: Path, tmp_path: Path
     assert refused > 0.8 * len(cases)
 
 
-def test_files_that_are_too_large_or_too_deep(saved: Path, tmp_path: Path) -> None:
+def test_files_that_are_too_large_or_too_deep(tmp_path: Path) -> None:
     path = tmp_path / "deep.json"
     path.write_text("[" * 200_000)
     with pytest.raises(sx.Error, match="no JSON"):

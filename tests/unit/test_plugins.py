@@ -42,7 +42,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     plugins.refresh()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_packages_of_the_docs_pass_their_own_tests(installed: Path) -> None:
     """In a process of its own, for ops can be defined only once."""
     code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
@@ -72,15 +72,8 @@ def test_the_command_line_lists_installed_passes(
     assert "mb: float = 1.0" in rows["count-large"] and "shardfx-late-passes" in rows["count-large"]
     assert "COMM_EXPLICIT" in rows["narrow-reductions"]
     assert "built-in" in rows["propagate"]
-
-
-@pytest.mark.long
-def test_a_pass_of_a_plugin_is_found_by_its_text(installed: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(installed / "site"))
-    plugins.refresh()
     (made,) = plugins.as_passes(["count-large{mb=2}"])
-    assert type(made).__module__ == "late_passes.count_large"
-    assert str(made) == "count-large{mb=2.0}"
+    assert (type(made).__module__, str(made)) == ("late_passes.count_large", "count-large{mb=2.0}")
 
 
 # ---- mistakes
@@ -89,7 +82,6 @@ def test_a_pass_of_a_plugin_is_found_by_its_text(installed: Path, site: Path, mo
 BROKEN = {
     "import": ("import not_there", "cannot be imported"),
     "no pass": ("Broken = 3", "is not a pass"),
-    "instance": ("from shardfx.passes import BucketComm\nBroken = BucketComm()", "is not a pass"),
     "name": ("from shardfx.passes import BucketComm as Broken", "is called otherwise than its entry point"),
 }
 
@@ -111,7 +103,6 @@ def test_a_broken_pass_names_its_distribution(site: Path, case: str, capsys: pyt
 
 
 BROKEN_RULES = {
-    "import": ("import not_there", "cannot be imported"),
     "no rules": ("RULES = [1, 2]", "is not a set of rules"),
     "failing": ("def RULES(): return 1 / 0", "fails when it is called"),
 }
@@ -125,19 +116,6 @@ def test_broken_rules_name_their_distribution(site: Path, case: str) -> None:
     with pytest.raises(sx.Error, match=what) as caught:
         plugins.all_rules()
     assert "shardfx-broken 1.0" in caught.value.what
-
-
-def test_rules_may_come_from_a_function(site: Path) -> None:
-    text = (
-        "import torch, shardfx as sx\ndef RULES(): return [sx.rule(torch.ops.aten.mm.default, 'm! k!, k! n -> m! n')]"
-    )
-    fake_distribution(site, "shardfx-rules", {plugins.RULES: {"mine": "broken_plugin:RULES"}}, broken_plugin=text)
-    plugins.refresh()
-    import torch
-
-    entry = plugins.all_rules().entry(torch.ops.aten.mm.default)
-    assert entry is not None and entry.text == "m! k!, k! n -> m! n"  # it wins over the built-in one
-    assert plugins.all_rules().entry(torch.ops.aten.relu.default) is not None
 
 
 ROWS = """
@@ -193,15 +171,6 @@ def test_two_ops_of_one_name_are_an_error(site: Path) -> None:
     with pytest.raises(sx.Error, match=r"two ops are called 'comm\.all_reduce'") as caught:
         plugins.all_rules()
     assert "shardfx-rows 1.0" in caught.value.what
-
-
-def test_two_passes_of_one_name_are_an_error(site: Path) -> None:
-    for name in ("one", "two"):
-        fake_distribution(site, f"shardfx-{name}", {plugins.PASSES: {"same": "broken_plugin:Same"}})
-    plugins.refresh()
-    with pytest.raises(sx.Error, match="two plugins have a pass 'same'") as caught:
-        plugins.find_pass("same")
-    assert "shardfx-one 1.0" in str(caught.value.got) and "shardfx-two 1.0" in str(caught.value.got)
 
 
 def test_an_unknown_pass_is_told_what_comes_near() -> None:

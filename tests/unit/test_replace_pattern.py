@@ -60,18 +60,6 @@ def rewritten(pattern: Any, replacement: Any, text: str = TEXT) -> tuple[int, li
     return len(found), [line.split(" : ")[0].strip() for line in lines]
 
 
-def test_functions_of_torch_match_the_ops_that_they_are() -> None:
-    count, lines = rewritten(
-        lambda x, w, b: torch.relu(x @ w + b), lambda x, w, b: torch.clamp(F.linear(x, w.t(), b), min=0)
-    )
-    assert count == 1
-    assert lines[:3] == [
-        "%0 = aten.addmm(%b, %x, %w)",
-        "%1 = aten.clamp(%0, 0)",
-        "%2 = aten.mul.Tensor(%1, %1)",
-    ]
-
-
 def test_what_is_put_there_has_source_stage_and_reason_of_what_it_stands_for() -> None:
     graph = parse_graph(TEXT)
 
@@ -87,14 +75,6 @@ def test_what_is_put_there_has_source_stage_and_reason_of_what_it_stands_for() -
     made = graph.nodes[:4]
     assert {node.why for node in made} == {"transposed in place of product"}
     assert {(str(node.where), node.at) for node in made} == {("layers.0  model.py:3", (1,))}
-
-
-def test_a_hint_stays_on_what_stands_for_its_value() -> None:
-    line = "aten.relu(%1) : f32[4, 5]"
-    text = TEXT.replace("unplaced\n", "").replace(line, line + ' hint [4, 5] "h"')
-    graph = parse_graph(text)
-    replace_pattern(graph, lambda x: torch.relu(x), lambda x: torch.clamp(x, min=0))
-    assert [(str(v.hint), v.hinted_by) for v in graph.nodes[2].outs] == [("[., .]", "h")]
 
 
 def test_constants_are_the_same() -> None:
@@ -186,15 +166,12 @@ def softmax_by_hand(x: Tensor) -> Tensor:
     return e / e.sum(-1, keepdim=True)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("pattern", "replacement", "count", "gone"),
     [
-        (lambda h: 0.5 * h * (1 + torch.erf(h / math.sqrt(2))), F.gelu, 1, "erf"),
         (lambda h: 0.5 * h * (1 + torch.erf(h / 2)), F.gelu, 0, ""),
         (softmax_by_hand, lambda x: x.softmax(-1), 1, "exp.default"),
         (lambda x, w, b: F.linear(x, w, b), lambda x, w, b: x @ w.t() + b, 2, "addmm"),
-        (lambda x, w, b: F.layer_norm(x, (8,), w, b), lambda x, w, b: F.layer_norm(x, (8,)) * w + b, 1, ""),
         (
             lambda x, w, b, v, c: F.linear(F.layer_norm(x, (8,), w, b), v, c),
             lambda x, w, b, v, c: F.layer_norm(x, (8,), w, b) @ v.t() + c,
@@ -202,7 +179,6 @@ def softmax_by_hand(x: Tensor) -> Tensor:
             "",
         ),
         (lambda x, y: x @ y, lambda x, y: torch.bmm(x, y), 1, ""),  # the other one shares an op with it
-        (lambda x, w: F.linear(x, w), lambda x, w: x @ w.t(), 0, ""),
     ],
 )
 def test_calls_of_several_ops(pattern: Any, replacement: Any, count: int, gone: str) -> None:

@@ -10,7 +10,6 @@ import torch
 
 import shardfx as sx
 from shardfx.ir.text.parser import parse_graph
-from shardfx.report.console import count_text, seconds_text
 from shardfx.report.make_report import comm_rows
 from tests.plans import MESHES, plan
 from tests.zoo import make
@@ -95,13 +94,6 @@ def test_causes_name_the_parameters(pm: sx.ParallelModule) -> None:
 # ---- time, text
 
 
-def test_flops_are_those_of_the_matrix_products() -> None:
-    """Forward and backward of an MLP: 3 products of 2 m k n each, but for the input, which needs no gradient."""
-    cost = plan(make("mlp3"), sx.Mesh(tp=1)).report().time.cost
-    shapes = [tuple(p.shape) for name, p in make("mlp3").model.named_parameters() if name.endswith("weight")]
-    assert cost.flops == sum(2 * 8 * n * k * (3 if i else 2) for i, (n, k) in enumerate(shapes))
-
-
 @pytest.mark.long
 def test_time_is_that_of_the_machine(pm: sx.ParallelModule) -> None:
     fast, h100 = pm.report(), pm.report("h100-dgx")
@@ -121,11 +113,8 @@ def test_the_text(pm: sx.ParallelModule) -> None:
         "peak = parameters + buffers",
         "gradient of layers.*.fc1.weight (2x)",
         "Time of one step on accelerator (an estimate)",
-        "at 100 TFLOP/s in float64, 1.5 TB/s",
-        "Held at the peak",
         "aten.gelu @ layers.* (2x)",
         "communication that no compute hides",
-        "compute and exposed communication",
         "Passes  bind-hints",
     ):
         assert words in text
@@ -148,11 +137,3 @@ def test_warnings_are_in_the_report() -> None:
     assert pm.report().warnings == ("something to know",)
     assert "- something to know" in str(pm.report())
     assert "note" in pm.report().passes
-
-
-def test_numbers_in_words() -> None:
-    assert [seconds_text(s) for s in (0, 2e-9, 1.5e-5, 0.25, 12)] == ["0 s", "2 ns", "15 us", "250 ms", "12 s"]
-    assert [count_text(n, "FLOP") for n in (0, 999, 1.5e6, 2e18)] == ["0 FLOP", "999 FLOP", "1.5 MFLOP", "2e+03 PFLOP"]
-
-
-# ---- speed

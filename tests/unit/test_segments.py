@@ -98,32 +98,23 @@ def test_what_is_no_segment_is_said() -> None:
         assert what in misfit(calls, gives, 2, tensors, 1)
 
 
-def test_columns_of_other_shapes_are_an_error() -> None:
-    rows = [[torch.rand(4), torch.rand(4), torch.rand(4), torch.rand(1)]]
-    with pytest.raises(ValueError, match="columns of shapes"):
-        segment(CALLS, GIVES, 1, rows[0], [torch.tensor(1.0)])
-
-
 def found(pm: sx.ParallelModule) -> list[fx.Node]:
     """The segments of rank 1's step."""
     return [node for node in pm.rank_program(1).graph.nodes if node.target is segment]
 
 
-ALL = ["AdamW", "momentum", "Adam", "Adagrad", "NAdam", "Lion", "Adafactor", "Lamb", "two"]
-HINTS: list[dict[str, Any]] = [{"zero": 1}, {"zero": 3}, {"clip_grad_norm": 0.1}]
-MORE = [(kind, hints) for kind in ("AdamW", "momentum") for hints in HINTS]
+STEPPED = [("AdamW", {"zero": 3}), ("momentum", {"clip_grad_norm": 0.1}), ("Lamb", {})]
 
 
 @pytest.mark.long
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize(("kind", "hints"), [*((kind, {}) for kind in ALL), *MORE], ids=str)
+@pytest.mark.parametrize(("kind", "hints"), STEPPED, ids=str)
 def test_steps_are_the_same_in_segments(kind: str, hints: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, but for what a fused kernel rounds otherwise; what looks at a whole tensor stays as it is."""
     pm = small_plan(KINDS[kind], MESHES["dp2"], **hints)
     losses = [pm.step(x, y) for x, y in batches(3)]
     assert pm.verify(), pm.verify().why
     far = 1e-12 if any(len(one.args) == 6 for one in found(pm)) else 0.0
-    if kind in ("AdamW", "Adam"):  # all four, and what is sharded of them is computed where it is stored
+    if kind == "AdamW":  # all four, and what is sharded of them is computed where it is stored
         assert sum(one.args[2] for one in found(pm)) == 4
     monkeypatch.setattr(Segments, "run", lambda *_: False)
     other = small_plan(KINDS[kind], MESHES["dp2"], **hints)
@@ -188,17 +179,13 @@ def left_out(node: fx.Node) -> None:
 
 
 KERNELS = [
-    partial(replaced, place=5, old="beta2=0.999", new="beta2=0.99"),
     partial(replaced, place=5, old="maximize=False", new="maximize=True"),
-    partial(replaced, place=5, old="[c1], [c3]", new="[c3], [c1]"),
     partial(replaced, place=5, old="_fused_adamw_", new="_fused_adam_"),
-    partial(replaced, place=5, old="aten", new="  aten"),
 ]
-DAMAGES = [partial(swapped, column=1), partial(swapped, column=2), other_result, other_call, left_out, *KERNELS]
+DAMAGES = [partial(swapped, column=2), other_result, other_call, left_out, *KERNELS]
 
 
 @pytest.mark.long
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_segments_are_refused(damage: Callable[[fx.Node], None]) -> None:
     """A state, or a gradient, of another parameter; another result; another number."""

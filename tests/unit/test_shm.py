@@ -67,22 +67,6 @@ def test_another_rank_sees_memory_from_an_offset_on(links: tuple[SocketLink, Soc
     assert zero.has_heard(LinkWord.TAKEN, 7) and not zero.has_heard(LinkWord.TAKEN, 8)
 
 
-def test_what_lies_elsewhere_is_not_shared_and_what_is_gone_is_let_go(links: tuple[SocketLink, SocketLink]) -> None:
-    zero, one = links
-    assert segment_of(torch.empty(4)) is None
-    flat = shared_bytes(8)
-    zero.tell(LinkWord.READY, 0, segment_of(flat))
-    one.hear(LinkWord.READY, 0)
-    assert len(one.memory) == 1
-    kept = flat.view(torch.float64)
-    del flat
-    assert segment_of(kept) is not None
-    del kept
-    zero.tell(LinkWord.TAKEN, 1)
-    one.hear(LinkWord.TAKEN, 1)
-    assert not one.memory
-
-
 def test_nobody_waits_to_say_something(links: tuple[SocketLink, SocketLink]) -> None:
     """Both say more than the system keeps for them before they listen."""
 
@@ -178,25 +162,3 @@ def test_messages_are_found_by_tag_and_sent_before_anybody_waits(pair: tuple[Shm
             group.recv([got], other, tag).wait()
             assert torch.equal(got, x)
     assert [len(group.memory) for group in pair] == [10, 10]
-
-
-def test_what_was_sent_stays_until_it_was_read(
-    pair: tuple[ShmGroup, ShmGroup], links: tuple[SocketLink, SocketLink]
-) -> None:
-    """A slot is used again only then, and grows."""
-    zero, one = pair
-    for step in range(20):
-        for number in range(3):
-            zero.send([torch.full((step + 1,), 10.0 * step + number)], 1, number)
-        for number in (2, 0, 1):
-            got = torch.empty(step + 1)
-            one.recv([got], 0, number).wait()
-            assert torch.equal(got, torch.full((step + 1,), 10.0 * step + number))
-    assert len(zero._pool.memory) == 3
-    zero.send([torch.ones(4)], 1, 0)
-    links[0].close()
-    got = torch.empty(4)
-    one.recv([got], 0, 0).wait()  # sent before it left
-    assert torch.equal(got, torch.ones(4))
-    with pytest.raises(LinkError, match="Connection closed by rank 0"):
-        one.recv([got], 0, 1).wait()

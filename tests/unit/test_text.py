@@ -186,34 +186,6 @@ def test_any_name_comes_back(names: list[str], module: str, file: str, output: s
     assert back.outputs[0].name == output
 
 
-AXES = ("dp", "tp", "pp")
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> tuple[tuple[int, ...], Spec]:
-    free = list(draw(st.permutations(AXES)))
-    sizes, dims = [], []
-    for _ in range(draw(st.integers(0, 3))):
-        parts = [
-            Part(draw(st.integers(0, 9)), tuple(free.pop() for _ in range(draw(st.integers(0, len(free))))))
-            for _ in range(draw(st.integers(1, 3)))
-        ]
-        sizes.append(math.prod(part.size for part in parts))
-        axes = tuple(axis for part in parts for axis in part.axes)
-        dims.append(DimSharding(axes, tuple(parts) if len(parts) > 1 else ()))
-    partial = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
-    ops = st.sampled_from(["sum", "max", "min", "avg", "product"])
-    return tuple(sizes), Spec(tuple(dims), tuple((axis, draw(ops)) for axis in partial))
-
-
-@given(st.lists(specs(), min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bool, torch.float8_e5m2]))
-def test_any_placement_comes_back(cases: list[tuple[tuple[int, ...], Spec]], dtype: torch.dtype) -> None:
-    values = [Value(TensorType(shape, dtype), name=f"x{i}", spec=spec) for i, (shape, spec) in enumerate(cases)]
-    inputs = [Input(InputKind.ARGUMENT, value.name, value) for value in values]
-    back = there_and_back(Graph(Mesh(dp=2, tp=2, pp=2), inputs))
-    assert [(i.value.type, i.value.spec) for i in back.inputs] == [(v.type, v.spec) for v in values]
-
-
 def test_unplaced_is_not_replicated() -> None:
     x, y = argument("x", 2), argument("y", 2)
     graph = Graph(Mesh(tp=2), [x, y])
@@ -227,10 +199,7 @@ def test_unplaced_is_not_replicated() -> None:
 @pytest.mark.parametrize(
     "constant",
     [
-        torch.tensor(1.5),
-        torch.tensor([[1, 2], [3, 4]]),
         torch.tensor([math.inf, -math.inf, math.nan, 0.1]),
-        torch.tensor([True, False]),
         torch.tensor([1 + 2j]),
         torch.zeros(0, 3),
         torch.tensor([0.1, 1e-30], dtype=torch.bfloat16),
@@ -244,13 +213,6 @@ def test_a_small_constant_comes_back(constant: torch.Tensor) -> None:
     assert back is not None
     assert back.dtype == constant.dtype
     assert torch.equal(back, constant) or (constant.isnan() == back.isnan()).all()
-
-
-@pytest.mark.parametrize("constant", [torch.zeros(17), torch.zeros(2, device="meta")])
-def test_a_large_or_empty_handed_constant_is_left_out(constant: torch.Tensor) -> None:
-    value = Value(TensorType(tuple(constant.shape), constant.dtype), name="c")
-    back = there_and_back(Graph(Mesh(tp=2), [Input(InputKind.CONSTANT, "c", value, constant)]))
-    assert back.inputs[0].constant is None
 
 
 # ---- names -------------------------------------------------------------------------------------------------
@@ -313,19 +275,6 @@ def test_an_op_of_ones_own_comes_back() -> None:
     assert caught.value.got == "mine.twice"
 
 
-def test_a_node_without_results() -> None:
-    x = argument("x", 2)
-    graph = Graph(Mesh(tp=2), [x], [Node(aten.relu.default, (x.value,), {}), Node(aten.t.default, (), {}, [None])])
-    assert str(graph).splitlines()[-2:] == ["  aten.relu(%x)", "  _ = aten.t() : _"]
-    assert [node.results for node in there_and_back(graph).nodes] == [[], [None]]
-
-
-def test_the_bytes_of_a_comm_op_are_a_comment() -> None:
-    x = argument("x", 1000, 1000, spec=Spec((DimSharding(("tp",)), REPLICATED)))
-    node = make(comm.all_gather, (x.value,), 1000, 1000, axes=["tp"], dim=0)
-    assert str(Graph(Mesh(tp=2), [x], [node])).endswith("  # 2.0 MB")
-
-
 def test_a_strategy_comes_back() -> None:
     """Of a comm op without a word; of another op by what it shardings, and what it needs where that is not there
     yet."""
@@ -376,8 +325,8 @@ def test_any_attribute_comes_back(attrs: dict[str, Any], made_by: str, why: str,
     assert (silent.made_by, silent.why) == ("", "")
 
 
-@pytest.mark.parametrize("where", [Where(), Where("a.b"), Where("", "/m/model.py", 3), Where("a", "/m/a b.py", 3)])
-@pytest.mark.parametrize("expected", [True, 3, -0.5, float("inf"), [1, [2, 3]], []])
+@pytest.mark.parametrize("where", [Where(), Where("a", "/m/a b.py", 3)])
+@pytest.mark.parametrize("expected", [True, float("inf"), [1, [2, 3]], []])
 def test_a_guard_comes_back(expected: Any, where: Where) -> None:
     graph = one_op(aten.relu.default)
     for of_loss in (False, True):
@@ -394,12 +343,6 @@ def test_an_attribute_without_a_text_is_an_error() -> None:
         print_graph(graph)
 
 
-def test_an_argument_without_a_text_is_an_error() -> None:
-    with pytest.raises(Error, match="has no text") as caught:
-        print_graph(one_op(aten.relu.default, {"a": 1}))
-    assert caught.value.got == "{'a': 1} of type dict"
-
-
 # ---- mistakes ----------------------------------------------------------------------------------------------
 
 HEAD = "mesh dp=2, tp=2\nargument %x : f32[8{dp}, 4]\nforward:\n"
@@ -410,7 +353,6 @@ HEAD = "mesh dp=2, tp=2\nargument %x : f32[8{dp}, 4]\nforward:\n"
     [
         ("argument %x : f32[8]", 1, "", ""),
         ("mesh dp=two", 1, "a number of ranks, or Loop(iterations)", "two"),
-        ("mesh dp=2.5", 1, "a number of ranks, or Loop(iterations)", "2.5"),
         ("mesh dp=0", 1, "an int of at least 1, or Loop(iterations)", 0),
         ("mesh dp=2\nlink tp bandwidth=1.0, latency=0.0", 2, "among ['dp']", ["tp"]),
         (
@@ -419,30 +361,20 @@ HEAD = "mesh dp=2, tp=2\nargument %x : f32[8{dp}, 4]\nforward:\n"
             "mesh, link, unplaced, established, note, repeat, pipeline, row, source, parameter, ",
             "nonsense",
         ),
-        ("mesh dp=2\nsideways:", 2, "forward, backward, update, outputs, reasons", "sideways"),
         ("mesh dp=2\nargument %x f32[8]", 2, "':'", "f32"),
         ("mesh dp=2\nargument %x : f33[8]", 2, "a dtype such as f16, ", "f33"),
         ("mesh dp=2\nargument %x : f32[8{tq}]", 2, "a mesh axis: dp", "tq"),
         ("mesh dp=2\nargument %x : f32[8{dp}, 4{dp}]", 2, "each axis at most once", "[.{dp}, .{dp}]"),
-        ("mesh dp=2\nargument %x : f32[8\n", 2, "']'", "the end of the line"),
-        ("mesh dp=2\nargument %x : f32[8] 9", 2, "the end of the line", "9"),
         ("mesh dp=2\nargument %x : f32[]\nargument %x : f32[]", 3, "a name that is new", "%x, which is"),
         ("mesh dp=2\nconstant %x : f32[2] = [1, 2, 3]", 2, "2 numbers for shape (2,)", ""),
         (HEAD + "  %0 = aten.relu(%y) : f32[8{dp}, 4]", 4, "a value that is defined above", "%y"),
         (HEAD + "  %0 = aten.rleu(%x) : f32[8{dp}, 4]", 4, "perhaps aten.relu", "aten.rleu"),
-        (HEAD + "  %0 = comm.all_reduced(%x) : f32[8{dp}, 4]", 4, "perhaps comm.all_reduce", "comm.all_reduced"),
-        (HEAD + "  %0 = comm.all_gather(%x, axes=[pp]) : f32[8, 4]", 4, "a mesh axis: dp, tp", "pp"),
         (HEAD + "  %0 = aten.relu(%x : f32[8{dp}, 4]", 4, "')'", ":"),
-        (HEAD + "  %0 = aten.relu(%x, torch.nn)", 4, "a value, a number", "torch.nn"),
         (HEAD + "  %0, %1 = aten.relu(%x) : f32[8{dp}, 4]", 4, "a type for each of 2 results", "1 types"),
         (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] {lane=[1]}", 4, "an int, float, bool or string", "["),
         (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] hint [8{dp}, 4]", 4, "in quotes who hints so", "the end"),
-        (HEAD + "outputs:\n  loss y = %x : [8, 4] x", 5, "the end of the line", "x"),
         (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] at{x}", 4, "a stage's number", "x"),
         (HEAD + 'reasons:\n  1: %x 0 [8{dp}] "by x"', 5, "number 0", "1"),
-        (HEAD + 'reasons:\n  0: %x 2 [8{dp}] "by x"', 5, "a dim of [8, 4]", "2"),
-        (HEAD + 'reasons:\n  0: %x 0 [8{dp}] "by x" behind 3', 5, "the number of a decision", "3"),
-        (HEAD + 'reasons:\n  0: %x 0 [8{dp}] "by x" from dp %z 0', 5, "a value that is defined above", "%z"),
         (HEAD + "outputs:\n  outcome y = %x", 5, "one of result, loss, gradient, buffer", "outcome"),
     ],
 )
@@ -453,8 +385,3 @@ def test_a_mistake_is_named(text: str, line: int, expected: str, got: object) ->
     if expected:
         assert expected in str(caught.value.expected)
         assert str(got) in str(caught.value.got)
-
-
-def test_a_text_without_a_mesh() -> None:
-    with pytest.raises(Error, match="the text has no mesh"):
-        parse_graph("# nothing here\n\n")

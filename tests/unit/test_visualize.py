@@ -20,7 +20,6 @@ from shardfx.visualize.detail import show
 from shardfx.visualize.graph_picture import picture_svg
 from shardfx.visualize.layout import lay_out
 from shardfx.visualize.leaf_boxes import measure
-from shardfx.visualize.memory_chart import starts
 from shardfx.visualize.style import AXIS_COLOURS, width
 from shardfx.visualize.svg import Rect
 from tests.unit.sketch import DIM, ROWS, Sketch, aten, decoder, mlp
@@ -60,11 +59,9 @@ def placed_texts(root: ET.Element, dx: float = 0, dy: float = 0) -> Iterator[tup
 
 
 GRAPHS = {
-    "before": lambda: mlp(specs=False),
     "after": mlp,
-    "decoder": lambda: decoder(3, norm=4, heads=2),
-    "unequal": lambda: decoder(5, norm=2, heads=2, equal=False),
-    "no modules": lambda: decoder(6, nested=False),
+    "decoder": lambda: decoder(3, pointwise=4),
+    "unequal": lambda: decoder(5, pointwise=2, equal=False),
 }
 
 
@@ -145,11 +142,9 @@ def test_placements_are_written_in_the_colours_of_their_axes() -> None:
     assert "32{dp}, 64 +{tp}" in texts(root)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("limit", [300, 100, 60])
-@pytest.mark.parametrize(("equal", "nested"), [(True, True), (False, True), (True, False)])
-def test_there_are_never_more_boxes_than_asked_for(limit: int, equal: bool, nested: bool) -> None:
-    assert 0 < show(decoder(40, norm=4, heads=4, equal=equal, nested=nested), limit).size <= limit
+@pytest.mark.parametrize("limit", [300, 60])
+def test_there_are_never_more_boxes_than_asked_for(limit: int) -> None:
+    assert 0 < show(decoder(40, pointwise=4, equal=False), limit).size <= limit
 
 
 def test_views_are_part_of_the_op_that_uses_them() -> None:
@@ -167,22 +162,15 @@ def test_views_are_part_of_the_op_that_uses_them() -> None:
 
 
 def test_draw_folder_numbers_the_passes(tmp_path: Path) -> None:
-    graphs = {"before": mlp(specs=False), "propagate": mlp(), "bucket-comm": mlp(), "after": mlp()}
+    graphs = {"before": mlp(), "propagate": mlp(), "bucket-comm": mlp(), "after": mlp()}
     paths = draw_folder(graphs, tmp_path / "pictures")
     assert [path.name for path in paths] == ["before.svg", "01-propagate.svg", "02-bucket-comm.svg", "after.svg"]
     assert all(path.read_text().startswith("<svg") for path in paths)
 
 
-def test_a_value_without_dims_is_a_scalar() -> None:
-    s = Sketch(dp=2)
-    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS,), "dp")
-    s.output(OutputKind.LOSS, "loss", s.op(aten.sum.default, (x,), (), "+ dp", ""))
-    assert "scalar +{dp}" in texts(drawn(s.graph))
-
-
-@pytest.mark.parametrize("layers", [2, 7])
-def test_equal_blocks_are_folded_with_their_count(layers: int) -> None:
-    graph = decoder(layers)
+def test_equal_blocks_are_folded_with_their_count() -> None:
+    assert not any(box.count > 1 for box in show(decoder(4, equal=False)).boxes())
+    graph, layers = decoder(7), 7
     picture = show(graph)
     folded = [box for box in picture.boxes() if box.count > 1]
     assert [(box.count, box.title, box.chained) for box in folded] == [
@@ -193,10 +181,6 @@ def test_equal_blocks_are_folded_with_their_count(layers: int) -> None:
     assert sum(picture.copies.values()) == len(graph.nodes)
     root = drawn(graph)
     assert texts(root).count(f"\N{MULTIPLICATION SIGN} {layers}  in a row") == 2
-
-
-def test_unequal_blocks_are_not_folded() -> None:
-    assert not any(box.count > 1 for box in show(decoder(4, equal=False)).boxes())
 
 
 def pattern(kinds: str, glue: bool = False) -> Graph:
@@ -237,11 +221,6 @@ def test_what_a_model_does_between_its_blocks_is_folded_with_them() -> None:
 
 
 AHEAD = ["backward", *["forward"] * 40, *["backward"] * 60, *["update"] * 20]
-
-
-def test_a_call_that_is_made_ahead_begins_no_phase() -> None:
-    assert starts(AHEAD) == [0, 41, 101]
-    assert starts(["forward"] * 3) == [0, 3, 3]
 
 
 def test_names_of_phases_stand_apart(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -95,18 +94,12 @@ def difference(kind: str, seed: int) -> str | None:
     ).difference()
 
 
-def check(kind: str, seeds: Iterator[int], least: int) -> None:
-    torch.manual_seed(0)
-    found = {seed: difference(kind, seed) for seed in seeds}
-    wrong = {seed: why for seed, why in found.items() if why}
-    assert not wrong
-    assert sum(why is not None for why in found.values()) >= least
-
-
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiles_are_those_of_the_whole(kind: str) -> None:
-    check(kind, iter(range(60)), 30)
+    torch.manual_seed(0)
+    found = {seed: difference(kind, seed) for seed in range(60)}
+    assert not {seed: why for seed, why in found.items() if why}
+    assert sum(why is not None for why in found.values()) >= 30
 
 
 def test_a_factor_that_sees_others_is_sharded_into_chunks_alone() -> None:
@@ -149,19 +142,6 @@ def test_an_exchange_sends_the_rows_that_others_need() -> None:
     assert halo.sends(node, mesh).nbytes == 4 * 2 * inner
 
 
-def test_an_exchange_starts_from_tiles_or_from_all_rows_that_it_makes() -> None:
-    window = Window(12, 1, 1, -1, 1)
-    for text, axes, why in (
-        ("[12{h}, 4]", ["w"], "dims 0 that are sharded over {w}"),
-        ("[12, 4]", [], "dims 0 that are sharded over {}"),
-        ("[(2 6{h}), 4]", ["h"], "one contiguous range of dim 0"),
-        ("[12 for 12{h} by o to o+1, 4]", ["h"], "rows that have those"),
-    ):
-        with pytest.raises(Error, match="halo cannot start") as caught:
-            halo.place(parse_spec(text, Mesh(h=2, w=2))[1], (12, 4), Mesh(h=2, w=2), axes=axes, rows=((0, window),))
-        assert why in str(caught.value.expected)
-
-
 @pytest.mark.parametrize("text", ["[64 for 32{h} by 2o to 3o]", "[64 for 32{h} by (o)/0 to (o)/0]", "[64 for 32{h}]"])
 def test_what_is_no_window_is_refused(text: str) -> None:
     with pytest.raises(Error):
@@ -174,16 +154,6 @@ def test_uneven_tiles_that_are_tiles_of_blocks_are_one_placement() -> None:
     assert project(DimSharding(("h",)), 16, (8, 2), three) == (DimSharding(("h",)), DimSharding())
     assert compound([Part(4, ("h",)), Part(4)], three).parts  # 8, 4 and 4 of 16
     assert project(DimSharding(("h",)), 16, (4, 4), three) is None
-
-
-@pytest.mark.parametrize("step", [-2, -1, 1, 2])
-@pytest.mark.parametrize("outer", [Window(64, -1, 1, 63, 64), Window(64, 2, 3, -1, 1), Window(64, -1, 2, 30, 33)])
-def test_two_windows_are_one_that_reaches_as_far(step: int, outer: Window) -> None:
-    inner = Window(64, step, 1, 5, 6)
-    for row in range(64):
-        first, last = outer.reach(row, 1)
-        wanted, found = inner.reach(first, last - first + 1), inner.within(outer).reach(row, 1)
-        assert found[0] <= wanted[0] <= wanted[1] <= found[1] and found[1] - found[0] - (wanted[1] - wanted[0]) < 4
 
 
 THREE = Mesh(h=3)

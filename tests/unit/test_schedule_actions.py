@@ -23,7 +23,6 @@ from shardfx.passes.rank import InPlace, RankContext, Waits
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GROUP = "dp2/dp@0"
-Units = dict[str, Callable[..., Any]]
 
 
 def program(order: str, **units: Callable[[fx.Graph, dict[str, fx.Node]], fx.Node]) -> RankProgram:
@@ -99,18 +98,6 @@ def test_a_value_is_let_go_by_the_unit_that_uses_it_last() -> None:
     assert alive == [1, 1]  # the second is made when the first is gone
     assert all(each() is None for each in values)
     assert "in (1,)" in source.text and "in (0,)" in source.text
-
-
-def test_what_iterations_collect_into_is_made_by_the_first_that_does() -> None:
-    """In a run, and as it is predicted."""
-    made = program("F0.0 F0.1 W0.1 W0.0", F0=doubled, W0=summed("F0"))
-    done: list[str] = []
-    (total,) = write_source(made, watch=lambda node, result, operands: done.append(node.name))()
-    assert total.tolist() == [4.0] * 4
-    found = replay(made)
-    assert found.moments is not None
-    assert done == [found.calls[at].name for at in found.moments.calls]
-    assert done == ["full_default", "mul_tensor", "mul_tensor", "filled", "add", "add"]
 
 
 def test_as_much_is_held_as_the_order_says() -> None:

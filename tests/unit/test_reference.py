@@ -1,4 +1,4 @@
-"""The zoo itself: deterministic, trainable, and hinted by names that exist."""
+"""The measure of differences."""
 
 from __future__ import annotations
 
