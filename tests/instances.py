@@ -1,4 +1,4 @@
-"""Op instances to check rules with: hand-picked ones, and all that the models of the zoo are made of."""
+"""Op instances to check rules with, hand-picked."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfx.ir.capture.model_and_loss import leaf_names
-from shardfx.ir.capture.trace import capture
-from shardfx.ir.graph import Graph, InputKind, Node, Value
-from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
-from shardfx.ir.oracle.instance import Instance, bind, instance, keep_results
+from shardfx.ir.oracle.instance import Instance, instance
 from tests.op_calls import b, f, i, others
-from tests.zoo import Case, make
 
 aten = torch.ops.aten
-DROPOUT = dropout
 
 
 def conv(
@@ -166,49 +159,3 @@ def picked() -> list[Instance]:
         kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
         found.append(instance(op, args, kwargs))
     return found
-
-
-def of_case(name: str) -> list[Instance]:
-    """The distinct nodes of a model of the zoo, each with the values that it has in a run."""
-    case = make(name)
-    captured = capture(case.model, Mesh(a=1), args=case.args, kwargs=case.kwargs, loss=case.loss, targets=case.targets)
-    found: dict[object, Instance] = {}
-    for node, tensors in run(captured.graph, case):
-        key = (node.op, repr(instance_key(node)), tuple(v is None for v in node.results))
-        if key not in found and node.op is not DROPOUT:
-            args, kwargs = bind(node, tensors)
-            found[key] = instance(node.op, args, kwargs)
-            keep_results(found[key].node, node)
-    return list(found.values())
-
-
-def instance_key(node: Node) -> list[Any]:
-    def key(arg: Any) -> Any:
-        if isinstance(arg, Value):
-            return arg.type
-        return [key(a) for a in arg] if isinstance(arg, (list, tuple)) else arg
-
-    return [key(a) for a in node.args] + [(k, key(a)) for k, a in node.kwargs.items()]
-
-
-def run(graph: Graph, case: Case) -> Iterator[tuple[Node, list[Tensor]]]:
-    """Run a captured graph on one device; gives every node with its operands."""
-    state = dict([*case.model.named_parameters(), *case.model.named_buffers()])
-    leaves = dict(leaf_names(case.args, case.kwargs, case.targets))
-    values: dict[Value, Tensor] = {}
-    for given in graph.inputs:
-        if given.kind is InputKind.SEED:
-            values[given.value] = torch.tensor(0)
-        elif given.kind is InputKind.CONSTANT:
-            assert given.constant is not None
-            values[given.value] = given.constant
-        else:
-            held = leaves.get(given.name)
-            values[given.value] = (held if held is not None else state[given.name]).detach()
-    for node in graph.nodes:
-        tensors = [values[v] for v in node.operands]
-        yield node, tensors
-        for value, result in zip(node.results, Instance(node, tuple(tensors)).results, strict=False):
-            if value is not None:
-                assert result is not None
-                values[value] = result

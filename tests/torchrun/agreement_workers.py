@@ -54,10 +54,8 @@ def planning_anew() -> Iterator[None]:
         shardfx.api.compile_model = remembering
 
 
-def plan(
-    model: nn.Module, mesh: sx.Mesh | None = None, rows: int = 8, loss: Any = F.mse_loss, **hints: Any
-) -> sx.ParallelModule:
-    given = sx.Hints((torch.zeros(rows, 6),), loss=loss, targets=(torch.zeros(rows, 4),), specs=BATCH, **hints)
+def plan(model: nn.Module, mesh: sx.Mesh | None = None, loss: Any = F.mse_loss, **hints: Any) -> sx.ParallelModule:
+    given = sx.Hints((torch.zeros(8, 6),), loss=loss, targets=(torch.zeros(8, 4),), specs=BATCH, **hints)
     return sx.parallelize(model, mesh or sx.Mesh(dp=2), given)
 
 
@@ -68,14 +66,8 @@ def ranks_that_plan_otherwise_are_told_where() -> None:
     zero = {"zero": 3, "zero_min_numel": 0} if rank else {}
     other: list[tuple[Callable[[], object], str, str]] = [
         (lambda: plan(Scaled(activation=nn.Tanh if rank else nn.ReLU)), "aten.relu(", "aten.tanh("),
-        (lambda: plan(Scaled(), loss=F.l1_loss if rank else F.mse_loss), "aten.pow", "aten.abs("),
         (lambda: plan(Scaled(1.0 + rank)), "= [1.0, 1.0,", "= [2.0, 1.0,"),
-        (lambda: plan(nn.Linear(6, 4), rows=8 + 2 * rank), "f32[8, 6]", "f32[10, 6]"),
-        (
-            lambda: plan(nn.Linear(6, 4), **zero),
-            "the plan (",
-            "the plan (",
-        ),
+        (lambda: plan(nn.Linear(6, 4), **zero), "the plan (", "the plan ("),
         (
             lambda: plan(nn.Linear(6, 4), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.1 * (1 + rank))),
             "momentum_buffer, 0.1)",
@@ -245,7 +237,7 @@ class Noted(nn.Module):
 @worker
 def what_one_ranks_code_reads_may_be_its_own() -> None:
     """As what ``save_pretrained`` writes on rank 0, if it leads to the same plan; at first calls, and at later ones,
-    for which ranks do not wait; in training, evaluation, with random numbers, and backwards of results."""
+    for which ranks do not wait; and with random numbers."""
     x, y = torch.linspace(-1, 1, 48).view(8, 6), torch.linspace(-1, 1, 32).view(8, 4)
     rank = dist.get_rank()
     NOTES["saved"] = 0
@@ -255,40 +247,24 @@ def what_one_ranks_code_reads_may_be_its_own() -> None:
     model.load_state_dict(pm.full_state_dict())
     pm.dropout.eval()
     model.dropout.eval()
-
-    def as_alone() -> None:
-        model.zero_grad(), pm.zero_grad()
-        ours, theirs = pm(x, y), F.mse_loss(model(x), y)
-        ours.backward(), theirs.backward()
-        assert rel_err(ours, theirs) < 1e-6
-        for name, grad in pm.full_grads().items():
-            assert rel_err(grad, model.get_parameter(name).grad) < 1e-6
-
-    def results() -> None:
-        model.zero_grad(), pm.zero_grad()
-        ours, theirs = pm(x), model(x)
-        ours.square().sum().backward(), theirs.square().sum().backward()
-        assert rel_err(pm.full_grads()["fc.weight"], model.fc.weight.grad) < 1e-6
-        with torch.no_grad():
-            assert rel_err(pm(x), model(x)) < 1e-6
-
-    for number, which in enumerate((0, 1, 0)):
+    for number, which in enumerate((0, 1)):
         for call in range(5):
-            as_alone()
+            model.zero_grad(), pm.zero_grad()
+            ours, theirs = pm(x, y), F.mse_loss(model(x), y)
+            ours.backward(), theirs.backward()
+            assert rel_err(ours, theirs) < 1e-6
+            for name, grad in pm.full_grads().items():
+                assert rel_err(grad, model.get_parameter(name).grad) < 1e-6
             if call in (1, 3) and rank == which:
                 NOTES["saved"] = 10 * number + call + 4
-        results()
     pm.dropout.train()
     pm(x, y)
     NOTES["saved"] += 100 * rank
     losses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(losses, pm(x, y).item())
     assert len({*losses}) == 1
-    was, NOTES["saved"] = NOTES["saved"], 3 if rank else NOTES["saved"]
+    NOTES["saved"] = 3 if rank else NOTES["saved"]
     with planning_anew():
         for _ in range(2):
             text = error(lambda: pm(x, y))
             assert text.startswith("the ranks have made different plans"), text
-    NOTES["saved"] = was
-    pm.dropout.eval()
-    as_alone()

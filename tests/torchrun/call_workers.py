@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 import shardfx as sx
 from tests.reference import rel_err
@@ -129,27 +126,6 @@ def own_batches_in_the_shape_of_the_whole_are_noticed() -> None:
         assert rel_err(pm(x, y), F.mse_loss(model(x), y)) < 1e-12
 
 
-@worker
-def a_step_on_one_rank_alone_is_noticed() -> None:
-    """It leaves replicas apart; what all ranks write does not, nor what is loaded."""
-    _, pm, x, y = planned(dp=2)
-    optimizer = torch.optim.AdamW(pm.parameters(), lr=0.1)
-    before = pm.full_state_dict()
-    for _ in range(2):
-        pm(x, y).backward()
-        optimizer.step()
-    with torch.no_grad():
-        for each in pm.parameters():
-            each.mul_(0.5)
-    pm(x, y).backward()
-    if dist.get_rank() == 0:
-        optimizer.step()
-    said = error(lambda: pm(x, y))
-    assert "no longer the same" in said and "rank 1: parameters were written into since the last call: nothing" in said
-    pm.load_full_state_dict(before)
-    pm(x, y).backward()
-
-
 PREPARED = (
     "other_forms_are_right_on_all_ranks",
     "ranks_that_differ_are_told_both_sides",
@@ -254,37 +230,3 @@ def inputs_of_the_first_rank_are_taken() -> None:
             assert rel_err(pm(mine), model(taken)) < 1e-12
             pm(leaf, y).backward()
             assert leaf.grad is not None and leaf.grad.shape == leaf.shape
-
-
-@worker
-def ranks_of_other_lengths_are_told() -> None:
-    """Own batches that each rank pads to its own longest sample, and loaders that end before one another."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)).double()
-    lengths = [5, 7, 6, 6, 7, 4, 7, 7, 7, 7, 7, 7]
-    samples = [torch.arange(n) % 9 for n in lengths]
-
-    def loss(out: Tensor) -> Tensor:
-        return out.square().mean()
-
-    example = torch.zeros(2 * size, 7, dtype=torch.long)
-    pm = sx.parallelize(model, sx.Mesh(dp=size), sx.Hints((example,), loss=loss, specs={"args.0": "dp, -"}))
-    sampler: DistributedSampler[Tensor] = DistributedSampler(samples, size, rank, shuffle=False)  # type: ignore[arg-type]
-    loader = DataLoader(samples, 2, sampler=sampler, collate_fn=partial(pad_sequence, batch_first=True))  # type: ignore[arg-type]
-    told = []
-    for batch in loader:
-        try:
-            pm(batch)
-            told.append("")
-        except sx.Error as made:
-            told.append(str(made))
-    # rank 0 has samples 0 and 2, then 4 and 6, 8 and 10: lengths 6, 7, 7; rank 1 has 1 and 3, 5 and 7, ...: 7, 7, 7
-    assert "the ranks do not make the same call" in told[0] and "(2, 6)" in told[0] and "pad them" in told[0], told[0]
-    assert told[1:] == ["", ""]
-    uneven = [samples[-1][None].expand(2, -1)] * (3 if rank else 2)
-    for batch in uneven[:2]:
-        pm(batch)
-    ended = error(lambda: pm(uneven[2]) if rank else pm.full_state_dict())
-    assert "the ranks do not make the same call" in ended and "full_state_dict()" in ended, ended
-    pm(batch)

@@ -26,6 +26,7 @@ from shardfx.compiled import Compiled
 from shardfx.ir.capture.frontend.dynamo import DynamoTrace
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.rules.book import RuleBook
+from tests.deep import CHUNKS
 from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
@@ -33,12 +34,9 @@ from tests.zoo import Case, make
 from . import (  # noqa: F401
     agreement_workers,
     call_workers,
-    feature_workers,
     optimizer_workers,
     pipeline_workers,
     scene_workers,
-    stage_workers,
-    transport_workers,
 )
 from .pipeline_workers import WORKERS
 from .workers import PLANS, gated
@@ -131,8 +129,8 @@ def main(arguments: list[str]) -> int:
             prepare(worker, given.split(","))
         if worker in pipeline_workers.PREPARED:
             pipeline_workers.prepare(worker, given.split(","))
-        if worker in stage_workers.PREPARED:
-            stage_workers.prepare(worker, given.split(","))
+        for schedule in filter(CHUNKS.__contains__, given.split(",")):
+            pipeline_workers.staged(schedule)
     if any(call.partition(":")[0] in GATED for call in calls):
         for name in PLANS:
             gated(name)
@@ -157,7 +155,6 @@ def main(arguments: list[str]) -> int:
 
 
 GATED = (
-    "evaluates_with_the_trained_weights",
     "checkpoints_move_between_plans",
     "takes_global_or_local_batches",
     "accumulates_and_scales_gradients",

@@ -69,6 +69,8 @@ def makes_nan(_: dict[str, Any]) -> None:
 
 
 MODES: dict[str, Callable[[dict[str, Any]], None]] = {f.__name__: f for f in (exits, raises, sticks, makes_nan)}
+MODES["stage_raises"] = raises
+"""On a rank of the first of two stages, whose other ranks wait for what it does not send."""
 
 
 def raises_between() -> None:
@@ -87,7 +89,7 @@ def step(pm: sx.ParallelModule, mode: str) -> None:
     if mode == "makes_nan":
         with pm.debug_nan():
             pm(x, y)
-    elif mode in COMPILED:
+    elif mode == "compiled_raises":
         pm.compile(backend=broken if dist.get_rank() == 1 else "eager")
         pm(x, y)
     else:
@@ -95,18 +97,6 @@ def step(pm: sx.ParallelModule, mode: str) -> None:
             source = pm._programs.step.engine.source(pm._programs.step.programs(TRAIN)[1])
             MODES[mode](source.start.__globals__)
         pm(x, y)
-
-
-def stage_raises(program: dict[str, Any]) -> None:
-    """On a rank of the first of two stages, whose other ranks wait for what it does not send."""
-    raises(program)
-
-
-MODES["stage_raises"] = stage_raises
-
-
-COMPILED = ("compiled_raises", "compiled_stage_raises")
-"""In what torch compiled: of a whole program, and of a stage."""
 
 
 def broken(*_: Any) -> Callable[..., Any]:
@@ -130,7 +120,7 @@ def planned(mode: str) -> sx.ParallelModule:
         targets=(torch.zeros(8, dtype=torch.int64),),
         specs={"args.0": "dp, -", "targets.0": "dp", "fc1.weight": "tp, -"},
     )
-    if mode.endswith("stage_raises"):
+    if mode == "stage_raises":
         rows = {"args.0": "mb dp, -", "targets.0": "mb dp"}
         return sx.parallelize(
             model, sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)), replace(hints, specs=rows, pipeline=sx.Pipeline())
@@ -210,7 +200,7 @@ class Ranks:
 def main(modes: list[str]) -> int:
     """All modes at once, for their ranks mostly wait."""
     remember_plans()
-    for mode in {"exits", "stage_raises", "compiled_stage_raises"} & {"exits", *modes}:
+    for mode in {"exits", "stage_raises"} & {"exits", *modes}:
         planned(mode)  # which ranks inherit
     started = {mode: Ranks(mode).wait() for mode in sorted(modes, key=lambda mode: mode != "sticks")}
     print("ENDS", json.dumps({mode: ranks.ends() for mode, ranks in started.items()}))

@@ -83,7 +83,7 @@ def other_optimizers_step_what_is_shown(name: str) -> None:
 
 @worker
 def steps_among_others(name: str) -> None:
-    """Beside parameters that are not the module's; with a penalty outside of it; with a hook, and with a closure."""
+    """Beside parameters that are not the module's; with a penalty outside of it."""
     model, pm, x, y = gated(name)
     heads = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
 
@@ -97,29 +97,6 @@ def steps_among_others(name: str) -> None:
     steps(model, lambda: penalised(model, heads[1], F.mse_loss(model(x), y)), theirs)
     same(pm, model)
     assert rel_err(*heads) < 1e-12
-
-    def halved(optimizer: optim.Optimizer, *given: Any) -> None:
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            p.grad = p.grad * 0.5 if p.grad is not None else None
-
-    for optimizer in (mine, theirs):
-        optimizer.register_step_pre_hook(halved)
-        optimizer.param_groups[0]["foreach"] = False
-        optimizer.param_groups[0]["params"].pop()
-    steps(pm, lambda: pm(x, y), mine)
-    steps(model, lambda: F.mse_loss(model(x), y), theirs)
-    same(pm, model)
-    for each, loss in ((mine, lambda: pm(x, y)), (theirs, lambda: F.mse_loss(model(x), y))):
-        each._optimizer_step_pre_hooks.clear()
-
-        def closure(loss: Any = loss, each: Any = each) -> Tensor:
-            each.zero_grad()
-            made: Tensor = loss()
-            made.backward()
-            return made
-
-        each.step(closure)
-    same(pm, model)
 
 
 @worker

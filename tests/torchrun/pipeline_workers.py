@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
@@ -16,10 +18,19 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import shardfx as sx
 import tests.plans
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.module import execution_target
+from shardfx.runtime.distributed import process_engine
+from shardfx.runtime.distributed import stage_transport as messages
+from shardfx.runtime.distributed.groups import find_group
+from shardfx.runtime.distributed.shm import open_groups
+from tests.deep import CHUNKS, alone, deep, in_stages, worst
+from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan, specs_of, train_beside
 from tests.reference import rel_err
-from tests.zoo import make
+from tests.zoo import Case, make
 
+from .program_workers import on_gloo
 from .step_workers import WORKERS
 from .workers import same_state, worker
 
@@ -27,9 +38,6 @@ __all__ = ["WORKERS"]
 
 PIPELINES = {
     "pp2": sx.Mesh(pp=2, mb=sx.Loop(4)),
-    "pp4": sx.Mesh(pp=4, mb=sx.Loop(4)),
-    "pp2dp2": sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)),
-    "pp2tp2": sx.Mesh(pp=2, tp=2, mb=sx.Loop(2)),
     "dp2pp2": sx.Mesh(dp=2, pp=2, mb=sx.Loop(2)),
 }
 
@@ -104,23 +112,6 @@ def loss_of(out: Tensor, labels: Tensor) -> Tensor:
 PLANS: dict[str, tuple[sx.Mesh, dict[str, str], dict[str, Any]]] = {
     "dp2": (sx.Mesh(dp=2), {"args.0": "dp, -", "targets.0": "dp, -"}, {"zero": 3}),
     "pp2": (sx.Mesh(pp=2, mb=sx.Loop(4)), {"args.0": "mb, -", "targets.0": "mb, -"}, {"pipeline": sx.Pipeline()}),
-    "pp2uneven": (
-        sx.Mesh(pp=2, mb=sx.Loop(2)),
-        {"args.0": "mb, -", "targets.0": "mb, -"},
-        {"pipeline": sx.Pipeline(stages=(1, 3))},
-    ),
-    "pp2chunks": (
-        sx.Mesh(pp=2, mb=sx.Loop(2)),
-        {"args.0": "mb, -", "targets.0": "mb, -"},
-        {"pipeline": sx.Pipeline(schedule="interleaved", stages_per_rank=2)},
-    ),
-    "pp4": (sx.Mesh(pp=4, mb=sx.Loop(4)), {"args.0": "mb, -", "targets.0": "mb, -"}, {"pipeline": sx.Pipeline()}),
-    "pp2dp2": (
-        sx.Mesh(pp=2, dp=2, mb=sx.Loop(2)),
-        {"args.0": "mb dp, -", "targets.0": "mb dp, -"},
-        {"pipeline": sx.Pipeline(), "zero": 3},
-    ),
-    "dp4": (sx.Mesh(dp=4), {"args.0": "dp, -", "targets.0": "dp, -"}, {}),
 }
 
 
@@ -195,65 +186,6 @@ def deepcopied(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.opti
     return made
 
 
-@worker
-def pipelines_are_called_in_other_forms(name: str) -> None:
-    """Evaluation, results with gradients, another batch, whole weights; the stages stay where they are."""
-    model, pm = tied(name)
-    (x, y), alone = data(), deepcopy(model)
-    with torch.no_grad():
-        assert rel_err(pm(x), alone(x)) < 1e-12
-        assert rel_err(pm(x[:4], y[:4]), loss_of(alone(x[:4]), y[:4])) < 1e-12
-    (pm(x) ** 2).mean().backward()
-    (alone(x) ** 2).mean().backward()
-    same_state(pm.full_grads(), {n: p.grad for n, p in alone.named_parameters()}, 1e-10)  # type: ignore[misc]
-    pm.zero_grad(), alone.zero_grad()
-    loss, out = pm(x, y, with_results=True)
-    loss.backward()
-    assert rel_err(out, alone(x)) < 1e-12
-    loss_of(alone(x), y).backward()
-    same_state(pm.full_grads(), {n: p.grad for n, p in alone.named_parameters()}, 1e-10)  # type: ignore[misc]
-    with pm.gathered() as whole, torch.no_grad():
-        assert rel_err(whole(x), alone(x)) < 1e-12
-    pm.eval()
-    with torch.no_grad():
-        assert rel_err(pm(x, y), loss_of(alone(x), y)) < 1e-12
-    held = {key: value.clone() for key, value in pm.state_dict().items()}
-    with torch.no_grad():
-        for parameter in pm.parameters():
-            parameter.zero_()
-    pm.load_state_dict(held)
-    same_state(pm.full_state_dict(), alone.state_dict(), 1e-12)
-    assert pm.verify()
-    for parameter_name, parameter in pm.named_parameters():
-        parameter.requires_grad_(parameter_name != "layers.3.fc.weight")
-    with pytest.raises(sx.Error, match=r"gradient of layers\.3\.fc\.weight"):
-        pm(x, y)
-
-
-@worker
-def pipelines_give_inputs_gradients() -> None:
-    """Also to a rank whose stage does not use them; and a stage may have nothing to train."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]).double()
-    x, y = torch.randn(2, 8, 6).double().unbind()
-    for wants in (True, False):
-        x = x.detach().requires_grad_(wants)
-        rows = {"args.0": "mb, -", "targets.0": "mb, -"}
-        hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=rows, pipeline=sx.Pipeline())
-        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Loop(2)), hints)
-        pm(x, y).backward()
-        mine, x.grad = x.grad, None
-        F.mse_loss(model(x), y).backward()
-        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        same_state(pm.full_grads(), expected, 1e-12)
-        assert mine is None if x.grad is None else rel_err(mine, x.grad) < 1e-12
-        if training := [p for p in pm.parameters() if p.requires_grad]:
-            torch.optim.SGD(training, lr=0.0).step()
-        pm(x, y)
-        model.zero_grad()
-        model[2:].requires_grad_(False)
-
-
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 
@@ -323,27 +255,113 @@ def checkpoints_move_between_pipelines(folder: str, *names: str) -> None:
                 same_state(whole["state"][number], state, 0.0)
 
 
+# ---- how stages send, and what they hold
+
+
 @worker
-def program_states_move_between_pipelines(folder: str, *names: str) -> None:
-    """The same with the optimizer in the program: by DCP, and whole."""
-    factory = {"optimizer": adamw}
-    x, y = data()
-    for source in names:
-        _, pm = tied(source, **factory)
-        pm.step(x, y)
-        kept = {"model": pm.state_dict(), "optimizer": pm.optimizer.state_dict()["state"]}
-        dcp.save(kept, checkpoint_id=f"{folder}/{source}")
-        weights, whole = pm.full_state_dict(), pm.optimizer.full_state_dict()
-        losses = [pm.step(x, y).item() for _ in range(2)]
-        for target in names:
-            for how in ("dcp", "whole"):
-                _, other = tied(target, seed=1, **factory)
-                if how == "whole":
-                    other.load_full_state_dict(weights)
-                    other.optimizer.load_full_state_dict(whole)
-                else:
-                    held = {"model": other.state_dict(), "optimizer": other.optimizer.state_dict()["state"]}
-                    dcp.load(held, checkpoint_id=f"{folder}/{source}")
-                    other.load_state_dict(held["model"])
-                again = [other.step(x, y).item() for _ in range(2)]
-                assert max(map(rel_err, again, losses)) < 1e-11, (source, target, how, again, losses)
+def pipelines_train_by_stream(name: str, mesh: str, schedule: str = "1f1b") -> None:
+    """As on NCCL: messages without tags, in groups for each direction, in the order of the programs."""
+    with on_gloo(), pytest.MonkeyPatch.context() as patch:
+        for module in (process_engine, execution_target):
+            patch.setattr(module, "by_stream", lambda device: True)
+        hints = hints_of(name, mesh) | {"pipeline": sx.Pipeline(schedule=schedule)}
+        difference = train_beside(name, PIPELINES[mesh], **hints)
+        assert difference.worst < 1e-9, difference
+        assert find_group(f"{PIPELINES[mesh].group_name(dist.get_rank(), ['pp'])}{messages.BACK}") is not None
+
+
+@worker
+def pipelines_hold_what_is_predicted(name: str, mesh: str, schedule: str = "1f1b", how: str = "near") -> None:
+    """Call by call, what was received among it, and what is received ahead; and at most."""
+    case = make(name)
+    if how == "gloo":
+        with on_gloo():
+            pipelines_hold_what_is_predicted(name, mesh, schedule)
+        return
+    pm = plan(
+        case, PIPELINES[mesh], specs=in_iterations(name, PIPELINES[mesh]), pipeline=sx.Pipeline(schedule=schedule)
+    )
+    ((rank, held),) = held_in_a_step(pm, case).items()
+    found = check_footprint(pm.rank_program(rank), held, exact=False, ahead=pm._target.ahead_here)
+    assert pm.memory(rank).footprint.peak.nbytes == found.peak.nbytes
+
+
+def real_bytes(besides: dict[int, int]) -> dict[int, int]:
+    """The bytes of the storages of all tensors that there are, but for some; what has no content counts none."""
+    gc.collect()
+    there = [each.untyped_storage() for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
+    found = {storage.data_ptr(): storage.nbytes() for storage in there if storage.device.type == "cpu"}
+    carried = {each.data_ptr() for group in open_groups for each in group.memory}
+    return {place: nbytes for place, nbytes in found.items() if place and place not in {*besides, *carried}}
+
+
+@worker
+def ranks_hold_their_own_stages(name: str) -> None:
+    """Once the model is gone, what a rank holds are the weights of its own stages; behind a step no more than is
+    predicted, and its own programs. Weights are those of rank 0's model, beside which others are on ``meta``."""
+    (x, y), (mesh, specs, more), rank = data(), PLANS[name], int(os.environ["RANK"])
+    torch.manual_seed(0)
+    alone = Tied().double()
+    model = deepcopy(alone)
+    if rank:
+        with torch.device("meta"):  # moved there, it would have no ties
+            model = Tied().double()
+    others = {id(each) for each in gc.get_objects() if type(each) is RankProgram}
+    before = real_bytes({})
+    own = {each.data_ptr() for each in (*model.parameters(), *model.buffers())}
+    before = {place: nbytes for place, nbytes in before.items() if place not in own}
+    hints = sx.Hints((x,), loss=loss_of, targets=(y,), specs=specs, zero_min_numel=0, **more)
+    pm = sx.parallelize(model, mesh, hints)
+    del model, own
+    stored = [pm.planned.input(n) for n in (*pm._state.store.parameters, *pm._state.store.buffers)]
+    assert all(pm.planned.is_here(given.at, mesh.coords(rank)) for given in stored)
+    expected = sum(given.value.local_bytes(mesh) for given in stored)
+    every = sum(each.nbytes for each in (*alone.parameters(), *alone.buffers()))
+    held = sum(real_bytes(before).values())
+    assert expected <= held <= expected + 64, (held, expected)
+    assert held < 0.9 * every, (held, every)
+    pm(x, y).backward()
+    assert sum(real_bytes(before).values()) <= pm.memory(rank).peak + 4 * 64
+    made = {each.rank for each in gc.get_objects() if type(each) is RankProgram and id(each) not in others}
+    assert made == {rank}, made
+    loss_of(alone(x), y).backward()
+    same_state(pm.full_grads(), {n: p.grad for n, p in alone.named_parameters()}, 1e-10)  # type: ignore[misc]
+
+
+# ---- every schedule, and programs through torch.compile
+
+MESH = sx.Mesh(pp=2, mb=sx.Loop(5))
+"""Iterations are no multiple of the stages' ranks."""
+
+
+def staged(schedule: str) -> tuple[Case, sx.ParallelModule]:
+    """A model by a schedule; the batch is no multiple of the iterations."""
+    chunks = CHUNKS[schedule]
+    case = deep("mlp", 2 * chunks, 5, 1)
+    return case, in_stages(case, MESH, pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=chunks))
+
+
+@worker
+def stages_are_the_whole_batch(*schedules: str) -> None:
+    """Loss, gradients and buffers are one device's."""
+    for schedule in schedules:
+        case, pm = staged(schedule)
+        assert worst(pm, case, alone(case, 5)) < 1e-9, schedule
+
+
+@worker
+def compiled_stages_on_gloo(backend: str, schedule: str) -> None:
+    """Through ``torch.compile``, in three steps and an evaluation; between machines, whose ranks share no memory: what
+    is sent waits until it is received."""
+    case, pm = staged(schedule)
+    found = alone(case, 5)
+    with on_gloo():
+        before = {key: value.clone() for key, value in pm.state_dict().items()}
+        pm.compile(backend=backend)
+        for _ in range(3):
+            pm.load_state_dict(before)
+            pm.zero_grad()
+            assert worst(pm, case, found) < 1e-9, (backend, schedule)
+        with torch.no_grad():
+            loss = pm(*case.args, *case.targets, **case.kwargs)
+        assert abs(loss.item() - found.loss) < 1e-9 * abs(found.loss), (backend, schedule)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +16,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardfx as sx
 from shardfx.ir.cost import calibrate, probes
-from shardfx.ir.ops.local_ops import row_of
 from shardfx.runtime.distributed import groups, shm
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan, stored_specs
@@ -203,42 +199,6 @@ def torchs_own_calls_work_in_shared_memory() -> None:
     dist.all_gather_object(every, model.weight.grad.tolist())
     assert every == every[:1] * n
     dist.barrier()
-
-
-TIMES: dict[str, float] = {}
-
-
-@sx.observes
-def noted(x: Any, name: str) -> None:
-    TIMES[name] = time.perf_counter()
-
-
-@dataclass(frozen=True)
-class TimeCollectives(sx.RankPass):
-    """Notes when each collective starts and when it was waited for."""
-
-    name: ClassVar[str] = "time-collectives"
-
-    def run(self, program: Any, context: Any) -> bool:
-        for node in list(program.graph.nodes):
-            row = row_of(node.target)
-            if row is None or row.name != "c10d.wait_tensor":
-                continue
-            for at, label in ((node.args[0].args[0], "starts"), (node, "is there")):
-                with program.graph.inserting_after(at):
-                    seen = program.graph.call_function(noted, (at, f"{node.name} {label}"))
-                at.replace_all_uses_with(seen, delete_user_cb=lambda user, seen=seen: user is not seen)
-        return True
-
-
-@worker
-def times_collectives(name: str, mesh: str) -> None:
-    """A user's rank pass runs on real ranks; its programs are proven and give the same numbers."""
-    case = make(name)
-    TIMES.clear()
-    timed = step(plan(case, MESHES[mesh], rank_passes=[TimeCollectives()]), name)
-    assert TIMES and all(seconds > 0 for seconds in TIMES.values())
-    assert same(timed, step(plan(case, MESHES[mesh]), name))
 
 
 @worker

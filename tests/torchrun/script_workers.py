@@ -11,14 +11,10 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState
 
-import shardfx as sx
-from shardfx.integrations.trainer import ParallelTrainer
 from tests.pages import ports
-from tests.scripts import STEPS, on, trainer
-from tests.virtual.test_trainer import MORE, close, everything, made
+from tests.scripts import STEPS
 
-from .program_workers import WORKERS
-from .workers import worker
+from .workers import WORKERS, worker
 
 __all__ = ["WORKERS"]
 
@@ -52,11 +48,3 @@ def runs_the_page(which: str, folder: str) -> None:
     """The script for DistributedDataParallel, or what docs/porting.md makes of it."""
     os.chdir(folder)
     exec(ports("docs/porting.md")[0][int(which)], {})
-
-
-@worker
-def does_what_a_trainer_does(folder: str) -> None:
-    """Evaluated, trained, predicted, the best loaded, saved."""
-    hints = sx.Hints(specs=on(sx.Mesh(tp=2), trainer.SPECS))
-    ours = made(ParallelTrainer, Path(folder, "ours"), MORE, mesh=sx.Mesh(tp=2), hints=hints)
-    close(everything(ours, Path(folder, "our model")), torch.load(Path(folder, "plain.pt"), weights_only=False))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import shardfx as sx
-from tests.live_memory import check_footprint, held_in_a_step
-from tests.plans import MESHES, plan
+from tests.plans import MESHES
 from tests.stepped import KINDS, alone, apart, batches, small_plan
-from tests.zoo import make
 
 from .program_workers import WORKERS
 from .workers import worker
@@ -28,33 +23,6 @@ def steps_like_one_device(mesh: str, zero: str, *kinds: str) -> None:
         pm = small_plan(KINDS[kind], MESHES[mesh], zero=int(zero), clip_grad_norm=0.1)
         assert apart(pm, losses, params) < 1e-9, kind
         assert pm.verify(), (kind, pm.verify().why)
-
-
-@worker
-def steps_are_compiled_around_what_is_offloaded(backend: str) -> None:
-    """Copies between pools, and collectives, stand between what torch compiles."""
-    away = (sx.Offload(prefetch=2, min_numel=0),)
-    plain, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **m) for m in ({}, {"offload": away}))
-    other.compile(backend=backend)
-    for x, y in batches(3):
-        assert torch.allclose(plain.step(x, y), other.step(x, y), rtol=0, atol=1e-12)
-    full = other.full_state_dict()
-    assert all(torch.allclose(value, full[name], rtol=0, atol=1e-12) for name, value in plain.full_state_dict().items())
-
-
-@worker
-def tables_stay_in_the_host(mesh: str, zero: str) -> None:
-    """To the bit, and each pool holds what was predicted."""
-    away, case = (sx.Offload("rows", min_numel=0),), make("gpt_separate")
-    hints: dict[str, Any] = {"zero": int(zero), "zero_min_numel": 0, "optimizer": KINDS["AdamW"]}
-    plain, other = (plan(make("gpt_separate"), MESHES[mesh], offload=o, **hints) for o in ((), away))
-    for _ in range(3):
-        assert torch.equal(*(pm.step(*case.args, *case.targets) for pm in (plain, other)))
-    full = other.full_state_dict()
-    assert all(torch.equal(value, full[name]) for name, value in plain.full_state_dict().items())
-    for rank, held in held_in_a_step(other, case, other.step).items():
-        check_footprint(other.rank_program(rank), held, exact=False, ahead=other._target.ahead_here)
-        assert max(held.beside.values()) > 0
 
 
 @worker

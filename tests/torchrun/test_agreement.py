@@ -1,4 +1,4 @@
-"""Ranks make the same call, or all of them raise an error that says both sides."""
+"""Ranks make the same call on equal plans and weights, or all of them raise an error that says both sides."""
 
 from __future__ import annotations
 
@@ -7,35 +7,28 @@ import pytest
 from tests.torchrun.launch import on_ranks
 
 
-def test_ranks_agree_on_each_call() -> None:
-    on_ranks(
-        2,
-        "other_forms_are_right_on_all_ranks",
-        "ranks_that_differ_are_told_both_sides",
-        "own_batches_in_the_shape_of_the_whole_are_noticed",
-        "a_step_on_one_rank_alone_is_noticed",
-    )
-
-
-def test_what_scripts_do_around_the_calls() -> None:
-    on_ranks(
-        2,
-        "shards_are_this_ranks",
-        "optimizers_and_results_go_on",
-        "inputs_are_compared_at_every_call",
-        "inputs_of_the_first_rank_are_taken",
-        "ranks_of_other_lengths_are_told",
-    )
-
-
-@pytest.mark.long
-def test_what_ranks_must_agree_on() -> None:
-    on_ranks(
-        2,
-        "ranks_that_plan_otherwise_are_told_where",
-        "what_is_done_between_calls_is_compared",
-        "what_several_ranks_hold_is_compared",
-        "a_step_that_one_stage_leaves_out_is_noticed",
-        "rates_that_one_rank_changes_are_noticed",
-        "what_one_ranks_code_reads_may_be_its_own",
-    )
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (
+            "other_forms_are_right_on_all_ranks",
+            "ranks_that_differ_are_told_both_sides",
+            "own_batches_in_the_shape_of_the_whole_are_noticed",
+            "shards_are_this_ranks",
+            "optimizers_and_results_go_on",
+            "inputs_are_compared_at_every_call",
+            "inputs_of_the_first_rank_are_taken",
+        ),
+        (
+            "ranks_that_plan_otherwise_are_told_where",
+            "what_is_done_between_calls_is_compared",
+            "what_several_ranks_hold_is_compared",
+            "a_step_that_one_stage_leaves_out_is_noticed",
+            "rates_that_one_rank_changes_are_noticed",
+            "what_one_ranks_code_reads_may_be_its_own",
+        ),
+    ],
+    ids=["calls", "plans and weights"],
+)
+def test_ranks_agree(calls: tuple[str, ...]) -> None:
+    on_ranks(2, *calls)

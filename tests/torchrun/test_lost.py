@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.torchrun.launch import ended
-from tests.torchrun.lost import BETWEEN, COMPILED, MODES, TIMEOUT, End
+from tests.torchrun.lost import BETWEEN, MODES, TIMEOUT, End
 
 SOON = TIMEOUT + 14.0
 """The time-out, two seconds to hear from one another, and a busy machine: some thirty ranks at once on its cores."""
@@ -34,7 +34,6 @@ def others(found: list[End]) -> list[str]:
     return texts
 
 
-@pytest.mark.long
 def test_a_rank_that_is_gone(ends: dict[str, list[End]]) -> None:
     assert ends["exits"][1] is None
     for text in others(ends["exits"]):
@@ -58,16 +57,13 @@ def test_a_stage_that_raises(ends: dict[str, list[End]]) -> None:
         assert text.startswith("a rank is missing in "), text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", COMPILED)
-def test_a_compiled_program_that_raises(mode: str) -> None:
+def test_a_compiled_program_that_raises() -> None:
     """Alone: torch.compile keeps the cores from those that must be in time."""
-    ends = run(mode)
-    own = ends[mode][1]
+    (ends,) = run("compiled_raises").values()
+    own = ends[1]
     assert own is not None and "a rank's program failed" in own[1] and "no memory left" in own[1], own
-    for text in others(ends[mode]):
-        assert text.startswith("a rank is missing in "), text
-        assert mode == "compiled_stage_raises" or "in a collective of the compiled program" in text, text
+    for text in others(ends):
+        assert text.startswith("a rank is missing in ") and "in a collective of the compiled program" in text, text
 
 
 def test_a_rank_that_sticks(ends: dict[str, list[End]]) -> None:

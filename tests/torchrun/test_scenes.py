@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.torchrun.launch import on_ranks
 
 
-@pytest.mark.long
 def test_each_rank_reads_its_tiles(tmp_path: Path) -> None:
     on_ranks(
         4,

@@ -49,12 +49,11 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 @worker
-def trains_like_one_device(name: str, mesh: str, tolerance: str = "1e-9", trained: str = "1e-9") -> None:
+def trains_like_one_device(name: str, mesh: str) -> None:
     """Loss, gradients, buffers, and parameters after three steps of AdamW."""
     difference = train_beside(name, MESHES[mesh])
     assert dist.get_world_size() == MESHES[mesh].size
-    assert max(difference.loss, difference.grads, difference.buffers) < float(tolerance), difference
-    assert difference.params < float(trained), difference
+    assert difference.worst < 1e-9, difference
 
 
 @worker
@@ -164,9 +163,8 @@ def same_state(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> 
 
 
 @worker
-def checkpoints_move_between_plans(folder: str, pairs: str = "") -> None:
-    """Train on one plan, save with DCP, load into the next (``pairs="all"``: into every plan): parameters, buffers and
-    AdamW's state are the same."""
+def checkpoints_move_between_plans(folder: str) -> None:
+    """Train on one plan, save with DCP, load into the next: parameters, buffers and AdamW's state are the same."""
     names = list(PLANS)
     for i, source in enumerate(names):
         model, pm, x, y = gated(source)
@@ -181,16 +179,15 @@ def checkpoints_move_between_plans(folder: str, pairs: str = "") -> None:
                 assert torch.equal(whole_of(parameter), state[name]), name
         held, moments = get_state_dict(pm, mine)
         dcp.save({"model": held, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
-        for target in names if pairs else [names[(i + 1) % len(names)]]:
-            _, other, _, _ = gated(target, seed=1)
-            optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
-            held, moments = get_state_dict(other, optimizer)
-            dcp.load({"model": held, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
-            set_state_dict(other, optimizer, model_state_dict=held, optim_state_dict=moments)
-            same_state(other.full_state_dict(), state, 0.0)
-            for (name, a), b in zip(pm.named_parameters(), other.parameters(), strict=True):
-                old, new = mine.state[a]["exp_avg_sq"], optimizer.state[b]["exp_avg_sq"]
-                assert torch.equal(pm._state.store.full(name, [old]), other._state.store.full(name, [new])), name
+        _, other, _, _ = gated(names[(i + 1) % len(names)], seed=1)
+        optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        held, moments = get_state_dict(other, optimizer)
+        dcp.load({"model": held, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
+        set_state_dict(other, optimizer, model_state_dict=held, optim_state_dict=moments)
+        same_state(other.full_state_dict(), state, 0.0)
+        for (name, a), b in zip(pm.named_parameters(), other.parameters(), strict=True):
+            old, new = mine.state[a]["exp_avg_sq"], optimizer.state[b]["exp_avg_sq"]
+            assert torch.equal(pm._state.store.full(name, [old]), other._state.store.full(name, [new])), name
 
 
 @worker
@@ -223,22 +220,6 @@ def takes_global_or_local_batches() -> None:
         assert rel_err(inference(x), whole) < 1e-12
         spec = inference.planned.outputs[0].value.spec
         assert rel_err(inference(x[rows]), local_shard(whole, spec, mesh, dist.get_rank())) < 1e-12
-
-
-@worker
-def evaluates_with_the_trained_weights() -> None:
-    """``pm.eval()`` plans the other mode on all ranks alike, over the same shards."""
-    model, pm, x, y = gated("megatron")
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (pm, model)]
-    train(pm, lambda: pm(x, y), optimizers[0])
-    train(model, lambda: F.mse_loss(model(x), y), optimizers[1])
-    pm.eval(), model.eval()
-    with torch.no_grad():
-        assert rel_err(pm(x), model(x)) < 1e-9
-        assert rel_err(pm(x, y), F.mse_loss(model(x), y)) < 1e-9
-    pm.load_full_state_dict(pm.state_dict())
-    with torch.no_grad():
-        assert rel_err(pm(x), model(x)) < 1e-9
 
 
 @worker

@@ -13,13 +13,9 @@ from shardfx.ir.cost import probes
 from shardfx.ir.cost.amounts import Cost, Work
 from shardfx.ir.cost.curve import Curve
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.replay import kind_of, mutated_operands
-from shardfx.ir.ops.fused_attention import attention, attention_backward
-from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.timing.rank_tasks import ComputeTask, Purpose, ReceiveTask, SendTask, StartTask, WaitTask
 from shardfx.ir.timing.simulate import simulate_ranks
 
-aten = torch.ops.aten
 LINKS = Machine.load("cpu-laptop").links
 
 
@@ -64,16 +60,6 @@ def test_a_curve_of_a_dtype_counts_before_one_in_float32() -> None:
     assert Work(1e3, 1e3).seconds(known) == 7.0, "in float32 nothing is known of narrow ones"
 
 
-def test_what_a_call_writes_over_is_read_and_written() -> None:
-    graph = fx.Graph()
-    w, g, m = (graph.placeholder(name) for name in "wgm")
-    step = graph.call_function(aten._fused_sgd_.default, ([w], [g], [m]), {"lr": 0.1})
-    product = graph.call_function(aten.mm.out, (w, g), {"out": m})
-    assert mutated_operands(step) == [w, g, m] and mutated_operands(product) == []
-    total = graph.call_function(loop_ops.add, (m, g))
-    assert mutated_operands(total) == [m] and mutated_operands(graph.call_function(aten.add.Tensor, (w, g))) == []
-
-
 def test_a_program_takes_as_long_as_device_or_host() -> None:
     known = replace(machine(), host_call=2.0, host_view=0.5)
     cost = Cost({Work(0.0, 1e8): 3, Work(0.0, 0.0, kind="view"): 4})
@@ -104,19 +90,6 @@ def test_a_probe_calls_its_op_and_knows_how_much_that_does(
     for make in (heavy.make, *heavy.more):
         amounts = [probes._amount(heavy.op, make(size, CPU))[0] for size in (16, 32)]
         assert 0 < amounts[0] < amounts[1]
-
-
-def test_attention_that_leaves_out_later_keys_is_a_kind_of_its_own() -> None:
-    graph = fx.Graph()
-    q = graph.placeholder("q")
-    plain, causal = (graph.call_function(attention, (q, q, q, None, each)) for each in (False, True))
-    named = graph.call_function(attention_backward, (q,) * 6, {"causal": True})
-    assert [*map(kind_of, (plain, causal, named))] == [
-        "attention",
-        "causal attention",
-        "causal attention_backward",
-    ]
-    assert {kind_of(plain), kind_of(causal), kind_of(named)} <= {each.name for each in probes.HEAVY["cuda"]}
 
 
 # ---- what is not hidden

@@ -149,17 +149,6 @@ def test_a_bucket_is_allocated_once_and_written_in_place() -> None:
     assert found.storages[0].category == "results" and found.peak.of("temporaries") == total
 
 
-def test_a_gather_into_given_memory_allocates_nothing() -> None:
-    def build(g: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
-        pool = g.call_function(memory_ops.empty, ([16, 8], torch.float32))
-        started = g.call_function(memory_ops.all_gather_into, (x, 2, "dp2/dp@0"), {"out": pool})
-        return g.call_function(c10d.wait_tensor.default, (started,))
-
-    found = replay(program_of(build))
-    assert [s.nbytes for s in found.storages] == [16 * 8 * 4] and set(found.live) == {16 * 8 * 4}
-    assert found.cost.sent == {("dp",): Sent(1.0, 8 * 8 * 4.0)}
-
-
 def test_memory_goes_behind_the_last_use_of_any_view_of_it() -> None:
     def build(g: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
         a = g.call_function(aten.add.Tensor, (x, y))
@@ -171,15 +160,6 @@ def test_memory_goes_behind_the_last_use_of_any_view_of_it() -> None:
     found, one = replay(program_of(build)), 8 * 8 * 4
     assert found.live == (one, one, 2 * one, 3 * one, 2 * one)
     assert found.peak.nbytes == 3 * one and found.cost.touched == (3 + 0 + 2 + 3 + 2) * one
-
-
-def test_what_helpers_hold_inside_counts_at_the_peak_alone() -> None:
-    def helper(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, x]).sum(0)
-
-    found = replay(program_of(lambda g, x, y: g.call_function(helper, (x,))))
-    assert found.live == (8 * 4,) and found.inside == (2 * 64 * 4,)
-    assert found.peak.nbytes == 2 * 64 * 4 + 8 * 4 == sum(held.nbytes for held in found.peak.items)
 
 
 def test_what_only_looks_is_not_run() -> None:

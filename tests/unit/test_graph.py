@@ -67,22 +67,6 @@ def test_replace_everywhere_but_in_what_is_made_of_the_old_value(graph: Graph) -
     assert (twice.phase, twice.where) == (Phase.FORWARD, relu.where)
 
 
-def test_replace_for_some_users_only(graph: Graph) -> None:
-    relu, mul, _ = graph.nodes
-    rewriter = Rewriter(graph)
-    made = rewriter.before(mul, neg(relu.outs[0]))
-    rewriter.replace(relu.outs[0], made.outs[0], users=[mul, graph.outputs[1]])
-    assert rewriter.apply()
-    assert lines(graph) == [
-        "%0 = aten.relu(%x)",
-        "%1 = aten.neg(%0)",
-        "%2 = aten.mul.Tensor(%1, %1)",
-        "%3 = aten.cat([%0, %2], dim=0)",
-        "result results.0 = %3",
-        "result results.1 = %1",
-    ]
-
-
 def test_replace_and_erase_several_at_once(graph: Graph) -> None:
     """A node that is made of a value that another change erases follows that change."""
     relu, mul, _ = graph.nodes

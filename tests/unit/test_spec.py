@@ -242,9 +242,7 @@ def test_the_last_axis_varies_fastest() -> None:
     assert mesh.group(0, ["tp", "dp"]) == (0, 3, 1, 4, 2, 5)
     assert mesh.sort(["tp", "dp", "tp"]) == ("dp", "tp")
 
-
-def test_an_axis_of_time_has_no_ranks() -> None:
-    mesh = Mesh(pp=2, mb=Loop(8), tp=2)
+    mesh = Mesh(pp=2, mb=Loop(8), tp=2)  # a loop axis has no ranks
     assert mesh.size == 4
     assert mesh.extent(["mb", "tp"]) == 16
     assert mesh.space == (Axis("pp", 2), Axis("tp", 2))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -216,16 +214,6 @@ def test_validation_names_what_is_used_where_it_is_not() -> None:
     assert "pp = " in str(caught.value.expected)
 
 
-@pytest.mark.long
-def test_pictures_say_which_stage_a_module_is_of(tmp_path: Path) -> None:
-    _, after = planned().draw(tmp_path)
-    texts = {each.text for each in ElementTree.parse(after).iter("{http://www.w3.org/2000/svg}text")}
-    assert {"stage 0", "stage 1"} <= texts
-    whole = sx.parallelize(Net(), sx.Mesh(dp=2), sx.Hints(args=(X,), specs={"args.0": "dp, -"}), virtual=True)
-    texts = {each.text for each in ElementTree.parse(whole.draw(tmp_path)[1]).iter("{http://www.w3.org/2000/svg}text")}
-    assert not any(text.startswith("stage") for text in texts if text)
-
-
 # ---- what users may say of a pipeline and cannot be
 
 TEXT = str(sx.schedules.make_schedule("1f1b", stages=2, microbatches=4))
@@ -319,9 +307,3 @@ def test_products_for_weights_stand_behind_the_send_and_nothing_more_is_held(mon
     assert before == [0, 1, 1] and found == [0, 2, 2]
     for mine, other in zip(made, plain, strict=True):
         assert replay(mine).peak.nbytes <= 1.01 * replay(other).peak.nbytes
-
-
-@pytest.mark.long
-def test_halves_are_actions_of_their_own() -> None:
-    for rank, each in enumerate(programs(8, "zb-h1")):
-        assert behind(each, f"I{rank}") == 0

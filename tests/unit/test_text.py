@@ -215,40 +215,6 @@ def test_a_small_constant_comes_back(constant: torch.Tensor) -> None:
     assert torch.equal(back, constant) or (constant.isnan() == back.isnan()).all()
 
 
-# ---- names -------------------------------------------------------------------------------------------------
-
-
-def test_values_without_names_of_their_own_are_numbered() -> None:
-    x = argument("x", 2)
-    first, second = make(aten.relu.default, (x.value,), 2), make(aten.relu.default, (x.value,), 2)
-    graph = Graph(Mesh(tp=2), [x], [first, second])
-    assert [line.split()[0] for line in str(graph).splitlines()[-2:]] == ["%0", "%1"]
-    assert (first.name, second.name) == ("", "")
-    first.outs[0].name, second.outs[0].name = "7", "hidden"
-    assert [line.split()[0] for line in str(graph).splitlines()[-2:]] == ["%7", "%hidden"]
-    second.outs[0].name = "x"
-    assert [line.split()[0] for line in str(graph).splitlines()[-2:]] == ["%0", "%1"]
-    there_and_back(graph)
-
-
-def test_files_of_one_name_are_told_apart() -> None:
-    x = argument("x", 2)
-    nodes = [make(aten.relu.default, (x.value,), 2) for _ in range(4)]
-    files = ["/a/b/model.py", "/a/c/model.py", "model.py", "/a/b/model.py"]
-    for node, file in zip(nodes, files, strict=True):
-        node.where = Where("m", file, 1)
-    graph = Graph(Mesh(tp=2), [x], nodes)
-    assert [node.where.file for node in there_and_back(graph).nodes] == files
-    assert [line.rsplit(maxsplit=1)[1] for line in str(graph).splitlines()[-4:]] == [
-        "b/model.py:1",
-        "c/model.py:1",
-        "model.py:1",
-        "b/model.py:1",
-    ]
-    assert "/a/" not in print_graph(graph, sources=False)
-    assert parse_graph(print_graph(graph, sources=False)).nodes[0].where.file == "b/model.py"
-
-
 # ---- ops ---------------------------------------------------------------------------------------------------
 
 
@@ -259,20 +225,6 @@ def test_a_comm_op_comes_back(op: OwnOp) -> None:
     assert f"{op}(%x, axes=[tp], dim=0, to=1, reduce=max, view=[2, 2, 4], note=None)" in str(graph)
     (node,) = there_and_back(graph).nodes
     assert (node.op, node.kwargs) == (op, kwargs)
-
-
-def test_an_op_of_ones_own_comes_back() -> None:
-    class Twice:
-        name = "twice"
-
-        def __str__(self) -> str:
-            return "mine.twice"
-
-    twice = Twice()
-    assert there_and_back(one_op(twice), **{"mine.twice": twice}).nodes[0].op is twice
-    with pytest.raises(Error, match="cannot be read") as caught:
-        parse_graph(print_graph(one_op(twice)))
-    assert caught.value.got == "mine.twice"
 
 
 def test_a_strategy_comes_back() -> None:

@@ -6,12 +6,16 @@ import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import shardfx as sx
 from shardfx.ir.cost.traffic import by_axes
-from shardfx.ir.graph import Graph, InputKind, OutputKind
+from shardfx.ir.graph import Graph
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize import draw_folder, draw_memory
@@ -22,7 +26,8 @@ from shardfx.visualize.layout import lay_out
 from shardfx.visualize.leaf_boxes import measure
 from shardfx.visualize.style import AXIS_COLOURS, width
 from shardfx.visualize.svg import Rect
-from tests.unit.sketch import DIM, ROWS, Sketch, aten, decoder, mlp
+from tests.plans import MESHES, plan
+from tests.zoo import make
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -58,17 +63,19 @@ def placed_texts(root: ET.Element, dx: float = 0, dy: float = 0) -> Iterator[tup
             yield left, left + wide, dy + float(element.get("y", 0)), text
 
 
-GRAPHS = {
-    "after": mlp,
-    "decoder": lambda: decoder(3, pointwise=4),
-    "unequal": lambda: decoder(5, pointwise=2, equal=False),
-}
+GRAPHS = ("mlp3", "gpt_separate", "unet")
+
+
+@cache
+def planned(name: str) -> Graph:
+    """A case of the zoo, on dp=2 x tp=2."""
+    return plan(make(name), MESHES["dp2tp2"]).planned
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_file_is_sound(name: str) -> None:
-    graph = GRAPHS[name]()
+    graph = planned(name)
     root = drawn(graph)
     assert root.tag == f"{SVG}svg"
     _, _, wide, high = map(float, root.get("viewBox", "").split())
@@ -81,7 +88,7 @@ def test_the_file_is_sound(name: str) -> None:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_boxes_lie_inside_of_their_modules_and_apart(name: str) -> None:
-    graph = GRAPHS[name]()
+    graph = planned(name)
     picture = show(graph)
     made = lay_out(picture, lambda box: measure(box, graph.mesh))
     rects = {spot.box: spot.rect for lane in made.lanes for spot in lane.spots}
@@ -105,7 +112,7 @@ def test_boxes_lie_inside_of_their_modules_and_apart(name: str) -> None:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_all_communication_is_in_the_totals(name: str) -> None:
-    graph = GRAPHS[name]()
+    graph = planned(name)
     calls = Counter(graph.mesh.sort(node.kwargs["axes"]) for node in graph.nodes if is_comm(node))
     found = by_axes(graph.nodes, graph.mesh)
     assert {axes: len(each) for axes, each in found.items()} == dict(calls)
@@ -117,107 +124,102 @@ def test_all_communication_is_in_the_totals(name: str) -> None:
 
 
 def test_tooltips_say_where_and_why() -> None:
-    found = tooltips(drawn(mlp()))
-    assert any("why: hint on 'up.weight'" in tip and "model.py:7" in tip and "y = mm(x)" in tip for tip in found)
+    found = tooltips(drawn(planned("mlp3")))
+    assert any("why: " in tip and "models.py:" in tip and "F.relu(self.fc2(x))" in tip for tip in found)
     assert any(tip.startswith("comm.all_reduce") and "sent per rank" in tip for tip in found)
-    assert any("from aten.mm" in tip and "f32[32{dp}, 64] +{tp}" in tip for tip in found), "that of a line"
-    assert any("2 equal blocks" in tip for tip in tooltips(drawn(decoder(2))))
+    assert any("from aten.mm" in tip and "f64[8{dp}, 48] +{tp}" in tip for tip in found), "that of a line"
+    assert any("2 equal blocks" in tip for tip in tooltips(drawn(planned("gpt_separate"))))
 
 
-@pytest.mark.long
 def test_a_closed_module_says_what_is_in_it() -> None:
-    picture = show(decoder(40, equal=False), 120)
-    closed = next(box for box in picture.boxes() if box.kind is BoxKind.CLOSED and box.path == "layers.3")
+    picture = show(planned("gpt_separate"), 20)
+    closed = next(box for box in picture.boxes() if box.kind is BoxKind.CLOSED and box.path == "layers")
     assert any(line.role == "comm" and "all-reduce" in line.text for line in closed.lines)
-    assert any(tip.startswith("layers.3: ") and "aten.mm" in tip for tip in tooltips(drawn(picture.graph, 120)))
+    assert any(tip.startswith("layers: ") and "aten.addmm" in tip for tip in tooltips(drawn(picture.graph, 20)))
 
 
 def test_placements_are_written_in_the_colours_of_their_axes() -> None:
-    root = drawn(mlp())
+    root = drawn(planned("mlp3"))
     spans = {(span.text, span.get("fill")) for span in root.iter(f"{SVG}tspan")}
     spans |= {(text.text or (text[0].text if len(text) else ""), text.get("fill")) for text in root.iter(f"{SVG}text")}
     dp, tp = AXIS_COLOURS[:2]
-    assert {("dp", dp), ("tp", tp), ("256", tp), ("+", tp)} <= spans
-    assert "32{dp}, 256{tp}" in texts(root)
-    assert "32{dp}, 64 +{tp}" in texts(root)
+    assert {("dp", dp), ("tp", tp), ("64", tp), ("+", tp)} <= spans
+    assert {"8{dp}, 64{tp}", "8{dp}, 48 +{tp}"} <= {*texts(root)}
 
 
-@pytest.mark.parametrize("limit", [300, 60])
-def test_there_are_never_more_boxes_than_asked_for(limit: int) -> None:
-    assert 0 < show(decoder(40, pointwise=4, equal=False), limit).size <= limit
-
-
-def test_views_are_part_of_the_op_that_uses_them() -> None:
-    s = Sketch(dp=2)
-    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
-    w = s.parameter("w", (DIM, DIM), "-, -")
-    for _ in range(30):
-        t = s.op(aten.t.default, (w,), (DIM, DIM), "-, -", "")
-        x = s.op(aten.mm.default, (x, t), (ROWS, DIM), "dp, -", "")
-    s.output(OutputKind.RESULT, "results.0", x)
-    ops = [box for box in show(s.graph).boxes() if box.kind is BoxKind.OP]
-    assert [len(box.nodes) for box in ops] == [2] * 30
-    assert all([line.text for line in box.lines] == ["w"] for box in ops)
-    assert {box.title for box in ops} == {"mm"}
+@pytest.mark.parametrize("name", GRAPHS)
+def test_there_are_never_more_boxes_than_asked_for(name: str) -> None:
+    assert all(0 < show(planned(name), limit).size <= limit for limit in (200, 60, 20))
 
 
 def test_draw_folder_numbers_the_passes(tmp_path: Path) -> None:
-    graphs = {"before": mlp(), "propagate": mlp(), "bucket-comm": mlp(), "after": mlp()}
+    graphs = dict.fromkeys(("before", "propagate", "bucket-comm", "after"), planned("mlp3"))
     paths = draw_folder(graphs, tmp_path / "pictures")
     assert [path.name for path in paths] == ["before.svg", "01-propagate.svg", "02-bucket-comm.svg", "after.svg"]
     assert all(path.read_text().startswith("<svg") for path in paths)
 
 
+# ---- equal blocks
+
+
 def test_equal_blocks_are_folded_with_their_count() -> None:
-    assert not any(box.count > 1 for box in show(decoder(4, equal=False)).boxes())
-    graph, layers = decoder(7), 7
+    assert not any(box.count > 1 for box in show(planned("unet")).boxes())
+    graph = planned("gpt_separate")
     picture = show(graph)
     folded = [box for box in picture.boxes() if box.count > 1]
     assert [(box.count, box.title, box.chained) for box in folded] == [
-        (layers, f"layers.0 … {layers - 1}", True),
-        (layers, f"layers.{layers - 1} … 0", True),
+        (2, "layers.0 … 1", True),
+        (2, "layers.1 … 0", True),
     ]
-    assert set(folded[0].members) == {f"layers.{i}" for i in range(layers)}
+    assert set(folded[0].members) == {"layers.0", "layers.1"}
     assert sum(picture.copies.values()) == len(graph.nodes)
-    root = drawn(graph)
-    assert texts(root).count(f"\N{MULTIPLICATION SIGN} {layers}  in a row") == 2
+    assert texts(drawn(graph)).count("\N{MULTIPLICATION SIGN} 2  in a row") == 2
 
 
-def pattern(kinds: str, glue: bool = False) -> Graph:
-    """Blocks of which those of the same letter are equal, and an op of the model after each."""
-    s = Sketch(dp=2)
-    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
-    for i, kind in enumerate(kinds):
-        y = x
-        for _ in range(3):
-            op = {"a": aten.relu.default, "b": aten.tanh.default}[kind]
-            y = s.op(op, (y,), (ROWS, DIM), "dp, -", f"model.blocks.{i}.inner")
-            y = s.op(aten.mm.default, (y, y), (ROWS, DIM), "dp, -", f"model.blocks.{i}")
-        x = s.op(aten.add.Tensor, (x, y), (ROWS, DIM), "dp, -", "model") if glue else y
-    s.output(OutputKind.RESULT, "results.0", s.op(aten.sum.default, (x,), (), "+ dp", "model"))
-    return s.graph
+class Chain(nn.Module):
+    """Blocks of which those of the same letter are equal, and a sum of the model's after each."""
+
+    def __init__(self, kinds: str, glue: bool) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8, bias=False), {"a": nn.ReLU, "b": nn.Tanh}[kind]()) for kind in kinds)
+        )
+        self.glue = glue
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x) if self.glue else block(x)
+        return x.sum(1)
+
+
+def chain(kinds: str, glue: bool = False) -> Graph:
+    hints = sx.Hints((torch.zeros(4, 8),), specs={"args.0": "dp, -"})
+    return sx.parallelize(Chain(kinds, glue), sx.Mesh(dp=2), hints, virtual=True).planned
 
 
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
-        ("aaaa", [(4, "model.blocks.0 … 3")]),
-        ("aaab", [(3, "model.blocks.0 … 2")]),
-        ("ababab", [(3, "model.blocks.0, 1 … 4, 5")]),
+        ("aaab", [(3, "blocks.0 … 2")]),
+        ("ababab", [(3, "blocks.0, 1 … 4, 5")]),
         ("abab", []),
-        ("aabaabaab", [(3, "model.blocks.0, 1, 2 … 6, 7, 8"), (2, "0 … 1")]),
+        ("aabaabaab", [(3, "blocks.0, 1, 2 … 6, 7, 8"), (2, "0 … 1")]),
     ],
 )
 def test_repeated_patterns_are_folded(kinds: str, expected: list[tuple[int, str]]) -> None:
-    folded = [(box.count, box.title) for box in show(pattern(kinds), 60).boxes() if box.count > 1]
-    assert folded == expected
+    assert [(box.count, box.title) for box in show(chain(kinds), 60).boxes() if box.count > 1] == expected
 
 
 def test_what_a_model_does_between_its_blocks_is_folded_with_them() -> None:
-    (folded,) = (box for box in show(pattern("aaaa", glue=True)).boxes() if box.count > 1)
+    (folded,) = (box for box in show(chain("aaaa", glue=True)).boxes() if box.count > 1)
     assert folded.count == 4
-    ops = Counter(str(node.op) for leaf in folded.leaves() for node in leaf.nodes)
-    assert ops["aten.add.Tensor"] == 1
+    assert [str(node.op) for leaf in folded.leaves() for node in leaf.nodes].count("aten.add.Tensor") == 1
+
+
+def test_views_are_part_of_the_op_that_uses_them() -> None:
+    boxes = [box for box in show(planned("mlp3")).boxes() if box.title == "addmm"]
+    assert [[str(node.op) for node in box.nodes] for box in boxes] == [["aten.t.default", "aten.addmm.default"]] * 2
+    assert ["weight" in "".join(line.text for line in box.lines) for box in boxes] == [True] * 2
 
 
 AHEAD = ["backward", *["forward"] * 40, *["backward"] * 60, *["update"] * 20]
