@@ -43,24 +43,6 @@ def same(a: tuple[torch.Tensor, dict[str, torch.Tensor]], b: tuple[torch.Tensor,
 
 
 @worker
-def compiles_whole(name: str, axis: str, backend: str) -> None:
-    """torch.compile(fullgraph=True) of a rank's program gives what eager gives."""
-    case = make(name)
-    pm = plan(case, sx.Mesh(**{axis: 2}))
-    rank = dist.get_rank()
-    module = pm.rank_module(rank)
-    examples = {f"args.{i}": t for i, t in enumerate(case.args)} | {
-        f"targets.{i}": t for i, t in enumerate(case.targets)
-    }
-    inputs = list(pm._programs.step.rank_inputs(rank, pm.rank_program(rank), examples).values())
-    with torch.no_grad():
-        eager = module(*inputs)
-        compiled = torch.compile(module, fullgraph=True, backend=backend)(*inputs)
-    assert len(eager) == len(compiled) > 1
-    assert max(rel_err(a, b) for a, b in zip(eager, compiled, strict=True)) < 1e-12
-
-
-@worker
 def saves_programs(name: str, folder: str) -> None:
     """Each rank writes its own file, and what it writes computes what the plan computes."""
     case = make(name)
@@ -78,14 +60,6 @@ def saves_programs(name: str, folder: str) -> None:
     assert results["loss:loss"].item() == loss.item()
     for name, parameter in pm.named_parameters():
         assert torch.equal(results[f"gradient:{name}"], pm._state.store._shards[name].unwrap(parameter.grad)), name
-
-
-@worker
-def is_proven(name: str, mesh: str) -> None:
-    """Under torchrun as elsewhere; and planning makes no engine."""
-    pm = plan(make(name), MESHES[mesh])
-    assert pm.verify()
-    assert pm._programs.step._engine is None
 
 
 @worker

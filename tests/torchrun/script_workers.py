@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -12,35 +11,33 @@ import torch
 from accelerate.state import AcceleratorState
 
 from tests.pages import ports
-from tests.scripts import STEPS
+from tests.scripts import STEPS, trainer
 
 from .workers import WORKERS, worker
 
 __all__ = ["WORKERS"]
 
 
-def losses(name: str, folder: Path) -> tuple[list[float], list[float]]:
-    """Of the ported script, going on under another plan, and those that the plain one wrote down."""
-    script = importlib.import_module(f"tests.scripts.{name}")
+def check_losses(folder: str) -> None:
+    """Of the ported script, going on under another plan: those that the plain one wrote down, step by step."""
     expected = json.loads(Path(folder, "losses.json").read_text())
-    return [loss for mesh in script.MESHES for loss in script.ported(mesh, STEPS, folder / "ported")], expected
+    found = [loss for mesh in trainer.MESHES for loss in trainer.ported(mesh, STEPS, Path(folder, "ported"))]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
 def prepare(calls: list[str]) -> None:
-    """Make the plans that the ranks inherit: scripts train the same on virtual ranks."""
+    """Make the plans that the ranks inherit: the script trains the same on virtual ranks."""
     for call in calls:
-        worker, _, given = call.partition(":")
+        worker, _, folder = call.partition(":")
         if worker == trains_as_the_plain_script.__name__:
-            name, folder = given.split(",")
-            torch.testing.assert_close(*losses(name, Path(folder)), rtol=0, atol=1e-9)
+            check_losses(folder)
             shutil.rmtree(Path(folder, "ported"))
             AcceleratorState._reset_state(True)
 
 
 @worker
-def trains_as_the_plain_script(name: str, folder: str) -> None:
-    """Step by step."""
-    torch.testing.assert_close(*losses(name, Path(folder)), rtol=0, atol=1e-9)
+def trains_as_the_plain_script(folder: str) -> None:
+    check_losses(folder)
 
 
 @worker

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -12,25 +11,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.state import AcceleratorState
 
-from tests.scripts import STEPS
+from tests.scripts import STEPS, trainer
 from tests.torchrun.launch import ROOT, example, on_ranks
 from tests.virtual.test_examples import one_device
 
 
-def test_a_trainer_and_a_loop_of_accelerate_train_as_on_one_device(tmp_path: Path) -> None:
+def test_a_trainer_trains_as_on_one_device(tmp_path: Path) -> None:
     """Begun and gone on with on two ranks, under two plans; then without shardfx."""
-    scripts = {name: importlib.import_module(f"tests.scripts.{name}") for name in ("accelerate_loop", "trainer")}
-    calls, later = [], {}
-    for name, script in scripts.items():
-        AcceleratorState._reset_state(True)
-        losses = script.plain(2 * STEPS, tmp_path / name / "plain")
-        later[name] = script.plain(STEPS, tmp_path / name / "plain")
-        (tmp_path / name / "losses.json").write_text(json.dumps(losses))
-        calls.append(f"trains_as_the_plain_script:{name},{tmp_path / name}")
-    on_ranks(2, *calls)
-    for name, script in scripts.items():
-        AcceleratorState._reset_state(True)
-        torch.testing.assert_close(script.plain(STEPS, tmp_path / name / "ported"), later[name], rtol=0, atol=1e-9)
+    AcceleratorState._reset_state(True)
+    losses = trainer.plain(2 * STEPS, tmp_path / "plain")
+    later = trainer.plain(STEPS, tmp_path / "plain")
+    (tmp_path / "losses.json").write_text(json.dumps(losses))
+    on_ranks(2, f"trains_as_the_plain_script:{tmp_path}")
+    AcceleratorState._reset_state(True)
+    torch.testing.assert_close(trainer.plain(STEPS, tmp_path / "ported"), later, rtol=0, atol=1e-9)
     AcceleratorState._reset_state(True)
 
 

@@ -56,13 +56,6 @@ def trains_like_one_device(name: str, mesh: str) -> None:
     assert difference.worst < 1e-9, difference
 
 
-@worker
-def trains_in_less_memory(name: str, mesh: str, *modules: str) -> None:
-    """Parameters in shards, and activations recomputed."""
-    difference = train_beside(name, MESHES[mesh], zero=3, zero_min_numel=0, recompute=modules)
-    assert difference.worst < 1e-9, difference
-
-
 class Counted(TorchDispatchMode):
     """Counts the functional collectives of this rank, by name and group."""
 

@@ -78,20 +78,6 @@ def test_recorded_steps_equal_one_device_under_a_schedule_and_after_a_load(monke
 
 
 @pytest.mark.long
-def test_recorded_step_is_recorded_anew_where_parameters_lie_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses, _, _ = alone(KINDS["SGD"], 6)
-    pm = small_plan(KINDS["SGD"], ALONE)
-    graphs = with_doubles(pm, monkeypatch)
-    for i, ((x, y), loss) in enumerate(zip(batches(6), losses, strict=True)):
-        if i == 4:
-            for parameter in pm.parameters():
-                parameter.data = parameter.data.clone()
-        assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-12)
-    (graph,) = graphs
-    assert graph.did[-2:] == ["runs", "runs"] and graph.did.count("is captured") == 1
-
-
-@pytest.mark.long
 def test_losses_and_results_of_recorded_steps_stay_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a replay gives is not written over by the next; dropout draws anew; each batch size has a graph."""
     model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(), nn.BatchNorm1d(32), nn.Linear(32, 4)).double()

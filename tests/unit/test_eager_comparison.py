@@ -104,29 +104,6 @@ def test_models_with_dropout_are_captured_without_notes() -> None:
     assert not any("does not run" in note for note in captured(again).notes)
 
 
-class Attends(nn.Module):
-    """Attention, of which the gradient of the keys' bias is zero but for rounding, and a norm that cancels another
-    bias."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.norm = nn.Linear(8, 24, dtype=dtype), nn.BatchNorm1d(8, dtype=dtype)
-        self.out = nn.Linear(8, 4, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        made = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], dropout_p=0.1)[:, 0]
-        return self.out(self.norm(made.transpose(1, 2)).amax(2)).relu()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
-    x, y = torch.randn(6, 5, 8, dtype=dtype), torch.randn(6, 4, dtype=dtype)
-    capture(Attends(dtype), MESH, args=(x,), loss=F.mse_loss, targets=(y,))
-
-
 def test_capture_leaves_model_gradients_and_generators_unchanged() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = {name: each.clone() for name, each in model.state_dict().items()}

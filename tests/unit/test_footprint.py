@@ -11,20 +11,21 @@ from torch import fx
 
 import shardfx as sx
 from shardfx.ir.cost.amounts import total
+from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.cost.node_cost import NodeCosts, node_cost
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
+from shardfx.ir.graph import OutputKind
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.sends import Sent
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rulebook import default_rules
-from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.text.parser import parse_graph
 from shardfx.module.programs import TRAIN
 from tests.collective_counts import count_collectives
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan
+from tests.rank_programs import Call, Write, written
 from tests.zoo import make
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -117,29 +118,24 @@ outputs:
 # ---- destinations: programs that say where results go
 
 
-def program_of(build: Any) -> RankProgram:
-    """A program on two inputs of f32[8, 8], made by ``build(fx graph, x, y)``; it gives one result."""
-    graph, mesh = fx.Graph(), sx.Mesh(dp=2)
-    kind = TensorType((8, 8), torch.float32)
-    inputs = tuple(Input(InputKind.ARGUMENT, n, Value(kind, None, 0, n, Spec.parse("-, -", mesh))) for n in ("x", "y"))
-    result = build(graph, *(graph.placeholder(given.name) for given in inputs))
-    graph.output((result,))
-    return RankProgram(0, mesh, graph, inputs, (Output(OutputKind.RESULT, "results.0", Value(kind)),))
+def replayed(write: Write) -> Footprint:
+    """What a program on two inputs of f32[8, 8] holds and does."""
+    return replay(written(write, shape=(8, 8), gives=OutputKind.RESULT))
 
 
 def test_a_bucket_is_allocated_once_and_written_in_place() -> None:
-    def build(g: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
-        flat = g.call_function(memory_ops.empty, ([128], torch.float32))
-        first = g.call_function(memory_ops.part, (flat, 1, 0, [8, 8]))
-        made = g.call_function(aten.mm.out, (x, y), {"out": first})
-        second = g.call_function(memory_ops.part, (flat, 1, 64, [8, 8]))
-        total = g.call_function(aten.add.Tensor, (x, y))
-        written = g.call_function(memory_ops.write, (second, total))
-        whole = g.call_function(memory_ops.join, (flat, [made, written], 1))
-        reduced = g.call_function(memory_ops.all_reduce_, (whole, "sum", "dp2/dp@0"))
-        return g.call_function(c10d.wait_tensor.default, (reduced,))
+    def write(call: Call, x: fx.Node, y: fx.Node) -> list[fx.Node]:
+        flat = call(memory_ops.empty, [128], torch.float32)
+        first = call(memory_ops.part, flat, 1, 0, [8, 8])
+        made = call(aten.mm.out, x, y, out=first)
+        second = call(memory_ops.part, flat, 1, 64, [8, 8])
+        total = call(aten.add.Tensor, x, y)
+        written = call(memory_ops.write, second, total)
+        whole = call(memory_ops.join, flat, [made, written], 1)
+        reduced = call(memory_ops.all_reduce_, whole, "sum", "dp2/dp@0")
+        return [call(c10d.wait_tensor.default, reduced)]
 
-    found = replay(program_of(build))
+    found = replayed(write)
     flat, total = 128 * 4, 64 * 4
     assert [s.nbytes for s in found.storages] == [flat, total]
     assert found.live == (flat, flat, flat, flat, flat + total, flat + total, flat, flat, flat)
@@ -150,14 +146,14 @@ def test_a_bucket_is_allocated_once_and_written_in_place() -> None:
 
 
 def test_memory_goes_behind_the_last_use_of_any_view_of_it() -> None:
-    def build(g: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
-        a = g.call_function(aten.add.Tensor, (x, y))
-        view = g.call_function(aten.t.default, (a,))
-        b = g.call_function(aten.relu.default, (x,))
-        c = g.call_function(aten.mul.Tensor, (b, view))
-        return g.call_function(aten.neg.default, (c,))
+    def write(call: Call, x: fx.Node, y: fx.Node) -> list[fx.Node]:
+        a = call(aten.add.Tensor, x, y)
+        view = call(aten.t.default, a)
+        b = call(aten.relu.default, x)
+        c = call(aten.mul.Tensor, b, view)
+        return [call(aten.neg.default, c)]
 
-    found, one = replay(program_of(build)), 8 * 8 * 4
+    found, one = replayed(write), 8 * 8 * 4
     assert found.live == (one, one, 2 * one, 3 * one, 2 * one)
     assert found.peak.nbytes == 3 * one and found.cost.touched == (3 + 0 + 2 + 3 + 2) * one
 
@@ -171,7 +167,7 @@ def test_what_only_looks_is_not_run() -> None:
         seen.append(name)
         return x
 
-    found = replay(program_of(lambda g, x, y: g.call_function(noted, (g.call_function(aten.neg.default, (x,)), "a"))))
+    found = replayed(lambda call, x, y: [call(noted, call(aten.neg.default, x), "a")])
     assert not seen and [s.nbytes for s in found.storages] == [8 * 8 * 4]
 
 

@@ -202,17 +202,6 @@ def test_partial_sums_pass_a_rounding_only_if_a_pass_says_so() -> None:
         validate_graph(graph, rules=RULES)
 
 
-def test_wrong_calls() -> None:
-    graph = planned()
-    x = graph.inputs[0].value
-    with pytest.raises(Error, match="does not take these arguments") as caught:
-        Rewriter(graph, RULES).call(aten.mm.default, x, x)
-    assert "aten::mm" in str(caught.value.expected)
-    with pytest.raises(Error, match="without a rule") as caught:
-        Rewriter(graph).call(aten.relu.default, x)
-    assert caught.value.remedy == "Rewriter(graph, context.rules)"
-
-
 @pytest.mark.parametrize("op", ["all_gather", comm.all_gather])
 def test_communication_leads_where_its_keywords_say(op: Any) -> None:
     graph = planned()
@@ -226,17 +215,24 @@ def test_communication_leads_where_its_keywords_say(op: Any) -> None:
     assert line(graph, both).startswith("%4, %5 = comm.all_reduce(%1, %1, axes=[tp]) : f32[8{dp}, 6], f32[8{dp}")
 
 
-def test_wrong_communication() -> None:
+@pytest.mark.parametrize(
+    ("make", "what", "said"),
+    [
+        (lambda rewriter, x: rewriter.call(aten.mm.default, x, x), "does not take these arguments", "aten::mm"),
+        (lambda rewriter, x: Rewriter(rewriter.graph).call(aten.relu.default, x), "without a rule", "context.rules)"),
+        (
+            lambda rewriter, x: rewriter.comm("gather", x, axes=["tp"], dim=0),
+            "there is no comm op 'gather'",
+            "all_gath",
+        ),
+        (lambda rewriter, x: rewriter.comm("all_gather", x, axes=["tp"], dim=0), "start from this placement", "{tp}"),
+    ],
+)
+def test_mistakes_are_errors(make: Any, what: str, said: str) -> None:
     graph = planned()
-    x = graph.inputs[0].value
-    with pytest.raises(Error, match="there is no comm op 'gather'") as caught:
-        Rewriter(graph).comm("gather", x, axes=["tp"], dim=0)
-    assert "all_gather" in str(caught.value.expected)
-    with pytest.raises(Error, match="cannot start from this placement"):
-        Rewriter(graph).comm("all_gather", x, axes=["tp"], dim=0)
-    x.spec = None
-    with pytest.raises(Error, match="without placement"):
-        Rewriter(graph).comm("all_gather", x, axes=["tp"], dim=0)
+    with pytest.raises(Error, match=what) as caught:
+        make(Rewriter(graph, RULES), graph.inputs[0].value)
+    assert said in f"{caught.value.expected} {caught.value.remedy}"
 
 
 def alike_graph() -> Graph:

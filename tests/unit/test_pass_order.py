@@ -192,11 +192,6 @@ def test_a_pass_that_raises_is_named_with_its_line() -> None:
     assert f"test_pass_order.py:{line + 1}" in str(caught.value.where) and caught.value.expected == "a loss"
 
 
-def test_what_a_pass_made_is_on_its_nodes() -> None:
-    made = {node.made_by for node in planned(AutoTp()).planned.nodes}
-    assert {"", "partition"} <= made <= {"", *BUILT_IN}
-
-
 def test_a_diff_of_one_pass() -> None:
     pm = planned(AutoTp())
     text = pm.diff("partition").splitlines()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,45 +10,32 @@ import torch
 from torch import fx
 
 import shardfx as sx
-from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value
+from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.validate_program import validate_program
 from shardfx.ir.spec import TensorType
 from shardfx.passes.rank import GatherInto, InPlace, OwnOutputs, RankContext, RankPass, run_rank_passes
 from shardfx.runtime.memory_pool import MemoryPool
 from tests.plans import plan
 from tests.rank_golden import CASES, FOLDER, made
+from tests.rank_programs import GROUP, Call, Write, written
 from tests.zoo import make
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MESH = Mesh(dp=2)
-GROUP = "dp2/dp@0"
-Write = Callable[[fx.Graph, fx.Node, fx.Node], tuple[fx.Node, ...]]
-
-
-def program(write: Write) -> RankProgram:
-    """A program that a test writes, of inputs ``a`` and ``b``, with gradients as results."""
-    graph = fx.Graph()
-    results = write(graph, graph.placeholder("a"), graph.placeholder("b"))
-    graph.output(results)
-    value = Value(TensorType((2, 2), torch.float32))
-    outputs = tuple(Output(OutputKind.GRADIENT, str(i), value) for i in range(len(results)))
-    return RankProgram(0, MESH, graph, (), outputs)
 
 
 def after(each: RankPass, write: Write) -> str:
-    made = program(write)
+    made = written(write)
     run_rank_passes(made, [each], RankContext(Graph(MESH)))
     return str(made.graph)
 
 
-def reduced(graph: fx.Graph, x: Any) -> fx.Node:
-    started = graph.call_function(c10d.all_reduce.default, (x, "sum", GROUP))
-    return graph.call_function(c10d.wait_tensor.default, (started,))
+def reduced(call: Call, x: Any) -> fx.Node:
+    return call(c10d.wait_tensor.default, call(c10d.all_reduce.default, x, "sum", GROUP))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -73,58 +59,50 @@ def test_a_text_that_is_no_program_of_the_plan_is_an_error() -> None:
             parse_program(damaged, pm.planned)
 
 
-def test_fresh_memory_is_reduced_where_it_lies() -> None:
-    def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        product = graph.call_function(aten.mm.default, (a, b))
-        return (reduced(graph, graph.call_function(aten.t.default, (product,))),)
-
-    assert "memory_ops.all_reduce_" in after(InPlace(), write)
+def fresh(call: Call, a: fx.Node, b: fx.Node) -> list[fx.Node]:
+    return [reduced(call, call(aten.t.default, call(aten.mm.default, a, b)))]
 
 
-def test_what_was_made_apart_is_not_taken_for_one_memory() -> None:
+def an_input(call: Call, a: fx.Node, b: fx.Node) -> list[fx.Node]:
+    return [reduced(call, call(aten.t.default, a))]
+
+
+def used_later(call: Call, a: fx.Node, b: fx.Node) -> list[fx.Node]:
+    product = call(aten.mm.default, a, b)
+    seen, full = call(aten.t.default, product), reduced(call, product)
+    return [full, call(aten.add.Tensor, seen, full)]
+
+
+def still_sent(call: Call, a: fx.Node, b: fx.Node) -> list[fx.Node]:
+    product = call(aten.mm.default, a, b)
+    pair = product, call(aten.t.default, product)
+    both = [call(c10d.all_reduce.default, x, "sum", GROUP) for x in pair]
+    return [call(c10d.wait_tensor.default, x) for x in both]
+
+
+@pytest.mark.parametrize(("write", "may"), {fresh: True, an_input: False, used_later: False, still_sent: False}.items())
+def test_memory_that_nobody_else_needs_is_reduced_in_place(write: Write, may: bool) -> None:
+    assert ("memory_ops.all_reduce_" in after(InPlace(), write)) is may
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_what_was_made_apart_is_not_taken_for_one_memory(made: bool) -> None:
     """A first result, joined with a later one, would else be read after "its" memory was written over."""
 
-    def joining(made: bool) -> str:
-        def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-            pair = [graph.call_function(aten.mm.default, (x, b)) for x in (a, b)] if made else [a, b]
-            flat = graph.call_function(pack.flatten, (pair, 1))
-            flat.meta["shardfx"] = Node("comm.all_gather", [Value(TensorType((2, 2), torch.float32))], {}, [])
-            return (flat,)
+    def write(call: Call, a: fx.Node, b: fx.Node) -> list[fx.Node]:
+        flat = call(pack.flatten, [call(aten.mm.default, x, b) for x in (a, b)] if made else [a, b], 1)
+        flat.meta["shardfx"] = Node("comm.all_gather", [Value(TensorType((2, 2), torch.float32))], {}, [])
+        return [flat]
 
-        return after(GatherInto(), write)
-
-    assert "adjoin" in joining(made=False) and "adjoin" not in joining(made=True)
-
-
-def an_input(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-    return (reduced(graph, graph.call_function(aten.t.default, (a,))),)
-
-
-def used_later(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-    product = graph.call_function(aten.mm.default, (a, b))
-    seen = graph.call_function(aten.t.default, (product,))
-    whole = reduced(graph, product)
-    return whole, graph.call_function(aten.add.Tensor, (seen, whole))
-
-
-def still_sent(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-    product = graph.call_function(aten.mm.default, (a, b))
-    seen = graph.call_function(aten.t.default, (product,))
-    both = [graph.call_function(c10d.all_reduce.default, (x, "sum", GROUP)) for x in (product, seen)]
-    return tuple(graph.call_function(c10d.wait_tensor.default, (x,)) for x in both)
-
-
-@pytest.mark.parametrize("write", [an_input, used_later, still_sent])
-def test_memory_that_others_need_is_not_reduced_in_place(write: Write) -> None:
-    assert "memory_ops.all_reduce_" not in after(InPlace(), write)
+    assert ("adjoin" in after(GatherInto(), write)) is not made
 
 
 def test_gradients_that_share_memory_are_copied() -> None:
-    def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        product = graph.call_function(aten.mm.default, (a, b))
-        return product, graph.call_function(aten.t.default, (product,)), graph.call_function(aten.t.default, (a,))
+    def write(call: Call, a: fx.Node, b: fx.Node) -> list[fx.Node]:
+        product = call(aten.mm.default, a, b)
+        return [product, call(aten.t.default, product), call(aten.t.default, a)]
 
-    made = program(write)
+    made = written(write)
     run_rank_passes(made, [OwnOutputs()], RankContext(Graph(MESH)))
     a, b = torch.rand(2, 2), torch.rand(2, 2)
     first, second, third = made.module()(a, b)
@@ -154,75 +132,6 @@ def test_a_valid_program_computes_what_its_plain_form_does() -> None:
     pm.use({rank: plain(each).module() for rank, each in programs.items()})
     pm(*case.args, *case.targets).backward()
     assert all(torch.equal(mine[name], grad) for name, grad in pm.full_grads().items())
-
-
-def wrong(write: Write) -> str:
-    with pytest.raises(sx.Error) as caught:
-        validate_program(program(write))
-    return str(caught.value)
-
-
-def flat(graph: fx.Graph, *offsets: int) -> tuple[fx.Node, list[fx.Node]]:
-    memory = graph.call_function(memory_ops.empty, ([8], torch.float32))
-    return memory, [graph.call_function(memory_ops.part, (memory, 1, at, [2, 2])) for at in offsets]
-
-
-def test_what_a_program_may_not_do() -> None:
-    def read_late(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        product = graph.call_function(aten.mm.default, (a, b))
-        sent = graph.call_function(memory_ops.all_reduce_, (product, "sum", GROUP))
-        done = graph.call_function(c10d.wait_tensor.default, (sent,))
-        return (graph.call_function(aten.add.Tensor, (done, product)),)
-
-    def unwaited(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        sent = graph.call_function(c10d.all_reduce.default, (a, "sum", GROUP))
-        return (graph.call_function(aten.add.Tensor, (sent, b)),)
-
-    def over_an_input(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        return (graph.call_function(aten.mm.out, (a, b), {"out": a}),)
-
-    def twice(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        memory, (first, second) = flat(graph, 0, 2)
-        values = [graph.call_function(memory_ops.write, (at, a)) for at in (first, second)]
-        return (graph.call_function(memory_ops.join, (memory, values, 1)),)
-
-    def elsewhere(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        memory, (first, second) = flat(graph, 0, 4)
-        values = [graph.call_function(memory_ops.write, (at, a)) for at in (second, first)]
-        return (graph.call_function(memory_ops.join, (memory, values, 1)),)
-
-    def turned(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        memory, places = flat(graph, 0, 4)
-        first, second = (graph.call_function(memory_ops.write, pair) for pair in zip(places, (a, b), strict=True))
-        seen = graph.call_function(aten.t.default, (first,))
-        return (graph.call_function(memory_ops.join, (memory, [seen, second], 1)),)
-
-    def unwritten(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        memory, (first, second) = flat(graph, 0, 4)
-        written = graph.call_function(memory_ops.write, (first, a))
-        return (graph.call_function(memory_ops.join, (memory, [written, second], 1)),)
-
-    def given_away(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        return (graph.call_function(aten.t.default, (a,)),)
-
-    def changes(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        return (graph.call_function(aten.add_.Tensor, (a, b)),)
-
-    def while_it_travels(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
-        product = graph.call_function(aten.mm.default, (a, b))
-        sent = graph.call_function(c10d.all_reduce.default, (product, "sum", GROUP))
-        over = graph.call_function(memory_ops.write, (product, a))
-        return graph.call_function(c10d.wait_tensor.default, (sent,)), over
-
-    assert "is written over while" in wrong(while_it_travels)
-    assert "is read after its memory was written over" in wrong(read_late)
-    assert "before it is waited for" in wrong(unwaited)
-    assert "an input's memory" in wrong(over_an_input)
-    assert "is read after its memory was written over" in wrong(twice)
-    assert "does not lie where" in wrong(elsewhere) and "does not lie where" in wrong(turned)
-    assert "memory without content" in wrong(unwritten)
-    assert "shares the memory of an input" in wrong(given_away)
-    assert "changes a tensor in place" in wrong(changes)
 
 
 @dataclass(frozen=True)

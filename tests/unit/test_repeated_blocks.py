@@ -14,7 +14,7 @@ import shardfx as sx
 from shardfx.ir.capture.repeated_blocks import find_repeats
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind
+from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.text import parse_graph
@@ -95,28 +95,6 @@ def test_folded_graph_equals_the_unfolded_one(variant: str) -> None:
 @pytest.mark.parametrize("variant", ["tied", "one differs", "skip", "returned"])
 def test_blocks_that_differ_are_not_folded(variant: str) -> None:
     assert repeats_of(Stack(variant)) == []
-
-
-class Scales(nn.Module):
-    """Writes down a constant in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
-
-
-@pytest.mark.long
-def test_equal_constants_are_one_input() -> None:
-    model = nn.Sequential()
-    model.blocks = nn.Sequential(*(Scales() for _ in range(DEPTH)))
-    given = {"args": (torch.rand(2, 4),), "loss": F.mse_loss, "targets": (torch.rand(2, 4),)}
-    short, whole = (capture(model, Mesh(dp=2), **given, fold=fold).graph for fold in (True, False))
-    assert [repeat.path for repeat in short.repeats] == ["blocks"] and len(whole.of_kind(InputKind.CONSTANT)) == 1
-    unfold(short)
-    assert str(short) == str(whole)
 
 
 class Various(nn.Module):

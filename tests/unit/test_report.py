@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
-import torch
 
 import shardfx as sx
 from shardfx.ir.text.parser import parse_graph
@@ -120,20 +118,3 @@ def test_the_text(pm: sx.ParallelModule) -> None:
         assert words in text
     assert "Warnings" not in text and max(map(len, text.splitlines())) <= 110
     assert "\x1b" not in text
-
-
-def test_warnings_are_in_the_report() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softshrink())
-
-    class Note(sx.Pass):
-        name = "note"
-
-        def run(self, graph: Any, context: Any) -> bool:
-            graph.notes.append("something to know")
-            return False
-
-    hints = sx.Hints(args=(torch.randn(4, 4),), specs={"args.0": "dp, -"}, passes=[Note()])
-    pm = sx.parallelize(model, sx.Mesh(dp=2), hints)
-    assert pm.report().warnings == ("something to know",)
-    assert "- something to know" in str(pm.report())
-    assert "note" in pm.report().passes

@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import shardfx as sx
-from shardfx.ir.ops import pack
 from shardfx.ir.ops.computing import segment as module
 from shardfx.ir.ops.computing.segment import misfit, segment
-from shardfx.ir.program.store_layout import stepped_groups
 from shardfx.passes.rank import Segments
 from tests.plans import MESHES
 from tests.stepped import KINDS, batches, small_plan
@@ -122,24 +120,6 @@ def test_steps_are_the_same_in_segments(kind: str, hints: dict[str, Any], monkey
     assert not found(other)
     full = other.full_state_dict()
     assert all((value - full[name]).abs().max() <= far for name, value in pm.full_state_dict().items())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("zero", [1, 2])
-def test_rows_of_replicated_parameters_are_stepped_in_one_segment(zero: int) -> None:
-    """In the order in which their gradients come, which is that of the states."""
-    pm = small_plan(KINDS["AdamW"], MESHES["dp2"], zero=zero)
-    (step,) = found(pm)
-    columns: Any = step.args[3]
-    width = len(columns) // 4
-    gradients, rows = ([columns[i * width + k] for i in range(4)] for k in (2, 0))
-    assert [got.args[1] for got in gradients] == [0, 1, 2, 3]
-    assert len({got.args[0] for got in gradients}) == 1
-    assert all(got.target is pack.take for got in rows)
-    names = [given.name.removesuffix(".exp_avg") for given in stepped_groups(pm.planned)[1]]
-    assert [str(got.args[0]).removesuffix("_weight").removesuffix("_bias") for got in rows] == [
-        f"_{name.rpartition('.')[0]}" for name in names
-    ]
 
 
 def swapped(node: fx.Node, column: int) -> None:

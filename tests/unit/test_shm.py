@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
-from shardfx.ir.ops import memory_ops
 from shardfx.runtime.distributed.shm import (
-    DIRECT,
     LARGE,
     LinkError,
     LinkWord,
@@ -22,8 +18,6 @@ from shardfx.runtime.distributed.shm import (
     segment_of,
     shared_bytes,
 )
-
-c10d = torch.ops._c10d_functional
 
 
 class Gloo:
@@ -116,37 +110,6 @@ def test_slots_are_used_again_when_all_have_read_them(pair: tuple[ShmGroup, ShmG
             *sums, memory = found
             assert sums == [3.0] * 4 + [2.0 * number for number in range(40)]
             assert memory <= 12
-
-
-@pytest.mark.parametrize("seen", [Tensor.contiguous, Tensor.t], ids=["contiguous", "transposed"])
-def test_direct_collectives_match_their_definition(
-    seen: Callable[[Tensor], Tensor], pair: tuple[ShmGroup, ShmGroup]
-) -> None:
-    mine = [seen(torch.arange(16.0).view(4, 4) * (rank + 1)) for rank in range(2)]
-    total, both = mine[0] + mine[1], torch.cat(mine)
-
-    def work(rank: int) -> list[Tensor]:
-        x, name = mine[rank], f"shm test {rank}"
-        _register_process_group(name, pair[rank])
-        calls = {
-            c10d.all_reduce.default: ("sum", name),
-            c10d.all_gather_into_tensor.default: (2, name),
-            c10d.reduce_scatter_tensor.default: ("sum", 2, name),
-        }
-        try:
-            found = [DIRECT[op](x, *args).wait() for op, args in calls.items()]
-            out, full = x.clone(memory_format=torch.contiguous_format), torch.empty(8, 4)
-            gathered = DIRECT[memory_ops.all_gather_into](x, 2, name, out=full).wait()
-            assert gathered is full
-            return [*found, DIRECT[memory_ops.all_reduce_](out, "avg", name).wait(), gathered]
-        finally:
-            _unregister_process_group(name)
-
-    with ThreadPoolExecutor(2) as threads:
-        for rank, found in enumerate(threads.map(work, range(2))):
-            expected = [total, both, total[2 * rank : 2 * rank + 2], total / 2, both]
-            assert all(map(torch.equal, found, expected))
-    assert torch.equal(mine[0], seen(torch.arange(16.0).view(4, 4)))  # which only all_reduce_ writes
 
 
 def test_messages_are_found_by_tag_and_sent_before_anybody_waits(pair: tuple[ShmGroup, ShmGroup]) -> None:

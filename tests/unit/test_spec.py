@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -97,39 +96,6 @@ def test_a_chunk_is_torchs_unless_that_leaves_nothing_to_some(size: int, count: 
     else:
         assert lengths == given_by_torch
     assert [start for start, length in ours if length] == [sum(lengths[:i]) for i in range(count) if lengths[i]]
-
-
-def sharding_as_torch_does(size: int, counts: list[int]) -> bool:
-    """Whether torch leaves nothing for some only where there is not enough, sharding by one count after the other."""
-    if not counts:
-        return True
-    count, *rest = counts
-    lengths = {len(shard) for shard in torch.arange(size).chunk(count)}
-    if size >= count > len(torch.arange(size).chunk(count)):
-        return False
-    return all(sharding_as_torch_does(length, rest) for length in lengths)
-
-
-@given(st.lists(st.integers(0, 11), min_size=1, max_size=3), st.data())
-def test_a_plain_sharding_is_dtensors(shape: list[int], data: st.DataObject) -> None:
-    """DTensor nests the shardings of a dim in the mesh's own order."""
-    mesh = Mesh(a=2, b=3, c=2)
-    dims = [data.draw(st.none() | st.integers(0, len(shape) - 1)) for _ in mesh.axes]
-    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    shardings = tuple(
-        DimSharding(tuple(n for n, d in zip(mesh.names, dims, strict=True) if d == i)) for i in range(len(shape))
-    )
-    spec = Spec(shardings)
-    assume(
-        all(sharding_as_torch_does(n, [mesh[a].size for a in c.axes]) for n, c in zip(shape, shardings, strict=True))
-    )
-    for coords in all_coords(mesh):
-        local, offset = _compute_local_shape_and_global_offset(
-            tuple(shape), tuple(axis.size for axis in mesh.axes), list(coords.values()), placements
-        )
-        assert spec.local_shape(shape, mesh, coords) == tuple(local)
-        if math.prod(local):
-            assert tuple(start for start, _ in spec.box(shape, mesh, coords)) == tuple(offset)
 
 
 # ---- compounds and views -----------------------------------------------------------------------------------
