@@ -125,30 +125,22 @@ def drop_collective(site: Site, node: fx.Node) -> None:
     site.graph.erase_node(started)  # type: ignore[arg-type]
 
 
-def summed(site: Site) -> list[fx.Node]:
-    """The waits for sums: a maximum of maxima is nothing new."""
-    return [n for n in waits(ALL_REDUCE)(site) if n.args[0].args[1] == "sum"]  # type: ignore[union-attr]
-
-
 def double_collective(site: Site, node: fx.Node) -> None:
     again = site.after(node, ALL_REDUCE, node, *node.args[0].args[1:])  # type: ignore[union-attr]
     site.after(again, WAIT, again)
 
 
-def other_axis(site: Site, node: fx.Node) -> None:
-    axes = str(node.args[-1]).partition("/")[2].partition("@")[0].split(".")
-    others = [a for a in site.mesh.names if a not in axes]
-    node.update_arg(len(node.args) - 1, site.mesh.group_name(site.rank, others))
+def over(axes: Callable[[Site, list[str]], Sequence[str]]) -> Damage:
+    """A collective over other axes, by those that it is over."""
+
+    def damage(site: Site, node: fx.Node) -> None:
+        node.update_arg(len(node.args) - 1, site.mesh.group_name(site.rank, axes(site, axes_of(node))))
+
+    return damage
 
 
-def all_axes(site: Site, node: fx.Node) -> None:
-    node.update_arg(len(node.args) - 1, site.mesh.group_name(site.rank, site.mesh.names))
-
-
-def one_axis(site: Site) -> list[fx.Node]:
-    """Sums over one of several axes: a maximum over more axes is the shift of a softmax still."""
-    sums = [n for n in site.calls(ALL_REDUCE) if n.args[1] == "sum"]
-    return [n for n in sums if len(site.mesh.names) > 1 and "." not in str(n.args[-1]).split("/")[1]]
+def others(site: Site, axes: list[str]) -> list[str]:
+    return [name for name in site.mesh.names if name not in axes]
 
 
 def biased(site: Site) -> list[fx.Node]:
@@ -235,8 +227,14 @@ def _shard_shape(node: Any) -> Any:
     return node.args[0].args[1][node.args[1]] if bucket else None
 
 
-def interchangeable(site: Site) -> list[fx.Node]:
-    return [site.end] if next(equal_outputs(site), None) else []
+def at_end(when: Callable[[Site], object]) -> Places:
+    """The results, where there are some of a kind."""
+    return lambda site: [site.end] if when(site) else []
+
+
+interchangeable = at_end(lambda site: next(equal_outputs(site), None))
+with_buffers = at_end(lambda site: any(name.endswith(KEPT) for _, name in site.buffers))
+gradients = at_end(lambda site: site.gradients)
 
 
 def lost_update(site: Site, node: fx.Node) -> None:
@@ -246,10 +244,6 @@ def lost_update(site: Site, node: fx.Node) -> None:
     at, name = next((i, name) for i, name in site.buffers if name.endswith(KEPT))
     results[at] = next(n for n in old if n.name == identifier(name))
     node.args = (tuple(results),)
-
-
-def with_buffers(site: Site) -> list[fx.Node]:
-    return [site.end] if any(name.endswith(KEPT) for _, name in site.buffers) else []
 
 
 KEPT = ("running_mean", "exp_avg")
@@ -365,25 +359,24 @@ def sums(site: Site) -> list[fx.Node]:
     return [node for node in site.calls(ALL_REDUCE) if node.args[1] == "sum"]
 
 
+def waits_for_sums(site: Site) -> list[fx.Node]:
+    """A maximum of maxima is nothing new."""
+    return [node for node in waits(ALL_REDUCE)(site) if node.args[0] in sums(site)]
+
+
+def one_axis(site: Site) -> list[fx.Node]:
+    """Sums over one of several axes: a maximum over more axes is the shift of a softmax still."""
+    return [node for node in of_fewer_axes(site) if len(axes_of(node)) == 1]
+
+
 def of_several_axes(site: Site) -> list[fx.Node]:
     """Sums over several axes."""
     return [node for node in sums(site) if len(axes_of(node)) > 1]
 
 
-def without_an_axis(site: Site, node: fx.Node) -> None:
-    """The shares of one axis are not added."""
-    node.update_arg(len(node.args) - 1, site.mesh.group_name(site.rank, axes_of(node)[:-1]))
-
-
 def of_fewer_axes(site: Site) -> list[fx.Node]:
     """Sums over some of the mesh's axes."""
     return [node for node in sums(site) if len(axes_of(node)) < len(site.mesh.names)]
-
-
-def with_an_axis(site: Site, node: fx.Node) -> None:
-    """What is the same along an axis is added along it."""
-    more = next(name for name in site.mesh.names if name not in axes_of(node))
-    node.update_arg(len(node.args) - 1, site.mesh.group_name(site.rank, [*axes_of(node), more]))
 
 
 def norms_of_slices(site: Site) -> list[fx.Node]:
@@ -463,10 +456,6 @@ def plain_for_compound(site: Site, node: fx.Node) -> None:
     """One segment of the dim for a segment of each sub-dim."""
     x, (outer, inner, *rest), _, start, length, shape = node.args  # type: ignore[misc]
     node.args = (x, [outer * inner, *rest], 0, start * outer, length * outer, shape)  # type: ignore[operator]
-
-
-def gradients(site: Site) -> list[fx.Node]:
-    return [site.end] if site.gradients else []
 
 
 def parameter_for_its_gradient(site: Site, node: fx.Node) -> None:
@@ -554,14 +543,14 @@ def _stale(site: Site, node: fx.Node) -> tuple[int, fx.Node] | None:
 MUTATIONS = (
     Mutation("all-reduce dropped", waits(ALL_REDUCE), drop_collective),
     Mutation("all-reduce dropped on one rank", waits(ALL_REDUCE), drop_collective, True),
-    Mutation("all-reduce doubled", summed, double_collective),
-    Mutation("all-reduce over the other axis", one_axis, other_axis),
-    Mutation("all-reduce over all axes", one_axis, all_axes),
-    Mutation("all-reduce without an axis", of_several_axes, without_an_axis),
-    Mutation("all-reduce over an axis more", of_fewer_axes, with_an_axis),
+    Mutation("all-reduce doubled", waits_for_sums, double_collective),
+    Mutation("all-reduce over the other axis", one_axis, over(others)),
+    Mutation("all-reduce over all axes", one_axis, over(lambda site, axes: site.mesh.names)),
+    Mutation("all-reduce without an axis", of_several_axes, over(lambda site, axes: axes[:-1])),
+    Mutation("all-reduce over an axis more", of_fewer_axes, over(lambda site, axes: [*axes, others(site, axes)[0]])),
     Mutation("norm of the whole on every rank", norms_of_slices, norm_of_the_whole),
     Mutation("one norm counted twice", sums_of_squares, one_counted_twice),
-    Mutation("max for sum", of(ALL_REDUCE, when=lambda n: n.args[1] == "sum"), argument(1, lambda _: "max")),
+    Mutation("max for sum", sums, argument(1, lambda _: "max")),
     Mutation("avg for sum", of(ALL_REDUCE, SCATTER, when=lambda n: n.args[1] == "sum"), argument(1, lambda _: "avg")),
     Mutation(
         "other kind on one rank", of(ALL_REDUCE), argument(1, lambda kind: "max" if kind == "sum" else "sum"), True

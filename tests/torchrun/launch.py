@@ -74,11 +74,6 @@ def ended(*modes: str, timeout: float = 200) -> str:
     return server().run("lost", modes, timeout)
 
 
-def example(processes: int, target: Sequence[str], timeout: float = 240) -> str:
-    """Run ``torchrun EXAMPLE`` in ranks that are forked (:mod:`.elastic`)."""
-    return server().run("elastic", ["--standalone", f"--nproc-per-node={processes}", *target], timeout)
-
-
 def torchrun(processes: int, target: Sequence[str], cwd: Path, timeout: float = 60) -> str:
     """Run ``torchrun TARGET`` as somebody does: in processes that have imported nothing."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *target]

@@ -15,9 +15,9 @@ import traceback
 import torch
 import transformers  # noqa: F401
 
-from . import elastic, fork, lost
+from . import fork, lost
 
-MAINS = {"elastic": elastic.main, "fork": fork.main, "lost": lost.main}
+MAINS = {"fork": fork.main, "lost": lost.main}
 
 
 def job(module: str, arguments: list[str], folder: str, output: str) -> int:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate.state import AcceleratorState
 
 from tests.scripts import STEPS, trainer
-from tests.torchrun.launch import ROOT, example, on_ranks
+from tests.torchrun.launch import ROOT, on_ranks, torchrun
 from tests.virtual.test_examples import one_device
 
 
@@ -39,7 +39,7 @@ def test_the_script_that_porting_shows_trains_the_same(tmp_path: Path) -> None:
 
 def test_the_example_trains_as_on_one_device(tmp_path: Path) -> None:
     """As somebody starts it."""
-    printed = example(4, [str(ROOT / "examples" / "gpt_torchrun.py"), str(tmp_path / "saved")])
+    printed = torchrun(4, [str(ROOT / "examples" / "gpt_torchrun.py"), str(tmp_path / "saved")], ROOT, timeout=200)
     losses = [float(number) for number in re.findall(r"loss ([\d.]+)$", printed, re.MULTILINE)]
     assert losses == pytest.approx(one_device(len(losses)), abs=2e-5)
     assert losses[-1] < losses[0] - 1

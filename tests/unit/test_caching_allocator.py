@@ -10,7 +10,7 @@ import torch
 import shardfx as sx
 from shardfx.ir.cost.caching_allocator import CachingAllocator
 from tests.on_gpu import allocated
-from tests.virtual.test_memory import blocks
+from tests.stepped import KINDS, small_plan
 
 MB = 1 << 20
 
@@ -59,8 +59,7 @@ def test_the_smallest_block_that_fits_is_taken_and_neighbours_merge() -> None:
 
 @pytest.mark.long
 def test_a_step_reserves_its_peak_and_the_same_in_every_step() -> None:
-    pm = blocks(optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    memory = pm.memory()
+    memory = small_plan(KINDS["AdamW"], sx.Mesh(dp=2)).memory()
     assert memory.peak < memory.reserved == 2 * MB and "reserved on CUDA" in str(memory)
     footprint = memory.footprint
     assert footprint.reserved([64 * MB]) == footprint.reserved() + 64 * MB
@@ -85,38 +84,3 @@ def test_on_a_gpu_random_allocations_reserve_as_much(seed: int) -> None:
             held.append((torch.empty(size, dtype=torch.uint8, device="cuda"), allocator.allocate(size)))
     found = torch.cuda.memory_reserved() - before
     assert abs(allocator.reserved - found) < 0.05 * found, (allocator.reserved, found)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "offload", [(), (sx.Offload(("activations", "optimizer"), min_numel=0),)], ids=["plain", "offload"]
-)
-def test_on_a_gpu_a_step_reserves_what_is_predicted(offload: tuple[sx.Offload, ...]) -> None:
-    """Within 10 %, and allocates it within 2 %; beside what libraries of kernels take once."""
-    a, b = torch.randn(2, 64, 64, device="cuda")
-    torch.addmm(a[0], torch.mm(a, b), b)  # cuBLAS takes its workspaces
-    del a, b
-    before, reserved = allocated(), torch.cuda.memory_reserved()
-    x, y = (torch.randn(2**15, 2048, device="cuda") for _ in range(2))
-    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6)))
-    loss = torch.nn.functional.mse_loss
-    hints = sx.Hints(
-        args=(x,),
-        targets=(y,),
-        loss=loss,
-        device="cuda",
-        offload=offload,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
-    )
-    pm = sx.parallelize(model, sx.Mesh(dp=1), hints, virtual=True)
-    pm.step(x, y)
-    allocated()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):
-        pm.step(x, y)
-    torch.cuda.synchronize()
-    memory = pm.memory()
-    peak, held = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved() - reserved
-    assert abs(memory.peak / peak - 1) < 0.02, (memory.peak, peak)
-    assert torch.cuda.memory_stats()["active_bytes.all.peak"] - before == peak, "no block waits for an event"
-    assert abs(memory.reserved / held - 1) < 0.1, (memory.reserved, held)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shardfx.ir.dim_sharding import DimSharding, Part, Window, compound, project
+from shardfx.ir.dim_sharding import DimSharding, Window
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
@@ -146,14 +146,6 @@ def test_an_exchange_sends_the_rows_that_others_need() -> None:
 def test_what_is_no_window_is_refused(text: str) -> None:
     with pytest.raises(Error):
         parse_spec(text, TWO)
-
-
-def test_uneven_tiles_that_are_tiles_of_blocks_are_one_placement() -> None:
-    three = Mesh(h=3)
-    assert compound([Part(8, ("h",)), Part(2)], three) == DimSharding(("h",))  # 6, 6 and 4 of 16
-    assert project(DimSharding(("h",)), 16, (8, 2), three) == (DimSharding(("h",)), DimSharding())
-    assert compound([Part(4, ("h",)), Part(4)], three).parts  # 8, 4 and 4 of 16
-    assert project(DimSharding(("h",)), 16, (4, 4), three) is None
 
 
 THREE = Mesh(h=3)
