@@ -1,27 +1,29 @@
-"""What is offloaded beside the device: nothing changes but the memory, which is predicted in both pools, and proven."""
+"""Offload to host memory, disk, and of tables of which rows are fetched: nothing changes but the memory, which is
+predicted in both pools, and proven."""
 
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import fx, nn
 
 import shardfx as sx
-from shardfx.ir.graph import Phase
+from shardfx.ir.graph import InputKind, Phase
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.text import parse_graph, print_graph
 from shardfx.ir.text.printer import size_text
 from shardfx.ir.timing.rank_tasks import StartTask, WaitTask, call_label, rank_tasks
 from shardfx.ir.validate import validate_graph
+from shardfx.module.programs import STEP, TRAIN
+from tests.live_memory import check_footprint, held_in_a_step
 from tests.on_gpu import allocated
 from tests.plans import MESHES, plan
 from tests.stepped import KINDS, batches, small_plan
@@ -71,36 +73,19 @@ def test_five_steps_are_the_same_to_the_bit() -> None:
     assert parse_graph(print_graph(other.planned)).inputs[0].pool == other.planned.inputs[0].pool
 
 
-@pytest.mark.slow
-def test_what_is_offloaded_is_not_on_the_device() -> None:
-    plain = blocks(optimizer=adamw).memory()
-    states = 2 * plain.by_category["parameters"]
-    assert plain.by_category["optimizer states"] == states + 8
-    for offload, less, beside in (
-        (("optimizer",), states, states),
-        (("parameters",), 0.8 * states / 2, states / 2),
-        (("activations",), 0.7 * plain.by_category["activations"], plain.by_category["activations"]),
-    ):
-        memory = blocks(optimizer=adamw, offload=away(*offload)).memory()
-        assert plain.peak - memory.peak >= less and memory.host == pytest.approx(beside, rel=0.2), offload
-    every = blocks(optimizer=adamw, offload=away()).memory()
-    assert every.peak < 0.32 * plain.peak
-    again = blocks(optimizer=adamw, offload=away("activations"), recompute="layers.*").memory()
-    assert again.host < 0.2 * plain.by_category["activations"]  # what goes into the blocks alone
-
-
-@pytest.mark.slow
-def test_it_is_seen_in_pictures_reports_and_reasons(tmp_path: Path) -> None:
-    pm = blocks(optimizer=adamw, offload=away())
-    memory = pm.memory()
+@pytest.mark.long
+def test_offloaded_values_leave_the_device_and_are_shown(tmp_path: Path) -> None:
+    """In memory, its picture, that of the plan, the report and the explanation."""
+    plain, pm = blocks(optimizer=adamw).memory(), blocks(optimizer=adamw, offload=away())
+    memory, stored = pm.memory(), plain.by_category
+    beside = stored["activations"] + 3 * stored["parameters"]
+    assert memory.peak < 0.32 * plain.peak and memory.host == pytest.approx(beside, rel=0.2)
     drawn = memory.draw(tmp_path / "memory.svg").read_text()
     assert f"host memory: {size_text(memory.host)} at most" in drawn
-    plain = blocks(optimizer=adamw).memory().draw(tmp_path / "plain.svg").read_text()
-    assert "host memory" not in plain and plain.count("<path") < drawn.count("<path")
     pm.draw(tmp_path)
     assert "offload to the host, or fetch" in (tmp_path / "after.svg").read_text()
     report = pm.report()
-    assert report.memory.host == pm.memory().host and "offloaded and fetched" in str(report)
+    assert report.memory.host == memory.host and "offloaded and fetched" in str(report)
     assert "memory.to_device moves 4.1 kB per rank" in str(pm.explain("layers.0.up.weight"))
 
 
@@ -134,11 +119,12 @@ def _split_at_the_end_of_the_backward(pm: sx.ParallelModule) -> tuple[list[fx.No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hints", [{}, {"zero": 1, "zero_min_numel": 0}, {"zero": 3, "zero_min_numel": 0}], ids=str)
-def test_states_travel_during_the_backward(hints: dict[str, Any]) -> None:
+def test_states_travel_during_the_backward() -> None:
     """So a step takes less time than what it computes and carries, one behind the other; and it does not wait at once
     for gradients that ranks reduce."""
-    pm = blocks(optimizer=adamw, offload=away("optimizer"), machine="h100-dgx", bucket_mb=0.001, **hints)
+    pm = blocks(
+        optimizer=adamw, offload=away("optimizer"), machine="h100-dgx", bucket_mb=0.001, zero=3, zero_min_numel=0
+    )
     before, behind = _split_at_the_end_of_the_backward(pm)
     assert len(before) > 2 * len(behind)
     time = pm.report().time
@@ -208,39 +194,6 @@ def test_files_go_with_what_lies_in_them(tmp_path: Path) -> None:
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
-LARGE = """
-import resource, sys, torch, shardfx as sx
-wide = 2048
-x = torch.randn(16, wide)
-model = torch.nn.Sequential(*(torch.nn.Linear(wide, wide, bias=False, device="meta") for _ in range(6)))
-away = [sx.Offload(("optimizer", "parameters"), to="disk", directory=sys.argv[1])] if len(sys.argv) > 1 else ()
-adamw = lambda params: torch.optim.AdamW(params, lr=1e-5)
-hints = sx.Hints(args=(x,), targets=(x,), loss=torch.nn.functional.mse_loss, optimizer=adamw, offload=away)
-pm = sx.parallelize(model, sx.Mesh(dp=1), hints, virtual=True)
-held = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
-most = int(held.split()[1]) * 1024 + 16 * wide * wide * 4
-resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-pm.load_full_state_dict({f"{i}.weight": torch.eye(wide) for i in range(6)})
-losses = [float(pm.step(x, x + 1)) for _ in range(3)]
-assert losses[2] < losses[0], losses
-"""
-
-
-@pytest.mark.slow
-def test_what_memory_does_not_hold_is_trained_from_files(tmp_path: Path) -> None:
-    """Parameters and states of 18 blocks, and gradients of 6, in room for 16: anonymous memory is limited, files are
-    not."""
-    script = tmp_path / "large.py"
-    script.write_text(LARGE, encoding="utf-8")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    runs = [
-        subprocess.run([sys.executable, str(script), *more], env=env, capture_output=True, text=True, check=False)
-        for more in ([str(tmp_path)], [])
-    ]
-    assert runs[0].returncode == 0, runs[0].stderr
-    assert runs[1].returncode != 0 and "allocate memory" in runs[1].stderr, runs[1].stderr
-
-
 # ---- mistakes
 
 
@@ -248,7 +201,6 @@ def test_what_memory_does_not_hold_is_trained_from_files(tmp_path: Path) -> None
     ("hints", "what"),
     [
         ({"offload": ("optimiser",)}, "Offload(what=...) is of another kind"),
-        ({"offload": "optimizer"}, "a tuple of 'activations'"),
         ({"offload": ("optimizer",)}, "an optimizer in the program"),
         ({"offload": away("activations", to="disk", directory="/nowhere")}, "a directory that exists"),
         ({"offload": away("activations", modules="layer.*")}, "matches none of the modules"),
@@ -304,7 +256,7 @@ def test_inference_keeps_nothing(what: str) -> None:
         sx.parallelize(torch.nn.Linear(4, 4), sx.Mesh(dp=2), sx.Hints(args=(torch.ones(4, 4),), offload=(what,)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_calls_fetch_what_lies_elsewhere(tmp_path: Path) -> None:
     """In evaluation, of another size, with gradients of results, watched for NaN, as files that need torch alone."""
     plain, pm = (small_plan(KINDS["AdamW"], MESHES["dp2"], **more) for more in ({}, {"offload": away()}))
@@ -337,6 +289,123 @@ def test_torch_compile_plans_the_memory_of_an_arena_itself() -> None:
     pm = blocks(arena=True)
     with pytest.raises(sx.Error, match="Hints\\(arena=True\\)"):
         pm.compile()
+
+
+# ---- tables of which rows are fetched
+
+
+def rows(**options: Any) -> tuple[sx.Offload, ...]:
+    """Tables, however small."""
+    return (sx.Offload("rows", **{"min_numel": 0, **options}),)
+
+
+class Looked(nn.Module):
+    """A table, some bags of rows, and a head that may be tied to the table."""
+
+    def __init__(self, mode: str = "sum", tied: bool = False) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(64, 16, padding_idx=3, scale_grad_by_freq=mode == "mean")
+        self.bag = nn.EmbeddingBag(64, 16, mode=mode) if mode else None
+        self.head = nn.Linear(16, 64, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.emb(x).sum(1)
+        return self.head(found if self.bag is None else self.bag(x) + found)
+
+
+def dampened(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1)
+
+
+def looked(mode: str = "sum", specs: dict[str, str] | None = None, tied: bool = False, **hints: Any) -> Any:
+    torch.manual_seed(0)
+    model, x, y = Looked(mode, tied).double(), torch.randint(0, 64, (8, 4)), torch.randint(0, 64, (8,))
+    sharding = {"args.0": "dp, -", "targets.0": "dp"} if specs is None else specs
+    given = sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=sharding, **hints)
+    return sx.parallelize(model, sx.Mesh(dp=2), given, virtual=True), x, y
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mode", "specs", "hints", "close"),
+    [
+        ("mean", None, {"optimizer": dampened}, 0.0),
+        ("max", {}, {"optimizer": dampened}, 0.0),
+        ("sum", None, {"optimizer": KINDS["Lamb"], "zero": 3, "zero_min_numel": 0}, 1e-9),
+    ],
+    ids=["mean", "max", "Lamb, zero 3"],
+)
+def test_bags_of_rows_and_steps_of_tables(
+    mode: str, specs: dict[str, str] | None, hints: dict[str, Any], close: float
+) -> None:
+    """Up to rounding where norms are taken: steps of what lies on the device run over segments."""
+    plain, other = (looked(mode, specs, offload=offload, **hints) for offload in ((), rows()))
+    for _ in range(3):
+        torch.testing.assert_close(*(pm.step(x, y) for pm, x, y in (plain, other)), rtol=close, atol=0)
+    state = other[0].full_state_dict()
+    torch.testing.assert_close(plain[0].full_state_dict(), state, rtol=close, atol=close / 1e3)
+    assert other[0].verify(), other[0].verify().why
+
+
+@pytest.mark.long
+def test_a_step_brings_rows_alone() -> None:
+    """No more of a table is ever on the device; here its vocabulary is sharded."""
+    hints: dict[str, Any] = {
+        "specs": {"emb.weight": "dp, -"},
+        "optimizer": KINDS["AdamW"],
+        "zero": 1,
+        "zero_min_numel": 0,
+        "clip_grad_norm": 0.1,
+    }
+    (plain, x, y), (pm, *_) = (looked("", offload=offload, **hints) for offload in ((), rows()))
+    for _ in range(5):
+        torch.testing.assert_close(plain.step(x, y), pm.step(x, y))
+    state = pm.full_state_dict()  # its calls run one by one, not as a fused kernel
+    for key, value in plain.full_state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-12, atol=1e-14)
+    assert pm.verify(), pm.verify().why
+    assert [given.name for given in pm.planned.of_kind(InputKind.PARAMETER) if given.pool] == ["emb.weight"]
+    fetched = [storage for storage in pm.memory().footprint.storages if storage.category == "fetched"]
+    batch = 8 * 4
+    assert sorted(storage.nbytes for storage in fetched) == [8, batch * 16 * 8], "a norm, and rows"
+    assert {storage.node.phase for storage in fetched if storage.node} == {Phase.FORWARD, Phase.UPDATE}
+    # of what lies on the device the fused update makes no temporaries
+    assert plain.memory().peak - pm.memory().peak > 64 * 16 * 8 and "emb.weight" not in str(pm.memory())
+
+
+@pytest.mark.long
+def test_both_pools_are_predicted_as_a_step_holds_them() -> None:
+    pm, x, y = looked("", optimizer=KINDS["AdamW"], offload=rows())
+    case: Any = SimpleNamespace(args=(x,), targets=(y,), kwargs={})
+    for run, kinds in ((pm, TRAIN), (pm.step, STEP)):
+        for rank, held in held_in_a_step(pm, case, run).items():
+            check_footprint(pm._programs.running(rank, kinds), held)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("hints", "what"),
+    [
+        ({"tied": True, "offload": rows()}, "is not only looked up in"),
+        ({"offload": rows(), "grad_accumulation": 2}, "iterations over"),
+    ],
+    ids=str,
+)
+def test_rows_of_a_table_that_is_used_otherwise_are_an_error(hints: dict[str, Any], what: str) -> None:
+    with pytest.raises(sx.Error, match=what) as raised:
+        looked(**{"specs": {"args.0": "dp, -", "targets.0": "dp"}, **hints})
+    if "tied" in hints:
+        assert "aten.mm" in str(raised.value.where) and "'parameters'" in str(raised.value.remedy)
+
+
+def test_rows_of_files_are_not_fetched() -> None:
+    with pytest.raises(sx.Error, match="looked up in the host's memory"):
+        rows(to="disk")
+
+
+# ---- on a GPU
 
 
 @pytest.mark.gpu

@@ -15,22 +15,14 @@ import shardfx as sx
 from shardfx.ir.graph import op_name
 from tests.reference import check_step, rel_err
 
-KINDS = {
-    "nearest": {"scale_factor": 2},
-    "nearest-exact": {"size": (5, 9)},
-    "bilinear": {"scale_factor": (1.5, 0.7)},
-    "bicubic": {"size": (12, 12), "align_corners": True},
-    "antialias": {"size": (5, 5), "mode": "bicubic", "antialias": True},
-}
-
 
 class Picture(nn.Module):
-    def __init__(self, how: dict[str, object]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.how = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), how
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.interpolate(self.first(x), **self.how))
+        return self.second(F.interpolate(self.first(x), scale_factor=(1.5, 0.7), mode="bilinear"))
 
 
 class Resized(nn.Module):
@@ -43,15 +35,14 @@ class Resized(nn.Module):
 
 
 class LastOf(nn.Module):
-    """A row of each sample, counted from either end."""
+    """Rows of each sample, counted from either end."""
 
-    def __init__(self, many: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.emb, self.head, self.many = nn.Embedding(12, 6), nn.Linear(6, 5), many
+        self.emb, self.head = nn.Embedding(12, 6), nn.Linear(6, 5)
 
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
-        rows = torch.arange(ids.shape[0])
-        return self.head(self.emb(ids)[rows[:, None] if self.many else rows, at])
+        return self.head(self.emb(ids)[torch.arange(ids.shape[0])[:, None], at])
 
 
 def squares(out: Tensor) -> Tensor:
@@ -67,39 +58,31 @@ def beside_one_device(model: nn.Module, args: tuple[Tensor, ...], mesh: sx.Mesh,
 
 
 @pytest.mark.long
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resized_picture_is_one_op_each_way(kind: str) -> None:
-    how = {"mode": kind, **KINDS[kind]}
+def test_a_resized_picture_is_one_op_each_way() -> None:
     x, mesh = torch.randn(4, 3, 8, 8, dtype=torch.float64), sx.Mesh(dp=2, tp=2)
     specs = {"args.0": "dp, -, -, -", "first.weight": "tp, -, -, -"}
-    ops = [op for op in beside_one_device(Picture(how).double(), (x,), mesh, specs) if "upsample" in op]
+    ops = [op for op in beside_one_device(Picture().double(), (x,), mesh, specs) if "upsample" in op]
     assert len(ops) == 2 and "backward" in ops[1] and "backward" not in ops[0]
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("many", [False, True], ids=["one", "several"])
-def test_a_lookup_within_rows_sends_nothing(many: bool) -> None:
-    ids = torch.randint(0, 12, (8, 7))
-    at = torch.randint(-7, 7, (8, 3) if many else (8,))
-    specs = {"args.0": "dp, -", "args.1": "dp, -" if many else "dp"}
-    ops = beside_one_device(LastOf(many).double(), (ids, at), sx.Mesh(dp=4), specs)
+def test_a_lookup_within_rows_sends_nothing() -> None:
+    ids, at = torch.randint(0, 12, (8, 7)), torch.randint(-7, 7, (8, 3))
+    specs = {"args.0": "dp, -", "args.1": "dp, -"}
+    ops = beside_one_device(LastOf().double(), (ids, at), sx.Mesh(dp=4), specs)
     assert {op for op in ops if op.startswith("comm.")} == {"comm.all_reduce"}
     assert "aten.gather" in ops and "aten.index" not in ops
 
 
 def test_an_index_out_of_a_row_is_an_error() -> None:
-    ids, at = torch.randint(0, 12, (8, 7)), torch.zeros(8, dtype=torch.int64)
-    hints = sx.Hints(args=(ids, at), loss=squares, specs={"args.0": "dp, -", "args.1": "dp"})
-    pm = sx.parallelize(LastOf(many=False), sx.Mesh(dp=2), hints, virtual=True)
+    ids, at = torch.randint(0, 12, (8, 7)), torch.zeros(8, 1, dtype=torch.int64)
+    hints = sx.Hints(args=(ids, at), loss=squares, specs={"args.0": "dp, -", "args.1": "dp, -"})
+    pm = sx.parallelize(LastOf(), sx.Mesh(dp=2), hints, virtual=True)
     with pytest.raises(sx.Error, match="out of bounds"):
-        pm(ids, torch.full((8,), -8))
+        pm(ids, torch.full((8, 1), -8))
 
 
 SQUARES: dict[str, Any] = {
-    "a square": lambda x: x @ x,
-    "a power": lambda x: torch.linalg.matrix_power(x, 3),
     "of a view": lambda x: (lambda y: y @ y)(x.view(3, 2, 6).reshape(6, 6)),
     "attention": lambda x: F.scaled_dot_product_attention(*(x.view(1, 6, 6),) * 3)[0],
 }
@@ -125,14 +108,12 @@ def test_a_value_may_be_two_operands_that_are_sharded_in_two_ways(name: str) -> 
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("spec", ["-, x, -", "-, -, x"])
-def test_a_transposed_convolution_padded_by_more_than_its_stride(spec: str) -> None:
+def test_a_transposed_convolution_padded_by_more_than_its_stride() -> None:
     """Its gradient is a convolution that reads places at the end to which no place of the input belongs."""
     torch.manual_seed(0)
     net = nn.ConvTranspose2d(2, 4, (3, 2), (3, 2), (1, 2), (2, 3), groups=2, dilation=4, dtype=torch.float64)
     x = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
-    hints = sx.Hints(args=(x,), loss=squares, specs={"args.0": spec})
+    hints = sx.Hints(args=(x,), loss=squares, specs={"args.0": "-, x, -"})
     pm = sx.parallelize(copy.deepcopy(net), sx.Mesh(x=2), hints, virtual=True)
     given, alone = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
     ours, theirs = pm(given), squares(net(alone))
@@ -159,18 +140,15 @@ class Spectral(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("specs", [{"args.0": "r, -, -"}, {"mix": "r, -"}, {"iteration": "-, r"}], ids=str)
-def test_a_complex_number_may_be_all_that_an_op_is_given(specs: dict[str, str]) -> None:
+def test_a_complex_number_may_be_all_that_an_op_is_given() -> None:
     """The backward of a product by 1j conjugates the number."""
     model, alone, x = Spectral(), Spectral(), torch.randn(8, 4, 8, dtype=torch.float64)
-    pm = sx.parallelize(model, sx.Mesh(r=2), sx.Hints(args=(x,), loss=squares, specs=specs), virtual=True)
+    pm = sx.parallelize(model, sx.Mesh(r=2), sx.Hints(args=(x,), loss=squares, specs={"mix": "r, -"}), virtual=True)
     check_step(pm, alone, squares, (x,), bound=1e-10)
 
 
 OF_NOTHING: dict[str, Any] = {
     "triangle": lambda x: x[:, torch.tril_indices(6, 6)[1][:6]],
-    "window": lambda x: x * torch.hann_window(6, dtype=x.dtype),
     "frequencies": lambda x: x * torch.fft.fftfreq(6, dtype=x.dtype),
 }
 
@@ -247,7 +225,6 @@ def test_numbers_of_eight_bits_are_cast_and_given_back() -> None:
 
 
 OF_ONE_TERM: dict[str, tuple[Any, float]] = {
-    "no bias": (lambda b, x, w: torch.addmm(b, x, w, beta=0), float("inf")),
     "no bias, batches": (lambda b, x, w: torch.baddbmm(b, x[None], w[None], beta=0), float("nan")),
     "no product": (lambda b, x, w: torch.addmm(b, x * float("inf"), w, alpha=0), 1.0),
 }
@@ -274,10 +251,8 @@ def test_what_a_product_takes_zero_times_is_not_looked_at(name: str) -> None:
 
 
 OF: dict[str, Callable[[Tensor], Tensor]] = {
-    "product, real": lambda z: z.prod(1).real,
     "product, parts": lambda z: torch.view_as_real(z.prod(1)).flip(-1),
     "product, size": lambda z: z.prod(1).reshape(2, -1).conj().abs(),
-    "sum, real": lambda z: z.sum(1).real * 2,
     "mean, parts": lambda z: torch.view_as_complex(torch.view_as_real(z.mean(1)).flip(-1)).abs(),
 }
 
@@ -316,10 +291,8 @@ class Waves(nn.Module):
 
 X = torch.linspace(-1, 1, 16, dtype=torch.float64).cos().reshape(4, 4)
 SHARDED: dict[str, dict[str, Any]] = {
-    "replicated": {"specs": {"args.0": "dp, -"}},
-    "sharded": {"specs": {"args.0": "dp, -", "wave": "tp, -"}},
+    "sharded": {"specs": {"args.0": "dp, -", "wave": "tp, -"}, "grad_accumulation": 2},
     "zero": {"specs": {"args.0": "dp, -"}, "zero": 3, "zero_min_numel": 1},
-    "accumulated": {"specs": {"args.0": "dp, -"}, "grad_accumulation": 2},
 }
 
 
@@ -356,7 +329,6 @@ def clipped(most: float, kind: float = 2.0) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("how", SHARDED)
-@pytest.mark.one_in(2)
 def test_clip_grad_norm_of_complex_shards_is_the_norm_of_one_device(how: str) -> None:
     pm = sx.parallelize(Waves(), sx.Mesh(dp=2, tp=2), sx.Hints((X,), loss=complex_squares, **SHARDED[how]))
     for kind in (1.0, 2.0, float("inf")):

@@ -57,8 +57,6 @@ def planned(of: Callable[..., Any], example: tuple[Tensor, ...], **specs: str) -
 
 PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda x: x.prod(),
-    "along a dim": lambda x: x.prod(1),
-    "kept": lambda x: x.prod(0, keepdim=True),
     "complex": lambda x: torch.complex(x, x * 2).prod(1),
 }
 
@@ -75,8 +73,10 @@ def test_gradient_of_a_product_with_zeros_matches_single_device(name: str) -> No
         check(data)
 
 
-@pytest.mark.parametrize("of", [lambda x: x.mean(1), lambda x: (x - 3).abs().mean()], ids=["rows", "all"])
-def test_a_mean_of_half_numbers_whose_sum_is_beyond_their_range(of: Callable[[Tensor], Tensor]) -> None:
+def test_a_mean_of_half_numbers_whose_sum_is_beyond_their_range() -> None:
+    def of(x: Tensor) -> Tensor:
+        return x.mean(1)
+
     x = torch.linspace(100, 3000, 256).view(4, 64).to(torch.float16)
     with torch.no_grad():
         pm = sx.parallelize(Done(of), sx.Mesh(r=2), sx.Hints((x,), specs={"args.0": "-, r"}))
@@ -85,24 +85,23 @@ def test_a_mean_of_half_numbers_whose_sum_is_beyond_their_range(of: Callable[[Te
 
 
 DEVIATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "std": lambda x: x.std(1),
     "all": lambda x: torch.std(x, correction=2),
     "std_mean": lambda x: torch.cat(torch.std_mean(x, 1)),
     "var": lambda x: x.var(1, unbiased=False),
-    "var_mean": lambda x: torch.cat(torch.var_mean(x, 1)),
 }
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("spec", ["dp, -", "-, dp"])
+@pytest.mark.long
 @pytest.mark.parametrize("name", DEVIATIONS)
-def test_deviations_of_numbers_whose_squares_are_out_of_range(name: str, spec: str) -> None:
+def test_deviations_of_numbers_whose_squares_are_out_of_range(name: str) -> None:
     of = DEVIATIONS[name]
     torch.manual_seed(0)
     ranges = {torch.float16: (300, 3e4, 1e-5), torch.bfloat16: (1e20,), torch.float32: (1e20, 1e-25), F64: (1, 1e150)}
     for dtype, scales in ranges.items():
         whole = torch.randn(4, 8, dtype=F64).clamp(-1, 1)
-        pm = sx.parallelize(Done(of), sx.Mesh(dp=2), sx.Hints((whole.to(dtype),), specs={"args.0": spec}), virtual=True)
+        pm = sx.parallelize(
+            Done(of), sx.Mesh(dp=2), sx.Hints((whole.to(dtype),), specs={"args.0": "-, dp"}), virtual=True
+        )
         for scale in scales:
             x = (whole * scale).to(dtype)
             near = torch.finfo(dtype).eps * 4
@@ -146,48 +145,26 @@ def like(y: Tensor, number: float) -> Tensor:
 
 SPECIAL: dict[str, Op] = {
     "mul by inf": lambda y: (y * INF).clamp(-3, 3),
-    "mul by a tensor of inf": lambda y: (y * like(y, INF)).clamp(-3, 3),
-    "div by 0": lambda y: (y / 0).clamp(-3, 3),
     "div by a tensor of 0": lambda y: (y / like(y, 0)).clamp(-3, 3),
-    "xlogy of 0": lambda y: torch.xlogy(y - y, like(y, 0)),
     "xlogy": lambda y: torch.xlogy(y, like(y, 0)).clamp(-3, 3),
-    "xlog1py": lambda y: torch.special.xlog1py(y, like(y, -1)).clamp(-3, 3),
-    "ldexp": lambda y: torch.ldexp(y, torch.full((8,), 5000)).clamp(-3, 3),
-    "lerp": lambda y: torch.lerp(y, 2 * y, like(y, INF)).clamp(-3, 3),
-    "addcdiv": lambda y: torch.addcdiv(y, y, like(y, 0)).clamp(-3, 3),
     "addcmul": lambda y: torch.addcmul(y, y, like(y, INF)).clamp(-3, 3),
     "add times inf": lambda y: torch.add(y, y, alpha=INF).clamp(-3, 3),
     "mul by a product with inf": lambda y: (y * (like(y, INF)[:, None] @ like(y, 1)[None])[0]).clamp(-3, 3),
     "mul by log_softmax": lambda y: (y * like(y, 0).masked_fill(torch.arange(8) > 0, -INF).log_softmax(0)).clamp(-3, 3),
     "div by a cast": lambda y: (y / like(y, 0.5).long()).clamp(-3, 3),
-    "a mask of -inf": lambda y: (y * torch.full((8, 8), -INF, dtype=y.dtype).triu(1)[: len(y)]).clamp(-3, 3),
 }
 """Infinite whatever the terms are: the terms of one sum, of two signs, make NaN."""
 
 CASTS: dict[str, Op] = {
     "sum": lambda y: y.sum(1, dtype=torch.int64),
-    "sum of all": lambda y: torch.sum(y, dtype=torch.int64),
     "cumsum": lambda y: y.cumsum(1, dtype=torch.int64),
-    "sum as bool": lambda y: y.sum(1, dtype=torch.bool),
     "to": lambda y: y.to(torch.int64),
-    "bits": lambda y: y.sign().view(torch.int64) % 1000,
     "half the bits": lambda y: y.sign().view(torch.int32) % 1000,
-    "bits of a pair": lambda y: y.sign().float().view(torch.int64) % 1000,
     "count": lambda y: torch.count_nonzero(y, 1),
 }
 
-ROUNDED: dict[str, Op] = {
-    "mean in half": lambda y: y.mean(1, dtype=torch.float16),
-    "sum in single": lambda y: y.sum(1, dtype=torch.float32),
-}
+ROUNDED: Op = lambda y: y.mean(1, dtype=torch.float16)  # noqa: E731
 """Exact for a whole row alone: of a row in parts each part is rounded, as in a product of such numbers."""
-
-MEMORY: dict[str, Op] = {
-    "as_strided of a transposed one": lambda y: y.t().as_strided((2, 8), (16, 1)),
-    "overlapping windows of one": lambda y: (y.t() * 1).as_strided((3, 8), (8, 1)).sin(),
-    "as_strided": lambda y: y.as_strided((2, 8), (16, 1)),
-    "complex": lambda y: torch.view_as_real(torch.fft.fft(y)),
-}
 
 SHARDING_SUM, SHARDING_ROWS, SHARDING_COLUMNS = (
     {"args.0": "-, tp", "weight": "tp, -"},
@@ -210,32 +187,25 @@ def check(op: Op, specs: dict[str, str]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", SPECIAL.values(), ids=SPECIAL)
 def test_no_partial_sum_is_multiplied_by_what_may_be_infinite(op: Op) -> None:
     check(op, SHARDING_SUM)
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("op", [*CASTS.values(), *ROUNDED.values()], ids=[*CASTS, *ROUNDED])
+@pytest.mark.parametrize("op", [*CASTS.values(), ROUNDED], ids=[*CASTS, "mean in half"])
 def test_a_sum_is_cast_and_not_its_terms(op: Op) -> None:
     check(lambda y: op(y.detach() * 3).double().sum() + y.sum(), SHARDING_SUM)
 
 
-@pytest.mark.long
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("specs", [SHARDING_ROWS, SHARDING_COLUMNS], ids=["rows", "columns"])
-@pytest.mark.parametrize("op", CASTS.values(), ids=CASTS)
-def test_casts_of_sharded_values(op: Op, specs: dict[str, str]) -> None:
-    check(lambda y: op(y.detach() * 3).double().sum() + y.sum(), specs)
+@pytest.mark.parametrize("name", ["cumsum", "half the bits"])
+def test_casts_of_sharded_values(name: str) -> None:
+    check(lambda y: CASTS[name](y.detach() * 3).double().sum() + y.sum(), SHARDING_COLUMNS)
 
 
 @pytest.mark.long
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("specs", [SHARDING_SUM, SHARDING_ROWS, SHARDING_COLUMNS], ids=["sum", "rows", "columns"])
-@pytest.mark.parametrize("op", MEMORY.values(), ids=MEMORY)
-def test_ops_that_see_how_a_tensor_lies_in_memory(op: Op, specs: dict[str, str]) -> None:
-    check(op, specs)
+@pytest.mark.parametrize("specs", [SHARDING_SUM, SHARDING_ROWS], ids=["sum", "rows"])
+def test_windows_of_a_transposed_value_that_overlap_in_memory(specs: dict[str, str]) -> None:
+    check(lambda y: (y.t() * 1).as_strided((3, 8), (8, 1)).sin(), specs)
 
 
 def test_what_does_not_lie_in_order_in_memory_is_not_taken_for_it() -> None:
@@ -253,10 +223,9 @@ def test_a_partial_sum_still_passes_what_is_sure_to_be_finite() -> None:
     assert scaled.strategy is not None and scaled.strategy.results[0].partial
 
 
-@pytest.mark.parametrize("op", [torch.ones_like, lambda y: y.new_ones(3)], ids=["ones_like", "new_ones"])
-def test_what_nobody_looks_at_is_not_reduced(op: Op) -> None:
+def test_what_nobody_looks_at_is_not_reduced() -> None:
     x = torch.randn(4, 6, dtype=F64)
-    model = Product(lambda y: op(y.detach()).sum() * y.sum())
+    model = Product(lambda y: torch.ones_like(y.detach()).sum() * y.sum())
     pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints(args=(x,), specs=SHARDING_SUM, loss=torch.sum), virtual=True)
     large = [node for node in pm.planned.nodes if "all_reduce" in str(node.op) and node.operands[0].type.numel > 1]
     assert not large

@@ -41,15 +41,9 @@ class Views(nn.Module):
 
 
 VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "offset 0": lambda v, u: v.as_strided((8, 8), (1, 8), 0),
-    "offset 1": lambda v, u: v.as_strided((8, 7), (1, 8), 1),
     "overlapping": lambda v, u: (v * 1).as_strided((8, 6), (3, 2), 3),
     "copy": lambda v, u: torch.as_strided_copy(v, (8, 7), (1, 8), 1),
-    "scatter": lambda v, u: torch.as_strided_scatter(v, u[:3, :4], (3, 4), (1, 9), 0),
     "scatter at 5": lambda v, u: torch.as_strided_scatter(v.detach().t(), u[:3, :4], (3, 4), (1, 9), 5) + v,
-    "transposed": lambda v, u: v.t().as_strided((8, 8), (8, 1), 0),
-    "detached": lambda v, u: v + v.detach().as_strided((8, 8), (1, 8), 0),
-    "clone of a slice": lambda v, u: v[2:].clone().as_strided((8, 6), (5, 1), 1),
     "slice": lambda v, u: v[2:].as_strided((8, 6), (5, 1), 17),
 }
 
@@ -64,14 +58,12 @@ def check(model: nn.Module, x: Tensor, pm: sx.ParallelModule) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("where", ["segment", "arena", "meta"])
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_strided_view_of_a_gathered_weight_matches_single_device(
-    view: Callable[[Tensor, Tensor], Tensor], where: str
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "where"), [*((name, "segment") for name in VIEWS), ("slice", "arena"), ("overlapping", "meta")]
+)
+def test_strided_view_of_a_gathered_weight_matches_single_device(name: str, where: str) -> None:
     torch.manual_seed(0)
-    model, x = Views(view), torch.randn(4, 8, dtype=F64)
+    model, x = Views(VIEWS[name]), torch.randn(4, 8, dtype=F64)
     given = copy.deepcopy(model).to("meta") if where == "meta" else copy.deepcopy(model)
     pm = planned(given, x, zero=3, zero_min_numel=1, arena=where == "arena")
     if where == "meta":

@@ -1,23 +1,25 @@
-"""What a script does with the model, and with an optimizer of it, after ``parallelize``."""
+"""The original model after ``parallelize``: an optimizer of it, weights that are changed, memory that is freed."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardfx as sx
 
 from .test_calls import F64, SPECS, batch, mlp, near
 
 X, Y = batch()
-HINTS = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), specs=SPECS)
 MESHES = {"dp": (sx.Mesh(dp=2), {}), "tp": (sx.Mesh(dp=2, tp=2), {"0.weight": "tp, -", "2.weight": "-, tp"})}
 
 
@@ -47,8 +49,7 @@ MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(("kind", "mesh"), [("AdamW", "tp"), ("SGD", "dp")])
 def test_an_optimizer_goes_on_with_the_shards(kind: str, mesh: str) -> None:
     """Groups and states, of before and after; schedulers hold the same object."""
     model = mlp()
@@ -144,11 +145,9 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "load_state_dict": lambda model: model.load_state_dict(halved(model)),
     "assign": lambda model: model.load_state_dict(halved(model), assign=True),
     "in place": average,
-    "p.data in place": lambda model: [p.data.mul_(0.5) for p in model.parameters()],
     "p.data": lambda model: [setattr(p, "data", p.data * 0.5) for p in model.parameters()],
     "another parameter": lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight * 0.5)),
     "a buffer": lambda model: model[1].running_mean.fill_(1.0),
-    "another buffer": lambda model: setattr(model[1], "running_mean", torch.ones(16, dtype=F64)),
 }
 
 
@@ -159,9 +158,8 @@ def with_statistics() -> nn.Sequential:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", MESHES)
-def test_weights_of_the_model_that_are_changed_are_an_error_until_they_are_loaded(mesh: str) -> None:
-    pm = parallel(model := with_statistics(), mesh)
+def test_weights_of_the_model_that_are_changed_are_an_error_until_they_are_loaded() -> None:
+    pm = parallel(model := with_statistics(), "tp")
     for what, write in WRITES.items():
         write(model)
         with pytest.raises(sx.Error, match="weights were changed after parallelize"):
@@ -204,3 +202,73 @@ def test_parameters_of_the_model_that_are_frozen_or_hooked_later() -> None:
     model[0].weight.register_hook(torch.zeros_like)
     with pytest.raises(sx.Error, match="a hook on a parameter of the model would never be called"):
         pm(X, Y)
+
+
+# ---- memory: nothing keeps the original's weights, which would be there twice
+
+
+class Counts(nn.Module):
+    """Writes into buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn = nn.Linear(8, 4), nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.dropout(self.bn(self.fc(x)), 0.5, self.training)
+
+
+class Recomputes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(lambda h: self.fc(h).relu(), x, use_reentrant=False))
+
+
+class Branches(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out * 2 if out.sum() > -1e6 else out
+
+
+LAYER = partial(nn.Linear, 8, 4)
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "buffers": (Counts, {}),
+    "checkpoint": (Recomputes, {}),
+    "sharding": (LAYER, {"specs": {"weight": "dp, -", "bias": "dp"}}),
+    "guard": (lambda: Branches(8, 4), {"guard": True}),
+    "optimizer": (LAYER, {"optimizer": torch.optim.AdamW}),
+}
+
+
+def places(tensors: Any) -> set[int]:
+    """Where the content of tensors lies."""
+    return {each.untyped_storage().data_ptr() for each in tensors if type(each) in (Tensor, nn.Parameter)} - {0}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "fails"), [*((name, False) for name in MODELS), ("buffers", True)])
+def test_nothing_holds_the_weights_that_were_given(name: str, fails: bool) -> None:
+    make, more = MODELS[name]
+    model, x, y = make(), torch.rand(8, 8), torch.rand(8, 4)
+    own = places((*model.parameters(), *model.buffers()))
+    hints = sx.Hints((x[:, :5] if fails else x,), loss=F.mse_loss, targets=(y,), **more)
+    pm: Any = None
+    try:
+        pm = sx.parallelize(model, sx.Mesh(dp=2), hints)
+        assert not fails
+        if "optimizer" in more:
+            pm.step(x, y)
+        else:
+            pm(x, y).backward()
+            pm.eval()(x[:4], y[:4])
+    except sx.Error:
+        assert fails
+    del model
+    gc.collect()
+    there = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu"]
+    assert own and not own & places(each for each in there if each.layout is torch.strided)
