@@ -112,8 +112,7 @@ def test_they_are_tried_where_the_shards_are(options: dict[str, Any]) -> None:
 
 BY = {"tp": (sx.Mesh(tp=2), TP), "dp": (sx.Mesh(dp=2), {"args.0": "dp, -", "0.weight": "dp, -", "2.bias": "dp"})}
 MODES: dict[str, Any] = {
-    "adamw": lambda named: torch.optim.AdamW(groups(named), lr=0.01, amsgrad=True),
-    "sgd": lambda named: torch.optim.SGD(groups(named), lr=0.01, momentum=0.9),
+    "groups": lambda named: torch.optim.AdamW(groups(named), lr=0.01, amsgrad=True),
     "named": lambda named: torch.optim.Adam(named, lr=0.01),
 }
 
@@ -215,12 +214,6 @@ class CountsInGroup(Own):
         p.sub_(p.grad * (group["lr"] if group["k"] < 100 else 0.0))
 
 
-class CountsForAll(Own):
-    def one(self, group: dict[str, Any], p: Tensor) -> None:
-        self.state["k"] = self.state.get("k", 0) + 1
-        p.sub_(p.grad * (group["lr"] if self.state["k"] < 100 else 0.0))
-
-
 class ChangesItsRate(Own):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -235,16 +228,6 @@ class ClipsLarge(Own):
         norm = torch.stack([p.grad.norm() for _, p in self.each()]).norm()
         for group, p in self.each():
             p.sub_(p.grad * (100 / norm).clamp(max=1.0) * group["lr"])
-
-
-class SkipsAll(Own):
-    """Where one gradient is no number."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        fine = torch.stack([p.grad.isfinite().all() for _, p in self.each()]).all()
-        for group, p in self.each():
-            p.copy_(torch.where(fine, p - p.grad * group["lr"], p))
 
 
 class KeepsAList(Own):
@@ -264,10 +247,8 @@ class WantsAClosure(Own):
     [
         (SeldomMore, "self.calls, which it changes"),
         (CountsInGroup, r"\['k'\], which it changes"),
-        (CountsForAll, r"self.state\['k'\], which it changes"),
         (ChangesItsRate, r"\['lr'\], which it changes"),
         (ClipsLarge, r"others have other gradients\n.*Hints\(clip"),
-        (SkipsAll, "others have other gradients"),
         (KeepsAList, "several things in one\n(.*\n)*.*'last', a list of 1"),
         (WantsAClosure, r"cannot be traced\n(.*\n)*.*as SAM does\n.*with its closure"),
     ],
@@ -343,9 +324,9 @@ NUMBER, COUNT = 0.77, 384
 @pytest.mark.parametrize(
     ("name", "dtypes"),
     [
-        *((name, (dtype,) * 3) for name in ("addcmul", "addcdiv") for dtype in (F64, F32, BF16)),
-        *((name, (dtype, dtype)) for name in ("add", "sub") for dtype in (F64, F32, BF16)),
-        *((name, dtypes) for name in ("add", "sub") for dtypes in ((F64, BF16), (F32, BF16), (F64, F32))),
+        *((name, (dtype,) * 3) for name in ("addcmul", "addcdiv") for dtype in (F32, BF16)),
+        ("sub", (BF16, BF16)),
+        *(("add", dtypes) for dtypes in ((F64, BF16), (F32, BF16))),
     ],
 )
 def test_function_with_a_number_in_a_tensor_equals_its_kernel(name: str, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -21,28 +21,15 @@ from tests.stepped import KINDS, alone, apart, batches, of_two, small_plan
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "zero 1": {"zero": 1},
-    "zero 2": {"zero": 2},
-    "zero 3": {"zero": 3},
-    "clip": {"clip_grad_norm": 0.1},
-    "recompute": {"recompute": "1"},
     "zero 1, clip": {"zero": 1, "clip_grad_norm": 0.1},
-    "zero 3, clip": {"zero": 3, "clip_grad_norm": 0.1},
-    "zero 1, recompute": {"zero": 1, "recompute": "1"},
     "zero 3, recompute": {"zero": 3, "recompute": "1"},
-    "clip, recompute": {"clip_grad_norm": 0.1, "recompute": "1"},
 }
-OFTEN = ("Adafactor",)
-PAIRS = ("plain", "zero 3, recompute", "zero 1, clip")
-QUICK = [*((kind, "zero 1", "dp2tp2") for kind in OFTEN), *(("AdamW", feature, "dp2") for feature in PAIRS)]
-EVERY = [(kind, feature, mesh) for kind in KINDS for feature in FEATURES for mesh in ("dp2", "dp2tp2")]
+CASES = [(kind, "zero 1", "dp2tp2") for kind in KINDS]
+CASES += [("AdamW", "plain", "dp2"), ("AdamW", "zero 1, clip", "dp2"), ("two", "zero 3, recompute", "dp2")]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "feature", "mesh"),
-    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY if each not in QUICK)],
-)
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("kind", "feature", "mesh"), CASES)
 def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
     losses, params, _ = alone(KINDS[kind], 5, FEATURES[feature].get("clip_grad_norm"))
     pm = small_plan(KINDS[kind], MESHES[mesh], **FEATURES[feature])
@@ -51,18 +38,17 @@ def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
     assert verdict and "a full step" in str(verdict), verdict.why
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "feature", "bound"), [("dp2", {}, 1e-9), ("dp2tp2", {"zero": 1}, 2e-3)])
-def test_an_optimizer_that_computes_in_bfloat16(mesh: str, feature: dict[str, Any], bound: float) -> None:
-    """Muon multiplies in bfloat16, whatever its parameters are: products of whole matrices are bit by bit one
-    device's; those of shards are rounded elsewhere."""
+@pytest.mark.long
+def test_muon_which_computes_in_bfloat16_equals_one_device() -> None:
+    """It does whatever its parameters are; products of shards are rounded elsewhere."""
 
     def kind(params: Any) -> Any:
         return of_two(params, torch.optim.Muon)
 
     losses, params, _ = alone(kind, 5)
-    pm = small_plan(kind, MESHES[mesh], **feature)
-    assert apart(pm, losses, params) < bound
+    assert apart(small_plan(kind, MESHES["dp2"]), losses, params) < 1e-9
+    pm = small_plan(kind, MESHES["dp2tp2"], zero=1)
+    assert apart(pm, losses, params) < 2e-3
     assert pm.verify(), pm.verify().why
 
 
@@ -156,25 +142,19 @@ FACTORIES: dict[str, Factory] = {
     "amsgrad": lambda ps: optim.Adam(ps, lr=1e-3, amsgrad=True, weight_decay=0.1),
     "momentum": lambda ps: optim.SGD(ps, lr=1e-3, momentum=0.9),
 }
-CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("one", "AdamW", {}),
+FUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("dp2", "AdamW", {}),
-    ("dp2", "AdamW", {"zero": 1}),
-    ("dp2", "AdamW", {"zero": 3}),
-    ("dp2", "AdamW", {"clip_grad_norm": 0.1}),
     ("one", "AdamW", {"clip_grad_norm": 0.1}),
     ("dp2", "AdamW", {"zero": 3, "clip_grad_norm": 0.1}),
-    ("dp2", "AdamW", {"mixed_precision": torch.bfloat16}),
     ("dp2", "AdamW", {"mixed_precision": torch.bfloat16, "zero": 1}),
     ("dp2", "momentum", {}),
     ("dp2", "amsgrad", {"zero": 1}),
-    ("dp4", "amsgrad", {}),
 ]
-MORE = {"one": sx.Mesh(dp=1), "dp4": sx.Mesh(dp=4)}
+MORE = {"one": sx.Mesh(dp=1)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "kind", "hints"), CASES, ids=str)
+@pytest.mark.parametrize(("mesh", "kind", "hints"), FUSED, ids=str)
 def test_an_update_dispatches_at_most_three_kernels(mesh: str, kind: str, hints: dict[str, Any]) -> None:
     ranks, factory = (MESHES | MORE)[mesh], FACTORIES[kind]
     x, y = torch.rand(12, 6), torch.rand(12, 4)
@@ -193,12 +173,7 @@ def test_an_update_dispatches_at_most_three_kernels(mesh: str, kind: str, hints:
 FLAGGED: dict[str, Factory] = {
     "_fused_adamw_ amsgrad maximize": lambda ps: optim.AdamW(ps, lr=1e-2, amsgrad=True, maximize=True),
     "_fused_adamw_ wide": lambda ps: optim.AdamW(ps, lr=1e-2, betas=(0.7, 0.8), eps=1e-4, weight_decay=0.3),
-    "_fused_adam_": lambda ps: optim.AdamW(ps, lr=1e-2, weight_decay=0.0),
     "_fused_adam_ maximize decays": lambda ps: optim.Adam(ps, lr=1e-2, weight_decay=0.1, maximize=True),
-    "_fused_adam_ foreach": lambda ps: optim.Adam(ps, lr=1e-2, foreach=True),
-    "_fused_adamw_ fused": lambda ps: optim.AdamW(ps, lr=1e-2, fused=True),
-    "_fused_sgd_": lambda ps: optim.SGD(ps, lr=1e-2),
-    "_fused_sgd_ decays": lambda ps: optim.SGD(ps, lr=1e-2, weight_decay=0.1),
     "_fused_sgd_ nesterov": lambda ps: optim.SGD(ps, lr=1e-2, momentum=0.8, nesterov=True, weight_decay=0.1),
     "_fused_sgd_ maximize": lambda ps: optim.SGD(ps, lr=1e-2, momentum=0.8, maximize=True),
 }
@@ -217,7 +192,7 @@ def test_steps_of_fused_kernels_are_those_of_one_device(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "zero"), [("one", 0), ("dp2", 0), ("dp2", 1), ("dp2", 3)])
+@pytest.mark.parametrize(("mesh", "zero"), [("one", 0), ("dp2", 1)])
 def test_parameters_of_16_bits_are_stepped_by_the_fused_kernel(mesh: str, zero: int) -> None:
     """It computes in float32 and rounds once, as torch's ``fused=True``; the captured calls round each result."""
     x, y = torch.rand(12, 6).bfloat16(), torch.rand(12, 4).bfloat16()
